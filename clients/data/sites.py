@@ -1,0 +1,141 @@
+"""The images of each site for training, and of each variant for validation and test."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from clients.data.cache import ImageCache
+from clients.data.domains import Place, locate
+from clients.data.images import Images
+from clients.data.partition import divide
+from clients.data.sources import Positions
+from clients.data.splits import Selection, Split, at_most, labels, of_classes, split
+from clients.data.transforms import render
+from clients.data.variants import Variant, label, variant
+from clients.randomness import generator
+from conf.errors import UserError
+from conf.schema import Config, DataConfig, PartitionConfig, SiteConfig
+from conf.sites import Site, roster
+
+CACHE = ImageCache(limit=512 * 2**20)
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """The training images that the sites of an entry divide among themselves; hashable."""
+
+    place: Place
+    variant: Variant
+    parts: int
+    partition: PartitionConfig
+    seed: int
+    validation: float
+    validation_limit: int
+
+    def split(self) -> Split:
+        return split(self.place, self.seed, self.validation, self.validation_limit)
+
+
+def site_images(config: Config, site: Site) -> Images:
+    """The site's training images: uint8 [n, c, size, size] with labels int64 [n].
+
+    Its part of the domain's training images, or a random `samples` of them, drawn by (seed, site name).
+    Raises UserError as site_sizes does.
+    """
+    pool, part, size = _share(config, site)
+    key = (pool, config.data.size, config.data.grey, site.name, site.part, size)
+
+    def make() -> Images:
+        drawn = part
+        if size < len(part):
+            drawn = part.at(generator(config.seed, site.name, "samples").choice(len(part), size, replace=False))
+        return _images(pool.place, drawn, pool.variant, config.data)
+
+    return CACHE.get(key, make)
+
+
+def site_sizes(config: Config) -> list[int]:
+    """The number of training images of each site, in the order of the roster. Reads labels only.
+
+    Raises UserError, naming the site and the option at fault: unknown or missing domain, missing data.root, a class
+    that is not the domain's, more sites than images, no such partition, `samples` or partition.min_samples not there.
+    """
+    return [_share(config, site)[2] for site in roster(config)]
+
+
+def validation_images(config: Config, spec: SiteConfig) -> Images:
+    """The variant's validation images, uint8 [n, c, size, size]: no site of the domain trains on them.
+
+    n may be 0: if data.validation is 0, or if a small validation part has none of the variant's classes.
+    """
+    place = locate(spec.domain, config.data)
+    whole = split(place, config.seed, config.data.validation, config.data.validation_limit).validation
+    return _watched(config, place, spec, "validation", whole, limit=0)
+
+
+def test_images(config: Config, spec: SiteConfig) -> Images:
+    """The variant's test images, uint8 [n, c, size, size]; a random data.test_limit of them if there are more."""
+    place = locate(spec.domain, config.data)
+    whole = split(place, config.seed, config.data.validation, config.data.validation_limit).test
+    return _watched(config, place, spec, "test", whole, config.data.test_limit)
+
+
+test_images.__test__ = False  # type: ignore[attr-defined]  # not one of pytest's
+
+
+def _watched(config: Config, place: Place, spec: SiteConfig, use: str, whole: Selection, limit: int) -> Images:
+    key = (use, place, variant(spec), config.data, config.seed)
+
+    def make() -> Images:
+        chosen = at_most(place, of_classes(place, whole, variant(spec).classes), limit, config.seed)
+        return _images(place, chosen, variant(spec), config.data)
+
+    return CACHE.get(key, make)
+
+
+def _images(place: Place, chosen: Selection, change: Variant, data: DataConfig) -> Images:
+    pixels = place.images(chosen.part, chosen.index)
+    x = render(pixels, data.size, data.grey, change.rotation, change.invert)
+    return Images(x, torch.from_numpy(labels(place, chosen)))
+
+
+def _share(config: Config, site: Site) -> tuple[_Pool, Selection, int]:
+    """The pool of the site's entry, the site's part of it, and how many of those images it takes."""
+    data, spec = config.data, site.spec
+    pool = _Pool(
+        place=locate(spec.domain, data),
+        variant=variant(spec),
+        parts=site.parts,
+        partition=spec.partition,
+        seed=config.seed,
+        validation=data.validation,
+        validation_limit=data.validation_limit,
+    )
+    try:
+        part = _parts(pool)[site.part]
+        return pool, part, _size(spec, len(part))
+    except UserError as error:
+        raise UserError(f"{site.name} ({label(spec)}): {error}") from error
+
+
+def _size(spec: SiteConfig, there: int) -> int:
+    if spec.samples > there:
+        raise UserError(f"samples={spec.samples}, but {there} training images are there; use at most {there}")
+    size = spec.samples or there
+    if size < spec.partition.min_samples:
+        short = f"{size} training images, fewer than partition.min_samples={spec.partition.min_samples}"
+        raise UserError(f"{short}; use fewer sites, more samples or a smaller min_samples")
+    return size
+
+
+@lru_cache(maxsize=512)
+def _parts(pool: _Pool) -> tuple[Selection, ...]:
+    """What each site of the entry may draw from."""
+    train = of_classes(pool.place, pool.split().train, pool.variant.classes)
+    if pool.parts == 1:
+        return (train,)
+    positions: tuple[Positions, ...] = divide(
+        labels(pool.place, train), pool.parts, pool.partition, pool.seed, pool.variant.name
+    )
+    return tuple(train.at(mine) for mine in positions)

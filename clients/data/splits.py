@@ -1,0 +1,104 @@
+"""Training, validation and test images of a domain. They depend on the seed and the domain's name alone."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from clients.data.domains import Place, find
+from clients.data.sources import OFFICIAL, Labels, Positions
+from clients.randomness import generator
+from conf.errors import UserError
+
+TEST_SHARE = 0.2  # where the source has no test part
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """Images by their positions: `index`, int64 [n], ascending, in a part of a source."""
+
+    part: str
+    index: Positions
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def at(self, positions: Positions) -> "Selection":
+        """The images at these positions of this selection."""
+        return Selection(self.part, np.sort(self.index[positions]))
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Three selections that share no image."""
+
+    train: Selection
+    validation: Selection
+    test: Selection
+
+
+@lru_cache(maxsize=64)
+def split(place: Place, seed: int, share: float, limit: int) -> Split:
+    """The domain's split: the source's own test part, or a stratified fifth of all images where it has none.
+
+    The validation part is a stratified random `share` of what remains, at most `limit` images. Every variant of the
+    domain has the same one, so no site of any variant trains on a validation image.
+    """
+    train, test = _train_test(place, seed)
+    count = min(limit, max(1, round(share * len(train)))) if share > 0 else 0
+    held, rest = _draw(labels(place, train), count, generator(seed, place.name, "validation"))
+    return Split(train.at(rest), train.at(held), test)
+
+
+def labels(place: Place, selection: Selection) -> Labels:
+    """int64 [n], the labels of the selected images."""
+    return _labels(place, selection.part)[selection.index]
+
+
+def of_classes(place: Place, selection: Selection, classes: tuple[int, ...]) -> Selection:
+    """Those of the selected images that are of these classes; none given: all. UserError for a class there is not."""
+    if not classes:
+        return selection
+    known = find(place.name).classes
+    if max(classes) >= known:
+        raise UserError(f"classes: {max(classes)} is not among {place.name}'s 0 to {known - 1}")
+    return selection.at(np.flatnonzero(np.isin(labels(place, selection), classes)))
+
+
+def at_most(place: Place, selection: Selection, limit: int, seed: int) -> Selection:
+    """A stratified random subset of `limit` images; 0, or as many as there are: all of them."""
+    if limit == 0 or limit >= len(selection):
+        return selection
+    drawn, _ = _draw(labels(place, selection), limit, generator(seed, place.name, "limit", selection.part))
+    return selection.at(drawn)
+
+
+def _train_test(place: Place, seed: int) -> tuple[Selection, Selection]:
+    if place.source.parts == OFFICIAL:
+        train, test = (Selection(part, np.arange(len(_labels(place, part)))) for part in OFFICIAL)
+        return train, test
+    whole = Selection(place.source.parts[0], np.arange(len(_labels(place, place.source.parts[0]))))
+    count = round(TEST_SHARE * len(whole))
+    test, train = _draw(labels(place, whole), count, generator(seed, place.name, "test"))
+    return whole.at(train), whole.at(test)
+
+
+def _draw(labels: Labels, count: int, random: np.random.Generator) -> tuple[Positions, Positions]:
+    """Positions of a random subset of `count`, in which each class has its share up to one image, and the others.
+
+    Systematic sampling: the shuffled images are put in the order of their classes, and taken at even distances.
+    """
+    shuffled = random.permutation(len(labels))
+    by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
+    taken = np.zeros(len(labels), bool)
+    taken[(2 * np.arange(count) + 1) * len(labels) // (2 * max(count, 1))] = True
+    return by_class[taken], by_class[~taken]
+
+
+@lru_cache(maxsize=64)
+def _labels(place: Place, part: str) -> Labels:
+    found = place.labels(part)
+    if len(found) == 0 or not 0 <= found.min() <= found.max() < find(place.name).classes:
+        origin = place.source.origin(place.folder)
+        raise UserError(f"domain '{place.name}': {origin} has no labels, or labels outside of its classes")
+    return found

@@ -1,0 +1,49 @@
+"""What every image becomes: channels, size, rotation, inversion. Pure functions on tensors."""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from clients.data.sources import Pixels
+
+CHUNK = 2000  # images in float at once
+LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
+
+
+def render(pixels: Pixels, size: int, grey: bool, rotation: float = 0.0, invert: bool = False) -> Tensor:
+    """uint8 [n, h, w] or [n, h, w, 3] to uint8 [n, c, size, size]; c is 1 if `grey`, else 3.
+
+    In this order: channels (luma by ITU-R BT.601, or the grey one three times), bilinear resizing with antialiasing,
+    rotation, one rounding, and inversion (255 - x).
+    """
+    chunks = [
+        _render(torch.from_numpy(np.array(pixels[start : start + CHUNK])), size, grey, rotation, invert)
+        for start in range(0, max(len(pixels), 1), CHUNK)
+    ]
+    return torch.cat(chunks)
+
+
+def _render(pixels: Tensor, size: int, grey: bool, rotation: float, invert: bool) -> Tensor:
+    x = pixels[..., None] if pixels.ndim == 3 else pixels
+    x = x.permute(0, 3, 1, 2).to(torch.float32)
+    if grey and x.shape[1] == 3:
+        x = torch.einsum("nchw,c->nhw", x, torch.tensor(LUMA))[:, None]
+    if x.shape[-2:] != (size, size) and len(x):
+        x = functional.interpolate(x, (size, size), mode="bilinear", antialias=True, align_corners=False)
+    x = rotate(x, rotation) if len(x) else x.new_empty(0, x.shape[1], size, size)
+    x = x.round_().clamp_(0, 255).to(torch.uint8)
+    x = 255 - x if invert else x
+    return x if grey or x.shape[1] == 3 else x.expand(-1, 3, -1, -1).contiguous()
+
+
+def rotate(x: Tensor, degrees: float) -> Tensor:
+    """Square images, float32 [n, c, s, s], turned counter-clockwise about their centre; bilinear, 0 from outside."""
+    if degrees % 360 == 0:
+        return x
+    cosine, sine = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    turn = torch.tensor([[cosine, -sine, 0.0], [sine, cosine, 0.0]])
+    grid = functional.affine_grid(turn.expand(len(x), 2, 3), list(x.shape), align_corners=False)
+    return functional.grid_sample(x, grid, mode="bilinear", padding_mode="zeros", align_corners=False)

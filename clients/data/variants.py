@@ -1,0 +1,60 @@
+"""A variant: a domain and how its images are changed. It is what a label in tables and plots stands for."""
+
+from dataclasses import dataclass
+
+from clients.data.domains import find
+from conf.errors import UserError
+from conf.schema import Config, SiteConfig
+from conf.sites import roster
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What tells two domains of an experiment apart; hashable, unlike the SiteConfig it is taken from."""
+
+    domain: str
+    rotation: float
+    invert: bool
+    classes: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The domain and its changes, such as mnist_r45 or cifar10_c0-1-2."""
+        suffixes = [
+            f"_r{self.rotation:g}" if self.rotation else "",
+            "_inverted" if self.invert else "",
+            "_c" + "-".join(map(str, self.classes)) if self.classes else "",
+        ]
+        return self.domain + "".join(suffixes)
+
+
+def variant(spec: SiteConfig) -> Variant:
+    """The variant that a site's images are of. Flips are left out: they belong to training."""
+    return Variant(spec.domain, spec.rotation, spec.invert, tuple(sorted(set(spec.classes))))
+
+
+def label(spec: SiteConfig) -> str:
+    """The variant's name in tables and plots: spec.label, else the domain and its changes."""
+    return spec.label or variant(spec).name
+
+
+def domain_specs(config: Config) -> dict[str, SiteConfig]:
+    """Each label of the experiment with the first spec that bears it, in the order of the roster.
+
+    Raises UserError if a label would stand for two variants.
+    """
+    specs: dict[str, SiteConfig] = {}
+    for site in roster(config):
+        first = specs.setdefault(label(site.spec), site.spec)
+        if variant(first) != variant(site.spec):
+            both = f"{variant(first).name} and {variant(site.spec).name}"
+            raise UserError(f"{site.name}: the label '{label(first)}' stands for {both}; give each its own")
+    return specs
+
+
+def num_classes(config: Config) -> int:
+    """The largest number of classes among the domains; a subset of classes keeps its domain's numbers.
+
+    Raises UserError for an unknown domain.
+    """
+    return max(find(name).classes for name in {site.spec.domain for site in roster(config)})

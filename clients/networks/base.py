@@ -1,0 +1,66 @@
+"""What a network is here, the registry of networks, and their initialisation from a generator."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from conf.registry import Registry
+from conf.schema import Config
+
+
+class Network(nn.Module):
+    """extractor, then head: [n, c, h, w] images to [n, classes] logits.
+
+    Its state's names start with `extractor.` or `head.`.
+    """
+
+    def __init__(self, extractor: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.extractor = extractor
+        self.head = head
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.extractor(images))
+
+
+@dataclass(frozen=True)
+class NetworkSpec(ABC):
+    """The options of one family of networks; `build` makes the network."""
+
+    @abstractmethod
+    def build(self, channels: int, size: int, classes: int) -> Network:
+        """The network for [n, channels, size, size] images; raises UserError if the options do not fit."""
+
+
+NETWORKS: Registry[NetworkSpec] = Registry("network")
+
+
+def build_network(config: Config, classes: int) -> Network:
+    """The configured network with `classes` outputs, its weights as the modules' constructors leave them."""
+    spec = NETWORKS.build(config.network, "network")
+    with torch.device("cpu"):
+        return spec.build(1 if config.data.grey else 3, config.data.size, classes)
+
+
+def initialise(network: nn.Module, generator: torch.Generator) -> None:
+    """Draw all weights from `generator`: He-normal convolutions (fan out), uniform +-1/sqrt(fan in) linear layers.
+
+    Norm layers start at scale 1 and shift 0. The draw depends on nothing but the generator and the order of modules.
+    """
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu", generator=generator)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Linear):
+            bound = module.in_features**-0.5
+            nn.init.uniform_(module.weight, -bound, bound, generator=generator)
+            if module.bias is not None:
+                nn.init.uniform_(module.bias, -bound, bound, generator=generator)
+
+
+def parameter_count(network: nn.Module) -> int:
+    """The number of trainable parameters."""
+    return sum(parameter.numel() for parameter in network.parameters())

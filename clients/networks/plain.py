@@ -1,0 +1,104 @@
+"""Plain convolutional networks: 3x3 convolutions with GroupNorm, max-pooling between them, global average, linear head."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from clients.networks.base import NETWORKS, Network, NetworkSpec
+from conf.errors import UserError
+from conf.typed import value
+
+POOL = 0  # in a layout: a 2x2 max-pooling instead of a convolution
+
+
+class StandardisedConv2d(nn.Conv2d):
+    """A convolution whose effective weights have mean 0 and variance 1 / fan_in in each output channel.
+
+    Weight standardisation (Qiao et al. 2019, Eq. 2-3). A positive factor on the weights changes nothing, so the sum of
+    n networks and their mean are one function.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        variance, mean = torch.var_mean(self.weight, dim=(1, 2, 3), keepdim=True, correction=0)
+        fan_in = self.weight[0].numel()
+        return self._conv_forward(input, (self.weight - mean) * torch.rsqrt(variance * fan_in + 1e-12), self.bias)
+
+
+@dataclass(frozen=True)
+class PlainSpec(NetworkSpec):
+    """Options of the plain networks. `layout` lists the widths, POOL for a pooling."""
+
+    layout: ClassVar[tuple[int, ...]] = ()
+
+    width: float = value(1.0, "all widths are multiplied by this", low=0.01, high=16.0)
+    groups: int = value(32, "groups of each GroupNorm", low=1)
+    standardise: bool = value(False, "weight standardisation in every convolution")
+    affine: bool = value(True, "GroupNorm with a learned scale and shift")
+
+    def build(self, channels: int, size: int, classes: int) -> Network:
+        """The network for [n, channels, size, size] images; raises UserError for widths that `groups` does not divide."""
+        if size >> self.layout.count(POOL) < 1:
+            raise UserError(f"data.size: got {size}, takes at least {1 << self.layout.count(POOL)} for this network")
+        convolution = StandardisedConv2d if self.standardise else nn.Conv2d
+        layers: list[nn.Module] = []
+        for step in self.layout:
+            if step == POOL:
+                layers.append(nn.MaxPool2d(2))
+                continue
+            out = max(1, round(step * self.width))
+            if out % self.groups:
+                raise UserError(f"network.groups: got {self.groups}, takes a divisor of every width ({out} is one)")
+            layers += [
+                convolution(channels, out, 3, padding=1, bias=False),
+                nn.GroupNorm(self.groups, out, affine=self.affine),
+                nn.ReLU(inplace=True),
+            ]
+            channels = out
+        layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+        return Network(nn.Sequential(*layers), nn.Linear(channels, classes))
+
+
+@NETWORKS.register("conv6")
+@dataclass(frozen=True)
+class Conv6(PlainSpec):
+    """Six convolutions 16-16-32-32-64-64, pooling after the first, third and fifth: 72,000 parameters."""
+
+    layout = (16, POOL, 16, 32, POOL, 32, 64, POOL, 64)
+    groups: int = value(4, "groups of each GroupNorm", low=1)
+
+
+@NETWORKS.register("vgg11")
+@dataclass(frozen=True)
+class Vgg11(PlainSpec):
+    """VGG configuration A with GroupNorm and a linear head."""
+
+    layout = (64, POOL, 128, POOL, 256, 256, POOL, 512, 512, POOL, 512, 512, POOL)
+
+
+@NETWORKS.register("vgg13")
+@dataclass(frozen=True)
+class Vgg13(PlainSpec):
+    """VGG configuration B with GroupNorm and a linear head."""
+
+    layout = (64, 64, POOL, 128, 128, POOL, 256, 256, POOL, 512, 512, POOL, 512, 512, POOL)
+
+
+@NETWORKS.register("vgg16")
+@dataclass(frozen=True)
+class Vgg16(PlainSpec):
+    """VGG configuration D with GroupNorm (32 groups) and a linear head, as in sum aggregation, Sec. 4."""
+
+    layout = (64, 64, POOL, 128, 128, POOL, 256, 256, 256, POOL, 512, 512, 512, POOL, 512, 512, 512, POOL)
+
+
+@NETWORKS.register("vgg19")
+@dataclass(frozen=True)
+class Vgg19(PlainSpec):
+    """VGG configuration E with GroupNorm and a linear head."""
+
+    layout = (
+        *(64, 64, POOL, 128, 128, POOL),
+        *(256, 256, 256, 256, POOL, 512, 512, 512, 512, POOL, 512, 512, 512, 512, POOL),
+    )

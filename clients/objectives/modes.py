@@ -1,0 +1,49 @@
+"""The modes of sum aggregation: a table that sites and server both read, so that they agree on what is summed."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from conf.errors import unknown
+
+HEAD = "head."
+EXTRACTOR = "extractor."
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What one mode sums and what its aggregate is.
+
+    `sums`: the sites' extractors are kept and summed exactly. `convolutions_only`: of these, only the convolution weights.
+    `own_head`: a site keeps a head of its own. `subsets`: leave-one-out sums are trained on.
+    `star`: there is a free network N* beside the sites' own, averaged over each round's replies (the paper's). `row`: the
+    aggregate's name in tables.
+    """
+
+    sums: bool
+    convolutions_only: bool
+    star: bool
+    own_head: bool
+    subsets: bool
+    row: str
+
+    def summed(self, name: str, tensor: Tensor) -> bool:
+        """Whether a site's tensor enters the exact sum."""
+        if not self.sums or not name.startswith(EXTRACTOR):
+            return False
+        return tensor.ndim == 4 or not self.convolutions_only
+
+
+MODES = {
+    "exact": Mode(sums=True, convolutions_only=False, star=False, own_head=False, subsets=True, row="sum"),
+    "regularised": Mode(sums=True, convolutions_only=True, star=True, own_head=False, subsets=False, row="sum"),
+    "independent": Mode(sums=True, convolutions_only=False, star=False, own_head=True, subsets=False, row="sum"),
+    "fedavg": Mode(sums=False, convolutions_only=False, star=False, own_head=False, subsets=False, row="fedavg"),
+}
+
+
+def mode_named(name: str) -> Mode:
+    """The mode; UserError with the nearest name otherwise."""
+    if name not in MODES:
+        raise unknown("objective.mode", name, MODES)
+    return MODES[name]

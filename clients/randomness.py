@@ -1,0 +1,24 @@
+"""Random generators that depend on nothing but their names: the seed and words that say what they are for."""
+
+import hashlib
+import json
+
+import numpy as np
+import torch
+
+
+def generator(seed: int, *words: str | int) -> np.random.Generator:
+    """NumPy's generator for (seed, words): the same in every process and on every machine.
+
+    Other words, or the same in another order, give an independent stream.
+    """
+    return np.random.default_rng(int.from_bytes(_digest(seed, words)))
+
+
+def torch_generator(seed: int, *words: str | int) -> torch.Generator:
+    """Torch's CPU generator for (seed, words), as `generator` is NumPy's."""
+    return torch.Generator().manual_seed(int.from_bytes(_digest(seed, words)[:8]))
+
+
+def _digest(seed: int, words: tuple[str | int, ...]) -> bytes:
+    return hashlib.sha256(json.dumps([seed, *words]).encode()).digest()

@@ -1,0 +1,51 @@
+"""States on disk: safetensors, written to a temporary file and renamed, so that a reader sees all of a file or none."""
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from conf.errors import UserError
+from fusion.exact import State
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace the file at `path` in one step: temporary file beside it, fsync, rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def write_state(path: Path, state: Mapping[str, Tensor], **metadata: str) -> None:
+    """Write a state (any shapes and dtypes) with string metadata."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    write_bytes(path, save(tensors, metadata={"format": "pt", **metadata}))
+
+
+def read_state(path: Path) -> State:
+    """The state that write_state wrote. Raises UserError naming a file that is missing or no safetensors file."""
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such state") from None
+    except SafetensorError as error:
+        raise UserError(f"{path}: is no readable safetensors file ({error})") from None
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The metadata of a state on disk, its tensors unread."""
+    with safe_open(path, framework="pt") as file:
+        return dict(file.metadata() or {})

@@ -1,0 +1,55 @@
+"""The site's own store: its state after each round, on its own disk. Server and other sites never read it.
+
+Keyed by run, site and round, so that a round can be repeated without harm: it starts from the round it is based on.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from clients.states import read_state, write_state
+from conf.errors import UserError
+from fusion.exact import State
+
+_ROUND = re.compile(r"round-(\d+)\.safetensors")
+
+
+@dataclass(frozen=True)
+class SiteStore:
+    """The states of one site in one run, in the folder root/run/site."""
+
+    root: Path
+    run: str
+    site: str
+
+    @property
+    def folder(self) -> Path:
+        """Where the files are."""
+        return self.root / self.run / self.site
+
+    def load(self, round: int) -> State:
+        """The state after `round`. Raises UserError if this site has none, naming the rounds that it has."""
+        path = self._path(round)
+        if not path.exists():
+            have = ", ".join(map(str, self.rounds())) or "none"
+            raise UserError(f"{self.site}: its own state after round {round} is lost ({self.folder} has rounds: {have})")
+        return read_state(path)
+
+    def save(self, round: int, base: int, state: Mapping[str, Tensor]) -> None:
+        """Keep the state after `round`, and the one it is based on; older ones and abandoned ones go."""
+        write_state(self._path(round), state)
+        for other in self.rounds():
+            if other not in (round, base):
+                self._path(other).unlink()
+
+    def rounds(self) -> list[int]:
+        """The rounds of which a state is kept."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(int(match[1]) for path in self.folder.iterdir() if (match := _ROUND.fullmatch(path.name)))
+
+    def _path(self, round: int) -> Path:
+        return self.folder / f"round-{round:06d}.safetensors"

@@ -1,0 +1,16 @@
+"""Errors that a user can mend: one clear line, exit code 2, no traceback."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Bad input. The message says what, where and how to mend it, in one line."""
+
+
+def unknown(kind: str, name: object, known: Iterable[str]) -> UserError:
+    """The error for a name that is not among `known`: suggests the nearest one and lists them all."""
+    names = sorted(known)
+    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+    hint = f"; did you mean '{near[0]}'?" if near else ""
+    return UserError(f"unknown {kind} '{name}'{hint} (known: {', '.join(names)})")

@@ -1,0 +1,130 @@
+"""Read an experiment's YAML, merge preset and dotted overrides into it, and validate the whole."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from conf.errors import UserError, unknown
+from conf.schema import Config
+from conf.sites import roster
+from conf.typed import build
+
+FOLDER = Path(__file__).parent
+
+
+def experiment_names() -> list[str]:
+    """The experiments that ship: the YAML files beside this module."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def experiment_lines() -> dict[str, str]:
+    """Each shipped experiment with the first line of its file, a comment that says what it is."""
+    first = {name: (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0] for name in experiment_names()}
+    return {name: line.lstrip("# ") for name, line in first.items()}
+
+
+def load(experiment: str, overrides: Sequence[str] = ()) -> Config:
+    """The validated configuration of an experiment: a shipped name or the path of a YAML file, and `key=value` overrides.
+
+    `preset=NAME` picks one of the file's `presets`, merged before the other overrides.
+    Raises UserError: unknown experiment, YAML that cannot be read, unknown key, wrong type, value out of range.
+    """
+    path = _find(experiment)
+    tree = _read(path)
+    changes = _parse(overrides)
+    presets, preset = tree.pop("presets", {}), tree.pop("preset", None)
+    preset = changes.pop("preset", preset)
+    if preset is not None and preset not in presets:
+        raise unknown(f"preset of {path.stem}", preset, presets) if presets else UserError(f"preset: {path.stem} has none")
+    merged = OmegaConf.create(tree)
+    try:
+        if preset is not None:
+            merged = OmegaConf.merge(merged, OmegaConf.create(presets[preset]))
+        for key, item in changes.items():
+            OmegaConf.update(merged, key, item, merge=True, force_add=True)
+        plain = OmegaConf.to_container(merged, resolve=True)
+    except (OmegaConfBaseException, TypeError, IndexError) as error:
+        raise UserError(f"{path.stem} {' '.join(overrides)}: {str(error).splitlines()[0]}") from None
+    assert isinstance(plain, dict)
+    return from_mapping({"experiment": path.stem, **{str(key): item for key, item in plain.items()}})
+
+
+def from_mapping(tree: Mapping[str, Any]) -> Config:
+    """The validated Config of a plain mapping (YAML or JSON); `run.name` defaults to the experiment's name."""
+    filled = dict(tree)
+    run = filled.get("run") or {}
+    if isinstance(run, Mapping) and not run.get("name"):
+        filled["run"] = {**run, "name": filled.get("experiment", "")}
+    config = build(Config, filled)
+    if Path(config.run.name).name != config.run.name or config.run.name.startswith("."):
+        raise UserError(f"run.name: got '{config.run.name}', takes a plain folder name (run.root says where)")
+    roster(config)
+    return config
+
+
+def to_json(config: Config) -> str:
+    """The whole configuration as one line of JSON, as it travels to the sites."""
+    return json.dumps(_tree(config), sort_keys=True)
+
+
+def from_json(text: str) -> Config:
+    """The inverse of to_json."""
+    return from_mapping(json.loads(text))
+
+
+def to_yaml(config: Config) -> str:
+    """The whole configuration as YAML, for config.yaml and `--show`."""
+    return yaml.safe_dump(_tree(config), sort_keys=False, allow_unicode=True)
+
+
+def _tree(config: Config) -> dict[str, Any]:
+    tree = OmegaConf.to_container(OmegaConf.structured(config))
+    assert isinstance(tree, dict)
+    return {str(key): item for key, item in tree.items()}
+
+
+def _find(experiment: str) -> Path:
+    if experiment.endswith((".yaml", ".yml")):
+        path = Path(experiment)
+        if not path.is_file():
+            raise UserError(f"experiment file not found: {path}")
+        return path
+    if experiment not in experiment_names():
+        raise unknown("experiment", experiment, experiment_names())
+    return FOLDER / f"{experiment}.yaml"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: is not UTF-8 text") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        hint = " (YAML is indented with spaces, not tabs)" if "\\t" in str(error.problem) else ""
+        raise UserError(f"{path}:{place} {error.problem}{hint}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: takes `key: value` lines at the top level")
+    return tree
+
+
+def _parse(overrides: Sequence[str]) -> dict[str, Any]:
+    """Dotted keys and their values, each value read as YAML."""
+    parsed = {}
+    for text in overrides:
+        key, separator, item = text.partition("=")
+        if not separator or not key or key.startswith("-"):
+            raise UserError(f"override '{text}': takes the form key=value, such as rounds=20")
+        try:
+            parsed[key] = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={item}"]))["value"]  # type: ignore[index,call-overload]
+        except (OmegaConfBaseException, yaml.YAMLError) as error:
+            raise UserError(f"override '{text}': {str(error).splitlines()[0]}") from None
+    return parsed

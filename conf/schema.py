@@ -1,0 +1,123 @@
+"""The configuration of an experiment, as frozen dataclasses. Every field says what it takes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from conf.typed import value
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where a run is kept."""
+
+    name: str = value("", "folder of the run under run.root; empty: the experiment's name")
+    root: str = value("runs", "folder that holds all runs")
+    overwrite: bool = value(False, "replace a run of the same name")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What carries messages between server and sites."""
+
+    name: str = value("ray", "inline: this process; ray: Ray actors; flower: a real federation", choices=("inline", "ray", "flower"))
+    workers: int = value(0, "processes that run sites; 0: sized to the machine", low=0)
+    address: str = value("", "address of a Ray cluster; empty: start one on this machine")
+    num_cpus: float = value(1.0, "CPU cores per worker", low=0.0)
+    num_gpus: float = value(0.0, "GPUs per worker (a fraction shares one)", low=0.0)
+    threads: int = value(1, "torch threads per worker; results are bit-identical only for the same number", low=1)
+    device: str = value("auto", "auto: a GPU if the worker sees one", choices=("auto", "cpu", "cuda"))
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where domains come from, and what every image becomes."""
+
+    root: str = value("", "folder with the data; empty: $FEDLOOM_DATA, else ./data")
+    download: bool = value(False, "let torchvision fetch what is in no folder")
+    size: int = value(16, "images become size x size pixels", low=4, high=512)
+    grey: bool = value(True, "one channel; false: three")
+    validation: float = value(0.1, "share of a domain's training images held out to watch and choose by", low=0.0, high=0.5)
+    validation_limit: int = value(1000, "most validation images of a domain", low=1)
+    test_limit: int = value(0, "most test images of a domain; 0: all", low=0)
+
+
+@dataclass(frozen=True)
+class PartitionConfig:
+    """How sites that share one domain divide its training images."""
+
+    name: str = value("iid", "the way to divide", choices=("iid", "dirichlet", "classes", "size"))
+    alpha: float = value(0.5, "dirichlet: smaller is more unequal", low=1e-3)
+    classes_per_site: int = value(2, "classes: how many a site sees", low=1)
+    growth: float = value(1.0, "size: site k of n gets a share growing as (k + 1) ** growth", low=0.0)
+    min_samples: int = value(10, "fewest training images a site may end up with", low=1)
+
+
+@dataclass(frozen=True)
+class SiteConfig:
+    """A site, or several equal ones: a domain, how its images are changed, how many of them."""
+
+    domain: str = value("", "name of the domain (fedloom doctor lists them)")
+    label: str = value("", "name of this domain in tables; empty: made from the domain and its changes")
+    name: str = value("", "the site's name; empty: site-0000, site-0001, ... by place")
+    count: int = value(1, "how many sites share this domain (divided by `partition`)", low=1)
+    samples: int = value(0, "training images per site; 0: all there are", low=0)
+    rotation: float = value(0.0, "degrees, counter-clockwise", low=-360.0, high=360.0)
+    invert: bool = value(False, "black becomes white")
+    flip: bool = value(False, "random horizontal flips while training")
+    classes: list[int] = value([], "only these classes; empty: all", low=0)
+    partition: PartitionConfig = value(PartitionConfig, "how the sites of this entry divide the domain")
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """What a site does in a round. SGD, as in the papers."""
+
+    epochs: int = value(1, "passes over the site's images per round", low=1)
+    batch: int = value(32, "images per step", low=1)
+    rate: float = value(0.03, "learning rate at the start", low=0.0)
+    momentum: float = value(0.9, "momentum", low=0.0, high=1.0)
+    weight_decay: float = value(0.0, "L2 penalty", low=0.0)
+    schedule: str = value("cosine", "of the learning rate over all rounds", choices=("cosine", "constant"))
+    clip: float = value(0.0, "largest gradient norm; 0: no clipping", low=0.0)
+
+
+@dataclass(frozen=True)
+class FederationConfig:
+    """The round loop."""
+
+    fraction: float = value(1.0, "share of the sites asked in each round", low=0.0, high=1.0)
+    min_replies: int = value(1, "fewest good replies with which a round counts", low=1)
+    window: int = value(32, "messages under way at once", low=1)
+    timeout: float = value(3600.0, "seconds a round may take", low=1.0)
+    join_timeout: float = value(120.0, "seconds to wait for all sites at the start", low=0.0)
+    scale_bits: int = value(32, "exact sums count in units of 2**-scale_bits", low=8, high=48)
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """When and how the server measures accuracy."""
+
+    every: int = value(1, "validation accuracy after every so many rounds", low=1)
+    batch: int = value(500, "images per forward pass", low=1)
+    sites: int = value(50, "how many sites' own networks, and forgetting of them, are measured at the end", low=0)
+
+
+@dataclass(frozen=True)
+class Config:
+    """One experiment."""
+
+    experiment: str = value("", "name of the YAML file")
+    seed: int = value(0, "of everything that is random", low=0)
+    rounds: int = value(10, "federated rounds", low=1)
+    sites: Any = value(None, "a list of sites, or a number: that many sites dealt out over `population`")
+    population: list[SiteConfig] = value([], "the entries that a number of `sites` is dealt out over, in turn")
+    network: dict[str, Any] = value({}, "name: a registered network, and its options")
+    objective: dict[str, Any] = value({}, "name: what a site minimises, and its options")
+    strategy: dict[str, Any] = value({}, "name: what the server does with the replies, and its options")
+    baselines: list[str] = value([], "other modes of the objective, run beside it on the same data")
+    run: RunConfig = value(RunConfig, "where the run is kept")
+    engine: EngineConfig = value(EngineConfig, "what carries the messages")
+    data: DataConfig = value(DataConfig, "where data comes from")
+    training: TrainingConfig = value(TrainingConfig, "a site's training")
+    federation: FederationConfig = value(FederationConfig, "the round loop")
+    evaluation: EvaluationConfig = value(EvaluationConfig, "measuring")

@@ -1,0 +1,96 @@
+"""Build a frozen dataclass from a mapping: types by OmegaConf, ranges and choices by the fields' own metadata."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from conf.errors import UserError, unknown
+
+T = TypeVar("T")
+
+
+def value(
+    default: Any,
+    help: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] | None = None,
+) -> Any:
+    """A dataclass field that documents itself and says which values it takes (bounds included)."""
+    metadata = {"help": help, "low": low, "high": high, "choices": choices}
+    if isinstance(default, list | dict) or callable(default):
+        factory = default if callable(default) else lambda: type(default)(default)
+        return dataclasses.field(default_factory=factory, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def build(schema: type[T], given: Mapping[str, Any], where: str = "") -> T:
+    """An instance of the dataclass `schema` from `given`.
+
+    `where` is the dotted key that `given` stands at. Raises UserError naming the full key, what it got and what it takes.
+    """
+    _check_keys(schema, given, where)
+    base = OmegaConf.structured(schema)
+    OmegaConf.set_readonly(base, False)
+    try:
+        merged = OmegaConf.merge(base, OmegaConf.create(dict(given)))
+        result = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise UserError(_in_one_line(error, where)) from None
+    _check_values(result, where)
+    return result  # type: ignore[return-value]  # OmegaConf.to_object rebuilds the dataclass it was given
+
+
+def _join(where: str, key: str) -> str:
+    return f"{where}.{key}" if where else key
+
+
+def _nested(field: dataclasses.Field[Any]) -> bool:
+    return isinstance(field.type, type) and dataclasses.is_dataclass(field.type)
+
+
+def _check_keys(schema: type, given: Mapping[str, Any], where: str) -> None:
+    fields = {field.name: field for field in dataclasses.fields(schema)}
+    for key, item in given.items():
+        if key not in fields:
+            raise unknown("key", _join(where, str(key)), [_join(where, name) for name in fields])
+        if _nested(fields[key]):
+            if not isinstance(item, Mapping):
+                raise UserError(f"{_join(where, key)}: got {item!r}, takes a section of keys")
+            _check_keys(fields[key].type, item, _join(where, key))  # type: ignore[arg-type]
+
+
+def _in_one_line(error: OmegaConfBaseException, where: str) -> str:
+    first = str(error).splitlines()[0]
+    key = _join(where, str(error.full_key)) if getattr(error, "full_key", None) else where
+    return f"{key}: {first}" if key else first
+
+
+def _check_values(instance: Any, where: str) -> None:
+    for field in dataclasses.fields(instance):
+        key, got = _join(where, field.name), getattr(instance, field.name)
+        if dataclasses.is_dataclass(got):
+            _check_values(got, key)
+            continue
+        low, high = field.metadata.get("low"), field.metadata.get("high")
+        choices = field.metadata.get("choices")
+        if choices and got not in choices:
+            raise UserError(f"{key}: got '{got}', takes one of: {', '.join(choices)}")
+        for number in got if isinstance(got, list) else [got]:
+            if isinstance(number, int | float) and not isinstance(number, bool):
+                _check_range(key, number, low, high)
+
+
+def _check_range(key: str, number: float, low: float | None, high: float | None) -> None:
+    if number != number or (low is not None and number < low) or (high is not None and number > high):
+        if high is None:
+            takes = f"a number of at least {low}"
+        elif low is None:
+            takes = f"a number of at most {high}"
+        else:
+            takes = f"a number from {low} to {high}"
+        raise UserError(f"{key}: got {number}, takes {takes}")

@@ -1,0 +1,1 @@
+"""Pure mathematics on states and networks: no Flower, no Ray, no files, no global state."""

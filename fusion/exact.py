@@ -1,0 +1,146 @@
+"""Exact sums of states: int64 fixed point, so that addition is associative, commutative and exactly invertible.
+
+sum aggregation, Sec. 3: N* = N_1 + ... + N_n and forgetting N* - N_k. In float32, (S + phi) - phi differs from S in a
+third of the entries; in units of 2**-bits it is S, bit for bit, whatever the order of arrival.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+State = dict[str, Tensor]
+
+LARGEST = 2**63 - 1
+
+
+class ExactSumError(ValueError):
+    """A tensor that cannot be added exactly: the message names it and says why."""
+
+
+def quantise(state: Mapping[str, Tensor], bits: int) -> State:
+    """The state as int64 multiples of 2**-bits, rounded to nearest (ties to even); shapes are kept.
+
+    The error is at most 2**-(bits + 1) for each entry. Raises ExactSumError, naming the tensor, for entries that are not
+    finite and for |w| >= 2**(62 - bits).
+    """
+    return {name: _quantise_one(name, tensor, bits) for name, tensor in state.items()}
+
+
+def _quantise_one(name: str, tensor: Tensor, bits: int) -> Tensor:
+    scaled = tensor.detach().cpu().numpy().astype(np.float64)
+    scaled *= 2.0**bits
+    largest = np.max(np.abs(scaled), initial=0.0)
+    if not np.isfinite(largest):
+        raise ExactSumError(f"tensor '{name}' has entries that are not finite")
+    if largest >= 2.0**62:
+        raise ExactSumError(f"tensor '{name}' has an entry of size {largest / 2.0**bits:.3g}, beyond 2**{62 - bits}")
+    return torch.from_numpy(np.rint(scaled, out=scaled).astype(np.int64))
+
+
+def dequantise(state: Mapping[str, Tensor], bits: int, divisor: int = 1) -> State:
+    """int64 multiples of 2**-bits, divided by `divisor`, as float32 (one rounding in float64, one to float32)."""
+    scale = 2.0**-bits / divisor
+    return {name: (tensor.double() * scale).float() for name, tensor in state.items()}
+
+
+def digest(state: Mapping[str, Tensor]) -> str:
+    """sha256 over names (sorted), dtypes, shapes and little-endian contents: equal if and only if the states are."""
+    total = hashlib.sha256()
+    for name in sorted(state):
+        array = state[name].detach().cpu().contiguous().numpy()
+        total.update(f"{name}|{array.dtype.str}|{array.shape}|".encode())
+        total.update(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
+    return total.hexdigest()
+
+
+@dataclass
+class ExactSum:
+    """A running sum of quantised states (all of the same names and shapes), in units of 2**-bits.
+
+    `totals` are int64 tensors and `addends` the number of states in the sum. What is added must be subtracted as the
+    same integers: quantise once, keep the result.
+    """
+
+    bits: int = 32
+    totals: State = field(default_factory=dict)
+    addends: int = 0
+    _bounds: dict[str, int] = field(default_factory=dict, repr=False)
+
+    def add(self, quantised: Mapping[str, Tensor], times: int = 1) -> None:
+        """Add `times` copies of a quantised state. Raises ExactSumError for other names or shapes, and on overflow."""
+        self._accumulate(quantised, times)
+
+    def subtract(self, quantised: Mapping[str, Tensor], times: int = 1) -> None:
+        """Take a quantised state out again; the exact inverse of `add`. Raises ExactSumError as `add` does."""
+        if self.addends < times:
+            raise ExactSumError(f"cannot subtract {times} from a sum of {self.addends}")
+        self._accumulate(quantised, -times)
+
+    def replace(self, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
+        """Subtract `old` and add `new` in one step: all or, with an ExactSumError, nothing."""
+        self._check(old)
+        self._check(new)
+        self._accumulate({name: tensor - old[name] for name, tensor in new.items()}, 1)
+        self.addends -= 1
+
+    def total(self) -> State:
+        """The sum, as float32."""
+        return dequantise(self.totals, self.bits)
+
+    def mean(self) -> State:
+        """The sum divided by the number of addends, as float32. Raises ExactSumError if there are none."""
+        if self.addends < 1:
+            raise ExactSumError("the mean of no states is not defined")
+        return dequantise(self.totals, self.bits, self.addends)
+
+    def copy(self) -> "ExactSum":
+        """An independent copy."""
+        totals = {name: tensor.clone() for name, tensor in self.totals.items()}
+        return ExactSum(self.bits, totals, self.addends, dict(self._bounds))
+
+    def _accumulate(self, quantised: Mapping[str, Tensor], times: int) -> None:
+        self._check(quantised)
+        bounds = {name: self._bound(name, tensor, times) for name, tensor in quantised.items()}  # all, before any change
+        for name, tensor in quantised.items():
+            if name not in self.totals:
+                self.totals[name] = tensor * times
+            else:
+                self.totals[name].add_(tensor, alpha=times)
+        self._bounds = bounds
+        self.addends += times
+
+    def _check(self, quantised: Mapping[str, Tensor]) -> None:
+        for name, tensor in quantised.items():
+            if tensor.dtype != torch.int64:
+                raise ExactSumError(f"tensor '{name}' is {tensor.dtype}, not int64: quantise it first")
+        if not self.totals:
+            return
+        if odd := self.totals.keys() ^ quantised.keys():
+            raise ExactSumError(f"tensor '{min(odd)}' is on one side only")
+        for name, tensor in quantised.items():
+            if tensor.shape != self.totals[name].shape:
+                raise ExactSumError(
+                    f"tensor '{name}' has shape {list(tensor.shape)}, the sum has {list(self.totals[name].shape)}"
+                )
+
+    def _bound(self, name: str, tensor: Tensor, times: int) -> int:
+        """An upper bound of the largest entry after the addition; exact maxima are taken only when it gets tight."""
+        step = _largest(tensor) * abs(times)
+        bound = self._bounds.get(name, 0) + step
+        if bound > LARGEST and name in self.totals:
+            bound = _largest(self.totals[name]) + step
+        if bound > LARGEST:
+            raise ExactSumError(f"tensor '{name}' would overflow the exact sum: use fewer scale_bits than {self.bits}")
+        return bound
+
+
+def _largest(tensor: Tensor) -> int:
+    """The largest absolute value of an int64 tensor, as a Python int (so that -2**63 is no special case)."""
+    if tensor.numel() == 0:
+        return 0
+    low, high = torch.aminmax(tensor)
+    return max(abs(int(low)), abs(int(high)))

@@ -1,0 +1,123 @@
+"""The sites as the server sees them: which node is which site, and a windowed, timed exchange of messages with them."""
+
+import itertools
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
+
+from clients.messages import QUERY, TRAIN, WHO
+from conf.errors import UserError
+from conf.sites import Site
+
+POLL_SECONDS = 0.2
+
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A site's answer: its content, or None and the reason why there is none."""
+
+    site: Site
+    content: RecordDict | None
+    reason: str = ""
+
+
+@dataclass
+class Federation:
+    """All sites of a run, found through the grid. `window` messages are under way at once."""
+
+    grid: Grid
+    sites: list[Site]
+    window: int
+    nodes: dict[str, int] = field(default_factory=dict)
+    _asked: set[int] = field(default_factory=set)
+
+    def join(self, timeout: float) -> None:
+        """Wait until every site is there. Raises UserError naming the missing ones after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while True:
+            self.refresh()
+            missing = [site.name for site in self.sites if site.name not in self.nodes]
+            if not missing:
+                return
+            if time.monotonic() > deadline:
+                named = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+                raise UserError(
+                    f"{len(missing)} of {len(self.sites)} sites did not join within {timeout:g} s: {named} "
+                    "(start their nodes, or raise federation.join_timeout)"
+                )
+            time.sleep(POLL_SECONDS)
+
+    def refresh(self) -> None:
+        """Ask nodes that are new since the last call which site they are (a restarted node may have a new id)."""
+        new = [node for node in self.grid.get_node_ids() if node not in self._asked]
+        self._asked.update(new)
+        queries = (Message(RecordDict(), node, QUERY, group_id="who") for node in new)
+        by_name = {site.name: site for site in self.sites}
+        for node, content, _ in self._exchange(zip(new, queries, strict=True), timeout=60.0):
+            if content is None:
+                self._asked.discard(node)
+                continue
+            who = content.config_records[WHO]
+            place = who.get("partition-id", -1)
+            name = str(who["site"]) if "site" in who else ""
+            if not name and isinstance(place, int) and 0 <= place < len(self.sites):
+                name = self.sites[place].name
+            if name in by_name:
+                self.nodes[name] = node
+
+    def train(self, orders: Iterable[tuple[Site, RecordDict]], round: int, timeout: float) -> Iterator[Reply]:
+        """Send each site its order; yield replies as they come, and a failure for each site that does not answer."""
+        absent: list[Site] = []
+
+        def messages() -> Iterator[tuple[Site, Message]]:
+            for site, content in orders:
+                if site.name in self.nodes:
+                    yield site, Message(content, self.nodes[site.name], TRAIN, group_id=str(round))
+                else:
+                    absent.append(site)
+
+        for site, content, reason in self._exchange(messages(), timeout):
+            yield Reply(site, content, reason)
+        for site in absent:
+            yield Reply(site, None, "not connected")
+
+    def _exchange(
+        self, outgoing: Iterable[tuple[Key, Message]], timeout: float
+    ) -> Iterator[tuple[Key, RecordDict | None, str]]:
+        """Push within the window, pull, yield (key, content, reason). After `timeout` seconds what is pending has failed."""
+        queue = iter(outgoing)
+        pending: dict[str, Key] = {}
+        deadline = time.monotonic() + timeout
+        while True:
+            batch = list(itertools.islice(queue, self.window - len(pending)))
+            if batch:
+                ids = self.grid.push_messages([message for _, message in batch])
+                pending.update(zip(ids, (key for key, _ in batch), strict=True))
+            if not pending:
+                return
+            replies = list(self.grid.pull_messages(list(pending)))
+            for reply in replies:
+                key = pending.pop(reply.metadata.reply_to_message_id)
+                if reply.has_error():
+                    yield key, None, _told(reply.error.reason, reply.error.code)
+                else:
+                    yield key, reply.content, ""
+            if replies:
+                continue
+            if time.monotonic() > deadline:
+                for key in itertools.chain(pending.values(), (key for key, _ in queue)):
+                    yield key, None, f"no reply within {timeout:g} s"
+                return
+            time.sleep(getattr(self.grid, "poll_seconds", POLL_SECONDS))
+
+
+def _told(reason: str | None, code: int) -> str:
+    """The last line of an error's text (where Python names the exception), or its code."""
+    lines = [line for line in (reason or "").strip().splitlines() if line.strip()]
+    return lines[-1].strip()[:300] if lines else f"error code {code}"

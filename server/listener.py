@@ -1,0 +1,55 @@
+"""What a run tells of itself while it goes on. All calls come from the main thread."""
+
+import logging
+from typing import Any, Protocol
+
+
+class Listener(Protocol):
+    """Whoever wants to know: a progress bar, a log, a test."""
+
+    def started(self, run: str, sites: int, rounds: int, note: str) -> None:
+        """A run (or one of its baselines, named in `run`) begins."""
+
+    def round_started(self, round: int, asked: int) -> None:
+        """`asked` sites get their orders."""
+
+    def reply(self, site: str, ok: bool, reason: str) -> None:
+        """A site answered; if not ok, its reply was dropped for this reason."""
+
+    def round_done(self, record: dict[str, Any]) -> None:
+        """A round was committed; the record is its line of metrics.jsonl."""
+
+    def message(self, text: str) -> None:
+        """A line worth telling."""
+
+    def finished(self, summary: dict[str, Any]) -> None:
+        """The run is complete; the summary is that of summary.json."""
+
+
+class LogListener:
+    """Everything as log lines, for the ServerApp in a real federation."""
+
+    def __init__(self) -> None:
+        self.log = logging.getLogger("flwr")
+        self.rounds = 0
+
+    def started(self, run: str, sites: int, rounds: int, note: str) -> None:
+        self.rounds = rounds
+        self.log.info("%s: %d sites, %d rounds %s", run, sites, rounds, note)
+
+    def round_started(self, round: int, asked: int) -> None:
+        self.log.info("round %d of %d: %d sites asked", round, self.rounds, asked)
+
+    def reply(self, site: str, ok: bool, reason: str) -> None:
+        if not ok:
+            self.log.warning("%s dropped: %s", site, reason)
+
+    def round_done(self, record: dict[str, Any]) -> None:
+        accuracy = " ".join(f"{name} {share:.1%}" for name, share in record.get("accuracy", {}).items())
+        self.log.info("round %d: %d replies, validation accuracy: %s", record["round"], record["replies"], accuracy)
+
+    def message(self, text: str) -> None:
+        self.log.info("%s", text)
+
+    def finished(self, summary: dict[str, Any]) -> None:
+        self.log.info("finished in %.1f s", summary["seconds"])

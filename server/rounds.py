@@ -1,0 +1,109 @@
+"""The round loop that all strategies share: plan, send in windows, check each reply, fold as it arrives, commit, evaluate."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from flwr.app import RecordDict
+
+from clients.messages import METRICS, ORDER, Order, to_states
+from clients.randomness import generator
+from conf import to_json
+from conf.schema import Config
+from conf.sites import Site
+from server.evaluate import Evaluator
+from server.federation import Federation, Reply
+from server.listener import Listener
+from server.strategies import Aggregation, ReplyError
+
+
+class TooFewRepliesError(RuntimeError):
+    """A round ended with fewer good replies than federation.min_replies; nothing of it was committed."""
+
+
+@dataclass
+class RoundLoop:
+    """Rounds 1 .. config.rounds of one run. `run` identifies the run to the sites' stores."""
+
+    config: Config
+    run: str
+    federation: Federation
+    aggregation: Aggregation
+    evaluator: Evaluator
+    listener: Listener
+    _text: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._text = to_json(self.config)
+
+    def rounds(self) -> Iterator[dict[str, Any]]:
+        """Run and commit one round after the other; yields each one's record (a line of metrics.jsonl)."""
+        for round in range(1, self.config.rounds + 1):
+            yield self.one(round)
+
+    def one(self, round: int) -> dict[str, Any]:
+        """One round. Raises TooFewRepliesError, and then nothing is committed."""
+        begin = time.monotonic()
+        self.federation.refresh()
+        chosen = self._chosen(round)
+        self.listener.round_started(round, len(chosen))
+        losses, dropped = [], {}
+        for reply in self.federation.train(self._orders(chosen, round), round, self.config.federation.timeout):
+            try:
+                losses.append(self._fold(reply, round))
+            except ReplyError as error:
+                dropped[reply.site.name] = str(error)
+            reason = dropped.get(reply.site.name, "")
+            self.listener.reply(reply.site.name, not reason, reason)
+        if len(losses) < self.config.federation.min_replies:
+            self.aggregation.abandon()
+            first = next(iter(dropped.items()), ("", "no site was asked"))
+            raise TooFewRepliesError(
+                f"round {round}: {len(losses)} good replies, federation.min_replies={self.config.federation.min_replies}"
+                f" (first failure: {': '.join(filter(None, first))})"
+            )
+        self.aggregation.commit(round)
+        record: dict[str, Any] = {"round": round, "replies": len(losses), "dropped": dropped}
+        record["train_loss"] = sum(sorted(losses)) / len(losses)  # sorted: whatever the order of arrival
+        if round % self.config.evaluation.every == 0 or round == self.config.rounds:
+            record["accuracy"] = self.evaluator.accuracy(self.aggregation.aggregate(), "validation")
+        record["seconds"] = time.monotonic() - begin
+        self.listener.round_done(record)
+        return record
+
+    def _chosen(self, round: int) -> list[Site]:
+        """The sites of this round: all, or a sample from the run's generator."""
+        sites, fraction = self.federation.sites, self.config.federation.fraction
+        number = max(1, round_half_up(fraction * len(sites)))
+        if number >= len(sites):
+            return sites
+        draw = generator(self.config.seed, "sampling", str(round))
+        return [sites[int(place)] for place in sorted(draw.choice(len(sites), size=number, replace=False))]
+
+    def _orders(self, chosen: list[Site], round: int) -> Iterator[tuple[Site, RecordDict]]:
+        records = self.aggregation.records(round)
+        members = len(self.federation.sites)
+        for site in chosen:
+            order = Order(self._text, self.run, site.index, round, self.aggregation.base(site), members)
+            yield site, RecordDict({ORDER: order.record(), **records})
+
+    def _fold(self, reply: Reply, round: int) -> float:
+        """Check and fold one reply; its training loss. Raises ReplyError."""
+        if reply.content is None:
+            raise ReplyError(reply.reason)
+        metrics = reply.content.metric_records.get(METRICS)
+        loss, samples = (metrics.get("loss"), metrics.get("samples")) if metrics else (None, None)
+        if not isinstance(loss, float) or not isinstance(samples, int) or samples < 1:
+            raise ReplyError(f"the reply has no record '{METRICS}' with a loss and a positive number of samples")
+        try:
+            states = to_states(reply.content)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ReplyError(f"its arrays cannot be read ({error})") from None
+        self.aggregation.fold(reply.site, round, states, samples)
+        return loss
+
+
+def round_half_up(number: float) -> int:
+    """The nearest integer, halves up."""
+    return int(number + 0.5)

@@ -1,0 +1,107 @@
+"""The interface of a strategy, the check that every reply passes, and the registry of strategies."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from flwr.app import ArrayRecord
+from torch import Tensor
+
+from conf.registry import Registry
+from conf.schema import Config
+from conf.sites import Site
+from fusion.exact import State
+
+
+class ReplyError(ValueError):
+    """A reply that cannot be used; the message says why."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a strategy starts from: the configuration, all sites, the folder it may keep things in."""
+
+    config: Config
+    sites: list[Site]
+    folder: Path
+
+
+class Aggregation(ABC):
+    """A strategy at work: the server's state of one run. A round is staged by `fold` and made valid by `commit`."""
+
+    @abstractmethod
+    def records(self, round: int) -> dict[str, ArrayRecord]:
+        """What every site gets in this round. The same objects go into every message, so engines ship them once."""
+
+    @abstractmethod
+    def base(self, site: Site) -> int:
+        """The round after which the site's own state is valid; 0 if it has none."""
+
+    @abstractmethod
+    def fold(self, site: Site, round: int, records: dict[str, State], samples: int) -> None:
+        """Take one reply in. Raises ReplyError, and then changes nothing, if it cannot be used."""
+
+    @abstractmethod
+    def commit(self, round: int) -> None:
+        """Make the round's replies valid."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Forget the replies since the last commit."""
+
+    @abstractmethod
+    def aggregate(self) -> State:
+        """The aggregated network's state."""
+
+    @abstractmethod
+    def row(self) -> str:
+        """The aggregate's name in tables: sum, fedavg, ..."""
+
+    def extra(self) -> dict[str, State]:
+        """Further networks worth measuring, by name."""
+        return {}
+
+    def site(self, name: str) -> State | None:
+        """The state of a site's own network, None where the method has none."""
+        return None
+
+    def without(self, names: list[str]) -> State | None:
+        """The aggregated network without these sites, None where the method cannot take them out."""
+        return None
+
+    def digest(self) -> dict[str, str]:
+        """Digests of the exact states, by name."""
+        return {}
+
+    def checks(self) -> dict[str, bool]:
+        """Facts about this very run that were computed, not assumed."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Strategy(ABC):
+    """The options of a strategy; `start` puts it to work."""
+
+    @abstractmethod
+    def start(self, setup: Setup) -> Aggregation:
+        """Begin a run."""
+
+
+STRATEGIES: Registry[Strategy] = Registry("strategy")
+
+
+def check_record(kind: str, given: Mapping[str, Tensor] | None, expected: Mapping[str, torch.Size]) -> None:
+    """Names and shapes of a reply's record. Raises ReplyError naming the record and the tensor."""
+    if given is None:
+        raise ReplyError(f"the reply has no record '{kind}'")
+    if missing := expected.keys() - given.keys():
+        raise ReplyError(f"record '{kind}' lacks the tensor '{min(missing)}'")
+    if odd := given.keys() - expected.keys():
+        raise ReplyError(f"record '{kind}' has an unknown tensor '{min(odd)}'")
+    for name, tensor in given.items():
+        if tensor.shape != expected[name]:
+            raise ReplyError(
+                f"record '{kind}', tensor '{name}': shape {list(tensor.shape)}, expected {list(expected[name])}"
+            )

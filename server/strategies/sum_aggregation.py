@@ -1,0 +1,201 @@
+"""Sum aggregation at the server: S = N_1 + ... + N_n in exact integers, and forgetting by subtraction.
+
+Every site of the roster is in the sum from the start, with its initial network; a reply replaces the site's old
+contribution by its new one. S is thus the sum of what `contributions` holds (and of initial networks), at any time.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from flwr.app import ArrayRecord
+
+from clients.initial import SHARED, initial_state
+from clients.messages import MEAN, ROUND, SITE, STAR, SUBSET, to_arrays
+from clients.objectives.modes import EXTRACTOR, HEAD, Mode, mode_named
+from clients.randomness import generator
+from clients.states import write_state
+from conf.sites import Site
+from conf.typed import value
+from fusion.exact import ExactSum, ExactSumError, State, dequantise, digest, quantise
+from server.contributions import Contributions
+from server.strategies.base import STRATEGIES, Aggregation, ReplyError, Setup, Strategy, check_record
+
+
+@STRATEGIES.register("sum_aggregation")
+@dataclass(frozen=True)
+class SumAggregationStrategy(Strategy):
+    """Options of the server's side."""
+
+    subsets: int = value(2, "leave-one-out means sent to all sites per round (if objective.subset_probability > 0)", low=1)
+    weighting: str = value("equal", "of the replies in round averages (head, N*, fedavg)", choices=("equal", "samples"))
+
+    def start(self, setup: Setup) -> Aggregation:
+        """Begin a run with S_0, the sum of the sites' initial networks."""
+        return SumAggregate(self, setup)
+
+
+class SumAggregate(Aggregation):
+    """The running sum S, the round's averages, and each site's contribution on disk."""
+
+    def __init__(self, strategy: SumAggregationStrategy, setup: Setup) -> None:
+        self.strategy, self.setup, self.config = strategy, setup, setup.config
+        options = self.config.objective
+        self.mode: Mode = mode_named(options.get("mode", "exact"))
+        self.own_initial = options.get("initialisation", "shared") == "own"
+        self.bits = self.config.federation.scale_bits
+        self.contributions = Contributions(setup.folder / "contributions")
+        self.initial = quantise(initial_state(self.config), self.bits)
+        self.sum = ExactSum(self.bits)
+        if self.mode.sums:
+            for site in setup.sites if self.own_initial else []:
+                self.sum.add(self._summed(self._initial(site.name)))
+            if not self.own_initial:
+                self.sum.add(self._summed(self.initial), times=len(setup.sites))
+        self.shared = self._first_shared()
+        self._open()
+
+    def records(self, round: int) -> dict[str, ArrayRecord]:
+        state = {**self._mean_state(), **_part(self.shared, HEAD)}
+        records = {MEAN: to_arrays(state)}
+        if self.mode.star:
+            records[STAR] = to_arrays(_part(self.shared, EXTRACTOR))
+        return records | self._leave_one_out(round)
+
+    def base(self, site: Site) -> int:
+        return self.contributions.latest.get(site.name, 0)
+
+    def fold(self, site: Site, round: int, records: dict[str, State], samples: int) -> None:
+        check_record(ROUND, records.get(ROUND), _shapes(self.shared))
+        if self.mode.sums:
+            check_record(SITE, records.get(SITE), _shapes(self._site_part(self.initial)))
+        try:
+            average = quantise(records[ROUND], self.bits)
+            mine = quantise(records[SITE], self.bits) if self.mode.sums else {}
+            if self.mode.sums:
+                old = self._summed(self.contribution(site.name))
+                self._next.replace(old, self._summed(mine))
+            self._round_sum.add(average, times=samples if self.strategy.weighting == "samples" else 1)
+        except ExactSumError as error:
+            raise ReplyError(str(error)) from None
+        if self.mode.sums:
+            self.contributions.stage(site.name, round, mine)
+
+    def commit(self, round: int) -> None:
+        self.shared = self._round_sum.mean()
+        self.sum = self._next
+        write_state(self.setup.folder / "states" / "shared.safetensors", self.shared, round=str(round))
+        self.contributions.commit(round, digest=self.digest())
+        self._open()
+
+    def abandon(self) -> None:
+        self.contributions.abandon()
+        self._open()
+
+    def aggregate(self) -> State:
+        return self._network(self.sum)
+
+    def row(self) -> str:
+        return self.mode.row
+
+    def extra(self) -> dict[str, State]:
+        return {"star": self.shared} if self.mode.star else {}
+
+    def site(self, name: str) -> State | None:
+        if not self.mode.sums:
+            return None
+        own = dequantise(self.contribution(name), self.bits)
+        return {**_part(self.shared, HEAD), **own}
+
+    def without(self, names: list[str]) -> State | None:
+        if not self.mode.sums or len(self.setup.sites) <= len(names):
+            return None
+        return self._network(self.sum_without(names))
+
+    def sum_without(self, names: list[str]) -> ExactSum:
+        """S minus the contributions of these sites, in exact integers."""
+        rest = self.sum.copy()
+        for name in names:
+            rest.subtract(self._summed(self.contribution(name)))
+        return rest
+
+    def contribution(self, name: str) -> State:
+        """The site's committed contribution, or its initial network (int64)."""
+        return self.contributions.load(name) or self._initial(name)
+
+    def digest(self) -> dict[str, str]:
+        if self.mode.sums:
+            return {"sum": digest(self.sum.totals)}
+        return {"sum": digest(quantise(self.shared, self.bits))}
+
+    def checks(self) -> dict[str, bool]:
+        if not self.mode.sums:
+            return {}
+        names = [site.name for site in self.setup.sites]
+        others, back = self._sum_of(names[:-1]), self._sum_of(names[::-1])
+        last = self._summed(self.contribution(names[-1]))
+        ahead = others.copy()
+        ahead.add(last)
+        rest = self.sum_without(names[-1:])
+        again = rest.copy()
+        again.add(last)
+        whole = digest(self.sum.totals)
+        return {
+            "sum_of_contributions": digest(ahead.totals) == whole,
+            "commutative": digest(ahead.totals) == digest(back.totals),
+            "subtraction_exact": len(names) == 1 or digest(rest.totals) == digest(others.totals),
+            "add_back_exact": digest(again.totals) == whole,
+        }
+
+    def _open(self) -> None:
+        """Begin to stage a round."""
+        self._next = self.sum.copy()
+        self._round_sum = ExactSum(self.bits)
+
+    def _initial(self, name: str) -> State:
+        whole = quantise(initial_state(self.config, name), self.bits) if self.own_initial else self.initial
+        return self._site_part(whole)
+
+    def _site_part(self, state: State) -> State:
+        return state if self.mode.own_head else _part(state, EXTRACTOR)
+
+    def _summed(self, state: State) -> State:
+        return {name: tensor for name, tensor in state.items() if self.mode.summed(name, tensor)}
+
+    def _first_shared(self) -> State:
+        """The round averages before any round: the initial head; with N*, its start at the sum of the sites."""
+        first = dequantise(self.initial, self.bits)
+        if not self.mode.sums:
+            return first
+        return {**first, **self.sum.total()} if self.mode.star else _part(first, HEAD)
+
+    def _mean_state(self) -> State:
+        return self.sum.mean() if self.mode.sums else _part(self.shared, EXTRACTOR)
+
+    def _network(self, total: ExactSum) -> State:
+        """The aggregated network: the paper's sum with N*'s other weights, our mean, or the round average."""
+        if not self.mode.sums:
+            return self.shared
+        return {**self.shared, **(total.total() if self.mode.star else total.mean())}
+
+    def _leave_one_out(self, round: int) -> dict[str, ArrayRecord]:
+        sites = self.setup.sites
+        if not self.mode.subsets or not self.config.objective.get("subset_probability") or len(sites) < 2:
+            return {}
+        draw = generator(self.config.seed, "subsets", str(round))
+        chosen = draw.choice(len(sites), size=min(self.strategy.subsets, len(sites)), replace=False)
+        names = [sites[int(place)].name for place in np.sort(chosen)]
+        return {SUBSET + name: to_arrays(self.sum_without([name]).mean()) for name in names}
+
+    def _sum_of(self, names: list[str]) -> ExactSum:
+        total = ExactSum(self.bits)
+        for name in names:
+            total.add(self._summed(self.contribution(name)))
+        return total
+
+
+def _part(state: State, prefix: str) -> State:
+    return {name: tensor for name, tensor in state.items() if name.startswith(prefix)}
+
+
+def _shapes(state: State) -> dict:
+    return {name: tensor.shape for name, tensor in state.items()}

@@ -1,0 +1,108 @@
+"""The command `fedloom`."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from conf import UserError, load, to_yaml
+
+app = typer.Typer(
+    name="fedloom",
+    help="Train many networks in a federation, weave them into one, and pull single threads out again.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one line of JSON, last on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar.")]
+
+
+@app.command()
+def run(
+    experiment: Annotated[str, typer.Argument(help="A shipped experiment, or the path of a YAML file.")] = "digits",
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, dotted keys: rounds=20 engine.workers=2")] = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the merged configuration and stop.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run of the same name.")] = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Run an experiment; results land in runs/<name>/."""
+    words = list(overrides or [])
+    if "=" in experiment:  # fedloom run rounds=3: the default experiment
+        words, experiment = [experiment, *words], "digits"
+    config = load(experiment, [*words, *(["run.overwrite=true"] if overwrite else [])])
+    if show:
+        typer.echo(to_yaml(config), nl=False)
+        return
+    from sims.simulate import simulate
+
+    summary = simulate(config, quiet=quiet, json_output=as_json)
+    if as_json:
+        typer.echo(json.dumps(summary))
+
+
+@app.command()
+def experiments() -> None:
+    """List the experiments that ship."""
+    from conf.load import experiment_lines
+
+    for name, line in experiment_lines().items():
+        typer.echo(f"{name:16} {line}")
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(help="A run's folder, such as runs/digits.")]) -> None:
+    """Draw a run's plots and write its report.html again."""
+    from sims.report import write_report
+
+    typer.echo(write_report(run))
+
+
+@app.command()
+def doctor(
+    root: Annotated[str, typer.Option("--data", help="The folder with the data (data.root).")] = "",
+) -> None:
+    """Say what this machine has: versions, cores, GPUs, Ray, and where each domain would come from."""
+    from rich.console import Console
+
+    from conf.schema import DataConfig
+    from sims.doctor import doctor as examine
+    from sims.doctor import doctor_table
+
+    Console().print(doctor_table(examine(DataConfig(root=root))))
+
+
+def main() -> NoReturn:
+    """Run the command line. Bad input: one line and exit code 2; interrupted: 130; a run that failed: 1."""
+    signal.signal(signal.SIGTERM, _terminate)
+    os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+    sys.exit(_guarded())
+
+
+def _guarded() -> int:
+    from server.rounds import TooFewRepliesError
+
+    try:
+        app(standalone_mode=True)
+    except UserError as error:
+        return _say(str(error), 2)
+    except TooFewRepliesError as error:
+        return _say(str(error), 1)
+    except KeyboardInterrupt:
+        return _say("interrupted; what was committed is kept in the run's folder", 130)
+    return 0
+
+
+def _say(text: str, code: int) -> int:
+    typer.echo(f"fedloom: {text}", err=True)
+    return code
+
+
+def _terminate(*_: Any) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,27 @@
+"""Engines: what carries messages between the ServerApp and many simulated sites. One file each, found by name."""
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+
+from conf.errors import UserError
+from conf.schema import Config
+from sims.engines.adapter import LocalGrid
+
+# Modules by name, imported when asked for: Ray is needed by its own engine only.
+MODULES = {"inline": "sims.engines.inline", "ray": "sims.engines.ray"}
+
+
+@contextlib.contextmanager
+def open_engine(config: Config) -> Iterator[LocalGrid]:
+    """The configured engine as a Flower Grid, its nodes being the configuration's sites; closed at the end, come what may."""
+    if config.engine.name not in MODULES:
+        raise UserError(
+            f"engine.name: '{config.engine.name}' is a real federation: start it with `flwr run .`; "
+            f"fedloom run takes one of: {', '.join(MODULES)}"
+        )
+    grid = importlib.import_module(MODULES[config.engine.name]).start(config)
+    try:
+        yield grid
+    finally:
+        grid.close()

@@ -1,0 +1,121 @@
+"""All that the engines need of Flower's private parts (flwr 1.41), in one place: grids whose nodes live on this machine."""
+
+import itertools
+import time
+import traceback
+from abc import abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+from conf.schema import Config
+
+RUN_ID = 1
+FIRST_NODE = 2  # 1 is the SuperLink's
+
+
+def take_identity() -> None:
+    """Let this process create Flower messages; Flower's own runtimes do the same before they call an app."""
+    TaskIdentity.task_id = 1
+    TaskIdentity.run_id = RUN_ID
+    TaskIdentity.node_id = SUPERLINK_NODE_ID
+
+
+def site_context(index: int, sites: int, store: str) -> Context:
+    """A fresh Flower context for the site at this place; nothing in it outlives a message."""
+    node_config = {"partition-id": index, "num-partitions": sites, "store": store}
+    return Context(RUN_ID, FIRST_NODE + index, node_config, RecordDict(), {})  # type: ignore[arg-type]
+
+
+def answer(app: ClientApp, message: Message, context: Context) -> Message:
+    """The app's reply; an error message if it raises or returns nothing."""
+    try:
+        reply = app(message, context)
+        if isinstance(reply, Message):
+            return reply
+        reason = f"the ClientApp returned {type(reply).__name__}, not a Message"
+    except Exception as error:
+        reason = "".join(traceback.format_exception_only(error)).strip()
+    return failure(message, reason)
+
+
+def failure(message: Message, reason: str) -> Message:
+    """An error reply to `message`."""
+    return Message(Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=reason), reply_to=message)
+
+
+class LocalGrid(Grid):
+    """A Grid whose nodes are the sites of a configuration. Engines add how a message is carried out."""
+
+    poll_seconds = 0.0  # pull_messages waits by itself
+
+    def __init__(self, sites: int, store: Path) -> None:
+        take_identity()
+        self.sites, self.store = sites, str(store)
+        self._numbers = itertools.count(1)
+        self._run = Run.create_empty(RUN_ID)
+
+    @abstractmethod
+    def submit(self, message: Message) -> None:
+        """Take a message over; its id is set."""
+
+    @abstractmethod
+    def collect(self, wanted: set[str]) -> list[Message]:
+        """Replies to these message ids; waits for a moment if there are none."""
+
+    def close(self) -> None:
+        """End the engine."""
+
+    def describe(self) -> str:
+        """The engine in a few words, for the user."""
+        return ""
+
+    def context(self, message: Message) -> Context:
+        """The context of the site that a message goes to."""
+        return site_context(message.metadata.dst_node_id - FIRST_NODE, self.sites, self.store)
+
+    def set_run(self, run: Run) -> None:
+        self._run = run
+
+    @property
+    def run(self) -> Run:
+        return self._run
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> Iterable[int]:
+        return range(FIRST_NODE, FIRST_NODE + self.sites)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        ids = []
+        for message in messages:
+            message.metadata.__dict__["_message_id"] = str(next(self._numbers))
+            ids.append(message.metadata.message_id)
+            self.submit(message)
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return self.collect(set(message_ids))
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        pending, replies = set(self.push_messages(messages)), []
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while pending and (deadline is None or time.monotonic() < deadline):
+            for reply in self.collect(pending):
+                pending.discard(reply.metadata.reply_to_message_id)
+                replies.append(reply)
+        return replies
+
+
+def store_folder(config: Config) -> Path:
+    """Where simulated sites keep their own states: in the run's folder."""
+    return (Path(config.run.root) / config.run.name / "sites").resolve()

@@ -1,0 +1,39 @@
+"""The inline engine: sites run in this process, one after the other. For tests, debugging and tiny models."""
+
+from collections import deque
+from pathlib import Path
+
+from flwr.app import Message
+from flwr.clientapp import ClientApp
+
+from clients.app import app
+from conf.schema import Config
+from conf.sites import roster
+from sims.engines.adapter import LocalGrid, answer, store_folder
+
+
+class InlineGrid(LocalGrid):
+    """Messages wait in a queue; a pull carries out the next one, so that replies stream back one by one."""
+
+    def __init__(self, sites: int, store: Path, app: ClientApp = app) -> None:
+        super().__init__(sites, store)
+        self._app = app
+        self._queue: deque[Message] = deque()
+
+    def submit(self, message: Message) -> None:
+        self._queue.append(message)
+
+    def collect(self, wanted: set[str]) -> list[Message]:
+        for message in self._queue:
+            if message.metadata.message_id in wanted:
+                self._queue.remove(message)
+                return [answer(self._app, message, self.context(message))]
+        return []
+
+    def describe(self) -> str:
+        return "inline: sites one after the other in this process"
+
+
+def start(config: Config) -> InlineGrid:
+    """The engine for a configuration."""
+    return InlineGrid(len(roster(config)), store_folder(config))

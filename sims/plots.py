@@ -1,0 +1,292 @@
+"""The pictures of a run: accuracy over the rounds, what forgetting changed, every network on every domain.
+
+Each is drawn on its own Figure with the Agg canvas; matplotlib is imported only when something is drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sims.tables import accuracies, before_forgetting, clean, domains, homes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours for the colour-blind, and two more
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#8C6D31")
+INK, GREY, LIGHT = "#222222", "#8A8A8A", "#DDDDDD"
+MAX_PANELS = 6
+MAX_DOTS = 14
+MAX_NUMBERS = 24
+MAX_FRAMES = 65
+Grid = list[list[float]]
+
+
+def draw_all(folder: Path, metrics: list[dict[str, Any]], summary: dict[str, Any]) -> list[Path]:
+    """Draws what the results allow into `folder`/plots and returns the PNGs' paths, `accuracy.png` first."""
+    target = folder / "plots"
+    target.mkdir(parents=True, exist_ok=True)
+    figures = {
+        "accuracy.png": accuracy_figure(metrics),
+        "forgetting.png": forgetting_figure(summary),
+        "sites.png": sites_figure(summary),
+    }
+    return [_save(figure, target / name) for name, figure in figures.items() if figure is not None]
+
+
+def accuracy_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure | None:
+    """Validation accuracy over the rounds, a line per domain and one for their union; None if never measured."""
+    records = [record for record in metrics if record.get("accuracy")]
+    if not records:
+        return None
+    names = list(dict.fromkeys(name for record in records for name in record["accuracy"]))
+    figure, axes = _figure(8.5, 4.6)
+    ends = []
+    many = len(names) - 1 > len(PALETTE)
+    names.sort(key=lambda name: (name == "union") == many)  # the union's thick line: below a few lines, above many
+    for place, name in enumerate(names):
+        points = [(record["round"], record["accuracy"][name]) for record in records if name in record["accuracy"]]
+        colour = INK if name == "union" else GREY if many else PALETTE[(place - 1) % len(PALETTE)]
+        _line(axes, points, colour, bold=name == "union", faint=many and name != "union")
+        ends.append((points[-1][1], name, colour))
+    _label_ends(axes, _worth_a_label(ends) if many else ends)
+    _percent_axis(axes.yaxis)
+    _whole_rounds(axes, [record["round"] for record in records])
+    axes.set_xlabel("round")
+    axes.set_ylabel("validation accuracy")
+    axes.set_title("Validation accuracy of the aggregated network", loc="left", fontsize=12, color=INK)
+    return figure
+
+
+def forgetting_figure(summary: Mapping[str, Any]) -> Figure | None:
+    """Test accuracy per domain before and after each site was forgotten; None if no site was."""
+    forgotten, before = summary.get("forgotten") or {}, before_forgetting(summary)
+    if not forgotten or not before:
+        return None
+    columns = [*domains(summary), "union"]
+    if len(forgotten) <= MAX_PANELS and len(columns) <= MAX_DOTS:
+        return _forgetting_panels(forgotten, before, columns, homes(summary))
+    changes = [[_get(scores, name) - _get(before, name) for name in columns] for scores in forgotten.values()]
+    return _heat_map(changes, list(forgotten), columns, homes(summary), "What forgetting a site changes", change=True)
+
+
+def sites_figure(summary: Mapping[str, Any]) -> Figure | None:
+    """Test accuracy of every network on every domain as a heat map; None if none was measured."""
+    scores = accuracies(summary)
+    if not scores:
+        return None
+    columns = [*domains(summary), "union"]
+    grid = [[_get(row, name) for name in columns] for row in scores.values()]
+    return _heat_map(grid, list(scores), columns, homes(summary), "Test accuracy of every network")
+
+
+def _forgetting_panels(
+    forgotten: Mapping[str, Mapping[str, float]], before: Mapping[str, float], names: list[str], held: Mapping[str, str]
+) -> Figure:
+    """A panel per forgotten site: for each domain a hollow dot before, a filled one after, and what lies between."""
+    across = min(3, len(forgotten))
+    down = math.ceil(len(forgotten) / across)
+    height = down * (0.9 + 0.34 * len(names)) + 0.9
+    figure, _ = _figure(max(5.0, 1.6 + 3.3 * across), height, empty=True)
+    panels = figure.subplots(down, across, sharey=True, squeeze=False)
+    for panel, (site, after) in zip(panels.flat, forgotten.items(), strict=False):
+        for place, name in enumerate(names):
+            colour = PALETTE[1] if name == held.get(site) else INK if name == "union" else PALETTE[0]
+            _dots(panel, place, _get(before, name), _get(after, name), colour)
+        panel.set_yticks(range(len(names)), [_short(name) for name in names])
+        panel.set_ylim(len(names) - 0.4, -0.6)
+        panel.set_xlim(-0.04, 1.04)
+        panel.set_xticks([0, 0.25, 0.5, 0.75, 1])
+        _percent_axis(panel.xaxis)
+        panel.set_title(f"without {_short(site)}", loc="left", fontsize=10, color=INK)
+        _plain(panel)
+    for panel in list(panels.flat)[len(forgotten) :]:
+        panel.set_visible(False)
+    _legend(figure)
+    figure.suptitle("Test accuracy before and after forgetting a site", x=0.01, ha="left", fontsize=12, color=INK)
+    return figure
+
+
+def _dots(axes: Axes, place: int, before: float, after: float, colour: str) -> None:
+    axes.plot([before, after], [place, place], color=colour, linewidth=2, alpha=0.45, zorder=1)
+    axes.scatter([before], [place], s=52, facecolor="white", edgecolor=colour, linewidth=1.5, zorder=2)
+    axes.scatter([after], [place], s=26, color=colour, zorder=3)
+
+
+def _legend(figure: Figure) -> None:
+    from matplotlib.lines import Line2D
+
+    def dot(colour: str, inside: str, label: str) -> Line2D:
+        return Line2D([], [], linestyle="", marker="o", color=colour, markerfacecolor=inside, label=label)
+
+    entries = [
+        dot(GREY, "white", "before"),
+        dot(GREY, GREY, "after"),
+        dot(PALETTE[1], PALETTE[1], "the forgotten site's domain"),
+        dot(PALETTE[0], PALETTE[0], "other domains"),
+        dot(INK, INK, "union"),
+    ]
+    figure.legend(handles=entries, loc="outside lower left", ncols=5, frameon=False, fontsize=8.5, handletextpad=0.1)
+
+
+def _heat_map(
+    grid: Grid, rows: list[str], names: list[str], held: Mapping[str, str], title: str, change: bool = False
+) -> Figure:
+    """`grid` in colours, with numbers where they fit; a frame marks each site's own domain. `change`: of both signs."""
+    numbers = len(rows) <= MAX_NUMBERS and len(names) <= MAX_NUMBERS
+    width = min(16.0, 2.6 + (0.74 if numbers else 0.4) * len(names))
+    figure, axes = _figure(max(6.0, width), min(14.0, 1.7 + (0.34 if numbers else 0.2) * len(rows)))
+    there = [abs(value) for row in grid for value in row if not math.isnan(value)]
+    reach = (max(there, default=0.0) or 1.0) if change else 1.0
+    low, colours = (-reach, "RdBu") if change else (0.0, "Blues")
+    picture = axes.imshow(grid, cmap=colours, vmin=low, vmax=reach, aspect="auto", interpolation="nearest")
+    _tick(axes, rows, names)
+    if numbers:
+        _numbers(axes, grid, reach, "+.1f" if change else ".1f")
+    if len(rows) <= MAX_FRAMES:
+        places = [(names.index(held[row]), y) for y, row in enumerate(rows) if held.get(row) in names]
+        _frames(axes, places, INK if change else PALETTE[4])
+    bar = figure.colorbar(picture, ax=axes, shrink=min(1.0, 6 / figure.get_figheight()), pad=0.02)
+    _percent_axis(bar.ax.yaxis, "" if change else "%")
+    bar.outline.set(visible=False)
+    bar.ax.tick_params(length=0, labelsize=8.5)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK)
+    unit = "test accuracy after - before, in percentage points" if change else "test accuracy in %"
+    framed = "; framed: the site's own domain" if len(rows) <= MAX_FRAMES else ""
+    figure.supxlabel(unit + framed, x=0.01, ha="left", fontsize=8.5, color=INK)
+    return figure
+
+
+def _numbers(axes: Axes, grid: Grid, reach: float, form: str) -> None:
+    for y, row in enumerate(grid):
+        for x, value in enumerate(row):
+            colour = "white" if abs(value) > 0.6 * reach else INK
+            text = "-" if math.isnan(value) else format(100 * value, form)
+            axes.text(x, y, text, ha="center", va="center", fontsize=8.5, color=colour)
+
+
+def _frames(axes: Axes, places: list[tuple[int, int]], colour: str) -> None:
+    from matplotlib.patches import Rectangle
+
+    for x, y in places:
+        frame = Rectangle((x - 0.46, y - 0.44), 0.92, 0.88, fill=False, edgecolor=colour, linewidth=1.5, zorder=3)
+        axes.add_patch(frame)
+
+
+def _tick(axes: Axes, rows: list[str], names: list[str]) -> None:
+    """Names at the left and on top; of very many, as many as can be read."""
+    for axis, labels, room in ((axes.yaxis, rows, 65), (axes.xaxis, names, 40)):
+        step = math.ceil(len(labels) / room)
+        axis.set_ticks(range(0, len(labels), step), [_short(label) for label in labels[::step]])
+    axes.xaxis.tick_top()
+    long = max(len(_short(name)) for name in names) > 7
+    axes.tick_params(axis="x", length=0, labelsize=8.5, labelrotation=35 if long else 0)
+    for label in axes.get_xticklabels() if long else ():
+        label.set(ha="left", rotation_mode="anchor")
+    axes.tick_params(axis="y", length=0, labelsize=8.5)
+    axes.spines[:].set_visible(False)
+    axes.grid(False)
+
+
+def _line(axes: Axes, points: list[tuple[int, float]], colour: str, *, bold: bool, faint: bool) -> None:
+    rounds, scores = zip(*points, strict=True)
+    marker = "o" if len(points) <= 25 else None
+    axes.plot(
+        rounds,
+        scores,
+        color=colour,
+        linewidth=2.6 if bold else 1.0 if faint else 1.7,
+        alpha=0.5 if faint else 1.0,
+        marker=marker,
+        markersize=4 if bold else 3,
+        zorder=2,
+    )
+
+
+def _worth_a_label(ends: list[tuple[float, str, str]]) -> list[tuple[float, str, str]]:
+    """Of too many lines: the union, the best and the worst."""
+    others = sorted(end for end in ends if end[1] != "union")
+    worst, best = others[0], others[-1]
+    marked = [(best[0], f"best: {best[1]}", best[2]), (worst[0], f"worst: {worst[1]}", worst[2])]
+    return [*marked, *(end for end in ends if end[1] == "union")]
+
+
+def _label_ends(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
+    """Names the lines at their right ends, moved apart where they would overlap."""
+    low, high = axes.get_ylim()
+    gap = (high - low) * 0.052
+    ends = sorted(ends)
+    places = [score for score, _, _ in ends]
+    for i in range(1, len(places)):
+        places[i] = max(places[i], places[i - 1] + gap)
+    places[-1] = min(places[-1], high)
+    for i in reversed(range(len(places) - 1)):
+        places[i] = min(places[i], places[i + 1] - gap)
+    for place, (score, name, colour) in zip(places, ends, strict=True):
+        axes.annotate(
+            f"{_short(name)} {100 * score:.1f}%",
+            (1.02, place),
+            xycoords=axes.get_yaxis_transform(),
+            color=colour,
+            fontsize=9,
+            fontweight="bold" if name == "union" else "normal",
+            va="center",
+            annotation_clip=False,
+        )
+
+
+def _figure(width: float, height: float, empty: bool = False) -> tuple[Figure, Axes]:
+    """A Figure with the Agg canvas and, unless `empty`, one plain Axes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=140, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    _plain(axes)
+    if empty:
+        axes.remove()
+    return figure, axes
+
+
+def _plain(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(LIGHT)
+    axes.grid(color=LIGHT, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0, labelsize=9, labelcolor=INK)
+
+
+def _percent_axis(axis: Any, symbol: str = "%") -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    axis.set_major_formatter(PercentFormatter(1.0, symbol=symbol))
+
+
+def _whole_rounds(axes: Axes, rounds: list[int]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+    if len(set(rounds)) == 1:
+        axes.set_xlim(rounds[0] - 1, rounds[0] + 1)
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    figure.savefig(path)
+    return path
+
+
+def _get(scores: Mapping[str, float], name: str) -> float:
+    return scores.get(name, math.nan)
+
+
+def _short(label: str, room: int = 24) -> str:
+    """At most `room` letters, the middle left out; dollars are escaped (matplotlib would read formulas)."""
+    text = clean(label)
+    if len(text) > room:
+        text = f"{text[: room // 2]}…{text[-(room // 2 - 1) :]}"
+    return text.replace("$", r"\$")

@@ -1,0 +1,118 @@
+"""Configuration: what is merged, what is refused, and with which line."""
+
+from pathlib import Path
+
+import pytest
+
+from conf import UserError, experiment_names, from_json, load, to_json, to_yaml
+from conf.load import experiment_lines
+from conf.sites import roster
+
+
+def test_every_shipped_experiment_loads_and_survives_the_journey():
+    assert "digits" in experiment_names()
+    for name in experiment_names():
+        config = load(name)
+        assert from_json(to_json(config)) == config
+        assert config.run.name == name
+        assert experiment_lines()[name]
+
+
+def test_overrides_reach_nested_keys_and_lists():
+    config = load("digits", ["rounds=3", "engine.name=inline", "training.rate=0.5", "sites.1.samples=7", "run.name=x"])
+    assert (config.rounds, config.engine.name, config.training.rate, config.run.name) == (3, "inline", 0.5, "x")
+    assert [site.spec.samples for site in roster(config)] == [0, 7]
+
+
+def test_show_is_yaml_that_loads_again(tmp_path: Path):
+    path = tmp_path / "again.yaml"
+    path.write_text(to_yaml(load("digits", ["seed=5"])))
+    assert load(str(path)).seed == 5
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("rounds=-1", "rounds: got -1, takes a number of at least 1"),
+        ("rounds=abc", "rounds: Value 'abc'"),
+        ("rounds=1.5", "rounds: Value '1.5'"),
+        ("rounds=null", "rounds:"),
+        ("rond=3", r"unknown key 'rond'; did you mean 'rounds'\?"),
+        ("engine.nme=ray", r"unknown key 'engine.nme'; did you mean 'engine.name'\?"),
+        ("engine.name=rai", "engine.name: got 'rai', takes one of: inline, ray, flower"),
+        ("engine=3", "engine: got 3, takes a section"),
+        ("training.rate=.nan", "training.rate: got nan"),
+        ("training.momentum=2", "training.momentum: got 2.0, takes a number from 0.0 to 1.0"),
+        ("sites=0", "sites: got 0, takes at least 1"),
+        ("sites=[]", r"sites: got \[\], takes at least 1"),
+        ("sites=3", "sites: a number needs `population`"),
+        ("sites=true", "sites: got True"),
+        ("sites=[3]", r"sites\[0\]: got 3"),
+        ("sites=[{samples: 3}]", r"sites\[0\].domain: missing"),
+        ("sites=[{domain: digits, name: a/b}]", r"sites\[0\].name: got 'a/b'"),
+        ("sites=[{domain: digits, name: a}, {domain: digits, name: a}]", "the name 'a' is given twice"),
+        ("sites=[{domain: digits, rotaton: 3}]", r"'sites\[0\].rotaton'; did you mean 'sites\[0\].rotation'"),
+        ("sites.7.domain=x", "sites.7.domain=x"),
+        ("run.name=../x", "run.name: got '../x'"),
+        ("preset=cpu", "preset: digits has none"),
+        ("rounds", "override 'rounds': takes the form key=value"),
+        ("rounds=[1", "override 'rounds=.1'"),
+    ],
+)
+def test_bad_overrides_end_in_one_line(override: str, line: str):
+    with pytest.raises(UserError, match=line) as caught:
+        load("digits", [override])
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_experiment_suggests_the_nearest():
+    with pytest.raises(UserError, match="did you mean 'digits'"):
+        load("digit")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("rounds:\n\t- 1\n", r"bad.yaml: line 2.*tab"),
+        ("rounds: [1\n", r"bad.yaml: line 2"),
+        ("- 1\n", "takes `key: value` lines"),
+        ("", "takes `key: value` lines"),
+    ],
+)
+def test_bad_yaml_names_file_and_line(tmp_path: Path, text: str, line: str):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=line) as caught:
+        load(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_file():
+    with pytest.raises(UserError, match=r"not found: nowhere.yaml"):
+        load("nowhere.yaml")
+
+
+def test_a_number_of_sites_is_dealt_out_in_turn(tmp_path: Path):
+    path = tmp_path / "n.yaml"
+    path.write_text("sites: 5\npopulation: [{domain: a}, {domain: b}]\n")
+    sites = roster(load(str(path)))
+    assert [site.name for site in sites] == [f"site-000{i}" for i in range(5)]
+    assert [(site.spec.domain, site.part, site.parts) for site in sites] == [
+        ("a", 0, 3),
+        ("b", 0, 2),
+        ("a", 1, 3),
+        ("b", 1, 2),
+        ("a", 2, 3),
+    ]
+
+
+def test_presets(tmp_path: Path):
+    path = tmp_path / "p.yaml"
+    path.write_text(
+        "preset: paper\nsites: [{domain: a}]\npresets:\n  paper: {rounds: 200}\n  cpu: {rounds: 2, data: {size: 8}}\n"
+    )
+    assert load(str(path)).rounds == 200
+    assert load(str(path), ["preset=cpu"]).data.size == 8
+    assert load(str(path), ["preset=cpu", "rounds=3"]).rounds == 3
+    with pytest.raises(UserError, match="did you mean 'cpu'"):
+        load(str(path), ["preset=cpo"])

@@ -1,0 +1,78 @@
+"""The doctor looks at this very machine; missing packages and data are put in its way."""
+
+import importlib
+import sys
+from types import ModuleType
+
+import pytest
+
+from conf.schema import DataConfig
+from sims.doctor import doctor, doctor_table
+
+
+@pytest.fixture
+def data_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Stands for clients.data: three domains, one there, one not, one whose look-up breaks."""
+
+    def where(name: str, data: DataConfig) -> str:
+        if name == "broken":
+            raise OSError("disk on fire")
+        return f"{data.root}/digits" if name == "digits" else "not available: no such file"
+
+    module = ModuleType("clients.data")
+    module.__dict__.update(domain_names=lambda: ["digits", "svhn", "broken"], where=where)
+    monkeypatch.setitem(sys.modules, "clients.data", module)
+    return module
+
+
+def findings(root: str = "/here") -> dict[str, tuple[str, bool]]:
+    return {what: (finding, ok) for what, finding, ok in doctor(DataConfig(root=root))}
+
+
+def test_versions_machine_and_domains(data_module: ModuleType) -> None:
+    found = findings()
+    assert found["python"] == (".".join(map(str, sys.version_info[:3])), True)
+    for package in ("torch", "torchvision", "flwr", "pot", "omegaconf"):
+        assert found[package][1] and found[package][0][0].isdigit(), found[package]
+    assert found["CPU cores"][1] and "GiB" in found["memory"][0] and "GiB" in found["free disk"][0]
+    assert found["GPUs"][1] and "fedloom" in found
+    assert found["domain digits"] == ("/here/digits", True)
+    assert found["domain svhn"] == ("not available: no such file", False)
+    assert found["domain broken"] == ("cannot be found out: disk on fire", False)
+
+
+def test_packages_that_are_missing_or_broken(monkeypatch: pytest.MonkeyPatch, data_module: ModuleType) -> None:
+    real = importlib.import_module
+
+    def look(name: str) -> ModuleType:
+        if name == "ray":
+            raise ModuleNotFoundError("No module named 'ray'", name="ray")
+        if name == "ot":
+            raise ModuleNotFoundError("No module named 'scipy'", name="scipy")
+        if name == "flwr":
+            raise RuntimeError("bad build")
+        return real(name)
+
+    monkeypatch.setattr(importlib, "import_module", look)
+    found = findings()
+    assert found["ray"] == ("not installed; engine.name=inline works", False)
+    assert found["pot"] == ("cannot be imported: No module named 'scipy'", False)
+    assert found["flwr"] == ("cannot be imported: bad build", False)
+
+
+def test_domains_that_cannot_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "clients.data", None)
+    finding, ok = findings()["domains"]
+    assert finding.startswith("cannot be listed") and not ok
+
+
+def test_the_real_domains() -> None:
+    pytest.importorskip("clients.data")
+    assert findings("")["domain digits"][1]
+
+
+def test_table() -> None:
+    table = doctor_table([("torch", "2.0", True), ("domain svhn", "not available", False)])
+    assert [row[2] for row in table.rows] == ["yes", "NO"]
+    assert table.note.startswith("1 of 2 are not there")
+    assert doctor_table([("torch", "2.0", True)]).note == "All is there."

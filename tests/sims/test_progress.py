@@ -1,0 +1,156 @@
+"""Listeners, as the server calls them, on real rich consoles."""
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from sims.progress import PlainListener, QuietListener, RichListener, listener_for
+
+RECORD = {
+    "round": 1, "seconds": 1.94, "accuracy": {"a": 0.9, "union": 0.88}, "train_loss": 0.41, "replies": 2,
+    "dropped": {"site-0001": "reason"},
+}  # fmt: skip
+SUMMARY: dict[str, Any] = {
+    "status": "finished", "seconds": 6.5, "sites": [{"name": "site-0000", "domain": "a", "samples": 3}],
+    "accuracy": {"sum": {"a": 0.9, "union": 0.88}}, "forgotten": {"site-0000": {"a": 0.1, "union": 0.1}},
+}  # fmt: skip
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def pipe() -> Console:
+    return Console(file=io.StringIO(), width=60)
+
+
+def terminal() -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=120, legacy_windows=False, _environ={"TERM": "xterm"})
+
+
+def written(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def line(listener: RichListener) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(listener.line())
+    return written(console)
+
+
+def run(listener: QuietListener) -> None:
+    with listener:
+        listener.started("digits", 3, 2, "goes on")
+        listener.round_started(1, 3)
+        listener.reply("site-0000", True, "")
+        listener.reply("site-0001", False, "reason")
+        listener.message("site-0001 was [dropped]\nfor a reason")
+        listener.round_done(RECORD)
+        listener.round_started(2, 3)
+        listener.round_done({"round": 2, "seconds": 2.0, "replies": 3, "dropped": {}})
+        listener.finished(SUMMARY)
+
+
+def test_plain_lines_one_per_round() -> None:
+    console = pipe()
+    run(PlainListener(console))
+    lines = written(console).splitlines()
+    assert lines[:5] == [
+        "digits: 3 sites, 2 rounds (goes on)",
+        "site-0001 was [dropped] for a reason",
+        "round 1/2, 1.9 s, 2 replies, 1 dropped, train loss 0.41, validation accuracy 88.0%",
+        "round 2/2, 2.0 s, 3 replies",
+        "finished after 6.5 s",
+    ]
+    assert "| sum | 90.0% | 88.0% |" in lines and "\x1b" not in written(console)
+
+
+def test_quiet_tells_only_messages() -> None:
+    console = pipe()
+    run(QuietListener(console))
+    assert written(console) == "site-0001 was [dropped] for a reason\n"
+
+
+def test_rich_shows_messages_and_tables() -> None:
+    console = terminal()
+    run(RichListener(console))
+    text = written(console)
+    assert "site-0001 was [dropped] for a reason" in text and "Test accuracy" in text and "Forgetting" in text
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor was hidden, and is back
+
+
+def test_rich_line_follows_the_run() -> None:
+    clock = Clock()
+    listener = RichListener(pipe(), clock)
+    with listener:
+        listener.started("digits", 4, 10, "")
+        assert "digits" in line(listener) and "round 0/10" in line(listener) and "left" not in line(listener)
+        listener.round_started(1, 4)
+        for place in range(3):
+            listener.reply(f"site-{place}", place > 0, "")
+        assert "round 1/10, sites 3/4, 1 failed" in line(listener)
+        clock.now += 30
+        listener.round_done(RECORD)
+        assert "round 1/10, validation 88.0%, 4:30 left" in line(listener)
+        listener.round_started(2, 4)
+        listener.round_done({"round": 2, "seconds": 1.0})
+        assert "validation 88.0%" in line(listener)  # the last one measured
+
+
+def test_time_left_of_a_run_that_goes_on_counts_only_this_process() -> None:
+    clock = Clock()
+    listener = RichListener(pipe(), clock)
+    with listener:
+        listener.started("digits", 1, 100, "goes on after round 90")
+        listener.round_started(91, 1)
+        clock.now += 1000
+        listener.round_done({**RECORD, "round": 91})
+        assert "round 91/100" in line(listener) and "2:30:00 left" in line(listener)
+
+
+def test_ten_thousand_replies_write_nothing_themselves() -> None:
+    console = pipe()
+    with RichListener(console) as listener:
+        listener.started("big", 10_000, 1, "")
+        listener.round_started(1, 10_000)
+        for place in range(10_000):
+            listener.reply(f"site-{place:04d}", True, "")
+        assert "sites 10000/10000" in line(listener)
+    assert "site-" not in written(console)
+
+
+def test_the_display_is_closed_on_errors_and_can_start_again() -> None:
+    console = terminal()
+    with pytest.raises(KeyboardInterrupt), RichListener(console) as listener:
+        listener.started("first", 1, 1, "")
+        raise KeyboardInterrupt
+    assert written(console).count("\x1b[?25h") == 1
+    with listener:
+        listener.started("a baseline", 1, 1, "")
+        listener.started("another baseline", 1, 1, "")
+    assert written(console).count("\x1b[?25h") == 3
+
+
+@pytest.mark.parametrize("kind", [PlainListener, RichListener, QuietListener])
+def test_a_run_that_was_interrupted_at_once(kind: type[QuietListener]) -> None:
+    with kind(pipe()) as listener:
+        listener.started("digits", 1, 5, "")
+        listener.finished({"status": "interrupted", "seconds": 0.0})
+
+
+def test_the_listener_fits_the_output() -> None:
+    assert type(listener_for(False, terminal())) is RichListener
+    assert type(listener_for(False, pipe())) is PlainListener
+    assert type(listener_for(True, terminal())) is QuietListener
+
+
+def test_json_output_leaves_stdout_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    run(listener_for(False, None, json_output=True))
+    out, err = capsys.readouterr()
+    assert out == "" and "round 1/2" in err

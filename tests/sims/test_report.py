@@ -1,0 +1,286 @@
+"""Tables, pictures and report.html, on real files."""
+
+import base64
+import io
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from rich.console import Console
+
+from conf.errors import UserError
+from sims.plots import draw_all
+from sims.report import Details, Picture, headline, write_page, write_report
+from sims.tables import MAX_ROWS, Table, accuracy_table, forgetting_table, percent, retained_domains
+
+HOSTILE = '<img src="http://evil.example/x.png"> $x^$ | & _a_'
+
+
+def results(sites: int, names: list[str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Metrics and summary of a made-up run: each network is good at home (0.9) and bad elsewhere (0.2)."""
+    roster = [{"name": f"site-{i:04d}", "domain": names[i % len(names)], "samples": 100} for i in range(sites)]
+    alone = sites <= len(names)
+
+    def scores(home: float, away: float, domain: str) -> dict[str, float]:
+        found = {name: home if name == domain else away for name in names}
+        return {**found, "union": sum(found.values()) / len(names)}
+
+    accuracy = {site["name"]: scores(0.9, 0.2, site["domain"]) for site in roster}
+    summary = {
+        "experiment": "digits", "method": "sum_aggregation/exact", "seed": 0, "rounds": 3, "engine": "inline",
+        "seconds": 6.5, "sites": roster, "status": "finished", "digest": {"sum": "ab" * 32},
+        "accuracy": {**accuracy, "independent": scores(0.7, 0.7, ""), "sum": scores(0.8, 0.8, "")},
+        "forgotten": {site["name"]: scores(0.1 if alone else 0.8, 0.75, site["domain"]) for site in roster},
+        "checks": {"commutative": True, "subtraction_exact": True},
+    }  # fmt: skip
+    metrics = [
+        {"round": r, "seconds": 2.0, "train_loss": 1 / r, "replies": sites, "dropped": {}, "accuracy": scores(0.2 * r, 0.2 * r, "")}
+        for r in (1, 2, 3)
+    ]  # fmt: skip
+    return metrics, summary
+
+
+def write_run(folder: Path, metrics: list[dict[str, Any]], summary: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("experiment: digits\nnote: <b>bold</b>\n", encoding="utf-8")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in metrics), encoding="utf-8")
+    (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    return folder
+
+
+class Page(HTMLParser):
+    """Collects what a browser would load, the pictures and the text; checks that tags are closed in order."""
+
+    VOID = ("meta", "img", "br")
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.sources: list[str] = []
+        self.tags: list[str] = []
+        self.text = ""
+        self.open: list[str] = []
+        self.feed(path.read_text(encoding="utf-8"))
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.sources += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
+        assert not any(name.startswith("on") or name == "style" for name, _ in attrs)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "style":
+            assert "url(" not in data and "@import" not in data
+        self.text += data
+
+    def pictures(self) -> list[Image.Image]:
+        return [Image.open(io.BytesIO(base64.b64decode(source.split(",", 1)[1]))) for source in self.sources]
+
+
+def checked(path: Path) -> Page:
+    """The page, proved to load nothing from elsewhere and to hold pictures that decode."""
+    page = Page(path)
+    assert not {"script", "link", "iframe", "object", "embed", "base", "form"} & set(page.tags)
+    assert all(source.startswith("data:image/png;base64,") for source in page.sources)
+    for picture in page.pictures():
+        picture.load()
+        assert picture.format == "PNG" and min(picture.size) > 200
+    return page
+
+
+@pytest.mark.parametrize(
+    ("sites", "names"),
+    [(1, ["digits"]), (2, ["digits", "mnist"]), (9, [f"domain {i}" for i in range(9)]), (45, ["a", "b", HOSTILE])],
+)
+def test_report_is_self_contained(tmp_path: Path, sites: int, names: list[str]) -> None:
+    folder = write_run(tmp_path / "run", *results(sites, names))
+    page = checked(write_report(folder))
+    assert len(page.pictures()) == 3
+    assert {path.name for path in (folder / "plots").iterdir()} == {"accuracy.png", "forgetting.png", "sites.png"}
+    assert "ab" * 32 in page.text and "note: <b>bold</b>" in page.text
+    assert "bit-identical" in page.text and "shared head" in page.text
+    assert all(name in page.text for name in names)
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+
+
+def test_report_can_be_written_again(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", *results(2, ["a", "b"]))
+    first = write_report(folder).read_bytes()
+    assert write_report(folder).read_bytes() == first
+
+
+def test_report_without_forgetting(tmp_path: Path) -> None:
+    metrics, summary = results(2, ["a", "b"])
+    del summary["forgotten"], summary["checks"]
+    summary["accuracy"] = {"fedavg": summary["accuracy"]["sum"]}
+    page = checked(write_report(write_run(tmp_path / "run", metrics, summary)))
+    assert len(page.pictures()) == 2
+    assert "bit-identical" not in page.text and "80.0%" in page.text
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 2])
+def test_report_of_an_interrupted_run(tmp_path: Path, rounds: int) -> None:
+    metrics, summary = results(2, ["a", "b"])
+    kept = {"experiment", "method", "seed", "rounds", "engine", "seconds", "sites"}
+    summary = {key: summary[key] for key in kept} | {"status": "interrupted"}
+    metrics[0].pop("accuracy")
+    page = checked(write_report(write_run(tmp_path / "run", metrics[:rounds], summary)))
+    assert f"interrupted after round {rounds} of 3: test accuracy was not measured" in page.text
+    assert len(page.pictures()) == (1 if rounds == 2 else 0)
+
+
+def test_report_tells_of_dropped_replies_and_failed_checks(tmp_path: Path) -> None:
+    metrics, summary = results(2, ["a", "b"])
+    metrics[1]["dropped"] = {"site-0001": "not finite <here>"}
+    summary["checks"]["subtraction_exact"] = False
+    page = checked(write_report(write_run(tmp_path / "run", metrics, summary)))
+    assert "not finite <here>" in page.text
+    assert "Warning: a check FAILED: subtraction exact" in page.text
+    assert "bit-identical" not in page.text and "shared head" in page.text
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "summary.json"])
+def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
+    folder = write_run(tmp_path / "run", *results(2, ["a", "b"]))
+    (folder / name).unlink()
+    with pytest.raises(UserError, match=rf"{re.escape(name)}: missing; .*run"):
+        write_report(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("summary.json", b"{", "summary.json: damaged JSON"),
+        ("summary.json", b"[]", "summary.json: takes a JSON object"),
+        ("summary.json", b"{}", "'experiment' is missing"),
+        ("summary.json", b"\xff", "not UTF-8"),
+        ("metrics.jsonl", b'{"round": 1}\n{"rou', "metrics.jsonl line 2: damaged JSON"),
+        ("metrics.jsonl", b'{"accuracy": {"a": 1}}\n', "results are damaged"),
+        ("metrics.jsonl", b'{"round": 1, "accuracy": 3}\n', "results are damaged"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes, says: str) -> None:
+    folder = write_run(tmp_path / "run", *results(2, ["a", "b"]))
+    (folder / name).write_bytes(content)
+    with pytest.raises(UserError, match=says) as caught:
+        write_report(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_such_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such run folder; give the folder of a run"):
+        write_report(tmp_path / "nowhere")
+
+
+def test_pages_for_other_reports(tmp_path: Path) -> None:
+    picture = tmp_path / "p.png"
+    Image.new("RGB", (300, 300)).save(picture)
+    parts = [HOSTILE, Table("t", ["a"], [[HOSTILE]]), Picture(picture, HOSTILE), Details(HOSTILE, HOSTILE + "\n\0x")]
+    page = checked(write_page(tmp_path / "page.html", HOSTILE, [(HOSTILE, parts), ("", ["last"])]))
+    assert page.text.count(HOSTILE) == 8
+    with pytest.raises(UserError, match=r"gone\.png: the picture cannot be read"):
+        write_page(tmp_path / "page.html", "t", [("", [Picture(tmp_path / "gone.png", "")])])
+    with pytest.raises(UserError, match="cannot be written"):
+        write_page(tmp_path / "no" / "page.html", "t", [])
+
+
+def test_headline_means_over_sites_that_hold_a_domain_alone() -> None:
+    metrics, summary = results(2, ["a", "b"])
+    told = headline(summary, metrics)
+    assert "its own domain goes from 80.0% to 10.0%" in told and "retained domains goes from 80.0% to 75.0%" in told
+    assert "80.0% test accuracy on the union" in told
+    metrics, summary = results(4, ["a", "b"])
+    assert "also held by another site" in headline(summary, metrics)
+
+
+def test_plots_draw_only_what_there_is(tmp_path: Path) -> None:
+    metrics, summary = results(3, ["a", "b", "c"])
+    assert [path.name for path in draw_all(tmp_path, metrics, summary)] == ["accuracy.png", "forgetting.png", "sites.png"]
+    assert draw_all(tmp_path, [], {}) == []
+    metrics[2]["accuracy"] = {"union": float("nan"), "new": 0.5}
+    summary["accuracy"]["sum"].pop("b")
+    assert len(draw_all(tmp_path, metrics, summary)) == 3
+
+
+def test_plots_leave_the_global_state_alone(tmp_path: Path) -> None:
+    import matplotlib as mpl
+
+    before = dict(mpl.rcParams)
+    draw_all(tmp_path, *results(8, ["a", "b"]))
+    assert dict(mpl.rcParams) == before
+
+
+def test_percent() -> None:
+    assert [percent(x) for x in (0.914, 1.0, 0.0, None, float("nan"))] == ["91.4%", "100.0%", "0.0%", "-", "-"]
+
+
+def test_accuracy_table_puts_the_sum_first_and_marks_home() -> None:
+    table = accuracy_table(results(2, ["a", "b"])[1])
+    assert [row[0] for row in table.rows] == ["sum", "independent", "site-0000", "site-0001"]
+    assert list(table.rows[2]) == ["site-0000", "* 90.0%", "20.0%", "55.0%"]
+    assert list(table.columns) == ["network", "a", "b", "union"]
+
+
+def test_long_tables_are_cut_and_say_so() -> None:
+    summary = results(60, [f"d{i}" for i in range(30)])[1]
+    table = accuracy_table(summary)
+    assert len(table.rows) == MAX_ROWS and len(table.columns) == 14
+    assert "first 20 of 62 networks" in table.note and "first 12 of 30 domains" in table.note
+    assert "first 20 of 60 forgotten sites" in forgetting_table(summary).note
+
+
+def test_forgetting_table_knows_who_shares_a_domain() -> None:
+    alone = results(2, ["a", "b"])[1]
+    assert retained_domains(alone, "site-0000") == ["b"]
+    assert list(forgetting_table(alone).rows[0]) == [
+        "site-0000", "a", "80.0% → 10.0%", "80.0% → 75.0%", "80.0% → 42.5%", None,
+    ]  # fmt: skip
+    shared = results(5, ["a", "b"])[1]
+    assert retained_domains(shared, "site-0000") == ["a", "b"]
+    table = forgetting_table(shared)
+    assert [row[-1] for row in table.rows[:2]] == ["2 other sites", "site-0003"]
+    assert "retained" in table.note
+
+
+def test_rows_have_to_fit_the_columns() -> None:
+    with pytest.raises(ValueError, match="takes 2 cells"):
+        Table("t", ["a", "b"], [["x"]])
+
+
+def unescaped(line: str) -> list[str]:
+    """The cells of a line of a Markdown table."""
+    return re.split(r"(?<!\\)(?:\\\\)*\|", line)[1:-1]
+
+
+@given(st.text(), st.text(), st.floats() | st.none() | st.integers())
+def test_markdown_keeps_its_shape(title: str, cell: str, number: float | None) -> None:
+    text = Table(title, ["one", cell], [[cell, number], [number, cell]]).markdown()
+    lines = [line for line in text.split("\n") if line.startswith("|")]
+    assert len(text.splitlines()) == len(text.split("\n")) - 1
+    assert [len(unescaped(line)) for line in lines] == [2, 2, 2, 2]
+    assert not re.search(r"(?<!\\)[<>`]", re.sub(r"\\\\", "", text))
+
+
+@given(st.text(), st.text(), st.floats() | st.none() | st.integers())
+def test_html_and_rich_show_any_text(title: str, cell: str, number: float | None) -> None:
+    table = Table(title, ["one", cell], [[cell, number]], note=cell)
+    table.html().encode("utf-8")
+    assert not re.search(r"<(?!/?(table|caption|thead|tbody|tr|th|td|p)\b)", table.html())
+    Console(file=io.StringIO(), width=200).print(table.rich())
+
+
+def test_rich_reads_no_markup() -> None:
+    console = Console(record=True, width=100, file=io.StringIO())
+    console.print(Table("[bold]t[/]", ["[red]c"], [["[/]"]]).rich())
+    text = console.export_text()
+    assert "[bold]t[/]" in text and "[red]c" in text and "[/]" in text
