@@ -8,6 +8,7 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from clients.data import num_classes, site_images
+from clients.device import pick_device
 from clients.learner import learn
 from clients.messages import METRICS, WHO, Order, read_order, to_arrays, to_states
 from clients.networks import build_network
@@ -29,10 +30,10 @@ sites_of = functools.lru_cache(maxsize=8)(lambda text: roster(parsed(text)))
 @app.query()
 def identify(message: Message, context: Context) -> Message:
     """Answer the site's name (node-config `site`) or its place (node-config `partition-id`)."""
-    who = {key: context.node_config[key] for key in ("site", "partition-id") if key in context.node_config}
+    who = {key: str(context.node_config[key]) for key in ("site", "partition-id") if key in context.node_config}
     if not who:
         raise UserError("node-config has neither site nor partition-id: start the node with one of them")
-    return Message(RecordDict({WHO: ConfigRecord(who)}), reply_to=message)
+    return Message(RecordDict({WHO: ConfigRecord({**who})}), reply_to=message)
 
 
 @app.train()
@@ -65,14 +66,6 @@ def _train(order: Order, config: Config, store: SiteStore, content: RecordDict) 
     reply = RecordDict({name: to_arrays(state) for name, state in session.contribution().items()})
     reply[METRICS] = MetricRecord({"loss": outcome.loss, "samples": outcome.samples})
     return reply
-
-
-def pick_device(name: str) -> torch.device:
-    """The device of engine.device: `auto` takes a GPU if this process sees one. UserError for a GPU that is not there."""
-    seen = torch.cuda.is_available()
-    if name == "cuda" and not seen:
-        raise UserError("engine.device: got cuda, but this worker sees no GPU; set engine.num_gpus, or engine.device=auto")
-    return torch.device("cuda" if seen and name != "cpu" else "cpu")
 
 
 def _store_root(context: Context, config: Config) -> Path:

@@ -40,7 +40,7 @@ def load(experiment: str, overrides: Sequence[str] = ()) -> Config:
     presets, preset = tree.pop("presets", {}), tree.pop("preset", None)
     preset = changes.pop("preset", preset)
     if preset is not None and preset not in presets:
-        raise unknown(f"preset of {path.stem}", preset, presets) if presets else UserError(f"preset: {path.stem} has none")
+        raise (unknown(f"preset of {path.stem}", preset, presets) if presets else UserError(f"preset: {path.stem} has none"))
     merged = OmegaConf.create(tree)
     try:
         if preset is not None:

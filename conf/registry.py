@@ -7,6 +7,7 @@ from conf.errors import UserError, unknown
 from conf.typed import build
 
 T = TypeVar("T")
+C = TypeVar("C", bound=type)
 
 
 class Registry(Generic[T]):
@@ -16,13 +17,13 @@ class Registry(Generic[T]):
         self.kind = kind
         self._classes: dict[str, type[T]] = {}
 
-    def register(self, name: str) -> Callable[[type[T]], type[T]]:
+    def register(self, name: str) -> Callable[[C], C]:
         """Class decorator: file the class under `name`. Raises ValueError if the name is taken."""
 
-        def file(cls: type[T]) -> type[T]:
+        def file(cls: C) -> C:
             if name in self._classes:
                 raise ValueError(f"{self.kind} '{name}' is registered twice")
-            self._classes[name] = cls
+            self._classes[name] = cls  # type: ignore[assignment]  # C is a subclass of T; the decorator keeps its own type
             return cls
 
         return file

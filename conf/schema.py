@@ -19,7 +19,9 @@ class RunConfig:
 class EngineConfig:
     """What carries messages between server and sites."""
 
-    name: str = value("ray", "inline: this process; ray: Ray actors; flower: a real federation", choices=("inline", "ray", "flower"))
+    name: str = value(
+        "ray", "inline: this process; ray: Ray actors; flower: a real federation", choices=("inline", "ray", "flower")
+    )
     workers: int = value(0, "processes that run sites; 0: sized to the machine", low=0)
     address: str = value("", "address of a Ray cluster; empty: start one on this machine")
     num_cpus: float = value(1.0, "CPU cores per worker", low=0.0)

@@ -1,4 +1,4 @@
-"""From the keys `sites` and `population` to the roster: one named site after the other, in the order of the configuration."""
+"""From the keys `sites` and `population` to the roster: the named sites, in the order of the configuration."""
 
 import dataclasses
 from collections import Counter
@@ -41,7 +41,9 @@ def _dealt(config: Config) -> list[SiteConfig]:
     number, entries = config.sites, parse_entries(config.population)
     if not entries:
         raise UserError("sites: a number needs `population`, the list of domains that the sites are dealt out over")
-    return [dataclasses.replace(entry, count=len(range(i, number, len(entries)))) for i, entry in enumerate(entries[:number])]
+    return [
+        dataclasses.replace(entry, count=len(range(i, number, len(entries)))) for i, entry in enumerate(entries[:number])
+    ]
 
 
 def roster(config: Config) -> list[Site]:
@@ -49,15 +51,13 @@ def roster(config: Config) -> list[Site]:
     if isinstance(config.sites, bool) or not isinstance(config.sites, int | list):
         raise UserError(f"sites: got {config.sites!r}, takes a number or a list of sites")
     by_rule = isinstance(config.sites, int)
-    if (config.sites if by_rule else len(config.sites)) < 1:
+    if (config.sites if isinstance(config.sites, int) else len(config.sites)) < 1:
         raise UserError(f"sites: got {config.sites}, takes at least 1")
     entries = _dealt(config) if by_rule else parse_entries(config.sites)
     shares = [(entry, part) for entry in entries for part in range(entry.count)]
     if by_rule:  # in turn: first every entry's first site, then every entry's second one
         shares = [(entry, part) for part in range(entries[0].count) for entry in entries if part < entry.count]
-    sites = [
-        Site(index, _name(entry, part, index), entry, part, entry.count) for index, (entry, part) in enumerate(shares)
-    ]
+    sites = [Site(index, _name(entry, part, index), entry, part, entry.count) for index, (entry, part) in enumerate(shares)]
     double = [name for name, times in Counter(site.name for site in sites).items() if times > 1]
     if double:
         raise UserError(f"sites: the name '{double[0]}' is given twice")

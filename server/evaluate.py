@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from clients.data import Images, domain_specs, label, num_classes, site_sizes, test_images, to_float, validation_images
+from clients.device import pick_device
 from clients.networks import build_network
 from conf.schema import Config
 from conf.sites import roster
@@ -19,9 +20,9 @@ UNION = "union"
 class Evaluator:
     """Measures states of the configured network. `split` is "validation" or "test"; only the former may guide a choice."""
 
-    def __init__(self, config: Config, device: torch.device | None = None) -> None:
+    def __init__(self, config: Config) -> None:
         self.config = config
-        self.device = device or torch.device("cpu")
+        self.device = pick_device("cpu" if config.engine.device == "cpu" else "auto")
         self.network = build_network(config, num_classes(config)).to(self.device).eval()
         self.specs = domain_specs(config)
         self._images: dict[tuple[str, str], Images] = {}
@@ -33,10 +34,12 @@ class Evaluator:
         with all_cores(self.config.engine.threads):
             for domain in self.specs:
                 images = self._load(domain, split)
+                if not len(images):  # a small domain may have no validation images
+                    continue
                 hits = count_right(self.network, images, self.config.evaluation.batch, self.device)
                 right, total = right + hits, total + len(images)
                 shares[domain] = hits / len(images)
-        return {**shares, UNION: right / total}
+        return {**shares, UNION: right / total} if total else {}
 
     def _load(self, domain: str, split: str) -> Images:
         if (domain, split) not in self._images:

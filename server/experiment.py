@@ -9,7 +9,8 @@ from typing import Any
 
 from flwr.serverapp import Grid
 
-from clients.data import site_sizes
+from clients.data import num_classes, site_sizes
+from clients.networks import build_network
 from clients.objectives import OBJECTIVES
 from conf import to_json
 from conf.errors import UserError
@@ -29,6 +30,7 @@ def check(config: Config) -> None:
     for one in [config, *(with_mode(config, mode) for mode in config.baselines)]:
         OBJECTIVES.build(one.objective, "objective")
     STRATEGIES.build(config.strategy, "strategy")
+    build_network(config, num_classes(config))
     if config.federation.min_replies > sites:
         raise UserError(f"federation.min_replies: got {config.federation.min_replies}, there are {sites} sites")
 

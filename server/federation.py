@@ -58,17 +58,15 @@ class Federation:
         new = [node for node in self.grid.get_node_ids() if node not in self._asked]
         self._asked.update(new)
         queries = (Message(RecordDict(), node, QUERY, group_id="who") for node in new)
-        by_name = {site.name: site for site in self.sites}
+        names = {site.name for site in self.sites}
+        by_place = {str(site.index): site.name for site in self.sites}
         for node, content, _ in self._exchange(zip(new, queries, strict=True), timeout=60.0):
             if content is None:
                 self._asked.discard(node)
                 continue
             who = content.config_records[WHO]
-            place = who.get("partition-id", -1)
-            name = str(who["site"]) if "site" in who else ""
-            if not name and isinstance(place, int) and 0 <= place < len(self.sites):
-                name = self.sites[place].name
-            if name in by_name:
+            name = str(who["site"]) if "site" in who else by_place.get(str(who.get("partition-id")), "")
+            if name in names:
                 self.nodes[name] = node
 
     def train(self, orders: Iterable[tuple[Site, RecordDict]], round: int, timeout: float) -> Iterator[Reply]:

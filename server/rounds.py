@@ -1,4 +1,4 @@
-"""The round loop that all strategies share: plan, send in windows, check each reply, fold as it arrives, commit, evaluate."""
+"""The round loop of all strategies: plan, send in windows, check each reply, fold as it arrives, commit, evaluate."""
 
 import time
 from collections.abc import Iterator
@@ -16,6 +16,8 @@ from server.evaluate import Evaluator
 from server.federation import Federation, Reply
 from server.listener import Listener
 from server.strategies import Aggregation, ReplyError
+
+TOLD = 10  # dropped replies told one by one in a round; all are in its record
 
 
 class TooFewRepliesError(RuntimeError):
@@ -56,6 +58,8 @@ class RoundLoop:
                 dropped[reply.site.name] = str(error)
             reason = dropped.get(reply.site.name, "")
             self.listener.reply(reply.site.name, not reason, reason)
+            if reason and len(dropped) <= TOLD:
+                self.listener.message(f"round {round}: {reply.site.name} dropped: {reason}")
         if len(losses) < self.config.federation.min_replies:
             self.aggregation.abandon()
             first = next(iter(dropped.items()), ("", "no site was asked"))

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
+import click
 import typer
 
 from conf import UserError, load, to_yaml
@@ -75,11 +76,12 @@ def doctor(
     from sims.doctor import doctor as examine
     from sims.doctor import doctor_table
 
-    Console().print(doctor_table(examine(DataConfig(root=root))))
+    Console().print(doctor_table(examine(DataConfig(root=root))).rich())
 
 
 def main() -> NoReturn:
     """Run the command line. Bad input: one line and exit code 2; interrupted: 130; a run that failed: 1."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # even where the shell started us with it ignored
     signal.signal(signal.SIGTERM, _terminate)
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     sys.exit(_guarded())
@@ -89,14 +91,16 @@ def _guarded() -> int:
     from server.rounds import TooFewRepliesError
 
     try:
-        app(standalone_mode=True)
+        return int(app(standalone_mode=False) or 0)
+    except click.ClickException as error:  # a wrong option: click says so itself
+        error.show()
+        return error.exit_code
     except UserError as error:
         return _say(str(error), 2)
     except TooFewRepliesError as error:
         return _say(str(error), 1)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, click.Abort):
         return _say("interrupted; what was committed is kept in the run's folder", 130)
-    return 0
 
 
 def _say(text: str, code: int) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sims.tables import accuracies, before_forgetting, clean, domains, homes
+from sims.tables import accuracies, before_forgetting, clean, domains, homes, percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,7 +49,10 @@ def accuracy_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure | None:
     many = len(names) - 1 > len(PALETTE)
     names.sort(key=lambda name: (name == "union") == many)  # the union's thick line: below a few lines, above many
     for place, name in enumerate(names):
-        points = [(record["round"], record["accuracy"][name]) for record in records if name in record["accuracy"]]
+        points = [(record["round"], _get(record["accuracy"], name)) for record in records]
+        points = [(round, score) for round, score in points if not math.isnan(score)]
+        if not points:
+            continue
         colour = INK if name == "union" else GREY if many else PALETTE[(place - 1) % len(PALETTE)]
         _line(axes, points, colour, bold=name == "union", faint=many and name != "union")
         ends.append((points[-1][1], name, colour))
@@ -210,6 +213,8 @@ def _line(axes: Axes, points: list[tuple[int, float]], colour: str, *, bold: boo
 def _worth_a_label(ends: list[tuple[float, str, str]]) -> list[tuple[float, str, str]]:
     """Of too many lines: the union, the best and the worst."""
     others = sorted(end for end in ends if end[1] != "union")
+    if not others:
+        return ends
     worst, best = others[0], others[-1]
     marked = [(best[0], f"best: {best[1]}", best[2]), (worst[0], f"worst: {worst[1]}", worst[2])]
     return [*marked, *(end for end in ends if end[1] == "union")]
@@ -217,6 +222,8 @@ def _worth_a_label(ends: list[tuple[float, str, str]]) -> list[tuple[float, str,
 
 def _label_ends(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
     """Names the lines at their right ends, moved apart where they would overlap."""
+    if not ends:
+        return
     low, high = axes.get_ylim()
     gap = (high - low) * 0.052
     ends = sorted(ends)
@@ -228,7 +235,7 @@ def _label_ends(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
         places[i] = min(places[i], places[i + 1] - gap)
     for place, (score, name, colour) in zip(places, ends, strict=True):
         axes.annotate(
-            f"{_short(name)} {100 * score:.1f}%",
+            f"{_short(name)} {percent(score)}",
             (1.02, place),
             xycoords=axes.get_yaxis_transform(),
             color=colour,

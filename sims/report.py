@@ -11,6 +11,7 @@ from typing import Any
 from conf.errors import UserError
 from sims import plots
 from sims.tables import (
+    Holders,
     Table,
     accuracy_table,
     before_forgetting,
@@ -20,8 +21,6 @@ from sims.tables import (
     homes,
     mean,
     percent,
-    retained_mean,
-    sharers,
 )
 
 SUMMARY_KEYS = {
@@ -132,12 +131,13 @@ def headline(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -
 def _forgetting_sentence(summary: Mapping[str, Any]) -> str:
     """What forgetting changes, over the sites that hold their domain alone (over all, where no site does)."""
     forgotten, before = summary.get("forgotten") or {}, before_forgetting(summary)
-    alone = {site: after for site, after in forgotten.items() if not sharers(summary, site)}
+    holders = Holders(summary)
+    alone = {site: after for site, after in forgotten.items() if not holders.others(site)}
     told = alone or forgotten
     if not told:
         return ""
-    own_before, kept_before = _own_and_retained(summary, dict.fromkeys(told, before))
-    own_after, kept_after = _own_and_retained(summary, told)
+    own_before, kept_before = _own_and_retained(holders, dict.fromkeys(told, before))
+    own_after, kept_after = _own_and_retained(holders, told)
     start = f"Forgetting {next(iter(told))}" if len(told) == 1 else f"Forgetting a site (mean of {len(told)})"
     stay = f"the mean of the retained domains goes from {percent(kept_before)} to {percent(kept_after)}"
     if not alone:
@@ -145,13 +145,10 @@ def _forgetting_sentence(summary: Mapping[str, Any]) -> str:
     return f"{start}: its own domain goes from {percent(own_before)} to {percent(own_after)}, {stay}."
 
 
-def _own_and_retained(
-    summary: Mapping[str, Any], scores: Mapping[str, Mapping[str, float]]
-) -> tuple[float | None, float | None]:
+def _own_and_retained(holders: Holders, scores: Mapping[str, Mapping[str, float]]) -> tuple[float | None, float | None]:
     """Means over sites of the accuracy on the site's own domain and on the domains retained without it."""
-    held = homes(summary)
-    own = mean([row.get(held.get(site, "")) for site, row in scores.items()])
-    return own, mean([retained_mean(summary, row, site) for site, row in scores.items()])
+    own = mean([row.get(holders.home.get(site, "")) for site, row in scores.items()])
+    return own, mean([holders.retained_mean(row, site) for site, row in scores.items()])
 
 
 def _sections(

@@ -116,28 +116,34 @@ def before_forgetting(summary: Mapping[str, Any]) -> dict[str, float]:
     return next((scores[name] for name in scores if name not in sites), {})
 
 
-def sharers(summary: Mapping[str, Any], site: str) -> list[str]:
-    """The other sites that hold the same domain as `site`."""
-    held = homes(summary)
-    return [name for name, domain in held.items() if name != site and domain == held.get(site)]
-
-
-def retained_domains(summary: Mapping[str, Any], site: str) -> list[str]:
-    """The domains that the federation still holds without `site`."""
-    held = homes(summary)
-    lost = None if sharers(summary, site) else held.get(site)
-    return [name for name in domains(summary) if name != lost]
-
-
 def mean(values: Sequence[float | None]) -> float | None:
     """The mean of what is there; None where nothing is."""
     there = [value for value in values if value is not None and not math.isnan(value)]
     return sum(there) / len(there) if there else None
 
 
-def retained_mean(summary: Mapping[str, Any], scores: Mapping[str, float], site: str) -> float | None:
-    """The mean of `scores` over the domains retained without `site`."""
-    return mean([scores.get(name) for name in retained_domains(summary, site)])
+class Holders:
+    """Who holds which domain; looked up once per summary, as there may be many sites."""
+
+    def __init__(self, summary: Mapping[str, Any]) -> None:
+        self.home = homes(summary)
+        self._domains = domains(summary)
+        self._sites: dict[str, list[str]] = {}
+        for site, domain in self.home.items():
+            self._sites.setdefault(domain, []).append(site)
+
+    def others(self, site: str) -> list[str]:
+        """The other sites that hold the same domain as `site`."""
+        return [name for name in self._sites.get(self.home.get(site, ""), []) if name != site]
+
+    def retained(self, site: str) -> list[str]:
+        """The domains that the federation still holds without `site`."""
+        lost = None if self.others(site) else self.home.get(site)
+        return [name for name in self._domains if name != lost]
+
+    def retained_mean(self, scores: Mapping[str, float], site: str) -> float | None:
+        """The mean of `scores` over the domains retained without `site`."""
+        return mean([scores.get(name) for name in self.retained(site)])
 
 
 def accuracy_table(summary: Mapping[str, Any]) -> Table:
@@ -156,15 +162,15 @@ def accuracy_table(summary: Mapping[str, Any]) -> Table:
 
 def forgetting_table(summary: Mapping[str, Any]) -> Table:
     """Test accuracy before and after each site was subtracted: on its domain, on the retained ones, on the union."""
-    held, before = homes(summary), before_forgetting(summary)
+    holders, before = Holders(summary), before_forgetting(summary)
     rows = []
     for site, after in (summary.get("forgotten") or {}).items():
-        domain, others = held.get(site, ""), sharers(summary, site)
+        domain, others = holders.home.get(site, ""), holders.others(site)
         rows.append([
             site,
             domain or None,
             _change(before.get(domain), after.get(domain)),
-            _change(retained_mean(summary, before, site), retained_mean(summary, after, site)),
+            _change(holders.retained_mean(before, site), holders.retained_mean(after, site)),
             _change(before.get("union"), after.get("union")),
             others[0] if len(others) == 1 else f"{len(others)} other sites" if others else None,
         ])  # fmt: skip

@@ -51,9 +51,7 @@ DOMAINS: dict[str, Domain] = {
     "kmnist": _mnist_like("KMNIST"),
     "usps": Domain(10, (Arrays("usps.npz"), Torchvision("USPS", ("usps.bz2", "usps.t.bz2")))),
     "mnist_m": Domain(10, (Sheets("mnistm_regen.npz", size=28),)),
-    "svhn": Domain(
-        10, (Torchvision("SVHN", ("train_32x32.mat", "test_32x32.mat"), by_split=True), Arrays("svhn_part.npz"))
-    ),
+    "svhn": Domain(10, (Torchvision("SVHN", ("train_32x32.mat", "test_32x32.mat"), by_split=True), Arrays("svhn_part.npz"))),
     "cifar10": Domain(10, (Sheets("cifar10.npz"), Torchvision("CIFAR10", ("cifar-10-batches-py",)))),
     "cifar100": Domain(100, (Sheets("cifar100.npz"), Torchvision("CIFAR100", ("cifar-100-python",)))),
     "stl10": Domain(10, (Torchvision("STL10", ("stl10_binary",), by_split=True),)),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from flwr.app import ArrayRecord
 
-from clients.initial import SHARED, initial_state
+from clients.initial import initial_state
 from clients.messages import MEAN, ROUND, SITE, STAR, SUBSET, to_arrays
 from clients.objectives.modes import EXTRACTOR, HEAD, Mode, mode_named
 from clients.randomness import generator
@@ -26,7 +26,7 @@ from server.strategies.base import STRATEGIES, Aggregation, ReplyError, Setup, S
 class SumAggregationStrategy(Strategy):
     """Options of the server's side."""
 
-    subsets: int = value(2, "leave-one-out means sent to all sites per round (if objective.subset_probability > 0)", low=1)
+    subsets: int = value(0, "leave-one-out means sent per round (if objective.subset_probability > 0); 0: all", low=0)
     weighting: str = value("equal", "of the replies in round averages (head, N*, fedavg)", choices=("equal", "samples"))
 
     def start(self, setup: Setup) -> Aggregation:
@@ -182,7 +182,7 @@ class SumAggregate(Aggregation):
         if not self.mode.subsets or not self.config.objective.get("subset_probability") or len(sites) < 2:
             return {}
         draw = generator(self.config.seed, "subsets", str(round))
-        chosen = draw.choice(len(sites), size=min(self.strategy.subsets, len(sites)), replace=False)
+        chosen = draw.choice(len(sites), size=min(self.strategy.subsets or len(sites), len(sites)), replace=False)
         names = [sites[int(place)].name for place in np.sort(chosen)]
         return {SUBSET + name: to_arrays(self.sum_without([name]).mean()) for name in names}
 

@@ -14,7 +14,7 @@ MODULES = {"inline": "sims.engines.inline", "ray": "sims.engines.ray"}
 
 @contextlib.contextmanager
 def open_engine(config: Config) -> Iterator[LocalGrid]:
-    """The configured engine as a Flower Grid, its nodes being the configuration's sites; closed at the end, come what may."""
+    """The configured engine as a Flower Grid, its nodes being the configuration's sites; closed at the end in any case."""
     if config.engine.name not in MODULES:
         raise UserError(
             f"engine.name: '{config.engine.name}' is a real federation: start it with `flwr run .`; "

@@ -1,5 +1,6 @@
 """The ray engine: sites run in a pool of Ray actors, on this machine or on a cluster."""
 
+import logging
 import os
 from collections import deque
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import ray
 from flwr.app import Message
+from ray.exceptions import RayError
 
 from conf.errors import UserError
 from conf.schema import Config, EngineConfig
@@ -34,7 +36,9 @@ class RayGrid(LocalGrid):
 
     def __init__(self, sites: int, store: Path, workers: int, options: dict[str, Any]) -> None:
         super().__init__(sites, store)
-        actor = ray.remote(Worker).options(max_restarts=-1, **options)
+        actor = ray.remote(Worker).options(  # type: ignore[attr-defined]
+            max_restarts=-1, **options
+        )
         self._idle = [actor.remote() for _ in range(workers)]
         self._workers = workers
         self._queue: deque[Message] = deque()
@@ -69,8 +73,8 @@ class RayGrid(LocalGrid):
     def _receive(self, reference: Any) -> None:
         worker, message = self._running.pop(reference)
         try:
-            reply = ray.get(reference)
-        except ray.exceptions.RayError as error:
+            reply: Any = ray.get(reference)
+        except RayError as error:
             reply = failure(message, f"its worker died ({type(error).__name__})")
         self._idle.append(worker)
         self._done[message.metadata.message_id] = reply
@@ -92,9 +96,9 @@ def start(config: Config) -> RayGrid:
 
 def _init(engine: EngineConfig, workers: int) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False, "include_dashboard": False}
+    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "include_dashboard": False}
     if engine.address:
-        ray.init(address=engine.address, logging_level="ERROR", log_to_driver=False)
+        ray.init(address=engine.address, logging_level=logging.ERROR, log_to_driver=False)
         return
     cores = max(len(os.sched_getaffinity(0)), int(workers * engine.num_cpus + 0.999))
     ray.init(num_cpus=cores, **quiet)

@@ -73,9 +73,7 @@ def test_tiles_are_found_again_in_any_order() -> None:
     assert len({image.tobytes() for image in together}) == 5
 
 
-@pytest.mark.parametrize(
-    ("name", "mean"), [("cifar10", (0.4914, 0.4822, 0.4465)), ("cifar100", (0.5071, 0.4865, 0.4409))]
-)
+@pytest.mark.parametrize(("name", "mean"), [("cifar10", (0.4914, 0.4822, 0.4465)), ("cifar100", (0.5071, 0.4865, 0.4409))])
 def test_sheets_have_the_published_colours(name: str, mean: tuple[float, float, float]) -> None:
     images = locate(name, DATA).images("train", np.arange(5000))
     assert np.abs(images.mean((0, 1, 2)) / 255 - mean).max() < 0.01

@@ -39,7 +39,11 @@ def test_order_does_not_matter(arrays, random):
 def test_any_order_of_adds_and_subtracts_equals_the_sum_without(arrays, random):
     parts = integers(arrays)
     gone = {index for index in range(len(parts)) if random.random() < 0.5}
-    result, added, todo = ExactSum(BITS), set(), [("add", i) for i in range(len(parts))] + [("subtract", i) for i in gone]
+    result, added, todo = (
+        ExactSum(BITS),
+        set(),
+        [("add", i) for i in range(len(parts))] + [("subtract", i) for i in gone],
+    )
     while todo:
         what, index = todo.pop(random.randrange(len(todo)))
         if what == "subtract" and index not in added:

@@ -33,9 +33,14 @@ def test_versions_machine_and_domains(data_module: ModuleType) -> None:
     found = findings()
     assert found["python"] == (".".join(map(str, sys.version_info[:3])), True)
     for package in ("torch", "torchvision", "flwr", "pot", "omegaconf"):
-        assert found[package][1] and found[package][0][0].isdigit(), found[package]
-    assert found["CPU cores"][1] and "GiB" in found["memory"][0] and "GiB" in found["free disk"][0]
-    assert found["GPUs"][1] and "fedloom" in found
+        version, ok = found[package]
+        assert ok, version
+        assert version[0].isdigit()
+    assert found["CPU cores"][1]
+    assert "GiB" in found["memory"][0]
+    assert "GiB" in found["free disk"][0]
+    assert found["GPUs"][1]
+    assert "fedloom" in found
     assert found["domain digits"] == ("/here/digits", True)
     assert found["domain svhn"] == ("not available: no such file", False)
     assert found["domain broken"] == ("cannot be found out: disk on fire", False)
@@ -63,7 +68,8 @@ def test_packages_that_are_missing_or_broken(monkeypatch: pytest.MonkeyPatch, da
 def test_domains_that_cannot_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "clients.data", None)
     finding, ok = findings()["domains"]
-    assert finding.startswith("cannot be listed") and not ok
+    assert finding.startswith("cannot be listed")
+    assert not ok
 
 
 def test_the_real_domains() -> None:

@@ -68,7 +68,8 @@ def test_plain_lines_one_per_round() -> None:
         "round 2/2, 2.0 s, 3 replies",
         "finished after 6.5 s",
     ]
-    assert "| sum | 90.0% | 88.0% |" in lines and "\x1b" not in written(console)
+    assert "| sum | 90.0% | 88.0% |" in lines
+    assert "\x1b" not in written(console)
 
 
 def test_quiet_tells_only_messages() -> None:
@@ -81,7 +82,9 @@ def test_rich_shows_messages_and_tables() -> None:
     console = terminal()
     run(RichListener(console))
     text = written(console)
-    assert "site-0001 was [dropped] for a reason" in text and "Test accuracy" in text and "Forgetting" in text
+    assert "site-0001 was [dropped] for a reason" in text
+    assert "Test accuracy" in text
+    assert "Forgetting" in text
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor was hidden, and is back
 
 
@@ -90,7 +93,9 @@ def test_rich_line_follows_the_run() -> None:
     listener = RichListener(pipe(), clock)
     with listener:
         listener.started("digits", 4, 10, "")
-        assert "digits" in line(listener) and "round 0/10" in line(listener) and "left" not in line(listener)
+        assert "digits" in line(listener)
+        assert "round 0/10" in line(listener)
+        assert "left" not in line(listener)
         listener.round_started(1, 4)
         for place in range(3):
             listener.reply(f"site-{place}", place > 0, "")
@@ -111,7 +116,8 @@ def test_time_left_of_a_run_that_goes_on_counts_only_this_process() -> None:
         listener.round_started(91, 1)
         clock.now += 1000
         listener.round_done({**RECORD, "round": 91})
-        assert "round 91/100" in line(listener) and "2:30:00 left" in line(listener)
+        assert "round 91/100" in line(listener)
+        assert "2:30:00 left" in line(listener)
 
 
 def test_ten_thousand_replies_write_nothing_themselves() -> None:
@@ -127,9 +133,15 @@ def test_ten_thousand_replies_write_nothing_themselves() -> None:
 
 def test_the_display_is_closed_on_errors_and_can_start_again() -> None:
     console = terminal()
-    with pytest.raises(KeyboardInterrupt), RichListener(console) as listener:
-        listener.started("first", 1, 1, "")
-        raise KeyboardInterrupt
+    listener = RichListener(console)
+
+    def interrupted() -> None:
+        with listener:
+            listener.started("first", 1, 1, "")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert written(console).count("\x1b[?25h") == 1
     with listener:
         listener.started("a baseline", 1, 1, "")
@@ -153,4 +165,5 @@ def test_the_listener_fits_the_output() -> None:
 def test_json_output_leaves_stdout_alone(capsys: pytest.CaptureFixture[str]) -> None:
     run(listener_for(False, None, json_output=True))
     out, err = capsys.readouterr()
-    assert out == "" and "round 1/2" in err
+    assert out == ""
+    assert "round 1/2" in err

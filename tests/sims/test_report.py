@@ -17,7 +17,7 @@ from rich.console import Console
 from conf.errors import UserError
 from sims.plots import draw_all
 from sims.report import Details, Picture, headline, write_page, write_report
-from sims.tables import MAX_ROWS, Table, accuracy_table, forgetting_table, percent, retained_domains
+from sims.tables import MAX_ROWS, Holders, Table, accuracy_table, forgetting_table, percent
 
 HOSTILE = '<img src="http://evil.example/x.png"> $x^$ | & _a_'
 
@@ -39,11 +39,8 @@ def results(sites: int, names: list[str]) -> tuple[list[dict[str, Any]], dict[st
         "forgotten": {site["name"]: scores(0.1 if alone else 0.8, 0.75, site["domain"]) for site in roster},
         "checks": {"commutative": True, "subtraction_exact": True},
     }  # fmt: skip
-    metrics = [
-        {"round": r, "seconds": 2.0, "train_loss": 1 / r, "replies": sites, "dropped": {}, "accuracy": scores(0.2 * r, 0.2 * r, "")}
-        for r in (1, 2, 3)
-    ]  # fmt: skip
-    return metrics, summary
+    line = {"seconds": 2.0, "train_loss": 0.5, "replies": sites, "dropped": {}}
+    return [{"round": r, **line, "accuracy": scores(0.2 * r, 0.2 * r, "")} for r in (1, 2, 3)], summary
 
 
 def write_run(folder: Path, metrics: list[dict[str, Any]], summary: dict[str, Any]) -> Path:
@@ -80,7 +77,8 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         if self.open and self.open[-1] == "style":
-            assert "url(" not in data and "@import" not in data
+            assert "url(" not in data
+            assert "@import" not in data
         self.text += data
 
     def pictures(self) -> list[Image.Image]:
@@ -94,7 +92,8 @@ def checked(path: Path) -> Page:
     assert all(source.startswith("data:image/png;base64,") for source in page.sources)
     for picture in page.pictures():
         picture.load()
-        assert picture.format == "PNG" and min(picture.size) > 200
+        assert picture.format == "PNG"
+        assert min(picture.size) > 200
     return page
 
 
@@ -107,8 +106,10 @@ def test_report_is_self_contained(tmp_path: Path, sites: int, names: list[str]) 
     page = checked(write_report(folder))
     assert len(page.pictures()) == 3
     assert {path.name for path in (folder / "plots").iterdir()} == {"accuracy.png", "forgetting.png", "sites.png"}
-    assert "ab" * 32 in page.text and "note: <b>bold</b>" in page.text
-    assert "bit-identical" in page.text and "shared head" in page.text
+    assert "ab" * 32 in page.text
+    assert "note: <b>bold</b>" in page.text
+    assert "bit-identical" in page.text
+    assert "shared head" in page.text
     assert all(name in page.text for name in names)
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
 
@@ -125,7 +126,8 @@ def test_report_without_forgetting(tmp_path: Path) -> None:
     summary["accuracy"] = {"fedavg": summary["accuracy"]["sum"]}
     page = checked(write_report(write_run(tmp_path / "run", metrics, summary)))
     assert len(page.pictures()) == 2
-    assert "bit-identical" not in page.text and "80.0%" in page.text
+    assert "bit-identical" not in page.text
+    assert "80.0%" in page.text
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 2])
@@ -146,7 +148,8 @@ def test_report_tells_of_dropped_replies_and_failed_checks(tmp_path: Path) -> No
     page = checked(write_report(write_run(tmp_path / "run", metrics, summary)))
     assert "not finite <here>" in page.text
     assert "Warning: a check FAILED: subtraction exact" in page.text
-    assert "bit-identical" not in page.text and "shared head" in page.text
+    assert "bit-identical" not in page.text
+    assert "shared head" in page.text
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "summary.json"])
@@ -197,7 +200,8 @@ def test_pages_for_other_reports(tmp_path: Path) -> None:
 def test_headline_means_over_sites_that_hold_a_domain_alone() -> None:
     metrics, summary = results(2, ["a", "b"])
     told = headline(summary, metrics)
-    assert "its own domain goes from 80.0% to 10.0%" in told and "retained domains goes from 80.0% to 75.0%" in told
+    assert "its own domain goes from 80.0% to 10.0%" in told
+    assert "retained domains goes from 80.0% to 75.0%" in told
     assert "80.0% test accuracy on the union" in told
     metrics, summary = results(4, ["a", "b"])
     assert "also held by another site" in headline(summary, metrics)
@@ -205,11 +209,14 @@ def test_headline_means_over_sites_that_hold_a_domain_alone() -> None:
 
 def test_plots_draw_only_what_there_is(tmp_path: Path) -> None:
     metrics, summary = results(3, ["a", "b", "c"])
-    assert [path.name for path in draw_all(tmp_path, metrics, summary)] == ["accuracy.png", "forgetting.png", "sites.png"]
+    drawn = draw_all(tmp_path, metrics, summary)
+    assert [path.name for path in drawn] == ["accuracy.png", "forgetting.png", "sites.png"]
     assert draw_all(tmp_path, [], {}) == []
     metrics[2]["accuracy"] = {"union": float("nan"), "new": 0.5}
+    metrics[0]["accuracy"] |= {f"never {i}": float("nan") for i in range(9)}
     summary["accuracy"]["sum"].pop("b")
     assert len(draw_all(tmp_path, metrics, summary)) == 3
+    assert len(draw_all(tmp_path, [{"round": 1, "accuracy": {"union": float("nan")}}], summary)) == 3
 
 
 def test_plots_leave_the_global_state_alone(tmp_path: Path) -> None:
@@ -234,19 +241,21 @@ def test_accuracy_table_puts_the_sum_first_and_marks_home() -> None:
 def test_long_tables_are_cut_and_say_so() -> None:
     summary = results(60, [f"d{i}" for i in range(30)])[1]
     table = accuracy_table(summary)
-    assert len(table.rows) == MAX_ROWS and len(table.columns) == 14
-    assert "first 20 of 62 networks" in table.note and "first 12 of 30 domains" in table.note
+    assert len(table.rows) == MAX_ROWS
+    assert len(table.columns) == 14
+    assert "first 20 of 62 networks" in table.note
+    assert "first 12 of 30 domains" in table.note
     assert "first 20 of 60 forgotten sites" in forgetting_table(summary).note
 
 
 def test_forgetting_table_knows_who_shares_a_domain() -> None:
     alone = results(2, ["a", "b"])[1]
-    assert retained_domains(alone, "site-0000") == ["b"]
+    assert Holders(alone).retained("site-0000") == ["b"]
     assert list(forgetting_table(alone).rows[0]) == [
         "site-0000", "a", "80.0% → 10.0%", "80.0% → 75.0%", "80.0% → 42.5%", None,
     ]  # fmt: skip
     shared = results(5, ["a", "b"])[1]
-    assert retained_domains(shared, "site-0000") == ["a", "b"]
+    assert Holders(shared).retained("site-0000") == ["a", "b"]
     table = forgetting_table(shared)
     assert [row[-1] for row in table.rows[:2]] == ["2 other sites", "site-0003"]
     assert "retained" in table.note
@@ -283,4 +292,6 @@ def test_rich_reads_no_markup() -> None:
     console = Console(record=True, width=100, file=io.StringIO())
     console.print(Table("[bold]t[/]", ["[red]c"], [["[/]"]]).rich())
     text = console.export_text()
-    assert "[bold]t[/]" in text and "[red]c" in text and "[/]" in text
+    assert "[bold]t[/]" in text
+    assert "[red]c" in text
+    assert "[/]" in text

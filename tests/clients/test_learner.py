@@ -1,0 +1,201 @@
+"""The local learner: its learning rate, its randomness, and how it says that a training has failed."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from clients.data import Images, num_classes, site_images, to_float
+from clients.initial import initial_state
+from clients.learner import DivergedError, Outcome, learn, rate_at
+from clients.messages import MEAN, ROUND
+from clients.networks import build_network
+from clients.objectives import OBJECTIVES, Session, Task
+from clients.randomness import torch_generator
+from conf import Config, load
+from conf.schema import TrainingConfig
+from conf.sites import roster
+from fusion.exact import State, digest
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+def configured(*overrides: str) -> Config:
+    sites = "sites=[{domain: digits, samples: 70}, {domain: digits, samples: 70}]"
+    return load("digits", [sites, "data.size=8", "network.width=0.25", "rounds=4", *overrides])
+
+
+def session(config: Config, index: int = 0, round: int = 1) -> Session:
+    """FedAvg's session: one network, from the shared initialisation."""
+    site = roster(config)[index]
+    task = Task(
+        config=config,
+        site=site,
+        round=round,
+        members=2,
+        network=build_network(config, num_classes(config)),
+        incoming={MEAN: initial_state(config)},
+        own=None,
+        generator=torch_generator(config.seed, site.name, str(round), "objective"),
+    )
+    return OBJECTIVES.build({"name": "sum_aggregation", "mode": "fedavg"}, "objective").session(task)
+
+
+def learned(config: Config, round: int = 1, images: Images | None = None) -> tuple[Outcome, State]:
+    """What site 0 makes of the shared initialisation in one round, on its own images or on those given."""
+    site, at_work = roster(config)[0], session(config, round=round)
+    outcome = learn(at_work, images or site_images(config, site), config, site, round, CPU)
+    return outcome, at_work.contribution()[ROUND]
+
+
+class Watched(Session):
+    """A session that keeps the batches it is shown."""
+
+    def __init__(self, inner: Session) -> None:
+        self.inner = inner
+        self.images: list[Tensor] = []
+        self.labels: list[Tensor] = []
+
+    def parameters(self):
+        return self.inner.parameters()
+
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        self.images.append(images.clone())
+        self.labels.append(labels.clone())
+        return self.inner.loss(images, labels)
+
+    def contribution(self):
+        return self.inner.contribution()
+
+    def own(self):
+        return self.inner.own()
+
+
+def watched(config: Config, round: int = 1) -> tuple[Watched, Images]:
+    site, at_work = roster(config)[0], Watched(session(config))
+    images = site_images(config, site)
+    learn(at_work, images, config, site, round, CPU)
+    return at_work, images
+
+
+@given(st.integers(1, 1000), st.floats(1e-6, 10))
+def test_cosine_starts_at_the_rate_halves_it_in_the_middle_and_ends_at_zero(rounds, rate):
+    training = TrainingConfig(rate=rate, schedule="cosine")
+    assert rate_at(training, rounds, 0) == rate
+    assert rate_at(training, rounds, rounds / 2) == pytest.approx(rate / 2)
+    assert rate_at(training, rounds, rounds) == pytest.approx(0, abs=1e-12)
+    assert rate_at(training, rounds, rounds + 5) == pytest.approx(0, abs=1e-12)  # and does not rise again
+
+
+@given(st.integers(1, 100), st.floats(0, 1), st.floats(0, 1))
+def test_cosine_never_rises_and_constant_never_moves(rounds, early, late):
+    early, late = sorted((early * rounds, late * rounds))
+    cosine, constant = TrainingConfig(rate=0.5, schedule="cosine"), TrainingConfig(rate=0.5, schedule="constant")
+    assert rate_at(cosine, rounds, early) >= rate_at(cosine, rounds, late) >= 0
+    assert rate_at(constant, rounds, late) == 0.5
+
+
+def test_one_seed_gives_one_result_bit_for_bit():
+    (outcome, state), (again, same) = learned(configured()), learned(configured())
+    assert outcome == again
+    assert digest(state) == digest(same)
+
+
+def test_the_order_of_images_depends_on_the_seed_the_round_and_the_site():
+    config = configured()
+    first = torch.cat(watched(config)[0].labels)
+    assert torch.equal(torch.cat(watched(config)[0].labels), first)
+    assert not torch.equal(torch.cat(watched(config, round=2)[0].labels), first)
+    site, images = roster(config)[0], site_images(config, roster(config)[0])
+    for other, named in [(configured("seed=1"), site), (config, dataclasses.replace(site, name="site-0001"))]:
+        at_work = Watched(session(config))
+        learn(at_work, images, other, named, 1, CPU)
+        assert not torch.equal(torch.cat(at_work.labels), first)
+
+
+def test_global_randomness_is_neither_used_nor_moved():
+    config, site = configured(), roster(configured())[0]
+    states = []
+    for seed in (1, 2):
+        at_work = session(config)
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        learn(at_work, site_images(config, site), config, site, 1, CPU)
+        assert torch.equal(torch.get_rng_state(), before)
+        states.append(digest(at_work.contribution()[ROUND]))
+    assert states[0] == states[1]
+
+
+def test_the_loss_falls_on_real_digits():
+    first, _ = learned(configured())
+    later, _ = learned(configured("training.epochs=20"))
+    assert later.loss < 0.7 * first.loss
+    assert later.samples == first.samples == 70
+
+
+def test_each_epoch_sees_every_image_once_as_it_is():
+    at_work, images = watched(configured("training.epochs=2", "training.batch=32"))
+    assert [len(batch) for batch in at_work.images] == [32, 32, 6] * 2
+    for epoch in (at_work.images[:3], at_work.images[3:]):
+        seen = torch.cat(epoch).flatten(1)
+        assert sorted(map(tuple, seen.tolist())) == sorted(map(tuple, to_float(images.x).flatten(1).tolist()))
+
+
+def mirrored(config: Config) -> tuple[int, int]:
+    """How many of the images that were shown are not as they were, and how many are neither that nor mirrored."""
+    at_work, images = watched(config)
+    straight = {tuple(row) for row in to_float(images.x).flatten(1).tolist()}
+    turned = {tuple(row) for row in to_float(images.x).flip(-1).flatten(1).tolist()}
+    seen = [tuple(row) for row in torch.cat(at_work.images).flatten(1).tolist()]
+    return sum(row not in straight for row in seen), sum(row not in straight | turned for row in seen)
+
+
+def test_images_are_mirrored_only_where_the_site_asks_for_it():
+    assert mirrored(configured("training.epochs=4")) == (0, 0)
+    flipped, odd = mirrored(configured("training.epochs=4", "sites.0.flip=true"))
+    assert odd == 0
+    assert 0.35 * 280 < flipped < 0.65 * 280
+    assert mirrored(configured("training.epochs=4", "sites.1.flip=true")) == (0, 0)
+
+
+def test_the_rate_falls_within_a_round_and_ends_at_zero():
+    """In the last round the last steps are nearly nothing: half of the steps move the weights by far more than half."""
+    config = configured("training.momentum=0", "training.rate=0.1", "training.batch=7", "rounds=1")
+    images = site_images(config, roster(config)[0])
+    at_work = session(config)
+    trail: list[Tensor] = []
+
+    class Trail(Watched):
+        def loss(self, images: Tensor, labels: Tensor) -> Tensor:
+            trail.append(torch.cat([one.detach().flatten() for one in self.parameters()]))
+            return super().loss(images, labels)
+
+    learn(Trail(at_work), images, config, roster(config)[0], 1, CPU)
+    trail.append(torch.cat([one.detach().flatten() for one in at_work.parameters()]))
+    steps = [float((after - before).norm()) for before, after in zip(trail, trail[1:], strict=False)]
+    assert len(steps) == 10
+    assert steps[-1] < 0.1 * steps[0]
+
+
+def test_a_clipped_step_is_no_longer_than_rate_times_clip():
+    config = configured("training.momentum=0", "training.rate=0.5", "training.clip=0.01", "training.batch=70")
+    _, state = learned(config)
+    start = initial_state(config)
+    moved = math.sqrt(sum(float((state[name] - start[name]).square().sum()) for name in start))
+    assert moved == pytest.approx(0.5 * 0.01, rel=1e-3)
+
+
+def test_divergence_names_the_site_the_round_and_the_option():
+    # without weight standardisation, whose output no weight can blow up
+    config = configured("training.rate=1e30", "training.batch=8", "network.standardise=false", "network.affine=true")
+    with pytest.raises(DivergedError, match=r"site-0000: the loss is (nan|inf) in round 1; a smaller training\.rate"):
+        learned(config)
