@@ -113,8 +113,10 @@ def measure(config: Config, folder: RunFolder, aggregation: Aggregation, evaluat
             accuracy[site.name] = write(site.name, state, site.name)
         if (state := aggregation.without([site.name])) is not None:
             forgotten[site.name] = evaluator.accuracy(state, "test")
+    backwards = aggregation.reversed()
     return {
         "accuracy": accuracy,
+        "reversed": evaluator.accuracy(backwards, "test") if backwards is not None else {},
         "forgotten": forgotten,
         "digest": aggregation.digest(),
         "checks": aggregation.checks(),

@@ -11,6 +11,7 @@ import click
 import typer
 
 from conf import UserError, load, to_yaml
+from sims.named import named
 
 app = typer.Typer(
     name="fedloom",
@@ -63,6 +64,39 @@ def report(run: Annotated[Path, typer.Argument(help="A run's folder, such as run
     from sims.report import write_report
 
     typer.echo(write_report(run))
+
+
+@app.command()
+def reproduce(
+    what: Annotated[str, typer.Argument(help="aggregation: sum aggregation, Tables 1 and 2.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value for every run, such as engine.workers=2")] = None,
+    preset: Annotated[str, typer.Option(help="cpu: minutes on two cores; paper: the paper's size, for a GPU.")] = "cpu",
+    seeds: Annotated[int, typer.Option(help="Runs of each method.", min=1)] = 5,
+    paper: Annotated[Path | None, typer.Option(help="YAML with the paper's cells, shown beside ours.")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Measure a paper's tables again; runs that are finished already are not run again."""
+    from sims.experiments import MODULES
+
+    folder = named("reproduction", what, MODULES, "reproduce")(preset, seeds, overrides or [], paper, quiet=quiet)
+    typer.echo((folder / "tables.md").read_text(encoding="utf-8"))
+    typer.echo(f"written: {folder}/tables.md and {folder}/report.html")
+
+
+@app.command()
+def bench(
+    what: Annotated[str, typer.Argument(help="memory: the server's, against the number of sites.")],
+    as_json: Json = False,
+) -> None:
+    """Measure time or memory on this machine."""
+    from rich.console import Console
+
+    from sims.benchmarks import MODULES
+
+    table, rows = named("benchmark", what, MODULES, "bench")()
+    Console(stderr=as_json).print(table.rich())
+    if as_json:
+        typer.echo(json.dumps({"rows": rows}))
 
 
 @app.command()

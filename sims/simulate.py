@@ -2,12 +2,15 @@
 
 import contextlib
 import dataclasses
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+from conf import to_yaml
 from conf.schema import Config
 from server.experiment import check, run_experiment
-from server.runfolder import refuse_existing
+from server.runfolder import CONFIG, SUMMARY, refuse_existing
 from sims.engines import open_engine
 from sims.progress import listener_for
 from sims.report import write_report
@@ -28,6 +31,19 @@ def simulate(config: Config, *, quiet: bool = False, json_output: bool = False) 
         summary = run_experiment(grid, config, listener)
     write_report(Path(config.run.root) / config.run.name)
     return summary
+
+
+def simulate_once(config: Config, *, quiet: bool = False) -> dict[str, Any]:
+    """The summary of a finished run of this very configuration if there is one; otherwise run it, from the start."""
+    folder = Path(config.run.root) / config.run.name
+    files = folder / CONFIG, folder / SUMMARY
+    if all(file.is_file() for file in files) and files[0].read_text(encoding="utf-8") == to_yaml(_absolute(config)):
+        summary = json.loads(files[1].read_text(encoding="utf-8"))
+        if summary["status"] == "finished":
+            return summary
+    if folder.exists():
+        shutil.rmtree(folder)
+    return simulate(config, quiet=quiet)
 
 
 def _absolute(config: Config) -> Config:

@@ -63,6 +63,10 @@ class Aggregation(ABC):
         """Further networks worth measuring, by name."""
         return {}
 
+    def reversed(self) -> State | None:
+        """The aggregated network, its sites added in reverse order; None where the method does not sum."""
+        return None
+
     def site(self, name: str) -> State | None:
         """The state of a site's own network, None where the method has none."""
         return None

@@ -71,10 +71,12 @@ class SumAggregate(Aggregation):
         try:
             average = quantise(records[ROUND], self.bits)
             mine = quantise(records[SITE], self.bits) if self.mode.sums else {}
+            round_sum = self._round_sum.copy()  # if one of the two sums cannot take the reply, neither does
+            round_sum.add(average, times=samples if self.strategy.weighting == "samples" else 1)
             if self.mode.sums:
                 old = self._summed(self.contribution(site.name))
                 self._next.replace(old, self._summed(mine))
-            self._round_sum.add(average, times=samples if self.strategy.weighting == "samples" else 1)
+            self._round_sum = round_sum
         except ExactSumError as error:
             raise ReplyError(str(error)) from None
         if self.mode.sums:
@@ -99,6 +101,10 @@ class SumAggregate(Aggregation):
 
     def extra(self) -> dict[str, State]:
         return {"star": self.shared} if self.mode.star else {}
+
+    def reversed(self) -> State | None:
+        names = [site.name for site in self.setup.sites]
+        return self._network(self._sum_of(names[::-1])) if self.mode.sums else None
 
     def site(self, name: str) -> State | None:
         if not self.mode.sums:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from conf.sites import roster
 from sims.engines.adapter import LocalGrid, answer, failure, store_folder, take_identity
 
 WAIT_SECONDS = 0.2
+CONNECT_SECONDS = 5.0
 
 
 class Worker:
@@ -36,9 +38,8 @@ class RayGrid(LocalGrid):
 
     def __init__(self, sites: int, store: Path, workers: int, options: dict[str, Any]) -> None:
         super().__init__(sites, store)
-        actor = ray.remote(Worker).options(  # type: ignore[attr-defined]
-            max_restarts=-1, **options
-        )
+        actor: Any = ray.remote(Worker)
+        actor = actor.options(max_restarts=-1, **options)
         self._idle = [actor.remote() for _ in range(workers)]
         self._workers = workers
         self._queue: deque[Message] = deque()
@@ -98,7 +99,15 @@ def _init(engine: EngineConfig, workers: int) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "include_dashboard": False}
     if engine.address:
+        _reach(engine.address)
         ray.init(address=engine.address, logging_level=logging.ERROR, log_to_driver=False)
         return
     cores = max(len(os.sched_getaffinity(0)), int(workers * engine.num_cpus + 0.999))
     ray.init(num_cpus=cores, **quiet)
+
+
+def _reach(address: str) -> None:
+    """Try host:port at once: Ray itself would wait for minutes. Raises OSError or ValueError."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if address not in ("auto", "local"):
+        socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()

@@ -138,7 +138,7 @@ def test_global_randomness_is_neither_used_nor_moved():
 def test_the_loss_falls_on_real_digits():
     first, _ = learned(configured())
     later, _ = learned(configured("training.epochs=20"))
-    assert later.loss < 0.7 * first.loss
+    assert later.loss < 0.8 * first.loss
     assert later.samples == first.samples == 70
 
 

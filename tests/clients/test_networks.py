@@ -1,5 +1,7 @@
 """Networks: what is registered builds, standardised weights are free of scale, initial weights depend on their generator only."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -80,8 +82,7 @@ def test_a_positive_factor_on_convolutions_does_not_change_a_standardised_networ
     before = logits(built, built.state_dict())
     scaled = iter(factors)
     state = {
-        name: tensor * next(scaled) if tensor.ndim == 4 else tensor.clone()
-        for name, tensor in built.state_dict().items()
+        name: tensor * next(scaled) if tensor.ndim == 4 else tensor.clone() for name, tensor in built.state_dict().items()
     }
     assert torch.allclose(logits(built, state), before, atol=1e-4)
 
@@ -161,9 +162,13 @@ def test_initial_weights_have_the_spread_that_is_documented():
         (["network.name=vgg16", "data.size=16"], r"data\.size: got 16, takes at least 32"),
         (["network.grops=4"], r"unknown key 'network\.grops'; did you mean 'network\.groups'\?"),
         (["network.name=conv7"], r"unknown network 'conv7'; did you mean 'conv6'\?"),
-        (["network={width: 1.0}"], r"network\.name: missing"),
     ],
 )
 def test_options_that_cannot_be_are_refused_by_their_key(overrides, line):
     with pytest.raises(UserError, match=line):
         build_network(load("digits", overrides), 10)
+
+
+def test_a_network_without_a_name_is_refused_with_the_names_there_are():
+    with pytest.raises(UserError, match=r"network\.name: missing \(one of: .*conv6"):
+        build_network(dataclasses.replace(load("digits"), network={"width": 1.0}), 10)

@@ -13,6 +13,7 @@ from clients.app import app
 from clients.messages import TRAIN, Order, read_order
 from clients.objectives.modes import EXTRACTOR
 from clients.randomness import torch_generator
+from clients.states import read_state
 from conf import Config, load
 from conf.sites import roster
 from fusion.exact import ExactSum, State, digest
@@ -172,9 +173,13 @@ def extractor(state: State) -> State:
     return {name: tensor for name, tensor in state.items() if name.startswith(EXTRACTOR)}
 
 
-def files(root: Path) -> dict[str, bytes]:
-    """All files below a folder, with their contents."""
-    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+def files(root: Path) -> dict[str, bytes | str]:
+    """All files below a folder, with their contents; of states, whose metadata may come in any order, the digest."""
+    return {
+        str(path.relative_to(root)): digest(read_state(path)) if path.suffix == ".safetensors" else path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
 
 
 def changed(record: str, change: Callable[[State], State]) -> Fault:

@@ -1,0 +1,90 @@
+"""Peak memory of the server against the number of sites: real rounds, real disk, sites that answer 4 MB without training."""
+
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from clients.initial import initial_state
+from clients.messages import METRICS, ROUND, SITE, read_order, to_arrays
+from clients.objectives.modes import EXTRACTOR, HEAD
+from conf import load
+from conf.schema import Config
+from conf.sites import roster
+from server.evaluate import Evaluator
+from server.federation import Federation
+from server.listener import LogListener
+from server.rounds import RoundLoop
+from server.strategies import STRATEGIES, Setup
+from sims.engines.inline import InlineGrid
+from sims.tables import Table
+
+MIB = 2**20
+ROUNDS = 2
+
+
+def bench(counts: tuple[int, ...] = (10, 200)) -> tuple[Table, list[dict[str, Any]]]:
+    """One fresh process for each number of sites; a table and its rows (sites, state_mb, start_mb, peak_mb)."""
+    rows = []
+    for sites in counts:
+        done = subprocess.run([sys.executable, "-m", __name__, str(sites)], check=True, capture_output=True, text=True)
+        rows.append(json.loads(done.stdout.splitlines()[-1]))
+    lines = [[row["sites"], *(f"{row[key]:.1f}" for key in ("state_mb", "start_mb", "peak_mb"))] for row in rows]
+    head = ["sites", "a site's state, MiB", "RSS before the first round, MiB", f"peak RSS, {ROUNDS} rounds, MiB"]
+    return Table("Server memory", head, lines, "sum aggregation, inline engine, window 8, no training"), rows
+
+
+def one(sites: int, folder: Path) -> dict[str, float]:
+    """The measurement itself, in this process."""
+    entry = f"sites=[{{domain: digits, count: {sites}, partition: {{min_samples: 1}}}}]"
+    overrides = [entry, f"rounds={ROUNDS}", "network.width=3.75", "federation.window=8", f"run.root={folder}"]
+    config = load("digits", ["engine.name=inline", *overrides])
+    grid = InlineGrid(sites, folder, echo(config))
+    federation = Federation(grid, roster(config), config.federation.window)
+    federation.join(10.0)
+    aggregation = STRATEGIES.build(config.strategy, "strategy").start(Setup(config, roster(config), folder))
+    loop = RoundLoop(config, "memory", federation, aggregation, Evaluator(config), LogListener())
+    size = sum(tensor.numel() * tensor.element_size() for tensor in aggregation.aggregate().values())
+    start = peak_rss()
+    list(loop.rounds())
+    return {"sites": sites, "state_mb": size / MIB, "start_mb": start / MIB, "peak_mb": peak_rss() / MIB}
+
+
+def echo(config: Config) -> ClientApp:
+    """A ClientApp whose sites send the initial network, shifted by the number of the site and the round."""
+    app = ClientApp()
+    initial = initial_state(config)
+
+    @app.query()
+    def identify(message: Message, context: Context) -> Message:
+        from clients.app import app as real
+
+        return real(message, context)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        order = read_order(message.content)
+        shift = 1e-6 * (order.site + 1000 * order.round)
+        moved = {name: tensor + shift for name, tensor in initial.items()}
+        reply = RecordDict({METRICS: MetricRecord({"loss": 1.0, "samples": 1})})
+        for record, prefix in ((SITE, EXTRACTOR), (ROUND, HEAD)):
+            reply[record] = to_arrays({name: tensor for name, tensor in moved.items() if name.startswith(prefix)})
+        return Message(reply, reply_to=message)
+
+    return app
+
+
+def peak_rss() -> int:
+    """The largest resident set of this process so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as temporary:
+        print(json.dumps(one(int(sys.argv[1]), Path(temporary))))

@@ -1,0 +1,3 @@
+"""The papers' tables, measured again. Each module has a function `reproduce`."""
+
+MODULES = {"aggregation": "sims.experiments.aggregation"}

@@ -1,0 +1,267 @@
+"""The round loop: one bad site never spoils a round, and nothing but the configuration decides the result."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, Message, MetricRecord
+from flwr.clientapp import ClientApp
+
+from clients.messages import METRICS, ROUND, SITE
+from conf.sites import roster
+from fusion.exact import ExactSum, State, digest
+from server.rounds import TooFewRepliesError, round_half_up
+from sims.engines.inline import InlineGrid
+from tests.server.parts import (
+    Fault,
+    LastFirstGrid,
+    Run,
+    WatchedApp,
+    WindowGrid,
+    changed,
+    edited,
+    entry,
+    files,
+    folder,
+    set_up,
+    small,
+    sum_of_contributions,
+)
+
+LAYER, BIAS = "extractor.0.weight", "head.bias"
+
+
+def raises(reply: Message) -> Message:
+    raise RuntimeError("first line\nthe disk is on fire")
+
+
+def nothing(reply: Message) -> Any:
+    return None
+
+
+def metrics(**given: float | int | list[float]) -> Fault:
+    return edited(lambda content: content.__setitem__(METRICS, MetricRecord(dict(given))))
+
+
+def unreadable(content: bytes) -> Fault:
+    """A fault: the bytes of one array are no array."""
+    array = Array("float32", (10,), "numpy.ndarray", content)
+    return edited(lambda reply: reply.__setitem__(ROUND, ArrayRecord({BIAS: array})))
+
+
+FAULTS: dict[str, tuple[Fault, str]] = {
+    "raises": (raises, "the disk is on fire"),
+    "returns nothing": (nothing, "the ClientApp returned NoneType, not a Message"),
+    "no content": (edited(lambda content: content.clear()), "no record 'metrics'"),
+    "no metrics": (edited(lambda content: content.pop(METRICS)), "no record 'metrics'"),
+    "no loss": (metrics(samples=5), "with a loss"),
+    "a loss that is no number": (metrics(loss=[1.0], samples=5), "with a loss"),
+    "a loss that is not finite": (metrics(loss=float("nan"), samples=5), "with a loss"),
+    "no samples": (metrics(loss=1.0), "positive number of samples"),
+    "samples 0": (metrics(loss=1.0, samples=0), "positive number of samples"),
+    "samples -3": (metrics(loss=1.0, samples=-3), "positive number of samples"),
+    "samples 2.5": (metrics(loss=1.0, samples=2.5), "positive number of samples"),
+    "no contribution": (edited(lambda content: content.pop(SITE)), "no record 'site'"),
+    "other names": (
+        changed(SITE, lambda state: {name.replace("extractor", "body"): tensor for name, tensor in state.items()}),
+        f"record 'site' lacks the tensor '{LAYER}'",
+    ),
+    "other shapes": (
+        changed(ROUND, lambda state: {name: tensor[:1] for name, tensor in state.items()}),
+        f"record 'round', tensor '{BIAS}': shape [1], expected [10]",
+    ),
+    "a network of other width": (
+        changed(SITE, lambda state: {name: tensor.repeat_interleave(2, 0) for name, tensor in state.items()}),
+        f"record 'site', tensor '{LAYER}': shape [8, 1, 3, 3], expected [4, 1, 3, 3]",
+    ),
+    "NaN": (changed(SITE, entry(LAYER, float("nan"))), f"tensor '{LAYER}' has entries that are not finite"),
+    "inf": (changed(ROUND, entry(BIAS, float("inf"))), f"tensor '{BIAS}' has entries that are not finite"),
+    "too large": (changed(SITE, entry(LAYER, 1e30)), f"tensor '{LAYER}' has an entry of size 1e+30"),
+    "empty bytes": (unreadable(b""), "arrays cannot be read"),
+    "half a zip file": (unreadable(b"PK\x03\x04"), "arrays cannot be read"),
+    "a pickle": (unreadable(b"\x80\x04N."), "arrays cannot be read"),
+}
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory) -> list[dict[str, State]]:
+    """What three sites contribute in the first and in the second round, if nobody fails."""
+    run = set_up(small(tmp_path_factory.mktemp("healthy"), sites=3, samples=20))
+    kept = []
+    for round in (1, 2):
+        run.loop.one(round)
+        kept.append({site.name: run.aggregate.contribution(site.name) for site in run.aggregate.setup.sites})
+    return kept
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_a_faulty_site_is_dropped_with_its_reason_and_keeps_its_old_contribution(tmp_path: Path, healthy, what):
+    fault, reason = FAULTS[what]
+    client = WatchedApp(fault, place=1, rounds=(2,))
+    run = set_up(small(tmp_path, "rounds=3", sites=3, samples=20), client)
+    run.loop.one(1)
+    record = run.loop.one(2)
+    assert record["replies"] == 2
+    assert list(record["dropped"]) == ["site-0001"]
+    assert reason in record["dropped"]["site-0001"]
+    told = [text for text in run.listener.messages if "site-0001" in text]
+    assert len(told) == 1
+    assert told[0] == f"round 2: site-0001 dropped: {record['dropped']['site-0001']}"
+    assert "\n" not in told[0]
+    assert [(name, ok) for name, ok, _ in run.listener.replies[3:]] == [
+        ("site-0000", True),
+        ("site-0001", False),
+        ("site-0002", True),
+    ]
+    expected = ExactSum(run.aggregate.bits)
+    for contribution in (healthy[1]["site-0000"], healthy[0]["site-0001"], healthy[1]["site-0002"]):
+        expected.add(contribution)
+    assert run.aggregate.digest()["sum"] == digest(expected.totals)
+    # and when it works again, it goes on from the round that counted
+    assert run.loop.one(3)["dropped"] == {}
+    assert [(order.round, order.base) for order in client.orders if order.site == 1] == [(1, 0), (2, 1), (3, 1)]
+    assert run.aggregate.digest()["sum"] == sum_of_contributions(run.aggregate)
+
+
+def test_too_few_replies_end_the_run_and_nothing_is_committed(tmp_path: Path):
+    client = WatchedApp(raises, place=1, rounds=(2,))
+    config = small(tmp_path, "federation.min_replies=3", sites=3, samples=20)
+    run = set_up(config, client)
+    run.loop.one(1)
+    before, on_disk = run.aggregate.digest(), files(folder(config) / "contributions")
+    shared = files(folder(config) / "states")
+    line = r"round 2: 2 good replies, federation\.min_replies=3 \(first failure: site-0001: the disk is on fire\)"
+    with pytest.raises(TooFewRepliesError, match=line):
+        run.loop.one(2)
+    assert run.aggregate.digest() == before
+    assert files(folder(config) / "contributions") == on_disk
+    assert files(folder(config) / "states") == shared
+    assert len(run.listener.records) == 1
+    # the round can be repeated, with the result that it would have had
+    client.rounds = set()
+    run.loop.one(2)
+    smooth = set_up(small(tmp_path / "smooth", sites=3, samples=20)).all_rounds()
+    assert run.aggregate.digest() == smooth.aggregate.digest()
+    assert digest(run.aggregate.aggregate()) == digest(smooth.aggregate.aggregate())
+
+
+def test_one_good_reply_is_enough_where_one_is_asked_for(tmp_path: Path):
+    run = set_up(small(tmp_path, "rounds=1", samples=20), WatchedApp(raises, place=0, rounds=(1,))).all_rounds()
+    assert run.listener.records[0]["replies"] == 1
+
+
+def asked(run: Run, client: WatchedApp) -> list[list[int]]:
+    rounds = range(1, run.config.rounds + 1)
+    return [[order.site for order in client.orders if order.round == round] for round in rounds]
+
+
+def sampled(root: Path, *overrides: str) -> list[list[int]]:
+    client = WatchedApp()
+    run = set_up(small(root, "federation.fraction=0.5", "rounds=4", *overrides, sites=6, samples=10), client)
+    return asked(run.all_rounds(), client)
+
+
+def test_sites_are_sampled_by_the_seed_anew_in_each_round(tmp_path: Path):
+    first = sampled(tmp_path / "a")
+    assert [len(set(sites)) for sites in first] == [3] * 4
+    assert len({tuple(sites) for sites in first}) > 1
+    assert sampled(tmp_path / "b") == first
+    assert sampled(tmp_path / "c", "seed=1") != first
+
+
+@pytest.mark.parametrize(("fraction", "number"), [(0.0, 1), (0.2, 1), (0.5, 2), (0.6, 2), (0.9, 3), (1.0, 3)])
+def test_the_share_of_sites_that_are_asked_is_rounded_half_up_and_never_nobody(tmp_path: Path, fraction, number):
+    config = small(tmp_path, f"federation.fraction={fraction}", "rounds=1", sites=3, samples=10)
+    client = WatchedApp()
+    run = set_up(config, client).all_rounds()
+    assert len(client.orders) == number == run.listener.asked[0]
+    assert run.listener.records[0]["replies"] == number
+
+
+@pytest.mark.parametrize(("number", "rounded"), [(0.49, 0), (0.5, 1), (1.5, 2), (2.5, 3), (2.49, 2)])
+def test_halves_are_rounded_up(number, rounded):
+    assert round_half_up(number) == rounded
+
+
+def result(root: Path, *overrides: str, grid: type[InlineGrid] = InlineGrid) -> tuple[Any, ...]:
+    """All that a run of four sites leaves, in digests and records, but for its times."""
+    fraction = "federation.fraction=0.75"
+    run = set_up(small(root, fraction, *overrides, sites=4, samples=20), grid=grid).all_rounds()
+    records = [{key: item for key, item in record.items() if key != "seconds"} for record in run.listener.records]
+    return run.aggregate.digest(), digest(run.aggregate.aggregate()), records
+
+
+@pytest.mark.parametrize("mode", ["exact", "regularised", "independent", "fedavg"])
+def test_one_seed_gives_one_result_bit_for_bit_in_whatever_order_and_window_replies_come(tmp_path: Path, mode):
+    mode = f"objective.mode={mode}"
+    first = result(tmp_path / "a", mode)
+    assert result(tmp_path / "b", mode) == first
+    assert result(tmp_path / "c", mode, "federation.window=1") == first
+    assert result(tmp_path / "d", mode, grid=LastFirstGrid) == first
+    assert result(tmp_path / "e", mode, "federation.window=2", grid=LastFirstGrid) == first
+    other = result(tmp_path / "f", mode, "seed=1")
+    assert other[0] != first[0]
+    assert other[1] != first[1]
+
+
+def test_leave_one_out_means_do_not_make_a_run_irreproducible(tmp_path: Path):
+    options = ("objective.subset_probability=0.5", "strategy.subsets=2")
+    assert result(tmp_path / "a", *options) == result(tmp_path / "b", *options, grid=LastFirstGrid)
+
+
+def test_torchs_and_numpys_global_seeds_change_nothing(tmp_path: Path):
+    torch.manual_seed(1)
+    first = result(tmp_path / "a")
+    torch.manual_seed(2)
+    assert result(tmp_path / "b") == first
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_no_more_messages_are_under_way_than_the_window_allows(tmp_path: Path, window):
+    config = small(tmp_path, f"federation.window={window}", "rounds=1", sites=6, samples=10)
+    run = set_up(config, grid=WindowGrid).all_rounds()
+    assert isinstance(run.grid, WindowGrid)
+    assert run.grid.most == window
+    assert run.listener.records[0]["replies"] == 6
+
+
+def test_every_order_says_run_round_base_and_members_and_goes_to_its_own_site(tmp_path: Path):
+    client = WatchedApp()
+    run = set_up(small(tmp_path, sites=3, samples=20), client).all_rounds()
+    assert [(order.site, order.round, order.base) for order in client.orders] == [
+        *((site, 1, 0) for site in range(3)),
+        *((site, 2, 1) for site in range(3)),
+    ]
+    assert {(order.run, order.members) for order in client.orders} == {("run", 3)}
+    assert {path.name for path in (folder(run.config) / "sites" / "run").iterdir()} == {
+        site.name for site in roster(run.config)
+    }
+
+
+def test_accuracy_is_measured_when_told_and_after_the_last_round(tmp_path: Path):
+    run = set_up(small(tmp_path, "rounds=5", "evaluation.every=2", sites=2, samples=10)).all_rounds()
+    assert [record["round"] for record in run.listener.records if "accuracy" in record] == [2, 4, 5]
+    for record in run.listener.records:
+        for share in record.get("accuracy", {}).values():
+            assert 0 <= share <= 1
+
+
+def test_training_makes_the_aggregate_of_three_sites_better(tmp_path: Path):
+    run = set_up(small(tmp_path, "rounds=6", "training.rate=0.1", sites=3, samples=200)).all_rounds()
+    losses = [record["train_loss"] for record in run.listener.records]
+    accuracy = [record["accuracy"]["union"] for record in run.listener.records]
+    assert losses[-1] < 0.6 * losses[0]
+    assert accuracy[-1] > 0.6  # ten classes: chance is 0.1
+
+
+def test_of_many_dropped_sites_ten_are_told_one_by_one_and_all_are_recorded(tmp_path: Path):
+    class Broken(ClientApp):
+        def __call__(self, message, context):
+            if message.metadata.message_type == "train" and context.node_config["partition-id"]:
+                raise RuntimeError("broken")
+            return WatchedApp()(message, context)
+
+    run = set_up(small(tmp_path, "rounds=1", sites=14, samples=10), Broken()).all_rounds()
+    assert len(run.listener.records[0]["dropped"]) == 13
+    assert sum("dropped: RuntimeError: broken" in text for text in run.listener.messages) == 10

