@@ -1,5 +1,6 @@
 """The round loop of all strategies: plan, send in windows, check each reply, fold as it arrives, commit, evaluate."""
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -98,11 +99,11 @@ class RoundLoop:
             raise ReplyError(reply.reason)
         metrics = reply.content.metric_records.get(METRICS)
         loss, samples = (metrics.get("loss"), metrics.get("samples")) if metrics else (None, None)
-        if not isinstance(loss, float) or not isinstance(samples, int) or samples < 1:
-            raise ReplyError(f"the reply has no record '{METRICS}' with a loss and a positive number of samples")
+        if not isinstance(loss, float) or not math.isfinite(loss) or not isinstance(samples, int) or samples < 1:
+            raise ReplyError(f"the reply has no record '{METRICS}' with a finite loss and a positive number of samples")
         try:
             states = to_states(reply.content)
-        except (ValueError, TypeError, KeyError) as error:
+        except Exception as error:  # bytes from outside: NumPy raises EOFError, BadZipFile and more
             raise ReplyError(f"its arrays cannot be read ({error})") from None
         self.aggregation.fold(reply.site, round, states, samples)
         return loss

@@ -1,6 +1,7 @@
 """The local learner: its learning rate, its randomness, and how it says that a training has failed."""
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -181,7 +182,7 @@ def test_the_rate_falls_within_a_round_and_ends_at_zero():
 
     learn(Trail(at_work), images, config, roster(config)[0], 1, CPU)
     trail.append(torch.cat([one.detach().flatten() for one in at_work.parameters()]))
-    steps = [float((after - before).norm()) for before, after in zip(trail, trail[1:], strict=False)]
+    steps = [float((after - before).norm()) for before, after in itertools.pairwise(trail)]
     assert len(steps) == 10
     assert steps[-1] < 0.1 * steps[0]
 

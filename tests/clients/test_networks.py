@@ -1,4 +1,4 @@
-"""Networks: what is registered builds, standardised weights are free of scale, initial weights depend on their generator only."""
+"""Networks: what is registered builds, standardised weights have no scale, initial ones depend on a generator alone."""
 
 import dataclasses
 

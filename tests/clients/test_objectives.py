@@ -31,6 +31,7 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
+@functools.cache
 def configured(mode: str, *overrides: str) -> Config:
     entries = ", ".join(["{domain: digits, samples: 40}"] * SITES)
     small = [f"sites=[{entries}]", "data.size=8", "network.width=0.25"]
@@ -247,7 +248,7 @@ def test_regularised_the_loss_is_two_cross_entropies_and_the_penalty():
     own = {name: tensor.detach() for name, tensor in session.network.state_dict().items()}
     expected = 2 * cross_entropy(config, own) + cross_entropy(config, {**star, **head()})
     loss = session.loss(*batch())
-    assert float(loss) == pytest.approx(expected + 0.5 * value(session.penalty()), rel=1e-4)
+    assert value(loss) == pytest.approx(expected + 0.5 * value(session.penalty()), rel=1e-4)
     loss.backward()
     for parameter in session.parameters():
         assert parameter.grad is not None

@@ -1,5 +1,7 @@
-"""Parts of the server's tests: small runs on real digits, a ClientApp and grids with one fault, a listener that remembers."""
+"""Parts of the server's tests: small real runs, a ClientApp and grids with one fault, a listener that remembers."""
 
+import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,9 +30,15 @@ from sims.engines.inline import InlineGrid
 
 def small(root: Path, *overrides: str, sites: int = 2, samples: int = 60) -> Config:
     """A configuration of `sites` sites with `samples` digits of 8x8 pixels each, and a network of 5,000 parameters."""
-    entries = ", ".join(f"{{domain: digits, samples: {samples}}}" for _ in range(sites))
-    fixed = [f"sites=[{entries}]", "data.size=8", "data.validation_limit=50", "data.test_limit=50", "rounds=2"]
-    return load("digits", [*fixed, "network.width=0.25", "engine.name=inline", f"run.root={root}", *overrides])
+    config = _small(overrides, sites, samples)
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, root=str(root)))
+
+
+@functools.cache
+def _small(overrides: tuple[str, ...], sites: int, samples: int) -> Config:
+    entry = f"{{domain: digits, count: {sites}, samples: {samples}}}"
+    fixed = [f"sites=[{entry}]", "data.size=8", "data.validation_limit=50", "data.test_limit=50", "rounds=2"]
+    return load("digits", [*fixed, "network.width=0.25", "engine.name=inline", *overrides])
 
 
 class Recorder:

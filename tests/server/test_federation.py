@@ -103,7 +103,7 @@ def test_a_node_that_could_not_say_who_it_is_is_asked_again(tmp_path: Path):
 def test_a_restarted_node_takes_its_sites_place_under_its_new_id(tmp_path: Path):
     class Restarting(NamedGrid):
         configs = ({"site": "north"}, {"site": "south"}, {"site": "north"})
-        alive = (0, 1)
+        alive: tuple[int, ...] = (0, 1)
 
         def get_node_ids(self):
             return [FIRST_NODE + place for place in self.alive]

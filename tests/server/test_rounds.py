@@ -55,9 +55,9 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "returns nothing": (nothing, "the ClientApp returned NoneType, not a Message"),
     "no content": (edited(lambda content: content.clear()), "no record 'metrics'"),
     "no metrics": (edited(lambda content: content.pop(METRICS)), "no record 'metrics'"),
-    "no loss": (metrics(samples=5), "with a loss"),
-    "a loss that is no number": (metrics(loss=[1.0], samples=5), "with a loss"),
-    "a loss that is not finite": (metrics(loss=float("nan"), samples=5), "with a loss"),
+    "no loss": (metrics(samples=5), "with a finite loss"),
+    "a loss that is no number": (metrics(loss=[1.0], samples=5), "with a finite loss"),
+    "a loss that is not finite": (metrics(loss=float("nan"), samples=5), "with a finite loss"),
     "no samples": (metrics(loss=1.0), "positive number of samples"),
     "samples 0": (metrics(loss=1.0, samples=0), "positive number of samples"),
     "samples -3": (metrics(loss=1.0, samples=-3), "positive number of samples"),
@@ -69,7 +69,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     ),
     "other shapes": (
         changed(ROUND, lambda state: {name: tensor[:1] for name, tensor in state.items()}),
-        f"record 'round', tensor '{BIAS}': shape [1], expected [10]",
+        "record 'round', tensor 'head.weight': shape [1, 16], expected [10, 16]",
     ),
     "a network of other width": (
         changed(SITE, lambda state: {name: tensor.repeat_interleave(2, 0) for name, tensor in state.items()}),
@@ -87,7 +87,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory) -> list[dict[str, State]]:
     """What three sites contribute in the first and in the second round, if nobody fails."""
-    run = set_up(small(tmp_path_factory.mktemp("healthy"), sites=3, samples=20))
+    run = set_up(small(tmp_path_factory.mktemp("healthy"), "rounds=3", sites=3, samples=20))
     kept = []
     for round in (1, 2):
         run.loop.one(round)
@@ -158,13 +158,13 @@ def asked(run: Run, client: WatchedApp) -> list[list[int]]:
 
 def sampled(root: Path, *overrides: str) -> list[list[int]]:
     client = WatchedApp()
-    run = set_up(small(root, "federation.fraction=0.5", "rounds=4", *overrides, sites=6, samples=10), client)
+    run = set_up(small(root, "federation.fraction=0.5", "rounds=3", *overrides, sites=6, samples=10), client)
     return asked(run.all_rounds(), client)
 
 
 def test_sites_are_sampled_by_the_seed_anew_in_each_round(tmp_path: Path):
     first = sampled(tmp_path / "a")
-    assert [len(set(sites)) for sites in first] == [3] * 4
+    assert [len(set(sites)) for sites in first] == [3] * 3
     assert len({tuple(sites) for sites in first}) > 1
     assert sampled(tmp_path / "b") == first
     assert sampled(tmp_path / "c", "seed=1") != first
@@ -248,11 +248,11 @@ def test_accuracy_is_measured_when_told_and_after_the_last_round(tmp_path: Path)
 
 
 def test_training_makes_the_aggregate_of_three_sites_better(tmp_path: Path):
-    run = set_up(small(tmp_path, "rounds=6", "training.rate=0.1", sites=3, samples=200)).all_rounds()
+    run = set_up(small(tmp_path, "rounds=4", "network.width=1", sites=3, samples=400)).all_rounds()
     losses = [record["train_loss"] for record in run.listener.records]
     accuracy = [record["accuracy"]["union"] for record in run.listener.records]
-    assert losses[-1] < 0.6 * losses[0]
-    assert accuracy[-1] > 0.6  # ten classes: chance is 0.1
+    assert losses[-1] < 0.5 * losses[0]
+    assert accuracy[-1] > 0.8  # ten classes: chance is 0.1
 
 
 def test_of_many_dropped_sites_ten_are_told_one_by_one_and_all_are_recorded(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Sum aggregation at the server: the sum is what the contributions say, forgetting is never having had, bad replies leave no trace."""
+"""Sum aggregation at the server: forgetting is never having had, bit for bit, and bad replies leave no trace."""
 
 import functools
 import itertools
@@ -87,7 +87,7 @@ def play(aggregate: SumAggregate, config: Config, rounds: list[list[int]]) -> No
 histories = st.lists(st.permutations(range(1, N)).flatmap(
     lambda order: st.integers(0, N - 1).map(lambda count: [0, *order[:count]])
 ), min_size=1, max_size=3)  # fmt: skip
-hypothesis_on_disk = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+hypothesis_on_disk = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.mark.parametrize("mode", SUMMING)
@@ -252,17 +252,13 @@ def test_what_the_sites_get_is_what_their_objective_reads(tmp_path: Path, mode):
     assert set(sent) == ({MEAN, STAR} if mode == "regularised" else {MEAN})
     expected = aggregate.sum.mean() if mode != "fedavg" else aggregate.shared
     assert all(torch.equal(sent[MEAN][name], tensor) for name, tensor in expected.items())
-    assert all(
-        torch.equal(tensor, aggregate.shared[name]) for name, tensor in sent[MEAN].items() if name.startswith(HEAD)
-    )
+    assert all(torch.equal(tensor, aggregate.shared[name]) for name, tensor in sent[MEAN].items() if name.startswith(HEAD))
 
 
 def test_leave_one_out_means_are_sent_as_configured_and_are_the_means_without_the_site(tmp_path: Path):
     chosen = []
     for subsets, probability, number in [(0, 0.5, N), (2, 0.5, 2), (9, 1.0, N), (2, 0.0, 0)]:
-        config = many(
-            tmp_path, "exact", f"strategy.subsets={subsets}", f"objective.subset_probability={probability}"
-        )
+        config = many(tmp_path, "exact", f"strategy.subsets={subsets}", f"objective.subset_probability={probability}")
         aggregate = started(config)
         for round in (1, 2, 3):
             sent = aggregate.records(round)
@@ -357,7 +353,7 @@ def test_a_reply_that_cannot_be_used_is_refused_by_name_and_leaves_no_trace(tmp_
     config = many(tmp_path)
     spoilt, clean = started(config, at=tmp_path / "spoilt"), started(config, at=tmp_path / "clean")
     for aggregate in (spoilt, clean):
-        play(aggregate, config, [[0, 1, 2]])
+        play(aggregate, config, [[0, 1]])
     before, on_disk = digest(spoilt.sum.totals), files(tmp_path / "spoilt")
     victim, other = everyone()[1], everyone()[2]
     good = records(config, other.name, 2)
