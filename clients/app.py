@@ -12,7 +12,7 @@ from clients.device import pick_device
 from clients.learner import learn
 from clients.messages import METRICS, WHO, Order, read_order, to_arrays, to_states
 from clients.networks import build_network
-from clients.objectives import OBJECTIVES, Task
+from clients.objectives import Task, objective_of
 from clients.randomness import torch_generator
 from clients.store import SiteStore
 from conf import from_json
@@ -24,7 +24,6 @@ app = ClientApp()
 
 # The same configuration comes with every message.
 parsed = functools.lru_cache(maxsize=8)(from_json)
-sites_of = functools.lru_cache(maxsize=8)(lambda text: roster(parsed(text)))
 
 
 @app.query()
@@ -42,12 +41,12 @@ def train(message: Message, context: Context) -> Message:
     order = read_order(message.content)
     config = parsed(order.config)
     torch.set_num_threads(config.engine.threads)
-    store = SiteStore(_store_root(context, config), order.run, sites_of(order.config)[order.site].name)
+    store = SiteStore(_store_root(context, config), order.run, roster(config)[order.site].name)
     return Message(_train(order, config, store, message.content), reply_to=message)
 
 
 def _train(order: Order, config: Config, store: SiteStore, content: RecordDict) -> RecordDict:
-    site = sites_of(order.config)[order.site]
+    site = roster(config)[order.site]
     device = pick_device(config.engine.device)
     task = Task(
         config=config,
@@ -59,7 +58,7 @@ def _train(order: Order, config: Config, store: SiteStore, content: RecordDict) 
         own=store.load(order.base) if order.base else None,
         generator=torch_generator(config.seed, site.name, str(order.round), "objective"),
     )
-    session = OBJECTIVES.build(config.objective, "objective").session(task)
+    session = objective_of(config).session(task)
     outcome = learn(session, site_images(config, site), config, site, order.round, device)
     if (own := session.own()) is not None:
         store.save(order.round, order.base, own)

@@ -23,6 +23,7 @@ MEAN = "mean"  # down: the aggregate extractor (mean of the sites' contributions
 STAR = "star"  # down and up: the free aggregated network N*
 SUBSET = "subset/"  # down: + site name: the mean without that site
 SITE = "site"  # up: what the server keeps for this site and can subtract
+PARTIAL = "partial"  # up: says that SITE and ROUND are exact sums over several sites, or that another reply has them
 ROUND = "round"  # up: what is averaged over the replies of this round and kept for no site
 
 
@@ -30,7 +31,8 @@ ROUND = "round"  # up: what is averaged over the replies of this round and kept 
 class Order:
     """What a site is asked to do: train in round `round`, starting from its own state after round `base` (0: none).
 
-    `members` is the number of sites in the aggregate.
+    `members` is the number of sites in the aggregate. `ledger` is the folder where whoever adds contributions up on the way
+    writes each of them; empty: nobody does.
     """
 
     config: str  # the whole configuration, conf.to_json
@@ -39,6 +41,7 @@ class Order:
     round: int
     base: int
     members: int
+    ledger: str = ""
 
     def record(self) -> ConfigRecord:
         """As a Flower record."""

@@ -13,6 +13,11 @@ from conf.errors import UserError
 from fusion.exact import State
 
 
+def round_file(root: Path, name: str, round: int) -> Path:
+    """Where the state that belongs to `name` after a round is kept."""
+    return root / name / f"round-{round:06d}.safetensors"
+
+
 def write_bytes(path: Path, content: bytes) -> None:
     """Replace the file at `path` in one step: temporary file beside it, fsync, rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,5 +52,8 @@ def read_state(path: Path) -> State:
 
 def read_metadata(path: Path) -> dict[str, str]:
     """The metadata of a state on disk, its tensors unread."""
-    with safe_open(path, framework="pt") as file:
-        return dict(file.metadata() or {})
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict(file.metadata() or {})
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: is no readable safetensors file ({error})") from None

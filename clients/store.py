@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from clients.states import read_state, write_state
+from clients.states import read_state, round_file, write_state
 from conf.errors import UserError
 from fusion.exact import State
 
@@ -39,10 +39,10 @@ class SiteStore:
         return read_state(path)
 
     def save(self, round: int, base: int, state: Mapping[str, Tensor]) -> None:
-        """Keep the state after `round`, and the one it is based on; older ones and abandoned ones go."""
+        """Keep the state after `round`, and the one it is based on; older ones go."""
         write_state(self._path(round), state)
         for other in self.rounds():
-            if other not in (round, base):
+            if other < round and other != base:
                 self._path(other).unlink()
 
     def rounds(self) -> list[int]:
@@ -52,4 +52,4 @@ class SiteStore:
         return sorted(int(match[1]) for path in self.folder.iterdir() if (match := _ROUND.fullmatch(path.name)))
 
     def _path(self, round: int) -> Path:
-        return self.folder / f"round-{round:06d}.safetensors"
+        return round_file(self.root / self.run, self.site, round)

@@ -93,6 +93,7 @@ class FederationConfig:
     window: int = value(32, "messages under way at once", low=1)
     timeout: float = value(3600.0, "seconds a round may take", low=1.0)
     join_timeout: float = value(120.0, "seconds to wait for all sites at the start", low=0.0)
+    partial_sums: bool = value(False, "workers add up their sites' contributions; they need the server's disk")
     scale_bits: int = value(32, "exact sums count in units of 2**-scale_bits", low=8, high=48)
 
 

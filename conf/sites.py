@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conf.errors import UserError
+from conf.once import once
 from conf.schema import Config, SiteConfig
 from conf.typed import build
 
@@ -46,6 +47,7 @@ def _dealt(config: Config) -> list[SiteConfig]:
     ]
 
 
+@once
 def roster(config: Config) -> list[Site]:
     """All sites, in order. Raises UserError for no sites, a double name or a `sites` of another kind."""
     if isinstance(config.sites, bool) or not isinstance(config.sites, int | list):

@@ -84,8 +84,12 @@ class ExactSum:
         """Subtract `old` and add `new` in one step: all or, with an ExactSumError, nothing."""
         self._check(old)
         self._check(new)
-        self._accumulate({name: tensor - old[name] for name, tensor in new.items()}, 1)
-        self.addends -= 1
+        self.merge({name: tensor - old[name] for name, tensor in new.items()}, addends=0)
+
+    def merge(self, totals: Mapping[str, Tensor], addends: int) -> None:
+        """Add what is itself a sum, or a difference of sums, of `addends` states. Raises ExactSumError as `add` does."""
+        self._accumulate(totals, 1)
+        self.addends += addends - 1
 
     def total(self) -> State:
         """The sum, as float32."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clients.states import read_state, write_bytes, write_state
+from clients.states import read_state, round_file, write_bytes, write_state
 from fusion.exact import State
 
 
@@ -21,12 +21,18 @@ class Contributions:
     _staged: dict[str, int] = field(default_factory=dict)
 
     def load(self, site: str) -> State | None:
-        """The site's committed contribution (int64), None if it never made one."""
+        """The site's committed contribution (int64; the shared state: float32), None if it never made one."""
         return read_state(self._path(site, self.latest[site])) if site in self.latest else None
 
     def stage(self, site: str, round: int, quantised: State) -> None:
         """Write a contribution that counts once the round is committed."""
-        write_state(self._path(site, round), quantised, site=site, round=str(round))
+        write_state(self._path(site, round), quantised)
+        self.stage_written(site, round)
+
+    def stage_written(self, site: str, round: int) -> None:
+        """Stage a contribution whose file a worker has written already. Raises FileNotFoundError if it has not."""
+        if not self._path(site, round).is_file():
+            raise FileNotFoundError(f"{self._path(site, round)} was not written")
         self._staged[site] = round
 
     def commit(self, round: int, **facts: Any) -> None:
@@ -37,13 +43,15 @@ class Contributions:
         content = {"round": round, "latest": self.latest, **facts}
         write_bytes(self.folder / "committed.json", json.dumps(content, indent=1).encode())
         for site, round_before in old.items():
-            self._path(site, round_before).unlink(missing_ok=True)
+            if round_before != self.latest[site]:
+                self._path(site, round_before).unlink(missing_ok=True)
 
     def abandon(self) -> None:
         """Remove what was staged since the last commit."""
         for site, round in self._staged.items():
-            self._path(site, round).unlink(missing_ok=True)
+            if round != self.latest.get(site):
+                self._path(site, round).unlink(missing_ok=True)
         self._staged = {}
 
     def _path(self, site: str, round: int) -> Path:
-        return self.folder / site / f"round-{round:06d}.safetensors"
+        return round_file(self.folder, site, round)

@@ -11,7 +11,7 @@ from flwr.serverapp import Grid
 
 from clients.data import num_classes, site_sizes
 from clients.networks import build_network
-from clients.objectives import OBJECTIVES
+from clients.objectives import objective_of
 from conf import to_json
 from conf.errors import UserError
 from conf.schema import Config
@@ -19,20 +19,20 @@ from conf.sites import roster
 from server.evaluate import Evaluator, site_rows
 from server.federation import Federation
 from server.listener import Listener
-from server.rounds import RoundLoop
+from server.rounds import RoundLoop, asked_per_round
 from server.runfolder import RunFolder
 from server.strategies import STRATEGIES, Aggregation, Setup
 
 
 def check(config: Config) -> None:
     """Refuse what cannot work before anything is started: data, sites, method. Raises UserError."""
-    sites = len(site_sizes(config))
+    asked = asked_per_round(config, len(site_sizes(config)))
     for one in [config, *(with_mode(config, mode) for mode in config.baselines)]:
-        OBJECTIVES.build(one.objective, "objective")
+        objective_of(one)
     STRATEGIES.build(config.strategy, "strategy")
     build_network(config, num_classes(config))
-    if config.federation.min_replies > sites:
-        raise UserError(f"federation.min_replies: got {config.federation.min_replies}, there are {sites} sites")
+    if config.federation.min_replies > asked:
+        raise UserError(f"federation.min_replies: got {config.federation.min_replies}, only {asked} sites are asked a round")
 
 
 def with_mode(config: Config, mode: str) -> Config:
@@ -44,7 +44,8 @@ def with_mode(config: Config, mode: str) -> Config:
 def run_experiment(grid: Grid, config: Config, listener: Listener) -> dict[str, Any]:
     """Run an experiment over the grid, into the folder run.root/run.name; returns what summary.json holds.
 
-    An interruption (KeyboardInterrupt, SystemExit) leaves a summary of status "interrupted" beside all that was committed.
+    An interruption (KeyboardInterrupt, SystemExit) or an error leaves a summary of status "interrupted" or "failed"
+    beside all that was committed.
     """
     check(config)
     folder = RunFolder(Path(config.run.root) / config.run.name)
@@ -65,6 +66,9 @@ def run_experiment(grid: Grid, config: Config, listener: Listener) -> dict[str, 
             row = next(iter(other["accuracy"].values()))
             summary["accuracy"] = {**summary["accuracy"], mode: row}
         summary["status"] = "finished"
+    except Exception:
+        summary["status"] = "failed"
+        raise
     finally:
         summary["seconds"] = time.monotonic() - begin
         folder.write_summary(summary)
@@ -93,7 +97,7 @@ def _run_method(
     aggregation = strategy.start(Setup(config, federation.sites, folder.path))
     for record in RoundLoop(config, run, federation, aggregation, evaluator, listener).rounds():
         folder.append(record)
-    listener.message("measuring on the test images")
+    listener.note("measuring on the test images")
     return measure(config, folder, aggregation, evaluator)
 
 

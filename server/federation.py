@@ -14,6 +14,8 @@ from conf.errors import UserError
 from conf.sites import Site
 
 POLL_SECONDS = 0.2
+REFRESH_SECONDS = 15.0
+ASKED_AT_MOST = 5
 
 Key = TypeVar("Key")
 
@@ -35,36 +37,39 @@ class Federation:
     sites: list[Site]
     window: int
     nodes: dict[str, int] = field(default_factory=dict)
-    _asked: set[int] = field(default_factory=set)
+    _asked: dict[int, int] = field(default_factory=dict)
+    _failure: str = ""
 
     def join(self, timeout: float) -> None:
         """Wait until every site is there. Raises UserError naming the missing ones after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while True:
-            self.refresh()
+            self.refresh(max(1.0, deadline - time.monotonic()))
             missing = [site.name for site in self.sites if site.name not in self.nodes]
             if not missing:
                 return
             if time.monotonic() > deadline:
                 named = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+                told = f"; last failure: {self._failure}" if self._failure else ""
                 raise UserError(
                     f"{len(missing)} of {len(self.sites)} sites did not join within {timeout:g} s: {named} "
-                    "(start their nodes, or raise federation.join_timeout)"
+                    f"(start their nodes, or raise federation.join_timeout{told})"
                 )
             time.sleep(POLL_SECONDS)
 
-    def refresh(self) -> None:
-        """Ask nodes that are new since the last call which site they are (a restarted node may have a new id)."""
-        new = [node for node in self.grid.get_node_ids() if node not in self._asked]
-        self._asked.update(new)
+    def refresh(self, timeout: float = REFRESH_SECONDS) -> None:
+        """Ask nodes that are new which site they are (a restarted node may have a new id); silent ones a few times."""
+        new = [node for node in self.grid.get_node_ids() if self._asked.get(node, 0) < ASKED_AT_MOST]
         queries = (Message(RecordDict(), node, QUERY, group_id="who") for node in new)
         names = {site.name for site in self.sites}
         by_place = {str(site.index): site.name for site in self.sites}
-        for node, content, _ in self._exchange(zip(new, queries, strict=True), timeout=60.0):
-            if content is None:
-                self._asked.discard(node)
+        for node, content, reason in self._exchange(zip(new, queries, strict=True), timeout):
+            who = content.config_records.get(WHO) if content is not None else None
+            if who is None:
+                self._asked[node] = self._asked.get(node, 0) + 1
+                self._failure = reason or "a node did not say which site it is"
                 continue
-            who = content.config_records[WHO]
+            self._asked[node] = ASKED_AT_MOST
             name = str(who["site"]) if "site" in who else by_place.get(str(who.get("partition-id")), "")
             if name in names:
                 self.nodes[name] = node
@@ -106,13 +111,12 @@ class Federation:
                     yield key, None, _told(reply.error.reason, reply.error.code)
                 else:
                     yield key, reply.content, ""
-            if replies:
-                continue
             if time.monotonic() > deadline:
                 for key in itertools.chain(pending.values(), (key for key, _ in queue)):
                     yield key, None, f"no reply within {timeout:g} s"
                 return
-            time.sleep(getattr(self.grid, "poll_seconds", POLL_SECONDS))
+            if not replies:
+                time.sleep(getattr(self.grid, "poll_seconds", POLL_SECONDS))
 
 
 def _told(reason: str | None, code: int) -> str:

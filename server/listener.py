@@ -19,8 +19,11 @@ class Listener(Protocol):
     def round_done(self, record: dict[str, Any]) -> None:
         """A round was committed; the record is its line of metrics.jsonl."""
 
+    def note(self, text: str) -> None:
+        """A line on how things go."""
+
     def message(self, text: str) -> None:
-        """A line worth telling."""
+        """A line worth telling at any rate, such as a warning."""
 
     def finished(self, summary: dict[str, Any]) -> None:
         """The run is complete; the summary is that of summary.json."""
@@ -41,15 +44,17 @@ class LogListener:
         self.log.info("round %d of %d: %d sites asked", round, self.rounds, asked)
 
     def reply(self, site: str, ok: bool, reason: str) -> None:
-        if not ok:
-            self.log.warning("%s dropped: %s", site, reason)
+        """Dropped replies come as messages, too."""
 
     def round_done(self, record: dict[str, Any]) -> None:
         accuracy = " ".join(f"{name} {share:.1%}" for name, share in record.get("accuracy", {}).items())
         self.log.info("round %d: %d replies, validation accuracy: %s", record["round"], record["replies"], accuracy)
 
-    def message(self, text: str) -> None:
+    def note(self, text: str) -> None:
         self.log.info("%s", text)
+
+    def message(self, text: str) -> None:
+        self.log.warning("%s", text)
 
     def finished(self, summary: dict[str, Any]) -> None:
         self.log.info("finished in %.1f s", summary["seconds"])

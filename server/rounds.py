@@ -8,7 +8,7 @@ from typing import Any
 
 from flwr.app import RecordDict
 
-from clients.messages import METRICS, ORDER, Order, to_states
+from clients.messages import METRICS, ORDER, PARTIAL, Order, to_states
 from clients.randomness import generator
 from conf import to_json
 from conf.schema import Config
@@ -79,8 +79,8 @@ class RoundLoop:
 
     def _chosen(self, round: int) -> list[Site]:
         """The sites of this round: all, or a sample from the run's generator."""
-        sites, fraction = self.federation.sites, self.config.federation.fraction
-        number = max(1, round_half_up(fraction * len(sites)))
+        sites = self.federation.sites
+        number = asked_per_round(self.config, len(sites))
         if number >= len(sites):
             return sites
         draw = generator(self.config.seed, "sampling", str(round))
@@ -89,8 +89,9 @@ class RoundLoop:
     def _orders(self, chosen: list[Site], round: int) -> Iterator[tuple[Site, RecordDict]]:
         records = self.aggregation.records(round)
         members = len(self.federation.sites)
+        ledger = self.aggregation.ledger() if self.config.federation.partial_sums else ""
         for site in chosen:
-            order = Order(self._text, self.run, site.index, round, self.aggregation.base(site), members)
+            order = Order(self._text, self.run, site.index, round, self.aggregation.base(site), members, ledger)
             yield site, RecordDict({ORDER: order.record(), **records})
 
     def _fold(self, reply: Reply, round: int) -> float:
@@ -99,14 +100,28 @@ class RoundLoop:
             raise ReplyError(reply.reason)
         metrics = reply.content.metric_records.get(METRICS)
         loss, samples = (metrics.get("loss"), metrics.get("samples")) if metrics else (None, None)
-        if not isinstance(loss, float) or not math.isfinite(loss) or not isinstance(samples, int) or samples < 1:
+        if (
+            not isinstance(loss, float)
+            or not math.isfinite(loss)
+            or not isinstance(samples, int)
+            or not 1 <= samples < 2**31
+        ):
             raise ReplyError(f"the reply has no record '{METRICS}' with a finite loss and a positive number of samples")
         try:
             states = to_states(reply.content)
         except Exception as error:  # bytes from outside: NumPy raises EOFError, BadZipFile and more
             raise ReplyError(f"its arrays cannot be read ({error})") from None
-        self.aggregation.fold(reply.site, round, states, samples)
+        partial = reply.content.config_records.get(PARTIAL)
+        if partial is None:
+            self.aggregation.fold(reply.site, round, states, samples)
+        else:
+            self.aggregation.fold_partial(reply.site, round, states, int(str(partial["addends"])))
         return loss
+
+
+def asked_per_round(config: Config, sites: int) -> int:
+    """How many of the sites are asked in each round."""
+    return max(1, round_half_up(config.federation.fraction * sites))
 
 
 def round_half_up(number: float) -> int:

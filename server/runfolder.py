@@ -1,10 +1,13 @@
 """The folder of a run: what is written where, so that others can read it."""
 
+import dataclasses
 import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from clients.states import write_bytes, write_state
 from conf import to_yaml
@@ -13,6 +16,11 @@ from conf.schema import Config
 from fusion.exact import State
 
 CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
+
+
+def stored(config: Config) -> str:
+    """The text of config.yaml: the configuration, but for the order to overwrite."""
+    return to_yaml(dataclasses.replace(config, run=dataclasses.replace(config.run, overwrite=False)))
 
 
 @dataclass(frozen=True)
@@ -28,9 +36,9 @@ class RunFolder:
             if self.path.exists():
                 shutil.rmtree(self.path)
             self.path.mkdir(parents=True)
-            write_bytes(self.path / CONFIG, to_yaml(config).encode())
+            write_bytes(self.path / CONFIG, stored(config).encode())
         except OSError as error:
-            raise UserError(f"{self.path}: cannot be written ({error.strerror}); choose another run.root") from None
+            raise UserError(f"{self.path}: cannot be written ({error.strerror or error}); choose another run.root") from None
 
     def append(self, record: dict[str, Any]) -> None:
         """Add a line to metrics.jsonl."""
@@ -53,5 +61,13 @@ def refuse_existing(config: Config, path: Path | None = None) -> None:
         return
     if not config.run.overwrite:
         raise UserError(f"the run '{config.run.name}' exists ({path}): pass --overwrite, or another run.name=")
-    if not (path / CONFIG).is_file():
-        raise UserError(f"{path} is no run (it has no {CONFIG}): it will not be overwritten")
+    if not _is_run(path):
+        raise UserError(f"{path} is no run of fedloom (by its {CONFIG}): it will not be overwritten")
+
+
+def _is_run(path: Path) -> bool:
+    try:
+        tree = yaml.safe_load((path / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return False
+    return isinstance(tree, dict) and {field.name for field in dataclasses.fields(Config)} <= tree.keys()

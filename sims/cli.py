@@ -1,5 +1,6 @@
 """The command `fedloom`."""
 
+import inspect
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import typer
 
 from conf import UserError, load, to_yaml
 from sims.named import named
+from sims.tables import Table
 
 app = typer.Typer(
     name="fedloom",
@@ -85,16 +87,19 @@ def reproduce(
 
 @app.command()
 def bench(
-    what: Annotated[str, typer.Argument(help="memory: the server's, against the number of sites.")],
+    what: Annotated[str, typer.Argument(help="engines: side by side. memory: the server's, against the number of sites.")],
+    quick: Annotated[bool, typer.Option("--quick", help="engines: fewer rounds, within four minutes.")] = False,
+    out: Annotated[Path, typer.Option(help="engines: folder for tables, rows, plot and page.")] = Path("runs/bench"),
     as_json: Json = False,
 ) -> None:
     """Measure time or memory on this machine."""
-    from rich.console import Console
-
     from sims.benchmarks import MODULES
 
-    table, rows = named("benchmark", what, MODULES, "bench")()
-    Console(stderr=as_json).print(table.rich())
+    measure = named("benchmark", what, MODULES, "bench")
+    given = {"quick": quick, "out": out}
+    tables, rows = measure(**{name: given[name] for name in inspect.signature(measure).parameters if name in given})
+    for table in [tables] if isinstance(tables, Table) else tables:
+        typer.echo(table.markdown(), err=as_json)
     if as_json:
         typer.echo(json.dumps({"rows": rows}))
 

@@ -46,8 +46,11 @@ class QuietListener:
     def round_done(self, record: dict[str, Any]) -> None:
         """The round is committed; `record` is its line in metrics.jsonl."""
 
+    def note(self, text: str) -> None:
+        """A line on how things go."""
+
     def message(self, text: str) -> None:
-        """A line worth telling."""
+        """A line worth telling at any rate."""
         self._say(text)
 
     def finished(self, summary: dict[str, Any]) -> None:
@@ -59,6 +62,9 @@ class QuietListener:
 
 class PlainListener(QuietListener):
     """Plain lines, one per round, for logs and pipes."""
+
+    def note(self, text: str) -> None:
+        self._say(text)
 
     def started(self, run: str, sites: int, rounds: int, note: str) -> None:
         self._rounds = rounds
@@ -109,6 +115,9 @@ class RichListener(QuietListener):
             redirect_stdout=not self.console.stderr,  # JSON may be on its way to stdout
         )
         self._live.start()
+
+    def note(self, text: str) -> None:
+        self._say(text)
 
     def round_started(self, round: int, asked: int) -> None:
         if not self._round:  # the first round of this process: a run that goes on does not start at 1

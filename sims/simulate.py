@@ -3,14 +3,12 @@
 import contextlib
 import dataclasses
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
-from conf import to_yaml
 from conf.schema import Config
 from server.experiment import check, run_experiment
-from server.runfolder import CONFIG, SUMMARY, refuse_existing
+from server.runfolder import CONFIG, SUMMARY, refuse_existing, stored
 from sims.engines import open_engine
 from sims.progress import listener_for
 from sims.report import write_report
@@ -27,22 +25,24 @@ def simulate(config: Config, *, quiet: bool = False, json_output: bool = False) 
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(listener_for(quiet, json_output=json_output))
         grid = stack.enter_context(open_engine(config))
-        listener.message(grid.describe())
+        listener.note(grid.describe())
         summary = run_experiment(grid, config, listener)
     write_report(Path(config.run.root) / config.run.name)
     return summary
 
 
 def simulate_once(config: Config, *, quiet: bool = False) -> dict[str, Any]:
-    """The summary of a finished run of this very configuration if there is one; otherwise run it, from the start."""
+    """The summary of a finished run of this very configuration if there is one; otherwise run it, from the start.
+
+    Raises UserError, as simulate does, if a run of that name but of another configuration exists.
+    """
     folder = Path(config.run.root) / config.run.name
-    files = folder / CONFIG, folder / SUMMARY
-    if all(file.is_file() for file in files) and files[0].read_text(encoding="utf-8") == to_yaml(_absolute(config)):
-        summary = json.loads(files[1].read_text(encoding="utf-8"))
-        if summary["status"] == "finished":
-            return summary
-    if folder.exists():
-        shutil.rmtree(folder)
+    if (folder / CONFIG).is_file() and (folder / CONFIG).read_text(encoding="utf-8") == stored(_absolute(config)):
+        if (folder / SUMMARY).is_file():
+            summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+            if summary["status"] == "finished":
+                return summary
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, overwrite=True))
     return simulate(config, quiet=quiet)
 
 

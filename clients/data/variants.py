@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from clients.data.domains import find
 from conf.errors import UserError
+from conf.once import once
 from conf.schema import Config, SiteConfig
 from conf.sites import roster
 
@@ -52,6 +53,7 @@ def domain_specs(config: Config) -> dict[str, SiteConfig]:
     return specs
 
 
+@once
 def num_classes(config: Config) -> int:
     """The largest number of classes among the domains; a subset of classes keeps its domain's numbers.
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from conf.once import once
 from conf.registry import Registry
 from conf.schema import Config
 
@@ -37,11 +38,20 @@ class NetworkSpec(ABC):
 NETWORKS: Registry[NetworkSpec] = Registry("network")
 
 
+@once
+def network_spec(config: Config) -> NetworkSpec:
+    """The options of the configured network; UserError if there is no such network or option."""
+    return NETWORKS.build(config.network, "network")
+
+
 def build_network(config: Config, classes: int) -> Network:
-    """The configured network with `classes` outputs, its weights as the modules' constructors leave them."""
-    spec = NETWORKS.build(config.network, "network")
-    with torch.device("cpu"):
-        return spec.build(1 if config.data.grey else 3, config.data.size, classes)
+    """The configured network with `classes` outputs, its weights undefined: load a state or `initialise` it.
+
+    Built without drawing random numbers, so that torch's global generator is left alone.
+    """
+    with torch.device("meta"):
+        network = network_spec(config).build(1 if config.data.grey else 3, config.data.size, classes)
+    return network.to_empty(device="cpu")
 
 
 def initialise(network: nn.Module, generator: torch.Generator) -> None:
@@ -59,6 +69,8 @@ def initialise(network: nn.Module, generator: torch.Generator) -> None:
             nn.init.uniform_(module.weight, -bound, bound, generator=generator)
             if module.bias is not None:
                 nn.init.uniform_(module.bias, -bound, bound, generator=generator)
+        elif isinstance(module, nn.GroupNorm):
+            module.reset_parameters()
 
 
 def parameter_count(network: nn.Module) -> int:

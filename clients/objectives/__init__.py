@@ -1,6 +1,6 @@
 """What sites minimise: one file per method, found by name."""
 
-from clients.objectives.base import OBJECTIVES, Objective, Session, Task
+from clients.objectives.base import OBJECTIVES, Objective, Session, Task, objective_of
 from clients.objectives.sum_aggregation import SumAggregation
 
-__all__ = ["OBJECTIVES", "Objective", "Session", "SumAggregation", "Task"]
+__all__ = ["OBJECTIVES", "Objective", "Session", "SumAggregation", "Task", "objective_of"]

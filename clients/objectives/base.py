@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from clients.networks import Network
+from conf.once import once
 from conf.registry import Registry
 from conf.schema import Config
 from conf.sites import Site
@@ -67,3 +68,9 @@ class Objective(ABC):
 
 
 OBJECTIVES: Registry[Objective] = Registry("objective")
+
+
+@once
+def objective_of(config: Config) -> Objective:
+    """The configured objective; UserError if there is no such objective or option."""
+    return OBJECTIVES.build(config.objective, "objective")

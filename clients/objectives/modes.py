@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from conf.errors import unknown
+from conf.schema import Config
+from fusion.exact import State
 
 HEAD = "head."
 EXTRACTOR = "extractor."
@@ -33,6 +35,14 @@ class Mode:
             return False
         return tensor.ndim == 4 or not self.convolutions_only
 
+    def summed_part(self, state: State) -> State:
+        """Of a site's contribution, what enters the exact sum."""
+        return {name: tensor for name, tensor in state.items() if self.summed(name, tensor)}
+
+    def site_part(self, state: State) -> State:
+        """Of a network's state, what is the site's own contribution."""
+        return {name: tensor for name, tensor in state.items() if self.own_head or name.startswith(EXTRACTOR)}
+
 
 MODES = {
     "exact": Mode(sums=True, convolutions_only=False, star=False, own_head=False, subsets=True, row="sum"),
@@ -40,6 +50,11 @@ MODES = {
     "independent": Mode(sums=True, convolutions_only=False, star=False, own_head=True, subsets=False, row="sum"),
     "fedavg": Mode(sums=False, convolutions_only=False, star=False, own_head=False, subsets=False, row="fedavg"),
 }
+
+
+def mode_of(config: Config) -> Mode:
+    """The mode of a configuration's objective."""
+    return mode_named(config.objective.get("mode", "exact"))
 
 
 def mode_named(name: str) -> Mode:

@@ -3,9 +3,13 @@
 Four modes. `exact` (ours): the aggregate is S/n = (N_1 + ... + N_n) / n by construction, and each site minimises the
 loss of its own network and of the aggregate as its own steps move it. `regularised` (sum aggregation, Eq. 1-4): a free
 N* is tied to the sum by a penalty. `independent` and `fedavg` are the baselines.
+
+Each loss is a pure function `loss_of` of the weights and of what the site has drawn for the batch, so that clients.cohort
+can train several sites as one.
 """
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +23,8 @@ from clients.objectives.base import OBJECTIVES, Objective, Session, Task
 from clients.objectives.modes import EXTRACTOR, HEAD, MODES
 from conf.typed import value
 from fusion.exact import State
+
+STAR_ = "star."  # before the names of N*'s weights, beside those of N_i
 
 
 @OBJECTIVES.register("sum_aggregation")
@@ -51,11 +57,27 @@ class PlainSession(Session):
         """Where the network starts: at the aggregate."""
         return self.task.incoming[MEAN]
 
+    def weights(self) -> dict[str, nn.Parameter]:
+        """What the optimiser moves, by name."""
+        return dict(self.network.named_parameters())
+
+    def draw(self) -> tuple[State, ...]:
+        """What the loss of the next batch needs beside the weights; a random choice is made here."""
+        return ()
+
+    def loss_of(self, weights: Mapping[str, Tensor], drawn: tuple[State, ...], images: Tensor, labels: Tensor) -> Tensor:
+        """The loss of a batch at these weights: a pure function, the same one for all sites of a configuration."""
+        return self.cross_entropy(weights, images, labels)
+
     def parameters(self) -> list[nn.Parameter]:
-        return list(self.network.parameters())
+        return list(self.weights().values())
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.network(images), labels)
+        return self.loss_of(self.weights(), self.draw(), images, labels)
+
+    def cross_entropy(self, weights: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> Tensor:
+        """The loss of the network with these weights, all of them."""
+        return F.cross_entropy(functional_call(self.network, dict(weights), (images,)), labels)
 
     def contribution(self) -> dict[str, State]:
         return {ROUND: _state(self.network)}
@@ -107,12 +129,14 @@ class ExactSession(OwnSession):
         state = _state(self.network)
         return {SITE: _part(state, EXTRACTOR), ROUND: _part(state, HEAD)}
 
-    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        offset = self._offset()
-        view = {name: weight + offset[name] for name, weight in self.phi.items()}
-        aggregate = self.network.head(functional_call(self.network.extractor, view, (images,)))
-        own = self.network(images)
-        return self.objective.own_weight * F.cross_entropy(own, labels) + F.cross_entropy(aggregate, labels)
+    def draw(self) -> tuple[State, ...]:
+        return (self._offset(),)
+
+    def loss_of(self, weights: Mapping[str, Tensor], drawn: tuple[State, ...], images: Tensor, labels: Tensor) -> Tensor:
+        (offset,) = drawn
+        view = {EXTRACTOR + name: weights[EXTRACTOR + name] + shift for name, shift in offset.items()}
+        aggregate = self.cross_entropy({**weights, **view}, images, labels)
+        return self.objective.own_weight * self.cross_entropy(weights, images, labels) + aggregate
 
     def _offset(self) -> dict[str, Tensor]:
         draw, choice = torch.rand(2, generator=self.task.generator).tolist()
@@ -133,30 +157,37 @@ class RegularisedSession(OwnSession):
         super().__init__(objective, task)
         star = task.incoming[STAR]
         self.star = _like(self.network.extractor, {name[len(EXTRACTOR) :]: tensor for name, tensor in star.items()})
-        mean = task.incoming[MEAN]
-        self.ties = [
-            (weight, dict(self.network.extractor.named_parameters())[name], mean[EXTRACTOR + name].to(task.device))
-            for name, weight in self.star.named_parameters()
-            if weight.ndim == 4
-        ]
-        self.begin = [own.detach().clone() for _, own, _ in self.ties]
+        mean, own = task.incoming[MEAN], dict(self.network.extractor.named_parameters())
+        tied = [name for name, weight in self.star.named_parameters() if weight.ndim == 4]
+        self.mean = {name: mean[EXTRACTOR + name].to(task.device) for name in tied}
+        self.begin = {name: own[name].detach().clone() for name in tied}
 
     def start(self) -> State:
         return {**super().start(), **_part(self.task.incoming[MEAN], HEAD)}
 
-    def parameters(self) -> list[nn.Parameter]:
-        return [*self.network.parameters(), *self.star.parameters()]
+    def weights(self) -> dict[str, nn.Parameter]:
+        return {**super().weights(), **{STAR_ + name: weight for name, weight in self.star.named_parameters()}}
 
-    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        own = F.cross_entropy(self.network(images), labels)
-        star = F.cross_entropy(self.network.head(self.star(images)), labels)
-        return self.objective.own_weight * own + star + self.objective.strength * self.penalty()
+    def draw(self) -> tuple[State, ...]:
+        return self.mean, self.begin
+
+    def loss_of(self, weights: Mapping[str, Tensor], drawn: tuple[State, ...], images: Tensor, labels: Tensor) -> Tensor:
+        own = {name: weight for name, weight in weights.items() if not name.startswith(STAR_)}
+        star = {EXTRACTOR + name[len(STAR_) :]: weight for name, weight in weights.items() if name.startswith(STAR_)}
+        entropy = self.objective.own_weight * self.cross_entropy(own, images, labels)
+        entropy = entropy + self.cross_entropy({**own, **star}, images, labels)
+        return entropy + self.objective.strength * self.penalty_of(weights, *drawn)
 
     def penalty(self) -> Tensor:
+        """penalty_of at the present weights."""
+        return self.penalty_of(self.weights(), *self.draw())
+
+    def penalty_of(self, weights: Mapping[str, Tensor], mean: State, begin: State) -> Tensor:
         """sum over convolutions of the (squared) Frobenius norm of W* - (S + n (W_i - W_i at the start))."""
         total = torch.zeros((), device=self.task.device)
-        for (star, own, mean), begin in zip(self.ties, self.begin, strict=True):
-            square = (star - self.task.members * (mean + own - begin)).square().sum()
+        for name in mean:
+            moved = mean[name] + weights[EXTRACTOR + name] - begin[name]
+            square = (weights[STAR_ + name] - self.task.members * moved).square().sum()
             total = total + (square if self.objective.norm == "squared" else (square + 1e-12).sqrt())
         return total
 

@@ -43,6 +43,14 @@ class Aggregation(ABC):
     def fold(self, site: Site, round: int, records: dict[str, State], samples: int) -> None:
         """Take one reply in. Raises ReplyError, and then changes nothing, if it cannot be used."""
 
+    def ledger(self) -> str:
+        """Where workers that add up contributions write each of them; empty if the method has no partial sums."""
+        return ""
+
+    def fold_partial(self, site: Site, round: int, records: dict[str, State], addends: int) -> None:
+        """Take in a partial sum of `addends` replies (0: another reply carries this site's). Raises ReplyError."""
+        raise ReplyError("this strategy takes no partial sums")
+
     @abstractmethod
     def commit(self, round: int) -> None:
         """Make the round's replies valid."""
@@ -96,8 +104,10 @@ class Strategy(ABC):
 STRATEGIES: Registry[Strategy] = Registry("strategy")
 
 
-def check_record(kind: str, given: Mapping[str, Tensor] | None, expected: Mapping[str, torch.Size]) -> None:
-    """Names and shapes of a reply's record. Raises ReplyError naming the record and the tensor."""
+def check_record(
+    kind: str, given: Mapping[str, Tensor] | None, expected: Mapping[str, torch.Size], integers: bool = False
+) -> None:
+    """Names, shapes and kinds of number of a reply's record. Raises ReplyError naming the record and the tensor."""
     if given is None:
         raise ReplyError(f"the reply has no record '{kind}'")
     if missing := expected.keys() - given.keys():
@@ -105,6 +115,9 @@ def check_record(kind: str, given: Mapping[str, Tensor] | None, expected: Mappin
     if odd := given.keys() - expected.keys():
         raise ReplyError(f"record '{kind}' has an unknown tensor '{min(odd)}'")
     for name, tensor in given.items():
+        if tensor.dtype != torch.int64 if integers else not tensor.dtype.is_floating_point:
+            wanted = "int64" if integers else "floating point"
+            raise ReplyError(f"record '{kind}', tensor '{name}': {tensor.dtype}, expected {wanted}")
         if tensor.shape != expected[name]:
             raise ReplyError(
                 f"record '{kind}', tensor '{name}': shape {list(tensor.shape)}, expected {list(expected[name])}"

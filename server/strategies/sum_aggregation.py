@@ -11,14 +11,16 @@ from flwr.app import ArrayRecord
 
 from clients.initial import initial_state
 from clients.messages import MEAN, ROUND, SITE, STAR, SUBSET, to_arrays
-from clients.objectives.modes import EXTRACTOR, HEAD, Mode, mode_named
+from clients.objectives.modes import EXTRACTOR, HEAD, Mode, mode_of
 from clients.randomness import generator
-from clients.states import write_state
+from conf.errors import UserError, unknown
 from conf.sites import Site
 from conf.typed import value
 from fusion.exact import ExactSum, ExactSumError, State, dequantise, digest, quantise
 from server.contributions import Contributions
 from server.strategies.base import STRATEGIES, Aggregation, ReplyError, Setup, Strategy, check_record
+
+SHARED_STATE = ".shared"  # the round averages, kept beside the sites' contributions; no site's name starts with a dot
 
 
 @STRATEGIES.register("sum_aggregation")
@@ -26,7 +28,7 @@ from server.strategies.base import STRATEGIES, Aggregation, ReplyError, Setup, S
 class SumAggregationStrategy(Strategy):
     """Options of the server's side."""
 
-    subsets: int = value(0, "leave-one-out means sent per round (if objective.subset_probability > 0); 0: all", low=0)
+    subsets: int = value(16, "most leave-one-out means sent per round (if objective.subset_probability > 0)", low=1)
     weighting: str = value("equal", "of the replies in round averages (head, N*, fedavg)", choices=("equal", "samples"))
 
     def start(self, setup: Setup) -> Aggregation:
@@ -40,7 +42,7 @@ class SumAggregate(Aggregation):
     def __init__(self, strategy: SumAggregationStrategy, setup: Setup) -> None:
         self.strategy, self.setup, self.config = strategy, setup, setup.config
         options = self.config.objective
-        self.mode: Mode = mode_named(options.get("mode", "exact"))
+        self.mode: Mode = mode_of(self.config)
         self.own_initial = options.get("initialisation", "shared") == "own"
         self.bits = self.config.federation.scale_bits
         self.contributions = Contributions(setup.folder / "contributions")
@@ -48,9 +50,9 @@ class SumAggregate(Aggregation):
         self.sum = ExactSum(self.bits)
         if self.mode.sums:
             for site in setup.sites if self.own_initial else []:
-                self.sum.add(self._summed(self._initial(site.name)))
+                self.sum.add(self.mode.summed_part(self._initial(site.name)))
             if not self.own_initial:
-                self.sum.add(self._summed(self.initial), times=len(setup.sites))
+                self.sum.add(self.mode.summed_part(self.initial), times=len(setup.sites))
         self.shared = self._first_shared()
         self._open()
 
@@ -67,25 +69,44 @@ class SumAggregate(Aggregation):
     def fold(self, site: Site, round: int, records: dict[str, State], samples: int) -> None:
         check_record(ROUND, records.get(ROUND), _shapes(self.shared))
         if self.mode.sums:
-            check_record(SITE, records.get(SITE), _shapes(self._site_part(self.initial)))
+            check_record(SITE, records.get(SITE), _shapes(self.mode.site_part(self.initial)))
         try:
             average = quantise(records[ROUND], self.bits)
             mine = quantise(records[SITE], self.bits) if self.mode.sums else {}
             round_sum = self._round_sum.copy()  # if one of the two sums cannot take the reply, neither does
             round_sum.add(average, times=samples if self.strategy.weighting == "samples" else 1)
             if self.mode.sums:
-                old = self._summed(self.contribution(site.name))
-                self._next.replace(old, self._summed(mine))
+                old = self.mode.summed_part(self.contribution(site.name))
+                self._next.replace(old, self.mode.summed_part(mine))
             self._round_sum = round_sum
         except ExactSumError as error:
             raise ReplyError(str(error)) from None
         if self.mode.sums:
             self.contributions.stage(site.name, round, mine)
 
+    def ledger(self) -> str:
+        return str(self.contributions.folder.resolve())
+
+    def fold_partial(self, site: Site, round: int, records: dict[str, State], addends: int) -> None:
+        try:
+            if addends:
+                check_record(ROUND, records.get(ROUND), _shapes(self.shared), integers=True)
+                if self.mode.sums:
+                    check_record(SITE, records.get(SITE), _shapes(self.sum.totals), integers=True)
+                round_sum = self._round_sum.copy()
+                round_sum.merge(records[ROUND], addends)
+                if self.mode.sums:
+                    self._next.merge(records[SITE], addends=0)
+                self._round_sum = round_sum
+            if self.mode.sums:
+                self.contributions.stage_written(site.name, round)
+        except (ExactSumError, FileNotFoundError) as error:
+            raise ReplyError(str(error)) from None
+
     def commit(self, round: int) -> None:
         self.shared = self._round_sum.mean()
         self.sum = self._next
-        write_state(self.setup.folder / "states" / "shared.safetensors", self.shared, round=str(round))
+        self.contributions.stage(SHARED_STATE, round, self.shared)
         self.contributions.commit(round, digest=self.digest())
         self._open()
 
@@ -118,10 +139,16 @@ class SumAggregate(Aggregation):
         return self._network(self.sum_without(names))
 
     def sum_without(self, names: list[str]) -> ExactSum:
-        """S minus the contributions of these sites, in exact integers."""
+        """S minus the contributions of these sites, in exact integers. UserError for a name that is unknown or repeated."""
+        known = [site.name for site in self.setup.sites]
+        for place, name in enumerate(names):
+            if name not in known:
+                raise unknown("site", name, known)
+            if name in names[:place]:
+                raise UserError(f"the site '{name}' is named twice")
         rest = self.sum.copy()
         for name in names:
-            rest.subtract(self._summed(self.contribution(name)))
+            rest.subtract(self.mode.summed_part(self.contribution(name)))
         return rest
 
     def contribution(self, name: str) -> State:
@@ -138,7 +165,7 @@ class SumAggregate(Aggregation):
             return {}
         names = [site.name for site in self.setup.sites]
         others, back = self._sum_of(names[:-1]), self._sum_of(names[::-1])
-        last = self._summed(self.contribution(names[-1]))
+        last = self.mode.summed_part(self.contribution(names[-1]))
         ahead = others.copy()
         ahead.add(last)
         rest = self.sum_without(names[-1:])
@@ -159,13 +186,7 @@ class SumAggregate(Aggregation):
 
     def _initial(self, name: str) -> State:
         whole = quantise(initial_state(self.config, name), self.bits) if self.own_initial else self.initial
-        return self._site_part(whole)
-
-    def _site_part(self, state: State) -> State:
-        return state if self.mode.own_head else _part(state, EXTRACTOR)
-
-    def _summed(self, state: State) -> State:
-        return {name: tensor for name, tensor in state.items() if self.mode.summed(name, tensor)}
+        return self.mode.site_part(whole)
 
     def _first_shared(self) -> State:
         """The round averages before any round: the initial head; with N*, its start at the sum of the sites."""
@@ -188,14 +209,14 @@ class SumAggregate(Aggregation):
         if not self.mode.subsets or not self.config.objective.get("subset_probability") or len(sites) < 2:
             return {}
         draw = generator(self.config.seed, "subsets", str(round))
-        chosen = draw.choice(len(sites), size=min(self.strategy.subsets or len(sites), len(sites)), replace=False)
+        chosen = draw.choice(len(sites), size=min(self.strategy.subsets, len(sites)), replace=False)
         names = [sites[int(place)].name for place in np.sort(chosen)]
         return {SUBSET + name: to_arrays(self.sum_without([name]).mean()) for name in names}
 
     def _sum_of(self, names: list[str]) -> ExactSum:
         total = ExactSum(self.bits)
         for name in names:
-            total.add(self._summed(self.contribution(name)))
+            total.add(self.mode.summed_part(self.contribution(name)))
         return total
 
 

@@ -8,20 +8,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
-
-from clients.initial import initial_state
-from clients.messages import METRICS, ROUND, SITE, read_order, to_arrays
-from clients.objectives.modes import EXTRACTOR, HEAD
 from conf import load
-from conf.schema import Config
 from conf.sites import roster
 from server.evaluate import Evaluator
 from server.federation import Federation
 from server.listener import LogListener
 from server.rounds import RoundLoop
 from server.strategies import STRATEGIES, Setup
+from sims.benchmarks import untrained
 from sims.engines.inline import InlineGrid
 from sims.tables import Table
 
@@ -45,7 +39,7 @@ def one(sites: int, folder: Path) -> dict[str, float]:
     entry = f"sites=[{{domain: digits, count: {sites}, partition: {{min_samples: 1}}}}]"
     overrides = [entry, f"rounds={ROUNDS}", "network.width=3.75", "federation.window=8", f"run.root={folder}"]
     config = load("digits", ["engine.name=inline", *overrides])
-    grid = InlineGrid(sites, folder, echo(config))
+    grid = InlineGrid(sites, folder, untrained.app)
     federation = Federation(grid, roster(config), config.federation.window)
     federation.join(10.0)
     aggregation = STRATEGIES.build(config.strategy, "strategy").start(Setup(config, roster(config), folder))
@@ -54,30 +48,6 @@ def one(sites: int, folder: Path) -> dict[str, float]:
     start = peak_rss()
     list(loop.rounds())
     return {"sites": sites, "state_mb": size / MIB, "start_mb": start / MIB, "peak_mb": peak_rss() / MIB}
-
-
-def echo(config: Config) -> ClientApp:
-    """A ClientApp whose sites send the initial network, shifted by the number of the site and the round."""
-    app = ClientApp()
-    initial = initial_state(config)
-
-    @app.query()
-    def identify(message: Message, context: Context) -> Message:
-        from clients.app import app as real
-
-        return real(message, context)
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        order = read_order(message.content)
-        shift = 1e-6 * (order.site + 1000 * order.round)
-        moved = {name: tensor + shift for name, tensor in initial.items()}
-        reply = RecordDict({METRICS: MetricRecord({"loss": 1.0, "samples": 1})})
-        for record, prefix in ((SITE, EXTRACTOR), (ROUND, HEAD)):
-            reply[record] = to_arrays({name: tensor for name, tensor in moved.items() if name.startswith(prefix)})
-        return Message(reply, reply_to=message)
-
-    return app
 
 
 def peak_rss() -> int:

@@ -1,14 +1,21 @@
 """The ray engine: sites run in a pool of Ray actors, on this machine or on a cluster."""
 
 import logging
+import math
 import os
 import socket
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import ray
+import torch
 from flwr.app import Message
 
+import clients
+import conf
+import fusion
+import server
+import sims
 from conf.errors import UserError
 from conf.schema import Config, EngineConfig
 from conf.sites import roster
@@ -17,16 +24,18 @@ from sims.engines.pool import Pool
 from sims.engines.wire import SharedRecords, pack, unpack
 
 CLIENT_APP = "clients.app:app"
+COMBINE = "clients.partial:combine"
 WAIT_SECONDS = 0.2
 CONNECT_SECONDS = 5.0
+WORKER_BYTES = 2**30  # a worker with torch, and a small network's training
 
 
 class RayGrid(LocalGrid):
     """Packs messages for the pool of workers and unpacks their replies."""
 
-    def __init__(self, sites: int, store: Path, pool: Pool) -> None:
+    def __init__(self, sites: int, store: Path, pool: Pool, description: str) -> None:
         super().__init__(sites, store)
-        self._pool = pool
+        self._pool, self._description = pool, description
         self._shared = SharedRecords(ray.put)
         self._messages: dict[str, Message] = {}
 
@@ -35,7 +44,7 @@ class RayGrid(LocalGrid):
         self._messages[key] = message
         self._pool.add(key, message.metadata.dst_node_id - FIRST_NODE, pack(message, self._shared))
 
-    def push_messages(self, messages):  # type: ignore[no-untyped-def]  # as in LocalGrid
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         ids = super().push_messages(messages)
         self._pool.dispatch()
         return ids
@@ -52,32 +61,54 @@ class RayGrid(LocalGrid):
         ray.shutdown()
 
     def describe(self) -> str:
-        return self._pool.describe()
+        return self._description
 
 
 def start(config: Config, app: str = CLIENT_APP) -> RayGrid:
     """Start Ray (or join the cluster at engine.address) and the workers. Raises UserError if Ray cannot start."""
     engine, sites, store = config.engine, len(roster(config)), store_folder(config)
-    workers = engine.workers or max(1, min(sites, int(len(os.sched_getaffinity(0)) / max(engine.num_cpus, 1e-9))))
+    workers = engine.workers or min(sites, workers_for(engine, _this_machine()))
     try:
-        _init(engine, workers)
+        if engine.address:
+            _join(engine.address)
+            workers = engine.workers or min(sites, workers_for(engine, ray.cluster_resources()))
+        else:
+            _start(engine, workers)
     except (OSError, RuntimeError, ConnectionError, ValueError) as error:
         ray.shutdown()
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"Ray did not start ({reason}); engine.name=inline works without it") from None
-    options = {"num_cpus": engine.num_cpus, "num_gpus": engine.num_gpus}
-    return RayGrid(sites, store, Pool(workers, (app, sites, str(store)), options, engine.task_timeout))
+    options = {"num_cpus": engine.num_cpus, "num_gpus": engine.num_gpus, "scheduling_strategy": "SPREAD"}
+    combine = COMBINE if config.federation.partial_sums else ""
+    pool = Pool(workers, (app, combine, sites, str(store)), options, engine.task_timeout)
+    gpus = f", {engine.num_gpus:g} GPU" if engine.num_gpus else ""
+    return RayGrid(sites, store, pool, f"ray: {workers} workers, {engine.num_cpus:g} CPU{gpus} each")
 
 
-def _init(engine: EngineConfig, workers: int) -> None:
+def workers_for(engine: EngineConfig, resources: Mapping[str, float]) -> int:
+    """How many workers fit into what there is (CPU, GPU: numbers; memory: bytes), at least one."""
+    needs = {"CPU": engine.num_cpus, "GPU": engine.num_gpus, "memory": WORKER_BYTES}
+    return max(1, min(int(resources.get(what, 0.0) / need) for what, need in needs.items() if need > 0))
+
+
+def _this_machine() -> dict[str, float]:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return {"CPU": len(os.sched_getaffinity(0)), "GPU": torch.cuda.device_count(), "memory": memory}
+
+
+def _start(engine: EngineConfig, workers: int) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    if engine.address:
-        _reach(engine.address)
-        ray.init(address=engine.address, logging_level=logging.ERROR, log_to_driver=False)
-        return
-    cores = max(len(os.sched_getaffinity(0)), int(workers * engine.num_cpus + 0.999))
-    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "include_dashboard": False}
-    ray.init(num_cpus=cores, **quiet)
+    cores = max(len(os.sched_getaffinity(0)), math.ceil(workers * engine.num_cpus))
+    ray.init(num_cpus=cores, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+
+
+def _join(address: str) -> None:
+    """Join a cluster; our code, and where the data is, reach its nodes through the runtime environment."""
+    _reach(address)
+    modules = [str(Path(package.__file__ or "").parent) for package in (conf, fusion, clients, server, sims)]
+    data = {"FEDLOOM_DATA": os.environ["FEDLOOM_DATA"]} if "FEDLOOM_DATA" in os.environ else {}
+    runtime = {"py_modules": modules, "env_vars": data}
+    ray.init(address=address, runtime_env=runtime, logging_level=logging.ERROR, log_to_driver=False)
 
 
 def _reach(address: str) -> None:

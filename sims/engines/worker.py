@@ -8,33 +8,34 @@ from typing import Any
 import ray
 
 from sims.engines.adapter import answer, site_context, take_identity
+from sims.engines.marks import Marker, MarkFile
 from sims.engines.wire import PackedArrays, Shared, pack, unpack
 
 KEPT_RECORDS = 16  # shared records of the present round, and some of the one before
 
 
 class Worker:
-    """Answers messages for any site. `app` is "module:attribute"."""
+    """Answers messages for any site. `app` and `combine` are "module:attribute"; combine makes one of several replies."""
 
-    def __init__(self, app: str, sites: int, store: str) -> None:
+    def __init__(self, app: str, combine: str, sites: int, store: str, mark: MarkFile) -> None:
         take_identity()
-        module, _, attribute = app.partition(":")
-        self.app = getattr(importlib.import_module(module), attribute)
+        self.app = _imported(app)
+        self.combine = _imported(combine) if combine else None
         self.sites, self.store = sites, store
+        self._marker = Marker(mark)
         self._records: OrderedDict[str, PackedArrays] = OrderedDict()
 
-    def ready(self) -> bool:
-        """True once the app is imported."""
-        return True
-
-    def run(self, chunk: list[tuple[int, tuple[Any, ...]]]) -> tuple[float, list[tuple[Any, ...]]]:
+    def run(self, call: int, chunk: list[tuple[int, tuple[Any, ...]]]) -> tuple[float, list[tuple[Any, ...]]]:
         """Answer (site, packed message) pairs in order; seconds spent and the packed replies."""
         begin = time.perf_counter()
-        replies = []
-        for site, parts in chunk:
-            message = unpack(parts, self._fetch)
-            replies.append(pack(answer(self.app, message, site_context(site, self.sites, self.store))))
-        return time.perf_counter() - begin, replies
+        asked, replies = [], []
+        for place, (site, parts) in enumerate(chunk):
+            self._marker.write(call, place)
+            asked.append(unpack(parts, self._fetch))
+            replies.append(answer(self.app, asked[-1], site_context(site, self.sites, self.store)))
+        if self.combine is not None:
+            replies = self.combine(asked, replies)
+        return time.perf_counter() - begin, [pack(reply) for reply in replies]
 
     def _fetch(self, shared: Shared) -> PackedArrays:
         key = shared.reference.hex()
@@ -44,3 +45,8 @@ class Worker:
                 self._records.popitem(last=False)
         self._records.move_to_end(key)
         return self._records[key]
+
+
+def _imported(place: str) -> Any:
+    module, _, attribute = place.partition(":")
+    return getattr(importlib.import_module(module), attribute)

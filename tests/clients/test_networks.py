@@ -41,6 +41,7 @@ def logits(built: Network, state: State) -> Tensor:
 def test_every_registered_network_is_an_extractor_and_a_head_and_gives_one_logit_per_class(name, grey):
     config = load("digits", [f"network={{name: {name}}}", "data.size=32", f"data.grey={grey}"])
     built = build_network(config, 7)
+    initialise(built, torch.Generator().manual_seed(0))
     built.eval()
     with torch.inference_mode():
         given = built(torch.zeros(2, 1 if grey == "true" else 3, 32, 32))

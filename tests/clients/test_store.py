@@ -105,3 +105,10 @@ def test_a_missing_file_is_told_by_its_path(tmp_path: Path):
 def test_metadata_travels_with_a_state(tmp_path: Path):
     write_state(tmp_path / "deep" / "a.safetensors", state(1.0), site="site-0000", round="3")
     assert read_metadata(tmp_path / "deep" / "a.safetensors") == {"format": "pt", "site": "site-0000", "round": "3"}
+
+
+def test_a_late_save_of_an_older_round_leaves_newer_ones(store: SiteStore):
+    store.save(1, 0, state(1))
+    store.save(3, 1, state(3))
+    store.save(2, 1, state(2))
+    assert store.rounds() == [1, 2, 3]

@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
+from ray.cluster_utils import Cluster
 
 from clients.states import read_state
 from conf import UserError, load
@@ -13,6 +15,7 @@ from server.experiment import run_experiment
 from server.listener import LogListener
 from sims.engines import open_engine
 from sims.engines.adapter import FIRST_NODE, LocalGrid
+from sims.engines.ray import workers_for
 
 SMALL = ["rounds=2", "sites.0.samples=120", "sites.1.samples=100", "data.size=8", "baselines=[]"]
 SITES = "sites=[{domain: digits, samples: 60}, {domain: digits, rotation: 90, samples: 90}, {domain: digits, samples: 30}]"
@@ -32,9 +35,44 @@ def final_states(folder: Path, name: str, *engine: str) -> dict[str, str]:
 @pytest.mark.slow
 def test_inline_and_ray_with_one_and_two_workers_give_the_same_bits(tmp_path: Path):
     inline = final_states(tmp_path, "inline", "engine.name=inline")
-    assert {"aggregate", "shared", "site-0000", "site-0001", "site-0002"} <= inline.keys()
+    assert {"aggregate", "site-0000", "site-0001", "site-0002"} <= inline.keys()
     for workers in (1, 2):
         assert final_states(tmp_path, f"ray-{workers}", "engine.name=ray", f"engine.workers={workers}") == inline
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["exact", "fedavg", "independent", "regularised"])
+def test_partial_sums_give_the_same_bits(tmp_path: Path, mode: str):
+    words = [f"objective.mode={mode}", "objective.initialisation=own", "strategy.weighting=samples"]
+    words += ["network.standardise=false", "network.affine=true"]
+    whole = final_states(tmp_path, "whole", "engine.name=inline", *words)
+    assert (
+        final_states(tmp_path, "parts", "engine.name=ray", "engine.workers=1", "federation.partial_sums=true", *words)
+        == whole
+    )
+
+
+@pytest.mark.slow
+def test_a_cluster_of_two_nodes_gives_the_bits_of_the_inline_engine(tmp_path: Path):
+    inline = final_states(tmp_path, "inline", "engine.name=inline")
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        cluster.add_node(num_cpus=1)
+        cluster.wait_for_nodes()
+        config = ["engine.name=ray", f"engine.address={cluster.address}", "engine.workers=2"]
+        assert final_states(tmp_path, "cluster", *config) == inline
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def test_workers_fill_what_there_is_and_no_more():
+    engine = load("digits", ["engine.num_cpus=2", "engine.num_gpus=0.25"]).engine
+    plenty = {"CPU": 16.0, "GPU": 4.0, "memory": 64 * 2.0**30}
+    assert workers_for(engine, plenty) == 8
+    assert workers_for(engine, {**plenty, "GPU": 1.0}) == 4
+    assert workers_for(engine, {**plenty, "memory": 3.5 * 2**30}) == 3
+    assert workers_for(engine, {}) == 1
 
 
 def test_everything_but_the_ray_engine_works_without_ray(tmp_path: Path):

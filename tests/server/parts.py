@@ -61,6 +61,9 @@ class Recorder:
     def round_done(self, record: dict[str, Any]) -> None:
         self.records.append(record)
 
+    def note(self, text: str) -> None:
+        """Not recorded."""
+
     def message(self, text: str) -> None:
         self.messages.append(text)
 

@@ -265,3 +265,19 @@ def test_of_many_dropped_sites_ten_are_told_one_by_one_and_all_are_recorded(tmp_
     run = set_up(small(tmp_path, "rounds=1", sites=14, samples=10), Broken()).all_rounds()
     assert len(run.listener.records[0]["dropped"]) == 13
     assert sum("dropped: RuntimeError: broken" in text for text in run.listener.messages) == 10
+
+
+def test_the_mean_loss_does_not_depend_on_the_order_of_arrival(tmp_path: Path):
+    class Losses(ClientApp):  # float addition is not associative
+        def __call__(self, message, context):
+            reply = WatchedApp()(message, context)
+            if message.metadata.message_type == "train":
+                loss = (1e16, 1.0, -1e16, 3.0)[int(context.node_config["partition-id"])]
+                reply.content[METRICS] = MetricRecord({"loss": loss, "samples": 10})
+            return reply
+
+    losses = []
+    for name, grid in (("ahead", InlineGrid), ("back", LastFirstGrid)):
+        run = set_up(small(tmp_path / name, "rounds=1", sites=4, samples=10), Losses(), grid).all_rounds()
+        losses.append(run.listener.records[0]["train_loss"])
+    assert losses[0] == losses[1]

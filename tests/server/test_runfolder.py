@@ -112,3 +112,12 @@ def test_networks_are_written_as_safetensors_with_what_they_are(tmp_path: Path):
     path = made.path / "states" / "aggregate.safetensors"
     assert torch.equal(read_state(path)["w"], torch.tensor([1.5]))
     assert read_metadata(path)["row"] == "sum"
+
+
+def test_a_folder_of_ones_own_with_a_config_yaml_is_never_deleted(tmp_path: Path):
+    config = small(tmp_path, "run.overwrite=true")
+    folder(config).mkdir(parents=True)
+    (folder(config) / CONFIG).write_text("model: precious\n")
+    with pytest.raises(UserError, match="is no run of fedloom"):
+        RunFolder(folder(config)).open(config)
+    assert (folder(config) / CONFIG).read_text() == "model: precious\n"

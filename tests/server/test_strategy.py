@@ -257,7 +257,7 @@ def test_what_the_sites_get_is_what_their_objective_reads(tmp_path: Path, mode):
 
 def test_leave_one_out_means_are_sent_as_configured_and_are_the_means_without_the_site(tmp_path: Path):
     chosen = []
-    for subsets, probability, number in [(0, 0.5, N), (2, 0.5, 2), (9, 1.0, N), (2, 0.0, 0)]:
+    for subsets, probability, number in [(16, 0.5, N), (2, 0.5, 2), (9, 1.0, N), (2, 0.0, 0)]:
         config = many(tmp_path, "exact", f"strategy.subsets={subsets}", f"objective.subset_probability={probability}")
         aggregate = started(config)
         for round in (1, 2, 3):
@@ -433,7 +433,8 @@ def test_only_the_latest_contribution_of_each_site_stays_on_disk(tmp_path: Path)
     aggregate = started(config)
     play(aggregate, config, [[0, 1, 2], [0, 1], [0]])
     kept = {path for path in files(folder(config) / "contributions") if path.endswith(".safetensors")}
-    assert kept == {f"site-000{place}/round-00000{round}.safetensors" for place, round in [(0, 3), (1, 2), (2, 1)]}
+    sites = {f"site-000{place}/round-00000{round}.safetensors" for place, round in [(0, 3), (1, 2), (2, 1)]}
+    assert kept == sites | {".shared/round-000003.safetensors"}
 
 
 def test_fedavg_is_the_mean_of_the_replies_and_can_forget_nobody(tmp_path: Path):
@@ -458,3 +459,24 @@ def test_the_last_site_cannot_be_forgotten(tmp_path: Path):
 def test_an_unknown_mode_is_refused_by_its_key(tmp_path: Path):
     with pytest.raises(UserError, match=r"unknown objective\.mode 'exat'; did you mean 'exact'\?"):
         started(many(tmp_path, "exat"))
+
+
+def test_forgetting_an_unknown_or_repeated_site_is_refused(tmp_path: Path):
+    aggregate = started(many(tmp_path))
+    with pytest.raises(UserError, match=r"unknown site 'site-00x0'; did you mean 'site-0004'"):
+        aggregate.without(["site-00x0"])
+    with pytest.raises(UserError, match="'site-0001' is named twice"):
+        aggregate.without(["site-0001", "site-0001"])
+
+
+def test_committing_a_round_again_keeps_its_contribution(tmp_path: Path):
+    config = many(tmp_path)
+    aggregate = started(config)
+    play(aggregate, config, [[0]])
+    kept = aggregate.contributions.load("site-0000")
+    assert kept is not None
+    aggregate.contributions.stage("site-0000", 1, kept)
+    aggregate.contributions.commit(1)
+    aggregate.contributions.stage("site-0000", 1, kept)
+    aggregate.contributions.abandon()
+    assert digest(aggregate.contributions.load("site-0000") or {}) == digest(kept)

@@ -1,0 +1,48 @@
+"""A ClientApp that does what its message tells it to, faults included: for proving what an engine survives."""
+
+import os
+import signal
+import time
+
+import torch
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+app = ClientApp()
+
+
+@app.train()  # type: ignore[arg-type]  # one of the faults is to return nothing
+def train(message: Message, context: Context) -> Message | None:
+    """Answer with the message's content, after the fault (record `fault`, key `kind`) that it asks for."""
+    record = message.content.config_records.get("fault", {})
+    for kind in str(record.get("kind", "")).split():
+        if kind == "nothing":
+            return None
+        FAULTS[kind](str(record.get("once", "")))
+    message.content["echo"] = message.content.array_records["weights"]  # an edit that must reach no neighbour
+    return Message(message.content, reply_to=message)
+
+
+def _raise(_: str) -> None:
+    raise ValueError("this site has no data")
+
+
+def _kill(_: str) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _kill_once(path: str) -> None:
+    if not os.path.exists(path):
+        with open(path, "w", encoding="utf-8"):
+            _kill(path)
+
+
+def _hang(_: str) -> None:
+    time.sleep(3600)
+
+
+def _memory(_: str) -> None:
+    torch.empty(2**60)
+
+
+FAULTS = {"raise": _raise, "kill": _kill, "kill_once": _kill_once, "hang": _hang, "memory": _memory}
