@@ -11,15 +11,13 @@ from flwr.app import ConfigRecord, Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
 
 from clients.initial import SHARED, initial_state
+from clients.job import parsed
 from clients.messages import METRICS, PARTIAL, ROUND, SITE, TRAIN, Order, read_order, to_arrays, to_states
 from clients.objectives.modes import Mode, mode_of
 from clients.states import read_state, round_file, write_state
-from conf import from_json
 from conf.schema import Config
 from conf.sites import roster
 from fusion.exact import ExactSum, ExactSumError, State, quantise
-
-parsed = functools.lru_cache(maxsize=8)(from_json)
 
 
 def combine(asked: Sequence[Message], replies: Sequence[Message]) -> list[Message]:

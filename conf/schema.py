@@ -26,6 +26,7 @@ class EngineConfig:
     address: str = value("", "address of a Ray cluster; empty: start one on this machine")
     num_cpus: float = value(1.0, "CPU cores per worker", low=0.0)
     num_gpus: float = value(0.0, "GPUs per worker (a fraction shares one)", low=0.0)
+    vectorise: int = value(1, "ray: sites of one shape trained as one (results then agree up to rounding only)", low=1)
     task_timeout: float = value(0.0, "ray: seconds one site may take for one message; 0: no limit", low=0.0)
     threads: int = value(1, "torch threads per worker; results are bit-identical only for the same number", low=1)
     device: str = value("auto", "auto: a GPU if the worker sees one", choices=("auto", "cpu", "cuda"))
@@ -90,7 +91,7 @@ class FederationConfig:
 
     fraction: float = value(1.0, "share of the sites asked in each round", low=0.0, high=1.0)
     min_replies: int = value(1, "fewest good replies with which a round counts", low=1)
-    window: int = value(32, "messages under way at once", low=1)
+    window: int = value(0, "messages under way at once; 0: by their size, within 256 MiB", low=0)
     timeout: float = value(3600.0, "seconds a round may take", low=1.0)
     join_timeout: float = value(120.0, "seconds to wait for all sites at the start", low=0.0)
     partial_sums: bool = value(False, "workers add up their sites' contributions; they need the server's disk")

@@ -16,6 +16,8 @@ from conf.sites import Site
 POLL_SECONDS = 0.2
 REFRESH_SECONDS = 15.0
 ASKED_AT_MOST = 5
+WINDOW_BYTES = 256 * 2**20
+LEAST_UNDER_WAY, MOST_UNDER_WAY = 4, 1000
 
 Key = TypeVar("Key")
 
@@ -31,7 +33,7 @@ class Reply:
 
 @dataclass
 class Federation:
-    """All sites of a run, found through the grid. `window` messages are under way at once."""
+    """All sites of a run, found through the grid. `window` messages are under way at once (0: by their size)."""
 
     grid: Grid
     sites: list[Site]
@@ -95,10 +97,15 @@ class Federation:
     ) -> Iterator[tuple[Key, RecordDict | None, str]]:
         """Push within the window, pull, yield (key, content, reason). After `timeout` seconds what is pending has failed."""
         queue = iter(outgoing)
+        first = next(queue, None)
+        if first is None:
+            return
+        queue = itertools.chain([first], queue)
+        window = self.window or room(first[1].content)
         pending: dict[str, Key] = {}
         deadline = time.monotonic() + timeout
         while True:
-            batch = list(itertools.islice(queue, self.window - len(pending)))
+            batch = list(itertools.islice(queue, window - len(pending)))
             if batch:
                 ids = self.grid.push_messages([message for _, message in batch])
                 pending.update(zip(ids, (key for key, _ in batch), strict=True))
@@ -117,6 +124,12 @@ class Federation:
                 return
             if not replies:
                 time.sleep(getattr(self.grid, "poll_seconds", POLL_SECONDS))
+
+
+def room(content: RecordDict) -> int:
+    """How many messages such as this one may be under way at once, so that their arrays stay within WINDOW_BYTES."""
+    size = sum(len(array.data) for record in content.array_records.values() for array in record.values())
+    return max(LEAST_UNDER_WAY, min(MOST_UNDER_WAY, WINDOW_BYTES // max(1, size)))
 
 
 def _told(reason: str | None, code: int) -> str:

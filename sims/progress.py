@@ -14,9 +14,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table as Grid
 from rich.text import Text
 
+from sims.memory import tree_bytes
 from sims.tables import Table, accuracy_table, clean, forgetting_table, percent
 
 REFRESHES_PER_SECOND = 4
+MEMORY_SECONDS = 2.0
 
 
 class QuietListener:
@@ -101,6 +103,7 @@ class RichListener(QuietListener):
         self._run, self._rounds, self._round, self._done = run, rounds, 0, 0
         self._asked = self._good = self._failed = 0
         self._accuracy: float | None = None
+        self._replies, self._memory, self._looked = 0, 0, 0.0
         self._since, self._first = self._clock(), 0.0
 
     def started(self, run: str, sites: int, rounds: int, note: str) -> None:
@@ -125,6 +128,7 @@ class RichListener(QuietListener):
         self._round, self._asked, self._good, self._failed = round, asked, 0, 0
 
     def reply(self, site: str, ok: bool, reason: str) -> None:
+        self._replies += 1
         if ok:
             self._good += 1
         else:
@@ -148,10 +152,12 @@ class RichListener(QuietListener):
 
     def line(self) -> Grid:
         """What the display shows now."""
-        sites = f"sites {self._good + self._failed}/{self._asked}" if self._asked else ""
+        done = self._good + self._failed
+        sites = f"sites {done}/{self._asked} ({self._asked - done} running)" if self._asked else ""
         parts = [f"round {max(self._round, self._done)}/{self._rounds}", sites]
         parts += [f"{self._failed} failed"] if self._failed else []
         parts += [f"validation {percent(self._accuracy)}"] if self._accuracy is not None else []
+        parts += [self._load()]
         parts += [_left(self._clock() - self._since, self._fraction(), self._first / max(1, self._rounds))]
         grid = Grid.grid(padding=(0, 1))
         grid.add_column(no_wrap=True)
@@ -160,6 +166,15 @@ class RichListener(QuietListener):
         bar = ProgressBar(total=1.0, completed=self._fraction(), width=24)
         grid.add_row(Text(clean(self._run), style="bold"), bar, Text(", ".join(filter(None, parts))))
         return grid
+
+    def _load(self) -> str:
+        """Answers per second since the run began, and the memory of all its processes, looked up now and then."""
+        now = self._clock()
+        if now - self._looked > MEMORY_SECONDS:
+            self._memory, self._looked = tree_bytes(), now
+        seconds = now - self._since
+        speed = f"{self._replies / seconds:.3g} tasks/s, " if self._replies and seconds > 0 else ""
+        return f"{speed}{self._memory / 2**30:.1f} GiB"
 
     def _fraction(self) -> float:
         """Of all rounds, what is done: whole rounds, and of the present one the sites that answered."""

@@ -1,3 +1,9 @@
-"""Measurements of time and memory; never part of the tests. Each module has a function `bench`: a table, and its rows."""
+"""Measurements of time and memory; never part of the tests. Each module has a function `bench`: tables, and its rows."""
 
-MODULES = {"memory": "sims.benchmarks.server_memory"}
+MODULES = {
+    "engines": "sims.benchmarks.engines",
+    "faults": "sims.benchmarks.fault_run",
+    "flat-memory": "sims.benchmarks.flat_memory",
+    "memory": "sims.benchmarks.server_memory",
+    "vectorise": "sims.benchmarks.vectorise",
+}

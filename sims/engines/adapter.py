@@ -41,8 +41,13 @@ def answer(app: ClientApp, message: Message, context: Context) -> Message:
             return reply
         reason = f"the ClientApp returned {type(reply).__name__}, not a Message"
     except Exception as error:
-        reason = "".join(traceback.format_exception_only(error)).strip()
+        reason = told(error)
     return failure(message, reason)
+
+
+def told(error: Exception) -> str:
+    """An exception in words: its kind and its text."""
+    return "".join(traceback.format_exception_only(error)).strip()
 
 
 def failure(message: Message, reason: str) -> Message:

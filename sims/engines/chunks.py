@@ -14,6 +14,7 @@ class ChunkPolicy:
     """Learns the tasks' duration (a moving average) and proposes chunk sizes."""
 
     workers: int
+    least: int = 1  # sites that are trained as one stay together
     task_seconds: float | None = None
 
     def learn(self, seconds: float, messages: int) -> None:
@@ -26,7 +27,7 @@ class ChunkPolicy:
         share = -(-waiting // (2 * self.workers))
         by_bytes = MOST_BYTES // max(1, message_bytes)
         by_time = FIRST_CHUNK if self.task_seconds is None else int(SECONDS_PER_CALL / max(self.task_seconds, 1e-6))
-        return max(1, min(MOST_MESSAGES, share, by_bytes, by_time))
+        return max(self.least, min(MOST_MESSAGES, share, by_bytes, by_time))
 
     def depth(self) -> int:
         """Calls in flight for each worker."""

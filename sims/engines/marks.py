@@ -33,9 +33,9 @@ class MarkFile:
     host: str
 
     def read(self) -> Mark | None:
-        """The worker's mark; None if it has never run anything, or cannot be seen from here."""
+        """The worker's mark; None if it has never run anything, runs several at once, or cannot be seen from here."""
         call, place, since = _LAYOUT.unpack(Path(self.path).read_bytes()[: _LAYOUT.size])
-        return None if call == NOTHING else Mark(call, place, time.monotonic() - since)
+        return None if NOTHING in (call, place) else Mark(call, place, time.monotonic() - since)
 
 
 def make(folder: Path, number: int) -> MarkFile:
@@ -55,6 +55,6 @@ class Marker:
                 self._memory = mmap.mmap(opened.fileno(), _LAYOUT.size)
 
     def write(self, call: int, place: int) -> None:
-        """From now on, the message at `place` of call `call` is running."""
+        """From now on, the message at `place` (NOTHING: several at once) of call `call` is running."""
         if self._memory is not None:
             self._memory[: _LAYOUT.size] = _LAYOUT.pack(call, place, time.monotonic())

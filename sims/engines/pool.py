@@ -17,6 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from conf.schema import EngineConfig
 from sims.engines.chunks import ChunkPolicy
 from sims.engines.marks import Mark, make
 from sims.engines.wire import size
@@ -53,14 +54,14 @@ class Call:
 class Pool:
     """`workers` actors, made once and kept. Thread-safe: add, dispatch and take are called by the grid's user."""
 
-    def __init__(self, workers: int, arguments: tuple[Any, ...], options: dict[str, Any], task_timeout: float) -> None:
+    def __init__(self, workers: int, arguments: tuple[Any, ...], options: dict[str, Any], engine: EngineConfig) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="fedloom-marks-")
         self._marks = [make(Path(self._folder.name), number) for number in range(workers)]
         actor: Any = ray.remote(Worker)
         made = actor.options(max_restarts=-1, **options)
         self._actors = [made.remote(*arguments, mark) for mark in self._marks]
-        self._task_timeout = task_timeout
-        self._policy = ChunkPolicy(workers)
+        self._task_timeout = engine.task_timeout
+        self._policy = ChunkPolicy(workers, least=engine.vectorise)
         self._numbers = itertools.count()
         self._queue: deque[Job] = deque()
         self._suspects: deque[Job] = deque()

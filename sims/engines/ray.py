@@ -80,7 +80,7 @@ def start(config: Config, app: str = CLIENT_APP) -> RayGrid:
         raise UserError(f"Ray did not start ({reason}); engine.name=inline works without it") from None
     options = {"num_cpus": engine.num_cpus, "num_gpus": engine.num_gpus, "scheduling_strategy": "SPREAD"}
     combine = COMBINE if config.federation.partial_sums else ""
-    pool = Pool(workers, (app, combine, sites, str(store)), options, engine.task_timeout)
+    pool = Pool(workers, (app, combine, engine.vectorise, sites, str(store)), options, engine)
     gpus = f", {engine.num_gpus:g} GPU" if engine.num_gpus else ""
     return RayGrid(sites, store, pool, f"ray: {workers} workers, {engine.num_cpus:g} CPU{gpus} each")
 

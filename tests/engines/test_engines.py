@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import ray
+import torch
 from ray.cluster_utils import Cluster
 
 from clients.states import read_state
@@ -46,10 +47,8 @@ def test_partial_sums_give_the_same_bits(tmp_path: Path, mode: str):
     words = [f"objective.mode={mode}", "objective.initialisation=own", "strategy.weighting=samples"]
     words += ["network.standardise=false", "network.affine=true"]
     whole = final_states(tmp_path, "whole", "engine.name=inline", *words)
-    assert (
-        final_states(tmp_path, "parts", "engine.name=ray", "engine.workers=1", "federation.partial_sums=true", *words)
-        == whole
-    )
+    parts = ["engine.name=ray", "engine.workers=1", "federation.partial_sums=true"]
+    assert final_states(tmp_path, "parts", *parts, *words) == whole
 
 
 @pytest.mark.slow
@@ -104,3 +103,15 @@ def test_nodes_are_the_sites_in_order(tmp_path: Path):
     with open_engine(load("digits", ["engine.name=inline", f"run.root={tmp_path}"])) as grid:
         assert isinstance(grid, LocalGrid)
         assert list(grid.get_node_ids()) == [FIRST_NODE, FIRST_NODE + 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["exact", "fedavg"])
+def test_sites_trained_as_one_agree_with_sites_trained_in_turn(tmp_path: Path, mode: str):
+    sites = "sites=[{domain: digits, count: 4, samples: 40}, {domain: digits, samples: 30}]"
+    words = [sites, f"objective.mode={mode}", "rounds=1", "training.rate=0.01"]
+    final_states(tmp_path, "in-turn", "engine.name=inline", *words)
+    final_states(tmp_path, "as-one", "engine.name=ray", "engine.workers=1", "engine.vectorise=4", *words)
+    one, other = (read_state(tmp_path / name / "states" / "aggregate.safetensors") for name in ("in-turn", "as-one"))
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=0, atol=1e-5)

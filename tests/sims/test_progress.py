@@ -99,10 +99,11 @@ def test_rich_line_follows_the_run() -> None:
         listener.round_started(1, 4)
         for place in range(3):
             listener.reply(f"site-{place}", place > 0, "")
-        assert "round 1/10, sites 3/4, 1 failed" in line(listener)
+        assert "round 1/10, sites 3/4 (1 running), 1 failed" in line(listener)
         clock.now += 30
         listener.round_done(RECORD)
-        assert "round 1/10, validation 88.0%, 4:30 left" in line(listener)
+        assert "round 1/10, validation 88.0%, 0.1 tasks/s, " in line(listener)
+        assert "GiB, 4:30 left" in line(listener)
         listener.round_started(2, 4)
         listener.round_done({"round": 2, "seconds": 1.0})
         assert "validation 88.0%" in line(listener)  # the last one measured

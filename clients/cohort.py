@@ -1,0 +1,125 @@
+"""Same-shape sites as one: their weights stacked, [k, ...], and trained by one SGD on a vmapped loss.
+
+Every site keeps its own batches, random choices, gradients and clipping. The result agrees with training the sites one
+after the other up to rounding, not bit by bit: k convolutions as one grouped convolution add up in another order.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Protocol, TypeVar, runtime_checkable
+
+import torch
+from flwr.app import RecordDict
+from torch import Tensor, nn
+from torch.func import vmap
+
+from clients.job import Job
+from clients.learner import batches, descend, outcome
+from clients.objectives import Session
+from fusion.exact import State
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class Functional(Protocol):
+    """What a session offers beside clients.objectives.Session so that it can be stacked with others."""
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        """What the optimiser moves, by name; the same names and shapes for all sites of a configuration."""
+        ...
+
+    def draw(self) -> tuple[State, ...]:
+        """What the loss of the next batch needs beside the weights, random choices made."""
+        ...
+
+    def loss_of(self, weights: Mapping[str, Tensor], drawn: tuple[State, ...], images: Tensor, labels: Tensor) -> Tensor:
+        """The loss of a batch: a pure function, the same one for all sites of a configuration and round."""
+        ...
+
+
+def same_shape(jobs: Sequence[Job], most: int) -> list[list[int]]:
+    """The places of `jobs` in groups of at most `most` that train_cohort can train as one.
+
+    Together go sites of the same configuration, round and number of images, so that all their batches are of one size.
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for place, job in enumerate(jobs):
+        images = _attempt(job.images)
+        alone = isinstance(images, Exception)  # it will say so when it is trained
+        shape = place if alone else (job.order.config, job.order.round, job.order.members, len(images))
+        groups.setdefault(shape, []).append(place)
+    return [group[start : start + most] for group in groups.values() for start in range(0, len(group), most)]
+
+
+def train_cohort(jobs: Sequence[Job]) -> list[RecordDict | Exception]:
+    """The replies of jobs of one shape (same_shape), as Job.train gives them, agreeing up to rounding; all saved.
+
+    In the place of a site that fails is its exception; the others are not touched by it. A job that is the only one, or
+    whose objective is not Functional, is trained alone.
+    """
+    torch.set_num_threads(jobs[0].config.engine.threads)
+    if len(jobs) == 1:
+        return [_attempt(jobs[0].train)]
+    opened = [_attempt(job.session) for job in jobs]
+    pairs = [(job, session) for job, session in zip(jobs, opened, strict=True) if isinstance(session, Functional)]
+    losses = iter(_learn(*zip(*pairs, strict=True)).T) if pairs else iter(())  # one row per stacked site
+    replies: list[RecordDict | Exception] = []
+    for job, session in zip(jobs, opened, strict=True):
+        if isinstance(session, Exception):
+            replies.append(session)
+        elif isinstance(session, Functional):
+            replies.append(_attempt(_close, job, session, next(losses)))
+        else:
+            replies.append(_attempt(job.train))
+    return replies
+
+
+def _close(job: Job, session: Session, losses: Tensor) -> RecordDict:
+    return job.reply(session, outcome(losses, len(job.images()), job.site, job.order.round))
+
+
+def _learn(jobs: Sequence[Job], sessions: Sequence[Functional]) -> Tensor:
+    """Train k sessions in place; the losses, [steps, k]."""
+    first = jobs[0]
+    stacked = {name: nn.Parameter(weight) for name, weight in _stack([session.weights() for session in sessions]).items()}
+    of_each = vmap(sessions[0].loss_of)
+
+    def loss(images: Tensor, labels: Tensor) -> Tensor:
+        drawn = tuple(_stack(parts) for parts in zip(*(session.draw() for session in sessions), strict=True))
+        return of_each(stacked, drawn, images, labels)
+
+    losses = descend(list(stacked.values()), loss, _stacked_batches(jobs), first.config.training, clip_each)
+    with torch.no_grad():
+        for place, session in enumerate(sessions):
+            for name, weight in session.weights().items():
+                weight.copy_(stacked[name][place])
+    return losses
+
+
+def _stacked_batches(jobs: Sequence[Job]) -> Iterator[tuple[float, Tensor, Tensor]]:
+    """The steps of all jobs: the learning rate that they share, images [k, b, c, h, w], labels [k, b]."""
+    streams = [batches(job.images(), job.config, job.site, job.order.round, job.device) for job in jobs]
+    for steps in zip(*streams, strict=True):
+        rates, images, labels = zip(*steps, strict=True)
+        yield rates[0], torch.stack(images), torch.stack(labels)
+
+
+def clip_each(parameters: Sequence[nn.Parameter], limit: float) -> None:
+    """torch.nn.utils.clip_grad_norm_ for each of the k networks whose weights are stacked in `parameters`, [k, ...]."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norms = torch.stack([gradient.flatten(1).norm(dim=1) for gradient in gradients]).norm(dim=0)
+    factors = (limit / (norms + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factors.view(-1, *[1] * (gradient.ndim - 1)))
+
+
+def _stack(states: Sequence[Mapping[str, Tensor]]) -> State:
+    """k states of one shape as one whose tensors are [k, ...]."""
+    return {name: torch.stack([state[name].detach() for state in states]) for name in states[0]}
+
+
+def _attempt(make: Callable[..., T], *given: object) -> T | Exception:
+    try:
+        return make(*given)
+    except Exception as error:
+        return error

@@ -1,0 +1,55 @@
+"""The rows as a picture: tasks per second and start-up, a dot for each engine in each case."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sims.benchmarks.engine_measure import Row
+from sims.plots import INK, LIGHT, PALETTE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = dict(zip(("ray", "stock", "inline", "loop-1", "loop-2"), PALETTE, strict=False))
+PANELS = (
+    ("tasks_per_s", "tasks per second", "log"),
+    ("startup_s", "seconds from launch to the end of round 1", "linear"),
+)
+
+
+def draw(rows: Sequence[Row], path: Path) -> Path:
+    """Write the PNG; returns its path."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    cases = list(dict.fromkeys(row.case for row in rows))
+    figure = Figure(figsize=(11, 1.6 + 0.5 * len(cases)), dpi=140, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(PANELS), sharey=True)
+    for axes, (column, label, scale) in zip(panels, PANELS, strict=True):
+        _dots(axes, rows, cases, column)
+        axes.set_xscale(scale)
+        axes.set_xlabel(label, color=INK)
+    panels[1].set_xlim(left=0)
+    panels[0].set_yticks(range(len(cases)), cases)
+    panels[0].set_ylim(len(cases) - 0.5, -0.5)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower left", ncols=len(labels), frameon=False, fontsize=9)
+    figure.suptitle("Engines side by side", x=0.01, ha="left", fontsize=12, color=INK)
+    figure.savefig(path)
+    return path
+
+
+def _dots(axes: Axes, rows: Sequence[Row], cases: list[str], column: str) -> None:
+    for engine, colour in COLOURS.items():
+        points = [(getattr(row, column), cases.index(row.case)) for row in rows if row.engine == engine]
+        points = [(value, place) for value, place in points if value is not None]
+        if points:
+            axes.scatter(*zip(*points, strict=True), s=60, color=colour, edgecolor="white", label=engine, zorder=2)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(LIGHT)
+    axes.grid(color=LIGHT, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0, labelsize=9, labelcolor=INK)

@@ -1,0 +1,48 @@
+"""The process of a measurement, `python -m sims.benchmarks.engine_run JOB`: a loop, or engine and ServerApp's side."""
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from conf.sites import roster
+from sims.benchmarks.engine_cases import LOOPS
+from sims.benchmarks.engine_job import Job, keep, read_job
+from sims.benchmarks.engine_loop import loop_rounds
+from sims.benchmarks.engine_server import CLIENTS, ROUNDS
+from sims.engines.adapter import LocalGrid
+
+
+def command(job: Job, path: Path) -> list[str]:
+    """The command that runs the job."""
+    return [sys.executable, "-m", "sims.benchmarks.engine_run", str(path)]
+
+
+def run(job: Job) -> None:
+    """All rounds of the job, in this process."""
+    if job.engine in LOOPS:
+        with contextlib.closing(loop_rounds(job)) as rounds:
+            keep(job, rounds)
+        return
+    with contextlib.closing(GRIDS[job.engine](job)) as grid:
+        keep(job, ROUNDS[job.case.kind](job, grid))
+
+
+def _inline(job: Job) -> LocalGrid:
+    from sims.engines.inline import InlineGrid
+
+    module, _, attribute = CLIENTS[job.case.kind].partition(":")
+    return InlineGrid(len(roster(job.config())), job.folder, getattr(importlib.import_module(module), attribute))
+
+
+def _ray(job: Job) -> LocalGrid:
+    from sims.engines import ray
+
+    return ray.start(job.config(), CLIENTS[job.case.kind])
+
+
+GRIDS: dict[str, Callable[[Job], LocalGrid]] = {"inline": _inline, "ray": _ray}
+
+if __name__ == "__main__":
+    run(read_job(Path(sys.argv[1])))

@@ -1,0 +1,63 @@
+"""A long run with faults: 1,000 sites, 50 rounds, a seeded 1 % of the answers raise and 0.5 % kill their worker.
+
+It has to end, name every site that failed, and leave the bits that the inline engine leaves, given the same failures.
+"""
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from flwr.serverapp import Grid
+
+from conf import load
+from conf.schema import Config
+from conf.sites import roster
+from server.evaluate import Evaluator
+from server.federation import Federation
+from server.listener import LogListener
+from server.rounds import RoundLoop
+from server.strategies import STRATEGIES, Setup
+from sims.benchmarks import untrained
+from sims.engines import ray
+from sims.engines.adapter import store_folder
+from sims.engines.inline import InlineGrid
+from sims.tables import Table
+
+
+def bench(sites: int = 1000, rounds: int = 50) -> tuple[Table, list[dict[str, Any]]]:
+    """Both engines; a table and its rows: seconds, failures named and expected, digest of the exact sum."""
+    with tempfile.TemporaryDirectory() as temporary:
+        inline = configured(Path(temporary) / "inline", sites, rounds)
+        rows = [{"engine": "inline", **run(inline, InlineGrid(sites, store_folder(inline), untrained.faulty))}]
+        config = configured(Path(temporary) / "ray", sites, rounds)
+        grid = ray.start(config, "sims.benchmarks.untrained:faulty")
+        try:
+            rows.append({"engine": "ray", **run(config, grid)})
+        finally:
+            grid.close()
+    expected = sum(bool(untrained.fault(site, round)) for round in range(1, rounds + 1) for site in range(sites))
+    lines = [[row["engine"], f"{row['seconds']:.1f}", row["failed"], expected, row["digest"][:16]] for row in rows]
+    head = ["engine", "seconds", "failures named", "failures planned", "digest of the sum"]
+    same = "the same bits" if rows[0]["digest"] == rows[1]["digest"] else "DIFFERENT BITS"
+    return Table("Faults", head, lines, f"{sites} sites, {rounds} rounds: {same}"), rows
+
+
+def configured(root: Path, sites: int, rounds: int) -> Config:
+    """The experiment: many sites that only pretend to train."""
+    entry = f"sites=[{{domain: digits, count: {sites}, partition: {{min_samples: 1}}}}]"
+    small = ["network.width=0.25", "data.size=8", "evaluation.every=1000000"]
+    return load("digits", [entry, f"rounds={rounds}", *small, f"run.root={root}"])
+
+
+def run(config: Config, grid: Grid) -> dict[str, Any]:
+    """All rounds on a grid."""
+    begin, sites = time.monotonic(), roster(config)
+    folder = Path(config.run.root) / config.run.name
+    federation = Federation(grid, sites, config.federation.window)
+    federation.join(config.federation.join_timeout)
+    aggregation = STRATEGIES.build(config.strategy, "strategy").start(Setup(config, sites, folder))
+    loop = RoundLoop(config, "faults", federation, aggregation, Evaluator(config), LogListener())
+    failed = {(record["round"], site) for record in loop.rounds() for site in record["dropped"]}
+    seconds = time.monotonic() - begin
+    return {"seconds": seconds, "failed": len(failed), "digest": aggregation.digest()["sum"]}

@@ -1,0 +1,86 @@
+"""Time to train one site for one round, alone and as one of k stacked sites (clients.cohort); one torch thread."""
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import RecordDict
+
+from clients.cohort import train_cohort
+from clients.initial import initial_state
+from clients.job import Job
+from clients.messages import MEAN, Order, to_arrays
+from clients.store import SiteStore
+from conf import Config, load, to_json
+from conf.sites import roster
+from sims.tables import Table
+
+COHORTS = (1, 2, 5, 10, 20)
+IMAGES = 60
+REPEATS = 5
+PLAIN = ["network.standardise=false", "network.affine=true"]
+NETWORKS = {
+    "conv6, 16 pixels": [*PLAIN, "data.size=16"],
+    "conv6 standardised, 16 pixels": ["network.standardise=true", "network.affine=false", "data.size=16"],
+    "conv6 of width 1/4, 8 pixels": [*PLAIN, "data.size=8", "network.width=0.25"],
+}
+
+
+def bench(cohorts: tuple[int, ...] = COHORTS) -> tuple[Table, list[dict[str, Any]]]:
+    """A table and its rows (device, network, sites, alone_s, together_s): seconds per site and round, the fastest of 5."""
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    rows = [one(device, name, k) for device in devices for name in NETWORKS for k in cohorts]
+    lines = [
+        [row["device"], row["network"], row["sites"], 1e3 * row["alone_s"], 1e3 * row["together_s"], _gain(row)]
+        for row in rows
+    ]
+    head = ["device", "network", "sites as one", "ms per site, one by one", "ms per site, as one", "times as fast"]
+    return Table("Same-shape sites as one", head, lines, _note(rows)), rows
+
+
+def one(device: str, network: str, sites: int) -> dict[str, Any]:
+    """The measurement for `sites` sites of 60 images; the two ways take turns, so that other load hits both alike."""
+    with tempfile.TemporaryDirectory() as folder:
+        entry = f"sites=[{{domain: digits, count: {sites}, samples: {IMAGES}, partition: {{min_samples: 1}}}}]"
+        config = load("digits", [entry, "objective.mode=fedavg", f"engine.device={device}", *NETWORKS[network]])
+        jobs = _jobs(config, Path(folder))
+        alone, together = [], []
+        clock = time.process_time if device == "cpu" else time.perf_counter
+        for _ in range(REPEATS + 1):  # the first one warms up
+            alone.append(_seconds([[job] for job in jobs], clock))
+            together.append(_seconds([jobs], clock))
+    best = {"alone_s": min(alone[1:]) / sites, "together_s": min(together[1:]) / sites}
+    return {"device": device, "network": network, "sites": sites, **best}
+
+
+def _jobs(config: Config, folder: Path) -> list[Job]:
+    text, sites = to_json(config), roster(config)
+    content = RecordDict({MEAN: to_arrays(initial_state(config))})
+    orders = [Order(text, "vectorise", site.index, round=1, base=0, members=len(sites)) for site in sites]
+    return [Job(order, config, SiteStore(folder, "run", sites[order.site].name), content) for order in orders]
+
+
+def _seconds(cohorts: list[list[Job]], clock: Callable[[], float]) -> float:
+    begin = clock()
+    for cohort in cohorts:
+        for reply in train_cohort(cohort):
+            if isinstance(reply, Exception):
+                raise reply
+    return clock() - begin  # replies are on the CPU, so a GPU is done too
+
+
+def _gain(row: dict[str, Any]) -> float:
+    return row["alone_s"] / row["together_s"]
+
+
+def _note(rows: list[dict[str, Any]]) -> str:
+    """What was measured, and how often it does not pay."""
+    gains = [_gain(row) for row in rows if row["sites"] > 1]
+    return (
+        f"FedAvg, {IMAGES} images in batches of 32, 1 epoch, one torch thread, fastest of {REPEATS}; CPU time on a CPU, "
+        "wall time on a GPU. A single site always takes the one-by-one path: its two columns differ by noise alone. "
+        f"Stacked sites were slower than one by one in {sum(gain < 1 for gain in gains)} of {len(gains)} cases."
+    )
