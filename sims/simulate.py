@@ -27,7 +27,7 @@ def simulate(config: Config, *, quiet: bool = False, json_output: bool = False) 
         grid = stack.enter_context(open_engine(config))
         listener.note(grid.describe())
         summary = run_experiment(grid, config, listener)
-    write_report(Path(config.run.root) / config.run.name)
+        listener.note(f"report: {write_report(Path(config.run.root) / config.run.name)}")
     return summary
 
 

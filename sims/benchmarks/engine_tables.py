@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sims.benchmarks.engine_cases import Case, domains
 from sims.benchmarks.engine_measure import Row
 from sims.tables import Cell, Table
 
@@ -38,8 +39,8 @@ class Bar:
     def value(self, rows: Rows) -> float | None:
         """The number that the rows give; None where one is missing."""
         given = {(row.case, row.engine): getattr(row, self.column) for row in rows}
-        numbers = [given.get(pair) for pair in self.pairs]
-        if any(number is None for number in numbers):
+        numbers = [given[pair] for pair in self.pairs if given.get(pair) is not None]
+        if len(numbers) < len(self.pairs):
             return None
         return numbers[0] / numbers[1] if self.over else numbers[0]
 
@@ -81,6 +82,15 @@ def rows_table(rows: Rows, machine: str) -> Table:
     ]
     missing = [f"{row.case} {row.engine}: {row.note}." for row in rows if row.note]
     return Table(f"Engines ({machine})", COLUMNS, cells, " ".join([NOTE, *missing]))
+
+
+def cases_table(cases: Sequence[Case]) -> Table:
+    """What was run in each case."""
+    cells = [
+        [case.name, case.what if case.kind == "messages" else f"{case.what} ({', '.join(domains(case))})", str(case.window)]
+        for case in cases
+    ]
+    return Table("Cases", ["case", "what a round is", "messages under way at once"], cells)
 
 
 def bars_table(rows: Rows) -> Table:

@@ -14,7 +14,7 @@ from conf import UserError
 from sims.benchmarks.engine_cases import CASES, Case
 from sims.benchmarks.engine_measure import Row, measure
 from sims.benchmarks.engine_plot import draw
-from sims.benchmarks.engine_tables import BARS, bars_table, rows_table
+from sims.benchmarks.engine_tables import BARS, bars_table, cases_table, rows_table
 from sims.report import Picture, write_page
 from sims.tables import Table
 
@@ -35,7 +35,7 @@ def bench(quick: bool = False, out: Path = Path("runs/bench")) -> tuple[list[Tab
     except OSError as error:
         raise UserError(f"--out {out}: cannot be made ({error.strerror})") from None
     rows = in_order(list(measured(quick)))
-    tables = [rows_table(rows, machine()), bars_table(rows)]
+    tables = [cases_table(CASES), rows_table(rows, machine()), bars_table(rows)]
     try:
         (out / "engines.md").write_text("\n".join(table.markdown() for table in tables), encoding="utf-8")
         (out / "engines.json").write_text(json.dumps({"rows": [asdict(row) for row in rows]}) + "\n", encoding="utf-8")
@@ -60,10 +60,12 @@ def measured(quick: bool) -> Iterator[Row]:
 
 
 def plan(cases: Sequence[Case]) -> list[tuple[Case, str]]:
-    """What is measured in which order: first what a bar asks for, last stock, the slowest."""
+    """What is measured in which order: first what a bar asks for, last stock (the slowest; training before messages)."""
     wanted = {pair for bar in BARS for pair in bar.pairs}
     pairs = [(case, engine) for case in cases for engine in case.engines]
-    return sorted(pairs, key=lambda pair: 0 if (pair[0].name, pair[1]) in wanted else 1 if pair[1] != "stock" else 2)
+    first = [pair for pair in pairs if (pair[0].name, pair[1]) in wanted]
+    rest = [pair for pair in pairs if pair not in first]
+    return [*first, *(pair for pair in rest if pair[1] != "stock"), *(pair for pair in reversed(rest) if pair[1] == "stock")]
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:

