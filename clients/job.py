@@ -11,11 +11,12 @@ from clients.data import Images, num_classes, site_images
 from clients.device import pick_device
 from clients.learner import Outcome, learn
 from clients.messages import METRICS, Order, read_order, to_arrays, to_states
-from clients.networks import build_network
+from clients.networks import Network, build_network
 from clients.objectives import Session, Task, objective_of
 from clients.randomness import torch_generator
 from clients.store import SiteStore
 from conf import from_json
+from conf.once import once
 from conf.schema import Config
 from conf.sites import Site, roster
 
@@ -46,15 +47,15 @@ class Job:
         """What it trains on."""
         return site_images(self.config, self.site)
 
-    def session(self) -> Session:
-        """The objective at work on it: the own state loaded, nothing trained yet."""
+    def session(self, network: Network | None = None) -> Session:
+        """The objective at work on it, in `network` or a new one: the own state loaded, nothing trained yet."""
         order, config, site = self.order, self.config, self.site
         task = Task(
             config=config,
             site=site,
             round=order.round,
             members=order.members,
-            network=build_network(config, num_classes(config)).to(self.device),
+            network=network or build_network(config, num_classes(config)).to(self.device),
             incoming=to_states(self.content),
             own=self.store.load(order.base) if order.base else None,
             generator=torch_generator(config.seed, site.name, str(order.round), "objective"),
@@ -71,8 +72,14 @@ class Job:
 
     def train(self) -> RecordDict:
         """The whole of it, this site alone."""
-        session = self.session()
+        session = self.session(workbench(self.config))
         return self.reply(session, learn(session, self.images(), self.config, self.site, self.order.round, self.device))
+
+
+@once
+def workbench(config: Config) -> Network:
+    """A network that this process trains one site after the other in; every session loads all of its weights first."""
+    return build_network(config, num_classes(config)).to(pick_device(config.engine.device))
 
 
 def read_job(message: Message, context: Context) -> Job:

@@ -23,6 +23,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+INTERRUPTED = 130
+
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one line of JSON, last on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar.")]
 
@@ -130,7 +132,9 @@ def _guarded() -> int:
     from server.rounds import TooFewRepliesError
 
     try:
-        return int(app(standalone_mode=False) or 0)
+        if (code := int(app(standalone_mode=False) or 0)) == INTERRUPTED:  # typer's answer to Ctrl-C
+            raise KeyboardInterrupt
+        return code
     except click.ClickException as error:  # a wrong option: click says so itself
         error.show()
         return error.exit_code
@@ -139,7 +143,7 @@ def _guarded() -> int:
     except TooFewRepliesError as error:
         return _say(str(error), 1)
     except (KeyboardInterrupt, click.Abort):
-        return _say("interrupted; what was committed is kept in the run's folder", 130)
+        return _say("interrupted; what was committed is kept in the run's folder", INTERRUPTED)
 
 
 def _say(text: str, code: int) -> int:

@@ -1,5 +1,6 @@
 """How the sites of one entry divide a domain: the partitioners of flwr_datasets, given labels alone."""
 
+import hashlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,10 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from clients.data.kept import kept
 from clients.data.sources import Labels, Positions
 from clients.randomness import generator
 from conf.errors import UserError
 from conf.schema import PartitionConfig
+
+VERSION = 1  # of the ways below; a new one makes kept divisions invalid
 
 
 @dataclass(frozen=True)
@@ -52,12 +56,19 @@ def divide(labels: Labels, parts: int, how: PartitionConfig, seed: int, name: st
     iid, size and dirichlet (arXiv 1905.12022) leave no image over; classes (arXiv 2102.02079) leaves those of a class
     that no site has drawn. Raises UserError if there are fewer than min_samples per part, or no such division.
     """
-    from flwr_datasets import partitioner
-
-    way, count = WAYS[how.name], len(labels)
+    count = len(labels)
     if parts * how.min_samples > count:
         few = f"{count} training images for {parts} sites, fewer than partition.min_samples={how.min_samples} each"
         raise UserError(f"{few}; use fewer sites or a smaller min_samples")
+    facts = f"{VERSION}|{parts}|{how}|{seed}|{name}|{labels.dtype}|".encode()
+    key = hashlib.sha256(facts + np.ascontiguousarray(labels).tobytes()).hexdigest()
+    return kept(key, lambda: _divide(labels, parts, how, seed, name))
+
+
+def _divide(labels: Labels, parts: int, how: PartitionConfig, seed: int, name: str) -> tuple[Positions, ...]:
+    from flwr_datasets import partitioner
+
+    way, count = WAYS[how.name], len(labels)
     random = generator(seed, name, "partition")
     order = random.permutation(count)
     divider = way.partitioner(partitioner, how, count, parts, int(random.integers(2**31)))

@@ -1,10 +1,13 @@
 """The ray engine: sites run in a pool of Ray actors, on this machine or on a cluster."""
 
+import contextlib
 import logging
 import math
 import os
+import signal
 import socket
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import ray
@@ -69,11 +72,10 @@ def start(config: Config, app: str = CLIENT_APP) -> RayGrid:
     engine, sites, store = config.engine, len(roster(config)), store_folder(config)
     workers = engine.workers or min(sites, workers_for(engine, _this_machine()))
     try:
+        with own_signals():
+            _join(engine.address) if engine.address else _start(engine, workers)
         if engine.address:
-            _join(engine.address)
             workers = engine.workers or min(sites, workers_for(engine, ray.cluster_resources()))
-        else:
-            _start(engine, workers)
     except (OSError, RuntimeError, ConnectionError, ValueError) as error:
         ray.shutdown()
         reason = str(error).strip().splitlines()[0]
@@ -83,6 +85,20 @@ def start(config: Config, app: str = CLIENT_APP) -> RayGrid:
     pool = Pool(workers, (app, combine, engine.vectorise, sites, str(store)), options, engine)
     gpus = f", {engine.num_gpus:g} GPU" if engine.num_gpus else ""
     return RayGrid(sites, store, pool, f"ray: {workers} workers, {engine.num_cpus:g} CPU{gpus} each")
+
+
+@contextlib.contextmanager
+def own_signals() -> Iterator[None]:
+    """Keep this process's handlers of SIGINT and SIGTERM: Ray sets its own, which aborts without cleaning up."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
 
 
 def workers_for(engine: EngineConfig, resources: Mapping[str, float]) -> int:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clients.data.kept import folder
 from clients.data.partition import WAYS, divide, sizes
 from clients.randomness import generator
 from conf.errors import UserError
@@ -85,3 +86,19 @@ def test_too_many_classes_per_site_and_too_few_images() -> None:
         divide(LABELS, 2, PartitionConfig(name="classes", classes_per_site=11), 0, "x")
     with pytest.raises(UserError, match=r"2000 training images for 201 sites, fewer than partition.min_samples=10"):
         divide(LABELS, 201, PartitionConfig(), 0, "x")
+
+
+def test_a_division_is_looked_up_and_a_damaged_file_made_again():
+    labels = np.arange(200, dtype=np.int64) % 10
+    how = PartitionConfig(name="dirichlet", alpha=5.0, min_samples=1)
+    first = divide(labels, 4, how, 77, "kept")
+    before = set(folder().iterdir())
+    again = divide(labels, 4, how, 77, "kept")
+    assert set(folder().iterdir()) == before
+    assert all(np.array_equal(one, other) for one, other in zip(first, again, strict=True))
+    for path in before:
+        path.write_bytes(path.read_bytes()[:50])
+    repaired = divide(labels, 4, how, 77, "kept")
+    assert all(np.array_equal(one, other) for one, other in zip(first, repaired, strict=True))
+    other = divide(labels, 4, how, 78, "kept")
+    assert not all(np.array_equal(one, two) for one, two in zip(first, other, strict=True))
