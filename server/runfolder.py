@@ -37,6 +37,7 @@ class RunFolder:
                 shutil.rmtree(self.path)
             self.path.mkdir(parents=True)
             write_bytes(self.path / CONFIG, stored(config).encode())
+            (self.path / METRICS).touch()
         except OSError as error:
             raise UserError(f"{self.path}: cannot be written ({error.strerror or error}); choose another run.root") from None
 
