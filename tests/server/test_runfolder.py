@@ -42,12 +42,13 @@ def test_overwrite_replaces_a_run_with_all_that_was_in_it(tmp_path: Path):
     made.append({"round": 1})
     made.write_network("old", {"w": torch.ones(1)})
     again = opened(tmp_path, "run.overwrite=true", "seed=9")
-    assert set(files(again.path)) == {CONFIG}
+    assert set(files(again.path)) == {CONFIG, METRICS}
+    assert not (again.path / METRICS).read_text()
     assert load(str(again.path / CONFIG)).seed == 9
 
 
 def test_overwrite_makes_a_run_that_was_not_there(tmp_path: Path):
-    assert set(files(opened(tmp_path, "run.overwrite=true").path)) == {CONFIG}
+    assert set(files(opened(tmp_path, "run.overwrite=true").path)) == {CONFIG, METRICS}
 
 
 @pytest.mark.parametrize("overwrite", ["true", "false"])
