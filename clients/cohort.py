@@ -104,13 +104,11 @@ def _stacked_batches(jobs: Sequence[Job]) -> Iterator[tuple[float, Tensor, Tenso
         yield rates[0], torch.stack(images), torch.stack(labels)
 
 
-def clip_each(parameters: Sequence[nn.Parameter], limit: float) -> None:
-    """torch.nn.utils.clip_grad_norm_ for each of the k networks whose weights are stacked in `parameters`, [k, ...]."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+def clip_each(gradients: Sequence[Tensor], limit: float) -> list[Tensor]:
+    """clients.learner.clip_all for each of the k networks whose gradients are stacked, [k, ...]."""
     norms = torch.stack([gradient.flatten(1).norm(dim=1) for gradient in gradients]).norm(dim=0)
     factors = (limit / (norms + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        gradient.mul_(factors.view(-1, *[1] * (gradient.ndim - 1)))
+    return [gradient * factors.view(-1, *[1] * (gradient.ndim - 1)) for gradient in gradients]
 
 
 def _stack(states: Sequence[Mapping[str, Tensor]]) -> State:

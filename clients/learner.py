@@ -1,13 +1,14 @@
 """The local learner: some epochs of SGD on a session's loss."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import get_total_norm
+from torch.optim.sgd import sgd
 
 from clients.data import Images, random_flip, to_float
 from clients.objectives import Session
@@ -58,27 +59,33 @@ def batches(
             yield rate_at(training, config.rounds, round - 1 + step / (per_epoch * training.epochs)), inputs, labels[batch]
 
 
+def clip_all(gradients: Sequence[Tensor], limit: float) -> list[Tensor]:
+    """The gradients, scaled so that the norm of all of them together is at most `limit`."""
+    scale = (limit / (get_total_norm(gradients) + 1e-6)).clamp(max=1.0)
+    return [gradient * scale for gradient in gradients]
+
+
 def descend(
     parameters: list[nn.Parameter],
     loss: Callable[[Tensor, Tensor], Tensor],
     steps: Iterable[tuple[float, Tensor, Tensor]],
     training: TrainingConfig,
-    clip: Callable[[list[nn.Parameter], float], Any] = clip_grad_norm_,
+    clip: Callable[[Sequence[Tensor], float], list[Tensor]] = clip_all,
 ) -> Tensor:
-    """SGD on `loss`; the losses of all steps, [steps], or [steps, k] for a loss [k] of k independent sites."""
-    optimiser = torch.optim.SGD(
-        parameters, lr=training.rate, momentum=training.momentum, weight_decay=training.weight_decay, foreach=True
-    )
-    losses = []
+    """SGD on `loss`; the losses of all steps, [steps], or [steps, k] for a loss [k] of k independent sites.
+
+    It is torch.optim.SGD's functional form: the class would import torch's compiler, a second for each new worker.
+    """
+    losses, moving = [], cast("list[Tensor]", parameters)
+    buffers: list[Tensor | None] = [None] * len(parameters)
+    fixed: dict[str, Any] = {"momentum": training.momentum, "weight_decay": training.weight_decay, "dampening": 0.0}
     for rate, inputs, labels in steps:
-        for group in optimiser.param_groups:
-            group["lr"] = rate
         value = loss(inputs, labels)
-        optimiser.zero_grad()
-        value.sum().backward()
+        gradients = list(torch.autograd.grad(value.sum(), moving, materialize_grads=True))
         if training.clip > 0:
-            clip(parameters, training.clip)
-        optimiser.step()
+            gradients = clip(gradients, training.clip)
+        with torch.no_grad():
+            sgd(moving, gradients, buffers, foreach=True, lr=rate, nesterov=False, maximize=False, **fixed)
         losses.append(value.detach())
     return torch.stack(losses)
 

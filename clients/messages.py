@@ -11,6 +11,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
+from clients.npy import decode, encode
 from fusion.exact import State
 
 ORDER = "order"
@@ -56,9 +57,9 @@ def read_order(content: RecordDict) -> Order:
 def to_arrays(state: Mapping[str, Tensor]) -> ArrayRecord:
     """A state as a Flower record (bfloat16, which Flower cannot carry, as float32)."""
     plain = {name: tensor.float() if tensor.dtype == torch.bfloat16 else tensor for name, tensor in state.items()}
-    return ArrayRecord(torch_state_dict=plain)
+    return ArrayRecord({name: encode(tensor) for name, tensor in plain.items()})
 
 
 def to_states(content: RecordDict) -> dict[str, State]:
     """All array records of a message, by name."""
-    return {name: dict(record.to_torch_state_dict()) for name, record in content.array_records.items()}
+    return {name: {key: decode(array) for key, array in record.items()} for name, record in content.array_records.items()}

@@ -24,6 +24,7 @@ class EngineConfig:
     )
     workers: int = value(0, "processes that run sites; 0: sized to the machine", low=0)
     address: str = value("", "address of a Ray cluster; empty: start one on this machine")
+    ship_data: bool = value(False, "with an address: send the data folder to the cluster's nodes; off: they have it")
     num_cpus: float = value(1.0, "CPU cores per worker", low=0.0)
     num_gpus: float = value(0.0, "GPUs per worker (a fraction shares one)", low=0.0)
     vectorise: int = value(1, "ray: sites of one shape trained as one (results then agree up to rounding only)", low=1)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from flwr.app import RecordDict
 
 from clients.messages import METRICS, ORDER, PARTIAL, Order, to_states
@@ -39,6 +40,7 @@ class RoundLoop:
 
     def __post_init__(self) -> None:
         self._text = to_json(self.config)
+        torch.set_num_threads(self.config.engine.threads)  # the cores are the sites', and torch's idle threads spin
 
     def rounds(self) -> Iterator[dict[str, Any]]:
         """Run and commit one round after the other; yields each one's record (a line of metrics.jsonl)."""

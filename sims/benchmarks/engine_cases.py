@@ -10,6 +10,10 @@ from conf.sites import roster
 
 DIRECT = ("inline", "ray")
 FLOWER = (*DIRECT, "stock")
+SUMS = "ray-sums"
+VARIANTS = {SUMS: ["federation.partial_sums=true"]}
+"""Engines with options: what each adds to a case's configuration."""
+
 LOOPS = {"loop-1": 1, "loop-2": 2}
 """Plain loops without Flower, and how many processes each has."""
 
@@ -38,9 +42,10 @@ class Case:
         """How many rounds this engine runs."""
         return (self.stock_rounds if engine == "stock" else self.rounds)[quick]
 
-    def config(self, folder: Path) -> Config:
-        """The configuration, with everything that is written below `folder`."""
-        return CONFIGS[self.kind](self, [f"run.root={folder}", "run.name=bench", f"federation.window={self.window}"])
+    def config(self, folder: Path, engine: str = "") -> Config:
+        """The configuration for an engine, with everything that is written below `folder`."""
+        words = [f"run.root={folder}", "run.name=bench", f"federation.window={self.window}", *VARIANTS.get(engine, [])]
+        return CONFIGS[self.kind](self, words)
 
 
 def _messages_config(case: Case, words: list[str]) -> Config:
@@ -77,5 +82,5 @@ CASES = (
     Case("messages-1mb", "100 sites, 1 MB each way", "messages", 100, 100, (15, 6), (5, 3), floats=250_000, window=32),
     Case("messages-40mb", "40 sites, 40 MB each way", "messages", 40, 40, (5, 3), (3, 2), floats=10_000_000, window=6),
     Case("training", "20 of 100 sites train 72,000 parameters on 60 images each", "training", 100, 20, (30, 10), (15, 4),
-         window=32, engines=(*FLOWER, *LOOPS)),
+         window=32, engines=(*FLOWER, SUMS, *LOOPS)),
 )  # fmt: skip

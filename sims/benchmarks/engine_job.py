@@ -32,7 +32,7 @@ class Job:
 
     def config(self) -> Config:
         """The configuration of the case."""
-        return self.case.config(self.folder)
+        return self.case.config(self.folder, self.engine)
 
 
 @dataclass(frozen=True)

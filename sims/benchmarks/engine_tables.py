@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sims.benchmarks.engine_cases import Case, domains
+from sims.benchmarks.engine_cases import SUMS, Case, domains
 from sims.benchmarks.engine_measure import Row
 from sims.tables import Cell, Table
 
@@ -65,6 +65,7 @@ BARS = (
     _faster("messages-100-of-10000", 40),
     _faster("messages-1mb", 5),
     Bar("training: s a round, ray / loop-2", "training", "round_s", "ray", "loop-2", False, 1.3),
+    Bar("training: s a round, ray with partial sums / loop-2", "training", "round_s", SUMS, "loop-2", False, 1.0),
     Bar("training: ray's first round, s after launch", "training", "startup_s", "ray", "", False, 9),
     Bar("messages-40mb: ray's private memory, MiB", "messages-40mb", "private_mb", "ray", "", False, 300),
 )

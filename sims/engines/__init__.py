@@ -2,11 +2,15 @@
 
 import contextlib
 import importlib
+import os
 from collections.abc import Iterator
 
 from conf.errors import UserError
 from conf.schema import Config
 from sims.engines.adapter import LocalGrid
+
+# Read when Ray is imported. A worker's death is our affair: the pool tells which site did it, and Ray need not shout.
+os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
 
 # Modules by name, imported when asked for: Ray is needed by its own engine only.
 MODULES = {"inline": "sims.engines.inline", "ray": "sims.engines.ray"}

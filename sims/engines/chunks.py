@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 MOST_MESSAGES = 100
 MOST_BYTES = 16 * 2**20
+LEAST_SECONDS = 0.04  # a call itself costs some milliseconds
 SECONDS_PER_CALL = 0.5  # a call lasts about that long, so that unequal sites still balance
 FIRST_CHUNK = 8  # while nothing is known of the tasks
 LONG_TASK = 0.25  # seconds; workers get no second call ahead of such tasks
@@ -27,7 +28,8 @@ class ChunkPolicy:
         share = -(-waiting // (2 * self.workers))
         by_bytes = MOST_BYTES // max(1, message_bytes)
         by_time = FIRST_CHUNK if self.task_seconds is None else int(SECONDS_PER_CALL / max(self.task_seconds, 1e-6))
-        return max(self.least, min(MOST_MESSAGES, share, by_bytes, by_time))
+        floor = 1 if self.task_seconds is None else round(LEAST_SECONDS / max(self.task_seconds, 1e-6))
+        return max(self.least, min(MOST_MESSAGES, max(share, floor), by_bytes, by_time))
 
     def depth(self) -> int:
         """Calls in flight for each worker."""

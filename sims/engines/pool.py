@@ -107,9 +107,10 @@ class Pool:
                 guarded.add(worker)
                 self._call(worker, [self._suspects.popleft()], alone=True)
         for depth in range(self._policy.depth()):
+            waiting = len(self._queue)  # of one level, all workers get the same
             for worker in range(len(self._actors)):
                 if self._queue and load[worker] == depth and worker not in guarded:
-                    wanted = self._policy.size(len(self._queue), size(self._queue[0].parts))
+                    wanted = self._policy.size(waiting, size(self._queue[0].parts))
                     jobs = [self._queue.popleft() for _ in range(min(wanted, len(self._queue)))]
                     load[worker] += 1
                     self._call(worker, jobs, alone=False)

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import ray
 import torch
@@ -19,8 +20,9 @@ import conf
 import fusion
 import server
 import sims
+from clients.data.domains import SHIPPED, data_folder
 from conf.errors import UserError
-from conf.schema import Config, EngineConfig
+from conf.schema import Config, DataConfig, EngineConfig
 from conf.sites import roster
 from sims.engines.adapter import FIRST_NODE, LocalGrid, failure, store_folder
 from sims.engines.pool import Pool
@@ -73,7 +75,7 @@ def start(config: Config, app: str = CLIENT_APP) -> RayGrid:
     workers = engine.workers or min(sites, workers_for(engine, _this_machine()))
     try:
         with own_signals():
-            _join(engine.address) if engine.address else _start(engine, workers)
+            _join(engine.address, config.data if engine.ship_data else None) if engine.address else _start(engine, workers)
         if engine.address:
             workers = engine.workers or min(sites, workers_for(engine, ray.cluster_resources()))
     except (OSError, RuntimeError, ConnectionError, ValueError) as error:
@@ -118,12 +120,14 @@ def _start(engine: EngineConfig, workers: int) -> None:
     ray.init(num_cpus=cores, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
 
 
-def _join(address: str) -> None:
-    """Join a cluster; our code, and where the data is, reach its nodes through the runtime environment."""
+def _join(address: str, ship: DataConfig | None) -> None:
+    """Join a cluster; our code, and the data or where it is, reach its nodes through the runtime environment."""
     _reach(address)
     modules = [str(Path(package.__file__ or "").parent) for package in (conf, fusion, clients, server, sims)]
     data = {"FEDLOOM_DATA": os.environ["FEDLOOM_DATA"]} if "FEDLOOM_DATA" in os.environ else {}
-    runtime = {"py_modules": modules, "env_vars": data}
+    runtime: dict[str, Any] = {"py_modules": modules, "env_vars": data}
+    if ship is not None:  # a worker's working directory is then its node's copy of the folder
+        runtime = {"py_modules": modules, "env_vars": {SHIPPED: "."}, "working_dir": str(data_folder(ship))}
     ray.init(address=address, runtime_env=runtime, logging_level=logging.ERROR, log_to_driver=False)
 
 

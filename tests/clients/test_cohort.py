@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from clients.app import app
 from clients.cohort import clip_each, same_shape, train_cohort
 from clients.job import Job, read_job
-from clients.learner import DivergedError
+from clients.learner import DivergedError, clip_all
 from clients.messages import METRICS, SUBSET, TRAIN, read_order, to_states
 from clients.objectives import Session
 from clients.states import read_state, write_state
@@ -170,19 +170,16 @@ def test_a_session_that_cannot_be_stacked_is_trained_alone(tmp_path: Path, monke
 
 def test_clipping_is_that_of_each_network_on_its_own():
     generator = torch.Generator().manual_seed(0)
-    shapes = [(3, 2, 4), (3, 5), (3, 1)]
-    scales = torch.tensor([0.01, 1.0, torch.nan])
-    parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    for parameter in parameters:
-        parameter.grad = torch.randn(parameter.shape, generator=generator) * scales.view(-1, *[1] * (parameter.ndim - 1))
-    single = [[nn.Parameter(torch.zeros(shape[1:])) for shape in shapes] for _ in range(3)]
-    for k, network in enumerate(single):
-        for parameter, stacked in zip(network, parameters, strict=True):
-            assert stacked.grad is not None
-            parameter.grad = stacked.grad[k].clone()
+    shapes, scales = [(3, 2, 4), (3, 5), (3, 1)], torch.tensor([0.01, 1.0, torch.nan])
+    stacked = [torch.randn(shape, generator=generator) * scales.view(-1, *[1] * (len(shape) - 1)) for shape in shapes]
+    expected: list[list[Tensor]] = []
+    for k in range(3):
+        network = [nn.Parameter(torch.zeros(shape[1:])) for shape in shapes]
+        for parameter, gradient in zip(network, stacked, strict=True):
+            parameter.grad = gradient[k].clone()
         nn.utils.clip_grad_norm_(network, 0.7)
-    clip_each(parameters, 0.7)
-    for place, stacked in enumerate(parameters):
-        assert stacked.grad is not None
-        expected = torch.stack([network[place].grad for network in single])  # type: ignore[misc]
-        torch.testing.assert_close(stacked.grad, expected, equal_nan=True)
+        expected.append([parameter.grad for parameter in network if parameter.grad is not None])
+        alone = clip_all([gradient[k] for gradient in stacked], 0.7)
+        torch.testing.assert_close(alone, expected[k], equal_nan=True, rtol=0, atol=0)
+    together = [torch.stack(gradients) for gradients in zip(*expected, strict=True)]
+    torch.testing.assert_close(clip_each(stacked, 0.7), together, equal_nan=True)

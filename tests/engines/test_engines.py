@@ -4,15 +4,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ray
 import torch
+from flwr.app import RecordDict
 from ray.cluster_utils import Cluster
 
+from clients.initial import initial_state
+from clients.messages import MEAN, ORDER, Order, to_arrays
 from clients.states import read_state
-from conf import UserError, load
+from conf import UserError, load, to_json
+from conf.sites import roster
 from fusion.exact import digest
 from server.experiment import run_experiment
+from server.federation import Federation
 from server.listener import LogListener
 from sims.engines import open_engine
 from sims.engines.adapter import FIRST_NODE, LocalGrid
@@ -63,6 +69,31 @@ def test_a_cluster_of_two_nodes_gives_the_bits_of_the_inline_engine(tmp_path: Pa
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+@pytest.mark.slow
+def test_data_shipped_to_a_cluster_is_read_there(tmp_path: Path):
+    """The data folder is gone when the sites train: the only copy left is the one that Ray has shipped."""
+    data, random = tmp_path / "data", np.random.default_rng(0)
+    data.mkdir()
+    pixels, labels = random.integers(0, 256, (40, 16, 16), np.uint8), np.arange(40, dtype=np.uint8) % 10
+    np.savez(data / "usps.npz", X_train=pixels, y_train=labels, X_test=pixels, y_test=labels)
+    words = [f"data.root={data}", "sites=[{domain: usps, count: 2}]", "data.size=8", "rounds=2", "evaluation.every=2"]
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        there = [f"engine.address={cluster.address}", "engine.ship_data=true", "engine.workers=1"]
+        config = load("digits", [*words, *there, f"run.root={tmp_path}"])
+        with open_engine(config) as grid:
+            data.rename(tmp_path / "elsewhere")
+            federation = Federation(grid, roster(config), window=0)
+            federation.join(timeout=60)
+            order = Order(to_json(config), "run", site=0, round=1, base=0, members=2).record()
+            mean = to_arrays(initial_state(config))
+            replies = list(federation.train([(roster(config)[0], RecordDict({ORDER: order, MEAN: mean}))], 1, timeout=60))
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    assert [reply.reason for reply in replies] == [""]
 
 
 def test_workers_fill_what_there_is_and_no_more():

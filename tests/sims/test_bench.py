@@ -93,7 +93,7 @@ def test_bars_on_made_up_rows():
     rows = [
         *(made_up("messages-1000", engine, seconds) for engine, seconds in (("ray", 0.2), ("stock", 5.0))),
         *(made_up("messages-1mb", engine, seconds) for engine, seconds in (("ray", 0.2), ("stock", 0.9))),
-        *(made_up("training", engine, seconds) for engine, seconds in (("ray", 0.26), ("loop-2", 0.2))),
+        *(made_up("training", engine, seconds) for engine, seconds in (("ray", 0.26), ("ray-sums", 0.25), ("loop-2", 0.2))),
         made_up("messages-40mb", "ray", 3.0, private_mb=301.0),
         Row("messages-100-of-10000", "stock", note="did not start"),
         made_up("messages-100-of-10000", "ray", 0.1),
@@ -104,6 +104,7 @@ def test_bars_on_made_up_rows():
         ("-", "not measured"),
         ("4.5", "not met"),
         ("1.3", "met"),
+        ("1.25", "not met"),
         ("3", "met"),
         ("301", "not met"),
     ]

@@ -1,0 +1,52 @@
+"""Arrays as Flower makes them, byte for byte, whatever the dtype and shape; other writers' bytes are read too."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from clients.npy import decode, encode
+
+DTYPES = st.sampled_from([np.float32, np.float64, np.float16, np.int64, np.int32, np.uint8, np.bool_])
+
+
+@given(st.data(), DTYPES, arrays.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4))
+def test_bytes_and_values_are_flowers(data: st.DataObject, dtype: type, shape: tuple[int, ...]):
+    array = data.draw(arrays.arrays(dtype, shape))
+    encoded, flowers = encode(torch.from_numpy(array)), Array(array)
+    assert (encoded.dtype, encoded.shape, encoded.stype, encoded.data) == (
+        flowers.dtype,
+        flowers.shape,
+        flowers.stype,
+        flowers.data,
+    )
+    np.testing.assert_array_equal(decode(flowers).numpy(), array)
+
+
+def test_a_strided_tensor_is_written_in_order():
+    tensor = torch.arange(12.0).reshape(3, 4).T
+    assert torch.equal(decode(encode(tensor)), tensor)
+
+
+def test_what_is_decoded_may_be_written_to():
+    tensor = decode(encode(torch.zeros(3)))
+    tensor += 1
+    assert tensor.tolist() == [1, 1, 1]
+
+
+def test_other_headers_are_read_by_numpy():
+    file = io.BytesIO()
+    np.save(file, np.asfortranarray(np.arange(6.0).reshape(2, 3)))
+    assert decode(Array("float64", (2, 3), "numpy.ndarray", file.getvalue())).tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "nonsense"])
+@pytest.mark.parametrize("data", [b"", b"damage", encode(torch.zeros(3)).data[:-1]])
+def test_damage_is_an_error(dtype: str, data: bytes):
+    with pytest.raises((ValueError, EOFError)):
+        decode(Array(dtype, (3,), "numpy.ndarray", data))
