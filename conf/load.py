@@ -16,6 +16,8 @@ from conf.typed import build
 
 FOLDER = Path(__file__).parent
 
+NAMED = ("network", "objective", "strategy")
+
 
 def experiment_names() -> list[str]:
     """The experiments that ship: the YAML files beside this module."""
@@ -46,12 +48,21 @@ def load(experiment: str, overrides: Sequence[str] = ()) -> Config:
         if preset is not None:
             merged = OmegaConf.merge(merged, OmegaConf.create(presets[preset]))
         for key, item in changes.items():
+            _forget_options(merged, key, item)
             OmegaConf.update(merged, key, item, merge=True, force_add=True)
         plain = OmegaConf.to_container(merged, resolve=True)
     except (OmegaConfBaseException, TypeError, IndexError) as error:
         raise UserError(f"{path.stem} {' '.join(overrides)}: {str(error).splitlines()[0]}") from None
     assert isinstance(plain, dict)
     return from_mapping({"experiment": path.stem, **{str(key): item for key, item in plain.items()}})
+
+
+def _forget_options(merged: Any, key: str, item: Any) -> None:
+    """Where an override names another network, objective or strategy, the options of the one before do not stay."""
+    section, _, last = key.rpartition(".")
+    section, name = (section, item) if last == "name" else (key, item.get("name") if isinstance(item, Mapping) else None)
+    if section in NAMED and name is not None and name != (merged.get(section) or {}).get("name"):
+        merged[section] = {}
 
 
 def from_mapping(tree: Mapping[str, Any]) -> Config:

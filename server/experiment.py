@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flwr.serverapp import Grid
+from torch import int64
 
 from clients.data import num_classes, site_sizes
 from clients.networks import build_network
@@ -30,7 +31,9 @@ def check(config: Config) -> None:
     for one in [config, *(with_mode(config, mode) for mode in config.baselines)]:
         objective_of(one)
     STRATEGIES.build(config.strategy, "strategy")
-    build_network(config, num_classes(config))
+    counters = [name for name, tensor in build_network(config, num_classes(config)).state_dict().items() if tensor.dtype == int64]
+    if counters:
+        raise UserError(f"network.norm: the counter '{counters[0]}' cannot be averaged; take norm=group or norm=none")
     if config.federation.min_replies > asked:
         raise UserError(f"federation.min_replies: got {config.federation.min_replies}, only {asked} sites are asked a round")
 

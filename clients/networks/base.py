@@ -35,6 +35,14 @@ class NetworkSpec(ABC):
         """The network for [n, channels, size, size] images; raises UserError if the options do not fit."""
 
 
+class Starting(ABC):
+    """A part of a network that changes its own layers' start once `initialise` has drawn them all."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Change the weights in place; draws nothing."""
+
+
 NETWORKS: Registry[NetworkSpec] = Registry("network")
 
 
@@ -49,15 +57,21 @@ def build_network(config: Config, classes: int) -> Network:
 
     Built without drawing random numbers, so that torch's global generator is left alone.
     """
+    return undefined(network_spec(config), 1 if config.data.grey else 3, config.data.size, classes)
+
+
+def undefined(spec: NetworkSpec, channels: int, size: int, classes: int) -> Network:
+    """The network that the options describe, its weights undefined, without drawing random numbers."""
     with torch.device("meta"):
-        network = network_spec(config).build(1 if config.data.grey else 3, config.data.size, classes)
+        network = spec.build(channels, size, classes)
     return network.to_empty(device="cpu")
 
 
 def initialise(network: nn.Module, generator: torch.Generator) -> None:
     """Draw all weights from `generator`: He-normal convolutions (fan out), uniform +-1/sqrt(fan in) linear layers.
 
-    Norm layers start at scale 1 and shift 0. The draw depends on nothing but the generator and the order of modules.
+    Norm layers start at scale 1 and shift 0, BatchNorm's running statistics at mean 0 and variance 1. The draw depends on
+    nothing but the generator and the order of modules.
     """
     for module in network.modules():
         if isinstance(module, nn.Conv2d):
@@ -69,8 +83,11 @@ def initialise(network: nn.Module, generator: torch.Generator) -> None:
             nn.init.uniform_(module.weight, -bound, bound, generator=generator)
             if module.bias is not None:
                 nn.init.uniform_(module.bias, -bound, bound, generator=generator)
-        elif isinstance(module, nn.GroupNorm):
+        elif isinstance(module, nn.GroupNorm | nn.BatchNorm1d | nn.BatchNorm2d):
             module.reset_parameters()
+    for module in network.modules():
+        if isinstance(module, Starting):
+            module.start()
 
 
 def parameter_count(network: nn.Module) -> int:

@@ -1,4 +1,4 @@
-"""Plain convolutional networks: 3x3 convolutions with GroupNorm, max-pooling between them, global average, linear head."""
+"""Plain convolutional networks: 3x3 convolutions with a norm, max-pooling between them, global average, linear head."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from clients.networks.base import NETWORKS, Network, NetworkSpec
+from clients.networks.layers import NORM_HELP, NORMS, norm_layers, scaled
 from conf.errors import UserError
 from conf.typed import value
 
@@ -35,7 +36,9 @@ class PlainSpec(NetworkSpec):
     width: float = value(1.0, "all widths are multiplied by this", low=0.01, high=16.0)
     groups: int = value(32, "groups of each GroupNorm", low=1)
     standardise: bool = value(False, "weight standardisation in every convolution")
-    affine: bool = value(True, "GroupNorm with a learned scale and shift")
+    affine: bool = value(True, "norm layers with a learned scale and shift")
+    norm: str = value("group", NORM_HELP, choices=tuple(NORMS))
+    bias: bool = value(False, "convolutions with a bias")
 
     def build(self, channels: int, size: int, classes: int) -> Network:
         """The network for [n, channels, size, size] images; raises UserError for widths that `groups` does not divide."""
@@ -47,14 +50,10 @@ class PlainSpec(NetworkSpec):
             if step == POOL:
                 layers.append(nn.MaxPool2d(2))
                 continue
-            out = max(1, round(step * self.width))
-            if out % self.groups:
-                raise UserError(f"network.groups: got {self.groups}, takes a divisor of every width ({out} is one)")
-            layers += [
-                convolution(channels, out, 3, padding=1, bias=False),
-                nn.GroupNorm(self.groups, out, affine=self.affine),
-                nn.ReLU(inplace=True),
-            ]
+            out = scaled(step, self.width)
+            layers.append(convolution(channels, out, 3, padding=1, bias=self.bias))
+            layers += norm_layers(self.norm, out, self.groups, self.affine)
+            layers.append(nn.ReLU(inplace=True))
             channels = out
         layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
         return Network(nn.Sequential(*layers), nn.Linear(channels, classes))
@@ -72,7 +71,7 @@ class Conv6(PlainSpec):
 @NETWORKS.register("vgg11")
 @dataclass(frozen=True)
 class Vgg11(PlainSpec):
-    """VGG configuration A with GroupNorm and a linear head."""
+    """VGG configuration A with GroupNorm (or another norm) and a linear head."""
 
     layout = (64, POOL, 128, POOL, 256, 256, POOL, 512, 512, POOL, 512, 512, POOL)
 
@@ -80,7 +79,7 @@ class Vgg11(PlainSpec):
 @NETWORKS.register("vgg13")
 @dataclass(frozen=True)
 class Vgg13(PlainSpec):
-    """VGG configuration B with GroupNorm and a linear head."""
+    """VGG configuration B with GroupNorm (or another norm) and a linear head."""
 
     layout = (64, 64, POOL, 128, 128, POOL, 256, 256, POOL, 512, 512, POOL, 512, 512, POOL)
 
@@ -96,7 +95,7 @@ class Vgg16(PlainSpec):
 @NETWORKS.register("vgg19")
 @dataclass(frozen=True)
 class Vgg19(PlainSpec):
-    """VGG configuration E with GroupNorm and a linear head."""
+    """VGG configuration E with GroupNorm (or another norm) and a linear head."""
 
     layout = (
         *(64, 64, POOL, 128, 128, POOL),

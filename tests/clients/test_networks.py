@@ -39,7 +39,7 @@ def logits(built: Network, state: State) -> Tensor:
 @pytest.mark.parametrize("name", NETWORKS.names())
 @pytest.mark.parametrize("grey", ["true", "false"])
 def test_every_registered_network_is_an_extractor_and_a_head_and_gives_one_logit_per_class(name, grey):
-    config = load("digits", [f"network={{name: {name}}}", "data.size=32", f"data.grey={grey}"])
+    config = dataclasses.replace(load("digits", ["data.size=32", f"data.grey={grey}"]), network={"name": name})
     built = build_network(config, 7)
     initialise(built, torch.Generator().manual_seed(0))
     built.eval()

@@ -116,3 +116,10 @@ def test_presets(tmp_path: Path):
     assert load(str(path), ["preset=cpu", "rounds=3"]).rounds == 3
     with pytest.raises(UserError, match="did you mean 'cpu'"):
         load(str(path), ["preset=cpo"])
+
+
+@pytest.mark.parametrize("override", ["network.name=mlp", "network={name: mlp}"])
+def test_another_network_starts_from_its_own_defaults(override: str):
+    assert load("digits").network["standardise"]
+    assert load("digits", [override]).network == {"name": "mlp"}
+    assert load("digits", ["network={name: conv6, width: 0.5}"]).network["standardise"], "the same one keeps its options"

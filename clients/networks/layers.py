@@ -1,0 +1,35 @@
+"""What the convolutional networks have in common: their normalisation, and widths that an option scales."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+from conf.errors import UserError
+
+
+def _group(width: int, groups: int, affine: bool) -> list[nn.Module]:
+    if width % groups:
+        raise UserError(f"network.groups: got {groups}, takes a divisor of every width ({width} is one)")
+    return [nn.GroupNorm(groups, width, affine=affine)]
+
+
+def _batch(width: int, groups: int, affine: bool) -> list[nn.Module]:
+    return [nn.BatchNorm2d(width, affine=affine)]
+
+
+def _none(width: int, groups: int, affine: bool) -> list[nn.Module]:
+    return []
+
+
+NORMS: dict[str, Callable[[int, int, bool], list[nn.Module]]] = {"group": _group, "batch": _batch, "none": _none}
+NORM_HELP = "what follows a convolution: GroupNorm, BatchNorm or nothing"
+
+
+def norm_layers(norm: str, width: int, groups: int, affine: bool = True) -> list[nn.Module]:
+    """What follows a convolution with `width` outputs: one layer, or none. UserError if groups do not divide the width."""
+    return NORMS[norm](width, groups, affine)
+
+
+def scaled(step: int, width: float) -> int:
+    """A layer's width times the option `width`, rounded, at least 1."""
+    return max(1, round(step * width))

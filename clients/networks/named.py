@@ -1,0 +1,143 @@
+"""Networks by name, and files that hold a network: its weights and, in the metadata, all that builds it again."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from clients.networks.base import NETWORKS, undefined
+from clients.states import read_metadata, read_state, write_state
+from conf.errors import UserError, unknown
+from conf.typed import build
+
+FOREIGN = "torchvision:"  # before the name of one of torchvision's classification networks
+KEY = "built_as"  # the metadata's key for the NetworkName, as JSON
+RUN_KEY = "network"  # under this a run of fedloom writes the section `network` of its configuration
+
+
+@dataclass(frozen=True)
+class NetworkName:
+    """All that builds a network again: its name and options, and the images and classes that it is for."""
+
+    name: str
+    options: Mapping[str, Any]
+    channels: int
+    size: int
+    classes: int
+
+    def build(self) -> nn.Module:
+        """The network, its weights undefined (torchvision's: its own start). UserError for an unknown name or option.
+
+        torch's global generator is left as it was.
+        """
+        for key in ("channels", "size", "classes"):
+            if getattr(self, key) < 1:
+                raise UserError(f"{key}: got {getattr(self, key)}, takes a number of at least 1")
+        if self.name.startswith(FOREIGN):
+            return _foreign(self)
+        spec = build(NETWORKS.get(self.name), self.options, "network")
+        return undefined(spec, self.channels, self.size, self.classes)
+
+
+def parse_name(text: str, channels: int, size: int, classes: int) -> NetworkName:
+    """The network that a text names: `vgg13`, `vgg13:norm=batch,width=0.5`, `mlp:widths=[40,20]`, `torchvision:resnet18`.
+
+    Raises UserError for an unknown name and for options that are not key=value; `build` checks keys and values.
+    """
+    if text.startswith(FOREIGN):
+        return NetworkName(text, {}, channels, size, classes)
+    name, separator, rest = text.partition(":")
+    NETWORKS.get(name)
+    options: dict[str, Any] = {}
+    for part in re.split(r",(?![^\[]*\])", rest) if separator else []:
+        key, equals, item = (piece.strip() for piece in part.partition("="))
+        if not (key and equals and item) or key in options:
+            raise UserError(f"network '{text}': got the option '{part}', takes {name}:KEY=VALUE,KEY=VALUE, each key once")
+        try:
+            options[key] = yaml.safe_load(item)
+        except yaml.YAMLError:
+            raise UserError(f"network '{text}': the value of '{key}' cannot be read: '{item}'") from None
+    return NetworkName(name, options, channels, size, classes)
+
+
+def save_network(path: Path, network: nn.Module, name: NetworkName) -> None:
+    """Write the network's parameters and buffers, and its name in the metadata, to a safetensors file."""
+    write_state(path, network.state_dict(), **{KEY: json.dumps({**vars(name), "options": dict(name.options)})})
+
+
+def load_network(path: Path, name: NetworkName | None = None) -> tuple[nn.Module, NetworkName]:
+    """The network in a file, in evaluation mode, and its name; `name` None: the one that save_network wrote there.
+
+    Raises UserError for a missing or unreadable file, one that does not name its network (and no `name` is given), and
+    tensors that are missing, unknown, of another shape or not finite.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; give the path of a network's .safetensors file")
+    name = name or _read_name(path)
+    state = read_state(path)
+    network = name.build()
+    _check(path, state, network.state_dict(), name.name)
+    network.load_state_dict(state)
+    for key, tensor in network.state_dict().items():
+        if not torch.isfinite(tensor).all():
+            raise UserError(f"{path}: tensor '{key}' has entries that are NaN or infinite; give another file")
+    return network.eval(), name
+
+
+def _foreign(name: NetworkName) -> nn.Module:
+    from torchvision import models  # slow to import, and few need it
+
+    known = [FOREIGN + known for known in models.list_models(module=models)]
+    if name.name not in known:
+        raise unknown("network", name.name, known)
+    if name.options:
+        raise UserError(f"network '{name.name}': takes no options, got {', '.join(map(str, name.options))}")
+    if name.channels != 3:
+        raise UserError(f"network '{name.name}': takes images of 3 channels, got {name.channels} (data.grey=false gives 3)")
+    with torch.random.fork_rng(devices=[]):
+        return models.get_model(name.name.removeprefix(FOREIGN), weights=None, num_classes=name.classes)
+
+
+def _read_name(path: Path) -> NetworkName:
+    metadata = read_metadata(path)
+    if KEY not in metadata:
+        hint = _hint(metadata.get(RUN_KEY, ""))
+        raise UserError(f"{path}: does not say what network it holds and for which images; say --network {hint}")
+    try:
+        fields = json.loads(metadata[KEY])
+        name = NetworkName(**fields)
+    except (TypeError, ValueError):
+        fields, name = {}, None
+    numbers = all(isinstance(fields.get(key), int) for key in ("channels", "size", "classes"))
+    if name is None or not numbers or not isinstance(name.name, str) or not isinstance(name.options, dict):
+        raise UserError(f"{path}: its metadata '{KEY}' is no network's name; say --network NAME[:KEY=VALUE,...]")
+    return name
+
+
+def _hint(section: str) -> str:
+    """What to say for the section `network` of a run's configuration; the general form if it is none."""
+    try:
+        options = dict(json.loads(section))
+        name = options.pop("name")
+    except (KeyError, TypeError, ValueError):
+        return "NAME[:KEY=VALUE,...]"
+    given = ",".join(f"{key}={json.dumps(item, separators=(',', ':')).strip(chr(34))}" for key, item in options.items())
+    return f"{name}:{given}" if given else str(name)
+
+
+def _check(path: Path, state: Mapping[str, Tensor], wanted: Mapping[str, Tensor], name: str) -> None:
+    other = f"is the file of another network than {name}? say --network NAME[:KEY=VALUE,...]"
+    for key, tensor in wanted.items():
+        if key not in state:
+            raise UserError(f"{path}: tensor '{key}' {list(tensor.shape)} is missing; {other}")
+        if state[key].shape != tensor.shape:
+            raise UserError(f"{path}: tensor '{key}' is {list(state[key].shape)}, takes {list(tensor.shape)}; {other}")
+    for key, tensor in state.items():
+        if key not in wanted:
+            raise UserError(f"{path}: tensor '{key}' {list(tensor.shape)} is unknown; {other}")

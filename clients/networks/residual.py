@@ -1,0 +1,183 @@
+"""Residual networks (He et al. 2016, Sec. 4.2) and wide ones (Zagoruyko and Komodakis 2016) for small images.
+
+A 3x3 convolution, stages of blocks with two 3x3 convolutions each, global average, linear head. Every stage but the
+first halves the image. Without norms a branch would double the variance in every block, so there the last convolution
+of each branch starts at 0: each block is the identity at first, as in Fixup (Zhang et al. 2019).
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from clients.networks.base import NETWORKS, Network, NetworkSpec, Starting
+from clients.networks.layers import NORM_HELP, NORMS, norm_layers, scaled
+from conf.errors import UserError
+from conf.typed import value
+
+
+class Residual(nn.Module, Starting):
+    """A branch and a shortcut around it. `zero`: the last convolution of the branch starts at 0."""
+
+    branch: nn.Sequential
+
+    def __init__(self, zero: bool) -> None:
+        super().__init__()
+        self.zero = zero
+
+    def start(self) -> None:
+        if self.zero:
+            last = [module for module in self.branch if isinstance(module, nn.Conv2d)][-1]
+            nn.init.zeros_(last.weight)
+
+
+class BasicBlock(Residual):
+    """relu(branch(x) + shortcut(x)): [n, inputs, h, w] to [n, out, h / stride, w / stride].
+
+    The shortcut is the identity (an empty nn.Sequential), or a 1x1 convolution and its norm where the shape changes.
+    """
+
+    def __init__(self, spec: "ResidualSpec", inputs: int, out: int, stride: int) -> None:
+        super().__init__(zero=spec.norm == "none")
+        self.branch = nn.Sequential(
+            spec.convolution(inputs, out, stride), *spec.norms(out), nn.ReLU(), spec.convolution(out, out), *spec.norms(out)
+        )
+        self.shortcut = nn.Sequential()
+        if stride != 1 or inputs != out:
+            self.shortcut = nn.Sequential(spec.convolution(inputs, out, stride, kernel=1), *spec.norms(out))
+        self.relu = nn.ReLU()
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.relu(self.branch(images) + self.shortcut(images))
+
+
+class PreActivationBlock(Residual):
+    """branch(relu(norm(x))) + x: [n, inputs, h, w] to [n, out, h / stride, w / stride].
+
+    Where the shape changes, a 1x1 convolution of relu(norm(x)) takes the place of x (`shortcut`, else empty).
+    """
+
+    def __init__(self, spec: "ResidualSpec", inputs: int, out: int, stride: int) -> None:
+        super().__init__(zero=spec.norm == "none")
+        self.first = nn.Sequential(*spec.norms(inputs), nn.ReLU())
+        self.branch = nn.Sequential(
+            spec.convolution(inputs, out, stride), *spec.norms(out), nn.ReLU(), spec.convolution(out, out)
+        )
+        self.projects = stride != 1 or inputs != out
+        self.shortcut = nn.Sequential()
+        if self.projects:
+            self.shortcut = nn.Sequential(spec.convolution(inputs, out, stride, kernel=1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        active = self.first(images)
+        return self.branch(active) + self.shortcut(active if self.projects else images)
+
+
+@dataclass(frozen=True)
+class ResidualSpec(NetworkSpec):
+    """Options of all residual networks; the subclasses say how many blocks of which widths."""
+
+    width: float = value(1.0, "all widths are multiplied by this", low=0.01, high=16.0)
+    norm: str = value("batch", NORM_HELP, choices=tuple(NORMS))
+    groups: int = value(8, "groups of each GroupNorm", low=1)
+    bias: bool = value(False, "convolutions with a bias")
+
+    def convolution(self, inputs: int, out: int, stride: int = 1, kernel: int = 3) -> nn.Conv2d:
+        """A convolution that keeps the image's size, but for the stride."""
+        return nn.Conv2d(inputs, out, kernel, stride=stride, padding=kernel // 2, bias=self.bias)
+
+    def norms(self, out: int) -> list[nn.Module]:
+        """The norm layer for `out` channels; none with norm=none."""
+        return norm_layers(self.norm, out, self.groups)
+
+    def stages(
+        self, block: Callable[["ResidualSpec", int, int, int], nn.Module], inputs: int, widths: list[int], blocks: list[int]
+    ) -> OrderedDict[str, nn.Module]:
+        """stage1, stage2, ...: as many blocks as `blocks` says; the first block of each but stage1 has stride 2."""
+        stages: OrderedDict[str, nn.Module] = OrderedDict()
+        for number, (out, count) in enumerate(zip(widths, blocks, strict=True), start=1):
+            layers = []
+            for place in range(count):
+                layers.append(block(self, inputs, out, 2 if place == 0 and number > 1 else 1))
+                inputs = out
+            stages[f"stage{number}"] = nn.Sequential(*layers)
+        return stages
+
+
+@dataclass(frozen=True)
+class ResnetSpec(ResidualSpec):
+    """Basic blocks: `blocks[k]` of them of width `widths[k]` in stage k."""
+
+    widths: ClassVar[tuple[int, ...]] = (64, 128, 256, 512)
+    blocks: ClassVar[tuple[int, ...]] = ()
+
+    def build(self, channels: int, size: int, classes: int) -> Network:
+        """The network for [n, channels, size, size] images; raises UserError for widths that `groups` does not divide."""
+        widths = [scaled(step, self.width) for step in self.widths]
+        extractor = OrderedDict[str, nn.Module](
+            stem=nn.Sequential(self.convolution(channels, widths[0]), *self.norms(widths[0]), nn.ReLU()),
+            **self.stages(BasicBlock, widths[0], widths, list(self.blocks)),
+            pool=nn.AdaptiveAvgPool2d(1),
+            flat=nn.Flatten(),
+        )
+        return Network(nn.Sequential(extractor), nn.Linear(widths[-1], classes))
+
+
+@NETWORKS.register("resnet18")
+@dataclass(frozen=True)
+class Resnet18(ResnetSpec):
+    """ResNet-18 with a 3x3 stem for small images: 11.2 million parameters."""
+
+    blocks = (2, 2, 2, 2)
+
+
+@NETWORKS.register("resnet34")
+@dataclass(frozen=True)
+class Resnet34(ResnetSpec):
+    """ResNet-34 with a 3x3 stem for small images: 21.3 million parameters."""
+
+    blocks = (3, 4, 6, 3)
+
+
+@NETWORKS.register("resnet20")
+@dataclass(frozen=True)
+class Resnet20(ResnetSpec):
+    """ResNet-20 of the CIFAR type, widths 16-32-64: 270,000 parameters."""
+
+    widths = (16, 32, 64)
+    blocks = (3, 3, 3)
+
+
+@NETWORKS.register("resnet56")
+@dataclass(frozen=True)
+class Resnet56(ResnetSpec):
+    """ResNet-56 of the CIFAR type, widths 16-32-64: 860,000 parameters."""
+
+    widths = (16, 32, 64)
+    blocks = (9, 9, 9)
+
+
+@NETWORKS.register("wide_resnet")
+@dataclass(frozen=True)
+class WideResnet(ResidualSpec):
+    """A wide residual network with pre-activation: depth = 6 n + 4, widths 16, then (16, 32, 64) times `widen`."""
+
+    depth: int = value(16, "6 n + 4, for n blocks in each of three stages", low=10)
+    widen: int = value(4, "factor of the three stages' widths", low=1)
+
+    def build(self, channels: int, size: int, classes: int) -> Network:
+        """The network for [n, channels, size, size] images; UserError for widths or a depth that cannot be."""
+        if self.depth % 6 != 4:
+            raise UserError(f"network.depth: got {self.depth}, takes 6 n + 4 (10, 16, 22, 28, ...)")
+        stem = scaled(16, self.width)
+        widths = [scaled(step * self.widen, self.width) for step in (16, 32, 64)]
+        extractor = OrderedDict[str, nn.Module](
+            stem=self.convolution(channels, stem),
+            **self.stages(PreActivationBlock, stem, widths, 3 * [(self.depth - 4) // 6]),
+            last=nn.Sequential(*self.norms(widths[-1]), nn.ReLU()),
+            pool=nn.AdaptiveAvgPool2d(1),
+            flat=nn.Flatten(),
+        )
+        return Network(nn.Sequential(extractor), nn.Linear(widths[-1], classes))

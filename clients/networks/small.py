@@ -1,0 +1,57 @@
+"""Small networks: fully connected layers alone, and a network like LeNet-5."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from clients.networks.base import NETWORKS, Network, NetworkSpec
+from clients.networks.layers import scaled
+from conf.errors import UserError
+from conf.typed import value
+
+
+def hidden(inputs: int, widths: list[int], bias: bool) -> list[nn.Module]:
+    """Linear layers, a ReLU after each: [n, inputs] to [n, widths[-1]]."""
+    layers: list[nn.Module] = []
+    for out in widths:
+        layers += [nn.Linear(inputs, out, bias=bias), nn.ReLU(inplace=True)]
+        inputs = out
+    return layers
+
+
+@NETWORKS.register("mlp")
+@dataclass(frozen=True)
+class Mlp(NetworkSpec):
+    """Images flattened, hidden linear layers with ReLU, a linear head (which always has a bias)."""
+
+    widths: list[int] = value([400, 200, 100], "of the hidden layers; empty: the head alone", low=1)
+    bias: bool = value(True, "hidden layers with a bias")
+
+    def build(self, channels: int, size: int, classes: int) -> Network:
+        """The network for [n, channels, size, size] images."""
+        inputs = channels * size * size
+        head = nn.Linear([inputs, *self.widths][-1], classes)
+        return Network(nn.Sequential(nn.Flatten(), *hidden(inputs, self.widths, self.bias)), head)
+
+
+@NETWORKS.register("lenet")
+@dataclass(frozen=True)
+class Lenet(NetworkSpec):
+    """Like LeNet-5: 5x5 convolutions 6-16, a 2x2 max-pooling after each, hidden layers 120-84, ReLU, linear head."""
+
+    width: float = value(1.0, "all widths are multiplied by this", low=0.01, high=64.0)
+    bias: bool = value(True, "convolutions and hidden layers with a bias")
+
+    def build(self, channels: int, size: int, classes: int) -> Network:
+        """The network for [n, channels, size, size] images; raises UserError for images of less than 16 pixels."""
+        if size < 16:
+            raise UserError(f"data.size: got {size}, takes at least 16 for this network")
+        first, second, third, fourth = (scaled(step, self.width) for step in (6, 16, 120, 84))
+        side = ((size - 4) // 2 - 4) // 2
+        extractor = nn.Sequential(
+            *(nn.Conv2d(channels, first, 5, bias=self.bias), nn.ReLU(inplace=True), nn.MaxPool2d(2)),
+            *(nn.Conv2d(first, second, 5, bias=self.bias), nn.ReLU(inplace=True), nn.MaxPool2d(2)),
+            nn.Flatten(),
+            *hidden(second * side * side, [third, fourth], self.bias),
+        )
+        return Network(extractor, nn.Linear(fourth, classes))

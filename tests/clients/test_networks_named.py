@@ -1,0 +1,231 @@
+"""Networks by name, and their files: what is saved comes back bit for bit, every bad file is refused with its tensor."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from clients.networks import NetworkName, initialise, load_network, parse_name, save_network
+from clients.states import read_metadata, read_state, write_state
+from conf import UserError
+
+TORCHVISION = ["torchvision:resnet18", "torchvision:vgg11_bn", "torchvision:mobilenet_v2"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+def saved(path: Path, text: str = "conv6:norm=batch", **changes: torch.Tensor) -> NetworkName:
+    """A file of the named network, some tensors changed."""
+    name = parse_name(text, 3, 32, 7)
+    network = name.build()
+    initialise(network, torch.Generator().manual_seed(0))
+    write_state(path, {**network.state_dict(), **changes}, built_as=json.dumps(vars(name)))
+    return name
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "options"),
+    [
+        ("vgg13", "vgg13", {}),
+        ("vgg13:norm=batch,width=0.5", "vgg13", {"norm": "batch", "width": 0.5}),
+        ("conv6: bias = true , groups=2", "conv6", {"bias": True, "groups": 2}),
+        ("mlp:widths=[40,20],bias=false", "mlp", {"widths": [40, 20], "bias": False}),
+        ("conv6:norm=none", "conv6", {"norm": "none"}),
+        ("torchvision:resnet18", "torchvision:resnet18", {}),
+    ],
+)
+def test_names_are_read(text, name, options):
+    assert parse_name(text, 1, 28, 10) == NetworkName(name, options, 1, 28, 10)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("vgg12", r"unknown network 'vgg12'; did you mean 'vgg1\d'\?"),
+        ("", r"unknown network ''"),
+        ("torchvison:resnet18", r"unknown network 'torchvison'"),
+        ("vgg13:norm", r"network 'vgg13:norm': got the option 'norm', takes vgg13:KEY=VALUE"),
+        ("vgg13:", r"got the option ''"),
+        ("vgg13:norm=", r"got the option 'norm='"),
+        ("vgg13:width=1,,bias=true", r"got the option ''"),
+        ("vgg13:width=1,width=2", r"got the option 'width=2', takes .* each key once"),
+        ("mlp:widths=[40", r"the value of 'widths' cannot be read: '\[40'"),
+    ],
+)
+def test_texts_that_name_nothing(text, line):
+    with pytest.raises(UserError, match=line) as caught:
+        parse_name(text, 3, 32, 10)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        (NetworkName("torchvision:resnet19", {}, 3, 32, 7), r"unknown network .*did you mean 'torchvision:resnet\d+'\?"),
+        (NetworkName("torchvision:fasterrcnn_resnet50_fpn", {}, 3, 32, 7), r"unknown network"),
+        (NetworkName("torchvision:resnet18", {"width": 2}, 3, 32, 7), r"takes no options, got width"),
+        (NetworkName("torchvision:resnet18", {}, 1, 32, 7), r"takes images of 3 channels, got 1"),
+        (NetworkName("conv6", {"name": "vgg11"}, 3, 32, 7), r"unknown key 'network\.name'"),
+        (NetworkName("conv6", {"width": None}, 3, 32, 7), r"width: "),
+        (NetworkName("conv6", {"width": "wide"}, 3, 32, 7), r"width: "),
+    ],
+)
+def test_names_that_build_nothing(name, line):
+    with pytest.raises(UserError, match=line) as caught:
+        name.build()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", TORCHVISION)
+def test_torchvisions_networks_are_built_as_they_are(text):
+    before = torch.get_rng_state()
+    built = parse_name(text, 3, 64, 5).build()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert type(built).__module__.startswith("torchvision.models")
+    with torch.inference_mode():
+        assert built.eval()(torch.zeros(1, 3, 64, 64)).shape == (1, 5)
+
+
+def test_torchvision_is_imported_only_when_asked_for():
+    code = (
+        "import sys, clients.networks as n; n.parse_name('vgg13', 3, 32, 7).build(); assert 'torchvision' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "conv6",
+        "mlp:widths=[20]",
+        "lenet",
+        "resnet20:norm=batch",
+        "wide_resnet:depth=10,widen=1",
+        TORCHVISION[0],
+        TORCHVISION[2],
+    ],
+)
+def test_what_is_saved_comes_back(tmp_path, text):
+    name = parse_name(text, 3, 64, 5)
+    built = name.build()
+    initialise(built, torch.Generator().manual_seed(3))
+    images = torch.randn(4, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        built.train()(images)  # running statistics and counts move
+    save_network(tmp_path / "a.safetensors", built, name)
+    back, told = load_network(tmp_path / "a.safetensors")
+    assert told == name
+    assert not back.training
+    state = back.state_dict()
+    for key, tensor in built.state_dict().items():
+        assert state[key].dtype == tensor.dtype
+        assert torch.equal(state[key], tensor), key
+    assert {int(m.num_batches_tracked or 0) for m in back.modules() if isinstance(m, nn.BatchNorm2d)} <= {1}
+    with torch.inference_mode():
+        assert torch.equal(back(images), built.eval()(images))
+
+
+def test_a_given_name_goes_before_the_files_own(tmp_path):
+    path = tmp_path / "a.safetensors"
+    name = saved(path)
+    write_state(path, read_state(path))
+    assert load_network(path, name)[1] == name
+    saved(path)
+    with pytest.raises(UserError, match=r"'head\.weight' is \[7, 64\], takes \[9, 64\]"):
+        load_network(path, parse_name("conv6:norm=batch", 3, 32, 9))
+
+
+@pytest.mark.parametrize(
+    ("section", "text"),
+    [
+        ({"name": "conv6", "standardise": True, "affine": False}, "conv6:standardise=true,affine=false"),
+        ({"name": "mlp", "widths": [40, 20]}, "mlp:widths=[40,20]"),
+        ({"name": "vgg13", "norm": "batch"}, "vgg13:norm=batch"),
+        ({"name": "vgg13"}, "vgg13"),
+    ],
+)
+def test_files_of_a_run_say_which_flag_to_give(tmp_path, section, text):
+    path = tmp_path / "aggregate.safetensors"
+    built = parse_name(text, 1, 32, 7).build()
+    initialise(built, torch.Generator().manual_seed(0))
+    write_state(path, built.state_dict(), network=json.dumps(section), row="sum")
+    with pytest.raises(UserError) as caught:
+        load_network(path)
+    assert str(caught.value).endswith(f"say --network {text}")
+    assert load_network(path, parse_name(text, 1, 32, 7))[1].name == section["name"]
+
+
+@pytest.mark.parametrize("section", [None, "no JSON", "[]", "{}", "3"])
+def test_files_of_anyone_ask_for_a_name(tmp_path, section):
+    path = tmp_path / "a.safetensors"
+    write_state(path, {"w": torch.ones(1)}, **({} if section is None else {"network": section}))
+    with pytest.raises(UserError, match=r"say --network NAME\[:KEY=VALUE,\.\.\.\]$"):
+        load_network(path)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        *("", "[]", "3", "{}", '{"name": "conv6"}'),
+        '{"name": 3, "options": {}, "channels": 3, "size": 8, "classes": 7}',
+        '{"name": "conv6", "options": [], "channels": 3, "size": 8, "classes": 7}',
+        '{"name": "conv6", "options": {}, "channels": "3", "size": 8, "classes": 7}',
+    ],
+)
+def test_metadata_that_names_no_network(tmp_path, told):
+    write_state(tmp_path / "a.safetensors", {"w": torch.ones(1)}, built_as=told)
+    with pytest.raises(UserError, match=r"its metadata 'built_as' is no network's name; say --network"):
+        load_network(tmp_path / "a.safetensors")
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    name = parse_name("conv6", 3, 32, 7)
+    bad = tmp_path / "bad.safetensors"
+    bad.write_bytes(b"nothing of the kind")
+    for given in (None, name):
+        with pytest.raises(UserError, match=r"none\.safetensors: no such file"):
+            load_network(tmp_path / "none.safetensors", given)
+        with pytest.raises(UserError, match=r"no such file"):
+            load_network(tmp_path, given)
+        with pytest.raises(UserError, match=r"bad\.safetensors: is no readable safetensors file"):
+            load_network(bad, given)
+    saved(bad)
+    bad.write_bytes(bad.read_bytes()[:-10])
+    with pytest.raises(UserError, match=r"is no readable safetensors file"):
+        load_network(bad)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"head.bias": torch.ones(8)}, r"tensor 'head\.bias' is \[8\], takes \[7\]"),
+        ({"head.extra": torch.ones(2, 3)}, r"tensor 'head\.extra' \[2, 3\] is unknown"),
+        ({"head.bias": torch.full((7,), float("nan"))}, r"tensor 'head\.bias' has entries that are NaN or infinite"),
+        ({"extractor.1.running_var": torch.full((16,), float("inf"))}, r"tensor 'extractor\.1\.running_var' has entries"),
+        ({"head.bias": torch.full((7,), 1e300, dtype=torch.float64)}, r"tensor 'head\.bias' has entries"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(tmp_path, changes, line):
+    path = tmp_path / "a.safetensors"
+    saved(path, **changes)
+    with pytest.raises(UserError, match=line) as caught:
+        load_network(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_tensor_is_named(tmp_path):
+    path = tmp_path / "a.safetensors"
+    saved(path)
+    state = read_state(path)
+    del state["extractor.1.weight"]
+    write_state(path, state, **read_metadata(path))
+    with pytest.raises(UserError, match=r"tensor 'extractor\.1\.weight' \[16\] is missing"):
+        load_network(path)
