@@ -31,7 +31,9 @@ def check(config: Config) -> None:
     for one in [config, *(with_mode(config, mode) for mode in config.baselines)]:
         objective_of(one)
     STRATEGIES.build(config.strategy, "strategy")
-    counters = [name for name, tensor in build_network(config, num_classes(config)).state_dict().items() if tensor.dtype == int64]
+    counters = [
+        name for name, tensor in build_network(config, num_classes(config)).state_dict().items() if tensor.dtype == int64
+    ]
     if counters:
         raise UserError(f"network.norm: the counter '{counters[0]}' cannot be averaged; take norm=group or norm=none")
     if config.federation.min_replies > asked:
