@@ -15,6 +15,7 @@ from sims.tables import accuracies, before_forgetting, clean, domains, homes, pe
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from numpy.typing import NDArray
 
 # Okabe and Ito's colours for the colour-blind, and two more
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#8C6D31")
@@ -134,6 +135,24 @@ def _legend(figure: Figure) -> None:
         dot(INK, INK, "union"),
     ]
     figure.legend(handles=entries, loc="outside lower left", ncols=5, frameon=False, fontsize=8.5, handletextpad=0.1)
+
+
+def alignment_figure(
+    cost: NDArray, rows: list[str], columns: list[str], pairs: Mapping[int, int], groups: Sequence[int], path: Path
+) -> Path:
+    """Costs between layers in colours, the chosen map framed, lines between groups; writes the PNG."""
+    figure, axes = _figure(max(6.0, 2.6 + 0.5 * len(columns)), max(3.0, 1.7 + 0.34 * len(rows)))
+    picture = axes.imshow(cost, cmap="Blues", vmin=0.0, aspect="auto", interpolation="nearest")
+    _tick(axes, rows, columns)
+    _frames(axes, [(column, row) for row, column in pairs.items()], PALETTE[1])
+    for row in range(1, len(rows)):
+        if groups[row] != groups[row - 1]:
+            axes.axhline(row - 0.5, color=GREY, linewidth=0.8)
+    bar = figure.colorbar(picture, ax=axes, pad=0.02)
+    bar.outline.set(visible=False)
+    figure.suptitle("Cost between layers", x=0.01, ha="left", fontsize=12, color=INK)
+    figure.supxlabel("framed: the map; lines: groups that it may not cross", x=0.01, ha="left", fontsize=8.5, color=INK)
+    return _save(figure, path)
 
 
 def _heat_map(

@@ -3,6 +3,7 @@
 MODULES = {
     "engines": "sims.benchmarks.engines",
     "faults": "sims.benchmarks.fault_run",
+    "fusion": "sims.benchmarks.fusion",
     "flat-memory": "sims.benchmarks.flat_memory",
     "memory": "sims.benchmarks.server_memory",
     "vectorise": "sims.benchmarks.vectorise",

@@ -1,3 +1,3 @@
 """The papers' tables, measured again. Each module has a function `reproduce`."""
 
-MODULES = {"aggregation": "sims.experiments.aggregation"}
+MODULES = {"aggregation": "sims.experiments.aggregation", "cla": "sims.experiments.cla"}

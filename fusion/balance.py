@@ -1,0 +1,286 @@
+"""Networks brought to one depth (CLA+OT, Sec. 3.2): layers are added to the shallower or merged in the deeper.
+
+The result has the structure of the network whose depth is wanted and keeps the widths of the one that is changed. Added
+layers are identities, added blocks are zero beside their identity skip: outputs are unchanged where the layer's input is
+not negative (behind ReLU) or a skip carries it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from conf.errors import UserError
+from fusion.exact import State
+from fusion.twin import with_state
+from fusion.wiring import Layer, Unit, Wiring
+
+NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.modules.instancenorm._InstanceNorm)
+
+
+@dataclass(frozen=True)
+class Source:
+    """The node that has a node's values in the network before balancing; `rectified`: after a ReLU."""
+
+    node: str
+    rectified: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Balanced:
+    """A network with the structure asked for.
+
+    `added`: the tensors of layers that it did not have. `sources`: its pre-activations in the network it was made of;
+    `stale`: they do not hold, since layers were merged or removed. `notes`: what a user should know.
+    """
+
+    network: nn.Module
+    added: frozenset[str] = frozenset()
+    sources: Mapping[str, Source] = field(default_factory=dict)
+    stale: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def unchanged(network: nn.Module, wiring: Wiring) -> Balanced:
+    """The network itself, where its depth is the one that is wanted."""
+    return Balanced(network, sources={node: Source(node) for nodes in wiring.points.values() for node in nodes})
+
+
+def balanced(
+    target: nn.Module,
+    structure: Wiring,
+    network: nn.Module,
+    wiring: Wiring,
+    matches: Mapping[int, int],
+    signs: Mapping[str, Tensor] | None = None,
+    inner: str = "own",
+) -> Balanced:
+    """`network` in the structure of `target`; `matches`: its units by those of the structure (fusion.align.match_units).
+
+    Units of the structure without a partner are added; units of the network without one are merged (linear layers; `signs`
+    holds for the node of each the diagonal D that stands for its ReLU) or removed (residual blocks). `inner`: width inside
+    of added blocks, as in the target ("own") or that of the stream ("stream", as the public code has it).
+    Raises UserError, naming the layer, where neither is possible.
+    """
+    return _Builder(target, structure, network, wiring, dict(matches), signs or {}, inner).build()
+
+
+class _Builder:
+    """Walks through the structure and collects the tensors of the new network."""
+
+    def __init__(
+        self, target: nn.Module, structure: Wiring, network: nn.Module, wiring: Wiring, matches: dict[int, int],
+        signs: Mapping[str, Tensor], inner: str,
+    ) -> None:  # fmt: skip
+        self.target, self.structure, self.network, self.wiring = target, structure, network, wiring
+        self.matches, self.signs, self.inner = matches, signs, inner
+        self.goal, self.have = dict(target.named_modules()), dict(network.named_modules())
+        self.state: State = {}
+        self.dropped: set[str] = set()  # norms that have no identity
+        self.added: set[str] = set()
+        self.sources: dict[str, Source] = {}
+        self.last: Source | None = None  # the newest pre-activation of the stream
+        self.end = ""  # the structure's node for it
+        self.width = wiring.axes[wiring.layers[0].inputs].size
+        self.factor: tuple[Tensor, Tensor] | None = None  # merged linear layers that wait for the next: weight, bias
+        self.stale = False
+
+    def build(self) -> Balanced:
+        done = 0  # so many of the network's units
+        for place, unit in enumerate(self.structure.units):
+            if place not in self.matches:
+                ADD[unit.kind](self, unit, self._entries(place))
+                continue
+            partner = self.wiring.units[self.matches[place]]
+            self._merge(self.wiring.units[done : self.matches[place]])
+            self._copy(unit.layers, partner.layers, unit, partner)
+            done = self.matches[place] + 1
+        self._merge(self.wiring.units[done:])
+        self._copy(_outside(self.structure), _outside(self.wiring), None, None)
+        network = with_state(self.target, self.state, self.dropped)
+        notes = tuple(f"{name}: added without its norm, which has no identity" for name in sorted(self.dropped))
+        return Balanced(network, frozenset(self.added), self.sources, self.stale, notes)
+
+    def _entries(self, place: int) -> int:
+        """What the network's own next layer takes, after a place in the structure."""
+        later = [theirs for ours, theirs in self.matches.items() if ours > place]
+        name = self.wiring.units[min(later)].layers[0] if later else _outside(self.wiring)[0]
+        return self.have[name].get_parameter("weight").shape[1]
+
+    def _merge(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            MERGE[unit.kind](self, unit)
+            self.stale = True
+
+    def _copy(self, ours: tuple[str, ...], theirs: tuple[str, ...], unit: Unit | None, partner: Unit | None) -> None:
+        """Layers that correspond to each other: the network's own weights under the structure's names."""
+        points = _points(self.structure, ours, unit), _points(self.wiring, theirs, partner)
+        if len(ours) != len(theirs) or len(points[0]) != len(points[1]):
+            names = unit.name if unit else "output", partner.name if partner else "output"
+            raise UserError(f"'{names[0]}' ({len(ours)} layers) and '{names[1]}' ({len(theirs)}) are not of one design")
+        for name, other in zip(ours, theirs, strict=True):
+            _same_design(name, self.goal[name], other, self.have[other])
+            if self.factor is not None and self.factor[1].any() and self.have[other]._parameters.get("bias") is None:
+                raise UserError(f"layer '{other}' has no bias that could take up those of the layers merged into it")
+            for tensor, entry in _tensors(self.have[other]).items():
+                self.state[f"{name}.{tensor}"] = self._after_merged(tensor, entry, self.have[other])
+            if not isinstance(self.have[other], NORMS):
+                self.factor = None
+        for node, other in zip(*points, strict=True):
+            self.sources[node] = self.last = Source(other)
+            self.end = node
+        if partner is not None:
+            self.width = partner.shape[0]
+
+    def _after_merged(self, tensor: str, entry: Tensor, module: nn.Module) -> Tensor:
+        """A layer takes up what was merged before it: W (W_k x + b_k) + b."""
+        if self.factor is None or not isinstance(module, nn.Linear):
+            return entry
+        weight, bias = self.factor
+        return entry @ weight if tensor == "weight" else entry + module.weight.detach() @ bias
+
+    def _merge_layer(self, unit: Unit) -> None:
+        """Fold a linear layer and its ReLU, as the diagonal D, into the next one."""
+        layer = self.have[unit.layers[0]]
+        if not isinstance(layer, nn.Linear) or len(unit.layers) != 1:
+            raise UserError(f"layer '{unit.name}' cannot be merged into the next one: only linear layers without norm can; "
+                            "use the deeper network's depth")  # fmt: skip
+        diagonal = self.signs[unit.node].to(layer.weight)
+        weight, bias = (self._after_merged(name, entry, layer) for name, entry in _with_bias(layer).items())
+        self.factor = diagonal[:, None] * weight, diagonal * bias
+
+    def _remove_block(self, unit: Unit) -> None:
+        if not unit.identity_skip:
+            raise UserError(f"block '{unit.name}' cannot be removed: its skip is no identity")
+
+    def _add_layer(self, unit: Unit, entries: int) -> None:
+        width = entries if len(unit.shape) == 1 else self.width
+        for name in unit.layers:
+            module = self.goal[name]
+            if isinstance(module, NORMS):
+                self._neutral_norm(name, module, width)
+            else:
+                self._put(name, {"weight": _identity(name, module, width), "bias": torch.zeros(width)}, module)
+        self._carry_on(unit, _points(self.structure, unit.layers, unit), rectified=True)
+
+    def _add_block(self, unit: Unit, entries: int) -> None:
+        if not unit.identity_skip:
+            raise UserError(f"block '{unit.name}' cannot be added: its skip is no identity")
+        width = self.width
+        last = [name for name in unit.layers if not isinstance(self.goal[name], NORMS)][-1]
+        for name in unit.layers:
+            module = self.goal[name]
+            if isinstance(module, NORMS):
+                self._neutral_norm(name, module, width)
+                continue
+            shape = module.get_parameter("weight").shape
+            out = self.width if name == last or self.inner == "stream" else shape[0]
+            grouped = getattr(module, "groups", 1) > 1
+            out, inputs = (width, 1) if grouped else (out, width)
+            self._put(name, {"weight": torch.zeros(out, inputs, *shape[2:]), "bias": torch.zeros(out)}, module)
+            width = out
+        total = next(node for node in self.structure.graph.graph.nodes if node.name == unit.sum)
+        straight = self.end in {node.name for node in total.all_input_nodes}  # no ReLU before the skip
+        self._carry_on(unit, [node for node in _points(self.structure, unit.layers, unit) if node == unit.sum], not straight)
+
+    def _carry_on(self, unit: Unit, nodes: list[str], rectified: bool) -> None:
+        """What was added hands on what came before it."""
+        if self.last is None:  # nothing did but the input
+            self.stale = True
+            return
+        self.last = Source(self.last.node, self.last.rectified or rectified)
+        for node in nodes:
+            self.sources[node], self.end = self.last, node
+
+    def _neutral_norm(self, name: str, module: nn.Module, width: int) -> None:
+        """BatchNorm as an identity in eval mode; other norms have none and are left out."""
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm) or not module.track_running_stats:
+            self.dropped.add(name)
+            return
+        neutral = {
+            "weight": torch.ones(width),
+            "bias": torch.zeros(width),
+            "running_mean": torch.zeros(width),
+            "running_var": torch.full((width,), 1.0 - module.eps),
+            "num_batches_tracked": torch.ones((), dtype=torch.int64),
+        }
+        self._put(name, neutral, module)
+
+    def _put(self, name: str, tensors: Mapping[str, Tensor], module: nn.Module) -> None:
+        for tensor, entry in _tensors(module).items():
+            self.state[f"{name}.{tensor}"] = tensors[tensor].to(entry)
+            self.added.add(f"{name}.{tensor}")
+
+
+ADD: dict[str, Callable[[_Builder, Unit, int], None]] = {"layer": _Builder._add_layer, "block": _Builder._add_block}
+MERGE: dict[str, Callable[[_Builder, Unit], None]] = {"layer": _Builder._merge_layer, "block": _Builder._remove_block}
+
+
+def relu_signs(features: Mapping[str, Tensor], method: str) -> dict[str, Tensor]:
+    """The diagonal D [channels] that stands for a ReLU, from pre-activations [channels, samples] (CLA+OT, Sec. 3.2).
+
+    `method` "sum": 1 where the sum is not negative; "majority": where at least half are positive; "average": the share of
+    positive ones.
+    """
+    return {node: SIGNS[method](values.double()) for node, values in features.items()}
+
+
+SIGNS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda values: (values.sum(dim=1) >= 0).double(),
+    "majority": lambda values: ((values > 0).double().mean(dim=1) >= 0.5).double(),
+    "average": lambda values: (values > 0).double().mean(dim=1),
+}
+
+
+def _identity(name: str, module: nn.Module, width: int) -> Tensor:
+    if type(module) is nn.Linear:
+        return torch.eye(width)
+    if not isinstance(module, nn.Conv2d) or not _keeps_size(module):
+        raise UserError(f"layer '{name}' cannot be added as an identity: it is no plain convolution that keeps the size")
+    rows, columns = module.kernel_size
+    weight = torch.zeros(width, width, rows, columns)
+    weight[:, :, rows // 2, columns // 2] = torch.eye(width)
+    return weight
+
+
+def _keeps_size(module: nn.Conv2d) -> bool:
+    """Whether its outputs are as large as its inputs, each channel of which may reach any output."""
+    reach = tuple(d * (k // 2) for k, d in zip(module.kernel_size, module.dilation, strict=True))
+    odd = all(k % 2 for k in module.kernel_size)
+    return type(module) is nn.Conv2d and module.groups == 1 and module.stride == (1, 1) and odd and module.padding == reach
+
+
+def _same_design(name: str, goal: nn.Module, other: str, have: nn.Module) -> None:
+    wanted, given = ({key: tuple(t.shape[2:]) for key, t in _tensors(each).items()} for each in (goal, have))
+    options = ("stride", "padding", "dilation", "num_groups")
+    same = all(getattr(goal, option, None) == getattr(have, option, None) for option in options)
+    if type(goal) is not type(have) or wanted != given or not same:
+        raise UserError(f"layer '{other}' ({type(have).__name__}: {', '.join(given)}) does not fit '{name}' "
+                        f"({type(goal).__name__}: {', '.join(wanted)}): the networks are of different design")  # fmt: skip
+
+
+def _with_bias(layer: nn.Linear) -> dict[str, Tensor]:
+    weight = layer.weight.detach()
+    return {"weight": weight, "bias": weight.new_zeros(len(weight)) if layer.bias is None else layer.bias.detach()}
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+    return {name: tensor.detach() for name, tensor in own.items()}
+
+
+def _outside(wiring: Wiring) -> tuple[str, ...]:
+    """The layers of no unit: those of the output."""
+    inside = {name for unit in wiring.units for name in unit.layers}
+    return tuple(layer.name for layer in wiring.layers if layer.name not in inside)
+
+
+def _points(wiring: Wiring, layers: tuple[str, ...], unit: Unit | None) -> list[str]:
+    """The pre-activations of these layers in order of execution, a block's sum included."""
+    found: list[Layer] = [layer for layer in wiring.layers if layer.name in layers]
+    nodes = {layer.node for layer in found}
+    if unit is not None and unit.kind == "block":
+        nodes.add(unit.sum)
+    points = {node for each in wiring.points.values() for node in each}
+    return [node.name for node in wiring.graph.graph.nodes if node.name in nodes and node.name in points]

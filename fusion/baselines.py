@@ -1,0 +1,33 @@
+"""What fusion is compared with: averaging as the networks are, and asking all of them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from conf.errors import UserError
+from fusion.twin import with_state
+
+
+def naive_average(networks: Sequence[nn.Module]) -> nn.Module:
+    """The mean of networks of one shape, channels as they are. Raises UserError naming a tensor of unequal shape."""
+    states = [network.state_dict() for network in networks]
+    mean = {}
+    for name, like in states[0].items():
+        shapes = [list(state[name].shape) if name in state else None for state in states]
+        if any(shape != shapes[0] for shape in shapes):
+            raise UserError(f"naive average: tensor '{name}' has shapes {shapes}; takes networks of one shape")
+        mean[name] = torch.stack([state[name] for state in states]).mean(dim=0) if like.is_floating_point() else like
+    return with_state(networks[0], mean)
+
+
+class Ensemble(nn.Module):
+    """The mean of the networks' class probabilities: as many forward passes as networks."""
+
+    def __init__(self, networks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.networks = nn.ModuleList(networks)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """[n, classes]."""
+        return torch.stack([network(images).softmax(dim=1) for network in self.networks]).mean(dim=0)

@@ -1,0 +1,180 @@
+"""What a network does on a probe set, seen in one pass: sample Grams of its layers and the values of some of its neurons.
+
+Nothing of the size of the activations is kept: Grams are [k, k] for k samples, and of a convolution's positions a fixed
+number is kept, the same in every network.
+"""
+
+import contextlib
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from conf.errors import UserError
+from fusion.wiring import Wiring
+
+BATCH = 256  # samples that go through a network at once; Grams are taken within a batch
+EXACT_FEATURES = 8192  # up to here Grams are multiplied out in float64, beyond in float32 by pieces, added up in float64
+PIECE = 16384
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """Number of values, their sum and the sum of their squares for each channel, float64; they add up over batches."""
+
+    count: int
+    sums: Tensor
+    squares: Tensor
+
+    def __add__(self, other: "Moments") -> "Moments":
+        return Moments(self.count + other.count, self.sums + other.sums, self.squares + other.squares)
+
+    @property
+    def mean(self) -> Tensor:
+        """[channels]."""
+        return self.sums / self.count
+
+    @property
+    def std(self) -> Tensor:
+        """[channels], of the population."""
+        return (self.squares / self.count - self.mean.square()).clamp(min=0.0).sqrt()
+
+
+@dataclass(eq=False)
+class Observation:
+    """By the name of the node whose output was seen.
+
+    `grams`: for each batch [k, k] float64, uncentred. `features`: [channels, values], the same samples and positions in
+    every network of the same resolution. `moments` of the channels.
+    """
+
+    grams: dict[str, list[Tensor]] = field(default_factory=dict)
+    features: dict[str, list[Tensor]] = field(default_factory=dict)
+    moments: dict[str, Moments] = field(default_factory=dict)
+
+
+def observe(
+    wiring: Wiring,
+    probe: Tensor,
+    *,
+    features: Collection[str] = (),
+    grams: Collection[str] = (),
+    moments: Collection[str] = (),
+    positions: int | None = None,
+) -> Observation:
+    """Run the network on the probe set [k, ...] in eval mode and look at some of its nodes.
+
+    `features`, `grams`, `moments`: names of the nodes of which these are wanted. `positions`: how many values of each
+    channel are kept as features over all samples (None: all). Flags and BatchNorm statistics are left alone.
+    Raises UserError for a probe set that cannot be used (check_probe), and if features or Grams are not finite, naming
+    the layer.
+    """
+    check_probe(wiring.graph, probe)
+    share = max(1, positions // len(probe)) if positions else None
+    looker = _Looker(wiring.graph, (set(features), set(grams), set(moments)), share)
+    with torch.no_grad(), evaluating(wiring.graph):
+        for batch in probe.split(BATCH):
+            looker.run(batch.clone())
+    return looker.seen
+
+
+def features_of(seen: Observation, node: str) -> Tensor:
+    """All values seen at a node, [channels, values]."""
+    return torch.cat(seen.features[node], dim=1)
+
+
+def cka(one: list[Tensor], other: list[Tensor]) -> float:
+    """Linear CKA from uncentred sample Grams of batches (Kornblith et al. 2019, Eq. 3); 0 for a layer that is constant."""
+    pairs = [(_centred(x), _centred(y)) for x, y in zip(one, other, strict=True)]
+    shared = sum(float((x * y).sum()) for x, y in pairs)
+    own = sum(float((x * x).sum()) for x, _ in pairs) * sum(float((y * y).sum()) for _, y in pairs)
+    return shared / own**0.5 if own > 0 else 0.0
+
+
+def check_probe(network: nn.Module, probe: Tensor) -> None:
+    """UserError unless the probe set can be run: at least two finite samples of the network's type, on its device."""
+    if probe.ndim < 2 or len(probe) < 2:
+        raise UserError(f"the probe set has the shape {list(probe.shape)}; takes [k, ...] with k >= 2 (200 is usual)")
+    like = next(network.parameters(), probe)
+    if probe.device != like.device:
+        raise UserError(f"the probe set is on {probe.device}, the network on {like.device}: move one of them")
+    if probe.dtype != like.dtype:
+        raise UserError(f"the probe set is {probe.dtype}, the network {like.dtype}: convert one of them")
+    if not bool(torch.isfinite(probe).all()):
+        raise UserError("the probe set holds values that are not finite")
+
+
+@contextlib.contextmanager
+def evaluating(network: nn.Module) -> Iterator[None]:
+    """Eval mode for a while; every module's flag is then what it was."""
+    flags = [(module, module.training) for module in network.modules()]
+    try:
+        for module, _ in flags:
+            module.training = False
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
+
+
+class _Looker(fx.Interpreter):
+    """Runs a graph node by node; what is looked at is taken before a later in-place operation can change it."""
+
+    def __init__(self, graph: fx.GraphModule, wanted: tuple[set[str], set[str], set[str]], share: int | None) -> None:
+        super().__init__(graph)
+        self.features, self.grams, self.moments = wanted
+        self.share, self.seen = share, Observation()
+
+    def run_node(self, n: fx.Node) -> Any:
+        value, seen = super().run_node(n), self.seen
+        if n.name in self.moments:
+            new = moments_of(value)
+            seen.moments[n.name] = seen.moments[n.name] + new if n.name in seen.moments else new
+        if n.name in self.features or n.name in self.grams:
+            _check_finite(n, value)
+        if n.name in self.grams:
+            seen.grams.setdefault(n.name, []).append(_gram(value.flatten(1)))
+        if n.name in self.features:
+            seen.features.setdefault(n.name, []).append(_picked(value, self.share))
+        return value
+
+
+def _check_finite(node: fx.Node, value: Tensor) -> None:
+    if not bool(torch.isfinite(value).all()):
+        raise UserError(f"layer '{node.target}': its outputs are not finite: the network holds NaN or far too large weights")
+
+
+def moments_of(value: Tensor) -> Moments:
+    """Of the channels of [k, c, ...]."""
+    value = value.flatten(2) if value.ndim > 2 else value[:, :, None]
+    sums, squares = value.sum(dim=2), torch.linalg.vector_norm(value, dim=2).double().square()
+    return Moments(value.shape[0] * value.shape[2], sums.double().sum(dim=0), squares.sum(dim=0))
+
+
+def _gram(rows: Tensor) -> Tensor:
+    """[k, features] -> [k, k] float64."""
+    if rows.shape[1] <= EXACT_FEATURES:
+        rows = rows.double()
+        return rows @ rows.T
+    total = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device)
+    for piece in rows.split(PIECE, dim=1):
+        total += piece @ piece.T
+    return total
+
+
+def _picked(value: Tensor, share: int | None) -> Tensor:
+    """[k, c, ...] -> [c, k * positions], at most `share` positions of each sample, spread evenly and shifted by sample."""
+    value = value.flatten(2) if value.ndim > 2 else value[:, :, None]
+    samples, channels, count = value.shape
+    if share is not None and share < count:
+        begin = torch.arange(samples, device=value.device)[:, None] * 7
+        places = (torch.arange(share, device=value.device) * count // share + begin) % count
+        value = value.gather(2, places[:, None].expand(-1, channels, -1))
+    return value.permute(1, 0, 2).reshape(channels, -1).clone()
+
+
+def _centred(gram: Tensor) -> Tensor:
+    means = gram.mean(dim=0)
+    return gram - means - means[:, None] + means.mean()

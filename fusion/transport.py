@@ -1,0 +1,216 @@
+"""Optimal transport between the channels of two networks, one plan for each axis (OTFusion, Alg. 1; CLA+OT, Sec. 3.3).
+
+A plan T [n, m] says how the m channels of one basis are made of the n channels of another. Every tensor that lies on the
+axis is moved by it: T divided by its column sums on the outgoing side, so that each new channel is a mean of old ones, and
+on the incoming side divided by its row sums, so that the scale of what follows is kept at unequal widths. For equal widths
+and uniform marginals T is a permutation, and both are the same.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import ot
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
+from fusion.exact import State
+from fusion.wiring import Layer
+
+EPSILON = 1e-7  # beside column sums, as in the public code
+
+
+@dataclass(frozen=True)
+class TransportSettings:
+    """How a plan is made.
+
+    `ground`: cost of two channels: "correlation" (1 - their correlation over the probe set), "euclidean" or "squared" (of
+    their values). `scale`: the costs are divided by their "max", "mean" or "median" ("none"). `solver`: "exact" or
+    "sinkhorn" with `regularisation` (> 0). `marginals`: "uniform" or "importance" (the norm of a channel's incoming
+    weights). `normalisation`: "both" (see above) or "columns" (column sums on both sides, as in the public code).
+    """
+
+    ground: str = "correlation"
+    scale: str = "none"
+    solver: str = "exact"
+    regularisation: float = 0.05
+    marginals: str = "uniform"
+    normalisation: str = "both"
+
+    def __post_init__(self) -> None:
+        takes = {"ground": GROUNDS, "scale": SCALES, "solver": SOLVERS, "marginals": ("uniform", "importance"),
+                 "normalisation": ("both", "columns")}  # fmt: skip
+        for name, values in takes.items():
+            if getattr(self, name) not in values:
+                raise UserError(f"transport {name}: got '{getattr(self, name)}', takes one of: {', '.join(values)}")
+        if not 0.0 < self.regularisation < float("inf"):
+            raise UserError(f"transport regularisation: got {self.regularisation}, takes a number above 0")
+
+
+def correlation_cost(pairs: Sequence[tuple[Tensor, Tensor]]) -> np.ndarray:
+    """1 - correlation [n, m] of channels, the mean over pairs of ([n, values], [m, values]); 1 for constant channels."""
+    costs = [1.0 - _standardised(x) @ _standardised(y).T for x, y in pairs]
+    return torch.stack(costs).mean(dim=0).double().cpu().numpy()
+
+
+def squared_cost(pairs: Sequence[tuple[Tensor, Tensor]]) -> np.ndarray:
+    """Squared Euclidean distances [n, m] of channels, summed over the pairs, in float64."""
+    costs = []
+    for x, y in ((one.double(), other.double()) for one, other in pairs):
+        costs.append((x.square().sum(1)[:, None] + y.square().sum(1)[None] - 2.0 * x @ y.T).clamp(min=0.0))
+    return torch.stack(costs).sum(dim=0).cpu().numpy()
+
+
+def _standardised(x: Tensor) -> Tensor:
+    x = x - x.mean(dim=1, keepdim=True)
+    return x / x.norm(dim=1, keepdim=True).clamp(min=1e-12)
+
+
+GROUNDS: dict[str, Callable[[Sequence[tuple[Tensor, Tensor]]], np.ndarray]] = {
+    "correlation": correlation_cost,
+    "squared": squared_cost,
+    "euclidean": lambda pairs: np.sqrt(squared_cost(pairs)),
+}
+SCALES: dict[str, Callable[[np.ndarray], float]] = {
+    "none": lambda _: 1.0,
+    "max": lambda cost: float(cost.max()),
+    "mean": lambda cost: float(cost.mean()),
+    "median": lambda cost: float(np.median(cost)),
+}
+
+
+def _sinkhorn(mu: np.ndarray, nu: np.ndarray, cost: np.ndarray, settings: TransportSettings) -> np.ndarray:
+    plan = ot.sinkhorn(mu, nu, cost, settings.regularisation, method="sinkhorn_log", numItermax=2000, warn=False)
+    return np.asarray(plan)
+
+
+def exact_plan(mu: np.ndarray, nu: np.ndarray, cost: np.ndarray) -> np.ndarray:
+    """The plan [n, m] of least cost with marginals mu [n] and nu [m] (network simplex)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a solver that gives up says so by a warning
+        try:
+            return np.asarray(ot.emd(mu, nu, cost, numItermax=10_000_000))
+        except UserWarning as warning:
+            raise UserError(
+                f"transport: no exact plan for {len(mu)} x {len(nu)} channels ({warning}); use sinkhorn"
+            ) from None
+
+
+SOLVERS: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray, TransportSettings], np.ndarray]] = {
+    "exact": lambda mu, nu, cost, settings: exact_plan(mu, nu, cost),
+    "sinkhorn": _sinkhorn,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A plan between two bases of an axis: `joint` [n, m] float64 with marginals mu [n] and nu [m]; its transport cost."""
+
+    joint: Tensor
+    cost: float
+    normalisation: str = "both"
+
+    @property
+    def outgoing(self) -> Tensor:
+        """[n, m], each column sums to 1: a channel of the new basis as a mean of old ones."""
+        return self.joint / (self.joint.sum(dim=0) + (EPSILON if self.normalisation == "columns" else 0.0))
+
+    @property
+    def incoming(self) -> Tensor:
+        """[n, m] for the side that reads the axis; rows sum to 1 unless the normalisation is "columns"."""
+        if self.normalisation == "columns":
+            return self.outgoing
+        return self.joint / self.joint.sum(dim=1, keepdim=True)
+
+
+def solve(
+    cost: np.ndarray, settings: TransportSettings, *, groups: int = 1, importance: tuple[Tensor, Tensor] | None = None
+) -> Plan:
+    """The plan for a cost matrix [n, m]. `groups`: of GroupNorm; whole groups then go to whole groups, of equal weight.
+
+    `importance`: weights [n] and [m] of the channels, for settings.marginals "importance" (within each group, if there are
+    any). Raises UserError if the costs are not finite.
+    """
+    if not np.isfinite(cost).all():
+        raise UserError("transport: costs between channels are not finite; a network or the probe set holds NaN")
+    cost = cost / (SCALES[settings.scale](cost) or 1.0)
+    mu, nu = _marginals(cost.shape, settings, importance)
+    whole = SOLVERS[settings.solver]
+    joint = _grouped(cost, groups, mu, nu, settings) if groups > 1 else whole(mu, nu, cost, settings)
+    return Plan(torch.from_numpy(joint), float((joint * cost).sum()), settings.normalisation)
+
+
+def neutral_plan(rows: int, columns: int, normalisation: str = "both") -> Plan:
+    """The plan [n, m] for channels that nothing tells apart: each stays, or, for other numbers, each to all alike."""
+    joint = torch.eye(rows) / rows if rows == columns else torch.full((rows, columns), 1.0 / (rows * columns))
+    return Plan(joint.double(), 0.0, normalisation)
+
+
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """Matrices [n, m] by layer name: how each layer's outputs and inputs move. A layer that is not named stays."""
+
+    outgoing: Mapping[str, Tensor]
+    incoming: Mapping[str, Tensor]
+    costs: Mapping[str, float]
+
+
+def moved(state: Mapping[str, Tensor], layers: Sequence[Layer], moves: Moves) -> State:
+    """A network's state in the basis that the moves lead to.
+
+    Weights [out, in, ...] move on both sides, vectors (bias, norms and their statistics) with the outputs; a linear layer
+    behind a flatten with its channels. Raises UserError naming a tensor whose size is not the plan's.
+    """
+    new = dict(state)
+    for layer in {layer.name: layer for layer in layers}.values():
+        for name, tensor in ((name, state[name]) for name in state if name.rpartition(".")[0] == layer.name):
+            if tensor.ndim and layer.name in moves.outgoing:
+                new[name] = apply(new[name], moves.outgoing[layer.name], 0, name)
+            if tensor.ndim > 1 and layer.kind != "depthwise" and layer.name in moves.incoming:
+                new[name] = apply(new[name], moves.incoming[layer.name], 1, name)
+    return new
+
+
+def apply(tensor: Tensor, matrix: Tensor, dim: int, name: str = "") -> Tensor:
+    """The tensor with dimension `dim` (n channels; n * r entries behind a flatten) mapped by matrix [n, m], in float64."""
+    repeat, rest = divmod(tensor.shape[dim], len(matrix))
+    if rest or (repeat > 1 and tensor.ndim > 2):
+        raise UserError(f"tensor '{name}': dimension {dim} has {tensor.shape[dim]} entries, the plan {len(matrix)} channels")
+    front = tensor.double().movedim(dim, 0)
+    new = matrix.T.to(front) @ front.reshape(len(matrix), -1)
+    new = new.reshape(matrix.shape[1] * repeat, *front.shape[1:])
+    return new.movedim(0, dim).to(tensor.dtype).contiguous()
+
+
+def _marginals(
+    shape: tuple[int, ...], settings: TransportSettings, importance: tuple[Tensor, Tensor] | None
+) -> tuple[np.ndarray, np.ndarray]:
+    if settings.marginals == "uniform" or importance is None:
+        return np.full(shape[0], 1.0 / shape[0]), np.full(shape[1], 1.0 / shape[1])
+    mu, nu = (weight.double().cpu().numpy() + 1e-9 for weight in importance)
+    return mu / mu.sum(), nu / nu.sum()
+
+
+def _grouped(cost: np.ndarray, groups: int, mu: np.ndarray, nu: np.ndarray, settings: TransportSettings) -> np.ndarray:
+    """First the plans between any two groups, then whole groups assigned by their costs."""
+    rows, columns = np.split(np.arange(len(mu)), groups), np.split(np.arange(len(nu)), groups)
+    blocks = [[_block(cost, mu, nu, i, j, settings) for j in columns] for i in rows]
+    each = np.full(groups, 1.0 / groups)
+    table = np.array([[float((plan * cost[np.ix_(i, j)]).sum()) for plan, j in zip(line, columns, strict=True)]
+                      for line, i in zip(blocks, rows, strict=True)])  # fmt: skip
+    chosen = exact_plan(each, each, table) > 0
+    joint = np.zeros_like(cost)
+    for a, i in enumerate(rows):
+        for b, j in enumerate(columns):
+            if chosen[a, b]:
+                joint[np.ix_(i, j)] = blocks[a][b] / groups
+    return joint
+
+
+def _block(
+    cost: np.ndarray, mu: np.ndarray, nu: np.ndarray, i: np.ndarray, j: np.ndarray, settings: TransportSettings
+) -> np.ndarray:
+    own, other = mu[i] / mu[i].sum(), nu[j] / nu[j].sum()
+    return SOLVERS[settings.solver](own, other, np.ascontiguousarray(cost[np.ix_(i, j)]), settings)

@@ -1,0 +1,103 @@
+"""Time and memory of alignment and fusion at full width, one thread, beside one batched forward pass of both networks."""
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from clients.networks import initialise, parse_name
+from clients.randomness import torch_generator
+from fusion import transport
+from fusion.fuse import fuse
+from sims.tables import Table
+
+PAIRS = {
+    "VGG13 (double) + VGG11 (half)": ("vgg13:norm=none,width=2", "vgg11:norm=none,width=0.5"),
+    "ResNet34 + ResNet18": ("resnet34:norm=none", "resnet18:norm=none"),
+}
+SAMPLES, SIZE = 200, 32
+MOST_RATIO, MOST_MEMORY = 1.3, 300.0
+# Of the public code, measured once: seconds, MiB
+PUBLIC = {"VGG13 (double) + VGG11 (half)": (27.5, 1.8 * 1024), "ResNet34 + ResNet18": (44.5, 3.8 * 1024)}
+
+
+def bench() -> tuple[list[Table], list[dict[str, Any]]]:
+    """Each pair in a process of its own."""
+    rows = []
+    for name in PAIRS:
+        words = [sys.executable, "-m", "sims.benchmarks.fusion", name]
+        rows.append(json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()[-1]))
+    parts = Table("Parts, seconds", ["part", *PAIRS], [[part, *(f"{row['parts'].get(part, 0.0):.2f}" for row in rows)]
+                                                       for part in rows[0]["parts"]])  # fmt: skip
+    head = ["pair", "forward passes, s", "EMD, s", "align + fuse, s", "ratio", "extra memory, MiB", "public code", "verdict"]
+    lines = [_line(row) for row in rows]
+    note = (
+        f"{SAMPLES} samples of {SIZE}x{SIZE}, one thread, random weights. Ratio: (align + fuse - EMD) / forward passes; bars: "
+        f"at most {MOST_RATIO} and {MOST_MEMORY:.0f} MiB beyond the weights. Repair is not in the ratio."
+    )
+    return [Table("Fusion", head, lines, note), parts], rows
+
+
+def _line(row: dict[str, Any]) -> list[str]:
+    seconds, memory = PUBLIC[row["pair"]]
+    met = row["ratio"] <= MOST_RATIO and row["extra_mb"] <= MOST_MEMORY
+    return [row["pair"], f"{row['forward_s']:.2f}", f"{row['emd_s']:.2f}", f"{row['fuse_s']:.2f}", f"{row['ratio']:.2f}",
+            f"{row['extra_mb']:.0f}", f"{seconds:g} s, {memory:.0f} MiB", "met" if met else "not met"]  # fmt: skip
+
+
+def measure(name: str) -> dict[str, Any]:
+    """One pair, in this process."""
+    torch.set_num_threads(1)
+    networks = []
+    for text in PAIRS[name]:
+        network = parse_name(text, 3, SIZE, 10).build().eval()
+        initialise(network, torch_generator(0, text))
+        for parameter in network.parameters():  # branches that start at zero would have nothing to align
+            torch.nn.init.kaiming_normal_(parameter) if parameter.ndim > 1 and not bool(parameter.any()) else None
+        networks.append(network)
+    probe = torch.randn(SAMPLES, 3, SIZE, SIZE, generator=torch_generator(0, "probe"))
+    before = _resident()
+    spent = _timed_solver()
+    fused = fuse(networks, into=1, depth=0, probe=probe)
+    extra = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
+    forward = min(_forward(networks, probe) for _ in range(2))
+    seconds = sum(value for part, value in fused.seconds.items() if part != "repair")
+    return {"pair": name, "forward_s": forward, "emd_s": sum(spent), "fuse_s": seconds, "parts": dict(fused.seconds),
+            "ratio": (seconds - sum(spent)) / forward, "extra_mb": extra}  # fmt: skip
+
+
+def _timed_solver() -> list[float]:
+    """Seconds of each EMD from now on."""
+    spent: list[float] = []
+    exact = transport.SOLVERS["exact"]
+
+    def timed(*given: Any) -> np.ndarray:
+        begin = time.perf_counter()
+        plan = exact(*given)
+        spent.append(time.perf_counter() - begin)
+        return plan
+
+    transport.SOLVERS["exact"] = timed
+    return spent
+
+
+def _forward(networks: list[torch.nn.Module], probe: torch.Tensor) -> float:
+    begin = time.perf_counter()
+    with torch.inference_mode():
+        for network in networks:
+            network(probe)
+    return time.perf_counter() - begin
+
+
+def _resident() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1])))
