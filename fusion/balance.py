@@ -31,12 +31,14 @@ class Source:
 class Balanced:
     """A network with the structure asked for.
 
-    `added`: the tensors of layers that it did not have. `sources`: its pre-activations in the network it was made of;
-    `stale`: they do not hold, since layers were merged or removed. `notes`: what a user should know.
+    `added`: the tensors of layers that it did not have; `origins`: its other layers' names before. `sources`: its
+    pre-activations in the network it was made of; `stale`: they do not hold, since layers were merged or removed. `notes`:
+    what a user should know.
     """
 
     network: nn.Module
     added: frozenset[str] = frozenset()
+    origins: Mapping[str, str] = field(default_factory=dict)
     sources: Mapping[str, Source] = field(default_factory=dict)
     stale: bool = False
     notes: tuple[str, ...] = ()
@@ -44,7 +46,10 @@ class Balanced:
 
 def unchanged(network: nn.Module, wiring: Wiring) -> Balanced:
     """The network itself, where its depth is the one that is wanted."""
-    return Balanced(network, sources={node: Source(node) for nodes in wiring.points.values() for node in nodes})
+    layers = {layer.name: layer.name for layer in wiring.layers}
+    return Balanced(
+        network, origins=layers, sources={node: Source(node) for nodes in wiring.points.values() for node in nodes}
+    )
 
 
 def balanced(
@@ -79,6 +84,7 @@ class _Builder:
         self.state: State = {}
         self.dropped: set[str] = set()  # norms that have no identity
         self.added: set[str] = set()
+        self.origins: dict[str, str] = {}
         self.sources: dict[str, Source] = {}
         self.last: Source | None = None  # the newest pre-activation of the stream
         self.end = ""  # the structure's node for it
@@ -98,15 +104,16 @@ class _Builder:
             done = self.matches[place] + 1
         self._merge(self.wiring.units[done:])
         self._copy(_outside(self.structure), _outside(self.wiring), None, None)
-        network = with_state(self.target, self.state, self.dropped)
+        network = with_state(self.target, {name: tensor.clone() for name, tensor in self.state.items()}, self.dropped)
         notes = tuple(f"{name}: added without its norm, which has no identity" for name in sorted(self.dropped))
-        return Balanced(network, frozenset(self.added), self.sources, self.stale, notes)
+        return Balanced(network, frozenset(self.added), self.origins, self.sources, self.stale, notes)
 
     def _entries(self, place: int) -> int:
         """What the network's own next layer takes, after a place in the structure."""
         later = [theirs for ours, theirs in self.matches.items() if ours > place]
-        name = self.wiring.units[min(later)].layers[0] if later else _outside(self.wiring)[0]
-        return self.have[name].get_parameter("weight").shape[1]
+        names = self.wiring.units[min(later)].layers if later else _outside(self.wiring)
+        first = next(module for module in map(self.have.__getitem__, names) if not isinstance(module, NORMS))
+        return first.get_parameter("weight").shape[1]
 
     def _merge(self, units: Sequence[Unit]) -> None:
         for unit in units:
@@ -121,6 +128,7 @@ class _Builder:
             raise UserError(f"'{names[0]}' ({len(ours)} layers) and '{names[1]}' ({len(theirs)}) are not of one design")
         for name, other in zip(ours, theirs, strict=True):
             _same_design(name, self.goal[name], other, self.have[other])
+            self.origins[name] = other
             if self.factor is not None and self.factor[1].any() and self.have[other]._parameters.get("bias") is None:
                 raise UserError(f"layer '{other}' has no bias that could take up those of the layers merged into it")
             for tensor, entry in _tensors(self.have[other]).items():

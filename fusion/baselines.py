@@ -13,11 +13,12 @@ def naive_average(networks: Sequence[nn.Module]) -> nn.Module:
     """The mean of networks of one shape, channels as they are. Raises UserError naming a tensor of unequal shape."""
     states = [network.state_dict() for network in networks]
     mean = {}
-    for name, like in states[0].items():
+    for name in dict.fromkeys(name for state in states for name in state):
         shapes = [list(state[name].shape) if name in state else None for state in states]
         if any(shape != shapes[0] for shape in shapes):
             raise UserError(f"naive average: tensor '{name}' has shapes {shapes}; takes networks of one shape")
-        mean[name] = torch.stack([state[name] for state in states]).mean(dim=0) if like.is_floating_point() else like
+        parts = torch.stack([state[name] for state in states])
+        mean[name] = parts.mean(dim=0) if parts.is_floating_point() else parts[0].clone()
     return with_state(networks[0], mean)
 
 

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from fusion import repair
 from fusion.align import costs_between, looked_at, match_units, wired
 from fusion.balance import SIGNS, Balanced, balanced, relu_signs, unchanged
+from fusion.checks import check_ends, check_finite, check_layers, given_map, mixing_weights
 from fusion.exact import State
 from fusion.plans import axis_moves, layer_moves
-from fusion.probe import Observation, features_of, observe
+from fusion.probe import Moments, Observation, features_of, observe
+from fusion.repair import Statistics, first_calls, in_basis, mixture, repair, scalable
 from fusion.transport import Moves, TransportSettings, moved
 from fusion.twin import with_state
 from fusion.wiring import Wiring, wire
@@ -31,7 +32,8 @@ class FusionSettings:
     `comparison` of layers: "cka", "wasserstein" or "neurons"; `pin_first`, `pin_last`: the ends of every group of layers
     correspond. `relu`: what stands for the ReLU of a merged layer, "sum", "majority" or "average". `basis`: plans from
     "activations" or from "weights". `positions`: values of each channel that are kept for the plans (0: all). `keep_added`:
-    a layer that some networks lack is the others' alone. `repair`: channel statistics after averaging (fusion.repair).
+    a layer that some networks lack is the others' alone. `repair`: channel statistics after averaging (fusion.repair),
+    measured on about `repair_samples` of the probe set (0: all; better, and a forward pass of the whole set dearer).
     `sequential`: one plan for each layer, each reading the one before (the public code), instead of one for each axis.
     `map`: instead of comparing layers, for two networks: the alignment as fusion.align.optimal_alignment returns it.
     """
@@ -45,6 +47,7 @@ class FusionSettings:
     positions: int = 2048
     keep_added: bool = True
     repair: bool = True
+    repair_samples: int = 50
     sequential: bool = False
     map: tuple[int, ...] | None = None
 
@@ -53,8 +56,9 @@ class FusionSettings:
         for name, values in takes.items():
             if getattr(self, name) not in values:
                 raise UserError(f"fusion {name}: got '{getattr(self, name)}', takes one of: {', '.join(values)}")
-        if self.positions < 0:
-            raise UserError(f"fusion positions: got {self.positions}, takes a number of values, or 0 for all")
+        for name in ("positions", "repair_samples"):
+            if getattr(self, name) < 0:
+                raise UserError(f"fusion {name}: got {getattr(self, name)}, takes a number, or 0 for all")
 
     @classmethod
     def reference(cls) -> "FusionSettings":
@@ -70,7 +74,7 @@ class Fused:
     `alignment`: for each layer (or block) of the shallower of two networks, this one and the one that gives the depth, its
     0-based place in the deeper. `plans`: by layer, [n, m], columns sum to 1: output m of the result as a mean of the
     network's own n; empty for the network `into`. `balanced`: the network in the result's depth; `aligned`: and in its
-    basis, not averaged.
+    basis, not averaged; where nothing has to change it is the input itself.
     `costs`: transport costs by layer. `seconds`: of each part. `notes`: what a user should know.
     """
 
@@ -101,7 +105,7 @@ def fuse(
     Raises UserError, naming what is at fault, for networks of different families, input sizes or numbers of classes, weights
     that are not finite, and probe sets that cannot be used.
     """
-    shares = _shares(weights, len(networks))
+    shares = mixing_weights(weights, len(networks))
     work = _Fusion(list(networks), into, into if depth is None else depth, probe, settings or FusionSettings())
     return work.run(shares)
 
@@ -116,12 +120,12 @@ class _Fusion:
         self.seconds: dict[str, float] = {}
         self._clock = time.perf_counter()
         for place, network in enumerate(networks):
-            _check_finite(place, network)
+            check_finite(place, network)
         self.wirings = wired(networks, probe)
         self.structure = self.wirings[depth]
         for place, wiring in enumerate(self.wirings):
-            _check_layers(place, networks[place], wiring)
-            _check_ends(self.wirings[0], wiring, place)
+            check_layers(place, networks[place], wiring)
+            check_ends(self.wirings[0], wiring, place)
         self._lap("wire")
 
     def run(self, weights: list[float]) -> Fused:
@@ -132,17 +136,21 @@ class _Fusion:
         matches = [self._matched(place, seen) for place in everyone]
         self._lap("align")
         bodies = [self._balanced(place, matches[place], seen[place]) for place in everyone]
-        views = [self._view(body, seen[place]) for place, body in enumerate(bodies)]
+        views = [self._view(place, bodies[place], seen[place]) for place in everyone]
+        del seen
         self._lap("balance")
-        moves = self._moves(bodies, views)
+        moves = self._moves(bodies, [view.features for view in views])
+        moments = [in_basis(view.moments, move.outgoing) for view, move in zip(views, moves, strict=True)]
+        del views
         self._lap("transport")
-        states = [self._moved(body, move) for body, move in zip(bodies, moves, strict=True)]
-        aligned = [with_state(body.network, state) for body, state in zip(bodies, states, strict=True)]
+        aligned = [body.network if place == self.into else with_state(body.network, self._moved(body, moves[place]))
+                   for place, body in enumerate(bodies)]  # fmt: skip
+        states = [network.state_dict() for network in aligned]
         shares = {name: self._shares(name, states, bodies, weights) for name in states[self.depth]}
         result = with_state(self.networks[self.depth], _average(states, shares))
         self._lap("average")
         notes = [f"network {place}: {note}" for place in everyone for note in bodies[place].notes]
-        notes += self._repaired(result, aligned, shares) if self.settings.repair else []
+        notes += self._repaired(result, moments, shares) if self.settings.repair else []
         return Fused(
             network=result,
             alignment=tuple(self._alignment(place, match) for place, match in enumerate(matches)),
@@ -159,23 +167,20 @@ class _Fusion:
         self.seconds[part], self._clock = now - self._clock, now
 
     def _observed(self, wiring: Wiring) -> Observation:
-        looked = looked_at(wiring, self.settings.comparison)
-        points = (
-            {node for nodes in wiring.points.values() for node in nodes} if self.settings.basis == "activations" else set()
-        )
-        if self.settings.sequential:
+        settings, looked = self.settings, looked_at(wiring, self.settings.comparison)
+        points = {node for nodes in wiring.points.values() for node in nodes} if settings.basis == "activations" else set()
+        if settings.sequential:
             points |= {layer.node for layer in wiring.layers if layer.kind != "norm"}
-        features = looked.get("features", set()) | points
-        return observe(
-            wiring, self.probe, features=features, grams=looked.get("grams", ()), positions=self.settings.positions
-        )
+        nodes = first_calls(wiring, scalable(wiring)) if settings.repair else {}
+        return observe(wiring, self.probe, features=points | looked.get("features", set()), grams=looked.get("grams", ()),
+                       moments=set(nodes.values()), positions=settings.positions)  # fmt: skip
 
     def _matched(self, place: int, seen: list[Observation]) -> dict[int, int]:
         wiring, settings = self.wirings[place], self.settings
         if place == self.depth:
             return {unit: unit for unit in range(len(wiring.units))}
         if settings.map is not None:
-            return _given(settings.map, len(self.structure.units), len(wiring.units), len(self.networks))
+            return given_map(settings.map, len(self.structure.units), len(wiring.units), len(self.networks))
         cost = costs_between(self.structure, wiring, seen[self.depth], seen[place], settings.comparison)
         return match_units(self.structure, wiring, cost, pin_first=settings.pin_first, pin_last=settings.pin_last)
 
@@ -188,14 +193,17 @@ class _Fusion:
         inner = "stream" if self.settings.sequential else "own"
         return balanced(self.networks[self.depth], self.structure, network, wiring, matches, signs, inner)
 
-    def _view(self, body: Balanced, seen: Observation) -> Mapping[str, Tensor]:
-        """What the balanced network's nodes give, [channels, values]: seen before balancing, or in the network itself."""
+    def _view(self, place: int, body: Balanced, seen: Observation) -> "_View":
+        """What the balanced network does: seen before balancing, or in the network itself."""
         if self.settings.sequential or body.stale:
-            new = self._observed(wire(body.network, self.probe[:1]))
-            return {node: features_of(new, node) for node in new.features}
+            wiring = wire(body.network, self.probe[:1])
+            new = self._observed(wiring)
+            return _View({node: features_of(new, node) for node in new.features}, _by_layer(new, wiring))
         sources = {node: source for node, source in body.sources.items() if source.node in seen.features}
         found = {node: features_of(seen, source.node) for node, source in sources.items()}
-        return {node: values.relu() if sources[node].rectified else values for node, values in found.items()}
+        features = {node: values.relu() if sources[node].rectified else values for node, values in found.items()}
+        own = _by_layer(seen, self.wirings[place])
+        return _View(features, {name: own[origin] for name, origin in body.origins.items() if origin in own})
 
     def _moves(self, bodies: list[Balanced], views: list[Mapping[str, Tensor]]) -> list[Moves]:
         """First of the network that gives the depth: where `into` lacks a layer, the others are brought into its basis."""
@@ -224,10 +232,12 @@ class _Fusion:
         given = [weight if there else 0.0 for weight, there in zip(weights, taken, strict=True)]
         return [share / sum(given) for share in given] if any(given) else [there / sum(taken) for there in taken]
 
-    def _repaired(self, result: nn.Module, aligned: list[nn.Module], shares: Mapping[str, list[float]]) -> list[str]:
+    def _repaired(
+        self, result: nn.Module, moments: Sequence[Mapping[str, Statistics]], shares: Mapping[str, list[float]]
+    ) -> list[str]:
         """Notes."""
-        layers = {name.removesuffix(".weight"): share for name, share in shares.items()}
-        without = repair.repair(result, aligned, layers, self.probe)
+        target = mixture(moments, {name.removesuffix(".weight"): share for name, share in shares.items()})
+        without = repair(result, target, self.probe, self.settings.repair_samples)
         self._lap("repair")
         return [f"{len(without)} layers without bias got one by repair, {without[0]} the first"] if without else []
 
@@ -237,22 +247,17 @@ class _Fusion:
         return tuple(theirs if deeper else ours for ours, theirs in pairs)
 
 
-def _given(chosen: tuple[int, ...], own: int, other: int, networks: int) -> dict[int, int]:
-    """A map that was given, as units of the structure and those of the other network."""
-    few, many = min(own, other), max(own, other)
-    rising = len(chosen) == few and all(a < b for a, b in zip(chosen, (*chosen[1:], many), strict=True)) and chosen[0] >= 0
-    if networks != 2 or not rising:
-        raise UserError(f"fuse: map {chosen} for {networks} networks of {own} and {other} layers; takes, for two networks, "
-                        f"{few} rising places below {many}")  # fmt: skip
-    return {(row if own == many else column): (column if own == many else row) for column, row in enumerate(chosen)}
+@dataclass(frozen=True, eq=False)
+class _View:
+    """Of a balanced network: values [channels, n] by node and moments by layer."""
+
+    features: Mapping[str, Tensor]
+    moments: Mapping[str, Moments]
 
 
-def _shares(weights: Sequence[float] | None, number: int) -> list[float]:
-    """Weights that add up to 1."""
-    given = [1.0] * number if weights is None else [float(weight) for weight in weights]
-    if len(given) != number or any(not weight >= 0.0 for weight in given) or not 0.0 < sum(given) < float("inf"):
-        raise UserError(f"fuse: weights {given} for {number} networks; takes one for each, not negative, not all 0")
-    return [weight / sum(given) for weight in given]
+def _by_layer(seen: Observation, wiring: Wiring) -> dict[str, Moments]:
+    nodes = first_calls(wiring, [layer.name for layer in wiring.layers])
+    return {name: seen.moments[node] for name, node in nodes.items() if node in seen.moments}
 
 
 def _average(states: list[State], shares: Mapping[str, list[float]]) -> State:
@@ -260,31 +265,8 @@ def _average(states: list[State], shares: Mapping[str, list[float]]) -> State:
     mean: State = {}
     for name, weights in shares.items():
         parts = [(weight, state[name]) for weight, state in zip(weights, states, strict=True) if weight]
-        like = parts[0][1]
-        mean[name] = sum((weight * part.double() for weight, part in parts), start=torch.zeros(())).to(like.dtype)
+        total = torch.zeros_like(parts[0][1], dtype=torch.float64)
+        for weight, part in parts:
+            total.add_(part, alpha=weight)
+        mean[name] = total.to(parts[0][1].dtype)
     return mean
-
-
-def _check_finite(place: int, network: nn.Module) -> None:
-    for name, tensor in network.state_dict().items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise UserError(f"network {place}: tensor '{name}' holds values that are not finite")
-
-
-def _check_layers(place: int, network: nn.Module, wiring: Wiring) -> None:
-    """All tensors are those of layers that can be moved."""
-    layers = {layer.name for layer in wiring.layers}
-    if not wiring.units or not layers:
-        raise UserError(f"network {place} has no hidden layers: nothing to fuse")
-    for name in network.state_dict():
-        if name.rpartition(".")[0] not in layers:
-            raise UserError(f"network {place}: tensor '{name}' is of no convolution, linear or norm layer: cannot be fused")
-
-
-def _check_ends(one: Wiring, other: Wiring, place: int) -> None:
-    """The same inputs and the same classes."""
-    ends = {"input channels": (one.layers[0].inputs, other.layers[0].inputs),
-            "classes": (one.layers[-1].outputs, other.layers[-1].outputs)}  # fmt: skip
-    for what, (ours, theirs) in ends.items():
-        if one.axes[ours].size != other.axes[theirs].size:
-            raise UserError(f"network {place} has {other.axes[theirs].size} {what}, the others {one.axes[ours].size}")

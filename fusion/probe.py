@@ -16,8 +16,9 @@ from conf.errors import UserError
 from fusion.wiring import Wiring
 
 BATCH = 256  # samples that go through a network at once; Grams are taken within a batch
+CHUNK = 40  # of them that a convolution takes at once
 EXACT_FEATURES = 8192  # up to here Grams are multiplied out in float64, beyond in float32 by pieces, added up in float64
-PIECE = 16384
+PIECE, BAND = 16384, 50
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,8 +125,21 @@ class _Looker(fx.Interpreter):
 
     def __init__(self, graph: fx.GraphModule, wanted: tuple[set[str], set[str], set[str]], share: int | None) -> None:
         super().__init__(graph)
+        self.extra_traceback = False
         self.features, self.grams, self.moments = wanted
         self.share, self.seen = share, Observation()
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Convolutions by pieces of the batch: their workspace is as large as what they are given."""
+        module = self.submodules[target]
+        if not isinstance(module, nn.modules.conv._ConvNd) or kwargs or len(args[0]) <= CHUNK:
+            return module(*args, **kwargs)
+        given, whole = args[0], None
+        for begin in range(0, len(given), CHUNK):
+            part = module(given[begin : begin + CHUNK])
+            whole = part.new_empty(len(given), *part.shape[1:]) if whole is None else whole
+            whole[begin : begin + CHUNK] = part
+        return whole
 
     def run_node(self, n: fx.Node) -> Any:
         value, seen = super().run_node(n), self.seen
@@ -142,7 +156,7 @@ class _Looker(fx.Interpreter):
 
 
 def _check_finite(node: fx.Node, value: Tensor) -> None:
-    if not bool(torch.isfinite(value).all()):
+    if not bool(torch.isfinite(torch.stack(value.aminmax())).all()):
         raise UserError(f"layer '{node.target}': its outputs are not finite: the network holds NaN or far too large weights")
 
 
@@ -160,8 +174,9 @@ def _gram(rows: Tensor) -> Tensor:
         return rows @ rows.T
     total = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device)
     for piece in rows.split(PIECE, dim=1):
-        total += piece @ piece.T
-    return total
+        for begin in range(0, len(rows), BAND):  # the half below the diagonal
+            total[begin:, begin : begin + BAND] += piece[begin:] @ piece[begin : begin + BAND].T
+    return total.tril() + total.tril(-1).T
 
 
 def _picked(value: Tensor, share: int | None) -> Tensor:

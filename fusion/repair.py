@@ -10,16 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fusion.probe import BATCH, Moments, evaluating, moments_of, observe
+from fusion.probe import Moments, evaluating, moments_of, observe
 from fusion.wiring import Wiring, wire
 
+Statistics = tuple[Tensor, Tensor]  # mean and standard deviation of each channel, float64
+BATCH_NORM = nn.modules.batchnorm._BatchNorm
 PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # weights that scale the outputs; standardised ones do not
 SMALLEST = 1e-5  # standard deviations below this are left as they are: a channel that is constant stays so
 
 
 def recompute_statistics(network: nn.Module, batches: Sequence[Tensor]) -> None:
     """Measure all BatchNorm running statistics again on batches [k, ...], each of the same weight; nothing else changes."""
-    norms = [module for module in network.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    norms = [module for module in network.modules() if isinstance(module, BATCH_NORM)]
     flags = [(module, module.training) for module in network.modules()]
     momenta = [(norm, norm.momentum) for norm in norms]
     network.eval()
@@ -38,42 +40,52 @@ def recompute_statistics(network: nn.Module, batches: Sequence[Tensor]) -> None:
             module.training = flag
 
 
-def repair(
-    network: nn.Module, parents: Sequence[nn.Module], shares: Mapping[str, Sequence[float]], probe: Tensor
-) -> tuple[str, ...]:
+def repair(network: nn.Module, target: Mapping[str, Statistics], probe: Tensor, samples: int = 0) -> tuple[str, ...]:
     """Set a fused network's statistics right, in place: BatchNorm's where it has one, else each layer's (rescale).
 
-    `parents` are of the same structure and in the same basis, `shares` their weights in each layer, by its name; probe
-    [k, ...]. Returns the names of the layers that got a bias.
+    `target`: what the layers should have, by name (mixture). probe: [k, ...], of which about `samples` are
+    looked at (0: all). Returns the names of the layers that got a bias.
     """
-    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in network.modules()):
-        recompute_statistics(network, probe.tensor_split(-(-len(probe) // BATCH)))
+    probe = probe[:: max(1, len(probe) // samples)] if samples else probe
+    if any(isinstance(module, BATCH_NORM) for module in network.modules()):
+        recompute_statistics(network, [probe])
         return ()
-    wiring = wire(network, probe[:1])
-    if any(layer.kind == "norm" for layer in wiring.layers):  # GroupNorm and LayerNorm measure their own
-        return ()
-    layers = [layer.name for layer in wiring.layers if not wiring.axes[layer.outputs].fixed]
-    plain = [name for name in layers if type(network.get_submodule(name)) in PLAIN]
-    target = mixture([layer_moments(parent, plain, probe) for parent in parents], shares)
-    return rescale(network, probe, target)
+    return rescale(network, probe, target) if target else ()
+
+
+def scalable(wiring: Wiring) -> list[str]:
+    """The layers that `rescale` can set right: of a network without norms (these measure their own), not the output's."""
+    if any(layer.kind == "norm" for layer in wiring.layers):
+        return []
+    layers = {layer.name: layer for layer in wiring.layers if not wiring.axes[layer.outputs].fixed}
+    return [name for name in layers if type(wiring.graph.get_submodule(name)) in PLAIN]
 
 
 def layer_moments(network: nn.Module, layers: Sequence[str], probe: Tensor) -> dict[str, Moments]:
     """Moments of the named layers' outputs over the probe set, by name; those of several sites add up."""
     wiring = wire(network, probe[:1])
-    nodes = _nodes(wiring, layers)
-    seen = observe(wiring, probe, moments=nodes)
-    return {nodes[node]: moments for node, moments in seen.moments.items()}
+    nodes = first_calls(wiring, layers)
+    seen = observe(wiring, probe, moments=set(nodes.values()))
+    return {name: seen.moments[node] for name, node in nodes.items()}
 
 
-def rescale(network: nn.Module, probe: Tensor, target: Mapping[str, tuple[Tensor, Tensor]]) -> tuple[str, ...]:
+def in_basis(moments: Mapping[str, Moments], outgoing: Mapping[str, Tensor]) -> dict[str, Statistics]:
+    """Mean and standard deviation [channels] of layers after a move: of a channel that several go into, their means."""
+    found = {}
+    for name, own in moments.items():
+        matrix = outgoing[name].to(own.mean) if name in outgoing else None
+        found[name] = (own.mean, own.std) if matrix is None else (own.mean @ matrix, own.std @ matrix)
+    return found
+
+
+def rescale(network: nn.Module, probe: Tensor, target: Mapping[str, Statistics]) -> tuple[str, ...]:
     """Give the named convolution and linear layers the channel means and standard deviations [channels] of `target`.
 
     In place and in one pass: each layer sees the inputs that the corrected layers before it give. Channels that are
     constant get the mean only. Layers without bias get one; their names are returned.
     """
     wiring = wire(network, probe[:1])
-    fixed = _Rescaler(wiring, _nodes(wiring, target), target)
+    fixed = _Rescaler(wiring, {node: name for name, node in first_calls(wiring, target).items()}, target)
     with torch.no_grad(), evaluating(network):
         fixed.run(probe.clone())
     modules = {name: network.get_submodule(name) for name in fixed.changes}
@@ -83,28 +95,28 @@ def rescale(network: nn.Module, probe: Tensor, target: Mapping[str, tuple[Tensor
     return without
 
 
-def mixture(
-    parents: Sequence[Mapping[str, Moments]], shares: Mapping[str, Sequence[float]]
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Mean and standard deviation [channels] that the layers should have: the weighted means of the parents'."""
+def mixture(parents: Sequence[Mapping[str, Statistics]], shares: Mapping[str, Sequence[float]]) -> dict[str, Statistics]:
+    """What the layers should have: the weighted means of those parents that have the layer (`shares` by its name)."""
     found = {}
-    for name in parents[0]:
-        pairs = list(zip([parent[name] for parent in parents], shares[name], strict=True))
-        means = torch.stack([share * moments.mean for moments, share in pairs]).sum(dim=0)
-        found[name] = means, torch.stack([share * moments.std for moments, share in pairs]).sum(dim=0)
+    for name in {name: None for parent in parents for name in parent}:
+        pairs = [(share, parent[name]) for parent, share in zip(parents, shares[name], strict=True) if name in parent]
+        total = sum(share for share, _ in pairs)
+        if total > 0.0:
+            mean, std = (sum(share * part[k] for share, part in pairs) / total for k in (0, 1))
+            found[name] = torch.as_tensor(mean), torch.as_tensor(std)
     return found
 
 
-def _nodes(wiring: Wiring, names: Collection[str]) -> dict[str, str]:
-    """The names of layers by the node of their first call."""
+def first_calls(wiring: Wiring, names: Collection[str]) -> dict[str, str]:
+    """The node of each named layer's first call."""
     first: dict[str, str] = {}
     for layer in wiring.layers:
         first.setdefault(layer.name, layer.node)
-    return {node: name for name, node in first.items() if name in names}
+    return {name: node for name, node in first.items() if name in names}
 
 
 class _Rescaler(fx.Interpreter):
-    def __init__(self, wiring: Wiring, nodes: Mapping[str, str], target: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, wiring: Wiring, nodes: Mapping[str, str], target: Mapping[str, Statistics]) -> None:
         super().__init__(wiring.graph)
         self.nodes, self.target = nodes, target
         self.changes: dict[str, tuple[Tensor, Tensor]] = {}
@@ -125,6 +137,6 @@ class _Rescaler(fx.Interpreter):
 def _fold(module: nn.Module, scale: Tensor, shift: Tensor) -> None:
     weight = module.get_parameter("weight")
     with torch.no_grad():
-        old = module.bias.detach() if isinstance(module.bias, Tensor) else torch.zeros_like(weight[:, 0].flatten(1)[:, 0])
+        old = module.bias.detach() if isinstance(module.bias, Tensor) else weight.new_zeros(len(weight))
         weight.mul_(scale.to(weight).view(-1, *[1] * (weight.ndim - 1)))
         module.register_parameter("bias", nn.Parameter(old * scale.to(weight) + shift.to(weight)))

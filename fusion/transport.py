@@ -19,6 +19,8 @@ from conf.errors import UserError
 from fusion.exact import State
 from fusion.wiring import Layer
 
+PIECE = 4096  # columns of a weight that are moved at once
+FEW = 4  # entries a row or column: plans with no more are taken as sparse
 EPSILON = 1e-7  # beside column sums, as in the public code
 
 
@@ -170,18 +172,26 @@ def moved(state: Mapping[str, Tensor], layers: Sequence[Layer], moves: Moves) ->
                 new[name] = apply(new[name], moves.outgoing[layer.name], 0, name)
             if tensor.ndim > 1 and layer.kind != "depthwise" and layer.name in moves.incoming:
                 new[name] = apply(new[name], moves.incoming[layer.name], 1, name)
-    return new
+    return {name: tensor.clone() if tensor is state[name] else tensor for name, tensor in new.items()}
 
 
 def apply(tensor: Tensor, matrix: Tensor, dim: int, name: str = "") -> Tensor:
-    """The tensor with dimension `dim` (n channels; n * r entries behind a flatten) mapped by matrix [n, m], in float64."""
+    """The tensor with dimension `dim` (n channels; n * r entries behind a flatten) mapped by matrix [n, m] float64."""
     repeat, rest = divmod(tensor.shape[dim], len(matrix))
     if rest or (repeat > 1 and tensor.ndim > 2):
         raise UserError(f"tensor '{name}': dimension {dim} has {tensor.shape[dim]} entries, the plan {len(matrix)} channels")
-    front = tensor.double().movedim(dim, 0)
-    new = matrix.T.to(front) @ front.reshape(len(matrix), -1)
-    new = new.reshape(matrix.shape[1] * repeat, *front.shape[1:])
-    return new.movedim(0, dim).to(tensor.dtype).contiguous()
+    front = tensor.movedim(dim, 0)
+    pieces = front.reshape(len(matrix), -1).split(PIECE, dim=1)
+    times = _sparse(matrix) if matrix.count_nonzero() <= FEW * sum(matrix.shape) else matrix.T.matmul
+    new = torch.cat([times(piece.to(matrix)).to(tensor) for piece in pieces], dim=1)
+    return new.reshape(matrix.shape[1] * repeat, *front.shape[1:]).movedim(0, dim).contiguous()
+
+
+def _sparse(matrix: Tensor) -> Callable[[Tensor], Tensor]:
+    """Multiplication by the transposed matrix, entry by entry: an exact plan has at most n + m - 1."""
+    rows, columns = matrix.nonzero(as_tuple=True)
+    entries = matrix[rows, columns][:, None]
+    return lambda piece: piece.new_zeros(matrix.shape[1], piece.shape[1]).index_add_(0, columns, piece[rows] * entries)
 
 
 def _marginals(

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def with_state(network: nn.Module, state: Mapping[str, Tensor], without: Collection[str] = ()) -> nn.Module:
-    """A copy of the network that holds `state`; norms named in `without` become identities. Tensors are copied."""
+    """A copy of the network that holds the tensors of `state` themselves; norms named in `without` become identities."""
     replaced = {id(tensor): tensor for name, tensor in network.state_dict(keep_vars=True).items() if name in state}
     twin = copy.deepcopy(network, memo=dict(replaced))  # these are not copied twice
     for name in without:
@@ -18,9 +18,9 @@ def with_state(network: nn.Module, state: Mapping[str, Tensor], without: Collect
         parent, _, child = key.rpartition(".")
         module = twin.get_submodule(parent)
         if child in module._buffers:
-            module._buffers[child] = tensor.detach().clone()
+            module._buffers[child] = tensor.detach()
         else:
-            module.register_parameter(child, nn.Parameter(tensor.detach().clone()))
+            module.register_parameter(child, nn.Parameter(tensor.detach()))
         _fit(module)
     return twin
 

@@ -19,6 +19,8 @@ from sims.pairs import Task, accuracy, probe_set
 from sims.plots import alignment_figure
 from sims.tables import Table, percent
 
+PICTURES = (".png", ".pdf", ".svg")
+
 
 @dataclass(frozen=True)
 class Files:
@@ -52,6 +54,7 @@ class Files:
 
 def align(files: Files, comparison: str, pin_first: bool, pin_last: bool, out: Path) -> Table:
     """Compare the layers of two networks, draw the costs with the chosen map to `out`, and return the map as a table."""
+    _check_out(out, PICTURES)
     (a, b), _, probe = files.load()
     with working("comparing layers"):
         one, two = wire(a, probe[:1]), wire(b, probe[:1])
@@ -91,8 +94,9 @@ def fuse_files(files: Files, order: Order, settings: FusionSettings) -> list[Tab
     into = _place(files.paths, order.into, "--into")
     depth = _place(files.paths, order.depth, "--depth") if order.depth else into
     weights = _weights(order.weights)
-    if not order.out.parent.is_dir():
-        raise UserError(f"--out: the folder {order.out.parent} is not there")
+    _check_out(order.out)
+    if order.labels:
+        find(order.labels)
     networks, names, probe = files.load()
     with working("aligning and fusing"):
         fused = fuse(networks, into=into, depth=depth, probe=probe, weights=weights, settings=settings)
@@ -104,9 +108,10 @@ def fuse_files(files: Files, order: Order, settings: FusionSettings) -> list[Tab
 
 
 def _name(network: nn.Module, depth: NetworkName, into: NetworkName) -> NetworkName:
-    """What builds the fused network: the one's family with its own options, or with the other's (their widths)."""
+    """What builds the fused network: the one's family with its own options or the other's (their widths), maybe a bias."""
     shapes = {key: tensor.shape for key, tensor in network.state_dict().items()}
-    for name in (depth, replace(depth, options=into.options)):
+    choices = [{**options, **bias} for bias in ({}, {"bias": True}) for options in (depth.options, into.options)]
+    for name in (replace(depth, options=options) for options in choices):
         with suppress(UserError):
             if {key: tensor.shape for key, tensor in name.build().state_dict().items()} == shapes:
                 return name
@@ -136,6 +141,13 @@ def _costs(fused: Fused, files: Files) -> Table:
 def _seconds(fused: Fused) -> Table:
     rows = [[part, f"{seconds:.3f}"] for part, seconds in fused.seconds.items()]
     return Table("Seconds", ["part", "s"], [*rows, ["all", f"{sum(fused.seconds.values()):.3f}"]])
+
+
+def _check_out(out: Path, endings: Sequence[str] = ()) -> None:
+    if not out.parent.is_dir():
+        raise UserError(f"--out: the folder {out.parent} is not there")
+    if endings and out.suffix not in endings:
+        raise UserError(f"--out: got '{out.name}', takes a name that ends in {', '.join(endings)}")
 
 
 def _place(paths: Sequence[Path], text: str, option: str) -> int:

@@ -5,11 +5,13 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from clients.networks import initialise, parse_name
 from clients.randomness import torch_generator
@@ -35,11 +37,21 @@ def bench() -> tuple[list[Table], list[dict[str, Any]]]:
         rows.append(json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()[-1]))
     parts = Table("Parts, seconds", ["part", *PAIRS], [[part, *(f"{row['parts'].get(part, 0.0):.2f}" for row in rows)]
                                                        for part in rows[0]["parts"]])  # fmt: skip
-    head = ["pair", "forward passes, s", "EMD, s", "align + fuse, s", "ratio", "extra memory, MiB", "public code", "verdict"]
+    head = [
+        "pair",
+        "forward passes, s",
+        "EMD, s",
+        "all of fuse, s",
+        "ratio",
+        "memory, MiB",
+        "networks made, MiB",
+        "public code",
+        "verdict",
+    ]
     lines = [_line(row) for row in rows]
     note = (
-        f"{SAMPLES} samples of {SIZE}x{SIZE}, one thread, random weights. Ratio: (align + fuse - EMD) / forward passes; bars: "
-        f"at most {MOST_RATIO} and {MOST_MEMORY:.0f} MiB beyond the weights. Repair is not in the ratio."
+        f"{SAMPLES} samples of {SIZE}x{SIZE}, one thread, random weights. Ratio: (all of fuse - EMD) / forward passes; bars: "
+        f"at most {MOST_RATIO} and {MOST_MEMORY:.0f} MiB at the peak, beyond the weights given and made."
     )
     return [Table("Fusion", head, lines, note), parts], rows
 
@@ -48,7 +60,7 @@ def _line(row: dict[str, Any]) -> list[str]:
     seconds, memory = PUBLIC[row["pair"]]
     met = row["ratio"] <= MOST_RATIO and row["extra_mb"] <= MOST_MEMORY
     return [row["pair"], f"{row['forward_s']:.2f}", f"{row['emd_s']:.2f}", f"{row['fuse_s']:.2f}", f"{row['ratio']:.2f}",
-            f"{row['extra_mb']:.0f}", f"{seconds:g} s, {memory:.0f} MiB", "met" if met else "not met"]  # fmt: skip
+            f"{row['extra_mb']:.0f}", f"{row['made_mb']:.0f}", f"{seconds:g} s, {memory:.0f} MiB", "met" if met else "not met"]  # fmt: skip
 
 
 def measure(name: str) -> dict[str, Any]:
@@ -67,9 +79,16 @@ def measure(name: str) -> dict[str, Any]:
     fused = fuse(networks, into=1, depth=0, probe=probe)
     extra = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
     forward = min(_forward(networks, probe) for _ in range(2))
-    seconds = sum(value for part, value in fused.seconds.items() if part != "repair")
+    seconds = sum(fused.seconds.values())
+    made = _weights([fused.network, *fused.balanced, *fused.aligned], networks)
     return {"pair": name, "forward_s": forward, "emd_s": sum(spent), "fuse_s": seconds, "parts": dict(fused.seconds),
-            "ratio": (seconds - sum(spent)) / forward, "extra_mb": extra}  # fmt: skip
+            "ratio": (seconds - sum(spent)) / forward, "extra_mb": extra - made, "made_mb": made}  # fmt: skip
+
+
+def _weights(made: Sequence[nn.Module], given: Sequence[nn.Module]) -> float:
+    """MiB of the weights that were not there before."""
+    sizes, before = ({t.data_ptr(): t.nbytes for network in group for t in network.parameters()} for group in (made, given))
+    return sum(size for place, size in sizes.items() if place not in before) / 2**20
 
 
 def _timed_solver() -> list[float]:
@@ -87,7 +106,7 @@ def _timed_solver() -> list[float]:
     return spent
 
 
-def _forward(networks: list[torch.nn.Module], probe: torch.Tensor) -> float:
+def _forward(networks: list[nn.Module], probe: torch.Tensor) -> float:
     begin = time.perf_counter()
     with torch.inference_mode():
         for network in networks:

@@ -1,0 +1,52 @@
+"""What cannot be fused is refused, naming what is at fault."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from conf.errors import UserError
+from fusion.wiring import Wiring
+
+
+def mixing_weights(weights: Sequence[float] | None, number: int) -> list[float]:
+    """Weights that add up to 1."""
+    given = [1.0] * number if weights is None else [float(weight) for weight in weights]
+    if len(given) != number or any(not weight >= 0.0 for weight in given) or not 0.0 < sum(given) < float("inf"):
+        raise UserError(f"fuse: weights {given} for {number} networks; takes one for each, not negative, not all 0")
+    return [weight / sum(given) for weight in given]
+
+
+def given_map(chosen: tuple[int, ...], own: int, other: int, networks: int) -> dict[int, int]:
+    """A map that was given, as units of the structure and those of the other network."""
+    few, many = min(own, other), max(own, other)
+    rising = len(chosen) == few and all(a < b for a, b in zip(chosen, (*chosen[1:], many), strict=True)) and chosen[0] >= 0
+    if networks != 2 or not rising:
+        raise UserError(f"fuse: map {chosen} for {networks} networks of {own} and {other} layers; takes, for two networks, "
+                        f"{few} rising places below {many}")  # fmt: skip
+    return {(row if own == many else column): (column if own == many else row) for column, row in enumerate(chosen)}
+
+
+def check_finite(place: int, network: nn.Module) -> None:
+    for name, tensor in network.state_dict().items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise UserError(f"network {place}: tensor '{name}' holds values that are not finite")
+
+
+def check_layers(place: int, network: nn.Module, wiring: Wiring) -> None:
+    """All tensors are those of layers that can be moved."""
+    layers = {layer.name for layer in wiring.layers}
+    if not wiring.units or not layers:
+        raise UserError(f"network {place} has no hidden layers: nothing to fuse")
+    for name in network.state_dict():
+        if name.rpartition(".")[0] not in layers:
+            raise UserError(f"network {place}: tensor '{name}' is of no convolution, linear or norm layer: cannot be fused")
+
+
+def check_ends(one: Wiring, other: Wiring, place: int) -> None:
+    """The same inputs and the same classes."""
+    ends = {"input channels": (one.layers[0].inputs, other.layers[0].inputs),
+            "classes": (one.layers[-1].outputs, other.layers[-1].outputs)}  # fmt: skip
+    for what, (ours, theirs) in ends.items():
+        if one.axes[ours].size != other.axes[theirs].size:
+            raise UserError(f"network {place} has {other.axes[theirs].size} {what}, the others {one.axes[ours].size}")

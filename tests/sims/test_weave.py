@@ -1,0 +1,222 @@
+"""`fedloom align` and `fedloom fuse` as a user meets them: tables, files, exit codes, one line for bad input."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from clients.networks import initialise, load_network, parse_name, save_network
+from clients.states import write_state
+from sims import cli
+from sims.pairs import Task, accuracy
+
+GIVEN = ["--probe", "digits", "--samples", "40"]
+FILES = {
+    "a": ("mlp:widths=[12,10,8]", 8, 1),
+    "b": ("mlp:widths=[8,6]", 8, 1),
+    "bare": ("mlp:widths=[9,7],bias=false", 8, 1),
+    "bare2": ("mlp:widths=[6,5],bias=false", 8, 1),
+    "r18": ("resnet18:width=0.0625", 8, 1),
+    "r34": ("resnet34:width=0.125", 8, 1),
+    "n18": ("resnet18:width=0.0625,norm=none", 8, 1),
+    "n34": ("resnet34:width=0.125,norm=none", 8, 1),
+    "v11": ("vgg11:width=0.0625,norm=batch", 32, 1),
+    "v13": ("vgg13:width=0.125,norm=batch", 32, 1),
+    "big": ("mlp:widths=[8,6]", 16, 1),
+    "colour": ("mlp:widths=[8,6]", 8, 3),
+}
+
+Said = tuple[int, str, str]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def write(path: Path, text: str, size: int, channels: int, classes: int = 10, named: bool = True) -> None:
+    name = parse_name(text, channels, size, classes)
+    built = name.build()
+    initialise(built, torch.Generator().manual_seed(len(path.stem)))
+    if named:
+        save_network(path, built, name)
+    else:
+        write_state(path, built.state_dict())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small networks in files; `seven` has seven classes, `nameless` does not say what it is, `broken` is none."""
+    path = tmp_path_factory.mktemp("weave")
+    for stem, (text, size, channels) in FILES.items():
+        write(path / f"{stem}.safetensors", text, size, channels)
+    write(path / "seven.safetensors", "mlp:widths=[8,6]", 8, 1, classes=7)
+    write(path / "nameless.safetensors", "mlp:widths=[8,6]", 8, 1, named=False)
+    (path / "broken.safetensors").write_bytes(b"no state at all")
+    return path
+
+
+@pytest.fixture
+def fedloom(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
+    """Run the command in that folder; a word that is the stem of a file there stands for the file."""
+
+    def run(*words: str) -> Said:
+        names = [f"{word}.safetensors" if (folder / f"{word}.safetensors").is_file() else word for word in words]
+        monkeypatch.setattr(sys, "argv", ["fedloom", *names])
+        code = cli._guarded()
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    monkeypatch.chdir(folder)
+    return run
+
+
+def column(text: str, place: int) -> list[str]:
+    """Of the tables in a text, without their heads."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    return [row[place] for row in rows if not row[0].startswith((":", "-", "#"))]
+
+
+@pytest.mark.parametrize("options", [[], ["--comparison", "wasserstein"], ["--comparison", "neurons"]])
+def test_align_prints_the_map_and_draws_it(fedloom, folder, options):
+    code, out, err = fedloom("align", "a", "b", *GIVEN, *options, "--out", "map.png")
+    assert (code, err) == (0, "")
+    assert column(out, 1) == ["extractor.1", "extractor.3", "extractor.5"]
+    assert column(out, 2) == ["extractor.1", "-", "extractor.3"]
+    comparison = options[-1] if options else "cka"
+    assert re.search(rf"{comparison} over 40 samples of digits; cost of the map \d+\.\d{{4}}\n", out)
+    assert out.endswith("written: map.png\n")
+    with Image.open(folder / "map.png") as picture:
+        assert min(picture.size) > 100
+    (folder / "map.png").unlink()
+
+
+@pytest.mark.parametrize(("deep", "shallow"), [("r34", "r18"), ("v13", "v11")])
+def test_align_of_convolutional_networks(fedloom, deep, shallow):
+    code, out, _ = fedloom("align", deep, shallow, *GIVEN, "--free-first", "--free-last")
+    assert code == 0
+    partners = [name for name in column(out, 2) if name != "-"]
+    assert partners == sorted(partners, key=lambda name: [int(part) for part in re.findall(r"\d+", name)])
+    assert len(partners) == {"r34": 9, "v13": 8}[deep]
+
+
+def test_names_on_the_command_line(fedloom, folder):
+    named = ["--size", "8", "--grey"]
+    code, out, _ = fedloom("align", "a", "nameless", *GIVEN, *named, "--network-b", "mlp:widths=[8,6]")
+    assert code == 0 and column(out, 2) == ["extractor.1", "-", "extractor.3"]
+    code, *_ = fedloom("fuse", "nameless", "b", "--into", "2", *GIVEN, *named, "--network", "mlp:widths=[8,6]")
+    assert code == 0 and load_network(folder / "fused.safetensors")[1].options == {"widths": [8, 6]}
+
+
+PAIRS = [("a", "b", "1"), ("a", "b", "b"), ("r18", "r34", "2"), ("r34", "r18", "r18.safetensors"), ("v11", "v13", "v13"),
+         ("bare", "bare2", "1"), ("n18", "n34", "2"), ("n34", "n18", "2")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("one", "other", "into"), PAIRS)
+def test_fuse_writes_a_network_that_can_be_read_back(fedloom, folder, one, other, into):
+    code, out, err = fedloom("fuse", one, other, "--into", into, *GIVEN, "--out", "made.safetensors")
+    assert (code, err) == (0, "") and out.endswith("written: made.safetensors\n")
+    chosen = {"1": one, "2": other}.get(into, into.removesuffix(".safetensors"))
+    network, name = load_network(folder / "made.safetensors")
+    expected, wanted = load_network(folder / f"{chosen}.safetensors")
+    assert (name.name, name.size, name.classes) == (wanted.name, wanted.size, wanted.classes)
+    shapes = {key: tensor.shape for key, tensor in network.state_dict().items()}
+    assert {key: tensor.shape for key, tensor in expected.state_dict().items()}.items() <= shapes.items()
+    assert ("layers without bias got one" in out) is (shapes.keys() != expected.state_dict().keys())
+    assert {"wire", "transport", "all"} <= set(column(out, 0))
+
+
+def test_other_depth_than_widths(fedloom, folder):
+    code, *_ = fedloom("fuse", "v11", "v13", "--into", "1", "--depth", "2", *GIVEN, "--out", "made.safetensors")
+    network, name = load_network(folder / "made.safetensors")
+    assert (code, name.name, name.options["width"]) == (0, "vgg13", 0.0625)
+    assert network.get_parameter("head.weight").shape == (10, 32)
+
+
+def test_accuracies_weights_and_report(fedloom, folder):
+    words = ("fuse", "a", "b", "--into", "1", *GIVEN, "--labels", "digits", "--report", "--out", "made.safetensors")
+    code, out, _ = fedloom(*words, "--weights", "0.3,0.7")
+    assert code == 0
+    assert out.endswith("written: made.safetensors\nwritten: made.md\n")
+    assert (folder / "made.md").read_text() + "\n" == out.partition("written: ")[0]
+    assert column(out, 0)[:4] == ["network", "a.safetensors", "b.safetensors", "fused"]
+    task = Task("digits", 8, True)
+    for stem, share in zip(("a", "b", "made"), column(out, 1)[1:4], strict=True):
+        network, _ = load_network(folder / f"{stem}.safetensors")
+        assert share == f"{100 * accuracy(network, task, 'test'):.1f}%"
+    states = []
+    for weights in ("0.3,0.7", "0.7,0.3"):
+        fedloom(*words, "--weights", weights)
+        states.append(load_network(folder / "made.safetensors")[0].get_parameter("head.weight"))
+    assert not torch.equal(*states)
+
+
+def test_as_the_public_code_does(fedloom, folder):
+    code, out, _ = fedloom("fuse", "r18", "r34", "--into", "r18", "--reference", *GIVEN, "--out", "made.safetensors")
+    assert code == 0 and "head" in column(out, 0)  # it moves the outputs, too
+    assert load_network(folder / "made.safetensors")[1].name == "resnet18"
+
+
+def test_three_networks(fedloom, folder):
+    code, out, _ = fedloom("fuse", "a", "b", "a", "--into", "2", *GIVEN, "--weights", "1,2,1", "--out", "made.safetensors")
+    assert code == 0
+    assert load_network(folder / "made.safetensors")[1].options == {"widths": [8, 6]}
+    assert column(out, 0)[1:3] == ["extractor.1", "extractor.3"]
+
+
+BAD = [
+    (["align", "a", "nowhere.safetensors"], "nowhere.safetensors: no such file"),
+    (["align", "a", "broken"], "broken.safetensors"),
+    (["align", "a", "nameless"], "nameless.safetensors: does not say what network it holds"),
+    (["align", "nameless", "b", "--network-a", "mlp:widths=[8,5]"], "tensor 'extractor.3.weight' is [6, 8], takes [5, 8]"),
+    (["align", "nameless", "b", "--network-a", "mlp:widths=[8]"], "tensor 'head.weight' is [10, 6], takes [10, 8]"),
+    (["align", "nameless", "b", "--network-a", "mlpp"], "unknown network 'mlpp'; did you mean 'mlp'?"),
+    (["align", "nameless", "b", "--network-a", "mlp:width=3"], "unknown key 'network.width'"),
+    (["align", "a", "b", "--comparison", "cca"], "no comparison of 'preactivation' by 'cca'"),
+    (["align", "a", "b", "--probe", "digit"], "unknown domain 'digit'; did you mean 'digits'?"),
+    (["align", "a", "b", "--data", "/nowhere"], "data.root: /nowhere is not a folder"),
+    (["align", "a", "b", "--out", "nowhere/map.png"], "--out: the folder nowhere is not there"),
+    (["align", "a", "b", "--out", "map.doc"], "--out: got 'map.doc', takes a name that ends in .png, .pdf, .svg"),
+    (["align", "a", "r18"], "the networks are of different families"),
+    (["align", "a", "big"], "big.safetensors: is for 1 x 16 x 16 images, a.safetensors for 1 x 8 x 8"),
+    (["fuse", "a", "colour", "--into", "1"], "colour.safetensors: is for 3 x 8 x 8 images, a.safetensors for 1 x 8 x 8"),
+    (["fuse", "b", "seven", "--into", "1"], "network 1 has 7 classes, the others 10"),
+    (["fuse", "a", "b", "--into", "c"], "--into: 'c' is none of the networks; takes a.safetensors, b.safetensors"),
+    (["fuse", "a", "b", "--into", "0"], "--into: '0' is none of the networks"),
+    (["fuse", "a", "b", "--into", "1", "--depth", "3"], "--depth: '3' is none of the networks"),
+    (["fuse", "a", "--into", "1"], "takes two or more"),
+    (["fuse", "a", "b", "--into", "1", "--weights", "a,b"], "--weights: got 'a,b', takes numbers such as 0.3,0.7"),
+    (["fuse", "a", "b", "--into", "1", "--weights", "1"], "weights [1.0] for 2 networks"),
+    (["fuse", "a", "b", "--into", "1", "--weights", "-1,2"], "weights [-1.0, 2.0] for 2 networks"),
+    (["fuse", "a", "b", "--into", "1", "--out", "nowhere/f.safetensors"], "--out: the folder nowhere is not there"),
+    (["fuse", "a", "b", "--into", "1", "--labels", "digit"], "unknown domain 'digit'"),
+    (["fuse", "v11", "v13", "--into", "1"], "cannot be merged into the next one"),
+    (["fuse", "r18", "r34", "--into", "1", "--depth", "2"], "no named network has both"),
+]
+
+
+@pytest.mark.parametrize(("words", "line"), BAD)
+def test_bad_input_is_one_line_and_exit_code_2(fedloom, folder, words, line):
+    before = sorted(folder.iterdir())
+    defaults = [*GIVEN, "--size", "8", "--grey"]
+    out = [] if "--out" in words else ["--out", "none.png" if words[0] == "align" else "none.safetensors"]
+    code, printed, err = fedloom(*words[:1], *defaults, *out, *words[1:])
+    assert (code, printed) == (2, "")
+    assert err.startswith("fedloom: ") and err.count("\n") == 1 and line in err
+    assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize(("words", "code"), [(["align", "a.safetensors", "b.safetensors"], 0), (["align", "a", "b"], 2)])
+def test_a_real_process(folder, words, code):
+    program = str(Path(sys.executable).parent / "fedloom")
+    done = subprocess.run([program, *words, *GIVEN], cwd=folder, capture_output=True, text=True, timeout=100)
+    assert done.returncode == code, done.stderr
+    assert done.stderr == ("fedloom: a: no such file; give the path of a network's .safetensors file\n" if code else "")
