@@ -5,7 +5,8 @@ is printed in the paper forces the first layer after the fact and is then not op
 recursion.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -64,9 +65,9 @@ def layer_costs(
     wirings = wired([a, b], probe)
     seen = []
     for wiring in wirings:
-        looked = looked_at(wiring, name)
+        looked = looked_at(wiring.units, name)
         seen.append(observe(wiring, probe, features=looked.get("features", ()), grams=looked.get("grams", ())))
-    return costs_between(wirings[0], wirings[1], seen[0], seen[1], name)
+    return costs_between(wirings[0].units, wirings[1].units, seen[0], seen[1], name)
 
 
 def wired(networks: Sequence[nn.Module], probe: Tensor) -> list[Wiring]:
@@ -81,16 +82,18 @@ def wired(networks: Sequence[nn.Module], probe: Tensor) -> list[Wiring]:
     return wirings
 
 
-def looked_at(wiring: Wiring, name: str) -> dict[str, set[str]]:
+def looked_at(units: Iterable[Unit], name: str) -> dict[str, set[str]]:
     """What `observe` has to see for comparing layers by COSTS[name]."""
-    units = {unit.node for unit in wiring.units}
-    return {"cka": {"grams": units}, "wasserstein": {"features": units}}.get(name, {})
+    nodes = {unit.node for unit in units}
+    return {"cka": {"grams": nodes}, "wasserstein": {"features": nodes}}.get(name, {})
 
 
-def costs_between(one: Wiring, two: Wiring, seen: Observation, other: Observation, name: str) -> np.ndarray:
-    """layer_costs of networks that have been wired and observed."""
-    pairs = [[COSTS[name](u, v, seen, other) for v in two.units] for u in one.units]
-    return np.array(pairs, dtype=np.float64).reshape(len(one.units), len(two.units))
+def costs_between(
+    ones: Sequence[Unit], twos: Sequence[Unit], seen: Observation, other: Observation, name: str
+) -> np.ndarray:
+    """layer_costs of units of networks that have been observed."""
+    pairs = [[COSTS[name](u, v, seen, other) for v in twos] for u in ones]
+    return np.array(pairs, dtype=np.float64).reshape(len(ones), len(twos))
 
 
 def _cka_cost(u: Unit, v: Unit, seen: Observation, other: Observation) -> float:
@@ -116,6 +119,18 @@ COSTS: dict[str, Callable[[Unit, Unit, Observation, Observation], float]] = {
 }
 
 
+@dataclass(frozen=True)
+class Pins:
+    """Whether the first and the last layers of a group correspond."""
+
+    first: bool = True
+    last: bool = True
+
+    def decide(self, many: int, few: int) -> bool:
+        """Whether the map between so many layers follows without comparing them."""
+        return many == few or few <= self.first + self.last
+
+
 def match_units(
     deep: Wiring, shallow: Wiring, cost: np.ndarray, *, pin_first: bool = True, pin_last: bool = True
 ) -> dict[int, int]:
@@ -124,31 +139,62 @@ def match_units(
     In each group every unit of the side that has fewer finds its partner on the other. Raises UserError if the networks
     have not the same groups (max-pools, stages, fully connected part).
     """
-    rows, columns = _groups(deep), _groups(shallow)
-    kinds = [[(units[0].kind, len(units[0].shape)) for units in side.values()] for side in (rows, columns)]
-    if kinds[0] != kinds[1]:
-        told = [
-            " + ".join(f"{len(units)} {_kind(units[0])}" for units in side.values()) or "none" for side in (rows, columns)
-        ]
-        raise UserError(f"the networks are of different families; groups of layers: {told[0]} here, {told[1]} there")
-    places = {id(unit): place for wiring in (deep, shallow) for place, unit in enumerate(wiring.units)}
+    return _match(deep, shallow, lambda i, j: cost[np.ix_(i, j)], Pins(pin_first, pin_last))
+
+
+def match_seen(
+    deep: Wiring, shallow: Wiring, seen: Observation, other: Observation, name: str, pins: Pins
+) -> dict[int, int]:
+    """match_units by COSTS[name], for networks of which the `undecided` units have been observed."""
+
+    def cost(i: Sequence[int], j: Sequence[int]) -> np.ndarray:
+        if pins.decide(max(len(i), len(j)), min(len(i), len(j))):
+            return np.zeros((len(i), len(j)))
+        return costs_between([deep.units[k] for k in i], [shallow.units[k] for k in j], seen, other, name)
+
+    return _match(deep, shallow, cost, pins)
+
+
+def undecided(deep: Wiring, shallow: Wiring, pins: Pins) -> tuple[list[Unit], list[Unit]]:
+    """The units of both networks that have to be compared."""
+    found: tuple[list[Unit], list[Unit]] = [], []
+    for i, j in _paired_groups(deep, shallow):
+        if not pins.decide(max(len(i), len(j)), min(len(i), len(j))):
+            found[0].extend(deep.units[k] for k in i)
+            found[1].extend(shallow.units[k] for k in j)
+    return found
+
+
+def _match(
+    deep: Wiring, shallow: Wiring, cost: Callable[[Sequence[int], Sequence[int]], np.ndarray], pins: Pins
+) -> dict[int, int]:
     found = {}
-    for ours, theirs in zip(rows.values(), columns.values(), strict=True):
-        i, j = [places[id(unit)] for unit in ours], [places[id(unit)] for unit in theirs]
-        part = cost[np.ix_(i, j)]
-        flipped = len(i) < len(j)
-        picked = optimal_alignment(part.T if flipped else part, pin_first=pin_first, pin_last=pin_last)
+    for i, j in _paired_groups(deep, shallow):
+        part, flipped = cost(i, j), len(i) < len(j)
+        picked = optimal_alignment(part.T if flipped else part, pin_first=pins.first, pin_last=pins.last)
         for few, many in enumerate(picked):
             found[i[few] if flipped else i[many]] = j[many] if flipped else j[few]
     return found
+
+
+def _paired_groups(deep: Wiring, shallow: Wiring) -> list[tuple[list[int], list[int]]]:
+    """The places of the units of each group in both networks."""
+    sides = _groups(deep), _groups(shallow)
+    kinds = [[(wiring.units[units[0]].kind, len(wiring.units[units[0]].shape)) for units in side]
+             for wiring, side in zip((deep, shallow), sides, strict=True)]  # fmt: skip
+    if kinds[0] != kinds[1]:
+        told = [" + ".join(f"{len(units)} {_kind(wiring.units[units[0]])}" for units in side) or "none"
+                for wiring, side in zip((deep, shallow), sides, strict=True)]  # fmt: skip
+        raise UserError(f"the networks are of different families; groups of layers: {told[0]} here, {told[1]} there")
+    return list(zip(*sides, strict=True))
 
 
 def _kind(unit: Unit) -> str:
     return "blocks" if unit.kind == "block" else "convolutions" if len(unit.shape) > 1 else "linear layers"
 
 
-def _groups(wiring: Wiring) -> dict[int, list[Unit]]:
-    groups: dict[int, list[Unit]] = {}
-    for unit in wiring.units:
-        groups.setdefault(unit.group, []).append(unit)
-    return groups
+def _groups(wiring: Wiring) -> list[list[int]]:
+    groups: dict[int, list[int]] = {}
+    for place, unit in enumerate(wiring.units):
+        groups.setdefault(unit.group, []).append(place)
+    return list(groups.values())

@@ -29,7 +29,7 @@ def given_map(chosen: tuple[int, ...], own: int, other: int, networks: int) -> d
 
 def check_finite(place: int, network: nn.Module) -> None:
     for name, tensor in network.state_dict().items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if tensor.is_floating_point() and tensor.numel() and not bool(torch.isfinite(torch.stack(tensor.aminmax())).all()):
             raise UserError(f"network {place}: tensor '{name}' holds values that are not finite")
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from fusion.align import costs_between, looked_at, match_units, wired
+from fusion.align import Pins, looked_at, match_seen, undecided, wired
 from fusion.balance import SIGNS, Balanced, balanced, relu_signs, unchanged
 from fusion.checks import check_ends, check_finite, check_layers, given_map, mixing_weights
 from fusion.exact import State
@@ -22,7 +22,7 @@ from fusion.probe import Moments, Observation, features_of, observe
 from fusion.repair import Statistics, first_calls, in_basis, mixture, repair, scalable
 from fusion.transport import Moves, TransportSettings, moved
 from fusion.twin import with_state
-from fusion.wiring import Wiring, wire
+from fusion.wiring import Unit, Wiring, wire
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class FusionSettings:
     correspond. `relu`: what stands for the ReLU of a merged layer, "sum", "majority" or "average". `basis`: plans from
     "activations" or from "weights". `positions`: values of each channel that are kept for the plans (0: all). `keep_added`:
     a layer that some networks lack is the others' alone. `repair`: channel statistics after averaging (fusion.repair),
-    measured on about `repair_samples` of the probe set (0: all; better, and a forward pass of the whole set dearer).
+    measured on at most `repair_samples` of the probe set (0: all; better, and a forward pass of the whole set dearer).
     `sequential`: one plan for each layer, each reading the one before (the public code), instead of one for each axis.
     `map`: instead of comparing layers, for two networks: the alignment as fusion.align.optimal_alignment returns it.
     """
@@ -47,7 +47,7 @@ class FusionSettings:
     positions: int = 2048
     keep_added: bool = True
     repair: bool = True
-    repair_samples: int = 50
+    repair_samples: int = 40
     sequential: bool = False
     map: tuple[int, ...] | None = None
 
@@ -117,6 +117,8 @@ class _Fusion:
         if len(networks) < 2 or not 0 <= into < len(networks) or not 0 <= depth < len(networks):
             raise UserError(f"fuse: {len(networks)} networks, into={into}, depth={depth}; takes two or more, places from 0")
         self.networks, self.into, self.depth, self.probe, self.settings = networks, into, depth, probe, settings
+        self.pins = Pins(settings.pin_first, settings.pin_last)
+        self.every = -(-len(probe) // settings.repair_samples) if settings.repair_samples else 1
         self.seconds: dict[str, float] = {}
         self._clock = time.perf_counter()
         for place, network in enumerate(networks):
@@ -131,7 +133,7 @@ class _Fusion:
     def run(self, weights: list[float]) -> Fused:
         """All steps."""
         everyone = range(len(self.networks))
-        seen = [self._observed(wiring) for wiring in self.wirings]
+        seen = [self._observed(wiring, self._compared(place)) for place, wiring in enumerate(self.wirings)]
         self._lap("probe")
         matches = [self._matched(place, seen) for place in everyone]
         self._lap("align")
@@ -166,14 +168,23 @@ class _Fusion:
         now = time.perf_counter()
         self.seconds[part], self._clock = now - self._clock, now
 
-    def _observed(self, wiring: Wiring) -> Observation:
-        settings, looked = self.settings, looked_at(wiring, self.settings.comparison)
+    def _compared(self, place: int) -> list[Unit]:
+        """The network's units that have to be compared with others'."""
+        if self.settings.map is not None:
+            return []
+        others = [other for other in range(len(self.networks)) if other != self.depth]
+        pairs = {other: undecided(self.structure, self.wirings[other], self.pins) for other in others}
+        return [unit for pair in pairs.values() for unit in pair[0]] if place == self.depth else pairs[place][1]
+
+    def _observed(self, wiring: Wiring, compared: Sequence[Unit] = ()) -> Observation:
+        settings, looked = self.settings, looked_at(compared, self.settings.comparison)
         points = {node for nodes in wiring.points.values() for node in nodes} if settings.basis == "activations" else set()
         if settings.sequential:
             points |= {layer.node for layer in wiring.layers if layer.kind != "norm"}
         nodes = first_calls(wiring, scalable(wiring)) if settings.repair else {}
-        return observe(wiring, self.probe, features=points | looked.get("features", set()), grams=looked.get("grams", ()),
-                       moments=set(nodes.values()), positions=settings.positions)  # fmt: skip
+        features = points | looked.get("features", set()) | {unit.node for unit in wiring.units if unit.kind == "layer"}
+        return observe(wiring, self.probe, features=features, grams=looked.get("grams", ()),
+                       moments=set(nodes.values()), positions=settings.positions, every=self.every)  # fmt: skip
 
     def _matched(self, place: int, seen: list[Observation]) -> dict[int, int]:
         wiring, settings = self.wirings[place], self.settings
@@ -181,8 +192,7 @@ class _Fusion:
             return {unit: unit for unit in range(len(wiring.units))}
         if settings.map is not None:
             return given_map(settings.map, len(self.structure.units), len(wiring.units), len(self.networks))
-        cost = costs_between(self.structure, wiring, seen[self.depth], seen[place], settings.comparison)
-        return match_units(self.structure, wiring, cost, pin_first=settings.pin_first, pin_last=settings.pin_last)
+        return match_seen(self.structure, wiring, seen[self.depth], seen[place], settings.comparison, self.pins)
 
     def _balanced(self, place: int, matches: dict[int, int], seen: Observation) -> Balanced:
         network, wiring = self.networks[place], self.wirings[place]
@@ -237,7 +247,7 @@ class _Fusion:
     ) -> list[str]:
         """Notes."""
         target = mixture(moments, {name.removesuffix(".weight"): share for name, share in shares.items()})
-        without = repair(result, target, self.probe, self.settings.repair_samples)
+        without = repair(result, target, self.probe[:: self.every])
         self._lap("repair")
         return [f"{len(without)} layers without bias got one by repair, {without[0]} the first"] if without else []
 

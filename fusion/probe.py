@@ -16,9 +16,9 @@ from conf.errors import UserError
 from fusion.wiring import Wiring
 
 BATCH = 256  # samples that go through a network at once; Grams are taken within a batch
-CHUNK = 40  # of them that a convolution takes at once
+LARGE, CHUNK = 2**26, 40  # convolutions take inputs of more bytes by so many samples at once
 EXACT_FEATURES = 8192  # up to here Grams are multiplied out in float64, beyond in float32 by pieces, added up in float64
-PIECE, BAND = 16384, 50
+PIECE, BAND = 2048, 100
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,20 +64,23 @@ def observe(
     grams: Collection[str] = (),
     moments: Collection[str] = (),
     positions: int | None = None,
+    every: int = 1,
 ) -> Observation:
     """Run the network on the probe set [k, ...] in eval mode and look at some of its nodes.
 
     `features`, `grams`, `moments`: names of the nodes of which these are wanted. `positions`: how many values of each
-    channel are kept as features over all samples (None: all). Flags and BatchNorm statistics are left alone.
+    channel are kept as features over all samples (None: all). `every`: moments are those of every so many samples. Flags
+    and BatchNorm statistics are left alone.
     Raises UserError for a probe set that cannot be used (check_probe), and if features or Grams are not finite, naming
     the layer.
     """
     check_probe(wiring.graph, probe)
     share = max(1, positions // len(probe)) if positions else None
-    looker = _Looker(wiring.graph, (set(features), set(grams), set(moments)), share)
+    looker = _Looker(wiring.graph, (set(features), set(grams), set(moments)), share, every)
     with torch.no_grad(), evaluating(wiring.graph):
         for batch in probe.split(BATCH):
             looker.run(batch.clone())
+            looker.first = (looker.first - len(batch)) % every
     return looker.seen
 
 
@@ -123,16 +126,19 @@ def evaluating(network: nn.Module) -> Iterator[None]:
 class _Looker(fx.Interpreter):
     """Runs a graph node by node; what is looked at is taken before a later in-place operation can change it."""
 
-    def __init__(self, graph: fx.GraphModule, wanted: tuple[set[str], set[str], set[str]], share: int | None) -> None:
+    def __init__(
+        self, graph: fx.GraphModule, wanted: tuple[set[str], set[str], set[str]], share: int | None, every: int
+    ) -> None:
         super().__init__(graph)
         self.extra_traceback = False
         self.features, self.grams, self.moments = wanted
-        self.share, self.seen = share, Observation()
+        self.share, self.every, self.seen = share, every, Observation()
+        self.first = 0  # the first sample of the batch whose moments are taken
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Convolutions by pieces of the batch: their workspace is as large as what they are given."""
+        """Convolutions of much by pieces of the batch: their workspace is as large as what they are given."""
         module = self.submodules[target]
-        if not isinstance(module, nn.modules.conv._ConvNd) or kwargs or len(args[0]) <= CHUNK:
+        if not isinstance(module, nn.modules.conv._ConvNd) or kwargs or args[0].nbytes <= LARGE:
             return module(*args, **kwargs)
         given, whole = args[0], None
         for begin in range(0, len(given), CHUNK):
@@ -143,8 +149,8 @@ class _Looker(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         value, seen = super().run_node(n), self.seen
-        if n.name in self.moments:
-            new = moments_of(value)
+        if n.name in self.moments and len(value) > self.first:
+            new = moments_of(value[self.first :: self.every])
             seen.moments[n.name] = seen.moments[n.name] + new if n.name in seen.moments else new
         if n.name in self.features or n.name in self.grams:
             _check_finite(n, value)

@@ -40,13 +40,12 @@ def recompute_statistics(network: nn.Module, batches: Sequence[Tensor]) -> None:
             module.training = flag
 
 
-def repair(network: nn.Module, target: Mapping[str, Statistics], probe: Tensor, samples: int = 0) -> tuple[str, ...]:
+def repair(network: nn.Module, target: Mapping[str, Statistics], probe: Tensor) -> tuple[str, ...]:
     """Set a fused network's statistics right, in place: BatchNorm's where it has one, else each layer's (rescale).
 
-    `target`: what the layers should have, by name (mixture). probe: [k, ...], of which about `samples` are
-    looked at (0: all). Returns the names of the layers that got a bias.
+    `target`: what the layers should have, by name (mixture). probe: [k, ...]; the same samples as the
+    target's keep a network as it is that needs no repair. Returns the names of the layers that got a bias.
     """
-    probe = probe[:: max(1, len(probe) // samples)] if samples else probe
     if any(isinstance(module, BATCH_NORM) for module in network.modules()):
         recompute_statistics(network, [probe])
         return ()

@@ -19,7 +19,7 @@ from conf.errors import UserError
 from fusion.exact import State
 from fusion.wiring import Layer
 
-PIECE = 4096  # columns of a weight that are moved at once
+PIECE = 1024  # columns of a weight that are moved at once
 FEW = 4  # entries a row or column: plans with no more are taken as sparse
 EPSILON = 1e-7  # beside column sums, as in the public code
 

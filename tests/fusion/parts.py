@@ -58,7 +58,7 @@ def apart(one: nn.Module, other: nn.Module, inputs: Tensor) -> float:
 def matches(deep: Wiring, shallow: Wiring, probe: Tensor) -> dict[int, int]:
     """Units of the one and their partners among those of the other, by CKA."""
     seen = [observe(wiring, probe, grams={unit.node for unit in wiring.units}) for wiring in (deep, shallow)]
-    return match_units(deep, shallow, costs_between(deep, shallow, seen[0], seen[1], "cka"))
+    return match_units(deep, shallow, costs_between(deep.units, shallow.units, seen[0], seen[1], "cka"))
 
 
 def hidden(network: nn.Module, example: Tensor, seed: int = 0) -> nn.Module:
