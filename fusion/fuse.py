@@ -275,6 +275,9 @@ def _average(states: list[State], shares: Mapping[str, list[float]]) -> State:
     mean: State = {}
     for name, weights in shares.items():
         parts = [(weight, state[name]) for weight, state in zip(weights, states, strict=True) if weight]
+        if not parts[0][1].is_floating_point():
+            mean[name] = parts[0][1].clone()
+            continue
         total = torch.zeros_like(parts[0][1], dtype=torch.float64)
         for weight, part in parts:
             total.add_(part, alpha=weight)

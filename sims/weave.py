@@ -38,6 +38,8 @@ class Files:
         """The networks, their names and the probe set. Raises UserError naming the file or option at fault."""
         classes = find(self.domain).classes
         sizes = 1 if self.grey else 3, self.size, classes
+        if len(self.names) > len(self.paths):
+            raise UserError(f"--network: {len(self.names)} names for {len(self.paths)} files")
         given = [parse_name(name, *sizes) if name else None for name in self.names]
         loaded = [load_network(path, given[k] if k < len(given) else None) for k, path in enumerate(self.paths)]
         networks, names = [network for network, _ in loaded], [name for _, name in loaded]
@@ -110,7 +112,9 @@ def fuse_files(files: Files, order: Order, settings: FusionSettings) -> list[Tab
 def _name(network: nn.Module, depth: NetworkName, into: NetworkName) -> NetworkName:
     """What builds the fused network: the one's family with its own options or the other's (their widths), maybe a bias."""
     shapes = {key: tensor.shape for key, tensor in network.state_dict().items()}
-    choices = [{**options, **bias} for bias in ({}, {"bias": True}) for options in (depth.options, into.options)]
+    linear = [shape[0] for key, shape in shapes.items() if len(shape) == 2]
+    widths = {**depth.options, **({"widths": linear[:-1]} if "widths" in depth.options else {})}
+    choices = [{**options, **bias} for bias in ({}, {"bias": True}) for options in (depth.options, into.options, widths)]
     for name in (replace(depth, options=options) for options in choices):
         with suppress(UserError):
             if {key: tensor.shape for key, tensor in name.build().state_dict().items()} == shapes:
