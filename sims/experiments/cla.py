@@ -21,8 +21,9 @@ from fusion.align import layer_costs, optimal_alignment
 from fusion.baselines import Ensemble, naive_average
 from fusion.fuse import Fused, FusionSettings, fuse
 from fusion.search import best_weights
+from sims.experiments.cla_plot import draw
 from sims.pairs import Recipe, Task, accuracy, probe_set, train, trained
-from sims.report import write_page
+from sims.report import Picture, write_page
 from sims.tables import Table
 
 FOLDER = Path("runs/cla")
@@ -72,15 +73,15 @@ def reproduce(preset: str, seeds: int, overrides: Sequence[str], paper: Path | N
         raise UserError("reproduce cla: takes --preset cpu, without --paper: the paper's cells could not be looked up")
     chosen = _chosen(overrides)
     torch.set_num_threads(1)
-    tables = []
-    for name in chosen:
-        found = [_kept(f"{name}-{seed}", partial(pair_results, PAIRS[name], seed, quiet)) for seed in range(seeds)]
-        tables.append(_pair_table(name, found))
+    results = {name: [_kept(f"{name}-{seed}", partial(pair_results, PAIRS[name], seed, quiet)) for seed in range(seeds)]
+               for name in chosen}  # fmt: skip
+    tables = [_pair_table(name, found) for name, found in results.items()]
+    picture = draw(results, ["one-shot", *(f"after {epochs} epochs" for epochs in FINE)], FOLDER / "pairs.png")
     if "mlp" in chosen:
         found = [_kept(f"ablation-{seed}", partial(ablation_results, PAIRS["mlp"], seed)) for seed in range(seeds)]
         tables += ablations(found)
     (FOLDER / "tables.md").write_text("\n".join(table.markdown() for table in tables), encoding="utf-8")
-    write_page(FOLDER / "report.html", "CLA+OT, measured again", [("", tables)])
+    write_page(FOLDER / "report.html", "CLA+OT, measured again", [("", [Picture(picture, NOTE), *tables])])
     return FOLDER
 
 
@@ -144,7 +145,7 @@ METHODS: Mapping[str, Callable[..., nn.Module | None]] = {
 }
 
 
-TUNED = ("deeper", "shallower", "naive average", "reference", "ours")
+TUNED = ("naive average", "reference", "ours")
 
 
 def _tuned(network: nn.Module, pair: Pair, seed: int) -> list[float]:

@@ -1,0 +1,57 @@
+"""The experiment on fusion, with small networks and the embedded digits."""
+
+from pathlib import Path
+
+import pytest
+
+from conf.errors import UserError
+from sims.experiments import cla
+from sims.experiments.cla import METHODS, TUNED, Pair, ablation_results, pair_results, reproduce
+from sims.pairs import Recipe, Task
+
+TINY = Pair(
+    "mlp:widths=[24,20,16,12],bias=false",
+    "mlp:widths=[24,20],bias=false",
+    Task("digits", 8, True, samples=400),
+    Recipe(epochs=4, rate=0.1),
+    Recipe(epochs=0, rate=0.02, cosine=False),
+)
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cla, "PAIRS", {"mlp": TINY})
+
+
+def test_a_pair_is_measured_by_every_method_and_the_same_way_again() -> None:
+    found = pair_results(TINY, 0)
+    assert set(found) == set(METHODS) - {"naive average"}  # the widths differ
+    assert all(len(row["accuracy"]) == (3 if name in TUNED else 1) for name, row in found.items())
+    assert found["shallower, layers added (Net2Net)"]["accuracy"][0] == found["shallower"]["accuracy"][0]
+    assert {name: row["accuracy"] for name, row in pair_results(TINY, 0).items()} == {
+        name: row["accuracy"] for name, row in found.items()
+    }
+
+
+def test_the_ablations_try_every_comparison_and_every_map() -> None:
+    found = ablation_results(TINY, 0)
+    assert list(found["9"]) == ["cka", "wasserstein", "neurons"]
+    assert list(found["10"]) == ["[1, 2]", "[1, 3]", "[1, 4]", "[2, 3]", "[2, 4]", "[3, 4]"]
+    best = [row + 1 for row in found["9"]["cka"][0]]
+    assert found["10"][str(best)] == found["9"]["cka"][1:]
+
+
+def test_the_tables_and_the_picture_are_written() -> None:
+    folder = reproduce("cpu", 2, ["pairs=mlp"], None, quiet=True)
+    text = (folder / "tables.md").read_text(encoding="utf-8")
+    assert "Table 9" in text and "Table 10" in text and "| reference |" in text
+    assert (folder / "pairs.png").stat().st_size > 5000
+    assert "data:image/png" in (folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_what_it_does_not_take_is_refused() -> None:
+    with pytest.raises(UserError, match="--preset cpu"):
+        reproduce("paper", 1, [], None, quiet=True)
+    with pytest.raises(UserError, match="pairs=NAME"):
+        reproduce("cpu", 1, ["pairs=nothing"], None, quiet=True)
