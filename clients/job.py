@@ -10,7 +10,7 @@ from flwr.app import Context, Message, MetricRecord, RecordDict
 from clients.data import Images, num_classes, site_images
 from clients.device import pick_device
 from clients.learner import Outcome, learn
-from clients.messages import METRICS, Order, read_order, to_arrays, to_states
+from clients.messages import MEAN, METRICS, OWN, Order, read_order, to_arrays, to_states
 from clients.networks import Network, build_network
 from clients.objectives import Session, Task, objective_of
 from clients.randomness import torch_generator
@@ -19,6 +19,7 @@ from conf import from_json
 from conf.once import once
 from conf.schema import Config
 from conf.sites import Site, roster
+from fusion.exact import State
 
 # The same configuration comes with every message.
 parsed = functools.lru_cache(maxsize=8)(from_json)
@@ -50,17 +51,24 @@ class Job:
     def session(self, network: Network | None = None) -> Session:
         """The objective at work on it, in `network` or a new one: the own state loaded, nothing trained yet."""
         order, config, site = self.order, self.config, self.site
+        incoming = to_states(self.content)
         task = Task(
             config=config,
             site=site,
             round=order.round,
             members=order.members,
             network=network or build_network(config, num_classes(config)).to(self.device),
-            incoming=to_states(self.content),
-            own=self.store.load(order.base) if order.base else None,
+            incoming=incoming,
+            own=self._own(incoming),
             generator=torch_generator(config.seed, site.name, str(order.round), "objective"),
         )
         return objective_of(config).session(task)
+
+    def _own(self, incoming: dict[str, State]) -> State | None:
+        """The state to go on from; a site that lost its own begins at its contribution, with what all share."""
+        if OWN in incoming:
+            return {**incoming[MEAN], **incoming.pop(OWN)}
+        return self.store.load(self.order.base) if self.order.base else None
 
     def reply(self, session: Session, outcome: Outcome) -> RecordDict:
         """Save the trained session's own state; what goes to the server."""

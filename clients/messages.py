@@ -23,6 +23,8 @@ WHO = "who"
 MEAN = "mean"  # down: the aggregate extractor (mean of the sites' contributions) and the shared head
 STAR = "star"  # down and up: the free aggregated network N*
 SUBSET = "subset/"  # down: + site name: the mean without that site
+OWN = "own"  # down, to a site that lost its store: its last contribution
+LOST = "own state is lost"  # in the error of such a site
 SITE = "site"  # up: what the server keeps for this site and can subtract
 PARTIAL = "partial"  # up: says that SITE and ROUND are exact sums over several sites, or that another reply has them
 ROUND = "round"  # up: what is averaged over the replies of this round and kept for no site
@@ -33,7 +35,7 @@ class Order:
     """What a site is asked to do: train in round `round`, starting from its own state after round `base` (0: none).
 
     `members` is the number of sites in the aggregate. `ledger` is the folder where whoever adds contributions up on the way
-    writes each of them; empty: nobody does.
+    writes each of them (empty: nobody does); `before` is the file of the one that is in the sum now.
     """
 
     config: str  # the whole configuration, conf.to_json
@@ -43,6 +45,7 @@ class Order:
     base: int
     members: int
     ledger: str = ""
+    before: str = ""
 
     def record(self) -> ConfigRecord:
         """As a Flower record."""

@@ -3,17 +3,15 @@
 What the server must keep for each site is written here, by the worker, where the server will look for it.
 """
 
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 
 from flwr.app import ConfigRecord, Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
 
-from clients.initial import SHARED, initial_state
 from clients.job import parsed
 from clients.messages import METRICS, PARTIAL, ROUND, SITE, TRAIN, Order, read_order, to_arrays, to_states
-from clients.objectives.modes import Mode, mode_of
+from clients.objectives.modes import mode_of
 from clients.states import read_state, round_file, write_state
 from conf.schema import Config
 from conf.sites import roster
@@ -63,7 +61,7 @@ class _Sums:
         if self.mode.sums:
             site = roster(self.config)[order.site].name
             mine = quantise(records[SITE], self.bits)
-            old, new = (self.mode.summed_part(state) for state in (self._before(order, site), mine))
+            old, new = (self.mode.summed_part(state) for state in (read_state(Path(order.before)), mine))
             change = self.change.copy()
             change.merge({name: tensor - old[name] for name, tensor in new.items()}, addends=1)
             self.average.add(average, times=samples if self.weighted else 1)
@@ -78,15 +76,3 @@ class _Sums:
         if self.mode.sums:
             carrier.content[SITE] = to_arrays(self.change.totals)
         carrier.content[PARTIAL] = ConfigRecord({"addends": self.average.addends})
-
-    def _before(self, order: Order, site: str) -> State:
-        """The site's contribution in the present sum: its last one, or its initial network."""
-        if order.base:
-            return read_state(round_file(Path(order.ledger), site, order.base))
-        own = self.config.objective.get("initialisation") == "own"
-        return _initial(order.config, site if own else SHARED, self.mode, self.bits)
-
-
-@functools.lru_cache(maxsize=2)
-def _initial(config: str, who: str, mode: Mode, bits: int) -> State:
-    return mode.site_part(quantise(initial_state(parsed(config), who), bits))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from clients.messages import LOST
 from clients.states import read_state, round_file, write_state
 from conf.errors import UserError
 from fusion.exact import State
@@ -35,7 +36,7 @@ class SiteStore:
         path = self._path(round)
         if not path.exists():
             have = ", ".join(map(str, self.rounds())) or "none"
-            raise UserError(f"{self.site}: its own state after round {round} is lost ({self.folder} has rounds: {have})")
+            raise UserError(f"{self.site}: its {LOST}: that after round {round} ({self.folder} has rounds: {have})")
         return read_state(path)
 
     def save(self, round: int, base: int, state: Mapping[str, Tensor]) -> None:

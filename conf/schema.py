@@ -13,6 +13,7 @@ class RunConfig:
     name: str = value("", "folder of the run under run.root; empty: the experiment's name")
     root: str = value("runs", "folder that holds all runs")
     overwrite: bool = value(False, "replace a run of the same name")
+    resume: bool = value(False, "go on with a run of the same name and configuration after its last committed round")
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,14 @@ class FederationConfig:
     window: int = value(0, "messages under way at once; 0: by their size, within 256 MiB", low=0)
     timeout: float = value(3600.0, "seconds a round may take", low=1.0)
     join_timeout: float = value(120.0, "seconds to wait for all sites at the start", low=0.0)
+    lost_store: str = value(
+        "restart",
+        "a site that lost its own state begins at its contribution, or stops all",
+        choices=("restart", "stop"),
+    )
+    history: str = value(
+        "latest", "contributions the server keeps of a site: latest, or those of all rounds", choices=("latest", "all")
+    )
     partial_sums: bool = value(False, "workers add up their sites' contributions; they need the server's disk")
     scale_bits: int = value(32, "exact sums count in units of 2**-scale_bits", low=8, high=48)
 

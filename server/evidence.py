@@ -85,7 +85,8 @@ def cross_fitted(inside: Floats, outside: Floats, seed: int) -> tuple[Floats, Fl
     """Log-odds of membership, [members] and [others], from features [members, k] and [others, k].
 
     Both sides are halved at random; each half is scored by a logistic regression (both sides weigh the same) fitted on
-    the other half, so no model scores an image that it has seen.
+    the other half, so no model scores an image that it has seen. The two halves' areas are not independent: where nothing
+    tells the sides apart, `interval` (of the scores as they are) holds 0.5 in about 85 % of draws, not in 95 %.
     """
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import StratifiedKFold, cross_val_predict
@@ -96,7 +97,8 @@ def cross_fitted(inside: Floats, outside: Floats, seed: int) -> tuple[Floats, Fl
     halves = StratifiedKFold(2, shuffle=True, random_state=shuffle)
     model = make_pipeline(StandardScaler(), LogisticRegression(class_weight="balanced", max_iter=1000))
     member = np.repeat([1, 0], [len(inside), len(outside)])
-    odds = cross_val_predict(model, np.concatenate([inside, outside]), member, cv=halves, method="decision_function")
+    images = np.concatenate([inside, outside])
+    odds = np.asarray(cross_val_predict(model, images, member, cv=halves, method="decision_function"))
     return odds[: len(inside)], odds[len(inside) :]
 
 
@@ -112,8 +114,12 @@ def area(members: Floats, others: Floats) -> float:
 
 def interval(members: Floats, others: Floats, random: np.random.Generator, resamples: int) -> tuple[float, float]:
     """The 95 % percentile interval of `area`, each side's images drawn again with replacement."""
-    areas = [area(random.choice(members, len(members)), random.choice(others, len(others))) for _ in range(resamples)]
-    low, high = np.percentile(areas, [2.5, 97.5])
+    places = np.unique(np.concatenate([members, others]), return_inverse=True)[1]
+    sides, areas = (places[: len(members)], places[len(members) :]), []
+    for _ in range(resamples):
+        drawn, against = (np.bincount(random.choice(side, len(side)), minlength=len(places)) for side in sides)
+        areas.append(drawn @ (np.cumsum(against) - against / 2))
+    low, high = np.percentile(areas, [2.5, 97.5]) / (len(members) * len(others))
     return float(low), float(high)
 
 

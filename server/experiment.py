@@ -2,8 +2,10 @@
 
 import dataclasses
 import hashlib
-import json
 import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,15 @@ from conf import to_json
 from conf.errors import UserError
 from conf.schema import Config
 from conf.sites import roster
+from server.database import LEDGER
 from server.evaluate import Evaluator, site_rows
 from server.federation import Federation
+from server.ledger import Ledger
 from server.listener import Listener
-from server.rounds import RoundLoop, asked_per_round
-from server.runfolder import RunFolder
-from server.strategies import STRATEGIES, Aggregation, Setup
+from server.method import Method
+from server.rounds import asked_per_round
+from server.runfolder import SUMMARY, RunFolder, stored
+from server.strategies import STRATEGIES
 
 
 def check(config: Config) -> None:
@@ -50,83 +55,91 @@ def run_experiment(grid: Grid, config: Config, listener: Listener) -> dict[str, 
     """Run an experiment over the grid, into the folder run.root/run.name; returns what summary.json holds.
 
     An interruption (KeyboardInterrupt, SystemExit) or an error leaves a summary of status "interrupted" or "failed"
-    beside all that was committed.
+    beside all that was committed; with run.resume it goes on from there.
     """
     check(config)
     folder = RunFolder(Path(config.run.root) / config.run.name)
     folder.open(config)
+    return work(grid, config, folder, listener)
+
+
+def work(grid: Grid, config: Config, folder: RunFolder, listener: Listener) -> dict[str, Any]:
+    """All that is not committed yet of an experiment whose folder is there."""
     begin = time.monotonic()
-    summary = {**_head(config), "status": "interrupted"}
-    try:
-        federation = Federation(grid, roster(config), config.federation.window)
-        federation.join(config.federation.join_timeout)
-        evaluator = Evaluator(config)
-        run = hashlib.sha256(f"{to_json(config)}{time.time_ns()}".encode()).hexdigest()[:16]
-        summary |= _run_method(config, run, folder, federation, evaluator, listener)
-        for mode in config.baselines:
-            beside = RunFolder(folder.path / "baselines" / mode)
-            beside.open(with_mode(config, mode))
-            other = _run_method(with_mode(config, mode), f"{run}-{mode}", beside, federation, evaluator, listener)
-            beside.write_summary({**_head(with_mode(config, mode)), **other})
-            row = next(iter(other["accuracy"].values()))
-            summary["accuracy"] = {**summary["accuracy"], mode: row}
-        summary["status"] = "finished"
-    except Exception:
-        summary["status"] = "failed"
-        raise
-    finally:
-        summary["seconds"] = time.monotonic() - begin
-        folder.write_summary(summary)
+    summary = {**head(config), "status": "interrupted"}
+    with open_ledger(config, folder) as ledger:
+        if _untouched(ledger, folder):
+            return folder.summary()
+        try:
+            federation = Federation(grid, roster(config), config.federation.window)
+            federation.join(config.federation.join_timeout)
+            method = Method(config, folder, ledger, Evaluator(config))
+            method.train(federation, listener)
+            listener.note("measuring on the test images")
+            summary |= {**head(config, ledger), **method.measure()}
+            for mode in config.baselines:
+                summary["accuracy"][mode] = _run_baseline(with_mode(config, mode), method, federation, listener)
+            summary["status"] = "finished"
+        except Exception:
+            summary["status"] = "failed"
+            raise
+        finally:
+            summary["seconds"] = time.monotonic() - begin
+            folder.write_summary(summary)
+            ledger.note(summary["status"], {"files": folder.results()})
     listener.finished(summary)
     return summary
 
 
-def _head(config: Config) -> dict[str, Any]:
+def _untouched(ledger: Ledger, folder: RunFolder) -> bool:
+    """Whether the run is finished, and neither ledger nor files have changed since."""
+    last = deque(ledger.events(), maxlen=1)[0]
+    return last.kind == "finished" and SUMMARY in last.body["files"] and last.body["files"] == folder.results()
+
+
+def open_ledger(config: Config, folder: RunFolder, run: str = "", sites: Sequence[str] = ()) -> Ledger:
+    """The ledger of a run: the one that is there, or a new one. Raises LedgerError if another server is at work on it."""
+    if (folder.path / LEDGER).is_file():
+        return Ledger.open(folder.path)
+    run = run or hashlib.sha256(f"{to_json(config)}{time.time_ns()}".encode()).hexdigest()[:16]
+    names = sites or [site.name for site in roster(config)]
+    return Ledger.create(folder.path, run, stored(config), config.federation.scale_bits, names)
+
+
+def beside(method: Method, config: Config, name: str, without: Sequence[str] = ()) -> AbstractContextManager[Method]:
+    """A further method with the same sites (but for some), in a folder of the run's."""
+    folder = RunFolder(method.folder.path / name)
+    folder.open(config)
+    there = [site.name for site in method.aggregation.members() if site.name not in without]
+    run = f"{method.ledger.run().run}-{name.replace('/', '-')}"
+
+    @contextmanager
+    def opened() -> Iterator[Method]:
+        with open_ledger(config, folder, run, there) as ledger:
+            yield Method(config, folder, ledger, method.evaluator)
+
+    return opened()
+
+
+def _run_baseline(config: Config, main: Method, federation: Federation, listener: Listener) -> dict[str, float]:
+    """Run a baseline into a folder of its own; the accuracy of its aggregate."""
+    with beside(main, config, f"baselines/{config.objective['mode']}") as method:
+        method.train(federation, listener)
+        found = method.measure()
+        method.folder.write_summary({**head(config, method.ledger), **found})
+        method.ledger.note("finished", {"files": method.folder.results()})
+    return next(iter(found["accuracy"].values()))
+
+
+def head(config: Config, ledger: Ledger | None = None) -> dict[str, Any]:
+    """What a summary says before anything is measured; without the sites that the ledger has as forgotten."""
+    gone = {name for name, forgotten in ledger.sites().items() if forgotten} if ledger else set()
     return {
         "experiment": config.experiment,
         "method": f"{config.strategy['name']}/{config.objective.get('mode', 'exact')}",
         "seed": config.seed,
         "rounds": config.rounds,
         "engine": config.engine.name,
-        "sites": site_rows(config),
-    }
-
-
-def _run_method(
-    config: Config, run: str, folder: RunFolder, federation: Federation, evaluator: Evaluator, listener: Listener
-) -> dict[str, Any]:
-    """Train one method over the federation and measure it; states and metrics go into the folder."""
-    mode = config.objective.get("mode", "")
-    listener.started(f"{config.run.name} ({mode})", len(federation.sites), config.rounds, str(folder.path))
-    strategy = STRATEGIES.build(config.strategy, "strategy")
-    aggregation = strategy.start(Setup(config, federation.sites, folder.path))
-    for record in RoundLoop(config, run, federation, aggregation, evaluator, listener).rounds():
-        folder.append(record)
-    listener.note("measuring on the test images")
-    return measure(config, folder, aggregation, evaluator)
-
-
-def measure(config: Config, folder: RunFolder, aggregation: Aggregation, evaluator: Evaluator) -> dict[str, Any]:
-    """Test accuracy of the aggregate, of each N_i and of the aggregate without each site; all networks are written."""
-    accuracy, forgotten = {}, {}
-
-    def write(name: str, state: dict, row: str) -> dict[str, float]:
-        folder.write_network(name, state, network=json.dumps(config.network), row=row)
-        return evaluator.accuracy(state, "test")
-
-    accuracy[aggregation.row()] = write("aggregate", aggregation.aggregate(), aggregation.row())
-    for name, state in aggregation.extra().items():
-        accuracy[name] = write(name, state, name)
-    for site in roster(config)[: config.evaluation.sites]:
-        if (state := aggregation.site(site.name)) is not None:
-            accuracy[site.name] = write(site.name, state, site.name)
-        if (state := aggregation.without([site.name])) is not None:
-            forgotten[site.name] = evaluator.accuracy(state, "test")
-    backwards = aggregation.reversed()
-    return {
-        "accuracy": accuracy,
-        "reversed": evaluator.accuracy(backwards, "test") if backwards is not None else {},
-        "forgotten": forgotten,
-        "digest": aggregation.digest(),
-        "checks": aggregation.checks(),
+        "sites": [row for row in site_rows(config) if row["name"] not in gone],
+        **({"unlearned": sorted(gone)} if gone else {}),
     }

@@ -133,6 +133,6 @@ def room(content: RecordDict) -> int:
 
 
 def _told(reason: str | None, code: int) -> str:
-    """The last line of an error's text (where Python names the exception), or its code."""
+    """The last line of an error's text (where Python names the exception, unless it is one made for users), or its code."""
     lines = [line for line in (reason or "").strip().splitlines() if line.strip()]
-    return lines[-1].strip()[:300] if lines else f"error code {code}"
+    return lines[-1].strip().removeprefix("conf.errors.UserError: ")[:300] if lines else f"error code {code}"

@@ -2,16 +2,17 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from flwr.app import RecordDict
 
-from clients.messages import METRICS, ORDER, PARTIAL, Order, to_states
+from clients.messages import LOST, METRICS, ORDER, OWN, PARTIAL, Order, to_arrays, to_states
 from clients.randomness import generator
 from conf import to_json
+from conf.errors import UserError
 from conf.schema import Config
 from conf.sites import Site
 from server.evaluate import Evaluator
@@ -28,7 +29,7 @@ class TooFewRepliesError(RuntimeError):
 
 @dataclass
 class RoundLoop:
-    """Rounds 1 .. config.rounds of one run. `run` identifies the run to the sites' stores."""
+    """The rounds of one run. `run` identifies the run to the sites' stores."""
 
     config: Config
     run: str
@@ -42,9 +43,13 @@ class RoundLoop:
         self._text = to_json(self.config)
         torch.set_num_threads(self.config.engine.threads)  # the cores are the sites', and torch's idle threads spin
 
-    def rounds(self) -> Iterator[dict[str, Any]]:
-        """Run and commit one round after the other; yields each one's record (a line of metrics.jsonl)."""
-        for round in range(1, self.config.rounds + 1):
+    def rounds(self, first: int = 1, before: Callable[[], None] = lambda: None) -> Iterator[dict[str, Any]]:
+        """Run and commit one round after the other; yields each one's record (a line of metrics.jsonl).
+
+        `before` is called before each of them.
+        """
+        for round in range(first, self.config.rounds + 1):
+            before()
             yield self.one(round)
 
     def one(self, round: int) -> dict[str, Any]:
@@ -54,7 +59,7 @@ class RoundLoop:
         chosen = self._chosen(round)
         self.listener.round_started(round, len(chosen))
         losses, dropped = [], {}
-        for reply in self.federation.train(self._orders(chosen, round), round, self.config.federation.timeout):
+        for reply in self._replies(chosen, round):
             try:
                 losses.append(self._fold(reply, round))
             except ReplyError as error:
@@ -70,31 +75,56 @@ class RoundLoop:
                 f"round {round}: {len(losses)} good replies, federation.min_replies={self.config.federation.min_replies}"
                 f" (first failure: {': '.join(filter(None, first))})"
             )
-        self.aggregation.commit(round)
         record: dict[str, Any] = {"round": round, "replies": len(losses), "dropped": dropped}
         record["train_loss"] = sum(sorted(losses)) / len(losses)  # sorted: whatever the order of arrival
-        if round % self.config.evaluation.every == 0 or round == self.config.rounds:
-            record["accuracy"] = self.evaluator.accuracy(self.aggregation.aggregate(), "validation")
+        self.aggregation.commit(round, record)
+        record = self.measured(record)
         record["seconds"] = time.monotonic() - begin
         self.listener.round_done(record)
         return record
 
+    def measured(self, record: dict[str, Any]) -> dict[str, Any]:
+        """The record of the round that was committed last, with its validation accuracy if it is due."""
+        round = record["round"]
+        if round % self.config.evaluation.every and round != self.config.rounds:
+            return record
+        return {**record, "accuracy": self.evaluator.accuracy(self.aggregation.aggregate(), "validation")}
+
+    def _replies(self, chosen: list[Site], round: int) -> Iterator[Reply]:
+        """All sites' replies; those that lost their own state are asked again, to begin at their contributions."""
+        lost = []
+        for reply in self.federation.train(self._orders(chosen, round), round, self.config.federation.timeout):
+            if reply.content is not None or LOST not in reply.reason or self.aggregation.restart(reply.site) is None:
+                yield reply
+                continue
+            if self.config.federation.lost_store == "stop":
+                raise UserError(f"round {round}: {reply.reason}; federation.lost_store=restart begins at its contribution")
+            self.listener.message(f"round {round}: {reply.reason}; it begins again at its contribution")
+            lost.append(reply.site)
+        yield from self.federation.train(self._orders(lost, round, again=True), round, self.config.federation.timeout)
+
     def _chosen(self, round: int) -> list[Site]:
         """The sites of this round: all, or a sample from the run's generator."""
-        sites = self.federation.sites
+        sites = self.aggregation.members()
         number = asked_per_round(self.config, len(sites))
         if number >= len(sites):
             return sites
         draw = generator(self.config.seed, "sampling", str(round))
         return [sites[int(place)] for place in sorted(draw.choice(len(sites), size=number, replace=False))]
 
-    def _orders(self, chosen: list[Site], round: int) -> Iterator[tuple[Site, RecordDict]]:
+    def _orders(self, chosen: list[Site], round: int, again: bool = False) -> Iterator[tuple[Site, RecordDict]]:
+        """The orders to these sites, each made when it is sent; `again`: with their contributions, to begin at."""
+        if not chosen:
+            return
         records = self.aggregation.records(round)
-        members = len(self.federation.sites)
-        ledger = self.aggregation.ledger() if self.config.federation.partial_sums else ""
+        members = len(self.aggregation.members())
+        staging = self.aggregation.staging() if self.config.federation.partial_sums else ""
         for site in chosen:
-            order = Order(self._text, self.run, site.index, round, self.aggregation.base(site), members, ledger)
-            yield site, RecordDict({ORDER: order.record(), **records})
+            before = self.aggregation.before(site) if staging else ""
+            base = self.aggregation.base(site)
+            order = Order(self._text, self.run, site.index, round, base, members, staging, before)
+            mine = {OWN: to_arrays(self.aggregation.restart(site) or {})} if again else {}
+            yield site, RecordDict({ORDER: order.record(), **records, **mine})
 
     def _fold(self, reply: Reply, round: int) -> float:
         """Check and fold one reply; its training loss. Raises ReplyError."""
@@ -117,7 +147,7 @@ class RoundLoop:
         if partial is None:
             self.aggregation.fold(reply.site, round, states, samples)
         else:
-            self.aggregation.fold_partial(reply.site, round, states, int(str(partial["addends"])))
+            self.aggregation.fold_partial(reply.site, round, states, int(str(partial["addends"])), samples)
         return loss
 
 

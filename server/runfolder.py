@@ -1,8 +1,11 @@
 """The folder of a run: what is written where, so that others can read it."""
 
 import dataclasses
+import hashlib
 import json
+import os
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,32 +15,41 @@ import yaml
 from clients.states import write_bytes, write_state
 from conf import to_yaml
 from conf.errors import UserError
-from conf.schema import Config
+from conf.load import from_mapping
+from conf.schema import Config, RunConfig
 from fusion.exact import State
 
 CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
 
 
 def stored(config: Config) -> str:
-    """The text of config.yaml: the configuration, but for the order to overwrite."""
-    return to_yaml(dataclasses.replace(config, run=dataclasses.replace(config.run, overwrite=False)))
+    """The text of config.yaml: the configuration, but for the order to overwrite or to resume."""
+    return to_yaml(dataclasses.replace(config, run=dataclasses.replace(config.run, overwrite=False, resume=False)))
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """runs/<name>/ with config.yaml, metrics.jsonl, summary.json, states/ and, later, plots/ and report.html."""
+    """runs/<name>/ with config.yaml, metrics.jsonl, summary.json, the ledger, states/ and, later, plots/ and report.html."""
 
     path: Path
 
     def open(self, config: Config) -> None:
-        """Make it. Raises UserError if a run of that name exists (unless run.overwrite) or nothing can be written there."""
+        """Make it, or leave it as it is if config.run.resume says so and it is there.
+
+        Raises UserError if a run of that name exists (unless run.overwrite), is another one than the one to resume, or
+        nothing can be written there.
+        """
         refuse_existing(config, self.path)
+        if config.run.resume and self.path.exists():
+            return
+        new, old = (self.path.with_name(f".{self.path.name}.{what}-{os.getpid()}") for what in ("new", "old"))
         try:
+            write_bytes(new / CONFIG, stored(config).encode())
+            (new / METRICS).touch()
             if self.path.exists():
-                shutil.rmtree(self.path)
-            self.path.mkdir(parents=True)
-            write_bytes(self.path / CONFIG, stored(config).encode())
-            (self.path / METRICS).touch()
+                self.path.rename(old)
+            new.rename(self.path)
+            shutil.rmtree(old, ignore_errors=True)
         except OSError as error:
             raise UserError(f"{self.path}: cannot be written ({error.strerror or error}); choose another run.root") from None
 
@@ -46,9 +58,34 @@ class RunFolder:
         with (self.path / METRICS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
+    def metrics(self) -> dict[int, dict[str, Any]]:
+        """The records in metrics.jsonl by round; a line that a crash tore is left out."""
+        found, path = {}, self.path / METRICS
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
+            try:
+                record = json.loads(line)
+                found[int(record["round"])] = record
+            except (ValueError, KeyError, TypeError):
+                continue
+        return found
+
+    def write_metrics(self, records: Iterable[dict[str, Any]]) -> None:
+        """Write metrics.jsonl anew."""
+        write_bytes(self.path / METRICS, "".join(json.dumps(record) + "\n" for record in records).encode())
+
+    def results(self) -> dict[str, str]:
+        """The sha256 of the files that say what came out, by their path in the folder."""
+        names = [CONFIG, METRICS, SUMMARY, *(f"states/{path.name}" for path in (self.path / "states").glob("*.safetensors"))]
+        files = {name: self.path / name for name in sorted(names)}
+        return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path.is_file()}
+
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json."""
         write_bytes(self.path / SUMMARY, json.dumps(summary, indent=2).encode())
+
+    def summary(self) -> dict[str, Any]:
+        """What write_summary wrote."""
+        return json.loads((self.path / SUMMARY).read_text(encoding="utf-8"))
 
     def write_network(self, name: str, state: State, **metadata: str) -> None:
         """Write a network's final state to states/<name>.safetensors."""
@@ -56,14 +93,32 @@ class RunFolder:
 
 
 def refuse_existing(config: Config, path: Path | None = None) -> None:
-    """UserError if a run of that name exists, unless it is a run and run.overwrite says that it may go."""
+    """UserError if a run of that name exists, unless it is the one to resume, or run.overwrite says that it may go."""
     path = path or Path(config.run.root) / config.run.name
     if not path.exists():
-        return
-    if not config.run.overwrite:
+        pass
+    elif config.run.resume:
+        _same_run(config, path)
+    elif not config.run.overwrite:
         raise UserError(f"the run '{config.run.name}' exists ({path}): pass --overwrite, or another run.name=")
-    if not _is_run(path):
+    elif not _is_run(path):
         raise UserError(f"{path} is no run of fedloom (by its {CONFIG}): it will not be overwritten")
+
+
+def read_config(path: Path) -> Config:
+    """The configuration of the run in a folder, its place being where the folder is now. Raises UserError if it is none."""
+    if not _is_run(path):
+        raise UserError(f"{path}: is no run of fedloom (no readable {CONFIG} in it); name the folder of a run")
+    config = from_mapping(yaml.safe_load((path / CONFIG).read_text(encoding="utf-8")))
+    where = dataclasses.replace(config.run, name=path.resolve().name, root=str(path.parent))
+    return dataclasses.replace(config, run=where)
+
+
+def _same_run(config: Config, path: Path) -> None:
+    """UserError unless the folder holds a run of this configuration."""
+    here, given = read_config(path), dataclasses.replace(config, run=RunConfig())
+    if dataclasses.replace(here, run=RunConfig()) != given:
+        raise UserError(f"{path}: was run with another configuration ({CONFIG}); only that one can be resumed")
 
 
 def _is_run(path: Path) -> bool:

@@ -53,6 +53,85 @@ def run(
         typer.echo(json.dumps(summary))
 
 
+RunPath = Annotated[Path, typer.Argument(help="A run's folder, such as runs/digits.")]
+Sites = Annotated[list[str], typer.Argument(help="Names of sites, such as site-0001.")]
+
+
+@app.command()
+def resume(run: RunPath, quiet: Quiet = False, as_json: Json = False) -> None:
+    """Go on with a run that was stopped or killed, after its last committed round."""
+    from sims.unlearn import resume as go_on
+
+    summary = go_on(run, quiet=quiet, json_output=as_json)
+    if as_json:
+        typer.echo(json.dumps(summary))
+
+
+@app.command()
+def unlearn(
+    run: RunPath,
+    sites: Sites,
+    request_id: Annotated[str, typer.Option(help="Its name; the same one again changes nothing.")] = "",
+    reason: Annotated[str, typer.Option(help="Why, for the ledger and the certificate.")] = "",
+    repair: Annotated[int, typer.Option(help="Rounds to train further without the sites.", min=0)] = 0,
+    retrain: Annotated[bool, typer.Option("--retrain", help="Train a network without them, to compare with.")] = False,
+    rollback: Annotated[bool, typer.Option("--rollback", help="Go back to before they took part, train again.")] = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Remove sites: subtract and delete what they gave, and write a certificate. A running server does it between rounds."""
+    from sims.unlearn import Wish
+    from sims.unlearn import unlearn as fulfil
+
+    text, done = fulfil(run, Wish(sites, request_id, reason, repair, retrain, rollback), quiet=quiet or as_json)
+    typer.echo(text)
+    if as_json:
+        typer.echo(json.dumps(done))
+
+
+@app.command()
+def readmit(run: RunPath, sites: Sites) -> None:
+    """Let forgotten sites take part again."""
+    from sims.unlearn import readmit as take_back
+
+    typer.echo(take_back(run, sites))
+
+
+@app.command()
+def verify(certificate: Annotated[Path, typer.Argument(help="certificates/<request>.json")], run: RunPath) -> None:
+    """Compare a certificate with a run's ledger: recompute what can be recomputed (exit code 1: a mismatch)."""
+    from sims.unlearn import verify_certificate
+
+    table, good = verify_certificate(certificate, run)
+    typer.echo(table.markdown())
+    raise typer.Exit(0 if good else 1)
+
+
+@app.command()
+def ledger(
+    run: RunPath,
+    check: Annotated[bool, typer.Option("--check", help="Verify chain, blobs and sum (exit code 1: problems).")] = False,
+    prune: Annotated[bool, typer.Option("--prune", help="Remove blobs that nothing refers to.")] = False,
+    as_json: Json = False,
+) -> None:
+    """List a run's events, or check all that is kept of it."""
+    from sims import unlearn
+
+    if prune:
+        typer.echo(f"{len(unlearn.prune(run))} files removed")
+    if not check:
+        typer.echo("" if prune else unlearn.events_table(run).markdown())
+        return
+    found = unlearn.audit(run)
+    for line in found["problems"] or ["no problems"]:
+        typer.echo(line)
+    for line in found["notes"]:
+        typer.echo(f"note: {line}")
+    if as_json:
+        typer.echo(json.dumps(found))
+    raise typer.Exit(0 if found["ok"] else 1)
+
+
 @app.command()
 def experiments() -> None:
     """List the experiments that ship."""

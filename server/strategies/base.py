@@ -1,18 +1,22 @@
 """The interface of a strategy, the check that every reply passes, and the registry of strategies."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from flwr.app import ArrayRecord
 from torch import Tensor
 
+from conf import to_yaml
+from conf.errors import UserError
 from conf.registry import Registry
 from conf.schema import Config
 from conf.sites import Site
 from fusion.exact import State
+from server.ledger import Ledger
 
 
 class ReplyError(ValueError):
@@ -21,15 +25,26 @@ class ReplyError(ValueError):
 
 @dataclass(frozen=True)
 class Setup:
-    """What a strategy starts from: the configuration, all sites, the folder it may keep things in."""
+    """What a strategy starts from: the configuration, all sites, the run's ledger (None: a new one in `folder`)."""
 
     config: Config
     sites: list[Site]
     folder: Path
+    ledger: Ledger | None = None
+
+    def opened(self) -> Ledger:
+        """The ledger."""
+        names = [site.name for site in self.sites]
+        bits = self.config.federation.scale_bits
+        return self.ledger or Ledger.create(self.folder, "", to_yaml(self.config), bits, names)
 
 
 class Aggregation(ABC):
     """A strategy at work: the server's state of one run. A round is staged by `fold` and made valid by `commit`."""
+
+    @abstractmethod
+    def members(self) -> list[Site]:
+        """The sites that take part: all but those that are forgotten."""
 
     @abstractmethod
     def records(self, round: int) -> dict[str, ArrayRecord]:
@@ -43,17 +58,33 @@ class Aggregation(ABC):
     def fold(self, site: Site, round: int, records: dict[str, State], samples: int) -> None:
         """Take one reply in. Raises ReplyError, and then changes nothing, if it cannot be used."""
 
-    def ledger(self) -> str:
+    def staging(self) -> str:
         """Where workers that add up contributions write each of them; empty if the method has no partial sums."""
         return ""
 
-    def fold_partial(self, site: Site, round: int, records: dict[str, State], addends: int) -> None:
+    def before(self, site: Site) -> str:
+        """The file of the site's contribution to the present sum; empty if there is none."""
+        return ""
+
+    def fold_partial(self, site: Site, round: int, records: dict[str, State], addends: int, samples: int) -> None:
         """Take in a partial sum of `addends` replies (0: another reply carries this site's). Raises ReplyError."""
         raise ReplyError("this strategy takes no partial sums")
 
     @abstractmethod
-    def commit(self, round: int) -> None:
-        """Make the round's replies valid."""
+    def commit(self, round: int, record: dict[str, Any]) -> None:
+        """Make the round's replies valid, in one step with the round's record."""
+
+    @abstractmethod
+    def forget(self, names: Sequence[str], body: dict[str, Any], request: str | None = None) -> None:
+        """Take sites out, and commit it; `body` goes into the event, which answers `request`. UserError if it cannot."""
+
+    def roll_back(self, names: Sequence[str]) -> None:
+        """Go back to the round before the first of these sites took part. UserError if the method cannot."""
+        raise UserError("this strategy cannot go back to an earlier round")
+
+    def restart(self, site: Site) -> State | None:
+        """What a site that lost its own state can begin with (float32); None if the server keeps nothing of it."""
+        return None
 
     @abstractmethod
     def abandon(self) -> None:
@@ -82,6 +113,10 @@ class Aggregation(ABC):
     def without(self, names: list[str]) -> State | None:
         """The aggregated network without these sites, None where the method cannot take them out."""
         return None
+
+    def summed(self) -> list[str]:
+        """The names of the tensors that are summed exactly; none where the method does not sum."""
+        return []
 
     def digest(self) -> dict[str, str]:
         """Digests of the exact states, by name."""

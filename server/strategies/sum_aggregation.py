@@ -4,7 +4,9 @@ Every site of the roster is in the sum from the start, with its initial network;
 contribution by its new one. S is thus the sum of what `contributions` holds (and of initial networks), at any time.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord
@@ -18,9 +20,8 @@ from conf.sites import Site
 from conf.typed import value
 from fusion.exact import ExactSum, ExactSumError, State, dequantise, digest, quantise
 from server.contributions import Contributions
+from server.ledger import Contribution
 from server.strategies.base import STRATEGIES, Aggregation, ReplyError, Setup, Strategy, check_record
-
-SHARED_STATE = ".shared"  # the round averages, kept beside the sites' contributions; no site's name starts with a dot
 
 
 @STRATEGIES.register("sum_aggregation")
@@ -45,16 +46,19 @@ class SumAggregate(Aggregation):
         self.mode: Mode = mode_of(self.config)
         self.own_initial = options.get("initialisation", "shared") == "own"
         self.bits = self.config.federation.scale_bits
-        self.contributions = Contributions(setup.folder / "contributions")
+        self.ledger = setup.opened()
+        self.contributions = Contributions(self.ledger, self.bits, self.config.federation.history)
         self.initial = quantise(initial_state(self.config), self.bits)
         self.sum = ExactSum(self.bits)
-        if self.mode.sums:
-            for site in setup.sites if self.own_initial else []:
-                self.sum.add(self.mode.summed_part(self._initial(site.name)))
-            if not self.own_initial:
-                self.sum.add(self.mode.summed_part(self.initial), times=len(setup.sites))
-        self.shared = self._first_shared()
+        last = self.ledger.last_round()
+        if last is None:
+            self._begin()
+        else:
+            self._restore(last.states)
         self._open()
+
+    def members(self) -> list[Site]:
+        return self._members
 
     def records(self, round: int) -> dict[str, ArrayRecord]:
         state = {**self._mean_state(), **_part(self.shared, HEAD)}
@@ -64,7 +68,7 @@ class SumAggregate(Aggregation):
         return records | self._leave_one_out(round)
 
     def base(self, site: Site) -> int:
-        return self.contributions.latest.get(site.name, 0)
+        return self.contributions.latest[site.name].round if self.mode.sums else 0
 
     def fold(self, site: Site, round: int, records: dict[str, State], samples: int) -> None:
         check_record(ROUND, records.get(ROUND), _shapes(self.shared))
@@ -82,12 +86,18 @@ class SumAggregate(Aggregation):
         except ExactSumError as error:
             raise ReplyError(str(error)) from None
         if self.mode.sums:
-            self.contributions.stage(site.name, round, mine)
+            self.contributions.stage(site.name, round, mine, samples)
 
-    def ledger(self) -> str:
-        return str(self.contributions.folder.resolve())
+    def staging(self) -> str:
+        return str(self.contributions.staging.resolve())
 
-    def fold_partial(self, site: Site, round: int, records: dict[str, State], addends: int) -> None:
+    def before(self, site: Site) -> str:
+        return str(self.contributions.file(site.name).resolve()) if self.mode.sums else ""
+
+    def restart(self, site: Site) -> State | None:
+        return dequantise(self.contributions.load(site.name), self.bits) if self.mode.sums else None
+
+    def fold_partial(self, site: Site, round: int, records: dict[str, State], addends: int, samples: int) -> None:
         try:
             if addends:
                 check_record(ROUND, records.get(ROUND), _shapes(self.shared), integers=True)
@@ -99,16 +109,47 @@ class SumAggregate(Aggregation):
                     self._next.merge(records[SITE], addends=0)
                 self._round_sum = round_sum
             if self.mode.sums:
-                self.contributions.stage_written(site.name, round)
-        except (ExactSumError, FileNotFoundError) as error:
+                self.contributions.stage_written(site.name, round, samples)
+        except ExactSumError as error:
             raise ReplyError(str(error)) from None
 
-    def commit(self, round: int) -> None:
+    def commit(self, round: int, record: dict[str, Any]) -> None:
         self.shared = self._round_sum.mean()
         self.sum = self._next
-        self.contributions.stage(SHARED_STATE, round, self.shared)
-        self.contributions.commit(round, digest=self.digest())
+        self.contributions.commit(round, self._states(), self.digest(), record)
         self._open()
+
+    def forget(self, names: Sequence[str], body: dict[str, Any], request: str | None = None) -> None:
+        if not self.mode.sums:
+            raise UserError(
+                f"mode {self.config.objective['mode']}: no site's part can be subtracted; train again without it"
+            )
+        if len(names) >= len(self.members()):
+            raise UserError("no site would be left: delete the run's folder instead")
+        rest = self.sum_without(list(names))
+        self.ledger.forget(names, self._blobs(rest), {"sum": digest(rest.totals)}, body, request)
+        self._changed(rest)
+
+    def roll_back(self, names: Sequence[str]) -> None:
+        """Go back to the round before the first of these sites took part. LedgerError if that is not kept."""
+        rounds = [one.round for name in names for one in self.ledger.history(name) if one.round > 0]
+        if not rounds:
+            return
+        self.ledger.roll_back(min(rounds) - 1, names)
+        self.sum = ExactSum(self.bits)
+        self.contributions = Contributions(self.ledger, self.bits, self.config.federation.history)
+        self._restore(self.ledger.rounds()[-1].states)
+        self._open()
+
+    def readmit(self, names: Sequence[str]) -> None:
+        """Let forgotten sites take part again, from their initial networks on. UserError if they are not forgotten."""
+        total, back = self.sum.copy(), {}
+        for name in names:
+            initial = self._initial(name)
+            total.add(self.mode.summed_part(initial))
+            back[name] = Contribution(self.ledger.blobs.put(initial), 0, 0, self.bits)
+        self.ledger.readmit(names, back, self._blobs(total), {"sum": digest(total.totals)})
+        self._changed(total)
 
     def abandon(self) -> None:
         self.contributions.abandon()
@@ -124,7 +165,7 @@ class SumAggregate(Aggregation):
         return {"star": self.shared} if self.mode.star else {}
 
     def reversed(self) -> State | None:
-        names = [site.name for site in self.setup.sites]
+        names = [site.name for site in self.members()]
         return self._network(self._sum_of(names[::-1])) if self.mode.sums else None
 
     def site(self, name: str) -> State | None:
@@ -134,13 +175,13 @@ class SumAggregate(Aggregation):
         return {**_part(self.shared, HEAD), **own}
 
     def without(self, names: list[str]) -> State | None:
-        if not self.mode.sums or len(self.setup.sites) <= len(names):
+        if not self.mode.sums or len(self.members()) <= len(names):
             return None
         return self._network(self.sum_without(names))
 
     def sum_without(self, names: list[str]) -> ExactSum:
         """S minus the contributions of these sites, in exact integers. UserError for a name that is unknown or repeated."""
-        known = [site.name for site in self.setup.sites]
+        known = [site.name for site in self.members()]
         for place, name in enumerate(names):
             if name not in known:
                 raise unknown("site", name, known)
@@ -152,8 +193,11 @@ class SumAggregate(Aggregation):
         return rest
 
     def contribution(self, name: str) -> State:
-        """The site's committed contribution, or its initial network (int64)."""
-        return self.contributions.load(name) or self._initial(name)
+        """The site's committed contribution (int64)."""
+        return self.contributions.load(name)
+
+    def summed(self) -> list[str]:
+        return list(self.sum.totals)
 
     def digest(self) -> dict[str, str]:
         if self.mode.sums:
@@ -163,7 +207,7 @@ class SumAggregate(Aggregation):
     def checks(self) -> dict[str, bool]:
         if not self.mode.sums:
             return {}
-        names = [site.name for site in self.setup.sites]
+        names = [site.name for site in self.members()]
         others, back = self._sum_of(names[:-1]), self._sum_of(names[::-1])
         last = self.mode.summed_part(self.contribution(names[-1]))
         ahead = others.copy()
@@ -179,8 +223,39 @@ class SumAggregate(Aggregation):
             "add_back_exact": digest(again.totals) == whole,
         }
 
+    def _begin(self) -> None:
+        """Round 0: every site is in the sum with its initial network."""
+        for site in self.setup.sites if self.mode.sums else []:
+            initial = self._initial(site.name)
+            self.sum.add(self.mode.summed_part(initial))
+            self.contributions.stage(site.name, 0, initial, 0, like=None if self.own_initial else self.setup.sites[0].name)
+        self.shared = self._first_shared()
+        self.contributions.commit(0, self._states(), self.digest(), {})
+
+    def _restore(self, states: Mapping[str, str]) -> None:
+        """As it was after the last committed round."""
+        self.shared = self.ledger.blobs.get(states["shared"])
+        if self.mode.sums:
+            self.sum.merge(self.ledger.blobs.get(states["sum"]), addends=len(self.contributions.latest))
+
+    def _blobs(self, total: ExactSum) -> dict[str, str]:
+        """The server's states, with this sum instead of its own, as blobs."""
+        blobs = self.ledger.blobs
+        return {name: blobs.put(state) for name, state in {**self._states(), "sum": total.totals}.items()}
+
+    def _changed(self, total: ExactSum) -> None:
+        """Other sites take part now, and this is their sum."""
+        self.sum = total
+        self.contributions = Contributions(self.ledger, self.bits, self.config.federation.history)
+        self._open()
+
+    def _states(self) -> dict[str, State]:
+        return {"shared": self.shared, **({"sum": self.sum.totals} if self.mode.sums else {})}
+
     def _open(self) -> None:
         """Begin to stage a round."""
+        forgotten = self.ledger.sites()
+        self._members = [site for site in self.setup.sites if not forgotten[site.name]]
         self._next = self.sum.copy()
         self._round_sum = ExactSum(self.bits)
 
@@ -205,7 +280,7 @@ class SumAggregate(Aggregation):
         return {**self.shared, **(total.total() if self.mode.star else total.mean())}
 
     def _leave_one_out(self, round: int) -> dict[str, ArrayRecord]:
-        sites = self.setup.sites
+        sites = self.members()
         if not self.mode.subsets or not self.config.objective.get("subset_probability") or len(sites) < 2:
             return {}
         draw = generator(self.config.seed, "subsets", str(round))

@@ -51,11 +51,11 @@ def test_old_and_abandoned_rounds_go_and_the_base_stays(store: SiteStore):
 
 
 def test_a_lost_state_is_told_with_the_rounds_that_are_there(store: SiteStore):
-    with pytest.raises(UserError, match=r"site-0000: its own state after round 3 is lost .*has rounds: none\)"):
+    with pytest.raises(UserError, match=r"site-0000: its own state is lost: that after round 3 .*has rounds: none\)"):
         store.load(3)
     store.save(4, 0, state(1.0))
     store.save(5, 4, state(1.0))
-    with pytest.raises(UserError, match=r"after round 3 is lost .*has rounds: 4, 5\)"):
+    with pytest.raises(UserError, match=r"after round 3 .*has rounds: 4, 5\)"):
         store.load(3)
 
 

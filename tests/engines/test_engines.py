@@ -1,8 +1,12 @@
 """Engines: the same seed gives the same bits whatever carries the messages; Ray is needed by its own engine only."""
 
+import contextlib
+import dataclasses
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +21,7 @@ from clients.states import read_state
 from conf import UserError, load, to_json
 from conf.sites import roster
 from fusion.exact import digest
+from server.audit import check
 from server.experiment import run_experiment
 from server.federation import Federation
 from server.listener import LogListener
@@ -55,6 +60,34 @@ def test_partial_sums_give_the_same_bits(tmp_path: Path, mode: str):
     whole = final_states(tmp_path, "whole", "engine.name=inline", *words)
     parts = ["engine.name=ray", "engine.workers=1", "federation.partial_sums=true"]
     assert final_states(tmp_path, "parts", *parts, *words) == whole
+
+
+class Stopping(LogListener):
+    """A listener that stops the run after its first round."""
+
+    def round_done(self, record: dict[str, Any]) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [["federation.partial_sums=true"], ["engine.vectorise=3"]], ids=["sums", "vectorise"])
+def test_a_site_without_its_store_begins_at_its_contribution_on_every_engine(tmp_path: Path, options: list[str]):
+    """A run is stopped, one site's store lost, the run resumed: the bits are those of the inline engine."""
+    alike = ["sites=[{domain: digits, count: 3, samples: 40}]", "training.rate=0.01"]
+    engines = {"inline": ["engine.name=inline"], "ray": ["engine.name=ray", "engine.workers=1", *options]}
+    for name, engine in engines.items():
+        config = load("digits", [*SMALL[:1], *SMALL[3:], *alike, *engine, f"run.root={tmp_path}", f"run.name={name}"])
+        for listener in (Stopping(), LogListener()):
+            with open_engine(config) as grid, contextlib.suppress(KeyboardInterrupt):
+                run_experiment(grid, config, listener)
+            (store,) = (tmp_path / name / "sites").iterdir()
+            assert len(list(store.iterdir())) == 3
+            shutil.rmtree(store / "site-0001")
+            config = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
+        assert check(tmp_path / name) == []
+    one, other = (read_state(tmp_path / name / "states" / "aggregate.safetensors") for name in engines)
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=0, atol=1e-5 if "vectorise" in options[0] else 0)
 
 
 @pytest.mark.slow

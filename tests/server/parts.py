@@ -21,6 +21,7 @@ from conf.sites import roster
 from fusion.exact import ExactSum, State, digest
 from server.evaluate import Evaluator
 from server.federation import Federation
+from server.ledger import Ledger
 from server.rounds import RoundLoop
 from server.strategies import STRATEGIES, Setup
 from server.strategies.sum_aggregation import SumAggregate
@@ -156,12 +157,38 @@ def folder(config: Config) -> Path:
     return Path(config.run.root) / config.run.name
 
 
+OPENED: list[Ledger] = []  # by `started`; closed after each test
+
+
 def started(config: Config, only: Iterable[str] | None = None, at: Path | None = None) -> SumAggregate:
-    """The configured strategy, started for all sites of the roster, or for `only` those."""
+    """The configured strategy, started for all sites of the roster, or for `only` those, with a new ledger."""
     sites = [site for site in roster(config) if only is None or site.name in only]
     aggregate = STRATEGIES.build(config.strategy, "strategy").start(Setup(config, sites, at or folder(config)))
     assert isinstance(aggregate, SumAggregate)
+    OPENED.append(aggregate.ledger)
     return aggregate
+
+
+def close_all() -> None:
+    """Close the ledgers of all that was started."""
+    while OPENED:
+        OPENED.pop().close()
+
+
+def committed(aggregate: SumAggregate) -> dict[str, Any]:
+    """All that the ledger says, but for times."""
+    ledger = aggregate.ledger
+    return {
+        "rounds": [dataclasses.replace(row, time="") for row in ledger.rounds()],
+        "history": {site: ledger.history(site) for site in ledger.sites()},
+        "events": [(event.kind, event.body) for event in ledger.events()],
+    }
+
+
+def on_disk(aggregate: SumAggregate) -> dict[str, Any]:
+    """All that the ledger says, but for times, and all files beside it."""
+    beside = {name: content for name, content in files(aggregate.ledger.folder).items() if not name.startswith("ledger.")}
+    return {**committed(aggregate), "files": beside}
 
 
 def sum_of_contributions(aggregate: SumAggregate) -> str:

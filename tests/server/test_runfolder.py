@@ -1,5 +1,6 @@
 """The folder of a run: nothing that a user may want is ever overwritten by accident."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -89,6 +90,61 @@ def test_an_existing_run_is_refused_before_anything_is_started(tmp_path: Path):
     with pytest.raises(UserError, match="exists"):
         refuse_existing(config)
     refuse_existing(small(tmp_path, "run.overwrite=true"))
+
+
+def test_a_run_to_resume_is_left_as_it_is_and_one_that_is_not_there_is_made(tmp_path: Path):
+    refuse_existing(small(tmp_path, "run.resume=true"))
+    made = opened(tmp_path, "run.resume=true")
+    assert set(files(made.path)) == {CONFIG, METRICS}
+    assert not load(str(made.path / CONFIG)).run.resume  # an order, no part of what the run is
+    made.append({"round": 1})
+    before = files(made.path)
+    refuse_existing(small(tmp_path, "run.resume=true"))
+    opened(tmp_path, "run.resume=true")
+    opened(tmp_path, "run.resume=true", "run.overwrite=true")
+    assert files(made.path) == before
+    made.path.rename(tmp_path / "elsewhere")  # a run may be moved, and resumed there
+    opened(tmp_path, "run.resume=true", "run.name=elsewhere")
+    assert files(tmp_path / "elsewhere") == before
+
+
+@pytest.mark.parametrize("other", ["seed=1", "rounds=9", "network.width=0.5", "sites.0.rotation=90"])
+def test_a_run_of_another_configuration_is_not_the_one_to_resume(tmp_path: Path, other):
+    made = opened(tmp_path)
+    before = files(made.path)
+    config = small(tmp_path, other, "run.resume=true")
+    for refuse in (refuse_existing, made.open):
+        with pytest.raises(UserError, match=r"digits: was run with another configuration \(config\.yaml\)"):
+            refuse(config)
+    assert files(made.path) == before
+
+
+def test_records_that_a_crash_left_whole_are_read_again(tmp_path: Path):
+    made = opened(tmp_path)
+    assert made.metrics() == {}
+    written = [{"round": 1, "train_loss": 0.1}, {"round": 2, "dropped": {"site-0000": "ä"}}]
+    for record in written:
+        made.append(record)
+    with (made.path / METRICS).open("ab") as file:
+        file.write(b'[3]\nnull\n{"rou": 1}\n\x00\xff\xfe\n{"round": 3, "train_lo')
+    assert made.metrics() == {1: written[0], 2: written[1]}
+    made.write_metrics(made.metrics().values())
+    assert made.metrics() == {1: written[0], 2: written[1]}
+    assert (made.path / METRICS).read_bytes().count(b"\n") == 2
+    (made.path / METRICS).unlink()
+    assert made.metrics() == {}
+
+
+def test_results_are_the_digests_of_what_came_out(tmp_path: Path):
+    made = opened(tmp_path)
+    made.write_summary({"status": "finished"})
+    made.write_network("aggregate", {"w": torch.ones(1)})
+    (made.path / "report.html").write_text("")
+    first = made.results()
+    assert list(first) == sorted([CONFIG, METRICS, SUMMARY, "states/aggregate.safetensors"])
+    assert all(hashlib.sha256((made.path / name).read_bytes()).hexdigest() == told for name, told in first.items())
+    made.append({"round": 1})
+    assert {name for name, told in made.results().items() if told != first[name]} == {METRICS}
 
 
 def test_records_become_lines_in_their_order(tmp_path: Path):

@@ -17,17 +17,19 @@ from clients.store import SiteStore
 from conf import Config, UserError
 from conf.sites import Site, roster
 from fusion.exact import State, dequantise, digest, quantise
+from server.ledger import LedgerError
 from server.strategies import ReplyError
 from server.strategies.sum_aggregation import SumAggregate
 from sims.engines.adapter import store_folder
 from tests.server.parts import (
     WatchedApp,
     changed,
+    committed,
     entry,
     extractor,
-    files,
     folder,
     made_up,
+    on_disk,
     set_up,
     small,
     started,
@@ -80,7 +82,7 @@ def play(aggregate: SumAggregate, config: Config, rounds: list[list[int]]) -> No
             site = everyone()[place]
             if site.name in members:
                 aggregate.fold(site, number, records(config, site.name, number), samples=10)
-        aggregate.commit(number)
+        aggregate.commit(number, {})
 
 
 # Each round: which sites answer, and in which order; site 0 always does, so that each round has a reply.
@@ -192,8 +194,20 @@ def test_the_checks_find_a_contribution_that_was_tampered_with(tmp_path: Path):
     play(aggregate, config, [[0, 1, 2]])
     kept = aggregate.contribution("site-0001")
     kept[LAYER].view(-1)[0] -= 1
-    aggregate.contributions.stage("site-0001", 1, kept)
+    aggregate.contributions.stage("site-0001", 2, kept, samples=10)
+    aggregate.contributions.commit(2, aggregate._states(), aggregate.digest(), {})
     assert not aggregate.checks()["sum_of_contributions"]
+
+
+def test_a_contribution_whose_file_was_changed_is_named(tmp_path: Path):
+    config = many(tmp_path)
+    aggregate = started(config)
+    play(aggregate, config, [[0, 1, 2]])
+    path = aggregate.contributions.file("site-0001")
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(LedgerError, match=rf"{path.name}: is damaged"):
+        aggregate.without(["site-0001"])
 
 
 def test_exact_the_mean_moves_by_the_mean_of_the_steps_of_two_real_sites(tmp_path: Path):
@@ -234,12 +248,12 @@ def test_a_run_starts_with_the_sum_of_the_initial_networks(tmp_path: Path):
     shared = started(many(tmp_path))
     assert digest(shared.aggregate()) == digest(dequantise(shared.initial, shared.bits))
     config = many(tmp_path, "exact", "objective.initialisation=own")
-    own = started(config)
+    own = started(config, at=tmp_path / "own")
     states = [initial_state(config, site.name) for site in everyone()]
     for name in extractor(states[0]):
         mean = torch.stack([state[name] for state in states]).mean(0)
         assert torch.allclose(own.aggregate()[name], mean, atol=1e-6)
-    star = started(many(tmp_path, "regularised"))
+    star = started(many(tmp_path, "regularised"), at=tmp_path / "star")
     assert torch.allclose(star.extra()["star"][LAYER], N * initial_state(config)[LAYER], atol=1e-6)  # Eq. 2 holds
 
 
@@ -259,7 +273,7 @@ def test_leave_one_out_means_are_sent_as_configured_and_are_the_means_without_th
     chosen = []
     for subsets, probability, number in [(16, 0.5, N), (2, 0.5, 2), (9, 1.0, N), (2, 0.0, 0)]:
         config = many(tmp_path, "exact", f"strategy.subsets={subsets}", f"objective.subset_probability={probability}")
-        aggregate = started(config)
+        aggregate = started(config, at=tmp_path / f"{subsets}-{probability}")
         for round in (1, 2, 3):
             sent = aggregate.records(round)
             names = {name.removeprefix(SUBSET) for name in sent if name.startswith(SUBSET)}
@@ -293,7 +307,7 @@ def test_samples_weigh_the_round_average_but_not_the_sum(tmp_path: Path):
         for place, samples in weights.items():
             site = everyone()[place]
             aggregate.fold(site, 1, records(config, site.name, 1), samples)
-        aggregate.commit(1)
+        aggregate.commit(1, {})
         averages[weighting] = aggregate
     first, second = (records(config, f"site-000{place}", 1)[ROUND] for place in weights)
     for name in first:
@@ -354,25 +368,25 @@ def test_a_reply_that_cannot_be_used_is_refused_by_name_and_leaves_no_trace(tmp_
     spoilt, clean = started(config, at=tmp_path / "spoilt"), started(config, at=tmp_path / "clean")
     for aggregate in (spoilt, clean):
         play(aggregate, config, [[0, 1]])
-    before, on_disk = digest(spoilt.sum.totals), files(tmp_path / "spoilt")
+    before, kept = digest(spoilt.sum.totals), on_disk(spoilt)
     victim, other = everyone()[1], everyone()[2]
     good = records(config, other.name, 2)
     if not first:
         spoilt.fold(other, 2, good, 10)
-        on_disk = files(tmp_path / "spoilt")
+        kept = on_disk(spoilt)
     with pytest.raises(ReplyError, match=line):
         spoilt.fold(victim, 2, spoil(records(config, victim.name, 2)), 10)
     assert digest(spoilt.sum.totals) == before
-    assert files(tmp_path / "spoilt") == on_disk
+    assert on_disk(spoilt) == kept
     if first:
         spoilt.fold(other, 2, good, 10)
     clean.fold(other, 2, good, 10)
-    spoilt.commit(2)
-    clean.commit(2)
+    spoilt.commit(2, {})
+    clean.commit(2, {})
     assert spoilt.digest() == clean.digest()
     assert digest(spoilt.shared) == digest(clean.shared)
     assert digest(spoilt.sum.totals) == sum_of_contributions(spoilt)
-    assert files(tmp_path / "spoilt") == files(tmp_path / "clean")
+    assert on_disk(spoilt) == on_disk(clean)
 
 
 @pytest.mark.parametrize("mode", ["exact", "fedavg", "independent", "regularised"])
@@ -384,10 +398,10 @@ def test_an_absurd_number_of_samples_is_refused_and_leaves_no_trace(tmp_path: Pa
         spoilt.fold(first, 1, records(config, first.name, 1), samples=10**15)
     for aggregate in (spoilt, clean):
         aggregate.fold(second, 1, records(config, second.name, 1), samples=10)
-        aggregate.commit(1)
+        aggregate.commit(1, {})
     assert spoilt.digest() == clean.digest()
     assert digest(spoilt.shared) == digest(clean.shared)
-    assert files(tmp_path / "spoilt") == files(tmp_path / "clean")
+    assert on_disk(spoilt) == on_disk(clean)
     if spoilt.mode.sums:
         assert digest(spoilt.sum.totals) == sum_of_contributions(spoilt)
 
@@ -397,20 +411,23 @@ def test_an_abandoned_round_leaves_state_and_disk_as_they_were(tmp_path: Path, m
     config = many(tmp_path, mode)
     aggregate = started(config)
     play(aggregate, config, [[0, 1, 2]])
-    before, shared, on_disk = aggregate.digest(), digest(aggregate.shared), files(folder(config))
+    before, shared, kept = aggregate.digest(), digest(aggregate.shared), on_disk(aggregate)
     bases = [aggregate.base(site) for site in everyone()]
     for place in (1, 2, 3):
         site = everyone()[place]
         aggregate.fold(site, 2, records(config, site.name, 2), 10)
     aggregate.abandon()
-    assert (aggregate.digest(), digest(aggregate.shared), files(folder(config))) == (before, shared, on_disk)
+    assert (aggregate.digest(), digest(aggregate.shared)) == (before, shared)
+    assert committed(aggregate).items() <= kept.items()
+    aggregate.ledger.prune()
+    assert on_disk(aggregate)["files"] == kept["files"]
     assert [aggregate.base(site) for site in everyone()] == bases
     again = started(config, at=tmp_path / "again")
     play(again, config, [[0, 1, 2], [3, 4]])
     for place in (3, 4):
         site = everyone()[place]
         aggregate.fold(site, 2, records(config, site.name, 2), 10)
-    aggregate.commit(2)
+    aggregate.commit(2, {})
     assert aggregate.digest() == again.digest()
     assert digest(aggregate.shared) == digest(again.shared)
 
@@ -422,19 +439,34 @@ def test_what_is_folded_counts_only_after_the_commit(tmp_path: Path):
     before, mean = aggregate.digest(), digest(aggregate.aggregate())
     aggregate.fold(site, 1, records(config, site.name, 1), 10)
     assert (aggregate.digest(), digest(aggregate.aggregate()), aggregate.base(site)) == (before, mean, 0)
-    assert aggregate.contributions.load(site.name) is None
-    aggregate.commit(1)
+    assert digest(aggregate.contribution(site.name)) == digest(extractor(aggregate.initial))
+    aggregate.commit(1, {})
     assert aggregate.digest() != before
     assert aggregate.base(site) == 1
+    mine = quantise(records(config, site.name, 1)[SITE], aggregate.bits)
+    assert digest(aggregate.contribution(site.name)) == digest(mine)
 
 
-def test_only_the_latest_contribution_of_each_site_stays_on_disk(tmp_path: Path):
-    config = many(tmp_path)
+@pytest.mark.parametrize("history", ["latest", "all"])
+def test_the_latest_contribution_of_each_site_stays_on_disk_or_all_of_them(tmp_path: Path, history):
+    config = many(tmp_path, "exact", f"federation.history={history}")
     aggregate = started(config)
     play(aggregate, config, [[0, 1, 2], [0, 1], [0]])
-    kept = {path for path in files(folder(config) / "contributions") if path.endswith(".safetensors")}
-    sites = {f"site-000{place}/round-00000{round}.safetensors" for place, round in [(0, 3), (1, 2), (2, 1)]}
-    assert kept == sites | {".shared/round-000003.safetensors"}
+    rounds = {site.name: [one.round for one in aggregate.ledger.history(site.name)] for site in everyone()}
+    every = {"site-0000": [0, 1, 2, 3], "site-0001": [0, 1, 2], "site-0002": [0, 1], "site-0003": [0], "site-0004": [0]}
+    assert rounds == (every if history == "all" else {name: kept[-1:] for name, kept in every.items()})
+    given = {aggregate.ledger.blobs.put(aggregate.mode.site_part(aggregate.initial))}
+    for name in rounds:
+        for one in aggregate.ledger.history(name):
+            assert one.samples == (10 if one.round else 0)
+            if one.round:
+                mine = quantise(records(config, name, one.round)[SITE], aggregate.bits)
+                assert digest(aggregate.ledger.blobs.get(one.blob)) == digest(mine)
+                given.add(one.blob)
+    assert len(given) == 1 + sum(bool(round) for kept in rounds.values() for round in kept)
+    states = [set(row.states.values()) for row in aggregate.ledger.rounds()]
+    assert [len(names) for names in states] == ([2, 2, 2, 2] if history == "all" else [0, 0, 0, 2])
+    assert {path.stem for path in (folder(config) / "blobs").iterdir()} == given.union(*states)
 
 
 def test_fedavg_is_the_mean_of_the_replies_and_can_forget_nobody(tmp_path: Path):
@@ -469,14 +501,14 @@ def test_forgetting_an_unknown_or_repeated_site_is_refused(tmp_path: Path):
         aggregate.without(["site-0001", "site-0001"])
 
 
-def test_committing_a_round_again_keeps_its_contribution(tmp_path: Path):
+def test_a_round_is_committed_once_and_keeps_its_contribution(tmp_path: Path):
     config = many(tmp_path)
     aggregate = started(config)
     play(aggregate, config, [[0]])
-    kept = aggregate.contributions.load("site-0000")
-    assert kept is not None
-    aggregate.contributions.stage("site-0000", 1, kept)
-    aggregate.contributions.commit(1)
-    aggregate.contributions.stage("site-0000", 1, kept)
+    kept, before = aggregate.contribution("site-0000"), on_disk(aggregate)
+    aggregate.contributions.stage("site-0000", 1, kept, samples=10)
+    with pytest.raises(LedgerError, match="round 1 cannot follow round 1"):
+        aggregate.contributions.commit(1, aggregate._states(), aggregate.digest(), {})
     aggregate.contributions.abandon()
-    assert digest(aggregate.contributions.load("site-0000") or {}) == digest(kept)
+    assert on_disk(aggregate) == before
+    assert digest(aggregate.contribution("site-0000")) == digest(kept)

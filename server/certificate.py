@@ -1,0 +1,134 @@
+"""The certificate of a request: what is exact and how that was checked, what is not, and what was measured.
+
+It claims no more than that. `verify` recomputes what can be recomputed.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clients.objectives.modes import Mode, mode_of
+from conf.errors import UserError
+from conf.schema import Config
+from fusion.exact import ExactSum, digest
+from server.ledger import Ledger, Request
+from server.strategies import Aggregation
+from server.tables import Event
+
+CERTIFICATES, FORMAT = "certificates", 1
+EXACT = ("The sum after the request equals, bit for bit, the sum of the remaining sites' contributions. Nothing of the "
+         "forgotten sites' contributions is in it or in the ledger.")  # fmt: skip
+NOT_EXACT = {
+    "head": "the shared head was averaged over rounds in which the forgotten sites took part; it is not changed",
+    "other sites' networks": "they were trained while the forgotten sites' networks were in the sum; they are not changed",
+    "copies": "backups, other machines and whoever received earlier sums are beyond this server's reach",
+}
+
+
+def certificate(ledger: Ledger, aggregation: Aggregation, request: Request, erased: list[str]) -> dict[str, Any]:
+    """The facts of an applied request, the evidence left to the caller. Raises UserError if a sum does not check."""
+    event = forgotten_event(ledger, request.id)
+    remaining = ledger.all_latest()
+    total = sum_of(ledger, aggregation.summed())
+    if digest(total.totals) != aggregation.digest()["sum"]:
+        raise UserError(f"{ledger.folder}: the sum is not that of the remaining contributions; run 'fedloom ledger --check'")
+    return {
+        "format": FORMAT,
+        "request": request.id,
+        "run": ledger.run().run,
+        "sites": list(request.sites),
+        "reason": request.reason,
+        "options": request.options,
+        "times": {each.kind: each.time for each in ledger.events() if each.body.get("id") == request.id},
+        "exact": {
+            "statement": EXACT,
+            "tensors": sorted(total.totals),
+            "digest_before": event.body["body"]["digest_before"],
+            "digest_after": event.body["digest"],
+            "sum_of_remaining": digest(total.totals),
+            "remaining": {name: one.blob for name, one in remaining.items()},
+        },
+        "not_exact": NOT_EXACT,
+        "erased": erased,
+        "ledger": {"event": event.id, "digest": event.digest},
+    }
+
+
+def sum_of(ledger: Ledger, names: list[str] | None = None) -> ExactSum:
+    """The sum of all contributions in the ledger, read one after the other; `names`: of these tensors only."""
+    total = ExactSum(ledger.run().bits)
+    for one in ledger.all_latest().values():
+        state = ledger.blobs.get(one.blob)
+        total.add({name: state[name] for name in names} if names is not None else state)
+    return total
+
+
+def forgotten_event(ledger: Ledger, request: str) -> Event:
+    """The event by which a request was applied. Raises UserError if there is none."""
+    for event in ledger.events():
+        if event.kind == "forgotten" and event.body.get("request") == request:
+            return event
+    raise UserError(f"{ledger.folder}: its ledger has no applied request '{request}'")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was compared: match, mismatch, or why it could not be."""
+
+    what: str
+    verdict: str
+    told: str = ""
+
+
+def verify(path: Path, ledger: Ledger, config: Config) -> list[Finding]:
+    """Compare a certificate with the run's ledger and folder. Raises UserError if either cannot be read."""
+    return list(_findings(read(path), ledger, mode_of(config)))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A certificate. Raises UserError if the file is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        _ = found["exact"]["digest_after"]["sum"], found["ledger"]["digest"], found["request"], found["sites"], found["run"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: is no certificate of fedloom ({type(error).__name__}: {error})") from None
+    return found
+
+
+def _findings(given: dict[str, Any], ledger: Ledger, mode: Mode) -> Iterator[Finding]:
+    yield _compared("run", given["run"], ledger.run().run)
+    event = forgotten_event(ledger, given["request"])
+    yield _compared("event in the chain", given["ledger"]["digest"], event.digest)
+    yield _compared("sites", given["sites"], event.body["sites"])
+    yield _compared("digest before", given["exact"].get("digest_before"), event.body["body"]["digest_before"])
+    yield _compared("digest after, as committed", given["exact"]["digest_after"], event.body["digest"])
+    states, last = ledger.sites(), ledger.last_round()
+    for site in given["sites"]:
+        held = ledger.history(site) or list((ledger.folder / "sites").glob(f"*/{site}"))
+        yield _found(f"{site} takes no part", states.get(site, False), "it does: readmitted?")
+        yield _found(f"nothing is kept of {site}", not held, "contributions or its store are there")
+    now = (last.digest if last else {}).get("sum", "")
+    total = sum_of(ledger)
+    summed = digest(mode.summed_part(total.totals))
+    yield _compared("sum of the remaining contributions now", now, summed)
+    if now in (given["exact"]["digest_after"]["sum"], given["exact"]["sum_of_remaining"]):
+        yield _compared("sum of the remaining contributions then", given["exact"]["sum_of_remaining"], summed)
+        here = {name: one.blob for name, one in ledger.all_latest().items()}
+        yield _compared("remaining contributions", given["exact"].get("remaining"), here)
+    else:
+        yield Finding("sum of the remaining contributions then", "not checkable", "the run went on; its chain still holds")
+
+
+def _found(what: str, right: bool, told: str) -> Finding:
+    return Finding(what, "match") if right else Finding(what, "mismatch", told)
+
+
+def _compared(what: str, given: Any, found: Any) -> Finding:
+    return Finding(what, "match") if given == found else Finding(what, "mismatch", f"certificate: {given}, ledger: {found}")
+
+
+def text_of(content: dict[str, Any]) -> str:
+    """As it is written."""
+    return json.dumps(content, indent=1)

@@ -1,0 +1,144 @@
+"""Removing sites on request: what they gave is subtracted and deleted, and a certificate says what that proves.
+
+A request is received, then applied (one transaction of the ledger), then verified. It is taken up where a crash left it.
+"""
+
+import re
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clients.objectives.modes import mode_of
+from clients.states import write_bytes
+from conf.errors import UserError, unknown
+from conf.schema import Config
+from fusion.exact import State
+from server.certificate import CERTIFICATES, certificate, read, text_of
+from server.contributions import STAGING
+from server.evaluate import Evaluator
+from server.inquest import Inquest
+from server.ledger import Ledger, Request
+from server.strategies import Aggregation
+
+KIND = "unlearn"
+RETRAINED = "retrained"  # networks trained without the sites of a request, in a folder of its name
+_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")  # it names files
+
+
+@dataclass
+class Unlearning:
+    """All that is needed to fulfil requests of one run, whose server this is."""
+
+    config: Config
+    folder: Path
+    ledger: Ledger
+    aggregation: Aggregation
+    evaluator: Evaluator
+
+    def receive(self, id: str, sites: list[str], reason: str = "", options: dict[str, Any] | None = None) -> Request:
+        """Note a request; that of an id that is known stands. UserError for sites that cannot be forgotten."""
+        return receive(self.ledger, self.config, id, sites, reason, options or {})
+
+    def fulfil(self, request: Request) -> dict[str, Any]:
+        """Apply and certify it, as far as that is not done; the certificate."""
+        return self.certify(self.apply(request))
+
+    def apply(self, request: Request) -> Request:
+        """Subtract the sites' contributions and commit that, if it is not done; first roll back if the options say so."""
+        if request.state != "received":
+            return request
+        refuse(self.ledger, self.config, request.sites)
+        inquest, last = Inquest(self.config, self.evaluator, request.sites), self.ledger.last_round()
+        body = {"digest_before": self.aggregation.digest(), "evidence": inquest.of(self.aggregation.aggregate()),
+                "round": last.round if last else 0}  # fmt: skip
+        if request.options.get("rollback"):
+            self.aggregation.roll_back(request.sites)
+        begin = time.perf_counter()
+        self.aggregation.forget(request.sites, body, request.id)
+        self.ledger.note("subtracted", {"request": request.id, "seconds": time.perf_counter() - begin})
+        return self.ledger.request(request.id) or request
+
+    def certify(self, request: Request, retrained: State | None = None) -> dict[str, Any]:
+        """Erase what is left of the sites, check, measure and write the certificate.
+
+        `retrained`: the state of a network that was trained without them, to compare with.
+        """
+        file = self.folder / CERTIFICATES / f"{request.id}.json"
+        if request.state == "verified" and file.is_file():
+            return read(file)
+        erased = erase(self.folder, request)
+        inquest = Inquest(self.config, self.evaluator, request.sites)
+        done = certificate(self.ledger, self.aggregation, request, erased)
+        done["evidence"] = inquest.report((request.result or {})["evidence"], self.aggregation.aggregate(), retrained)
+        write_bytes(file, text_of(done).encode())
+        if request.state == "applied":
+            self.ledger.set_request(request.id, "verified", request.result)
+        return done
+
+    def take(self, told: Callable[[str], None]) -> None:
+        """Fulfil what waits, and what a crash left applied; tell of each, or why it cannot be. Between rounds.
+
+        An applied one whose options ask for more is left to whoever does that.
+        """
+        for request in self.ledger.waiting(applied=True):
+            if request.kind != KIND or (request.state == "applied" and any(request.options.values())):
+                continue
+            try:
+                if request.state == "received":
+                    refuse(self.ledger, self.config, request.sites)
+            except UserError as error:
+                told(f"request '{request.id}' cannot be fulfilled: {error}")
+                continue
+            done = self.fulfil(request)
+            told(f"request '{request.id}' verified: {', '.join(done['sites'])} forgotten")
+
+
+def receive(ledger: Ledger, config: Config, id: str, sites: Sequence[str], reason: str, options: dict[str, Any]) -> Request:
+    """Note a request, beside a server as well; that of an id that is known stands. UserError for what cannot be done."""
+    if (known := ledger.request(id)) is not None:
+        return known
+    if not _ID.fullmatch(id):
+        raise UserError(f"request id: got '{id}'; take up to 100 of A-Z, a-z, 0-9, '.', '_' and '-'")
+    refuse(ledger, config, sites)
+    return ledger.receive(id, KIND, sites, reason, options)
+
+
+def refuse(ledger: Ledger, config: Config, sites: Sequence[str]) -> None:
+    """UserError for sites that are unknown, named twice or forgotten, for all of them, and where nothing is summed."""
+    known = ledger.sites()
+    for place, name in enumerate(sites):
+        if name not in known:
+            raise unknown("site", name, known)
+        if name in sites[:place]:
+            raise UserError(f"the site '{name}' is named twice")
+        if known[name]:
+            raise UserError(f"the site '{name}' is forgotten already ('fedloom ledger' shows by which request)")
+    if len(sites) >= sum(not gone for gone in known.values()):
+        raise UserError("no site would be left: delete the run's folder instead")
+    if not mode_of(config).sums:
+        raise UserError(f"mode {config.objective['mode']}: no site's part can be subtracted; train again without it")
+
+
+def erase(folder: Path, request: Request) -> list[str]:
+    """Delete what this machine keeps of the sites beside the ledger; the paths in the run's folder that are gone.
+
+    Their own stores, their networks, what workers wrote for them, and what was trained with them and is never subtracted:
+    baselines, and networks retrained for other requests.
+    """
+    sites = request.sites
+    found = [path for name in sites for path in (folder / "sites").glob(f"*/{name}")]
+    found += [folder / STAGING / name for name in sites] + [folder / "states" / f"{name}.safetensors" for name in sites]
+    found += [folder / "baselines"] + [path for path in (folder / RETRAINED).glob("*") if path.name != request.id]
+    gone = []
+    for path in found:
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.exists():
+            path.unlink()
+        else:
+            continue
+        gone.append(str(path.relative_to(folder)))
+    return gone

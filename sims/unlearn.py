@@ -1,0 +1,192 @@
+"""The commands on a run that is there: resume, unlearn, readmit, verify, ledger."""
+
+import contextlib
+import dataclasses
+import json
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UserError
+from conf.schema import Config
+from conf.sites import roster
+from fusion.exact import State
+from server.audit import check
+from server.certificate import CERTIFICATES, read, verify
+from server.database import BusyError
+from server.evaluate import Evaluator
+from server.experiment import beside, head
+from server.federation import Federation
+from server.ledger import Ledger, Request
+from server.listener import Listener
+from server.method import Method
+from server.runfolder import SUMMARY, RunFolder, read_config
+from server.strategies.sum_aggregation import SumAggregate
+from server.unlearning import RETRAINED, receive
+from sims.certificates import write_html
+from sims.engines import open_engine
+from sims.progress import listener_for
+from sims.report import write_report
+from sims.simulate import simulate
+from sims.tables import Table
+
+
+def resume(path: Path, *, quiet: bool = False, json_output: bool = False) -> dict[str, Any]:
+    """Go on with a run after its last committed round; its summary."""
+    config = read_config(path)
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
+    return simulate(config, quiet=quiet, json_output=json_output)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is asked: sites to forget, the request's id (empty: a new one), and what is done after the subtraction."""
+
+    sites: Sequence[str]
+    id: str = ""
+    reason: str = ""
+    repair: int = 0
+    retrain: bool = False
+    rollback: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """As the ledger keeps them."""
+        return {"repair": self.repair, "retrain": self.retrain, "rollback": self.rollback}
+
+
+def unlearn(path: Path, wish: Wish, *, quiet: bool = False) -> tuple[str, dict[str, Any] | None]:
+    """Fulfil a request on a run, or queue it where a server is at work; what to tell, and the certificate, if any."""
+    config, id = read_config(path), wish.id or uuid.uuid4().hex[:12]
+    try:
+        ledger = Ledger.open(path)
+    except BusyError:
+        return _queue(path, config, id, wish), None
+    with ledger, listener_for(quiet) as listener:
+        request = receive(ledger, config, id, wish.sites, wish.reason, wish.options)
+        if request.state == "verified":
+            return _first_result(path, request)
+        ledger.note("resumed", {"for": id})
+        method = Method(config, RunFolder(path), ledger, Evaluator(config))
+        retrained = _retrained(method, request, listener) if request.options.get("retrain") else None
+        request = method.unlearning().apply(request)
+        if further := _further(request, config):
+            _train_on(method, further, listener)
+        done = method.unlearning().certify(request, retrained)
+        _measure_again(method, listener)
+    page = write_html(path / CERTIFICATES / f"{id}.json")
+    write_report(path)
+    return f"request '{id}' verified: {', '.join(done['sites'])} forgotten; certificate: {page}", done
+
+
+def readmit(path: Path, sites: Sequence[str]) -> str:
+    """Let forgotten sites take part again; what to tell."""
+    config = read_config(path)
+    with Ledger.open(path) as ledger:
+        method = Method(config, RunFolder(path), ledger, Evaluator(config))
+        if not isinstance(method.aggregation, SumAggregate):
+            raise UserError(f"{path}: its strategy readmits nobody; run it again with these sites")
+        method.aggregation.readmit(sites)
+    return f"{', '.join(sites)} may take part again, from the initial network on"
+
+
+def verify_certificate(certificate: Path, path: Path) -> tuple[Table, bool]:
+    """What was compared, and whether nothing differs."""
+    with Ledger.open(path, server=False) as ledger:
+        findings = verify(certificate, ledger, read_config(path))
+    rows = [[finding.what, finding.verdict, finding.told] for finding in findings]
+    good = all(finding.verdict != "mismatch" for finding in findings)
+    verdict = "match" if good else "mismatch"
+    return Table(f"{certificate.name}: {verdict}", ["what", "verdict", ""], rows), good
+
+
+def audit(path: Path) -> dict[str, Any]:
+    """`fedloom ledger --check`: {"ok", "digest", "problems", "notes"}."""
+    found = check(path)
+    told: dict[str, list[str]] = {"problem": [], "note": []}
+    for one in found:
+        told[one.severity].append(f"{one.file}: {one.what}")
+    digest: dict[str, str] = {}
+    with contextlib.suppress(UserError), Ledger.open(path, server=False) as ledger:
+        last = ledger.last_round()
+        digest = last.digest if last else {}
+    return {"ok": not told["problem"], "digest": digest, "problems": told["problem"], "notes": told["note"]}
+
+
+def events_table(path: Path) -> Table:
+    """The ledger's events, oldest first."""
+    with Ledger.open(path, server=False) as ledger:
+        rows = [[event.id, event.time, event.kind, _told(event.body), event.digest[:12]] for event in ledger.events()]
+    return Table(f"Ledger of {path}", ["#", "time", "event", "what", "digest"], rows)
+
+
+def prune(path: Path) -> list[str]:
+    """`fedloom ledger --prune`: the names of what was removed."""
+    with Ledger.open(path) as ledger:
+        return ledger.prune()
+
+
+def _told(body: dict[str, Any]) -> str:
+    """The short parts of an event's body."""
+    parts = {key: body[key] for key in ("round", "id", "request", "sites", "reason") if body.get(key) not in (None, "", [])}
+    words = {key: ", ".join(item[:5]) + (", ..." if len(item) > 5 else "") if isinstance(item, list) else str(item)
+             for key, item in parts.items()}  # fmt: skip
+    return "; ".join(f"{key} {word}" for key, word in words.items())
+
+
+def _queue(path: Path, config: Config, id: str, wish: Wish) -> str:
+    with Ledger.open(path, server=False) as ledger:
+        if wish.retrain or wish.rollback:
+            raise UserError("a running server cannot train anew beside its rounds: stop it first, or leave that option out")
+        request = receive(ledger, config, id, wish.sites, wish.reason, wish.options)
+    return f"request '{id}' {request.state}: the running server takes it after its present round"
+
+
+def _first_result(path: Path, request: Request) -> tuple[str, dict[str, Any] | None]:
+    file = path / CERTIFICATES / f"{request.id}.json"
+    done = read(file) if file.is_file() else None
+    return f"request '{request.id}' was verified before: {', '.join(request.sites)} forgotten; certificate: {file}", done
+
+
+@contextlib.contextmanager
+def _federation(config: Config) -> Iterator[Federation]:
+    with open_engine(config) as grid:
+        federation = Federation(grid, roster(config), config.federation.window)
+        federation.join(config.federation.join_timeout)
+        yield federation
+
+
+def _retrained(method: Method, request: Request, listener: Listener) -> State:
+    """A network trained from the start without the sites, in a folder of the run's: retrained/<request>."""
+    config = dataclasses.replace(method.config, run=dataclasses.replace(method.config.run, resume=True))
+    with beside(method, config, f"{RETRAINED}/{request.id}", request.sites) as other:
+        with _federation(method.config) as federation:
+            other.train(federation, listener)
+        return other.aggregation.aggregate()
+
+
+def _further(request: Request, config: Config) -> int:
+    """How many rounds there shall be after an applied request's options; 0: as many as there are."""
+    repair = int(request.options.get("repair", 0))
+    if request.options.get("rollback"):
+        return config.rounds + repair
+    return int((request.result or {})["round"]) + repair if repair else 0
+
+
+def _train_on(method: Method, rounds: int, listener: Listener) -> None:
+    """Rounds without the forgotten sites, until so many are committed."""
+    method.config = dataclasses.replace(method.config, rounds=rounds)
+    with _federation(method.config) as federation:
+        method.train(federation, listener)
+
+
+def _measure_again(method: Method, listener: Listener) -> None:
+    """The run's summary and networks as they are without the sites."""
+    file = method.folder.path / SUMMARY
+    old = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"status": "interrupted", "seconds": 0.0}
+    listener.note("measuring on the test images")
+    summary = {**old, **head(method.config, method.ledger), **method.measure()}
+    method.folder.write_summary(summary)
+    method.ledger.note(summary["status"], {"files": method.folder.results()})
