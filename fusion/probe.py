@@ -4,8 +4,7 @@ Nothing of the size of the activations is kept: Grams are [k, k] for k samples, 
 number is kept, the same in every network.
 """
 
-import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from conf.errors import UserError
+from fusion.tracing import evaluating
 from fusion.wiring import Wiring
 
 BATCH = 256  # samples that go through a network at once; Grams are taken within a batch
@@ -108,19 +108,6 @@ def check_probe(network: nn.Module, probe: Tensor) -> None:
         raise UserError(f"the probe set is {probe.dtype}, the network {like.dtype}: convert one of them")
     if not bool(torch.isfinite(probe).all()):
         raise UserError("the probe set holds values that are not finite")
-
-
-@contextlib.contextmanager
-def evaluating(network: nn.Module) -> Iterator[None]:
-    """Eval mode for a while; every module's flag is then what it was."""
-    flags = [(module, module.training) for module in network.modules()]
-    try:
-        for module, _ in flags:
-            module.training = False
-        yield
-    finally:
-        for module, flag in flags:
-            module.training = flag
 
 
 class _Looker(fx.Interpreter):

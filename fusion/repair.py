@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fusion.probe import Moments, evaluating, moments_of, observe
+from fusion.probe import Moments, moments_of, observe
+from fusion.tracing import evaluating
 from fusion.wiring import Wiring, wire
 
 Statistics = tuple[Tensor, Tensor]  # mean and standard deviation of each channel, float64
@@ -22,22 +23,18 @@ SMALLEST = 1e-5  # standard deviations below this are left as they are: a channe
 def recompute_statistics(network: nn.Module, batches: Sequence[Tensor]) -> None:
     """Measure all BatchNorm running statistics again on batches [k, ...], each of the same weight; nothing else changes."""
     norms = [module for module in network.modules() if isinstance(module, BATCH_NORM)]
-    flags = [(module, module.training) for module in network.modules()]
     momenta = [(norm, norm.momentum) for norm in norms]
-    network.eval()
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # the plain average over batches
-        norm.train()
-    try:
-        with torch.no_grad():
+    with torch.no_grad(), evaluating(network):
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # the plain average over batches
+            norm.training = True
+        try:
             for batch in batches:
                 network(batch)
-    finally:
-        for norm, momentum in momenta:
-            norm.momentum = momentum
-        for module, flag in flags:
-            module.training = flag
+        finally:
+            for norm, momentum in momenta:
+                norm.momentum = momentum
 
 
 def repair(network: nn.Module, target: Mapping[str, Statistics], probe: Tensor) -> tuple[str, ...]:

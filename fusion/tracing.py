@@ -51,7 +51,7 @@ def trace(network: nn.Module, example: Tensor) -> Trace:
 
     Raises WiringError for what torch.fx cannot trace (control flow that depends on data) and what does not run.
     """
-    with _evaluating(network), torch.no_grad():
+    with evaluating(network), torch.no_grad():
         tracer = _Tracer()
         try:
             graph = fx.GraphModule(network, tracer.trace(network))
@@ -64,7 +64,7 @@ def trace(network: nn.Module, example: Tensor) -> Trace:
 
 
 @contextmanager
-def _evaluating(network: nn.Module) -> Iterator[None]:
+def evaluating(network: nn.Module) -> Iterator[None]:
     """Eval mode for the time being; by the flags alone, since train() may be overridden."""
     flags = [(module, module.training) for module in network.modules()]
     try:

@@ -176,7 +176,7 @@ def _references(db: sqlite3.Connection) -> _Refers:
     (bits,) = db.execute("SELECT bits FROM runs").fetchone()
     (event,) = db.execute("SELECT max(id) FROM events").fetchone()
     (states,) = db.execute("SELECT states FROM rounds ORDER BY round DESC LIMIT 1").fetchone() or ("{}",)
-    finished = "SELECT kind, body FROM events WHERE kind IN ('finished', 'resumed') ORDER BY id DESC LIMIT 1"
+    finished = "SELECT kind, body FROM events WHERE kind IN ('finished', 'resumed', 'forgotten') ORDER BY id DESC LIMIT 1"
     kind, body = db.execute(finished).fetchone() or ("resumed", "{}")
     files = json.loads(body).get("files", {}) if kind == "finished" else {}
     latest = {site: blob for site, blob, *_ in db.execute(LATEST)}
@@ -219,7 +219,7 @@ def _went_on(folder: Path, event: int) -> bool:
 
 
 def _finished(folder: Path, files: dict[str, str]) -> Iterator[Problem]:
-    """The files that were there when the run finished, unless it was resumed since."""
+    """The files that were there when the run finished, unless it was resumed since, or sites were forgotten."""
     for name, digest in files.items():
         if not (folder / name).is_file():
             yield Problem(name, "is missing: it was there when the run finished")

@@ -223,7 +223,7 @@ def fuse(
     into: Annotated[str, typer.Option(help="The file (or its number) whose widths the result has.")],
     depth: Annotated[str, typer.Option(help="The file (or its number) whose layers it has; default: --into.")] = "",
     network: Annotated[list[str] | None, typer.Option(help="Names in the files' order, where they lack them.")] = None,
-    weights: Annotated[str, typer.Option(help="Of the networks in the average: 0.3,0.7. Default: equal.")] = "",
+    weights: Annotated[str, typer.Option(help="Of the networks in the average: 0.3,0.7, or search. Default: equal.")] = "",
     probe: Probe = "cifar10",
     samples: Samples = 200,
     labels: Annotated[str, typer.Option(help="Measure accuracies on this domain's test images.")] = "",

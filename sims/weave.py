@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +15,16 @@ from clients.networks import NetworkName, load_network, parse_name, save_network
 from conf.errors import UserError
 from fusion.align import layer_costs, match_units
 from fusion.fuse import Fused, FusionSettings, fuse
+from fusion.search import best_weights
 from fusion.wiring import wire
 from sims.pairs import Task, accuracy, probe_set
 from sims.plots import alignment_figure
 from sims.tables import Table, percent
 
 PICTURES = (".png", ".pdf", ".svg")
+
+
+SEARCH = "search"  # instead of weights
 
 
 @dataclass(frozen=True)
@@ -95,15 +100,25 @@ def fuse_files(files: Files, order: Order, settings: FusionSettings) -> list[Tab
     """Fuse, save the network and return the report's tables."""
     into = _place(files.paths, order.into, "--into")
     depth = _place(files.paths, order.depth, "--depth") if order.depth else into
-    weights = _weights(order.weights)
+    weights = _weights(order.weights) if order.weights != SEARCH else None
     _check_out(order.out)
     if order.labels:
         find(order.labels)
+    elif order.weights == SEARCH:
+        raise UserError(f"--weights {SEARCH}: needs --labels, the domain whose validation images choose them")
     networks, names, probe = files.load()
     with working("aligning and fusing"):
-        fused = fuse(networks, into=into, depth=depth, probe=probe, weights=weights, settings=settings)
+        run = partial(fuse, networks, into=into, depth=depth, probe=probe, settings=settings)
+        if order.weights == SEARCH:
+            task = files.task(names[0], order.labels)
+            weights, _ = best_weights(lambda tried: run(weights=tried).network,
+                                      lambda network: accuracy(network, task, "validation"), len(networks))  # fmt: skip
+        fused = run(weights=weights)
     save_network(order.out, fused.network, _name(fused.network, names[depth], names[into]))
     tables = [_costs(fused, files), _seconds(fused)]
+    if order.weights == SEARCH:
+        tables.insert(0, Table("Weights", [path.name for path in files.paths], [[f"{share:.2f}" for share in weights or []]],
+                               f"chosen on validation images of {order.labels}"))  # fmt: skip
     if order.labels:
         tables.insert(0, _accuracies(networks, fused, files, files.task(names[0], order.labels)))
     return tables

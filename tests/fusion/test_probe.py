@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from conf.errors import UserError
 from fusion.align import layer_costs
 from fusion.fuse import fuse
-from fusion.probe import BATCH, Moments, check_probe, evaluating, features_of, moments_of, observe
+from fusion.probe import BATCH, Moments, check_probe, features_of, moments_of, observe
+from fusion.tracing import evaluating
 from fusion.wiring import Wiring, wire
 from tests.fusion.parts import apart, images, network
 

@@ -1,6 +1,5 @@
 """The ledger when processes are killed, meet each other, or cannot write: the last commit is always there, whole."""
 
-import multiprocessing
 import os
 import random
 import resource
@@ -19,10 +18,9 @@ import torch
 
 from server.audit import check
 from server.ledger import Ledger, LedgerError
+from tests.server.kills import CHILDREN
 from tests.server.ledgers import SITES, Plain, closed, contents, new, problems
 
-CHILDREN = multiprocessing.get_context("forkserver")
-CHILDREN.set_forkserver_preload(["server.audit"])
 NOBODY = 65534
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from clients.initial import initial_state
 from clients.messages import MEAN, ROUND, SITE, STAR, SUBSET
 from clients.objectives.modes import HEAD
+from clients.states import round_file, write_state
 from clients.store import SiteStore
 from conf import Config, UserError
 from conf.sites import Site, roster
@@ -404,6 +405,26 @@ def test_an_absurd_number_of_samples_is_refused_and_leaves_no_trace(tmp_path: Pa
     assert on_disk(spoilt) == on_disk(clean)
     if spoilt.mode.sums:
         assert digest(spoilt.sum.totals) == sum_of_contributions(spoilt)
+
+
+def test_a_partial_sum_without_the_contributions_files_stops_the_round_and_leaves_no_trace(tmp_path: Path):
+    config = many(tmp_path)
+    aggregate = started(config)
+    play(aggregate, config, [[0, 1]])
+    site, kept, before = everyone()[1], on_disk(aggregate), aggregate.digest()
+    parts = {name: quantise(state, aggregate.bits) for name, state in records(config, site.name, 2).items()}
+    with pytest.raises(UserError, match=r"site-0001/round-000002\.safetensors: was not written; federation\.partial_sums"):
+        aggregate.fold_partial(site, 2, parts, addends=1, samples=10)
+    aggregate.abandon()
+    assert (on_disk(aggregate), aggregate.digest()) == (kept, before)
+    # where it was written, it is moved into the ledger
+    change = {name: tensor - aggregate.contribution(site.name)[name] for name, tensor in parts[SITE].items()}
+    write_state(round_file(Path(aggregate.staging()), site.name, 2), parts[SITE])
+    aggregate.fold_partial(site, 2, {ROUND: parts[ROUND], SITE: change}, addends=1, samples=10)
+    aggregate.commit(2, {})
+    assert digest(aggregate.contribution(site.name)) == digest(parts[SITE])
+    assert aggregate.digest()["sum"] == sum_of_contributions(aggregate)
+    assert not list(Path(aggregate.staging()).rglob("*.safetensors"))
 
 
 @pytest.mark.parametrize("mode", ["exact", "regularised", "fedavg"])

@@ -139,7 +139,7 @@ def test_before_any_round_the_sum_is_that_of_a_run_without_the_site(tmp_path: Pa
 
 
 def test_nothing_of_the_site_is_left_in_the_folder(tmp_path: Path):
-    config = run(configured(tmp_path, "baselines=[fedavg]"))
+    config = run(configured(tmp_path, "baselines=[independent]"))
     path = folder(config)
     staged = path / "staging" / ONE / "round-000002.safetensors"
     write_state(staged, {"w": torch.zeros(1)})

@@ -159,6 +159,19 @@ def test_accuracies_weights_and_report(fedloom, folder):
     assert not torch.equal(*states)
 
 
+def test_weights_are_chosen_on_validation_images(fedloom, folder):
+    words = ("fuse", "a", "b", "--into", "1", *GIVEN, "--labels", "digits", "--out", "made.safetensors")
+    _, out, _ = fedloom(*words, "--weights", "search")
+    line = out.partition("**Weights**")[2].splitlines()[4]
+    chosen = [float(cell) for cell in line.strip("| ").split("|")]
+    assert sum(chosen) == pytest.approx(1.0, abs=0.01)
+    reached = []
+    for weights in (",".join(map(str, chosen)), "0.5,0.5"):
+        fedloom(*words, "--weights", weights)
+        reached.append(accuracy(load_network(folder / "made.safetensors")[0], Task("digits", 8, True), "validation"))
+    assert reached[0] >= reached[1]
+
+
 def test_as_the_public_code_does(fedloom, folder):
     code, out, _ = fedloom("fuse", "r18", "r34", "--into", "r18", "--reference", *GIVEN, "--out", "made.safetensors")
     assert code == 0 and "head" in column(out, 0)  # it moves the outputs, too
@@ -194,6 +207,7 @@ BAD = [
     (["fuse", "a", "b", "--into", "1", "--depth", "3"], "--depth: '3' is none of the networks"),
     (["fuse", "a", "--into", "1"], "takes two or more"),
     (["fuse", "a", "b", "--into", "1", "--weights", "a,b"], "--weights: got 'a,b', takes numbers such as 0.3,0.7"),
+    (["fuse", "a", "b", "--into", "1", "--weights", "search"], "--weights search: needs --labels"),
     (["fuse", "a", "b", "--into", "1", "--weights", "1"], "weights [1.0] for 2 networks"),
     (["fuse", "a", "b", "--into", "1", "--weights", "-1,2"], "weights [-1.0, 2.0] for 2 networks"),
     (["fuse", "a", "b", "--into", "1", "--out", "nowhere/f.safetensors"], "--out: the folder nowhere is not there"),

@@ -1,0 +1,131 @@
+"""Runs in processes of their own, killed at moments of our choice."""
+
+import contextlib
+import dataclasses
+import json
+import multiprocessing
+import os
+import signal
+import sqlite3
+import tempfile
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from conf import Config
+from conf.errors import UserError
+from server.experiment import run_experiment
+from server.ledger import Ledger
+from server.runfolder import METRICS, SUMMARY
+from sims.engines.adapter import store_folder
+from sims.engines.inline import InlineGrid
+from tests.server.parts import Recorder, files, folder, one_thread, small
+
+CHILDREN = multiprocessing.get_context("forkserver")
+CHILDREN.set_forkserver_preload(["server.audit", "tests.server.warmed"])
+SITES, ROUNDS = 3, 4
+
+
+def configured(root: Path, *words: str) -> Config:
+    """A run of 4 rounds, which takes about a second."""
+    return small(root, f"rounds={ROUNDS}", *words, sites=SITES, samples=20)
+
+
+def work(config: Config, trap: tuple[str, int] | None = None) -> None:
+    """Run, or go on with, all of it; `trap`: at which occurrence of what it is killed."""
+    one_thread()
+    listener = Recorder()
+    if trap is not None:
+        TRAPS[trap[0]](_at(trap[1]), listener)
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
+    run_experiment(InlineGrid(SITES, store_folder(config)), config, listener)
+
+
+def begun(config: Config, trap: tuple[str, int] | None = None) -> BaseProcess:
+    """A process that does that."""
+    process = CHILDREN.Process(target=work, args=(config, trap))
+    process.start()
+    return process
+
+
+def warm() -> None:
+    """Import and load all that a run needs; the processes that are forked from this one then have it."""
+    with tempfile.TemporaryDirectory() as temporary:
+        work(configured(Path(temporary)))
+
+
+def results(path: Path) -> dict[str, Any]:
+    """What a run leaves, but for times: metrics, summary, the ledger's rows, the bits of all states."""
+    without = {"seconds"}
+    lines = [json.loads(line) for line in (path / METRICS).read_text().splitlines()]
+    with Ledger.open(path, server=False) as ledger:
+        rounds = [dataclasses.replace(row, time="") for row in ledger.rounds()]
+        latest = ledger.all_latest()
+    summary = json.loads((path / SUMMARY).read_text())
+    found = {"summary": summary, **{f"round {line['round']}": line for line in lines}}
+    plain = {name: {key: item for key, item in one.items() if key not in without} for name, one in found.items()}
+    return {**plain, "lines": len(lines), "rounds": rounds, "latest": latest, "states": files(path / "states")}
+
+
+def last_round(config: Config) -> int | None:
+    """The last round that is committed; None without a ledger that can be read."""
+    with contextlib.suppress(UserError), Ledger.open(folder(config), server=False) as ledger:
+        last = ledger.last_round()
+        return last.round if last else -1
+    return None
+
+
+def _at(number: int) -> Callable[[], None]:
+    """What kills its own process when it is called for that time."""
+    left = [number]
+
+    def count() -> None:
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return count
+
+
+def _before_the_rename(into: str) -> Callable[[Callable[[], None], Recorder], None]:
+    def trap(kill: Callable[[], None], _: Recorder) -> None:
+        def replace(old: Any, new: Any, *, original: Callable = os.replace) -> None:
+            if Path(new).parent.name == into:
+                kill()
+            original(old, new)
+
+        os.replace = replace  # type: ignore[assignment]
+
+    return trap
+
+
+def _at_the_commit(before: bool) -> Callable[[Callable[[], None], Recorder], None]:
+    def trap(kill: Callable[[], None], _: Recorder) -> None:
+        class Killed(sqlite3.Connection):
+            def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
+                if sql == "COMMIT" and before:
+                    kill()
+                found = super().execute(sql, *values)
+                if sql == "COMMIT" and not before:
+                    kill()
+                return found
+
+        original = sqlite3.connect
+        sqlite3.connect = lambda *given, **named: original(*given, **named, factory=Killed)  # type: ignore[assignment]
+
+    return trap
+
+
+def _before_the_metrics(kill: Callable[[], None], listener: Recorder) -> None:
+    listener.round_done = lambda record: kill()
+
+
+TRAPS: dict[str, Callable[[Callable[[], None], Recorder], None]] = {
+    "blob": _before_the_rename("blobs"),
+    "states": _before_the_rename("states"),
+    "files": _before_the_rename("digits"),
+    "before commit": _at_the_commit(before=True),
+    "after commit": _at_the_commit(before=False),
+    "metrics": _before_the_metrics,
+}

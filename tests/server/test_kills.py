@@ -1,0 +1,141 @@
+"""Runs that are killed at any moment and resumed end with the bits of a run that was not."""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clients.states import read_state
+from conf import Config
+from fusion.exact import digest
+from server.audit import check
+from server.ledger import Ledger
+from tests.server.kills import begun, configured, last_round, results
+from tests.server.ledgers import problems
+from tests.server.parts import folder
+
+WITHIN = [
+    *(("blob", number) for number in (1, 3, 6, 11)),
+    *(("before commit", number) for number in (1, 2, 3, 5)),
+    *(("after commit", number) for number in (1, 2, 3, 5)),
+    *(("metrics", number) for number in (1, 3, 4)),
+    *(("states", number) for number in (1, 3)),
+    *(("files", number) for number in (1, 2)),
+]
+KILLS = 20
+FEDLOOM = str(Path(sys.executable).parent / "fedloom")
+
+
+@pytest.fixture(scope="module")
+def smooth(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], float]:
+    """What a run leaves that nothing interrupts, and its seconds."""
+    ended(begun(configured(tmp_path_factory.mktemp("warm"))))
+    config = configured(tmp_path_factory.mktemp("smooth"))
+    begin = time.monotonic()
+    ended(begun(config))
+    return results(folder(config)), time.monotonic() - begin
+
+
+def ended(process) -> None:
+    process.join()
+    assert process.exitcode == 0
+
+
+def sound(config: Config) -> None:
+    """Whatever a kill has left has no fault, and is not less than what was committed."""
+    if last_round(config) is not None:
+        assert problems(folder(config)) == []
+
+
+def test_killed_at_any_moment_and_resumed_it_ends_with_the_same_bits(tmp_path: Path, smooth):
+    whole, seconds = smooth
+    moments, kills, reached = random.Random(0), 0, []
+    for number in range(100):
+        config = configured(tmp_path / str(number))
+        while True:
+            process = begun(config)
+            process.join(moments.uniform(0, seconds) if kills < KILLS else None)
+            if process.exitcode is not None:
+                break
+            os.kill(process.pid or 0, signal.SIGKILL)
+            process.join()
+            kills += 1
+            reached.append(last_round(config))
+            sound(config)
+        assert process.exitcode == 0
+        assert results(folder(config)) == whole
+        assert check(folder(config)) == []
+        if kills >= KILLS:
+            break
+    assert kills >= KILLS
+    assert len(set(reached)) >= 3, reached  # they were spread over the run
+
+
+@pytest.mark.parametrize("trap", WITHIN, ids=lambda trap: f"{trap[0]} {trap[1]}")
+def test_killed_at_the_worst_moments_and_resumed_it_ends_with_the_same_bits(tmp_path: Path, smooth, trap):
+    config = configured(tmp_path)
+    process = begun(config, trap)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    sound(config)
+    ended(begun(config))
+    assert results(folder(config)) == smooth[0]
+    assert check(folder(config)) == []
+
+
+RAY = ["sites=[{domain: digits, count: 3, samples: 300}]", "data.size=8", "network.width=0.25", "data.test_limit=60",
+       "rounds=8", "baselines=[]", "evaluation.every=4"]  # fmt: skip
+
+
+def states(path: Path) -> dict[str, str]:
+    return {file.name: digest(read_state(file)) for file in (path / "states").iterdir()}
+
+
+def until_round(path: Path, round: int, server: subprocess.Popen) -> None:
+    """Wait until the round is committed."""
+    deadline = time.monotonic() + 120
+    while True:
+        assert server.poll() is None and time.monotonic() < deadline
+        with contextlib.suppress(Exception), Ledger.open(path, server=False) as ledger:
+            if (last := ledger.last_round()) is not None and last.round >= round:
+                return
+        time.sleep(0.01)
+
+
+def workers(session: int) -> list[int]:
+    """The Ray workers that a server started."""
+    listed = subprocess.run(["ps", "-e", "-o", "sid=,pid=,args="], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 2) for line in listed.splitlines()]
+    return [int(row[1]) for row in rows if row[0] == str(session) and row[2].startswith("ray::Worker")]
+
+
+@pytest.mark.slow
+def test_with_ray_a_killed_server_and_a_killed_worker_change_no_bit(tmp_path: Path):
+    inline = [FEDLOOM, "run", *RAY, "engine.name=inline", f"run.root={tmp_path}", "run.name=inline", "--quiet"]
+    subprocess.run(inline, check=True, timeout=200)
+    path = tmp_path / "ray"
+    begin = [FEDLOOM, "run", *RAY, "engine.name=ray", "engine.workers=1", f"run.root={tmp_path}", "run.name=ray", "--quiet"]
+    with subprocess.Popen(begin, start_new_session=True) as server:
+        until_round(path, 2, server)
+        server.kill()
+    assert problems(path) == []
+    with subprocess.Popen([FEDLOOM, "resume", str(path), "--quiet"], start_new_session=True) as server:
+        until_round(path, 4, server)
+        (worker,) = workers(server.pid)
+        os.kill(worker, signal.SIGKILL)
+        assert server.wait(200) == 0
+    assert states(path) == states(tmp_path / "inline")
+    rows = [[row.digest for row in ledger.rounds()] for ledger in map(opened, (path, tmp_path / "inline"))]
+    assert rows[0] == rows[1]
+    assert check(path) == []
+
+
+def opened(path: Path) -> Ledger:
+    return Ledger.open(path, server=False)

@@ -1,0 +1,307 @@
+"""The commands on a run that is there, as a user meets them: resume, unlearn, readmit, verify, ledger."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from server.audit import check
+from server.blobs import Blobs
+from server.ledger import Ledger
+from sims import cli
+from tests.server.test_ledger_crash import reading_only
+
+FEDLOOM = str(Path(sys.executable).parent / "fedloom")
+SMALL = ["sites=[{domain: digits, count: 3, samples: 40}]", "data.size=8", "data.test_limit=60", "network.width=0.25",
+         "engine.name=inline", "baselines=[]"]  # fmt: skip
+ONE, TWO = "site-0001", "site-0002"
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a command said."""
+
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Said]
+
+
+@pytest.fixture
+def fedloom(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    """A command in this process: main, but for its handlers of signals."""
+
+    def run(*words: object) -> Said:
+        capfd.readouterr()
+        monkeypatch.setattr(sys, "argv", ["fedloom", *map(str, words)])
+        code = cli._guarded()
+        return Said(code, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run, which no test changes."""
+    root = tmp_path_factory.mktemp("user")
+    words = [FEDLOOM, "run", *SMALL, "rounds=2", f"run.root={root}", "--quiet"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return root / "digits"
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it to work on."""
+    return Path(shutil.copytree(finished, tmp_path / "digits"))
+
+
+def last_line(said: Said) -> dict:
+    return json.loads(said.out.splitlines()[-1])
+
+
+def refused(said: Said, *told: str) -> None:
+    """Exit code 2 and one line, which says this."""
+    assert said.code == 2, said
+    assert said.err.startswith("fedloom: ")
+    assert len(said.err.splitlines()) == 1, said.err
+    assert all(words in said.err for words in told), said.err
+
+
+def events(path: Path) -> list[str]:
+    with Ledger.open(path, server=False) as ledger:
+        return [event.kind for event in ledger.events()]
+
+
+def test_the_ledger_lists_its_events(fedloom: Command, finished: Path):
+    said = fedloom("ledger", finished)
+    assert said.code == 0
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said.out.splitlines() if line.startswith("|")]
+    assert [row[2] for row in rows[2:]] == ["created", "round", "round", "round", "finished"]
+    assert rows[3][3] == "round 0"
+
+
+def test_a_sound_ledger_is_found_sound(fedloom: Command, finished: Path):
+    said = fedloom("ledger", finished, "--check", "--json")
+    assert said.code == 0
+    found = last_line(said)
+    assert found.keys() == {"ok", "digest", "problems", "notes"}
+    assert found["ok"] and not found["problems"] and not found["notes"]
+    assert found["digest"] == json.loads((finished / "summary.json").read_text())["digest"]
+    assert said.out.splitlines()[0] == "no problems"
+
+
+@pytest.mark.parametrize(
+    "name", ["blobs/*.safetensors", "ledger.sqlite", "config.yaml", "summary.json", "states/*.safetensors", "metrics.jsonl"]
+)
+def test_one_flipped_byte_anywhere_is_found_and_its_file_named(fedloom: Command, run: Path, name: str):
+    for path in sorted(run.glob(name))[:2]:
+        content = path.read_bytes()
+        place = len(content) // 2
+        path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+        said = fedloom("ledger", run, "--check", "--json")
+        assert said.code == 1
+        found = last_line(said)
+        assert not found["ok"]
+        assert any(str(path.relative_to(run)) in line for line in found["problems"]), found
+        path.write_bytes(content)
+    assert fedloom("ledger", run, "--check").code == 0
+
+
+def test_orphans_are_pruned(fedloom: Command, run: Path):
+    orphan = Blobs(run / "blobs").put({"w": torch.ones(3)})
+    found = last_line(fedloom("ledger", run, "--check", "--json"))
+    assert found["ok"] and orphan in found["notes"][0]
+    assert fedloom("ledger", run, "--prune").out.splitlines()[0] == "1 files removed"
+    assert not Blobs(run / "blobs").path(orphan).exists()
+    assert last_line(fedloom("ledger", run, "--check", "--prune", "--json"))["notes"] == []
+
+
+def test_a_site_is_forgotten_verified_and_readmitted(fedloom: Command, run: Path):
+    said = fedloom("unlearn", run, ONE, "--request-id", "r1", "--reason", "asked by mail")
+    assert said.code == 0, said.err
+    assert f"request 'r1' verified: {ONE} forgotten" in said.out
+    file, page = run / "certificates/r1.json", run / "certificates/r1.html"
+    assert str(page) in said.out
+    done, text = json.loads(file.read_text()), page.read_text()
+    assert (done["sites"], done["reason"]) == ([ONE], "asked by mail")
+    assert done["exact"]["digest_after"]["sum"] in text and "What is exact" in text and "What is not" in text
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["unlearned"] == [ONE] and ONE not in summary["accuracy"] and summary["status"] == "finished"
+    assert [site["name"] for site in summary["sites"]] == ["site-0000", TWO]
+    assert summary["digest"] == done["exact"]["digest_after"]
+    assert not (run / "states" / f"{ONE}.safetensors").exists()
+    assert (run / "report.html").is_file()
+    assert check(run) == []
+
+    said = fedloom("verify", file, run)
+    assert said.code == 0 and "r1.json: match" in said.out
+    file.write_text(json.dumps({**done, "sites": [TWO]}))
+    said = fedloom("verify", file, run)
+    assert said.code == 1 and "r1.json: mismatch" in said.out
+    file.write_text(json.dumps(done))
+
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "ledger.lock"}
+    again = fedloom("unlearn", run, ONE, "--request-id", "r1", "--json")
+    assert again.code == 0 and "request 'r1' was verified before" in again.out
+    assert last_line(again) == done
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "ledger.lock"} == before
+
+    said = fedloom("readmit", run, ONE)
+    assert said.code == 0 and "may take part again" in said.out
+    assert fedloom("verify", file, run).code == 1
+    assert fedloom("ledger", run, "--check").code == 0
+    refused(fedloom("readmit", run, ONE), "is not forgotten")
+    listed = fedloom("ledger", run).out
+    assert "readmitted" in listed and "asked by mail" in listed
+
+
+def test_unlearn_answers_in_json_and_repairs(fedloom: Command, run: Path):
+    said = fedloom("unlearn", run, ONE, "--repair", 1, "--json")
+    assert said.code == 0, said.err
+    done = last_line(said)
+    assert (run / "certificates" / f"{done['request']}.json").is_file()
+    assert json.loads((run / "certificates" / f"{done['request']}.json").read_text()) == done
+    rounds = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [(one["round"], one["replies"]) for one in rounds] == [(1, 3), (2, 3), (3, 2)]
+    assert fedloom("ledger", run, "--check").code == 0
+    assert fedloom("verify", run / "certificates" / f"{done['request']}.json", run).code == 0
+
+
+def test_unlearn_compares_with_a_network_that_was_trained_without_the_site(fedloom: Command, run: Path):
+    (run / "retrained").mkdir()
+    (run / "retrained/earlier").mkdir()
+    done = last_line(fedloom("unlearn", run, ONE, "--request-id", "r1", "--retrain", "--json"))
+    retrained = done["evidence"]["retrained"]
+    assert retrained["distance"] and 0 <= retrained["accuracy"]["digits"] <= 1 and retrained["disagreement"] is not None
+    assert "retrained/earlier" in done["erased"]
+    with Ledger.open(run / "retrained/r1", server=False) as ledger:
+        last = ledger.last_round()
+        assert list(ledger.sites()) == ["site-0000", TWO]
+        assert last is not None and last.round == 2
+    assert not [path for path in run.rglob("*") if ONE in path.name]
+    assert check(run) == check(run / "retrained/r1") == []
+
+
+def test_retraining_that_was_killed_goes_on(fedloom: Command, run: Path, monkeypatch: pytest.MonkeyPatch):
+    from server.method import Method
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Method, "train", killed)
+        assert fedloom("unlearn", run, ONE, "--request-id", "r1", "--retrain").code == 130
+    assert (run / "retrained/r1/config.yaml").is_file()
+    said = fedloom("unlearn", run, ONE, "--request-id", "r1", "--retrain")
+    assert said.code == 0, said.err
+    assert fedloom("verify", run / "certificates/r1.json", run).code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["site-001"], "did you mean 'site-0001'"),
+        ([ONE, ONE], "named twice"),
+        (["site-0000", ONE, TWO], "no site would be left"),
+        ([ONE, "--request-id", "../r1"], "request id: got '../r1'"),
+    ],
+)
+def test_what_cannot_be_forgotten_is_one_line_and_changes_nothing(fedloom: Command, run: Path, words: list[str], told: str):
+    before = events(run)
+    refused(fedloom("unlearn", run, *words), told)
+    assert events(run) == before
+    assert fedloom("ledger", run, "--check").code == 0
+
+
+def test_what_is_no_run_is_one_line(fedloom: Command, run: Path, tmp_path: Path):
+    (tmp_path / "other").mkdir()
+    for command in (["resume"], ["unlearn"], ["readmit"], ["ledger"], ["verify"]):
+        words = {"unlearn": [ONE], "readmit": [ONE]}.get(command[0], [])
+        for path in (tmp_path / "other", tmp_path / "nowhere"):
+            given = [tmp_path / "r1.json", path] if command == ["verify"] else [path, *words]
+            refused(fedloom(*command, *given), str(path))
+    refused(fedloom("verify", tmp_path / "r1.json", run), "r1.json: is no certificate")
+    (run / "ledger.sqlite").unlink()
+    for command in (["unlearn", run, ONE], ["readmit", run, ONE], ["ledger", run]):
+        refused(fedloom(*command), "has no ledger")
+    assert fedloom("ledger", run, "--check").code == 1
+
+
+def test_resuming_a_finished_run_trains_nothing(fedloom: Command, run: Path):
+    before, summary = events(run), json.loads((run / "summary.json").read_text())
+    said = fedloom("resume", run, "--quiet", "--json")
+    assert said.code == 0, said.err
+    assert last_line(said) == summary
+    assert events(run) == before
+
+
+@pytest.fixture
+def guarded(finished: Path) -> Iterator[Path]:
+    """A copy of the run in a folder that this process, whoever runs it, can be kept from writing."""
+    root = Path(tempfile.mkdtemp(prefix="fedloom-"))
+    root.chmod(0o755)
+    yield Path(shutil.copytree(finished, root / "digits"))
+    shutil.rmtree(root)
+
+
+def test_a_folder_that_cannot_be_written_can_be_looked_at(fedloom: Command, guarded: Path):
+    fedloom("unlearn", guarded, TWO, "--request-id", "r1")
+    before = {path: path.read_bytes() for path in guarded.rglob("*") if path.is_file()}
+    with reading_only(guarded):
+        for words in (["resume", guarded, "--quiet"], ["unlearn", guarded, ONE], ["readmit", guarded, TWO],
+                      ["ledger", guarded, "--prune"]):  # fmt: skip
+            refused(fedloom(*words), "ermission")
+        assert fedloom("ledger", guarded).code == 0
+        assert fedloom("ledger", guarded, "--check").code == 0
+        assert fedloom("verify", guarded / "certificates/r1.json", guarded).code == 0
+    assert {path: path.read_bytes() for path in guarded.rglob("*") if path.is_file()} == before
+
+
+def until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_beside_a_running_server_a_request_is_queued_and_a_second_server_refused(fedloom: Command, tmp_path: Path):
+    path = tmp_path / "digits"
+    metrics, certificate = path / "metrics.jsonl", path / "certificates/r1.json"
+
+    def lines() -> int:
+        return len(metrics.read_text().splitlines()) if metrics.is_file() else 0
+
+    words = [FEDLOOM, "run", *SMALL, "rounds=5000", "evaluation.every=5000", f"run.root={tmp_path}", "--quiet"]
+    with subprocess.Popen(words, stderr=subprocess.PIPE) as first:
+        until(lambda: lines() >= 2)
+        first.kill()
+    begun = lines()
+    told = tmp_path / "told"
+    with told.open("w") as out, subprocess.Popen([FEDLOOM, "resume", str(path)], stderr=out, stdout=out) as server:
+        until(lambda: lines() > begun + 1)
+        refused(fedloom("resume", path, "--quiet"), f"process {server.pid} is working on it")
+        refused(fedloom("readmit", path, ONE), f"process {server.pid} is working on it")
+        refused(fedloom("unlearn", path, "site-001"), "did you mean")
+        said = fedloom("unlearn", path, ONE, "--request-id", "r1")
+        assert said.code == 0 and "request 'r1' received: the running server takes it" in said.out
+        until(certificate.is_file)
+        assert fedloom("verify", certificate, path).code == 0
+        assert fedloom("ledger", path).code == 0
+        server.send_signal(signal.SIGTERM)
+        server.wait(timeout=60)
+    assert server.returncode == 130
+    assert f"request 'r1' verified: {ONE} forgotten" in told.read_text()
+    assert check(path) == []
