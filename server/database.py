@@ -201,6 +201,14 @@ def _seal(db: sqlite3.Connection, path: Path) -> None:
     return None
 
 
+def begun(path: Path) -> bool:
+    """Whether a ledger is there; not if a crash came before its tables were committed."""
+    if not path.is_file():
+        return False
+    with sqlite_told(path), closing(reading(path)) as db:
+        return db.execute("SELECT 1 FROM sqlite_master").fetchone() is not None
+
+
 def make(path: Path) -> None:
     """An empty SQLite file with a write-ahead log. LedgerError if one with tables is there or nothing can be written."""
     with sqlite_told(path):

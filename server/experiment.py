@@ -19,7 +19,7 @@ from conf import to_json
 from conf.errors import UserError
 from conf.schema import Config
 from conf.sites import roster
-from server.database import LEDGER
+from server.database import LEDGER, begun
 from server.evaluate import Evaluator, site_rows
 from server.federation import Federation
 from server.ledger import Ledger
@@ -99,7 +99,7 @@ def _untouched(ledger: Ledger, folder: RunFolder) -> bool:
 
 def open_ledger(config: Config, folder: RunFolder, run: str = "", sites: Sequence[str] = ()) -> Ledger:
     """The ledger of a run: the one that is there, or a new one. Raises LedgerError if another server is at work on it."""
-    if (folder.path / LEDGER).is_file():
+    if begun(folder.path / LEDGER):
         return Ledger.open(folder.path)
     run = run or hashlib.sha256(f"{to_json(config)}{time.time_ns()}".encode()).hexdigest()[:16]
     names = sites or [site.name for site in roster(config)]

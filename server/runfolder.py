@@ -18,6 +18,7 @@ from conf.errors import UserError
 from conf.load import from_mapping
 from conf.schema import Config, RunConfig
 from fusion.exact import State
+from server.database import acquire
 
 CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
 
@@ -47,6 +48,7 @@ class RunFolder:
             write_bytes(new / CONFIG, stored(config).encode())
             (new / METRICS).touch()
             if self.path.exists():
+                os.close(acquire(self.path))  # nobody is at work on it
                 self.path.rename(old)
             new.rename(self.path)
             shutil.rmtree(old, ignore_errors=True)

@@ -1,5 +1,6 @@
 """The command `fedloom`."""
 
+import errno
 import inspect
 import json
 import os
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 
 INTERRUPTED = 130
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one line of JSON, last on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar.")]
@@ -285,6 +287,10 @@ def _guarded() -> int:
         return _say(str(error), 2)
     except TooFewRepliesError as error:
         return _say(str(error), 1)
+    except OSError as error:
+        if error.errno not in DISK:
+            raise
+        return _say(f"{error.filename or 'the disk'}: {error.strerror}; make room or mend permissions, then resume", 2)
     except (KeyboardInterrupt, click.Abort):
         return _say("interrupted; what was committed is kept in the run's folder", INTERRUPTED)
 

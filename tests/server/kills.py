@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import signal
 import sqlite3
-import tempfile
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,7 +22,7 @@ from sims.engines.inline import InlineGrid
 from tests.server.parts import Recorder, files, folder, one_thread, small
 
 CHILDREN = multiprocessing.get_context("forkserver")
-CHILDREN.set_forkserver_preload(["server.audit", "tests.server.warmed"])
+CHILDREN.set_forkserver_preload(["server.audit", "tests.server.kills"])
 SITES, ROUNDS = 3, 4
 
 
@@ -47,12 +46,6 @@ def begun(config: Config, trap: tuple[str, int] | None = None) -> BaseProcess:
     process = CHILDREN.Process(target=work, args=(config, trap))
     process.start()
     return process
-
-
-def warm() -> None:
-    """Import and load all that a run needs; the processes that are forked from this one then have it."""
-    with tempfile.TemporaryDirectory() as temporary:
-        work(configured(Path(temporary)))
 
 
 def results(path: Path) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def smooth(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], fl
 
 
 def ended(process) -> None:
-    process.join()
+    process.join(60)
     assert process.exitcode == 0
 
 
@@ -61,7 +61,7 @@ def test_killed_at_any_moment_and_resumed_it_ends_with_the_same_bits(tmp_path: P
         config = configured(tmp_path / str(number))
         while True:
             process = begun(config)
-            process.join(moments.uniform(0, seconds) if kills < KILLS else None)
+            process.join(moments.uniform(0, seconds) if kills < KILLS else 60)
             if process.exitcode is not None:
                 break
             os.kill(process.pid or 0, signal.SIGKILL)
@@ -82,7 +82,7 @@ def test_killed_at_any_moment_and_resumed_it_ends_with_the_same_bits(tmp_path: P
 def test_killed_at_the_worst_moments_and_resumed_it_ends_with_the_same_bits(tmp_path: Path, smooth, trap):
     config = configured(tmp_path)
     process = begun(config, trap)
-    process.join()
+    process.join(60)
     assert process.exitcode == -signal.SIGKILL
     sound(config)
     ended(begun(config))
