@@ -57,6 +57,7 @@ class Method:
         """The last committed round; metrics.jsonl then has a line for each of them, whatever a crash has left of it."""
         self.aggregation.abandon()
         self.ledger.prune()
+        self.folder.sweep()
         committed = [row for row in self.ledger.rounds() if row.round > 0]
         if not committed:
             self.folder.write_metrics([])

@@ -75,6 +75,12 @@ class RunFolder:
         """Write metrics.jsonl anew."""
         write_bytes(self.path / METRICS, "".join(json.dumps(record) + "\n" for record in records).encode())
 
+    def sweep(self) -> None:
+        """Remove temporary files that a crash left (clients.states.write_bytes)."""
+        for place in (self.path, self.path / "states"):
+            for path in place.glob(".*-*"):
+                path.unlink()
+
     def results(self) -> dict[str, str]:
         """The sha256 of the files that say what came out, by their path in the folder."""
         names = [CONFIG, METRICS, SUMMARY, *(f"states/{path.name}" for path in (self.path / "states").glob("*.safetensors"))]

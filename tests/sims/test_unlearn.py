@@ -46,7 +46,8 @@ def fedloom(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
         capfd.readouterr()
         monkeypatch.setattr(sys, "argv", ["fedloom", *map(str, words)])
         code = cli._guarded()
-        return Said(code, *capfd.readouterr())
+        said = capfd.readouterr()
+        return Said(code, said.out, said.err)
 
     return run
 
