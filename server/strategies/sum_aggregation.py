@@ -50,6 +50,8 @@ class SumAggregate(Aggregation):
         self.contributions = Contributions(self.ledger, self.bits, self.config.federation.history)
         self.initial = quantise(initial_state(self.config), self.bits)
         self.sum = ExactSum(self.bits)
+        forgotten = self.ledger.sites()
+        self._members = [site for site in self.setup.sites if not forgotten[site.name]]
         last = self.ledger.last_round()
         if last is None:
             self._begin()
@@ -128,7 +130,9 @@ class SumAggregate(Aggregation):
             raise UserError("no site would be left: delete the run's folder instead")
         rest = self.sum_without(list(names))
         self.ledger.forget(names, self._blobs(rest), {"sum": digest(rest.totals)}, body, request)
-        self._changed(rest)
+        for name in names:
+            del self.contributions.latest[name]
+        self._changed(rest, [site for site in self._members if site.name not in names])
 
     def roll_back(self, names: Sequence[str]) -> None:
         """Go back to the round before the first of these sites took part. LedgerError if that is not kept."""
@@ -149,7 +153,8 @@ class SumAggregate(Aggregation):
             total.add(self.mode.summed_part(initial))
             back[name] = Contribution(self.ledger.blobs.put(initial), 0, 0, self.bits)
         self.ledger.readmit(names, back, self._blobs(total), {"sum": digest(total.totals)})
-        self._changed(total)
+        self.contributions.latest |= back
+        self._changed(total, [site for site in self.setup.sites if site in self._members or site.name in names])
 
     def abandon(self) -> None:
         self.contributions.abandon()
@@ -243,10 +248,9 @@ class SumAggregate(Aggregation):
         blobs = self.ledger.blobs
         return {name: blobs.put(state) for name, state in {**self._states(), "sum": total.totals}.items()}
 
-    def _changed(self, total: ExactSum) -> None:
+    def _changed(self, total: ExactSum, members: list[Site]) -> None:
         """Other sites take part now, and this is their sum."""
-        self.sum = total
-        self.contributions = Contributions(self.ledger, self.bits, self.config.federation.history)
+        self.sum, self._members = total, members
         self._open()
 
     def _states(self) -> dict[str, State]:
@@ -254,8 +258,6 @@ class SumAggregate(Aggregation):
 
     def _open(self) -> None:
         """Begin to stage a round."""
-        forgotten = self.ledger.sites()
-        self._members = [site for site in self.setup.sites if not forgotten[site.name]]
         self._next = self.sum.copy()
         self._round_sum = ExactSum(self.bits)
 

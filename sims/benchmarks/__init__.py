@@ -6,5 +6,6 @@ MODULES = {
     "fusion": "sims.benchmarks.fusion",
     "flat-memory": "sims.benchmarks.flat_memory",
     "memory": "sims.benchmarks.server_memory",
+    "unlearning": "sims.benchmarks.unlearning",
     "vectorise": "sims.benchmarks.vectorise",
 }

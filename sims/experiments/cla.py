@@ -76,7 +76,9 @@ def reproduce(preset: str, seeds: int, overrides: Sequence[str], paper: Path | N
     results = {name: [_kept(f"{name}-{seed}", partial(pair_results, PAIRS[name], seed, quiet)) for seed in range(seeds)]
                for name in chosen}  # fmt: skip
     tables = [_pair_table(name, found) for name, found in results.items()]
-    picture = draw(results, ["one-shot", *(f"after {epochs} epochs" for epochs in FINE)], FOLDER / "pairs.png")
+    picture = draw(
+        results, ["one-shot", *(f"after {epochs} epoch{'s' * (epochs > 1)}" for epochs in FINE)], FOLDER / "pairs.png"
+    )
     if "mlp" in chosen:
         found = [_kept(f"ablation-{seed}", partial(ablation_results, PAIRS["mlp"], seed)) for seed in range(seeds)]
         tables += ablations(found)

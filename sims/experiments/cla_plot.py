@@ -13,9 +13,12 @@ Found = Sequence[Mapping[str, Mapping[str, Any]]]  # of each seed: by method, {"
 def draw(results: Mapping[str, Found], stages: Sequence[str], path: Path) -> Path:
     """A panel for each pair, a line for each method, a dot for each stage (mean over seeds, bar: standard deviation)."""
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     methods = list(dict.fromkeys(method for found in results.values() for method in found[0]))
-    figure = Figure(figsize=(2.2 + 2.3 * len(results), 1.4 + 0.32 * len(methods)), dpi=140, layout="constrained")
+    figure = Figure(
+        figsize=(2.2 + 2.3 * len(results), 1.4 + 0.32 * len(methods)), dpi=140, layout=ConstrainedLayoutEngine(wspace=0.06)
+    )
     panels = figure.subplots(1, len(results), sharey=True, squeeze=False)[0]
     for axes, (name, found) in zip(panels, results.items(), strict=True):
         for row, method in enumerate(methods):

@@ -1,0 +1,53 @@
+"""Seconds to remove a site, against the number of sites and the size of what they gave."""
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from conf import load
+from conf.sites import roster
+from server.strategies import STRATEGIES, Setup
+from server.strategies.sum_aggregation import SumAggregate
+from sims.tables import Table
+
+CASES = {"100 sites of 4 MB": (100, 3.75), "100 sites of 0.3 MB": (100, 1.0), "1,000 sites of 0.3 MB": (1000, 1.0)}
+REPEATS = 5
+MOST_SECONDS, MOST_GROWTH = 1.0, 1.5
+
+
+def bench() -> tuple[list[Table], list[dict[str, Any]]]:
+    """Every case in a folder of its own; medians over a few sites that are removed one after the other."""
+    rows = []
+    for name, (sites, width) in CASES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append({"case": name, **measure(sites, width, Path(folder))})
+    parts = ("subtract_s", "commit_s", "total_s")
+    lines = [[row["case"], f"{row['state_mb']:.2f}", *(f"{row[part]:.3f}" for part in parts)] for row in rows]
+    growth = rows[2]["total_s"] / rows[1]["total_s"]
+    note = (
+        f"Medians of {REPEATS} sites. Commit: the new sum's blob, one transaction, the site's blobs deleted. Bars: at most "
+        f"{MOST_SECONDS:g} s, and 1,000 sites at most {MOST_GROWTH} times 100 (here {growth:.2f})."
+    )
+    return [Table("Removing a site, seconds", ["case", "state, MiB", "subtract", "commit", "all"], lines, note)], rows
+
+
+def measure(sites: int, width: float, folder: Path) -> dict[str, float]:
+    """Seconds of the subtraction alone, of the rest, and of all."""
+    entry = f"sites=[{{domain: digits, count: {sites}, partition: {{min_samples: 1}}}}]"
+    config = load("digits", [entry, f"network.width={width}", "objective.initialisation=own", f"run.root={folder}"])
+    aggregation = STRATEGIES.build(config.strategy, "strategy").start(Setup(config, roster(config), folder))
+    assert isinstance(aggregation, SumAggregate)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in aggregation.aggregate().values())
+    subtracting, all_of_it = [], []
+    for site in roster(config)[:REPEATS]:
+        begin = time.perf_counter()
+        aggregation.sum_without([site.name])
+        subtracting.append(time.perf_counter() - begin)
+        begin = time.perf_counter()
+        aggregation.forget([site.name], {})
+        all_of_it.append(time.perf_counter() - begin)
+    aggregation.ledger.close()
+    subtract, total = statistics.median(subtracting), statistics.median(all_of_it)
+    return {"state_mb": size / 2**20, "subtract_s": subtract, "commit_s": total - subtract, "total_s": total}

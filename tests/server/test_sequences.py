@@ -1,0 +1,128 @@
+"""Random sequences of rounds, forgetting, readmission and crashes, against a plain model of dictionaries."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from clients.messages import ROUND, SITE
+from conf.errors import UserError
+from fusion.exact import ExactSum, State, digest, quantise
+from server.ledger import Ledger
+from server.strategies import STRATEGIES, Setup
+from server.strategies.sum_aggregation import SumAggregate
+from tests.server.test_strategy import everyone, many, records
+
+SEQUENCES = 1000
+NAMES = [site.name for site in everyone()]
+# (what, of which site): "lost" is a reply that comes before a crash and is never committed
+steps = st.lists(st.tuples(st.sampled_from(["round", "forget", "readmit", "lost"]), st.integers(0, len(NAMES) - 1)),
+                 min_size=1, max_size=6)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def memory() -> Iterator[Path]:
+    """A folder that is no disk, where there is one: a thousand ledgers are made in it."""
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    yield folder
+    shutil.rmtree(folder)
+
+
+class Plain:
+    """What each site that takes part has in the sum."""
+
+    def __init__(self, initial: State) -> None:
+        self.initial, self.held, self.round = initial, dict.fromkeys(NAMES, initial), 0
+
+    def total(self) -> State:
+        """Added up afresh."""
+        total = ExactSum(32)
+        for state in self.held.values():
+            total.add(state)
+        return total.totals
+
+
+@given(sequence=steps)
+@settings(max_examples=SEQUENCES, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
+def test_any_sequence_leaves_what_a_plain_model_says(memory: Path, sequence: list[tuple[str, int]]):
+    folder = Path(tempfile.mkdtemp(dir=memory))
+    aggregate = opened(folder)
+    model = Plain(aggregate.contribution(NAMES[0]))
+    for what, place in sequence:
+        aggregate = STEPS[what](aggregate, model, NAMES[place])
+        agree(aggregate, model)
+    aggregate = crashed(aggregate)
+    agree(aggregate, model)
+    aggregate.ledger.close()
+    shutil.rmtree(folder)
+
+
+def opened(folder: Path) -> SumAggregate:
+    config = many(folder)
+    there = (folder / "ledger.sqlite").is_file()
+    ledger = Ledger.open(folder) if there else Ledger.create(folder, "run", "", 32, NAMES)
+    aggregate = STRATEGIES.build(config.strategy, "strategy").start(Setup(config, everyone(), folder, ledger))
+    assert isinstance(aggregate, SumAggregate)
+    return aggregate
+
+
+def crashed(aggregate: SumAggregate) -> SumAggregate:
+    """The process is gone, its ledger not closed; another one comes."""
+    aggregate.ledger.__exit__(RuntimeError)
+    return opened(aggregate.ledger.folder)
+
+
+def agree(aggregate: SumAggregate, model: Plain) -> None:
+    assert [site.name for site in aggregate.members()] == [name for name in NAMES if name in model.held]
+    assert digest(aggregate.sum.totals) == digest(model.total()) == aggregate.digest()["sum"]
+    assert aggregate.sum.addends == len(model.held)
+    for name, state in model.held.items():
+        assert digest(aggregate.contribution(name)) == digest(state)
+
+
+def replied(aggregate: SumAggregate, model: Plain, name: str) -> State:
+    """A reply of the site, folded and not committed."""
+    reply = records(aggregate.config, name, model.round + 1)
+    aggregate.fold(everyone()[NAMES.index(name)], model.round + 1, {key: reply[key] for key in (SITE, ROUND)}, samples=10)
+    return quantise(reply[SITE], 32)
+
+
+def a_round(aggregate: SumAggregate, model: Plain, name: str) -> SumAggregate:
+    if name in model.held:
+        model.held[name] = replied(aggregate, model, name)
+        model.round += 1
+        aggregate.commit(model.round, {})
+    return aggregate
+
+
+def a_lost_reply(aggregate: SumAggregate, model: Plain, name: str) -> SumAggregate:
+    if name in model.held:
+        replied(aggregate, model, name)
+    return crashed(aggregate)
+
+
+def forgotten(aggregate: SumAggregate, model: Plain, name: str) -> SumAggregate:
+    if name not in model.held or len(model.held) == 1:
+        with pytest.raises(UserError):
+            aggregate.forget([name], {})
+    else:
+        aggregate.forget([name], {})
+        del model.held[name]
+    return aggregate
+
+
+def readmitted(aggregate: SumAggregate, model: Plain, name: str) -> SumAggregate:
+    if name in model.held:
+        with pytest.raises(UserError):
+            aggregate.readmit([name])
+    else:
+        aggregate.readmit([name])
+        model.held[name] = model.initial
+    return aggregate
+
+
+STEPS = {"round": a_round, "forget": forgotten, "readmit": readmitted, "lost": a_lost_reply}
