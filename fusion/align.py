@@ -59,7 +59,8 @@ def layer_costs(
     Raises UserError for an unknown name and a probe set that cannot be used, WiringError for a network that cannot be wired.
     """
     name = "neurons" if representation == "neurons" else dissimilarity
-    if representation not in ("preactivation", "neurons") or dissimilarity not in ("cka", "wasserstein"):
+    known = representation == "neurons" or (representation == "preactivation" and dissimilarity in ("cka", "wasserstein"))
+    if not known:
         raise UserError(f"layer_costs: no comparison of '{representation}' by '{dissimilarity}'; takes preactivation by cka "
                         "or wasserstein, or neurons")  # fmt: skip
     wirings = wired([a, b], probe)

