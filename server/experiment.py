@@ -5,7 +5,7 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -106,19 +106,15 @@ def open_ledger(config: Config, folder: RunFolder, run: str = "", sites: Sequenc
     return Ledger.create(folder.path, run, stored(config), config.federation.scale_bits, names)
 
 
-def beside(method: Method, config: Config, name: str, without: Sequence[str] = ()) -> AbstractContextManager[Method]:
+@contextmanager
+def beside(method: Method, config: Config, name: str, without: Sequence[str] = ()) -> Iterator[Method]:
     """A further method with the same sites (but for some), in a folder of the run's."""
     folder = RunFolder(method.folder.path / name)
     folder.open(config)
     there = [site.name for site in method.aggregation.members() if site.name not in without]
     run = f"{method.ledger.run().run}-{name.replace('/', '-')}"
-
-    @contextmanager
-    def opened() -> Iterator[Method]:
-        with open_ledger(config, folder, run, there) as ledger:
-            yield Method(config, folder, ledger, method.evaluator)
-
-    return opened()
+    with open_ledger(config, folder, run, there) as ledger:
+        yield Method(config, folder, ledger, method.evaluator)
 
 
 def _run_baseline(config: Config, main: Method, federation: Federation, listener: Listener) -> dict[str, float]:

@@ -38,10 +38,6 @@ class Unlearning:
     aggregation: Aggregation
     evaluator: Evaluator
 
-    def receive(self, id: str, sites: list[str], reason: str = "", options: dict[str, Any] | None = None) -> Request:
-        """Note a request; that of an id that is known stands. UserError for sites that cannot be forgotten."""
-        return receive(self.ledger, self.config, id, sites, reason, options or {})
-
     def fulfil(self, request: Request) -> dict[str, Any]:
         """Apply and certify it, as far as that is not done; the certificate."""
         return self.certify(self.apply(request))

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -184,8 +183,8 @@ def _train_on(method: Method, rounds: int, listener: Listener) -> None:
 
 def _measure_again(method: Method, listener: Listener) -> None:
     """The run's summary and networks as they are without the sites."""
-    file = method.folder.path / SUMMARY
-    old = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"status": "interrupted", "seconds": 0.0}
+    there = (method.folder.path / SUMMARY).is_file()
+    old = method.folder.summary() if there else {"status": "interrupted", "seconds": 0.0}
     listener.note("measuring on the test images")
     summary = {**old, **head(method.config, method.ledger), **method.measure()}
     method.folder.write_summary(summary)

@@ -55,7 +55,7 @@ class Pool:
     """`workers` actors, made once and kept. Thread-safe: add, dispatch and take are called by the grid's user."""
 
     def __init__(self, workers: int, arguments: tuple[Any, ...], options: dict[str, Any], engine: EngineConfig) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="fedloom-marks-")
+        self._folder = tempfile.TemporaryDirectory(prefix="fedloom-marks-", ignore_cleanup_errors=True)
         self._marks = [make(Path(self._folder.name), number) for number in range(workers)]
         actor: Any = ray.remote(Worker)
         made = actor.options(max_restarts=-1, **options)

@@ -62,8 +62,10 @@ class RayGrid(LocalGrid):
         return replies
 
     def close(self) -> None:
-        self._pool.close()
-        ray.shutdown()
+        try:
+            self._pool.close()
+        finally:
+            ray.shutdown()
 
     def describe(self) -> str:
         return self._description

@@ -22,12 +22,12 @@ from server.certificate import CERTIFICATES, Finding, verify
 from server.evaluate import Evaluator
 from server.experiment import open_ledger, run_experiment
 from server.federation import Federation
-from server.ledger import Ledger
+from server.ledger import Ledger, Request
 from server.method import Method
 from server.rounds import RoundLoop
 from server.runfolder import RunFolder
 from server.strategies.sum_aggregation import SumAggregate
-from server.unlearning import KIND
+from server.unlearning import KIND, Unlearning, receive
 from sims.engines.adapter import store_folder
 from sims.engines.inline import InlineGrid
 from tests.server.parts import Recorder, WatchedApp, folder, small, started, sum_of_contributions
@@ -104,12 +104,16 @@ def added_up(method: Method) -> str:
     return digest(mode.summed_part({name: sum(state[name] for state in states) for name in states[0]}))  # type: ignore[misc]
 
 
+def asked(unlearning: Unlearning, id: str, sites: list[str], reason: str = "") -> Request:
+    return receive(unlearning.ledger, unlearning.config, id, sites, reason, {})
+
+
 def forget(config: Config, *requests: list[str]) -> str:
     """Forget these sites, request by request; the digest of the sum."""
     with method_of(config) as method:
         unlearning = method.unlearning()
         for sites in requests:
-            unlearning.fulfil(unlearning.receive("-".join(sites), sites))
+            unlearning.fulfil(asked(unlearning, "-".join(sites), sites))
         assert added_up(method) == method.aggregation.digest()["sum"]
         assert {site.name for site in method.aggregation.members()} == method.ledger.all_latest().keys()
     assert check(folder(config)) == []
@@ -147,7 +151,7 @@ def test_nothing_of_the_site_is_left_in_the_folder(tmp_path: Path):
     with method_of(config) as method:
         blob = method.ledger.history(ONE)[-1].blob
         unlearning = method.unlearning()
-        done = unlearning.fulfil(unlearning.receive("r1", [ONE]))
+        done = unlearning.fulfil(asked(unlearning, "r1", [ONE]))
         assert method.ledger.history(ONE) == []
         assert not method.ledger.blobs.path(blob).exists()
         referred = {one.blob for one in method.ledger.all_latest().values()} | set(
@@ -167,7 +171,7 @@ def test_forgotten_sites_are_not_asked_until_they_are_readmitted(finished: Confi
     config, client = copied(finished, tmp_path), WatchedApp()
     with method_of(config) as method:
         unlearning = method.unlearning()
-        unlearning.fulfil(unlearning.receive("r1", [ONE]))
+        unlearning.fulfil(asked(unlearning, "r1", [ONE]))
         further(method, config, 3, client)
         assert [(order.site, order.round, order.members) for order in client.orders] == [(s, 3, 3) for s in (0, 2, 3)]
         summed(method).readmit([ONE])
@@ -198,7 +202,7 @@ def test_what_cannot_be_done_is_refused_and_does_not_wait(finished: Config, tmp_
     forget(config, [TWO])
     before = tables(folder(config))
     with method_of(config) as method, pytest.raises(UserError, match=told):
-        method.unlearning().receive("r2", sites)
+        asked(method.unlearning(), "r2", sites)
     assert tables(folder(config)) == before
 
 
@@ -207,7 +211,7 @@ def test_a_request_has_a_name_that_can_name_its_files(finished: Config, tmp_path
     config = copied(finished, tmp_path)
     with method_of(config) as method:
         with pytest.raises(UserError, match="request id"):
-            method.unlearning().receive(id, [ONE])
+            asked(method.unlearning(), id, [ONE])
         assert method.ledger.waiting() == []
 
 
@@ -215,7 +219,7 @@ def test_fedavg_cannot_subtract_and_says_so(tmp_path: Path):
     config = run(configured(tmp_path, "objective.mode=fedavg"))
     with method_of(config) as method:
         with pytest.raises(UserError, match="mode fedavg: no site's part can be subtracted; train again without it"):
-            method.unlearning().receive("r1", [ONE])
+            asked(method.unlearning(), "r1", [ONE])
         assert method.ledger.waiting() == []
         with pytest.raises(UserError, match="mode fedavg"):
             method.aggregation.forget([ONE], {})
@@ -224,14 +228,14 @@ def test_fedavg_cannot_subtract_and_says_so(tmp_path: Path):
 def test_the_same_request_again_changes_nothing(finished: Config, tmp_path: Path):
     config = copied(finished, tmp_path)
     with method_of(config) as method:
-        first = method.unlearning().fulfil(method.unlearning().receive("r1", [ONE], "asked by mail"))
+        first = method.unlearning().fulfil(asked(method.unlearning(), "r1", [ONE], "asked by mail"))
         assert kinds(method.ledger, "r1") == ["received", "applied", "verified"]
         assert list(first["times"]) == ["received", "applied"]
     before, file = tables(folder(config)), folder(config) / CERTIFICATES / "r1.json"
     text = file.read_bytes()
     for sites in ([ONE], [TWO]):  # its sites are those that it was received with
         with method_of(config) as method:
-            again = method.unlearning().fulfil(method.unlearning().receive("r1", sites))
+            again = method.unlearning().fulfil(asked(method.unlearning(), "r1", sites))
             assert again == json.loads(text) == json.loads(json.dumps(first))
         assert tables(folder(config)) == before
         assert file.read_bytes() == text
@@ -252,12 +256,12 @@ def test_a_crash_after_the_subtraction_is_taken_up_again(
     config = copied(finished, tmp_path)
     with monkeypatch.context() as broken, contextlib.suppress(Crashed), method_of(config) as method:
         broken.setattr(server.unlearning, where, crash)
-        method.unlearning().fulfil(method.unlearning().receive("r1", [ONE]))
+        method.unlearning().fulfil(asked(method.unlearning(), "r1", [ONE]))
     assert check(folder(config)) == []
     with method_of(config) as method:
         assert kinds(method.ledger, "r1") == ["received", "applied"]
         after = method.aggregation.digest()
-        done = method.unlearning().fulfil(method.unlearning().receive("r1", [ONE]))
+        done = method.unlearning().fulfil(asked(method.unlearning(), "r1", [ONE]))
         assert method.aggregation.digest() == after == done["exact"]["digest_after"]
         assert kinds(method.ledger, "r1") == ["received", "applied", "verified"]
         assert set(done["evidence"]["before"]["membership"]) == {ONE}
@@ -269,7 +273,7 @@ def test_a_crash_after_the_subtraction_is_taken_up_again(
 def test_a_run_that_goes_on_takes_up_what_a_crash_has_left(finished: Config, tmp_path: Path, state: str):
     config, heard = copied(finished, tmp_path), Recorder()
     with method_of(config) as method:
-        request = method.unlearning().receive("r1", [ONE])
+        request = asked(method.unlearning(), "r1", [ONE])
         if state == "applied":
             method.unlearning().apply(request)
     run(dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True)), heard)
@@ -289,7 +293,7 @@ def certified(finished: Config, tmp_path: Path) -> tuple[Config, dict[str, Any]]
     """A run that has forgotten a site, and the certificate."""
     config = copied(finished, tmp_path)
     with method_of(config) as method:
-        return config, method.unlearning().fulfil(method.unlearning().receive("r1", [ONE], "asked"))
+        return config, method.unlearning().fulfil(asked(method.unlearning(), "r1", [ONE], "asked"))
 
 
 def test_the_certificate_says_what_was_done_and_measured(finished: Config, certified: tuple[Config, dict[str, Any]]):
