@@ -12,6 +12,7 @@ from flwr.app import RecordDict
 from torch import Tensor, nn
 from torch.func import vmap
 
+from clients.data import outputs
 from clients.job import Job
 from clients.learner import batches, descend, outcome
 from clients.objectives import Session
@@ -40,13 +41,14 @@ class Functional(Protocol):
 def same_shape(jobs: Sequence[Job], most: int) -> list[list[int]]:
     """The places of `jobs` in groups of at most `most` that train_cohort can train as one.
 
-    Together go sites of the same configuration, round and number of images, so that all their batches are of one size.
+    Together go sites of the same configuration, round, outputs and number of images: all their batches are of one size.
     """
     groups: dict[Hashable, list[int]] = {}
     for place, job in enumerate(jobs):
         images = _attempt(job.images)
         alone = isinstance(images, Exception)  # it will say so when it is trained
-        shape = place if alone else (job.order.config, job.order.round, job.order.members, len(images))
+        outs = () if alone else (outputs(job.config, job.site.spec).start, outputs(job.config, job.site.spec).stop)
+        shape = place if alone else (job.order.config, job.order.round, job.order.members, len(images), outs)
         groups.setdefault(shape, []).append(place)
     return [group[start : start + most] for group in groups.values() for start in range(0, len(group), most)]
 

@@ -42,6 +42,7 @@ class DataConfig:
     download: bool = value(False, "let torchvision fetch what is in no folder")
     size: int = value(16, "images become size x size pixels", low=4, high=512)
     grey: bool = value(True, "one channel; false: three")
+    heads: str = value("shared", "outputs: shared by all domains, or a block of them for each", choices=("shared", "task"))
     validation: float = value(0.1, "share of a domain's training images held out to watch and choose by", low=0.0, high=0.5)
     validation_limit: int = value(1000, "most validation images of a domain", low=1)
     test_limit: int = value(0, "most test images of a domain; 0: all", low=0)
@@ -71,6 +72,7 @@ class SiteConfig:
     invert: bool = value(False, "black becomes white")
     flip: bool = value(False, "random horizontal flips while training")
     classes: list[int] = value([], "only these classes; empty: all", low=0)
+    relabel: bool = value(False, "count the classes from 0 again, in ascending order")
     partition: PartitionConfig = value(PartitionConfig, "how the sites of this entry divide the domain")
 
 
@@ -114,6 +116,11 @@ class EvaluationConfig:
 
     every: int = value(1, "validation accuracy after every so many rounds", low=1)
     batch: int = value(500, "images per forward pass", low=1)
+    statistics: str = value(
+        "running",
+        "BatchNorm's: the network's own, those of each batch, or its own measured again on validation images",
+        choices=("running", "batch", "recomputed"),
+    )
     sites: int = value(50, "how many sites' own networks, and forgetting of them, are measured at the end", low=0)
 
 

@@ -1,10 +1,17 @@
-"""Mixing weights chosen on held-out data by a small search."""
+"""Mixing weights and coefficients chosen on held-out data by a small search. Never score on test data."""
 
+import itertools
 from collections.abc import Callable, Sequence
 
+import numpy as np
 from torch import nn
 
+from conf.errors import UserError
+
 STEPS = (0.0, 0.15, 0.3, 0.5, 0.7, 0.85, 1.0)
+MOST = 5000  # points of a grid
+
+Score = Callable[[Sequence[float]], float]
 
 
 def best_weights(
@@ -13,7 +20,7 @@ def best_weights(
     """The weights of `number` networks, adding up to 1, whose fusion `make(weights)` scores highest, and that network.
 
     One network's share after the other is tried at STEPS, the others' keeping their ratio, once around; of equal scores the
-    more even weights win. Never score on test data.
+    more even weights win.
     """
     best = [1.0 / number] * number
     network = make(best)
@@ -32,3 +39,31 @@ def _with_share(weights: Sequence[float], place: int, share: float) -> list[floa
     even = 1.0 / (len(weights) - 1)
     rest = [weight / others if others > 0 else even for weight in weights]
     return [share if k == place else (1.0 - share) * rest[k] for k in range(len(weights))]
+
+
+def best_on_grid(score: Score, steps: Sequence[float], number: int) -> list[float]:
+    """The point of steps x ... x steps (`number` times) that scores highest; of equal ones the first.
+
+    Raises UserError for more than MOST points.
+    """
+    if len(steps) ** number > MOST:
+        raise UserError(f"a grid of {len(steps)} steps for {number} coefficients has more than {MOST} points; "
+                        "take fewer steps, or a derivative-free search")  # fmt: skip
+    return list(max(itertools.product(steps, repeat=number), key=score))
+
+
+def climb(score: Score, start: Sequence[float], low: float, high: float, evaluations: int) -> list[float]:
+    """The best of about so many points, by Powell's derivative-free method between `low` and `high` from `start` on."""
+    from scipy.optimize import minimize
+
+    best, highest = list(start), score(start)
+
+    def lost(point: np.ndarray) -> float:
+        nonlocal best, highest
+        if (reached := score(point.tolist())) > highest:
+            best, highest = point.tolist(), reached
+        return -reached
+
+    bounds = [(low, high)] * len(best)
+    minimize(lost, np.array(best), method="Powell", bounds=bounds, options={"maxfev": evaluations, "xtol": 0.01})
+    return best

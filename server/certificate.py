@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clients.objectives.modes import Mode, mode_of
 from conf.errors import UserError
-from conf.schema import Config
 from fusion.exact import ExactSum, digest
 from server.ledger import Ledger, Request
 from server.strategies import Aggregation
@@ -56,12 +54,12 @@ def certificate(ledger: Ledger, aggregation: Aggregation, request: Request, eras
     }
 
 
-def sum_of(ledger: Ledger, names: list[str] | None = None) -> ExactSum:
-    """The sum of all contributions in the ledger, read one after the other; `names`: of these tensors only."""
+def sum_of(ledger: Ledger, names: list[str]) -> ExactSum:
+    """The sum of these tensors over all contributions in the ledger, read one after the other."""
     total = ExactSum(ledger.run().bits)
     for one in ledger.all_latest().values():
         state = ledger.blobs.get(one.blob)
-        total.add({name: state[name] for name in names} if names is not None else state)
+        total.add({name: state[name] for name in names})
     return total
 
 
@@ -82,9 +80,9 @@ class Finding:
     told: str = ""
 
 
-def verify(path: Path, ledger: Ledger, config: Config) -> list[Finding]:
+def verify(path: Path, ledger: Ledger) -> list[Finding]:
     """Compare a certificate with the run's ledger and folder. Raises UserError if either cannot be read."""
-    return list(_findings(read(path), ledger, mode_of(config)))
+    return list(_findings(read(path), ledger))
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -97,7 +95,7 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def _findings(given: dict[str, Any], ledger: Ledger, mode: Mode) -> Iterator[Finding]:
+def _findings(given: dict[str, Any], ledger: Ledger) -> Iterator[Finding]:
     yield _compared("run", given["run"], ledger.run().run)
     event = forgotten_event(ledger, given["request"])
     yield _compared("event in the chain", given["ledger"]["digest"], event.digest)
@@ -110,8 +108,8 @@ def _findings(given: dict[str, Any], ledger: Ledger, mode: Mode) -> Iterator[Fin
         yield _found(f"{site} takes no part", states.get(site, False), "it does: readmitted?")
         yield _found(f"nothing is kept of {site}", not held, "contributions or its store are there")
     now = (last.digest if last else {}).get("sum", "")
-    total = sum_of(ledger)
-    summed = digest(mode.summed_part(total.totals))
+    stored = ledger.blobs.get(last.states["sum"]) if last else {}
+    summed = digest(sum_of(ledger, list(stored)).totals)
     yield _compared("sum of the remaining contributions now", now, summed)
     if now in (given["exact"]["digest_after"]["sum"], given["exact"]["sum_of_remaining"]):
         yield _compared("sum of the remaining contributions then", given["exact"]["sum_of_remaining"], summed)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from flwr.serverapp import Grid
-from torch import int64
 
 from clients.data import num_classes, site_sizes
 from clients.networks import build_network
@@ -35,12 +34,8 @@ def check(config: Config) -> None:
     asked = asked_per_round(config, len(site_sizes(config)))
     for one in [config, *(with_mode(config, mode) for mode in config.baselines)]:
         objective_of(one)
-    STRATEGIES.build(config.strategy, "strategy")
-    counters = [
-        name for name, tensor in build_network(config, num_classes(config)).state_dict().items() if tensor.dtype == int64
-    ]
-    if counters:
-        raise UserError(f"network.norm: the counter '{counters[0]}' cannot be averaged; take norm=group or norm=none")
+    build_network(config, num_classes(config))
+    STRATEGIES.build(config.strategy, "strategy").check(config)
     if config.federation.min_replies > asked:
         raise UserError(f"federation.min_replies: got {config.federation.min_replies}, only {asked} sites are asked a round")
 
@@ -132,7 +127,7 @@ def head(config: Config, ledger: Ledger | None = None) -> dict[str, Any]:
     gone = {name for name, forgotten in ledger.sites().items() if forgotten} if ledger else set()
     return {
         "experiment": config.experiment,
-        "method": f"{config.strategy['name']}/{config.objective.get('mode', 'exact')}",
+        "method": f"{config.strategy['name']}/{objective_of(config).mode}",
         "seed": config.seed,
         "rounds": config.rounds,
         "engine": config.engine.name,

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch import nn
 
 from clients.data import Images, label, num_classes, site_images, test_images
 from clients.initial import initial_state
@@ -50,14 +51,15 @@ class Inquest:
         """Numbers of test images by domain."""
         return {label(spec): len(test_images(self.config, spec)) for spec in self.evaluator.specs.values()}
 
-    def _loaded(self, state: State) -> Network:
-        self.network.load_state_dict(state)
-        return self.network
+    def _loaded(self, state: State, domain: str) -> nn.Module:
+        """The network in this state, as it is measured on a domain."""
+        self.network.load_state_dict(self.evaluator.settled(state))
+        return self.evaluator.reading(self.network, domain)
 
     def _attacked(self, site: Site, state: State) -> dict[str, Any]:
         try:
             members, others = (_at_most(images, self.config.seed) for images in self._images(site))
-            attacks = membership(self._loaded(state), members, others, seed=self.config.seed)
+            attacks = membership(self._loaded(state, label(site.spec)), members, others, seed=self.config.seed)
         except UserError as error:
             return {"not_measured": str(error)}
         return {name: asdict(attack) for name, attack in attacks.items()}
@@ -73,7 +75,7 @@ class Inquest:
                 train, test = self._images(site)
                 options = {"rate": training.rate, "batch": training.batch, "momentum": training.momentum}
                 found[site.name] = {
-                    name: asdict(time_to_relearn(self._loaded(start), train, test, target, **options,
+                    name: asdict(time_to_relearn(self._loaded(start, label(site.spec)), train, test, target, **options,
                                                  seed=self.config.seed, most=STEPS)) for name, start in starts.items()
                 }  # fmt: skip
             except UserError as error:
@@ -81,11 +83,15 @@ class Inquest:
         return found
 
     def _disagreement(self, one: State, other: State) -> float:
-        twin = build_network(self.config, num_classes(self.config)).to(self.evaluator.device).eval()
-        twin.load_state_dict(other)
-        tests = [test_images(self.config, spec) for spec in self.evaluator.specs.values()]
-        whole = Images(torch.cat([images.x for images in tests]), torch.cat([images.y for images in tests]))
-        return disagreement(self._loaded(one), twin, whole)
+        """Share of all domains' test images that two networks put into different classes."""
+        twin = build_network(self.config, num_classes(self.config)).to(self.evaluator.device)
+        twin.load_state_dict(self.evaluator.settled(other))
+        apart, total = 0.0, 0
+        for domain in self.evaluator.specs:
+            images = self.evaluator.images(domain, "test")
+            share = disagreement(self._loaded(one, domain), self.evaluator.reading(twin, domain), images)
+            apart, total = apart + share * len(images), total + len(images)
+        return apart / total
 
     def _images(self, site: Site) -> tuple[Images, Images]:
         """What the site trained on, and test images of its domain."""

@@ -4,7 +4,6 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from clients.objectives.modes import mode_of
 from conf.schema import Config
 from conf.sites import Site, roster
 from server.evaluate import Evaluator
@@ -29,7 +28,7 @@ class Method:
 
     def __post_init__(self) -> None:
         strategy = STRATEGIES.build(self.config.strategy, "strategy")
-        self.aggregation = strategy.start(Setup(self.config, self.sites(), self.folder.path, self.ledger))
+        self.aggregation = strategy.start(Setup(self.config, self.sites(), self.folder.path, self.ledger, self.evaluator))
 
     def sites(self) -> list[Site]:
         """The sites that its ledger knows, forgotten ones included."""
@@ -42,9 +41,9 @@ class Method:
 
     def train(self, federation: Federation, listener: Listener) -> None:
         """All rounds that are not committed yet; requests that came in are fulfilled between them."""
-        listener.started(f"{self.config.run.name} ({mode_of(self.config).row})", len(self.aggregation.members()),
-                         self.config.rounds, str(self.folder.path))  # fmt: skip
         loop = RoundLoop(self.config, self.ledger.run().run, federation, self.aggregation, self.evaluator, listener)
+        listener.started(f"{self.config.run.name} ({self.aggregation.row()})", len(self.aggregation.members()),
+                         loop.last, str(self.folder.path))  # fmt: skip
         for record in loop.rounds(self._resumed(loop) + 1, lambda: self.take_requests(listener)):
             self.folder.append(record)
         self.take_requests(listener)
@@ -75,8 +74,9 @@ class Method:
         accuracy, forgotten, aggregation, evaluator = {}, {}, self.aggregation, self.evaluator
 
         def write(name: str, state: dict, row: str) -> dict[str, float]:
-            self.folder.write_network(name, state, network=json.dumps(self.config.network), row=row)
-            return evaluator.accuracy(state, "test")
+            settled = evaluator.settled(state)
+            self.folder.write_network(name, settled, network=json.dumps(self.config.network), row=row)
+            return evaluator.accuracy(settled, "test")
 
         accuracy[aggregation.row()] = write("aggregate", aggregation.aggregate(), aggregation.row())
         for name, state in aggregation.extra().items():
@@ -93,4 +93,5 @@ class Method:
             "forgotten": forgotten,
             "digest": aggregation.digest(),
             "checks": aggregation.checks(),
+            **aggregation.facts(),
         }

@@ -18,7 +18,7 @@ from conf.sites import Site
 from server.evaluate import Evaluator
 from server.federation import Federation, Reply
 from server.listener import Listener
-from server.strategies import Aggregation, ReplyError
+from server.strategies import Aggregation, ReplyError, Turn
 
 TOLD = 10  # dropped replies told one by one in a round; all are in its record
 
@@ -43,12 +43,17 @@ class RoundLoop:
         self._text = to_json(self.config)
         torch.set_num_threads(self.config.engine.threads)  # the cores are the sites', and torch's idle threads spin
 
+    @property
+    def last(self) -> int:
+        """The number of the last round."""
+        return self.aggregation.length(self.config.rounds)
+
     def rounds(self, first: int = 1, before: Callable[[], None] = lambda: None) -> Iterator[dict[str, Any]]:
         """Run and commit one round after the other; yields each one's record (a line of metrics.jsonl).
 
         `before` is called before each of them.
         """
-        for round in range(first, self.config.rounds + 1):
+        for round in range(first, self.last + 1):
             before()
             yield self.one(round)
 
@@ -56,10 +61,10 @@ class RoundLoop:
         """One round. Raises TooFewRepliesError, and then nothing is committed."""
         begin = time.monotonic()
         self.federation.refresh()
-        chosen = self._chosen(round)
-        self.listener.round_started(round, len(chosen))
+        turn = self.aggregation.turn(round) or Turn(self._sample(round), round)
+        self.listener.round_started(round, len(turn.sites))
         losses, dropped = [], {}
-        for reply in self._replies(chosen, round):
+        for reply in self._replies(turn, round):
             try:
                 losses.append(self._fold(reply, round))
             except ReplyError as error:
@@ -68,11 +73,11 @@ class RoundLoop:
             self.listener.reply(reply.site.name, not reason, reason)
             if reason and len(dropped) <= TOLD:
                 self.listener.message(f"round {round}: {reply.site.name} dropped: {reason}")
-        if len(losses) < self.config.federation.min_replies:
+        if len(losses) < (fewest := min(self.config.federation.min_replies, max(1, len(turn.sites)))):
             self.aggregation.abandon()
             first = next(iter(dropped.items()), ("", "no site was asked"))
             raise TooFewRepliesError(
-                f"round {round}: {len(losses)} good replies, federation.min_replies={self.config.federation.min_replies}"
+                f"round {round}: {len(losses)} good replies, federation.min_replies={fewest}"
                 f" (first failure: {': '.join(filter(None, first))})"
             )
         record: dict[str, Any] = {"round": round, "replies": len(losses), "dropped": dropped}
@@ -86,14 +91,14 @@ class RoundLoop:
     def measured(self, record: dict[str, Any]) -> dict[str, Any]:
         """The record of the round that was committed last, with its validation accuracy if it is due."""
         round = record["round"]
-        if round % self.config.evaluation.every and round != self.config.rounds:
+        if round % self.config.evaluation.every and round != self.last:
             return record
         return {**record, "accuracy": self.evaluator.accuracy(self.aggregation.aggregate(), "validation")}
 
-    def _replies(self, chosen: list[Site], round: int) -> Iterator[Reply]:
+    def _replies(self, turn: Turn, round: int) -> Iterator[Reply]:
         """All sites' replies; those that lost their own state are asked again, to begin at their contributions."""
         lost = []
-        for reply in self.federation.train(self._orders(chosen, round), round, self.config.federation.timeout):
+        for reply in self.federation.train(self._orders(turn, round), round, self.config.federation.timeout):
             if reply.content is not None or LOST not in reply.reason or self.aggregation.restart(reply.site) is None:
                 yield reply
                 continue
@@ -101,9 +106,11 @@ class RoundLoop:
                 raise UserError(f"round {round}: {reply.reason}; federation.lost_store=restart begins at its contribution")
             self.listener.message(f"round {round}: {reply.reason}; it begins again at its contribution")
             lost.append(reply.site)
-        yield from self.federation.train(self._orders(lost, round, again=True), round, self.config.federation.timeout)
+        yield from self.federation.train(
+            self._orders(Turn(lost, turn.round), round, again=True), round, self.config.federation.timeout
+        )
 
-    def _chosen(self, round: int) -> list[Site]:
+    def _sample(self, round: int) -> list[Site]:
         """The sites of this round: all, or a sample from the run's generator."""
         sites = self.aggregation.members()
         number = asked_per_round(self.config, len(sites))
@@ -112,17 +119,17 @@ class RoundLoop:
         draw = generator(self.config.seed, "sampling", str(round))
         return [sites[int(place)] for place in sorted(draw.choice(len(sites), size=number, replace=False))]
 
-    def _orders(self, chosen: list[Site], round: int, again: bool = False) -> Iterator[tuple[Site, RecordDict]]:
+    def _orders(self, turn: Turn, round: int, again: bool = False) -> Iterator[tuple[Site, RecordDict]]:
         """The orders to these sites, each made when it is sent; `again`: with their contributions, to begin at."""
-        if not chosen:
+        if not turn.sites:
             return
         records = self.aggregation.records(round)
         members = len(self.aggregation.members())
         staging = self.aggregation.staging() if self.config.federation.partial_sums else ""
-        for site in chosen:
+        for site in turn.sites:
             before = self.aggregation.before(site) if staging else ""
             base = self.aggregation.base(site)
-            order = Order(self._text, self.run, site.index, round, base, members, staging, before)
+            order = Order(self._text, self.run, site.index, turn.round, base, members, staging, before)
             mine = {OWN: to_arrays(self.aggregation.restart(site) or {})} if again else {}
             yield site, RecordDict({ORDER: order.record(), **records, **mine})
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clients.objectives.modes import mode_of
 from clients.states import write_bytes
 from conf.errors import UserError, unknown
 from conf.schema import Config
@@ -46,7 +45,7 @@ class Unlearning:
         """Subtract the sites' contributions and commit that, if it is not done; first roll back if the options say so."""
         if request.state != "received":
             return request
-        refuse(self.ledger, self.config, request.sites)
+        refuse(self.ledger, request.sites)
         inquest, last = Inquest(self.config, self.evaluator, request.sites), self.ledger.last_round()
         body = {"digest_before": self.aggregation.digest(), "evidence": inquest.of(self.aggregation.aggregate()),
                 "round": last.round if last else 0}  # fmt: skip
@@ -84,7 +83,7 @@ class Unlearning:
                 continue
             try:
                 if request.state == "received":
-                    refuse(self.ledger, self.config, request.sites)
+                    refuse(self.ledger, request.sites)
             except UserError as error:
                 told(f"request '{request.id}' cannot be fulfilled: {error}")
                 continue
@@ -92,17 +91,17 @@ class Unlearning:
             told(f"request '{request.id}' verified: {', '.join(done['sites'])} forgotten")
 
 
-def receive(ledger: Ledger, config: Config, id: str, sites: Sequence[str], reason: str, options: dict[str, Any]) -> Request:
+def receive(ledger: Ledger, id: str, sites: Sequence[str], reason: str, options: dict[str, Any]) -> Request:
     """Note a request, beside a server as well; that of an id that is known stands. UserError for what cannot be done."""
     if (known := ledger.request(id)) is not None:
         return known
     if not _ID.fullmatch(id):
         raise UserError(f"request id: got '{id}'; take up to 100 of A-Z, a-z, 0-9, '.', '_' and '-'")
-    refuse(ledger, config, sites)
+    refuse(ledger, sites)
     return ledger.receive(id, KIND, sites, reason, options)
 
 
-def refuse(ledger: Ledger, config: Config, sites: Sequence[str]) -> None:
+def refuse(ledger: Ledger, sites: Sequence[str]) -> None:
     """UserError for sites that are unknown, named twice or forgotten, for all of them, and where nothing is summed."""
     known = ledger.sites()
     for place, name in enumerate(sites):
@@ -114,8 +113,11 @@ def refuse(ledger: Ledger, config: Config, sites: Sequence[str]) -> None:
             raise UserError(f"the site '{name}' is forgotten already ('fedloom ledger' shows by which request)")
     if len(sites) >= sum(not gone for gone in known.values()):
         raise UserError("no site would be left: delete the run's folder instead")
-    if not mode_of(config).sums:
-        raise UserError(f"mode {config.objective['mode']}: no site's part can be subtracted; train again without it")
+    last = ledger.last_round()
+    if last is not None and "sum" not in last.states:
+        raise UserError(
+            f"{ledger.folder}: its method sums nothing: no site's part can be subtracted; train again without it"
+        )
 
 
 def erase(folder: Path, request: Request) -> list[str]:

@@ -22,7 +22,7 @@ from server.ledger import Ledger, Request
 from server.listener import Listener
 from server.method import Method
 from server.runfolder import SUMMARY, RunFolder, read_config
-from server.strategies.sum_aggregation import SumAggregate
+from server.strategies.summing import Summing
 from server.unlearning import RETRAINED, receive
 from sims.certificates import write_html
 from sims.engines import open_engine
@@ -62,9 +62,9 @@ def unlearn(path: Path, wish: Wish, *, quiet: bool = False) -> tuple[str, dict[s
     try:
         ledger = Ledger.open(path)
     except BusyError:
-        return _queue(path, config, id, wish), None
+        return _queue(path, id, wish), None
     with ledger, listener_for(quiet) as listener:
-        request = receive(ledger, config, id, wish.sites, wish.reason, wish.options)
+        request = receive(ledger, id, wish.sites, wish.reason, wish.options)
         if request.state == "verified":
             return _first_result(path, request)
         ledger.note("resumed", {"for": id})
@@ -85,7 +85,7 @@ def readmit(path: Path, sites: Sequence[str]) -> str:
     config = read_config(path)
     with Ledger.open(path) as ledger:
         method = Method(config, RunFolder(path), ledger, Evaluator(config))
-        if not isinstance(method.aggregation, SumAggregate):
+        if not isinstance(method.aggregation, Summing):
             raise UserError(f"{path}: its strategy readmits nobody; run it again with these sites")
         method.aggregation.readmit(sites)
     return f"{', '.join(sites)} may take part again, from the initial network on"
@@ -94,7 +94,7 @@ def readmit(path: Path, sites: Sequence[str]) -> str:
 def verify_certificate(certificate: Path, path: Path) -> tuple[Table, bool]:
     """What was compared, and whether nothing differs."""
     with Ledger.open(path, server=False) as ledger:
-        findings = verify(certificate, ledger, read_config(path))
+        findings = verify(certificate, ledger)
     rows = [[finding.what, finding.verdict, finding.told] for finding in findings]
     good = all(finding.verdict != "mismatch" for finding in findings)
     verdict = "match" if good else "mismatch"
@@ -135,11 +135,11 @@ def _told(body: dict[str, Any]) -> str:
     return "; ".join(f"{key} {word}" for key, word in words.items())
 
 
-def _queue(path: Path, config: Config, id: str, wish: Wish) -> str:
+def _queue(path: Path, id: str, wish: Wish) -> str:
     with Ledger.open(path, server=False) as ledger:
         if wish.retrain or wish.rollback:
             raise UserError("a running server cannot train anew beside its rounds: stop it first, or leave that option out")
-        request = receive(ledger, config, id, wish.sites, wish.reason, wish.options)
+        request = receive(ledger, id, wish.sites, wish.reason, wish.options)
     return f"request '{id}' {request.state}: the running server takes it after its present round"
 
 

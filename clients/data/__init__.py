@@ -3,7 +3,7 @@
 from clients.data.domains import domain_names, where
 from clients.data.images import Images, random_flip, to_float
 from clients.data.sites import site_images, site_sizes, test_images, validation_images
-from clients.data.variants import domain_specs, label, num_classes
+from clients.data.variants import domain_specs, label, num_classes, outputs
 
 __all__ = [
     "Images",
@@ -11,6 +11,7 @@ __all__ = [
     "domain_specs",
     "label",
     "num_classes",
+    "outputs",
     "random_flip",
     "site_images",
     "site_sizes",

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 from clients.data.cache import ImageCache
@@ -96,8 +97,8 @@ def _watched(config: Config, place: Place, spec: SiteConfig, use: str, whole: Se
 
 def _images(place: Place, chosen: Selection, change: Variant, data: DataConfig) -> Images:
     pixels = place.images(chosen.part, chosen.index)
-    x = render(pixels, data.size, data.grey, change.rotation, change.invert)
-    return Images(x, torch.from_numpy(labels(place, chosen)))
+    x, y = render(pixels, data.size, data.grey, change.rotation, change.invert), labels(place, chosen)
+    return Images(x, torch.from_numpy(np.searchsorted(change.classes, y) if change.relabel and change.classes else y))
 
 
 def _share(config: Config, site: Site) -> tuple[_Pool, Selection, int]:

@@ -1,6 +1,7 @@
 """A variant: a domain and how its images are changed. It is what a label in tables and plots stands for."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from clients.data.domains import find
 from conf.errors import UserError
@@ -17,6 +18,7 @@ class Variant:
     rotation: float
     invert: bool
     classes: tuple[int, ...]
+    relabel: bool
 
     @property
     def name(self) -> str:
@@ -31,7 +33,7 @@ class Variant:
 
 def variant(spec: SiteConfig) -> Variant:
     """The variant that a site's images are of. Flips are left out: they belong to training."""
-    return Variant(spec.domain, spec.rotation, spec.invert, tuple(sorted(set(spec.classes))))
+    return Variant(spec.domain, spec.rotation, spec.invert, tuple(sorted(set(spec.classes))), spec.relabel)
 
 
 def label(spec: SiteConfig) -> str:
@@ -53,10 +55,30 @@ def domain_specs(config: Config) -> dict[str, SiteConfig]:
     return specs
 
 
-@once
-def num_classes(config: Config) -> int:
-    """The largest number of classes among the domains; a subset of classes keeps its domain's numbers.
+def class_count(spec: SiteConfig) -> int:
+    """Labels are 0 to class_count - 1. A subset of classes keeps its domain's numbers unless `relabel` says otherwise.
 
     Raises UserError for an unknown domain.
     """
-    return max(find(name).classes for name in {site.spec.domain for site in roster(config)})
+    kept = variant(spec).classes
+    return len(kept) if kept and spec.relabel else find(spec.domain).classes
+
+
+@once
+def num_classes(config: Config) -> int:
+    """The number of a network's outputs. Raises UserError for an unknown domain."""
+    return max(block.stop for block in _blocks(config).values())
+
+
+def outputs(config: Config, spec: SiteConfig) -> slice:
+    """Which of a network's outputs are the classes of a site's domain: all, or its block (data.heads=task)."""
+    return _blocks(config)[label(spec)]
+
+
+@once
+def _blocks(config: Config) -> dict[str, slice]:
+    counts = {name: class_count(spec) for name, spec in domain_specs(config).items()}
+    if config.data.heads == "shared":
+        return dict.fromkeys(counts, slice(0, max(counts.values())))
+    ends = list(accumulate(counts.values()))
+    return {name: slice(end - counts[name], end) for name, end in zip(counts, ends, strict=True)}

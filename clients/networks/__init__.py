@@ -3,6 +3,7 @@
 from clients.networks.base import NETWORKS, Network, NetworkSpec, build_network, initialise, parameter_count
 from clients.networks.named import NetworkName, load_network, parse_name, save_network
 from clients.networks.plain import Conv6, Vgg16
+from clients.networks.reading import Reading
 from clients.networks.residual import WideResnet
 from clients.networks.small import Lenet, Mlp
 
@@ -14,6 +15,7 @@ __all__ = [
     "Network",
     "NetworkName",
     "NetworkSpec",
+    "Reading",
     "Vgg16",
     "WideResnet",
     "build_network",

@@ -11,6 +11,7 @@ from conf.once import once
 from conf.registry import Registry
 from conf.schema import Config
 from conf.sites import Site
+from conf.typed import value
 from fusion.exact import State
 
 
@@ -60,7 +61,9 @@ class Session(ABC):
 
 @dataclass(frozen=True)
 class Objective(ABC):
-    """The options of an objective; `session` puts it to work."""
+    """The options of an objective; `session` puts it to work. `baselines` of a configuration are other modes of it."""
+
+    mode: str = value("", "its variant, by name")
 
     @abstractmethod
     def session(self, task: Task) -> Session:

@@ -13,14 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from clients.initial import SHARED, initial_state
 from clients.messages import MEAN, ROUND, SITE, STAR, SUBSET
 from clients.objectives.base import OBJECTIVES, Objective, Session, Task
 from clients.objectives.modes import EXTRACTOR, HEAD, MODES
+from clients.objectives.plain import PlainSession, state_of
 from conf.typed import value
 from fusion.exact import State
 
@@ -44,49 +43,18 @@ class SumAggregation(Objective):
         return SESSIONS[self.mode](self, task)
 
 
-class PlainSession(Session):
-    """One network, one loss: `fedavg` starts from the aggregate in each round, `independent` from the site's own state."""
+class AverageSession(PlainSession):
+    """One network, one loss: `fedavg` starts from the aggregate in each round."""
 
     def __init__(self, objective: SumAggregation, task: Task) -> None:
         self.objective = objective
-        self.task = task
-        self.network = task.network
-        self.network.load_state_dict(self.start())
-
-    def start(self) -> State:
-        """Where the network starts: at the aggregate."""
-        return self.task.incoming[MEAN]
-
-    def weights(self) -> dict[str, nn.Parameter]:
-        """What the optimiser moves, by name."""
-        return dict(self.network.named_parameters())
-
-    def draw(self) -> tuple[State, ...]:
-        """What the loss of the next batch needs beside the weights; a random choice is made here."""
-        return ()
-
-    def loss_of(self, weights: Mapping[str, Tensor], drawn: tuple[State, ...], images: Tensor, labels: Tensor) -> Tensor:
-        """The loss of a batch at these weights: a pure function, the same one for all sites of a configuration."""
-        return self.cross_entropy(weights, images, labels)
-
-    def parameters(self) -> list[nn.Parameter]:
-        return list(self.weights().values())
-
-    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        return self.loss_of(self.weights(), self.draw(), images, labels)
-
-    def cross_entropy(self, weights: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> Tensor:
-        """The loss of the network with these weights, all of them."""
-        return F.cross_entropy(functional_call(self.network, dict(weights), (images,)), labels)
+        super().__init__(task)
 
     def contribution(self) -> dict[str, State]:
-        return {ROUND: _state(self.network)}
-
-    def own(self) -> State | None:
-        return None
+        return {ROUND: state_of(self.network)}
 
 
-class OwnSession(PlainSession):
+class OwnSession(AverageSession):
     """A site that holds a network of its own for good (`independent`): it is trained alone, head included."""
 
     def start(self) -> State:
@@ -96,11 +64,11 @@ class OwnSession(PlainSession):
         return initial_state(self.task.config, who)
 
     def contribution(self) -> dict[str, State]:
-        state = _state(self.network)
+        state = state_of(self.network)
         return {SITE: state, ROUND: _part(state, HEAD)}
 
     def own(self) -> State | None:
-        return _state(self.network)
+        return state_of(self.network)
 
 
 class ExactSession(OwnSession):
@@ -126,7 +94,7 @@ class ExactSession(OwnSession):
         return {**super().start(), **_part(self.task.incoming[MEAN], HEAD)}
 
     def contribution(self) -> dict[str, State]:
-        state = _state(self.network)
+        state = state_of(self.network)
         return {SITE: _part(state, EXTRACTOR), ROUND: _part(state, HEAD)}
 
     def draw(self) -> tuple[State, ...]:
@@ -192,21 +160,17 @@ class RegularisedSession(OwnSession):
         return total
 
     def contribution(self) -> dict[str, State]:
-        star = {EXTRACTOR + name: tensor for name, tensor in _state(self.star).items()}
-        state = _state(self.network)
+        star = {EXTRACTOR + name: tensor for name, tensor in state_of(self.star).items()}
+        state = state_of(self.network)
         return {SITE: _part(state, EXTRACTOR), ROUND: {**star, **_part(state, HEAD)}}
 
 
-SESSIONS: dict[str, type[PlainSession]] = {
+SESSIONS: dict[str, type[AverageSession]] = {
     "exact": ExactSession,
     "regularised": RegularisedSession,
     "independent": OwnSession,
-    "fedavg": PlainSession,
+    "fedavg": AverageSession,
 }
-
-
-def _state(module: nn.Module) -> State:
-    return {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
 
 
 def _part(state: State, prefix: str) -> State:

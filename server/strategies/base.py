@@ -16,6 +16,7 @@ from conf.registry import Registry
 from conf.schema import Config
 from conf.sites import Site
 from fusion.exact import State
+from server.evaluate import Evaluator
 from server.ledger import Ledger
 
 
@@ -25,12 +26,20 @@ class ReplyError(ValueError):
 
 @dataclass(frozen=True)
 class Setup:
-    """What a strategy starts from: the configuration, all sites, the run's ledger (None: a new one in `folder`)."""
+    """What a strategy starts from: the configuration, all sites, the run's ledger (None: a new one in `folder`).
+
+    `evaluator` measures combinations on validation images; None: a new one where one is needed.
+    """
 
     config: Config
     sites: list[Site]
     folder: Path
     ledger: Ledger | None = None
+    evaluator: Evaluator | None = None
+
+    def measuring(self) -> Evaluator:
+        """The evaluator."""
+        return self.evaluator or Evaluator(self.config)
 
     def opened(self) -> Ledger:
         """The ledger."""
@@ -39,12 +48,28 @@ class Setup:
         return self.ledger or Ledger.create(self.folder, "", to_yaml(self.config), bits, names)
 
 
+@dataclass(frozen=True)
+class Turn:
+    """Who is asked in a round, and the round that it is to them."""
+
+    sites: list[Site]
+    round: int
+
+
 class Aggregation(ABC):
     """A strategy at work: the server's state of one run. A round is staged by `fold` and made valid by `commit`."""
 
     @abstractmethod
     def members(self) -> list[Site]:
         """The sites that take part: all but those that are forgotten."""
+
+    def length(self, rounds: int) -> int:
+        """How many rounds the method takes if each site trains for `rounds`."""
+        return rounds
+
+    def turn(self, round: int) -> Turn | None:
+        """Whose turn it is; None: a sample of the members, whose round is the server's."""
+        return None
 
     @abstractmethod
     def records(self, round: int) -> dict[str, ArrayRecord]:
@@ -114,6 +139,14 @@ class Aggregation(ABC):
         """The aggregated network without these sites, None where the method cannot take them out."""
         return None
 
+    def only(self, names: Sequence[str]) -> State | None:
+        """The aggregated network of these sites alone, None where the method cannot take the others out."""
+        return self.without([site.name for site in self.members() if site.name not in names])
+
+    def facts(self) -> dict[str, Any]:
+        """What else the summary says of the method, by key."""
+        return {}
+
     def summed(self) -> list[str]:
         """The names of the tensors that are summed exactly; none where the method does not sum."""
         return []
@@ -132,6 +165,10 @@ class Strategy(ABC):
     """The options of a strategy; `start` puts it to work."""
 
     @abstractmethod
+    def check(self, config: Config) -> None:
+        """UserError for a configuration that the method cannot work with."""
+
+    @abstractmethod
     def start(self, setup: Setup) -> Aggregation:
         """Begin a run."""
 
@@ -140,9 +177,12 @@ STRATEGIES: Registry[Strategy] = Registry("strategy")
 
 
 def check_record(
-    kind: str, given: Mapping[str, Tensor] | None, expected: Mapping[str, torch.Size], integers: bool = False
+    kind: str, given: Mapping[str, Tensor] | None, expected: Mapping[str, Tensor], integers: bool | None = None
 ) -> None:
-    """Names, shapes and kinds of number of a reply's record. Raises ReplyError naming the record and the tensor."""
+    """Names, shapes and kinds of number of a reply's record. Raises ReplyError naming the record and the tensor.
+
+    `integers`: whether all are (int64) or none is; None: those that are in `expected`.
+    """
     if given is None:
         raise ReplyError(f"the reply has no record '{kind}'")
     if missing := expected.keys() - given.keys():
@@ -150,10 +190,11 @@ def check_record(
     if odd := given.keys() - expected.keys():
         raise ReplyError(f"record '{kind}' has an unknown tensor '{min(odd)}'")
     for name, tensor in given.items():
-        if tensor.dtype != torch.int64 if integers else not tensor.dtype.is_floating_point:
-            wanted = "int64" if integers else "floating point"
+        whole = expected[name].dtype == torch.int64 if integers is None else integers
+        if tensor.dtype != torch.int64 if whole else not tensor.dtype.is_floating_point:
+            wanted = "int64" if whole else "floating point"
             raise ReplyError(f"record '{kind}', tensor '{name}': {tensor.dtype}, expected {wanted}")
-        if tensor.shape != expected[name]:
+        if tensor.shape != expected[name].shape:
             raise ReplyError(
-                f"record '{kind}', tensor '{name}': shape {list(tensor.shape)}, expected {list(expected[name])}"
+                f"record '{kind}', tensor '{name}': shape {list(tensor.shape)}, expected {list(expected[name].shape)}"
             )

@@ -1,27 +1,29 @@
 """Sum aggregation at the server: S = N_1 + ... + N_n in exact integers, and forgetting by subtraction.
 
-Every site of the roster is in the sum from the start, with its initial network; a reply replaces the site's old
-contribution by its new one. S is thus the sum of what `contributions` holds (and of initial networks), at any time.
+A site's first contribution is its initial network. Beside the sum, the server keeps averages over each round's replies.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord
+from torch import int64
 
+from clients.data import num_classes
 from clients.initial import initial_state
 from clients.messages import MEAN, ROUND, SITE, STAR, SUBSET, to_arrays
+from clients.networks import build_network
 from clients.objectives.modes import EXTRACTOR, HEAD, Mode, mode_of
 from clients.randomness import generator
-from conf.errors import UserError, unknown
+from conf.errors import UserError
+from conf.schema import Config
 from conf.sites import Site
 from conf.typed import value
 from fusion.exact import ExactSum, ExactSumError, State, dequantise, digest, quantise
-from server.contributions import Contributions
-from server.ledger import Contribution
 from server.strategies.base import STRATEGIES, Aggregation, ReplyError, Setup, Strategy, check_record
+from server.strategies.summing import Summing
 
 
 @STRATEGIES.register("sum_aggregation")
@@ -32,35 +34,26 @@ class SumAggregationStrategy(Strategy):
     subsets: int = value(16, "most leave-one-out means sent per round (if objective.subset_probability > 0)", low=1)
     weighting: str = value("equal", "of the replies in round averages (head, N*, fedavg)", choices=("equal", "samples"))
 
+    def check(self, config: Config) -> None:
+        """UserError for networks with counters: their mean would be none."""
+        for name, tensor in build_network(config, num_classes(config)).state_dict().items():
+            if tensor.dtype == int64:
+                raise UserError(f"network.norm: the counter '{name}' cannot be averaged; take norm=group or norm=none")
+
     def start(self, setup: Setup) -> Aggregation:
         """Begin a run with S_0, the sum of the sites' initial networks."""
         return SumAggregate(self, setup)
 
 
-class SumAggregate(Aggregation):
-    """The running sum S, the round's averages, and each site's contribution on disk."""
+class SumAggregate(Summing):
+    """The running sum S and the round's averages."""
 
     def __init__(self, strategy: SumAggregationStrategy, setup: Setup) -> None:
-        self.strategy, self.setup, self.config = strategy, setup, setup.config
-        options = self.config.objective
+        super().__init__(setup)
+        self.strategy = strategy
         self.mode: Mode = mode_of(self.config)
-        self.own_initial = options.get("initialisation", "shared") == "own"
-        self.bits = self.config.federation.scale_bits
-        self.ledger = setup.opened()
-        self.contributions = Contributions(self.ledger, self.bits, self.config.federation.history)
-        self.initial = quantise(initial_state(self.config), self.bits)
-        self.sum = ExactSum(self.bits)
-        forgotten = self.ledger.sites()
-        self._members = [site for site in self.setup.sites if not forgotten[site.name]]
-        last = self.ledger.last_round()
-        if last is None:
-            self._begin()
-        else:
-            self._restore(last.states)
-        self._open()
-
-    def members(self) -> list[Site]:
-        return self._members
+        self.own_initial = self.config.objective.get("initialisation", "shared") == "own"
+        self.enter()
 
     def records(self, round: int) -> dict[str, ArrayRecord]:
         state = {**self._mean_state(), **_part(self.shared, HEAD)}
@@ -73,9 +66,9 @@ class SumAggregate(Aggregation):
         return self.contributions.latest[site.name].round if self.mode.sums else 0
 
     def fold(self, site: Site, round: int, records: dict[str, State], samples: int) -> None:
-        check_record(ROUND, records.get(ROUND), _shapes(self.shared))
+        check_record(ROUND, records.get(ROUND), self.shared)
         if self.mode.sums:
-            check_record(SITE, records.get(SITE), _shapes(self.mode.site_part(self.initial)))
+            check_record(SITE, records.get(SITE), self.mode.site_part(self.initial), integers=False)
         try:
             average = quantise(records[ROUND], self.bits)
             mine = quantise(records[SITE], self.bits) if self.mode.sums else {}
@@ -102,9 +95,9 @@ class SumAggregate(Aggregation):
     def fold_partial(self, site: Site, round: int, records: dict[str, State], addends: int, samples: int) -> None:
         try:
             if addends:
-                check_record(ROUND, records.get(ROUND), _shapes(self.shared), integers=True)
+                check_record(ROUND, records.get(ROUND), self.shared, integers=True)
                 if self.mode.sums:
-                    check_record(SITE, records.get(SITE), _shapes(self.sum.totals), integers=True)
+                    check_record(SITE, records.get(SITE), self.sum.totals, integers=True)
                 round_sum = self._round_sum.copy()
                 round_sum.merge(records[ROUND], addends)
                 if self.mode.sums:
@@ -118,47 +111,14 @@ class SumAggregate(Aggregation):
     def commit(self, round: int, record: dict[str, Any]) -> None:
         self.shared = self._round_sum.mean()
         self.sum = self._next
-        self.contributions.commit(round, self._states(), self.digest(), record)
-        self._open()
+        self.contributions.commit(round, self.states(), self.digest(), record)
+        self.stage()
 
-    def forget(self, names: Sequence[str], body: dict[str, Any], request: str | None = None) -> None:
+    def refuse_forgetting(self) -> None:
         if not self.mode.sums:
             raise UserError(
                 f"mode {self.config.objective['mode']}: no site's part can be subtracted; train again without it"
             )
-        if len(names) >= len(self.members()):
-            raise UserError("no site would be left: delete the run's folder instead")
-        rest = self.sum_without(list(names))
-        self.ledger.forget(names, self._blobs(rest), {"sum": digest(rest.totals)}, body, request)
-        for name in names:
-            del self.contributions.latest[name]
-        self._changed(rest, [site for site in self._members if site.name not in names])
-
-    def roll_back(self, names: Sequence[str]) -> None:
-        """Go back to the round before the first of these sites took part. LedgerError if that is not kept."""
-        rounds = [one.round for name in names for one in self.ledger.history(name) if one.round > 0]
-        if not rounds:
-            return
-        self.ledger.roll_back(min(rounds) - 1, names)
-        self.sum = ExactSum(self.bits)
-        self.contributions = Contributions(self.ledger, self.bits, self.config.federation.history)
-        self._restore(self.ledger.rounds()[-1].states)
-        self._open()
-
-    def readmit(self, names: Sequence[str]) -> None:
-        """Let forgotten sites take part again, from their initial networks on. UserError if they are not forgotten."""
-        total, back = self.sum.copy(), {}
-        for name in names:
-            initial = self._initial(name)
-            total.add(self.mode.summed_part(initial))
-            back[name] = Contribution(self.ledger.blobs.put(initial), 0, 0, self.bits)
-        self.ledger.readmit(names, back, self._blobs(total), {"sum": digest(total.totals)})
-        self.contributions.latest |= back
-        self._changed(total, [site for site in self.setup.sites if site in self._members or site.name in names])
-
-    def abandon(self) -> None:
-        self.contributions.abandon()
-        self._open()
 
     def aggregate(self) -> State:
         return self._network(self.sum)
@@ -171,7 +131,7 @@ class SumAggregate(Aggregation):
 
     def reversed(self) -> State | None:
         names = [site.name for site in self.members()]
-        return self._network(self._sum_of(names[::-1])) if self.mode.sums else None
+        return self._network(self.sum_of(names[::-1])) if self.mode.sums else None
 
     def site(self, name: str) -> State | None:
         if not self.mode.sums:
@@ -184,84 +144,33 @@ class SumAggregate(Aggregation):
             return None
         return self._network(self.sum_without(names))
 
-    def sum_without(self, names: list[str]) -> ExactSum:
-        """S minus the contributions of these sites, in exact integers. UserError for a name that is unknown or repeated."""
-        known = [site.name for site in self.members()]
-        for place, name in enumerate(names):
-            if name not in known:
-                raise unknown("site", name, known)
-            if name in names[:place]:
-                raise UserError(f"the site '{name}' is named twice")
-        rest = self.sum.copy()
-        for name in names:
-            rest.subtract(self.mode.summed_part(self.contribution(name)))
-        return rest
-
-    def contribution(self, name: str) -> State:
-        """The site's committed contribution (int64)."""
-        return self.contributions.load(name)
-
-    def summed(self) -> list[str]:
-        return list(self.sum.totals)
+    def summed_part(self, state: State) -> State:
+        return self.mode.summed_part(state)
 
     def digest(self) -> dict[str, str]:
-        if self.mode.sums:
-            return {"sum": digest(self.sum.totals)}
-        return {"sum": digest(quantise(self.shared, self.bits))}
+        return super().digest() if self.mode.sums else {"sum": digest(quantise(self.shared, self.bits))}
 
     def checks(self) -> dict[str, bool]:
-        if not self.mode.sums:
-            return {}
-        names = [site.name for site in self.members()]
-        others, back = self._sum_of(names[:-1]), self._sum_of(names[::-1])
-        last = self.mode.summed_part(self.contribution(names[-1]))
-        ahead = others.copy()
-        ahead.add(last)
-        rest = self.sum_without(names[-1:])
-        again = rest.copy()
-        again.add(last)
-        whole = digest(self.sum.totals)
-        return {
-            "sum_of_contributions": digest(ahead.totals) == whole,
-            "commutative": digest(ahead.totals) == digest(back.totals),
-            "subtraction_exact": len(names) == 1 or digest(rest.totals) == digest(others.totals),
-            "add_back_exact": digest(again.totals) == whole,
-        }
+        return super().checks() if self.mode.sums else {}
 
-    def _begin(self) -> None:
-        """Round 0: every site is in the sum with its initial network."""
-        for site in self.setup.sites if self.mode.sums else []:
-            initial = self._initial(site.name)
-            self.sum.add(self.mode.summed_part(initial))
-            self.contributions.stage(site.name, 0, initial, 0, like=None if self.own_initial else self.setup.sites[0].name)
+    def begin(self) -> None:
+        if self.mode.sums:
+            self.enter_first(alike=not self.own_initial)
         self.shared = self._first_shared()
-        self.contributions.commit(0, self._states(), self.digest(), {})
 
-    def _restore(self, states: Mapping[str, str]) -> None:
-        """As it was after the last committed round."""
+    def restore(self, states: Mapping[str, str]) -> None:
         self.shared = self.ledger.blobs.get(states["shared"])
         if self.mode.sums:
-            self.sum.merge(self.ledger.blobs.get(states["sum"]), addends=len(self.contributions.latest))
+            self.restore_sum(states)
 
-    def _blobs(self, total: ExactSum) -> dict[str, str]:
-        """The server's states, with this sum instead of its own, as blobs."""
-        blobs = self.ledger.blobs
-        return {name: blobs.put(state) for name, state in {**self._states(), "sum": total.totals}.items()}
-
-    def _changed(self, total: ExactSum, members: list[Site]) -> None:
-        """Other sites take part now, and this is their sum."""
-        self.sum, self._members = total, members
-        self._open()
-
-    def _states(self) -> dict[str, State]:
-        return {"shared": self.shared, **({"sum": self.sum.totals} if self.mode.sums else {})}
-
-    def _open(self) -> None:
-        """Begin to stage a round."""
+    def stage(self) -> None:
         self._next = self.sum.copy()
         self._round_sum = ExactSum(self.bits)
 
-    def _initial(self, name: str) -> State:
+    def states(self) -> dict[str, State]:
+        return {"shared": self.shared, **({"sum": self.sum.totals} if self.mode.sums else {})}
+
+    def first(self, name: str) -> State:
         whole = quantise(initial_state(self.config, name), self.bits) if self.own_initial else self.initial
         return self.mode.site_part(whole)
 
@@ -290,16 +199,6 @@ class SumAggregate(Aggregation):
         names = [sites[int(place)].name for place in np.sort(chosen)]
         return {SUBSET + name: to_arrays(self.sum_without([name]).mean()) for name in names}
 
-    def _sum_of(self, names: list[str]) -> ExactSum:
-        total = ExactSum(self.bits)
-        for name in names:
-            total.add(self.mode.summed_part(self.contribution(name)))
-        return total
-
 
 def _part(state: State, prefix: str) -> State:
     return {name: tensor for name, tensor in state.items() if name.startswith(prefix)}
-
-
-def _shapes(state: State) -> dict:
-    return {name: tensor.shape for name, tensor in state.items()}

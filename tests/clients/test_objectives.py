@@ -17,7 +17,8 @@ from clients.initial import initial_state
 from clients.messages import MEAN, ROUND, SITE, STAR, SUBSET
 from clients.networks import build_network
 from clients.objectives import OBJECTIVES, Session, Task
-from clients.objectives.sum_aggregation import ExactSession, PlainSession, RegularisedSession
+from clients.objectives.plain import PlainSession
+from clients.objectives.sum_aggregation import ExactSession, RegularisedSession
 from clients.randomness import torch_generator
 from conf import Config, UserError, load
 from conf.sites import roster

@@ -112,7 +112,7 @@ def test_forgetting_sites_is_never_having_had_them_bit_for_bit(tmp_path_factory,
     assert forgotten.addends == never.sum.addends == len(rest)
     network, other = whole.without(names), never.aggregate()
     assert network is not None
-    summed = [name for name, tensor in never._initial(rest[0]).items() if never.mode.summed(name, tensor)]
+    summed = [name for name, tensor in never.first(rest[0]).items() if never.mode.summed(name, tensor)]
     assert len(summed) == 6
     assert all(torch.equal(network[name], other[name]) for name in summed)
     assert digest(whole.sum.totals) == before  # it is a view: nothing was taken out of the run
@@ -196,7 +196,7 @@ def test_the_checks_find_a_contribution_that_was_tampered_with(tmp_path: Path):
     kept = aggregate.contribution("site-0001")
     kept[LAYER].view(-1)[0] -= 1
     aggregate.contributions.stage("site-0001", 2, kept, samples=10)
-    aggregate.contributions.commit(2, aggregate._states(), aggregate.digest(), {})
+    aggregate.contributions.commit(2, aggregate.states(), aggregate.digest(), {})
     assert not aggregate.checks()["sum_of_contributions"]
 
 
@@ -529,7 +529,7 @@ def test_a_round_is_committed_once_and_keeps_its_contribution(tmp_path: Path):
     kept, before = aggregate.contribution("site-0000"), on_disk(aggregate)
     aggregate.contributions.stage("site-0000", 1, kept, samples=10)
     with pytest.raises(LedgerError, match="round 1 cannot follow round 1"):
-        aggregate.contributions.commit(1, aggregate._states(), aggregate.digest(), {})
+        aggregate.contributions.commit(1, aggregate.states(), aggregate.digest(), {})
     aggregate.contributions.abandon()
     assert on_disk(aggregate) == before
     assert digest(aggregate.contribution("site-0000")) == digest(kept)

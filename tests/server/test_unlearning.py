@@ -105,7 +105,7 @@ def added_up(method: Method) -> str:
 
 
 def asked(unlearning: Unlearning, id: str, sites: list[str], reason: str = "") -> Request:
-    return receive(unlearning.ledger, unlearning.config, id, sites, reason, {})
+    return receive(unlearning.ledger, id, sites, reason, {})
 
 
 def forget(config: Config, *requests: list[str]) -> str:
@@ -218,7 +218,7 @@ def test_a_request_has_a_name_that_can_name_its_files(finished: Config, tmp_path
 def test_fedavg_cannot_subtract_and_says_so(tmp_path: Path):
     config = run(configured(tmp_path, "objective.mode=fedavg"))
     with method_of(config) as method:
-        with pytest.raises(UserError, match="mode fedavg: no site's part can be subtracted; train again without it"):
+        with pytest.raises(UserError, match="sums nothing: no site's part can be subtracted; train again without it"):
             asked(method.unlearning(), "r1", [ONE])
         assert method.ledger.waiting() == []
         with pytest.raises(UserError, match="mode fedavg"):
@@ -285,7 +285,7 @@ def test_a_run_that_goes_on_takes_up_what_a_crash_has_left(finished: Config, tmp
 
 def findings(config: Config, name: str = "r1") -> list[Finding]:
     with Ledger.open(folder(config), server=False) as ledger:
-        return verify(folder(config) / CERTIFICATES / f"{name}.json", ledger, config)
+        return verify(folder(config) / CERTIFICATES / f"{name}.json", ledger)
 
 
 @pytest.fixture
@@ -421,7 +421,7 @@ def test_a_forgotten_site_leaves_no_trace_in_the_rounds_that_follow(tmp_path: Pa
                 aggregate.sum.replace(aggregate.mode.summed_part(aggregate.contribution(ONE)),
                                       aggregate.mode.summed_part(state))  # fmt: skip
                 aggregate.contributions.stage(ONE, 1, state, 1)
-                aggregate.contributions.commit(1, aggregate._states(), aggregate.digest(), {})
+                aggregate.contributions.commit(1, aggregate.states(), aggregate.digest(), {})
             aggregate.forget([ONE], {})
             federation = Federation(InlineGrid(SITES, store_folder(config)), roster(config), 0)
             federation.join(5.0)

@@ -1,0 +1,31 @@
+"""A network as it is read on a domain: which outputs count, and with which statistics BatchNorm works."""
+
+from torch import Tensor, nn
+
+from fusion.repair import BATCH_NORM
+
+BATCH = "batch"  # evaluation.statistics: BatchNorm takes each batch's own mean and variance
+
+
+class Reading(nn.Module):
+    """The network's `outputs`: [n, c, h, w] images to [n, classes] logits.
+
+    With statistics=BATCH, BatchNorm uses the batch's own mean and variance in evaluation mode too (the batch should then be
+    a random draw of the domain, and not small); its running statistics stay as they are.
+    """
+
+    def __init__(self, network: nn.Module, outputs: slice, statistics: str) -> None:
+        super().__init__()
+        self.network, self.outputs = network, outputs
+        norms = [module for module in network.modules() if isinstance(module, BATCH_NORM)]
+        self._momenta = [(norm, norm.momentum) for norm in norms] if statistics == BATCH else []
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.network(images)[:, self.outputs]
+
+    def train(self, mode: bool = True) -> "Reading":
+        """Training mode, or evaluation mode with the statistics that are asked for."""
+        super().train(mode)
+        for norm, momentum in self._momenta:
+            norm.training, norm.momentum = True, momentum if mode else 0.0
+        return self

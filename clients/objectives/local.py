@@ -1,0 +1,34 @@
+"""Plain training of the network that the server sent; all of its weights and statistics come back."""
+
+from dataclasses import dataclass
+
+from clients.messages import SITE
+from clients.objectives.base import OBJECTIVES, Objective, Session, Task
+from clients.objectives.plain import PlainSession, state_of
+from conf.typed import value
+from fusion.exact import State
+
+TOGETHER, FORWARD, BACKWARD = "together", "sequential_ab", "sequential_ba"
+
+
+@OBJECTIVES.register("local")
+@dataclass(frozen=True)
+class Local(Objective):
+    """Cross-entropy. `mode` is for the server: who starts from what."""
+
+    mode: str = value(
+        TOGETHER,
+        "all sites start from one network, or each where the one before ended, in the roster's order or against it",
+        choices=(TOGETHER, FORWARD, BACKWARD),
+    )
+
+    def session(self, task: Task) -> Session:
+        """Start on a task."""
+        return LocalSession(task)
+
+
+class LocalSession(PlainSession):
+    """From the server's network on; the whole trained state is the contribution."""
+
+    def contribution(self) -> dict[str, State]:
+        return {SITE: state_of(self.network)}

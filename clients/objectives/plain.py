@@ -1,0 +1,56 @@
+"""What the objectives build on: a session of one network and one loss, a pure function of the weights."""
+
+from collections.abc import Mapping
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from clients.data import outputs
+from clients.messages import MEAN
+from clients.objectives.base import Session, Task
+from fusion.exact import State
+
+
+class PlainSession(Session):
+    """Cross-entropy of one network that starts where the server says; nothing is kept for the next round."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.outputs = outputs(task.config, task.site.spec)
+        self.network = task.network
+        self.network.load_state_dict(self.start())
+
+    def start(self) -> State:
+        """Where the network starts: at the aggregate."""
+        return self.task.incoming[MEAN]
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        """What the optimiser moves, by name."""
+        return dict(self.network.named_parameters())
+
+    def draw(self) -> tuple[State, ...]:
+        """What the loss of the next batch needs beside the weights; a random choice is made here."""
+        return ()
+
+    def loss_of(self, weights: Mapping[str, Tensor], drawn: tuple[State, ...], images: Tensor, labels: Tensor) -> Tensor:
+        """The loss of a batch at these weights: a pure function, the same one for all sites of a configuration."""
+        return self.cross_entropy(weights, images, labels)
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.weights().values())
+
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        return self.loss_of(self.weights(), self.draw(), images, labels)
+
+    def cross_entropy(self, weights: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> Tensor:
+        """The loss of the network with these weights, all of them, over the outputs of the site's domain."""
+        return F.cross_entropy(functional_call(self.network, dict(weights), (images,))[:, self.outputs], labels)
+
+    def own(self) -> State | None:
+        return None
+
+
+def state_of(module: nn.Module) -> State:
+    """Parameters and buffers, on the CPU."""
+    return {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}

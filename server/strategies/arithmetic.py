@@ -1,0 +1,172 @@
+"""Arithmetic at the server: sites train from one network, and their cumulative gradients are combined with coefficients.
+
+A site's contribution is G_i, the sum over rounds of (what it sent back - what it was sent), in exact integers. The network
+is theta_0 + sum alpha_i G_i, or with combine=weights sum alpha_i (theta_0 + G_i); in the next round sites start from it.
+Taking a site out is exact: what is left is, bit for bit, the combination of the others' gradients.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flwr.app import ArrayRecord
+
+from clients.initial import initial_state
+from clients.messages import MEAN, SITE, to_arrays
+from clients.objectives.local import BACKWARD, FORWARD, TOGETHER
+from conf.errors import UserError, unknown
+from conf.schema import Config
+from conf.sites import Site, roster
+from conf.typed import value
+from fusion.arithmetic import GRADIENTS, WEIGHTS, Alpha, composed, to_state
+from fusion.exact import ExactSumError, State, quantise
+from server.strategies.base import STRATEGIES, Aggregation, ReplyError, Setup, Strategy, check_record
+from server.strategies.coefficients import Search, SearchOptions
+from server.strategies.sequential import Sequential
+from server.strategies.summing import Summing
+
+ROWS = {"mean": (GRADIENTS, 0.0), "sum": (GRADIENTS, 1.0), "fused": (WEIGHTS, 1.0)}  # always measured; 0: 1 / sites
+
+
+@STRATEGIES.register("arithmetic")
+@dataclass(frozen=True)
+class ArithmeticStrategy(Strategy):
+    """Options of the server's side; the objective is `local`."""
+
+    combine: str = value(GRADIENTS, "theta_0 + sum alpha g, or sum alpha theta", choices=(GRADIENTS, WEIGHTS))
+    coefficient: float = value(0.0, "alpha of the sites that `coefficients` leaves out; 0: 1 / number of sites")
+    coefficients: dict[str, Any] = value({}, "a site's name: its alpha")
+    search: SearchOptions = value(SearchOptions, "choose the coefficients on validation images")
+
+    def check(self, config: Config) -> None:
+        """UserError for a coefficient of an unknown site or that is no number, and for options that do not fit."""
+        known = [site.name for site in roster(config)]
+        for name, alpha in self.coefficients.items():
+            if name not in known:
+                raise unknown("strategy.coefficients: site", name, known)
+            if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+                raise UserError(f"strategy.coefficients.{name}: got {alpha!r}, takes a number")
+        if config.objective.get("name") != "local":
+            raise UserError(f"objective.name: got '{config.objective.get('name')}', strategy arithmetic takes local")
+        if self.search.by and not config.data.validation:
+            raise UserError(f"strategy.search.by={self.search.by}: needs validation images; set data.validation above 0")
+        if config.engine.vectorise > 1 and config.network.get("norm", "batch") == "batch":
+            raise UserError("engine.vectorise: BatchNorm's statistics cannot be trained as one; take 1, or norm=group")
+
+    def start(self, setup: Setup) -> Aggregation:
+        """Begin a run at theta_0."""
+        mode = setup.config.objective.get("mode", TOGETHER)
+        if mode in (FORWARD, BACKWARD):
+            return Sequential(setup, setup.sites if mode == FORWARD else setup.sites[::-1], mode)
+        return Arithmetic(self, setup)
+
+
+class Arithmetic(Summing):
+    """theta_0, the sites' cumulative gradients, and the coefficients."""
+
+    def __init__(self, strategy: ArithmeticStrategy, setup: Setup) -> None:
+        super().__init__(setup)
+        self.strategy = strategy
+        self.like = initial_state(self.config)
+        self.enter()
+
+    def begin(self) -> None:
+        self.enter_first(alike=True)
+
+    def first(self, name: str) -> State:
+        return {name: tensor * 0 for name, tensor in self.initial.items()}
+
+    def restore(self, states: Mapping[str, str]) -> None:
+        self.restore_sum(states)
+
+    def stage(self) -> None:
+        self._next = self.sum.copy()
+        self._alphas: dict[str, Alpha] | None = None
+        self._network: State | None = None
+
+    def states(self) -> dict[str, State]:
+        return {"sum": self.sum.totals}
+
+    def records(self, round: int) -> dict[str, ArrayRecord]:
+        return {MEAN: to_arrays(self.aggregate())}
+
+    def base(self, site: Site) -> int:
+        return 0
+
+    def fold(self, site: Site, round: int, records: dict[str, State], samples: int) -> None:
+        check_record(SITE, records.get(SITE), self.like)
+        old, sent = self.contribution(site.name), quantise(self.aggregate(), self.bits)
+        try:
+            end = quantise(records[SITE], self.bits)
+            new = {name: old[name] + (tensor - sent[name]) for name, tensor in end.items()}
+            self._next.replace(old, new)
+        except ExactSumError as error:
+            raise ReplyError(str(error)) from None
+        self.contributions.stage(site.name, round, new, samples)
+
+    def commit(self, round: int, record: dict[str, Any]) -> None:
+        self.sum = self._next
+        self.contributions.commit(round, self.states(), self.digest(), record)
+        self.stage()
+
+    def aggregate(self) -> State:
+        if self._network is None:
+            self._network = self.compose(self.coefficients())
+        return self._network
+
+    def coefficients(self) -> dict[str, Alpha]:
+        """Every member's alpha: given, or found on validation images after the last commit."""
+        if self._alphas is None:
+            self._alphas = self._chosen([site.name for site in self.members()])
+        return self._alphas
+
+    def compose(self, alphas: Mapping[str, Alpha], how: str = "", start: State | None = None) -> State:
+        """The network of these sites with these coefficients, and no others; float32.
+
+        `how`: GRADIENTS or WEIGHTS, as configured if empty; `start`: another network than theta_0 that the gradients are
+        assigned to. UserError for an unknown site.
+        """
+        self.check_names(list(alphas))
+        base = self.initial if start is None else quantise(start, self.bits)
+        terms = ((self.contribution(name), alpha) for name, alpha in alphas.items())
+        found = composed(base, terms, how or self.strategy.combine, self.bits)
+        return to_state(found, self.like, self.bits)
+
+    def row(self) -> str:
+        return "composed"
+
+    def extra(self) -> dict[str, State]:
+        sites = [site.name for site in self.members()]
+        found = {}
+        for row, (how, alpha) in ROWS.items():
+            name = "half" if row == "mean" and len(sites) == 2 else row
+            found[name] = self.compose(dict.fromkeys(sites, alpha or 1.0 / len(sites)), how)
+        return found
+
+    def site(self, name: str) -> State:
+        return self.compose({name: 1.0}, GRADIENTS)
+
+    def only(self, names: Sequence[str]) -> State:
+        self.check_names(names)
+        return self.compose(self._chosen(list(names)))
+
+    def without(self, names: list[str]) -> State | None:
+        rest = [site.name for site in self.members() if site.name not in names]
+        return self.only(rest) if rest else None
+
+    def reversed(self) -> State:
+        return self.compose(dict(reversed(self.coefficients().items())))
+
+    def facts(self) -> dict[str, Any]:
+        return {"coefficients": self.coefficients()}
+
+    def _chosen(self, names: Sequence[str]) -> dict[str, Alpha]:
+        """The coefficients of these sites alone."""
+        even = self.strategy.coefficient or 1.0 / len(names)
+        given: dict[str, Alpha] = {name: float(self.strategy.coefficients.get(name, even)) for name in names}
+        if not self.strategy.search.by:
+            return given
+        ends = {name: self.site(name) for name in names}
+        homes = {site.name: site for site in self.members()}
+        search = Search(self.setup.measuring(), self.strategy.search, self.strategy.combine, self.like, ends, homes)
+        return search.best(given)

@@ -1,0 +1,98 @@
+"""Coefficients of networks that are combined, chosen on the server's validation images.
+
+What counts is the worst domain: the smallest accuracy relative to that of the best single site that holds the domain (a
+hundredth of the mean decides between equals).
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from clients.data import label
+from conf.errors import UserError
+from conf.sites import Site
+from conf.typed import value
+from fusion.arithmetic import GRADIENTS, Alpha, Composer
+from fusion.exact import State
+from fusion.search import best_on_grid, climb
+from server.evaluate import UNION, Evaluator
+
+GRID = [step / 10 for step in range(11)]
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """How coefficients are chosen."""
+
+    by: str = value("", "grid or powell; empty: the given ones stay", choices=("", "grid", "powell"))
+    steps: list[float] = value([], "grid: the values of each coefficient; empty: 0, 0.1, ..., 1")
+    layers: bool = value(False, "powell: a coefficient for each layer of each site")
+    low: float = value(0.0, "powell: smallest coefficient")
+    high: float = value(1.5, "powell: largest coefficient")
+    evaluations: int = value(300, "powell: about so many combinations are measured", low=1)
+    images: int = value(500, "most validation images of a domain that are looked at", low=10)
+
+
+class Search:
+    """Combinations of networks of one start, measured in one network without building or reading anything again."""
+
+    def __init__(
+        self, evaluator: Evaluator, options: SearchOptions, how: str,
+        start: State, ends: Mapping[str, State], sites: Mapping[str, Site],
+    ) -> None:  # fmt: skip
+        """`how`: GRADIENTS or WEIGHTS; `start`: theta_0; `ends`: the sites' own networks, by name; all float32."""
+        self.evaluator, self.options, self.names = evaluator, options, list(ends)
+        self.own = self._own(start, ends, sites)
+        self.composer = Composer(evaluator.network, start, list(ends.values()), how)
+
+    def best(self, given: Mapping[str, Alpha]) -> dict[str, Alpha]:
+        """The coefficients that the configured search finds, beginning at the given ones. UserError without images."""
+        if not self.own:
+            raise UserError("strategy.search: the sites' domains have no validation images; leave strategy.search.by empty")
+        return SEARCHES[self.options.by](self, given)
+
+    def worth(self, alphas: Sequence[Alpha]) -> float:
+        """How good the combination is: the worst relative accuracy, and a hundredth of the mean one."""
+        self.composer(alphas)
+        return worth(self.evaluator.measure("validation", self.options.images), self.own)
+
+    def _own(self, start: State, ends: Mapping[str, State], sites: Mapping[str, Site]) -> dict[str, float]:
+        """By domain: the accuracy of the best site's own network."""
+        own: dict[str, float] = {}
+        alone = Composer(self.evaluator.network, start, list(ends.values()), GRADIENTS)
+        for place, name in enumerate(ends):
+            alone([1.0 if place == k else 0.0 for k in range(len(ends))])
+            found = self.evaluator.measure("validation", self.options.images)
+            domain = label(sites[name].spec)
+            if domain in found:
+                own[domain] = max(own.get(domain, 0.0), found[domain])
+        return own
+
+
+def worth(found: Mapping[str, float], own: Mapping[str, float]) -> float:
+    """The worst of the accuracies relative to `own`, by domain, and a hundredth of their mean; `union` does not count."""
+    relative = [found[domain] / max(own[domain], 1e-9) for domain in own if domain != UNION]
+    return min(relative) + 0.01 * statistics.fmean(relative)
+
+
+def _grid(search: Search, given: Mapping[str, Alpha]) -> dict[str, Alpha]:
+    found = best_on_grid(search.worth, search.options.steps or GRID, len(search.names))
+    return dict(zip(search.names, found, strict=True))
+
+
+def _powell(search: Search, given: Mapping[str, Alpha]) -> dict[str, Alpha]:
+    layers, number = search.composer.layers if search.options.layers else [], len(search.names)
+
+    def alphas(point: Sequence[float]) -> list[Alpha]:
+        if not layers:
+            return list(point)
+        rows = [point[k * len(layers) : (k + 1) * len(layers)] for k in range(number)]
+        return [dict(zip(layers, row, strict=True)) for row in rows]
+
+    options = search.options
+    start = [float(alpha) for alpha in given.values() for _ in layers or [""]]  # type: ignore[arg-type]  # given: numbers
+    found = climb(lambda point: search.worth(alphas(point)), start, options.low, options.high, options.evaluations)
+    return dict(zip(search.names, alphas(found), strict=True))
+
+
+SEARCHES = {"grid": _grid, "powell": _powell}
