@@ -18,11 +18,7 @@ from server.tables import Event
 CERTIFICATES, FORMAT = "certificates", 1
 EXACT = ("The sum after the request equals, bit for bit, the sum of the remaining sites' contributions. Nothing of the "
          "forgotten sites' contributions is in it or in the ledger.")  # fmt: skip
-NOT_EXACT = {
-    "head": "the shared head was averaged over rounds in which the forgotten sites took part; it is not changed",
-    "other sites' networks": "they were trained while the forgotten sites' networks were in the sum; they are not changed",
-    "copies": "backups, other machines and whoever received earlier sums are beyond this server's reach",
-}
+COPIES = "backups, other machines and whoever received earlier sums are beyond this server's reach"
 
 
 def certificate(ledger: Ledger, aggregation: Aggregation, request: Request, erased: list[str]) -> dict[str, Any]:
@@ -48,7 +44,7 @@ def certificate(ledger: Ledger, aggregation: Aggregation, request: Request, eras
             "sum_of_remaining": digest(total.totals),
             "remaining": {name: one.blob for name, one in remaining.items()},
         },
-        "not_exact": NOT_EXACT,
+        "not_exact": {**aggregation.traces(), "copies": COPIES},
         "erased": erased,
         "ledger": {"event": event.id, "digest": event.digest},
     }

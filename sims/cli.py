@@ -14,6 +14,7 @@ import typer
 
 from conf import UserError, load, to_yaml
 from sims.named import named
+from sims.options import numbers
 from sims.tables import Table
 
 app = typer.Typer(
@@ -97,6 +98,25 @@ def readmit(run: RunPath, sites: Sites) -> None:
     from sims.unlearn import readmit as take_back
 
     typer.echo(take_back(run, sites))
+
+
+@app.command()
+def compose(
+    run: RunPath,
+    sites: Annotated[str, typer.Option(help="Their names: site-0001,site-0004")],
+    coefficients: Annotated[str, typer.Option(help="One for each: 0.5,0.7; default: as the run chose them.")] = "",
+    how: Annotated[str, typer.Option(help="gradients or weights; default: as the run does.")] = "",
+    start: Annotated[Path | None, typer.Option(help="Assign the gradients to this network instead of theta_0.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Even if it is not the one that the sites started from.")] = False,
+    measure: Annotated[bool, typer.Option(help="Say what the network knows (needs the data).")] = True,
+    out: Annotated[Path, typer.Option(help="Where the network goes.")] = Path("net.safetensors"),
+) -> None:
+    """Make a network of some of a run's sites alone, from what they contributed: nothing is trained."""
+    from sims import compose as make
+
+    order = make.Order(sites.split(","), numbers(coefficients, "--coefficients") or (), how, start, force, measure)
+    typer.echo("\n".join(table.markdown() for table in make.compose(run, order, out)))
+    typer.echo(f"written: {out}")
 
 
 @app.command()

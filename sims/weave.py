@@ -17,6 +17,7 @@ from fusion.align import layer_costs, match_units
 from fusion.fuse import Fused, FusionSettings, fuse
 from fusion.search import best_weights
 from fusion.wiring import wire
+from sims.options import numbers
 from sims.pairs import Task, accuracy, probe_set
 from sims.plots import alignment_figure
 from sims.tables import Table, percent
@@ -100,7 +101,7 @@ def fuse_files(files: Files, order: Order, settings: FusionSettings) -> list[Tab
     """Fuse, save the network and return the report's tables."""
     into = _place(files.paths, order.into, "--into")
     depth = _place(files.paths, order.depth, "--depth") if order.depth else into
-    weights = _weights(order.weights) if order.weights != SEARCH else None
+    weights = numbers(order.weights, "--weights") if order.weights != SEARCH else None
     _check_out(order.out)
     if order.labels:
         find(order.labels)
@@ -176,13 +177,6 @@ def _place(paths: Sequence[Path], text: str, option: str) -> int:
     raise UserError(
         f"{option}: '{text}' is none of the networks; takes {', '.join(path.name for path in paths)} or their number"
     )
-
-
-def _weights(text: str) -> list[float] | None:
-    try:
-        return [float(part) for part in text.split(",")] if text else None
-    except ValueError:
-        raise UserError(f"--weights: got '{text}', takes numbers such as 0.3,0.7") from None
 
 
 @contextmanager

@@ -117,7 +117,7 @@ class Arithmetic(Summing):
     def coefficients(self) -> dict[str, Alpha]:
         """Every member's alpha: given, or found on validation images after the last commit."""
         if self._alphas is None:
-            self._alphas = self._chosen([site.name for site in self.members()])
+            self._alphas = self.chosen([site.name for site in self.members()])
         return self._alphas
 
     def compose(self, alphas: Mapping[str, Alpha], how: str = "", start: State | None = None) -> State:
@@ -148,7 +148,7 @@ class Arithmetic(Summing):
 
     def only(self, names: Sequence[str]) -> State:
         self.check_names(names)
-        return self.compose(self._chosen(list(names)))
+        return self.compose(self.chosen(list(names)))
 
     def without(self, names: list[str]) -> State | None:
         rest = [site.name for site in self.members() if site.name not in names]
@@ -157,11 +157,17 @@ class Arithmetic(Summing):
     def reversed(self) -> State:
         return self.compose(dict(reversed(self.coefficients().items())))
 
+    def traces(self) -> dict[str, str]:
+        last = self.ledger.last_round()
+        if last is None or last.round < 2:
+            return {}  # every site started from theta_0, which has seen no data
+        return {"other sites' gradients": "after round 1 they start from networks that held the forgotten sites' gradients"}
+
     def facts(self) -> dict[str, Any]:
         return {"coefficients": self.coefficients()}
 
-    def _chosen(self, names: Sequence[str]) -> dict[str, Alpha]:
-        """The coefficients of these sites alone."""
+    def chosen(self, names: Sequence[str]) -> dict[str, Alpha]:
+        """The coefficients of a network of these sites alone: given, or found on validation images."""
         even = self.strategy.coefficient or 1.0 / len(names)
         given: dict[str, Alpha] = {name: float(self.strategy.coefficients.get(name, even)) for name in names}
         if not self.strategy.search.by:

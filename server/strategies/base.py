@@ -143,6 +143,10 @@ class Aggregation(ABC):
         """The aggregated network of these sites alone, None where the method cannot take the others out."""
         return self.without([site.name for site in self.members() if site.name not in names])
 
+    def traces(self) -> dict[str, str]:
+        """Where sites that were taken out may have left traces that subtraction does not reach, and why."""
+        return {}
+
     def facts(self) -> dict[str, Any]:
         """What else the summary says of the method, by key."""
         return {}

@@ -147,6 +147,14 @@ class SumAggregate(Summing):
     def summed_part(self, state: State) -> State:
         return self.mode.summed_part(state)
 
+    def traces(self) -> dict[str, str]:
+        return {
+            "head": "the shared head was averaged over rounds in which the forgotten sites took part; it is not changed",
+            "other sites' networks": (
+                "they were trained while the forgotten sites' networks were in the sum; they are not changed"
+            ),
+        }
+
     def digest(self) -> dict[str, str]:
         return super().digest() if self.mode.sums else {"sum": digest(quantise(self.shared, self.bits))}
 
