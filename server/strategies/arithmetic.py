@@ -21,7 +21,7 @@ from conf.typed import value
 from fusion.arithmetic import GRADIENTS, WEIGHTS, Alpha, composed, to_state
 from fusion.exact import ExactSumError, State, quantise
 from server.strategies.base import STRATEGIES, Aggregation, ReplyError, Setup, Strategy, check_record
-from server.strategies.coefficients import Search, SearchOptions
+from server.strategies.coefficients import NONE, Search, SearchOptions
 from server.strategies.sequential import Sequential
 from server.strategies.summing import Summing
 
@@ -48,7 +48,7 @@ class ArithmeticStrategy(Strategy):
                 raise UserError(f"strategy.coefficients.{name}: got {alpha!r}, takes a number")
         if config.objective.get("name") != "local":
             raise UserError(f"objective.name: got '{config.objective.get('name')}', strategy arithmetic takes local")
-        if self.search.by and not config.data.validation:
+        if self.search.by != NONE and not config.data.validation:
             raise UserError(f"strategy.search.by={self.search.by}: needs validation images; set data.validation above 0")
         if config.engine.vectorise > 1 and config.network.get("norm", "batch") == "batch":
             raise UserError("engine.vectorise: BatchNorm's statistics cannot be trained as one; take 1, or norm=group")
@@ -170,7 +170,7 @@ class Arithmetic(Summing):
         """The coefficients of a network of these sites alone: given, or found on validation images."""
         even = self.strategy.coefficient or 1.0 / len(names)
         given: dict[str, Alpha] = {name: float(self.strategy.coefficients.get(name, even)) for name in names}
-        if not self.strategy.search.by:
+        if self.strategy.search.by == NONE:
             return given
         ends = {name: self.site(name) for name in names}
         homes = {site.name: site for site in self.members()}

@@ -17,6 +17,7 @@ from fusion.exact import State
 from fusion.search import best_on_grid, climb
 from server.evaluate import UNION, Evaluator
 
+NONE = "none"
 GRID = [step / 10 for step in range(11)]
 
 
@@ -24,7 +25,9 @@ GRID = [step / 10 for step in range(11)]
 class SearchOptions:
     """How coefficients are chosen."""
 
-    by: str = value("", "grid or powell; empty: the given ones stay", choices=("", "grid", "powell"))
+    by: str = value(
+        NONE, "none: the given ones stay; a grid; powell's derivative-free method", choices=(NONE, "grid", "powell")
+    )
     steps: list[float] = value([], "grid: the values of each coefficient; empty: 0, 0.1, ..., 1")
     layers: bool = value(False, "powell: a coefficient for each layer of each site")
     low: float = value(0.0, "powell: smallest coefficient")
@@ -48,7 +51,7 @@ class Search:
     def best(self, given: Mapping[str, Alpha]) -> dict[str, Alpha]:
         """The coefficients that the configured search finds, beginning at the given ones. UserError without images."""
         if not self.own:
-            raise UserError("strategy.search: the sites' domains have no validation images; leave strategy.search.by empty")
+            raise UserError("strategy.search: the sites' domains have no validation images; take strategy.search.by=none")
         return SEARCHES[self.options.by](self, given)
 
     def worth(self, alphas: Sequence[Alpha]) -> float:

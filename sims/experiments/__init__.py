@@ -2,6 +2,7 @@
 
 MODULES = {
     "aggregation": "sims.experiments.aggregation",
+    "arithmetic": "sims.experiments.arithmetic",
     "cla": "sims.experiments.cla",
     "unlearning": "sims.experiments.unlearning",
 }

@@ -1,6 +1,5 @@
 """sum aggregation, Tables 1 and 2: what N_1, N_2, N* and N_1 + N_2 know, commutativity, and forgetting by subtraction."""
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from conf import UserError, load
 from conf.schema import Config
 from sims.report import write_page
 from sims.simulate import simulate_once
-from sims.tables import Table, domains
+from sims.tables import Table, domains, mean_and_spread
 
 EXPERIMENT = "mnist_svhn"
 
@@ -106,7 +105,8 @@ def _table(
     for row, method, place in rows:
         line: list[str] = [row]
         for column in columns:
-            line += [_measured([_at(summary, place) for summary in summaries[method]], column), _cell(paper, row, column)]
+            scores = [_at(summary, place)[column] for summary in summaries[method]]
+            line += [mean_and_spread(scores), _cell(paper, row, column)]
         lines.append(line)
     return Table(title, head, lines)
 
@@ -116,12 +116,6 @@ def _at(summary: Mapping[str, Any], place: tuple[str, ...]) -> Mapping[str, floa
     for key in place:
         found = found[key]
     return found
-
-
-def _measured(rows: Sequence[Mapping[str, float]], column: str) -> str:
-    values = [100 * row[column] for row in rows]
-    spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.1f}{spread}"
 
 
 def _cell(paper: Mapping, row: str, column: str) -> str:

@@ -1,0 +1,217 @@
+"""arithmetic: two tasks added, assigned and fused; Tables 1 to 6 and the grids of the appendix, on our data."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from scipy.stats import spearmanr
+
+from conf import UserError, load
+from conf.schema import Config
+from fusion.arithmetic import GRADIENTS, WEIGHTS
+from server.strategies.coefficients import worth
+from sims.experiments import arithmetic_runs as runs
+from sims.experiments.arithmetic_plot import draw
+from sims.report import Part, Picture, write_page
+from sims.simulate import simulate_once
+from sims.tables import Table, mean, mean_and_spread, show
+
+BAR = 0.55  # of a task's own accuracy, on both tasks at once
+DATA = ("small", "medium", "large")
+NOTE = (
+    "Test accuracy in %, mean and standard deviation over seeds. Coefficients are chosen on validation images. The paper's "
+    "cells could not be looked up, nor which of its tables 1 to 4 and 7 to 19 is which; give its grids with --paper "
+    "(YAML: 'residual gradients cifar10': 11 rows of 11 percents, alpha by beta) to see rank correlations with ours."
+)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a preset's runs are: training images a task, by amount of data (0: all); images looked at in each cell."""
+
+    samples: Mapping[str, int]
+    images: Mapping[str, int]
+    cnn_epochs: int
+
+
+SIZES = {
+    "cpu": Size({"small": 500, "medium": 2000, "large": 4500}, {"validation": 300, "test": 500}, cnn_epochs=10),
+    "paper": Size({"small": 1000, "medium": 2500, "large": 0}, {"validation": 500, "test": 1000}, cnn_epochs=30),
+}
+
+
+def reproduce(preset: str, seeds: int, overrides: Sequence[str], paper: Path | None, *, quiet: bool) -> Path:
+    """Train, combine and write the tables and heat maps; what is finished is taken as it is. Returns the folder.
+
+    Raises UserError for an unknown preset, bad overrides or a bad `paper` file.
+    """
+    if preset not in SIZES:
+        raise UserError(f"--preset: got '{preset}', takes one of: {', '.join(SIZES)}")
+    given, root = _read_paper(paper), Path(f"runs/reproduce-arithmetic-{preset}")
+    found = [_measured(preset, seed, root, overrides, quiet) for seed in range(seeds)]
+    parts: list[Part] = [NOTE, *_sweep_tables(found), _sequential_table(found), _demo_table(found)]
+    for network in ("cnn-large", "residual"):
+        parts += [*_grid_parts(network, found, root), _shape_table(network, found, given)]
+    texts = [part.markdown() if isinstance(part, Table) else part for part in parts if not isinstance(part, Picture)]
+    (root / "tables.md").write_text("\n".join(f"{text}\n" for text in texts), encoding="utf-8")
+    write_page(root / "report.html", f"arithmetic, preset {preset}, {seeds} seeds", [("", parts)])
+    return root
+
+
+def configurations(preset: str, seed: int, root: Path, overrides: Sequence[str]) -> dict[str, Config]:
+    """The runs of a seed, by name."""
+    common = [f"seed={seed}", f"run.root={root}", "strategy.search.by=none", *overrides]
+    size = SIZES[preset]
+    found = {"demo": load("arithmetic", [*common, f"run.name=demo-{seed}"])}
+    cifar = [f"preset={preset}", *common]
+    for amount, samples in size.samples.items():
+        data = [f"sites.{site}.samples={samples}" for site in (0, 1)]
+        network = ["network={name: lenet}", "training.rate=0.01", f"training.epochs={size.cnn_epochs}"]
+        name = f"cnn-{amount}"
+        found[name] = load("cifar_tasks", [*cifar, *data, *network, f"run.name={name}-{seed}"])
+    found["residual"] = load("cifar_tasks", [*cifar, f"run.name=residual-{seed}"])
+    return found
+
+
+def _measured(preset: str, seed: int, root: Path, overrides: Sequence[str], quiet: bool) -> dict[str, Any]:
+    """A seed's summaries, sweeps, grids and scales, by the name of the run."""
+    found: dict[str, Any] = {}
+    for name, config in configurations(preset, seed, root, overrides).items():
+        found[name] = {"summary": simulate_once(config, quiet=quiet)}
+        folder = root / "measured" / f"{name}-{seed}"
+        networks, images = runs.Networks.of(config), SIZES[preset].images
+        if name == "demo":
+            found[name]["scales"] = runs.kept(folder / "scales.json", lambda of=networks: runs.scales(of))
+        else:
+            most = images["test"]
+            found[name]["sweeps"] = runs.kept(folder / "sweeps.json", lambda of=networks, n=most: runs.sweeps(of, n))
+        if name in ("cnn-large", "residual"):
+            found[name]["grids"] = runs.kept(folder / "grids.json", lambda of=networks, n=images: runs.all_grids(of, n))
+    return found
+
+
+def _sweep_tables(found: Sequence[Mapping[str, Any]]) -> list[Table]:
+    """Tables 1 to 4: one gradient with growing alpha on other networks, for three amounts of data."""
+    tables = []
+    for target, what in (("own start", "its own start"), ("another start", "another random network"),
+                         ("trained", "the network trained on the other task")):  # fmt: skip
+        head = ["α", *(f"{amount}: {task} task" for amount in DATA for task in ("its", "other"))]
+        rows = []
+        for place, alpha in enumerate(runs.ALPHAS):
+            cells = [[one[f"cnn-{amount}"]["sweeps"][target][place][k] for one in found] for amount in DATA for k in (0, 1)]
+            rows.append([f"{alpha:g}", *(mean_and_spread(cell) for cell in cells)])
+        tables.append(Table(f"Tables 1 to 4: α g of CIFAR-10 assigned to {what} (CNN)", head, rows))
+    return tables
+
+
+def _sequential_table(found: Sequence[Mapping[str, Any]]) -> Table:
+    rows = []
+    for run in ("demo", *(f"cnn-{amount}" for amount in DATA), "residual"):
+        first, second = (site["domain"] for site in found[0][run]["summary"]["sites"])
+        for row, what in {"site-0000": f"{first} alone", "site-0001": f"{second} alone", "sequential_ab":
+                          f"{first}, then {second}", "sequential_ba": f"{second}, then {first}"}.items():  # fmt: skip
+            scores = [one[run]["summary"]["accuracy"][row] for one in found]
+            rows.append([run, what, *(mean_and_spread([score[task] for score in scores]) for task in (first, second))])
+    return Table("Table 5: one task after the other", ["run", "trained on", "first task", "second task"], rows)
+
+
+def _demo_table(found: Sequence[Mapping[str, Any]]) -> Table:
+    """The rows of `fedloom run arithmetic`, and weighted fusion at several scales."""
+    rows = []
+    for row in ("site-0000", "site-0001", "half", "sum", "fused"):
+        scores = [one["demo"]["summary"]["accuracy"][row] for one in found]
+        rows.append([row, *(mean_and_spread([score[task] for score in scores]) for task in ("mnist", "fashion_mnist"))])
+    for place, scale in enumerate(runs.SCALES):
+        cells = [[one["demo"]["scales"][place][k] for one in found] for k in (0, 1)]
+        rows.append([f"fused, α = β = {scale:g}", *map(mean_and_spread, cells)])
+    return Table("MNIST and Fashion-MNIST, BatchNorm with batch statistics", ["network", "mnist", "fashion_mnist"], rows)
+
+
+def chosen(grids: Mapping[str, Any], own: Mapping[str, float]) -> tuple[int, int]:
+    """The places of the pair of coefficients whose worst relative validation accuracy is largest."""
+    places = [(a, b) for a in range(len(runs.STEPS)) for b in range(len(runs.STEPS))]
+    cells = grids["validation"]
+    return max(places, key=lambda place: worth({task: cells[task][place[0]][place[1]] for task in cells}, own))
+
+
+def _own(grids: Mapping[str, Any], split: str) -> dict[str, float]:
+    """Each task's own accuracy on the images of the grid: theta_0 + its gradient alone."""
+    first, second = grids[GRADIENTS][split]
+    cells, last = grids[GRADIENTS][split], len(runs.STEPS) - 1
+    return {first: cells[first][last][0], second: cells[second][0][last]}
+
+
+def _grid_parts(network: str, found: Sequence[Mapping[str, Any]], root: Path) -> list[Part]:
+    """Table 6 and the appendix: the chosen pairs, the grids and their picture."""
+    rows, tables, maps, marks = [], [], {}, {}
+    for how in (GRADIENTS, WEIGHTS):
+        tasks = list(found[0][network]["grids"][how]["test"])
+        picked = []
+        for one in found:
+            grids = one[network]["grids"]
+            place, own = chosen(grids[how], _own(grids, "validation")), _own(grids, "test")
+            scores = [grids[how]["test"][task][place[0]][place[1]] for task in tasks]
+            relative = [score / own[task] for score, task in zip(scores, tasks, strict=True)]
+            picked.append((place, scores, relative))
+        marks[how] = [[runs.STEPS[k] for k in place] for place, _, _ in picked]
+        pairs = " ".join(f"({alpha:g}, {beta:g})" for alpha, beta in marks[how])
+        held = sum(min(relative) > BAR for _, _, relative in picked)
+        columns = [[one[part][k] for one in picked] for part in (1, 2) for k in (0, 1)]
+        rows.append([how, pairs, *map(mean_and_spread, columns), f"{held} of {len(found)}"])
+        maps[how] = {task: np.mean([one[network]["grids"][how]["test"][task] for one in found], axis=0) for task in tasks}
+        tables += [_grid_table(network, how, task, values) for task, values in maps[how].items()]
+    head = ["combined", "(α, β) by seed", "first task", "second task", "first, of its own", "second, of its own",
+            f"both above {100 * BAR:g} %"]  # fmt: skip
+    picture = draw(maps, runs.STEPS, marks, root / f"{network}.png")
+    caption = f"{network}: mean over seeds; circles: the pairs chosen on validation images."
+    summary = Table(f"Table 6 ({network}): the pair chosen on validation images", head, rows)
+    return [summary, *tables, Picture(picture, caption)]
+
+
+def _grid_table(network: str, how: str, task: str, values: np.ndarray) -> Table:
+    rows = [[f"{alpha:g}", *(f"{100 * cell:.1f}" for cell in row)] for alpha, row in zip(runs.STEPS, values, strict=True)]
+    title = f"Appendix ({network}, {how}): accuracy on {task}, α down, β across"
+    return Table(title, ["α \\ β", *(f"{beta:g}" for beta in runs.STEPS)], rows)
+
+
+def _shape_table(network: str, found: Sequence[Mapping[str, Any]], paper: Mapping[str, np.ndarray]) -> Table:
+    """How alike grids are: rank correlations between seeds and with the paper's, and the spread along equal ratios."""
+    rows = []
+    for how in (GRADIENTS, WEIGHTS):
+        for task in found[0][network]["grids"][how]["test"]:
+            grids = [np.array(one[network]["grids"][how]["test"][task]) for one in found]
+            between = [_rank(one, other) for k, one in enumerate(grids) for other in grids[:k]]
+            theirs = paper.get(f"{network} {how} {task}")
+            to_paper = [_rank(np.mean(grids, axis=0), theirs)] if theirs is not None else []
+            spread = 100 * statistics.fmean(_along_ratio(grid) for grid in grids)
+            rows.append([f"{how} {task}", show(mean(between)), show(mean(to_paper)), f"{spread:.1f}"])
+    note = "Spread: largest less smallest accuracy on α = β from 0.1 to 1, in points."
+    head = ["grid", "rank correlation between seeds", "with the paper's", "spread along α = β"]
+    return Table(f"Shapes ({network})", head, rows, note)
+
+
+def _rank(one: np.ndarray, other: np.ndarray) -> float:
+    return float(spearmanr(one.ravel(), other.ravel())[0])  # type: ignore[arg-type]
+
+
+def _along_ratio(grid: np.ndarray) -> float:
+    diagonal = np.diagonal(grid)[1:]
+    return float(diagonal.max() - diagonal.min())
+
+
+def _read_paper(path: Path | None) -> dict[str, np.ndarray]:
+    if path is None:
+        return {}
+    try:
+        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+        grids = {str(name): np.array(rows, dtype=float) for name, rows in given.items()}
+    except (OSError, yaml.YAMLError, AttributeError, ValueError, TypeError) as error:
+        raise UserError(f"{path}: cannot be read ({str(error).splitlines()[0]}); takes 'name': rows of numbers") from None
+    for name, grid in grids.items():
+        if grid.shape != (len(runs.STEPS), len(runs.STEPS)):
+            raise UserError(f"{path}: '{name}' is {list(grid.shape)}, takes {[len(runs.STEPS)] * 2}")
+    return grids

@@ -1,0 +1,93 @@
+"""Runs of two tasks, looked at: combinations over a grid of coefficients, and gradients assigned to other networks."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clients.data import label
+from clients.initial import initial_state
+from clients.states import write_bytes
+from conf.schema import Config
+from conf.sites import roster
+from fusion.arithmetic import GRADIENTS, WEIGHTS, Composer
+from fusion.exact import State
+from server.evaluate import Evaluator
+from server.ledger import Ledger
+from server.method import Method
+from server.runfolder import RunFolder
+from server.strategies.arithmetic import Arithmetic
+
+STEPS = [step / 10 for step in range(11)]  # of alpha and beta
+ALPHAS = [0.0, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 5.0, 10.0]  # of one gradient
+SCALES = [0.1, 0.5, 1.0, 10.0, 50.0]  # alpha = beta, of weighted fusion
+
+Grid = list[list[float]]  # accuracy by alpha (row) and beta
+
+
+@dataclass(frozen=True)
+class Networks:
+    """theta_0 and the networks that two sites trained from it, with what measures them. `domains`: of the two sites."""
+
+    evaluator: Evaluator
+    start: State
+    ends: list[State]
+    domains: list[str]
+
+    @classmethod
+    def of(cls, config: Config) -> "Networks":
+        """Those of a finished run."""
+        folder = RunFolder(Path(config.run.root) / config.run.name)
+        with Ledger.open(folder.path, server=False) as ledger:
+            aggregation = Method(config, folder, ledger, evaluator := Evaluator(config)).aggregation
+            assert isinstance(aggregation, Arithmetic)
+            ends = [aggregation.site(site.name) for site in roster(config)]
+        return cls(evaluator, aggregation.like, ends, [label(site.spec) for site in roster(config)])
+
+    def measured(self, composer: Composer, alphas: Sequence[float], split: str, most: int) -> list[float]:
+        """Accuracy of a combination on the two domains."""
+        composer(alphas)
+        found = self.evaluator.measure(split, most)
+        return [found[domain] for domain in self.domains]
+
+
+def grids(networks: Networks, how: str, split: str, most: int) -> dict[str, Grid]:
+    """By domain: the accuracy of each pair of coefficients."""
+    composer = Composer(networks.evaluator.network, networks.start, networks.ends, how)
+    cells = [[networks.measured(composer, (alpha, beta), split, most) for beta in STEPS] for alpha in STEPS]
+    return {domain: [[cell[k] for cell in row] for row in cells] for k, domain in enumerate(networks.domains)}
+
+
+def assigned(networks: Networks, target: State, most: int) -> list[list[float]]:
+    """Accuracy on the two domains of `target` + alpha g_1, for each of ALPHAS; g_1 is the first site's gradient."""
+    moved = {name: target[name] + (end - networks.start[name]) for name, end in networks.ends[0].items()}
+    composer = Composer(networks.evaluator.network, target, [moved], GRADIENTS)
+    return [networks.measured(composer, [alpha], "test", most) for alpha in ALPHAS]
+
+
+def sweeps(networks: Networks, most: int) -> dict[str, list[list[float]]]:
+    """The first site's gradient on its own start, another random one, and the second site's trained network."""
+    another = initial_state(networks.evaluator.config, "another start")
+    targets = {"own start": networks.start, "another start": another, "trained": networks.ends[1]}
+    return {name: assigned(networks, target, most) for name, target in targets.items()}
+
+
+def scales(networks: Networks) -> list[list[float]]:
+    """Test accuracy on the two domains of alpha = beta in SCALES, weighted fusion."""
+    composer = Composer(networks.evaluator.network, networks.start, networks.ends, WEIGHTS)
+    return [networks.measured(composer, (scale, scale), "test", 0) for scale in SCALES]
+
+
+def all_grids(networks: Networks, images: Mapping[str, int]) -> dict[str, dict[str, dict[str, Grid]]]:
+    """By way of combining, split and domain; `images`: how many of each domain are looked at, by split."""
+    return {
+        how: {split: grids(networks, how, split, most) for split, most in images.items()} for how in (GRADIENTS, WEIGHTS)
+    }
+
+
+def kept(path: Path, make: Callable[[], Any]) -> Any:
+    """What `make` gives, as JSON at `path`; taken from there if it was made before."""
+    if not path.is_file():
+        write_bytes(path, json.dumps(make()).encode())
+    return json.loads(path.read_text(encoding="utf-8"))
