@@ -4,7 +4,8 @@ It claims no more than that. `verify` recomputes what can be recomputed.
 """
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from server.strategies import Aggregation
 from server.tables import Event
 
 CERTIFICATES, FORMAT = "certificates", 1
+CLOSE = 0.002  # accuracies this far apart are equal: another machine may round another way
 EXACT = ("The sum after the request equals, bit for bit, the sum of the remaining sites' contributions. Nothing of the "
          "forgotten sites' contributions is in it or in the ledger.")  # fmt: skip
 COPIES = "backups, other machines and whoever received earlier sums are beyond this server's reach"
@@ -79,6 +81,23 @@ class Finding:
 def verify(path: Path, ledger: Ledger) -> list[Finding]:
     """Compare a certificate with the run's ledger and folder. Raises UserError if either cannot be read."""
     return list(_findings(read(path), ledger))
+
+
+def verify_accuracy(path: Path, ledger: Ledger, measure: Callable[[], dict[str, float]]) -> list[Finding]:
+    """Compare the accuracies after the request with those of the network as it is now (`measure`), if nothing followed."""
+    given, last = read(path), ledger.last_round()
+    stated = given.get("evidence", {}).get("after", {}).get("accuracy", {})
+    if not stated or last is None or last.digest.get("sum") != given["exact"]["sum_of_remaining"]:
+        return [Finding("accuracy after", "not checkable", "the run went on, or none was measured")]
+    try:
+        found = measure()
+    except UserError as error:
+        return [Finding("accuracy after", "not checkable", str(error))]
+    return [
+        _found(f"accuracy after on {domain}", abs(found.get(domain, math.inf) - share) <= CLOSE,
+               f"certificate: {share:.4f}, measured: {found.get(domain, math.nan):.4f}")
+        for domain, share in stated.items()
+    ]  # fmt: skip
 
 
 def read(path: Path) -> dict[str, Any]:

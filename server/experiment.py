@@ -60,7 +60,7 @@ def run_experiment(grid: Grid, config: Config, listener: Listener) -> dict[str, 
 
 def work(grid: Grid, config: Config, folder: RunFolder, listener: Listener) -> dict[str, Any]:
     """All that is not committed yet of an experiment whose folder is there."""
-    begin = time.monotonic()
+    begin = time.monotonic() - folder.seconds()
     summary = {**head(config), "status": "interrupted"}
     with open_ledger(config, folder) as ledger:
         if _untouched(ledger, folder):

@@ -4,12 +4,13 @@ One SQLite file with the states beside it (`blobs/`). What is committed survives
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from sqlite3 import Connection
 from typing import Any
 
+from conf.errors import UserError
 from server.blobs import Blobs, LedgerError, told
 from server.database import LEDGER, Database, make
 from server.rows import Contribution, Request, RoundRow, RunRow
@@ -86,6 +87,9 @@ class Ledger:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
+        elif issubclass(kind, UserError):  # refused: nothing is half done, and what was said counts more than the seal
+            with suppress(UserError, OSError):
+                self.close()
         else:
             self._database.close()
 
@@ -232,7 +236,7 @@ class Ledger:
             return Request.of(db.execute(f"{_REQUESTS} WHERE id = ?", (id,)).fetchone())
 
     def set_request(self, id: str, state: str, result: dict[str, Any] | None) -> None:
-        """Move a request on: from received to applied, from applied to verified. Raises LedgerError for other moves."""
+        """Move a request on: received, applied, verified; or received, refused. Raises LedgerError for other moves."""
         with self._database.transaction() as db:
             check_move(db, id, state)
             append(db, state, {"id": id, "result": result})

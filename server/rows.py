@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-STATES = ("received", "applied", "verified")  # of a request, in this order
+MOVES = (("received", "applied"), ("applied", "verified"), ("received", "refused"))  # of a request, from state to state
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class RunRow:
 
 @dataclass(frozen=True)
 class Request:
-    """Something asked of the server, in one of STATES."""
+    """Something asked of the server, in one of the states of MOVES."""
 
     id: str
     kind: str

@@ -95,6 +95,10 @@ class RunFolder:
         """What write_summary wrote."""
         return json.loads((self.path / SUMMARY).read_text(encoding="utf-8"))
 
+    def seconds(self) -> float:
+        """How long the sessions before this one took: those that left a summary."""
+        return float(self.summary()["seconds"]) if (self.path / SUMMARY).is_file() else 0.0
+
     def write_network(self, name: str, state: State, **metadata: str) -> None:
         """Write a network's final state to states/<name>.safetensors."""
         write_state(self.path / "states" / f"{name}.safetensors", state, **metadata)

@@ -6,14 +6,13 @@ import sqlite3
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import pairwise
 from typing import Any
 
 from conf.errors import unknown
 from server.blobs import LedgerError
-from server.rows import STATES
+from server.rows import MOVES
 
-FORMAT = 1
+FORMAT = 2
 START = "0" * 64  # what stands before the first event
 TABLES = ("runs", "sites", "rounds", "contributions", "requests")
 EVENTS = "SELECT id, time, kind, body, previous, digest FROM events"
@@ -50,7 +49,7 @@ SCHEMA = (
         sites TEXT NOT NULL CHECK (json_valid(sites)),
         reason TEXT NOT NULL,
         options TEXT NOT NULL CHECK (json_valid(options)),
-        state TEXT NOT NULL CHECK (state IN ('received', 'applied', 'verified')),
+        state TEXT NOT NULL CHECK (state IN ('received', 'applied', 'verified', 'refused')),
         result TEXT CHECK (result IS NULL OR json_valid(result)))""",
     """CREATE TABLE events (
         id INTEGER PRIMARY KEY CHECK (id >= 1),
@@ -158,12 +157,13 @@ def check_repeated(sites: Iterable[str]) -> None:
 
 
 def check_move(db: sqlite3.Connection, id: str, state: str) -> None:
-    """Raises LedgerError unless the request is there and `state` is the next of its STATES."""
+    """Raises LedgerError unless the request is there and may become `state` (MOVES)."""
     row = db.execute("SELECT state FROM requests WHERE id = ?", (id,)).fetchone()
     if row is None:
         raise LedgerError(str(unknown("request", id, (name for (name,) in db.execute("SELECT id FROM requests")))))
-    if (row[0], state) not in set(pairwise(STATES)):
-        raise LedgerError(f"request '{id}' is {row[0]}: it cannot become '{state}' (the order is {', '.join(STATES)})")
+    if (row[0], state) not in MOVES:
+        takes = ", ".join(later for earlier, later in MOVES if earlier == row[0]) or "nothing else any more"
+        raise LedgerError(f"request '{id}' is {row[0]}: it cannot become '{state}' (it can become {takes})")
 
 
 def _created(db: sqlite3.Connection, time: str, body: dict[str, Any]) -> None:
@@ -241,4 +241,5 @@ WRITING: dict[str, Callable[[sqlite3.Connection, str, dict[str, Any]], None]] = 
     "received": _received,
     "applied": _moved("applied"),
     "verified": _moved("verified"),
+    "refused": _moved("refused"),
 }

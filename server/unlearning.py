@@ -64,7 +64,7 @@ class Unlearning:
         file = self.folder / CERTIFICATES / f"{request.id}.json"
         if request.state == "verified" and file.is_file():
             return read(file)
-        erased = erase(self.folder, request)
+        erased = erase(self.folder, request, [site for site, gone in self.ledger.sites().items() if gone])
         inquest = Inquest(self.config, self.evaluator, request.sites)
         done = certificate(self.ledger, self.aggregation, request, erased)
         done["evidence"] = inquest.report((request.result or {})["evidence"], self.aggregation.aggregate(), retrained)
@@ -74,7 +74,7 @@ class Unlearning:
         return done
 
     def take(self, told: Callable[[str], None]) -> None:
-        """Fulfil what waits, and what a crash left applied; tell of each, or why it cannot be. Between rounds.
+        """Fulfil what waits, and what a crash left applied; tell of each, or why it is refused. Between rounds.
 
         An applied one whose options ask for more is left to whoever does that.
         """
@@ -85,7 +85,8 @@ class Unlearning:
                 if request.state == "received":
                     refuse(self.ledger, request.sites)
             except UserError as error:
-                told(f"request '{request.id}' cannot be fulfilled: {error}")
+                self.ledger.set_request(request.id, "refused", {"reason": str(error)})
+                told(f"request '{request.id}' is refused: {error}")
                 continue
             done = self.fulfil(request)
             told(f"request '{request.id}' verified: {', '.join(done['sites'])} forgotten")
@@ -120,13 +121,13 @@ def refuse(ledger: Ledger, sites: Sequence[str]) -> None:
         )
 
 
-def erase(folder: Path, request: Request) -> list[str]:
+def erase(folder: Path, request: Request, forgotten: Sequence[str]) -> list[str]:
     """Delete what this machine keeps of the sites beside the ledger; the paths in the run's folder that are gone.
 
     Their own stores, their networks, what workers wrote for them, and what was trained with them and is never subtracted:
-    baselines, and networks retrained for other requests.
+    baselines, and networks retrained for other requests. Of its sites, those that are `forgotten`: one may be readmitted.
     """
-    sites = request.sites
+    sites = [name for name in request.sites if name in forgotten]
     found = [path for name in sites for path in (folder / "sites").glob(f"*/{name}")]
     found += [folder / STAGING / name for name in sites] + [folder / "states" / f"{name}.safetensors" for name in sites]
     found += [folder / "baselines"] + [path for path in (folder / RETRAINED).glob("*") if path.name != request.id]

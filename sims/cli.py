@@ -142,7 +142,8 @@ def ledger(
     if prune:
         typer.echo(f"{len(unlearn.prune(run))} files removed")
     if not check:
-        typer.echo("" if prune else unlearn.events_table(run).markdown())
+        if not prune:
+            typer.echo(unlearn.events_table(run).markdown())
         return
     found = unlearn.audit(run)
     for line in found["problems"] or ["no problems"]:

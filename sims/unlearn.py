@@ -13,7 +13,7 @@ from conf.schema import Config
 from conf.sites import roster
 from fusion.exact import State
 from server.audit import check
-from server.certificate import CERTIFICATES, read, verify
+from server.certificate import CERTIFICATES, read, verify, verify_accuracy
 from server.database import BusyError
 from server.evaluate import Evaluator
 from server.experiment import beside, head
@@ -36,7 +36,11 @@ def resume(path: Path, *, quiet: bool = False, json_output: bool = False) -> dic
     """Go on with a run after its last committed round; its summary."""
     config = read_config(path)
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
-    return simulate(config, quiet=quiet, json_output=json_output)
+    summary = simulate(config, quiet=quiet, json_output=json_output)
+    with Ledger.open(path, server=False) as ledger, listener_for(quiet, json_output=json_output) as listener:
+        for request in ledger.waiting(applied=True):
+            listener.message(f"request '{request.id}' is {request.state}: give it once more to finish it")
+    return summary
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,8 @@ def unlearn(path: Path, wish: Wish, *, quiet: bool = False) -> tuple[str, dict[s
         return _queue(path, id, wish), None
     with ledger, listener_for(quiet) as listener:
         request = receive(ledger, id, wish.sites, wish.reason, wish.options)
+        if request.state == "refused":
+            raise UserError(f"request '{id}' was refused: {(request.result or {}).get('reason')}; ask under another id")
         if request.state == "verified":
             return _first_result(path, request)
         ledger.note("resumed", {"for": id})
@@ -93,12 +99,19 @@ def readmit(path: Path, sites: Sequence[str]) -> str:
 
 def verify_certificate(certificate: Path, path: Path) -> tuple[Table, bool]:
     """What was compared, and whether nothing differs."""
+    config = read_config(path)
     with Ledger.open(path, server=False) as ledger:
         findings = verify(certificate, ledger)
+        findings += verify_accuracy(certificate, ledger, lambda: _accuracy_now(config, path, ledger))
     rows = [[finding.what, finding.verdict, finding.told] for finding in findings]
     good = all(finding.verdict != "mismatch" for finding in findings)
     verdict = "match" if good else "mismatch"
     return Table(f"{certificate.name}: {verdict}", ["what", "verdict", ""], rows), good
+
+
+def _accuracy_now(config: Config, path: Path, ledger: Ledger) -> dict[str, float]:
+    evaluator = Evaluator(config)
+    return evaluator.accuracy(Method(config, RunFolder(path), ledger, evaluator).aggregation.aggregate(), "test")
 
 
 def audit(path: Path) -> dict[str, Any]:

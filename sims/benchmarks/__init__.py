@@ -5,6 +5,7 @@ MODULES = {
     "faults": "sims.benchmarks.fault_run",
     "fusion": "sims.benchmarks.fusion",
     "flat-memory": "sims.benchmarks.flat_memory",
+    "grid": "sims.benchmarks.grid",
     "memory": "sims.benchmarks.server_memory",
     "unlearning": "sims.benchmarks.unlearning",
     "vectorise": "sims.benchmarks.vectorise",

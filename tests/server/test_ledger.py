@@ -9,6 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from conf.errors import UserError
+from server.database import SEAL
 from server.ledger import Contribution, Ledger, LedgerError
 from tests.server.ledgers import CONFIG, SITES, Plain, closed, contribution, new, problems
 
@@ -29,7 +31,7 @@ def refused(ledger: Ledger, match: str, call, *arguments) -> None:
 def test_a_new_ledger_knows_its_run_and_sites(tmp_path: Path):
     with new(tmp_path) as ledger:
         run = ledger.run()
-        assert (run.run, run.config, run.bits, run.format) == ("digits", CONFIG, 32, 1)
+        assert (run.run, run.config, run.bits, run.format) == ("digits", CONFIG, 32, 2)
         assert ledger.sites() == dict.fromkeys(SITES, False)
         assert (ledger.last_round(), ledger.all_latest(), ledger.latest("a"), ledger.rounds()) == (None, {}, None, [])
         assert kinds(ledger) == ["created"]
@@ -230,10 +232,10 @@ def test_folders_without_a_ledger_and_files_that_are_none_are_told(tmp_path: Pat
         new(tmp_path)
     assert problems(tmp_path) == []
     with sqlite3.connect(path) as db:
-        db.execute("UPDATE runs SET format = 2")
+        db.execute("UPDATE runs SET format = 3")
     db.close()
-    told("has format 2, not 1")
-    told("has format 2, not 1", server=False)
+    told("has format 3, not 2")
+    told("has format 3, not 2", server=False)
 
 
 def test_a_ledger_that_somebody_locks_for_too_long_is_told(tmp_path: Path):
@@ -275,3 +277,14 @@ def test_any_sequence_of_changes_agrees_with_plain_dicts(tmp_path_factory, keep,
     assert ledger.prune() == []
     ledger.close()
     assert problems(folder) == []
+
+
+def test_a_refused_order_leaves_the_ledger_sealed(tmp_path: Path):
+    with new(tmp_path):
+        pass
+    with pytest.raises(UserError, match="no such thing"), Ledger.open(tmp_path):
+        raise UserError("no such thing")
+    assert (tmp_path / SEAL).is_file() and problems(tmp_path) == []
+    with pytest.raises(RuntimeError), Ledger.open(tmp_path):
+        raise RuntimeError("a fault: what is half done is left to the next server")
+    assert not (tmp_path / SEAL).exists()

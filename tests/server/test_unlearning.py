@@ -405,8 +405,26 @@ def test_two_requests_for_one_site_do_not_stop_the_run(tmp_path: Path):
     heard = Asking(folder(config), {"r2": [ONE], "r1": [ONE]})
     run(config, heard)
     assert heard.messages[0] == f"request 'r1' verified: {ONE} forgotten"
-    assert heard.messages[1].startswith(f"request 'r2' cannot be fulfilled: the site '{ONE}' is forgotten already")
+    assert heard.messages[1].startswith(f"request 'r2' is refused: the site '{ONE}' is forgotten already")
+    assert len(heard.messages) == 2  # once, not before every round
+    with Ledger.open(folder(config), server=False) as ledger:
+        assert ledger.waiting(applied=True) == []
+        request = ledger.request("r2")
+        assert request and request.state == "refused" and ONE in (request.result or {})["reason"]
+    assert check(folder(config)) == []
     assert RunFolder(folder(config)).summary()["status"] == "finished"
+
+
+def test_certifying_does_not_erase_a_site_that_was_readmitted_meanwhile(finished: Config, tmp_path: Path):
+    config = copied(finished, tmp_path)
+    with method_of(config) as method:
+        unlearning = method.unlearning()
+        request = unlearning.apply(asked(unlearning, "r1", [ONE]))
+        summed(method).readmit([ONE])
+        store = folder(config) / "sites" / "run" / ONE
+        store.mkdir(parents=True, exist_ok=True)
+        unlearning.certify(request)
+        assert store.is_dir()
 
 
 def test_a_forgotten_site_leaves_no_trace_in_the_rounds_that_follow(tmp_path: Path):

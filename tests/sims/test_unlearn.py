@@ -148,9 +148,13 @@ def test_a_site_is_forgotten_verified_and_readmitted(fedloom: Command, run: Path
 
     said = fedloom("verify", file, run)
     assert said.code == 0 and "r1.json: match" in said.out
-    file.write_text(json.dumps({**done, "sites": [TWO]}))
-    said = fedloom("verify", file, run)
-    assert said.code == 1 and "r1.json: mismatch" in said.out
+    assert "| accuracy after on digits | match |" in said.out
+    changed = json.loads(json.dumps(done))
+    changed["evidence"]["after"]["accuracy"]["digits"] += 0.05
+    for wrong, what in (({**done, "sites": [TWO]}, "sites"), (changed, "accuracy after on digits")):
+        file.write_text(json.dumps(wrong))
+        said = fedloom("verify", file, run)
+        assert said.code == 1 and "r1.json: mismatch" in said.out and f"| {what} | mismatch |" in said.out
     file.write_text(json.dumps(done))
 
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "ledger.lock"}
