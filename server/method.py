@@ -93,5 +93,6 @@ class Method:
             "forgotten": forgotten,
             "digest": aggregation.digest(),
             "checks": aggregation.checks(),
+            "traces": aggregation.traces(),
             **aggregation.facts(),
         }

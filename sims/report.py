@@ -41,6 +41,10 @@ LIMITS = (
     "subtraction does not touch them. What they learned from its presence stays. The accuracies above are measurements "
     "on test images; they prove no absence."
 )
+NO_TRACES = (
+    "Each site started from a network that had seen no data and knows of no other site: what is left without site k is what "
+    "training without it would have given."
+)
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff }
 body { max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
@@ -193,7 +197,8 @@ def _guarantee(summary: Mapping[str, Any]) -> list[Part]:
     if not summary.get("forgotten"):
         return []
     exact = (summary.get("checks") or {}).get("subtraction_exact", True)
-    return [GUARANTEE, LIMITS] if exact else [LIMITS]
+    limits = NO_TRACES if summary.get("traces") == {} else LIMITS
+    return [GUARANTEE, limits] if exact else [LIMITS]
 
 
 def _failed_checks(summary: Mapping[str, Any]) -> list[Part]:

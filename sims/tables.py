@@ -15,6 +15,7 @@ Cell = str | float | None
 MAX_ROWS = 20
 MAX_DOMAINS = 12
 ARROW = " → "
+AGGREGATES = ("composed", "sum", "fedavg")  # names of the aggregated network, one of which a summary's is
 _NUMBER = re.compile(r"(\* )?([-+]?[\d.,]+%?|-)( → ([-+]?[\d.,]+%?|-))?")
 
 
@@ -107,10 +108,10 @@ def domains(summary: Mapping[str, Any]) -> list[str]:
 
 
 def accuracies(summary: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Test accuracies by network: the sum or average first, then the baselines, then the sites' own networks."""
+    """Test accuracies by network: the aggregate first, then the others, then the sites' own networks."""
     given, sites = summary.get("accuracy") or {}, homes(summary)
-    order = sorted(given, key=lambda name: (name in sites, name not in ("sum", "fedavg")))
-    return {name: given[name] for name in order}
+    first = next((name for name in AGGREGATES if name in given), "")
+    return {name: given[name] for name in sorted(given, key=lambda name: (name in sites, name != first))}
 
 
 def homes(summary: Mapping[str, Any]) -> dict[str, str]:

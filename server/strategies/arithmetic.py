@@ -83,6 +83,7 @@ class Arithmetic(Summing):
         self._next = self.sum.copy()
         self._alphas: dict[str, Alpha] | None = None
         self._network: State | None = None
+        self._sent: State | None = None  # the same, in integers
 
     def states(self) -> dict[str, State]:
         return {"sum": self.sum.totals}
@@ -95,10 +96,12 @@ class Arithmetic(Summing):
 
     def fold(self, site: Site, round: int, records: dict[str, State], samples: int) -> None:
         check_record(SITE, records.get(SITE), self.like)
-        old, sent = self.contribution(site.name), quantise(self.aggregate(), self.bits)
+        if self._sent is None:
+            self._sent = quantise(self.aggregate(), self.bits)
+        old = self.contribution(site.name)
         try:
             end = quantise(records[SITE], self.bits)
-            new = {name: old[name] + (tensor - sent[name]) for name, tensor in end.items()}
+            new = {name: old[name] + (tensor - self._sent[name]) for name, tensor in end.items()}
             self._next.replace(old, new)
         except ExactSumError as error:
             raise ReplyError(str(error)) from None
