@@ -8,6 +8,7 @@ for bit. Weights are combined as the formula says. BatchNorm's running mean and 
 combination has the terms' weighted mean of them, with the coefficients' sizes as weights, rounded where they are integers.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from conf.errors import UserError
 from fusion.exact import ExactSum, State, dequantise, digest
 
 GRADIENTS, WEIGHTS = "gradients", "weights"
+LARGEST = 2.0**62
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 Alpha = float | Mapping[str, float]  # one number, or one for each layer, by its name
@@ -34,12 +36,14 @@ def layer_of(name: str) -> str:
 
 
 def alpha_for(alpha: Alpha, name: str) -> float:
-    """The coefficient of a tensor. UserError for a layer without one."""
-    if isinstance(alpha, int | float):
-        return float(alpha)
-    if layer_of(name) not in alpha:
-        raise UserError(f"no coefficient for the layer '{layer_of(name)}'; give one number, or one for each layer")
-    return float(alpha[layer_of(name)])
+    """The coefficient of a tensor. UserError for a layer without one, and for numbers that are not finite."""
+    if not isinstance(alpha, int | float):
+        if layer_of(name) not in alpha:
+            raise UserError(f"no coefficient for the layer '{layer_of(name)}'; give one number, or one for each layer")
+        alpha = alpha[layer_of(name)]
+    if not math.isfinite(alpha):
+        raise UserError(f"a coefficient is {alpha}; takes finite numbers")
+    return float(alpha)
 
 
 @dataclass(frozen=True)
@@ -82,32 +86,36 @@ def combine(
         if gradient.start != here and not force:
             digests = f"digest {gradient.start[:12]}, this network's is {here[:12]}"
             raise UserError(f"gradient {place + 1} counts from another start ({digests}); force it if that is meant")
-    pairs = [(gradient.change, alpha) for gradient, alpha in zip(gradients, alphas, strict=True)]
-    return composed(start, pairs, how, gradients[0].bits if gradients else 0)
+    return composed(start, alphas, (gradient.change for gradient in gradients), how, gradients[0].bits if gradients else 0)
 
 
-def composed(start: State, terms: Iterable[tuple[State, Alpha]], how: str, bits: int) -> State:
-    """The combination of (change, alpha) pairs, which may be read one by one; all int64 in units of 2**-bits.
+def composed(start: State, alphas: Sequence[Alpha], changes: Iterable[State], how: str, bits: int) -> State:
+    """The combination of changes, which may be read one by one, with their alphas; all int64 in units of 2**-bits.
 
     Weights of theta_0 count once (GRADIENTS) or sum alpha times (WEIGHTS).
     """
-    total, sizes, factor = ExactSum(bits), dict.fromkeys(start, 0.0), dict.fromkeys(start, 0.0)
-    for change, alpha in terms:
-        scaled = {}
-        for name, tensor in change.items():
-            one = alpha_for(alpha, name)
-            weight = abs(one) if is_statistic(name) else one
-            sizes[name], factor[name] = sizes[name] + abs(one), factor[name] + one
-            scaled[name] = _times(tensor, weight)
-        total.add(scaled)
+    total = ExactSum(bits)
+    factors = {name: _factors(alphas, name) for name in start}
+    for place, change in enumerate(changes):
+        total.add({name: _times(tensor, factors[name][place]) for name, tensor in change.items()})
     found = {}
     for name, tensor in start.items():
-        change = total.totals.get(name, torch.zeros_like(tensor))
-        if is_statistic(name):
-            found[name] = tensor + (_times(change, 1.0 / sizes[name]) if sizes[name] else torch.zeros_like(tensor))
-        else:
-            found[name] = change + (tensor if how == GRADIENTS else _times(tensor, factor[name]))
+        once = how == GRADIENTS or is_statistic(name)
+        kept = tensor if once else _times(tensor, math.fsum(factors[name]))
+        found[name] = kept + total.totals.get(name, torch.zeros_like(tensor))
     return found
+
+
+def _factors(alphas: Sequence[Alpha], name: str) -> list[float]:
+    """What each change of a tensor is multiplied by: alpha, or for statistics the shares of a weighted mean."""
+    own = [alpha_for(alpha, name) for alpha in alphas]
+    return _shares(own) if is_statistic(name) else own
+
+
+def _shares(alphas: Sequence[float]) -> list[float]:
+    """The coefficients' sizes, as shares of 1; all 0 if they are."""
+    total = math.fsum(abs(alpha) for alpha in alphas)
+    return [abs(alpha) / total if total else 0.0 for alpha in alphas]
 
 
 def to_state(quantised: State, like: Mapping[str, Tensor], bits: int) -> State:
@@ -120,56 +128,72 @@ def to_state(quantised: State, like: Mapping[str, Tensor], bits: int) -> State:
 
 
 def _times(tensor: Tensor, factor: float) -> Tensor:
-    """int64 times a number, rounded to nearest; exact for 1 and 0."""
+    """int64 times a number, rounded to nearest; exact for 1 and 0. UserError beyond the range of exact sums."""
     if factor == 1.0:
         return tensor
-    return (tensor.double() * factor).round_().to(torch.int64)
+    scaled = (tensor.double() * factor).round_()
+    if scaled.numel() and float(scaled.abs().max()) >= LARGEST:
+        raise UserError(f"the coefficient {factor:g} is too large: the combination leaves the range of exact sums")
+    return scaled.to(torch.int64)
 
 
 class Composer:
     """Many combinations of the same terms, written into one network in place: nothing is built, read or copied anew.
 
-    The network's weights become views of one vector, which is a sum over the terms' vectors (float32, unlike `combine`).
-    Its statistics are not touched: measure with batch statistics, or recompute them.
+    The network's weights become views of one vector, a sum over the terms' vectors, and its running statistics views of
+    another, their weighted mean; float32, unlike `combine`. Counters are not touched.
     """
 
     def __init__(
         self, network: nn.Module, start: Mapping[str, Tensor], ends: Sequence[Mapping[str, Tensor]], how: str
     ) -> None:
-        """`start`: theta_0; `ends`: the networks trained from it, as float states."""
+        """`start`: theta_0; `ends`: the networks trained from it, as float states. UserError for other shapes."""
         for place, end in enumerate(ends):
             check_shapes(start, end, f"network {place + 1}")
-        named = dict(network.named_parameters())
+        statistics = {name: buffer for name, buffer in network.named_buffers() if buffer.is_floating_point()}
+        weights = dict(network.named_parameters())
         self.network = network
-        self.layers = list(dict.fromkeys(layer_of(name) for name in named))
-        flat = {name: torch.cat([state[name].detach().flatten().float() for name in named]) for name, state in
-                {"start": start, **{str(place): end for place, end in enumerate(ends)}}.items()}  # fmt: skip
-        device = next(network.parameters()).device
-        base = flat.pop("start").to(device)
-        terms = torch.stack(list(flat.values())).to(device)
-        self._base = base if how == GRADIENTS else torch.zeros_like(base)
-        self._terms = (terms - base if how == GRADIENTS else terms).T  # [weights, terms], each term contiguous
-        self._vector = torch.empty_like(base)
-        self._spans = self._adopt(named)
+        self.layers = list(dict.fromkeys(layer_of(name) for name in start))
+        self._parts = [_Vector(weights, start, ends, how), _Vector(statistics, start, ends, GRADIENTS)]
 
     def __call__(self, alphas: Sequence[Alpha]) -> nn.Module:
         """The network, its weights now the combination with these coefficients."""
+        weights, statistics = self._parts
         if all(isinstance(alpha, int | float) for alpha in alphas):
-            self._write(slice(None), [float(alpha) for alpha in alphas])  # type: ignore[arg-type]
+            same = [alpha_for(alpha, "") for alpha in alphas]
+            weights.write(slice(None), same)
+            statistics.write(slice(None), _shares(same))
             return self.network
-        for name, span in self._spans.items():
-            self._write(span, [alpha_for(alpha, name) for alpha in alphas])
+        for part in self._parts:
+            for name, span in part.spans.items():
+                part.write(span, _factors(alphas, name))
         return self.network
 
-    def _write(self, span: slice, alphas: Sequence[float]) -> None:
+
+class _Vector:
+    """Tensors of a network as views of one vector, and what it is a sum of."""
+
+    def __init__(
+        self, named: Mapping[str, Tensor], start: Mapping[str, Tensor], ends: Sequence[Mapping[str, Tensor]], how: str
+    ) -> None:
+        device = next(iter(named.values())).device if named else "cpu"
+        base, *terms = (_flat(state, named).to(device) for state in (start, *ends))
+        stacked = torch.stack(terms)
+        self._base = base if how == GRADIENTS else torch.zeros_like(base)
+        self._terms = (stacked - base if how == GRADIENTS else stacked).T  # [entries, terms], each term contiguous
+        self._vector = torch.empty_like(base)
+        self.spans: dict[str, slice] = {}
+        begin = 0
+        for name, tensor in named.items():
+            self.spans[name] = slice(begin, begin + tensor.numel())
+            tensor.data = self._vector[self.spans[name]].view_as(tensor)
+            begin += tensor.numel()
+
+    def write(self, span: slice, alphas: Sequence[float]) -> None:
+        """Write the combination into a part of the vector."""
         factors = torch.tensor(alphas, dtype=self._base.dtype, device=self._base.device)
         torch.addmv(self._base[span], self._terms[span], factors, out=self._vector[span])
 
-    def _adopt(self, named: Mapping[str, nn.Parameter]) -> dict[str, slice]:
-        """Make the parameters views of the vector; where each of them lies."""
-        spans, begin = {}, 0
-        for name, parameter in named.items():
-            spans[name] = slice(begin, begin + parameter.numel())
-            parameter.data = self._vector[spans[name]].view_as(parameter)
-            begin += parameter.numel()
-        return spans
+
+def _flat(state: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
+    return torch.cat([torch.empty(0), *(state[name].detach().flatten().float().cpu() for name in names)])

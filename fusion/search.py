@@ -56,7 +56,8 @@ def climb(score: Score, start: Sequence[float], low: float, high: float, evaluat
     """The best of about so many points, by Powell's derivative-free method between `low` and `high` from `start` on."""
     from scipy.optimize import minimize
 
-    best, highest = list(start), score(start)
+    best = [min(max(value, low), high) for value in start]
+    highest = score(best)
 
     def lost(point: np.ndarray) -> float:
         nonlocal best, highest

@@ -48,13 +48,14 @@ class Evaluator:
 
     def accuracy(self, state: State, split: str) -> dict[str, float]:
         """Fraction of right answers for each domain, and `union`: of all their images together."""
-        self.network.load_state_dict(self.settled(state))
+        self.network.load_state_dict(state)
         return self.measure(split)
 
     def measure(self, split: str, most: int = 0) -> dict[str, float]:
         """The same of self.network as it is, on at most so many images of each domain (0: all)."""
         right, total, shares = 0, 0, {}
         with all_cores(self.config.engine.threads):
+            self._recompute()
             for domain in self.specs:
                 images = self.images(domain, split)
                 if most:
@@ -68,13 +69,20 @@ class Evaluator:
         return {**shares, UNION: right / total} if total else {}
 
     def settled(self, state: State) -> State:
-        """The state as it is measured: with evaluation.statistics=recomputed, BatchNorm's running ones made anew.
-
-        They are the mean over batches of all domains' validation images, each domain weighing the same.
-        """
+        """The state as it is measured: with evaluation.statistics=recomputed, BatchNorm's running ones made anew."""
         if self.config.evaluation.statistics != RECOMPUTED:
             return state
         self.network.load_state_dict(state)
+        self._recompute()
+        return {name: tensor.cpu().clone() for name, tensor in self.network.state_dict().items()}
+
+    def _recompute(self) -> None:
+        """BatchNorm's statistics anew, where asked for: means over batches of all domains' validation images.
+
+        Every domain weighs the same. UserError if there are no such images.
+        """
+        if self.config.evaluation.statistics != RECOMPUTED:
+            return
         parts = [self.images(domain, "validation").x for domain in self.specs]
         fewest = min((len(part) for part in parts if len(part)), default=0)
         if not fewest:
@@ -82,7 +90,6 @@ class Evaluator:
         mixed = torch.stack([part[:fewest] for part in parts if len(part)], dim=1).flatten(0, 1)
         batches = mixed.tensor_split(pieces(len(mixed), self.config.evaluation.batch))
         recompute_statistics(self.network, [to_float(batch.to(self.device)) for batch in batches])
-        return {name: tensor.cpu().clone() for name, tensor in self.network.state_dict().items()}
 
     def images(self, domain: str, split: str) -> Images:
         """The images of a domain, in an order of chance: a batch is then a random draw."""

@@ -18,7 +18,7 @@ class Reading(nn.Module):
         super().__init__()
         self.network, self.outputs = network, outputs
         norms = [module for module in network.modules() if isinstance(module, BATCH_NORM)]
-        self._momenta = [(norm, norm.momentum) for norm in norms] if statistics == BATCH else []
+        self._norms = [norm for norm in norms if norm.running_mean is not None] if statistics == BATCH else []
 
     def forward(self, images: Tensor) -> Tensor:
         return self.network(images)[:, self.outputs]
@@ -26,6 +26,6 @@ class Reading(nn.Module):
     def train(self, mode: bool = True) -> "Reading":
         """Training mode, or evaluation mode with the statistics that are asked for."""
         super().train(mode)
-        for norm, momentum in self._momenta:
-            norm.training, norm.momentum = True, momentum if mode else 0.0
+        for norm in self._norms:
+            norm.training, norm.track_running_stats = True, mode
         return self

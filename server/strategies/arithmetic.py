@@ -5,6 +5,7 @@ is theta_0 + sum alpha_i G_i, or with combine=weights sum alpha_i (theta_0 + G_i
 Taking a site out is exact: what is left is, bit for bit, the combination of the others' gradients.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,16 @@ from conf.sites import Site, roster
 from conf.typed import value
 from fusion.arithmetic import GRADIENTS, WEIGHTS, Alpha, composed, to_state
 from fusion.exact import ExactSumError, State, quantise
-from server.strategies.base import STRATEGIES, Aggregation, ReplyError, Setup, Strategy, check_record
+from server.strategies.base import (
+    STRATEGIES,
+    Aggregation,
+    ReplyError,
+    Setup,
+    Strategy,
+    check_objective,
+    check_record,
+    counter,
+)
 from server.strategies.coefficients import NONE, Search, SearchOptions
 from server.strategies.sequential import Sequential
 from server.strategies.summing import Summing
@@ -34,7 +44,7 @@ class ArithmeticStrategy(Strategy):
     """Options of the server's side; the objective is `local`."""
 
     combine: str = value(GRADIENTS, "theta_0 + sum alpha g, or sum alpha theta", choices=(GRADIENTS, WEIGHTS))
-    coefficient: float = value(0.0, "alpha of the sites that `coefficients` leaves out; 0: 1 / number of sites")
+    coefficient: float = value(0.0, "alpha of the sites that `coefficients` leaves out; 0: 1 / sites", low=-1e4, high=1e4)
     coefficients: dict[str, Any] = value({}, "a site's name: its alpha")
     search: SearchOptions = value(SearchOptions, "choose the coefficients on validation images")
 
@@ -44,13 +54,14 @@ class ArithmeticStrategy(Strategy):
         for name, alpha in self.coefficients.items():
             if name not in known:
                 raise unknown("strategy.coefficients: site", name, known)
-            if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+            if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
                 raise UserError(f"strategy.coefficients.{name}: got {alpha!r}, takes a number")
-        if config.objective.get("name") != "local":
-            raise UserError(f"objective.name: got '{config.objective.get('name')}', strategy arithmetic takes local")
+        check_objective(config, "local")
+        if config.federation.partial_sums:
+            raise UserError("federation.partial_sums: gradients are taken at the server; leave it off")
         if self.search.by != NONE and not config.data.validation:
             raise UserError(f"strategy.search.by={self.search.by}: needs validation images; set data.validation above 0")
-        if config.engine.vectorise > 1 and config.network.get("norm", "batch") == "batch":
+        if config.engine.vectorise > 1 and counter(config):
             raise UserError("engine.vectorise: BatchNorm's statistics cannot be trained as one; take 1, or norm=group")
 
     def start(self, setup: Setup) -> Aggregation:
@@ -131,8 +142,8 @@ class Arithmetic(Summing):
         """
         self.check_names(list(alphas))
         base = self.initial if start is None else quantise(start, self.bits)
-        terms = ((self.contribution(name), alpha) for name, alpha in alphas.items())
-        found = composed(base, terms, how or self.strategy.combine, self.bits)
+        changes = (self.contribution(name) for name in alphas)
+        found = composed(base, list(alphas.values()), changes, how or self.strategy.combine, self.bits)
         return to_state(found, self.like, self.bits)
 
     def row(self) -> str:

@@ -10,6 +10,8 @@ import torch
 from flwr.app import ArrayRecord
 from torch import Tensor
 
+from clients.data import num_classes
+from clients.networks import build_network
 from conf import to_yaml
 from conf.errors import UserError
 from conf.registry import Registry
@@ -178,6 +180,18 @@ class Strategy(ABC):
 
 
 STRATEGIES: Registry[Strategy] = Registry("strategy")
+
+
+def check_objective(config: Config, name: str) -> None:
+    """UserError unless the sites' objective is the one of that name."""
+    if (given := config.objective.get("name")) != name:
+        raise UserError(f"objective.name: got '{given}', strategy {config.strategy.get('name')} takes {name}")
+
+
+def counter(config: Config) -> str:
+    """The first integer tensor of the configured network, which is a counter of BatchNorm's; empty if there is none."""
+    state = build_network(config, num_classes(config)).state_dict()
+    return next((name for name, tensor in state.items() if tensor.dtype == torch.int64), "")
 
 
 def check_record(

@@ -9,12 +9,9 @@ from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord
-from torch import int64
 
-from clients.data import num_classes
 from clients.initial import initial_state
 from clients.messages import MEAN, ROUND, SITE, STAR, SUBSET, to_arrays
-from clients.networks import build_network
 from clients.objectives.modes import EXTRACTOR, HEAD, Mode, mode_of
 from clients.randomness import generator
 from conf.errors import UserError
@@ -22,7 +19,16 @@ from conf.schema import Config
 from conf.sites import Site
 from conf.typed import value
 from fusion.exact import ExactSum, ExactSumError, State, dequantise, digest, quantise
-from server.strategies.base import STRATEGIES, Aggregation, ReplyError, Setup, Strategy, check_record
+from server.strategies.base import (
+    STRATEGIES,
+    Aggregation,
+    ReplyError,
+    Setup,
+    Strategy,
+    check_objective,
+    check_record,
+    counter,
+)
 from server.strategies.summing import Summing
 
 
@@ -35,10 +41,10 @@ class SumAggregationStrategy(Strategy):
     weighting: str = value("equal", "of the replies in round averages (head, N*, fedavg)", choices=("equal", "samples"))
 
     def check(self, config: Config) -> None:
-        """UserError for networks with counters: their mean would be none."""
-        for name, tensor in build_network(config, num_classes(config)).state_dict().items():
-            if tensor.dtype == int64:
-                raise UserError(f"network.norm: the counter '{name}' cannot be averaged; take norm=group or norm=none")
+        """UserError for another objective, and for networks with counters: their mean would be none."""
+        check_objective(config, "sum_aggregation")
+        if name := counter(config):
+            raise UserError(f"network.norm: the counter '{name}' cannot be averaged; take norm=group or norm=none")
 
     def start(self, setup: Setup) -> Aggregation:
         """Begin a run with S_0, the sum of the sites' initial networks."""
