@@ -18,7 +18,10 @@ from server.strategies.sum_aggregation import SumAggregate
 from tests.server.test_strategy import everyone, many, records
 
 SEQUENCES = 1000
-NAMES = [site.name for site in everyone()]
+SITES = everyone()
+NAMES = [site.name for site in SITES]
+CONFIG = many(Path("of-no-run"))  # read once: the folder is the ledger's
+STRATEGY = STRATEGIES.build(CONFIG.strategy, "strategy")
 # (what, of which site): "lost" is a reply that comes before a crash and is never committed
 steps = st.lists(st.tuples(st.sampled_from(["round", "forget", "readmit", "lost"]), st.integers(0, len(NAMES) - 1)),
                  min_size=1, max_size=6)  # fmt: skip
@@ -62,10 +65,9 @@ def test_any_sequence_leaves_what_a_plain_model_says(memory: Path, sequence: lis
 
 
 def opened(folder: Path) -> SumAggregate:
-    config = many(folder)
     there = (folder / "ledger.sqlite").is_file()
     ledger = Ledger.open(folder) if there else Ledger.create(folder, "run", "", 32, NAMES)
-    aggregate = STRATEGIES.build(config.strategy, "strategy").start(Setup(config, everyone(), folder, ledger))
+    aggregate = STRATEGY.start(Setup(CONFIG, SITES, folder, ledger))
     assert isinstance(aggregate, SumAggregate)
     return aggregate
 
@@ -87,7 +89,7 @@ def agree(aggregate: SumAggregate, model: Plain) -> None:
 def replied(aggregate: SumAggregate, model: Plain, name: str) -> State:
     """A reply of the site, folded and not committed."""
     reply = records(aggregate.config, name, model.round + 1)
-    aggregate.fold(everyone()[NAMES.index(name)], model.round + 1, {key: reply[key] for key in (SITE, ROUND)}, samples=10)
+    aggregate.fold(SITES[NAMES.index(name)], model.round + 1, {key: reply[key] for key in (SITE, ROUND)}, samples=10)
     return quantise(reply[SITE], 32)
 
 
