@@ -87,7 +87,9 @@ def _check_values(instance: Any, where: str) -> None:
 
 def _check_range(key: str, number: float, low: float | None, high: float | None) -> None:
     if number != number or (low is not None and number < low) or (high is not None and number > high):
-        if high is None:
+        if low is None and high is None:
+            takes = "a number"
+        elif high is None:
             takes = f"a number of at least {low}"
         elif low is None:
             takes = f"a number of at most {high}"

@@ -120,11 +120,10 @@ def _shares(alphas: Sequence[float]) -> list[float]:
 
 def to_state(quantised: State, like: Mapping[str, Tensor], bits: int) -> State:
     """Integers in units of 2**-bits as a state with the dtypes of `like`: float32, counters rounded and not negative."""
-    plain = dequantise(quantised, bits)
-    return {
-        name: tensor if like[name].is_floating_point() else tensor.round().clamp(min=0).to(like[name].dtype)
-        for name, tensor in plain.items()
-    }
+    plain = dequantise({name: tensor for name, tensor in quantised.items() if like[name].is_floating_point()}, bits)
+    counts = {name: (tensor.double() * 2.0**-bits).round().clamp(min=0).to(like[name].dtype) for name, tensor in
+              quantised.items() if name not in plain}  # fmt: skip
+    return {name: plain[name] if name in plain else counts[name] for name in quantised}
 
 
 def _times(tensor: Tensor, factor: float) -> Tensor:

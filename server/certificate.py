@@ -46,7 +46,7 @@ def certificate(ledger: Ledger, aggregation: Aggregation, request: Request, eras
             "sum_of_remaining": digest(total.totals),
             "remaining": {name: one.blob for name, one in remaining.items()},
         },
-        "not_exact": {**aggregation.traces(), "copies": COPIES},
+        "not_exact": {**aggregation.traces(request.sites), "copies": COPIES},
         "erased": erased,
         "ledger": {"event": event.id, "digest": event.digest},
     }

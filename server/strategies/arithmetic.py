@@ -78,7 +78,7 @@ class Arithmetic(Summing):
     def __init__(self, strategy: ArithmeticStrategy, setup: Setup) -> None:
         super().__init__(setup)
         self.strategy = strategy
-        self.like = initial_state(self.config)
+        self.like = to_state(self.initial, initial_state(self.config), self.bits)  # theta_0, as it is sent
         self.enter()
 
     def begin(self) -> None:
@@ -125,7 +125,9 @@ class Arithmetic(Summing):
 
     def aggregate(self) -> State:
         if self._network is None:
-            self._network = self.compose(self.coefficients())
+            last = self.ledger.last_round()
+            trained = last is not None and last.round > 0  # before that there is theta_0, whatever the coefficients
+            self._network = self.compose(self.coefficients()) if trained else self.like
         return self._network
 
     def coefficients(self) -> dict[str, Alpha]:
@@ -171,14 +173,23 @@ class Arithmetic(Summing):
     def reversed(self) -> State:
         return self.compose(dict(reversed(self.coefficients().items())))
 
-    def traces(self) -> dict[str, str]:
-        last = self.ledger.last_round()
-        if last is None or last.round < 2:
-            return {}  # every site started from theta_0, which has seen no data
+    def traces(self, names: Sequence[str] = ()) -> dict[str, str]:
+        if self._rounds_with(names) < 2:
+            return {}  # the others started from theta_0, which has seen no data
         return {"other sites' gradients": "after round 1 they start from networks that held the forgotten sites' gradients"}
 
     def facts(self) -> dict[str, Any]:
         return {"coefficients": self.coefficients()}
+
+    def _rounds_with(self, names: Sequence[str]) -> int:
+        """How many rounds there were when these sites were forgotten; none named: how many there are."""
+        rounds = found = 0
+        for event in self.ledger.events():
+            if event.kind in ("round", "rolled back"):
+                rounds = event.body["round"]
+            if event.kind == "forgotten" and set(names) & set(event.body["sites"]):
+                found = rounds
+        return found if names else rounds
 
     def chosen(self, names: Sequence[str]) -> dict[str, Alpha]:
         """The coefficients of a network of these sites alone: given, or found on validation images."""

