@@ -104,14 +104,21 @@ def _sweep_tables(found: Sequence[Mapping[str, Any]]) -> list[Table]:
         for place, alpha in enumerate(runs.ALPHAS):
             cells = [[one[f"cnn-{amount}"]["sweeps"][target][place][k] for one in found] for amount in DATA for k in (0, 1)]
             rows.append([f"{alpha:g}", *(mean_and_spread(cell) for cell in cells)])
-        tables.append(Table(f"Tables 1 to 4: α g of CIFAR-10 assigned to {what} (CNN)", head, rows))
+        task, _ = _tasks(found, "cnn-large")
+        tables.append(Table(f"Tables 1 to 4: α g of {task} assigned to {what} (CNN)", head, rows))
     return tables
+
+
+def _tasks(found: Sequence[Mapping[str, Any]], run: str) -> tuple[str, str]:
+    """The domains of a run's two sites."""
+    first, second = (site["domain"] for site in found[0][run]["summary"]["sites"])
+    return first, second
 
 
 def _sequential_table(found: Sequence[Mapping[str, Any]]) -> Table:
     rows = []
     for run in ("demo", *(f"cnn-{amount}" for amount in DATA), "residual"):
-        first, second = (site["domain"] for site in found[0][run]["summary"]["sites"])
+        first, second = _tasks(found, run)
         for row, what in {"site-0000": f"{first} alone", "site-0001": f"{second} alone", "sequential_ab":
                           f"{first}, then {second}", "sequential_ba": f"{second}, then {first}"}.items():  # fmt: skip
             scores = [one[run]["summary"]["accuracy"][row] for one in found]
@@ -121,14 +128,14 @@ def _sequential_table(found: Sequence[Mapping[str, Any]]) -> Table:
 
 def _demo_table(found: Sequence[Mapping[str, Any]]) -> Table:
     """The rows of `fedloom run arithmetic`, and weighted fusion at several scales."""
-    rows = []
+    rows, tasks = [], _tasks(found, "demo")
     for row in ("site-0000", "site-0001", "half", "sum", "fused"):
         scores = [one["demo"]["summary"]["accuracy"][row] for one in found]
-        rows.append([row, *(mean_and_spread([score[task] for score in scores]) for task in ("mnist", "fashion_mnist"))])
+        rows.append([row, *(mean_and_spread([score[task] for score in scores]) for task in tasks)])
     for place, scale in enumerate(runs.SCALES):
         cells = [[one["demo"]["scales"][place][k] for one in found] for k in (0, 1)]
         rows.append([f"fused, α = β = {scale:g}", *map(mean_and_spread, cells)])
-    return Table("MNIST and Fashion-MNIST, BatchNorm with batch statistics", ["network", "mnist", "fashion_mnist"], rows)
+    return Table(f"{' and '.join(tasks)}, BatchNorm with batch statistics", ["network", *tasks], rows)
 
 
 def chosen(grids: Mapping[str, Any], own: Mapping[str, float]) -> tuple[int, int]:
@@ -195,6 +202,8 @@ def _shape_table(network: str, found: Sequence[Mapping[str, Any]], paper: Mappin
 
 
 def _rank(one: np.ndarray, other: np.ndarray) -> float:
+    if np.ptp(one) == 0 or np.ptp(other) == 0:
+        return float("nan")
     return float(spearmanr(one.ravel(), other.ravel())[0])  # type: ignore[arg-type]
 
 

