@@ -39,7 +39,7 @@ class Size:
 
 
 SIZES = {
-    "cpu": Size({"small": 500, "medium": 2000, "large": 4500}, {"validation": 300, "test": 500}, cnn_epochs=10),
+    "cpu": Size({"small": 500, "medium": 2000, "large": 4500}, {"validation": 500, "test": 1000}, cnn_epochs=10),
     "paper": Size({"small": 1000, "medium": 2500, "large": 0}, {"validation": 500, "test": 1000}, cnn_epochs=30),
 }
 
