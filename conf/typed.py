@@ -39,7 +39,7 @@ def build(schema: type[T], given: Mapping[str, Any], where: str = "") -> T:
     try:
         merged = OmegaConf.merge(base, OmegaConf.create(dict(given)))
         result = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, TypeError) as error:
         raise UserError(_in_one_line(error, where)) from None
     _check_values(result, where)
     return result  # type: ignore[return-value]  # OmegaConf.to_object rebuilds the dataclass it was given
@@ -64,9 +64,10 @@ def _check_keys(schema: type, given: Mapping[str, Any], where: str) -> None:
             _check_keys(fields[key].type, item, _join(where, key))  # type: ignore[arg-type]
 
 
-def _in_one_line(error: OmegaConfBaseException, where: str) -> str:
+def _in_one_line(error: Exception, where: str) -> str:
     first = str(error).splitlines()[0]
-    key = _join(where, str(error.full_key)) if getattr(error, "full_key", None) else where
+    full = getattr(error, "full_key", None)
+    key = _join(where, str(full)) if full else where
     return f"{key}: {first}" if key else first
 
 

@@ -1,6 +1,7 @@
 """Arithmetic on networks of one shape and one start: cumulative gradients, their assignment, weighted fusion.
 
-arithmetic: a network trained from theta_0 to theta has the cumulative gradient g = theta - theta_0. Gradients of several
+arithmetic: a network trained from theta_0 to theta has the cumulative gradient g = theta - theta_0 (elsewhere called its
+task vector, and what follows task arithmetic). Gradients of several
 tasks are assigned to a network, theta_n + sum alpha_i g_i, or the networks themselves are fused, sum alpha_i theta_i.
 
 All of it is done on integers (fusion.exact), so the order of terms does not matter and a term can be taken out again, bit
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from fusion.exact import ExactSum, State, dequantise, digest
+from fusion.exact import ExactSum, ExactSumError, State, dequantise, digest
 
 GRADIENTS, WEIGHTS = "gradients", "weights"
 LARGEST = 2.0**62
@@ -75,8 +76,9 @@ def combine(
 ) -> State:
     """theta_n + sum alpha_i g_i (`how` GRADIENTS) or sum alpha_i theta_i (WEIGHTS), as int64 like the quantised `start`.
 
-    `start` is theta_0, or with `force` any other network of its shape: the gradients are assigned to it. Raises UserError
-    for gradients that count from another start (unless forced), other shapes, and a number of alphas that is not theirs.
+    `start` is theta_0, or with `force` any other network of its shape: the gradients are assigned to its weights, its
+    statistics stay. Raises UserError for gradients that count from another start (unless forced), other shapes, and a
+    number of alphas that is not theirs.
     """
     if len(gradients) != len(alphas):
         raise UserError(f"{len(alphas)} coefficients for {len(gradients)} gradients; give one for each")
@@ -86,43 +88,74 @@ def combine(
         if gradient.start != here and not force:
             digests = f"digest {gradient.start[:12]}, this network's is {here[:12]}"
             raise UserError(f"gradient {place + 1} counts from another start ({digests}); force it if that is meant")
-    return composed(start, alphas, (gradient.change for gradient in gradients), how, gradients[0].bits if gradients else 0)
+    bits = gradients[0].bits if gradients else 0
+    found = composed(start, alphas, (gradient.change for gradient in gradients), how, bits)
+    if any(gradient.start != here for gradient in gradients):  # the statistics of another network are its own
+        found |= {name: tensor for name, tensor in start.items() if is_statistic(name)}
+    return found
 
 
 def composed(start: State, alphas: Sequence[Alpha], changes: Iterable[State], how: str, bits: int) -> State:
     """The combination of changes, which may be read one by one, with their alphas; all int64 in units of 2**-bits.
 
-    Weights of theta_0 count once (GRADIENTS) or sum alpha times (WEIGHTS).
+    Weights of theta_0 count once (GRADIENTS) or sum alpha times (WEIGHTS). UserError beyond the range of exact sums.
     """
+    factors = {name: _factors(alphas, name, [1] * len(alphas)) for name in start}
+    terms = ({name: _times(tensor, factors[name][place]) for name, tensor in change.items()}
+             for place, change in enumerate(changes))  # fmt: skip
+    return _added(start, {name: math.fsum(own) for name, own in factors.items()}, terms, how, bits)
+
+
+def evenly(start: State, alpha: Alpha, total: ExactSum, how: str) -> State:
+    """The same where all changes have one coefficient and their sum is known: it is multiplied once."""
+    number = total.addends
+    factors = {name: _factors([alpha], name, [number])[0] for name in start}
+    term = {name: _times(tensor, factors[name]) for name, tensor in total.totals.items()}
+    return _added(start, {name: factor * number for name, factor in factors.items()}, [term], how, total.bits)
+
+
+def _added(start: State, sums: Mapping[str, float], terms: Iterable[State], how: str, bits: int) -> State:
+    """theta_0 and the terms; `sums`: of the coefficients, by tensor. UserError beyond the range of exact sums."""
+    once = {name: how == GRADIENTS or is_statistic(name) for name in start}
     total = ExactSum(bits)
-    factors = {name: _factors(alphas, name) for name in start}
-    for place, change in enumerate(changes):
-        total.add({name: _times(tensor, factors[name][place]) for name, tensor in change.items()})
-    found = {}
-    for name, tensor in start.items():
-        once = how == GRADIENTS or is_statistic(name)
-        kept = tensor if once else _times(tensor, math.fsum(factors[name]))
-        found[name] = kept + total.totals.get(name, torch.zeros_like(tensor))
-    return found
+    try:
+        total.add({name: tensor if once[name] else _times(tensor, sums[name]) for name, tensor in start.items()})
+        for term in terms:
+            total.add(term)
+    except ExactSumError as error:
+        raise UserError(f"the combination leaves the range of exact sums ({error}); take smaller coefficients") from None
+    return total.totals
 
 
-def _factors(alphas: Sequence[Alpha], name: str) -> list[float]:
+def _factors(alphas: Sequence[Alpha], name: str, times: Sequence[int]) -> list[float]:
     """What each change of a tensor is multiplied by: alpha, or for statistics the shares of a weighted mean."""
-    own = [alpha_for(alpha, name) for alpha in alphas]
-    return _shares(own) if is_statistic(name) else own
+    if not is_statistic(name):
+        return [alpha_for(alpha, name) for alpha in alphas]
+    return _shares([_size(alpha, name) for alpha in alphas], times)
 
 
-def _shares(alphas: Sequence[float]) -> list[float]:
-    """The coefficients' sizes, as shares of 1; all 0 if they are."""
-    total = math.fsum(abs(alpha) for alpha in alphas)
-    return [abs(alpha) / total if total else 0.0 for alpha in alphas]
+def _size(alpha: Alpha, name: str) -> float:
+    """How much a network counts in the mean of a statistic: by its layer's coefficient, or all its layers' mean."""
+    if isinstance(alpha, Mapping) and layer_of(name) not in alpha:
+        return math.fsum(abs(one) for one in alpha.values()) / max(len(alpha), 1)
+    return abs(alpha_for(alpha, name))
+
+
+def _shares(sizes: Sequence[float], times: Sequence[int]) -> list[float]:
+    """Sizes as shares that add up to 1 if each counts so many times; all 0 if they are."""
+    total = math.fsum(size * number for size, number in zip(sizes, times, strict=True))
+    return [size / total if total else 0.0 for size in sizes]
 
 
 def to_state(quantised: State, like: Mapping[str, Tensor], bits: int) -> State:
-    """Integers in units of 2**-bits as a state with the dtypes of `like`: float32, counters rounded and not negative."""
+    """Integers in units of 2**-bits as a state with the dtypes of `like`: float32, counters rounded.
+
+    Counters and variances are at least 0.
+    """
     plain = dequantise({name: tensor for name, tensor in quantised.items() if like[name].is_floating_point()}, bits)
     counts = {name: (tensor.double() * 2.0**-bits).round().clamp(min=0).to(like[name].dtype) for name, tensor in
               quantised.items() if name not in plain}  # fmt: skip
+    plain |= {name: tensor.clamp(min=0) for name, tensor in plain.items() if name.endswith("running_var")}
     return {name: plain[name] if name in plain else counts[name] for name in quantised}
 
 
@@ -152,20 +185,21 @@ class Composer:
         statistics = {name: buffer for name, buffer in network.named_buffers() if buffer.is_floating_point()}
         weights = dict(network.named_parameters())
         self.network = network
-        self.layers = list(dict.fromkeys(layer_of(name) for name in start))
+        self.layers = list(dict.fromkeys(layer_of(name) for name in weights))
         self._parts = [_Vector(weights, start, ends, how), _Vector(statistics, start, ends, GRADIENTS)]
 
     def __call__(self, alphas: Sequence[Alpha]) -> nn.Module:
         """The network, its weights now the combination with these coefficients."""
         weights, statistics = self._parts
+        once = [1] * len(alphas)
         if all(isinstance(alpha, int | float) for alpha in alphas):
             same = [alpha_for(alpha, "") for alpha in alphas]
             weights.write(slice(None), same)
-            statistics.write(slice(None), _shares(same))
+            statistics.write(slice(None), _shares([abs(alpha) for alpha in same], once))
             return self.network
         for part in self._parts:
             for name, span in part.spans.items():
-                part.write(span, _factors(alphas, name))
+                part.write(span, _factors(alphas, name, once))
         return self.network
 
 

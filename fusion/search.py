@@ -46,10 +46,15 @@ def best_on_grid(score: Score, steps: Sequence[float], number: int) -> list[floa
 
     Raises UserError for more than MOST points.
     """
+    check_grid(steps, number)
+    return list(max(itertools.product(steps, repeat=number), key=score))
+
+
+def check_grid(steps: Sequence[float], number: int) -> None:
+    """UserError if steps x ... x steps (`number` times) are more than MOST points."""
     if len(steps) ** number > MOST:
         raise UserError(f"a grid of {len(steps)} steps for {number} coefficients has more than {MOST} points; "
                         "take fewer steps, or a derivative-free search")  # fmt: skip
-    return list(max(itertools.product(steps, repeat=number), key=score))
 
 
 def climb(score: Score, start: Sequence[float], low: float, high: float, evaluations: int) -> list[float]:

@@ -93,6 +93,9 @@ def verify_accuracy(path: Path, ledger: Ledger, measure: Callable[[], dict[str, 
         found = measure()
     except UserError as error:
         return [Finding("accuracy after", "not checkable", str(error))]
+    now = ledger.last_round()
+    if now is None or now.digest != last.digest:
+        return [Finding("accuracy after", "not checkable", "the run went on meanwhile")]
     return [
         _found(f"accuracy after on {domain}", abs(found.get(domain, math.inf) - share) <= CLOSE,
                f"certificate: {share:.4f}, measured: {found.get(domain, math.nan):.4f}")

@@ -13,13 +13,14 @@ from flwr.serverapp import Grid
 
 from clients.data import num_classes, site_sizes
 from clients.networks import build_network
+from clients.networks.reading import BATCH, FEWEST
 from clients.objectives import objective_of
 from conf import to_json
 from conf.errors import UserError
 from conf.schema import Config
 from conf.sites import roster
 from server.database import LEDGER, begun
-from server.evaluate import Evaluator, site_rows
+from server.evaluate import RECOMPUTED, Evaluator, site_rows
 from server.federation import Federation
 from server.ledger import Ledger
 from server.listener import Listener
@@ -36,6 +37,10 @@ def check(config: Config) -> None:
         objective_of(one)
     build_network(config, num_classes(config))
     STRATEGIES.build(config.strategy, "strategy").check(config)
+    if config.evaluation.statistics == RECOMPUTED and not config.data.validation:
+        raise UserError(f"evaluation.statistics={RECOMPUTED}: needs validation images; set data.validation above 0")
+    if config.evaluation.statistics == BATCH and config.evaluation.batch < FEWEST:
+        raise UserError(f"evaluation.batch: got {config.evaluation.batch}, statistics={BATCH} takes at least {FEWEST}")
     if config.federation.min_replies > asked:
         raise UserError(f"federation.min_replies: got {config.federation.min_replies}, only {asked} sites are asked a round")
 

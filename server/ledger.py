@@ -81,6 +81,11 @@ class Ledger:
             raise
         return ledger
 
+    @property
+    def server(self) -> bool:
+        """Whether it was opened to be written."""
+        return self._database.server
+
     def __enter__(self) -> "Ledger":
         return self
 

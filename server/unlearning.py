@@ -124,13 +124,16 @@ def refuse(ledger: Ledger, sites: Sequence[str]) -> None:
 def erase(folder: Path, request: Request, forgotten: Sequence[str]) -> list[str]:
     """Delete what this machine keeps of the sites beside the ledger; the paths in the run's folder that are gone.
 
-    Their own stores, their networks, what workers wrote for them, and what was trained with them and is never subtracted:
-    baselines, and networks retrained for other requests. Of its sites, those that are `forgotten`: one may be readmitted.
+    Their own stores, what workers wrote for them, all networks (they are written anew from what is left), and what was
+    trained with them and is never subtracted: baselines, and networks retrained for other requests. Of its sites, those that
+    are `forgotten`: one may be readmitted.
     """
     sites = [name for name in request.sites if name in forgotten]
     found = [path for name in sites for path in (folder / "sites").glob(f"*/{name}")]
-    found += [folder / STAGING / name for name in sites] + [folder / "states" / f"{name}.safetensors" for name in sites]
-    found += [folder / "baselines"] + [path for path in (folder / RETRAINED).glob("*") if path.name != request.id]
+    found += [folder / STAGING / name for name in sites]
+    found += [folder / "states", folder / "baselines"] + [
+        path for path in (folder / RETRAINED).glob("*") if path.name != request.id
+    ]
     gone = []
     for path in found:
         if path.is_dir():

@@ -104,7 +104,7 @@ def readmit(run: RunPath, sites: Sites) -> None:
 def compose(
     run: RunPath,
     sites: Annotated[str, typer.Option(help="Their names: site-0001,site-0004")],
-    coefficients: Annotated[str, typer.Option(help="One for each: 0.5,0.7; default: as the run chose them.")] = "",
+    coefficients: Annotated[str, typer.Option(help="One for each: 0.5,0.7; default: as the run does.")] = "",
     how: Annotated[str, typer.Option(help="gradients or weights; default: as the run does.")] = "",
     start: Annotated[Path | None, typer.Option(help="Assign the gradients to this network instead of theta_0.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Even if it is not the one that the sites started from.")] = False,
@@ -174,7 +174,7 @@ def report(run: Annotated[Path, typer.Argument(help="A run's folder, such as run
 
 @app.command()
 def reproduce(
-    what: Annotated[str, typer.Argument(help="aggregation: sum aggregation, Tables 1 and 2.")],
+    what: Annotated[str, typer.Argument(help="aggregation, arithmetic, cla or unlearning.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value for every run, such as engine.workers=2")] = None,
     preset: Annotated[str, typer.Option(help="cpu: minutes on two cores; paper: the paper's size, for a GPU.")] = "cpu",
     seeds: Annotated[int, typer.Option(help="Runs of each method.", min=1)] = 5,
@@ -191,7 +191,7 @@ def reproduce(
 
 @app.command()
 def bench(
-    what: Annotated[str, typer.Argument(help="engines: side by side. memory: the server's, against the number of sites.")],
+    what: Annotated[str, typer.Argument(help="engines, faults, flat-memory, fusion, grid, memory, unlearning, ...")],
     quick: Annotated[bool, typer.Option("--quick", help="engines: fewer rounds, within four minutes.")] = False,
     out: Annotated[Path, typer.Option(help="engines: folder for tables, rows, plot and page.")] = Path("runs/bench"),
     as_json: Json = False,

@@ -10,7 +10,7 @@ from clients.states import read_state
 from conf.errors import UserError, unknown
 from conf.schema import Config
 from fusion.arithmetic import GRADIENTS, WEIGHTS, Alpha, check_shapes
-from fusion.exact import State, digest
+from fusion.exact import ExactSumError, State, digest
 from server.evaluate import Evaluator
 from server.ledger import Ledger
 from server.method import Method
@@ -62,8 +62,8 @@ def name_of(config: Config) -> NetworkName:
 
 
 def _check(order: Order, out: Path) -> None:
-    if not out.parent.is_dir():
-        raise UserError(f"--out: the folder {out.parent} is not there")
+    if not out.parent.is_dir() or out.is_dir():
+        raise UserError(f"--out: got {out}, takes the path of a file in a folder that is there")
     if order.how and order.how not in (GRADIENTS, WEIGHTS):
         raise unknown("--how", order.how, (GRADIENTS, WEIGHTS))
     if order.coefficients and len(order.coefficients) != len(order.sites):
@@ -75,9 +75,13 @@ def _composed(aggregation: Aggregation, order: Order) -> tuple[State, list[list[
     if isinstance(aggregation, Arithmetic):
         aggregation.check_names(order.sites)
         given = dict(zip(order.sites, order.coefficients, strict=True)) if order.coefficients else {}
-        alphas: Mapping[str, Alpha] = given or aggregation.chosen(order.sites)
+        whole = sorted(order.sites) == sorted(site.name for site in aggregation.members())
+        alphas: Mapping[str, Alpha] = given or (aggregation.coefficients() if whole else aggregation.chosen(order.sites))
         rows = [[name, f"{alpha:g}" if isinstance(alpha, float) else "by layer"] for name, alpha in alphas.items()]
-        return aggregation.compose(alphas, order.how, _start(aggregation, order)), rows
+        try:
+            return aggregation.compose(alphas, order.how, _start(aggregation, order)), rows
+        except ExactSumError as error:
+            raise UserError(f"{order.start}: {error}") from None
     if order.coefficients or order.how or order.start:
         raise UserError("--coefficients, --how and --start are for runs of the strategy arithmetic; leave them out")
     state = aggregation.only(order.sites)

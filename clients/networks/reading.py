@@ -2,8 +2,10 @@
 
 from torch import Tensor, nn
 
+from conf.errors import UserError
 from fusion.repair import BATCH_NORM
 
+FEWEST = 2  # images in a batch that has a variance
 BATCH = "batch"  # evaluation.statistics: BatchNorm takes each batch's own mean and variance
 
 
@@ -21,6 +23,8 @@ class Reading(nn.Module):
         self._norms = [norm for norm in norms if norm.running_mean is not None] if statistics == BATCH else []
 
     def forward(self, images: Tensor) -> Tensor:
+        if self._norms and not self.training and len(images) < FEWEST:
+            raise UserError(f"evaluation.statistics={BATCH}: takes at least {FEWEST} images of a domain, got {len(images)}")
         return self.network(images)[:, self.outputs]
 
     def train(self, mode: bool = True) -> "Reading":

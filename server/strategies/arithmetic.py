@@ -5,9 +5,8 @@ is theta_0 + sum alpha_i G_i, or with combine=weights sum alpha_i (theta_0 + G_i
 Taking a site out is exact: what is left is, bit for bit, the combination of the others' gradients.
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from flwr.app import ArrayRecord
@@ -19,8 +18,8 @@ from conf.errors import UserError, unknown
 from conf.schema import Config
 from conf.sites import Site, roster
 from conf.typed import value
-from fusion.arithmetic import GRADIENTS, WEIGHTS, Alpha, composed, to_state
-from fusion.exact import ExactSumError, State, quantise
+from fusion.arithmetic import GRADIENTS, WEIGHTS, Alpha, composed, evenly, is_statistic, to_state
+from fusion.exact import ExactSum, ExactSumError, State, quantise
 from server.strategies.base import (
     STRATEGIES,
     Aggregation,
@@ -31,10 +30,11 @@ from server.strategies.base import (
     check_record,
     counter,
 )
-from server.strategies.coefficients import NONE, Search, SearchOptions
+from server.strategies.coefficients import LARGEST, NONE, Search, SearchOptions
 from server.strategies.sequential import Sequential
 from server.strategies.summing import Summing
 
+SEARCHED = "coefficients searched"  # an event of the ledger
 ROWS = {"mean": (GRADIENTS, 0.0), "sum": (GRADIENTS, 1.0), "fused": (WEIGHTS, 1.0)}  # always measured; 0: 1 / sites
 
 
@@ -44,7 +44,9 @@ class ArithmeticStrategy(Strategy):
     """Options of the server's side; the objective is `local`."""
 
     combine: str = value(GRADIENTS, "theta_0 + sum alpha g, or sum alpha theta", choices=(GRADIENTS, WEIGHTS))
-    coefficient: float = value(0.0, "alpha of the sites that `coefficients` leaves out; 0: 1 / sites", low=-1e4, high=1e4)
+    coefficient: float = value(
+        0.0, "alpha of the sites that `coefficients` leaves out; 0: 1 / sites", low=-LARGEST, high=LARGEST
+    )
     coefficients: dict[str, Any] = value({}, "a site's name: its alpha")
     search: SearchOptions = value(SearchOptions, "choose the coefficients on validation images")
 
@@ -54,13 +56,12 @@ class ArithmeticStrategy(Strategy):
         for name, alpha in self.coefficients.items():
             if name not in known:
                 raise unknown("strategy.coefficients: site", name, known)
-            if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-                raise UserError(f"strategy.coefficients.{name}: got {alpha!r}, takes a number")
+            if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= LARGEST:
+                raise UserError(f"strategy.coefficients.{name}: got {alpha!r}, takes a number of at most {LARGEST:g}")
         check_objective(config, "local")
         if config.federation.partial_sums:
             raise UserError("federation.partial_sums: gradients are taken at the server; leave it off")
-        if self.search.by != NONE and not config.data.validation:
-            raise UserError(f"strategy.search.by={self.search.by}: needs validation images; set data.validation above 0")
+        self.search.check(config, len(known))
         if config.engine.vectorise > 1 and counter(config):
             raise UserError("engine.vectorise: BatchNorm's statistics cannot be trained as one; take 1, or norm=group")
 
@@ -111,12 +112,18 @@ class Arithmetic(Summing):
             self._sent = quantise(self.aggregate(), self.bits)
         old = self.contribution(site.name)
         try:
-            end = quantise(records[SITE], self.bits)
-            new = {name: old[name] + (tensor - self._sent[name]) for name, tensor in end.items()}
+            new = self._changed_to(quantise(records[SITE], self.bits), old, self._sent)
             self._next.replace(old, new)
         except ExactSumError as error:
             raise ReplyError(str(error)) from None
         self.contributions.stage(site.name, round, new, samples)
+
+    def _changed_to(self, end: State, old: State, sent: State) -> State:
+        """A site's gradient with a further round in it; statistics are no sums over rounds, the last ones count."""
+        return {
+            name: tensor - self.initial[name] if is_statistic(name) else old[name] + (tensor - sent[name])
+            for name, tensor in end.items()
+        }
 
     def commit(self, round: int, record: dict[str, Any]) -> None:
         self.sum = self._next
@@ -131,10 +138,25 @@ class Arithmetic(Summing):
         return self._network
 
     def coefficients(self) -> dict[str, Alpha]:
-        """Every member's alpha: given, or found on validation images after the last commit."""
+        """Every member's alpha: given, or found on validation images after the last commit and noted in the ledger."""
         if self._alphas is None:
-            self._alphas = self.chosen([site.name for site in self.members()])
+            searched = self.strategy.search.by != NONE
+            self._alphas = self._noted() if searched else {}
+            if not self._alphas:
+                self._alphas = self.chosen([site.name for site in self.members()])
+                if searched and self.ledger.server:
+                    self.ledger.note(SEARCHED, {**self._of(), "coefficients": self._alphas})
         return self._alphas
+
+    def _noted(self) -> dict[str, Alpha]:
+        """The coefficients that this very search found for this very sum; empty if it was not made."""
+        notes = [event.body for event in self.ledger.events() if event.kind == SEARCHED]
+        return next((note["coefficients"] for note in reversed(notes) if note.items() >= self._of().items()), {})
+
+    def _of(self) -> dict[str, Any]:
+        """What searched coefficients belong to."""
+        search = {"combine": self.strategy.combine, **asdict(self.strategy.search)}
+        return {"sum": self.digest()["sum"], "search": search}
 
     def compose(self, alphas: Mapping[str, Alpha], how: str = "", start: State | None = None) -> State:
         """The network of these sites with these coefficients, and no others; float32.
@@ -143,10 +165,22 @@ class Arithmetic(Summing):
         assigned to. UserError for an unknown site.
         """
         self.check_names(list(alphas))
-        base = self.initial if start is None else quantise(start, self.bits)
-        changes = (self.contribution(name) for name in alphas)
-        found = composed(base, list(alphas.values()), changes, how or self.strategy.combine, self.bits)
+        how, base = how or self.strategy.combine, self.initial
+        if start is not None:
+            statistics = {name: tensor for name, tensor in self.initial.items() if is_statistic(name)}
+            base = {**quantise(start, self.bits), **statistics}
+        different = {repr(alpha) for alpha in alphas.values()}
+        if len(different) == 1:  # one exact sum: nothing is read but what is not in it
+            found = evenly(base, next(iter(alphas.values())), self._sum_over(list(alphas)), how)
+        else:
+            changes = (self.contribution(name) for name in alphas)
+            found = composed(base, list(alphas.values()), changes, how, self.bits)
         return to_state(found, self.like, self.bits)
+
+    def _sum_over(self, names: list[str]) -> ExactSum:
+        """The sum of these sites' gradients, by whichever way reads fewer of them."""
+        others = [site.name for site in self.members() if site.name not in names]
+        return self.sum_without(others) if len(others) < len(names) else self.sum_of(names)
 
     def row(self) -> str:
         return "composed"
@@ -167,8 +201,11 @@ class Arithmetic(Summing):
         return self.compose(self.chosen(list(names)))
 
     def without(self, names: list[str]) -> State | None:
+        """With the others' coefficients as they are: nothing is searched again."""
         rest = [site.name for site in self.members() if site.name not in names]
-        return self.only(rest) if rest else None
+        if self.strategy.search.by == NONE:
+            return self.compose(self.given(rest)) if rest else None
+        return self.compose({name: self.coefficients()[name] for name in rest}) if rest else None
 
     def reversed(self) -> State:
         return self.compose(dict(reversed(self.coefficients().items())))
@@ -191,13 +228,16 @@ class Arithmetic(Summing):
                 found = rounds
         return found if names else rounds
 
-    def chosen(self, names: Sequence[str]) -> dict[str, Alpha]:
-        """The coefficients of a network of these sites alone: given, or found on validation images."""
+    def given(self, names: Sequence[str]) -> dict[str, Alpha]:
+        """The configured coefficients of a network of these sites alone."""
         even = self.strategy.coefficient or 1.0 / len(names)
-        given: dict[str, Alpha] = {name: float(self.strategy.coefficients.get(name, even)) for name in names}
+        return {name: float(self.strategy.coefficients.get(name, even)) for name in names}
+
+    def chosen(self, names: Sequence[str]) -> dict[str, Alpha]:
+        """The coefficients of a network of these sites alone: configured, or searched on validation images."""
         if self.strategy.search.by == NONE:
-            return given
+            return self.given(names)
         ends = {name: self.site(name) for name in names}
         homes = {site.name: site for site in self.members()}
         search = Search(self.setup.measuring(), self.strategy.search, self.strategy.combine, self.like, ends, homes)
-        return search.best(given)
+        return search.best(self.given(names))

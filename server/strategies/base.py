@@ -13,7 +13,7 @@ from torch import Tensor
 from clients.data import num_classes
 from clients.networks import build_network
 from conf import to_yaml
-from conf.errors import UserError
+from conf.errors import UserError, unknown
 from conf.registry import Registry
 from conf.schema import Config
 from conf.sites import Site
@@ -64,6 +64,15 @@ class Aggregation(ABC):
     @abstractmethod
     def members(self) -> list[Site]:
         """The sites that take part: all but those that are forgotten."""
+
+    def check_names(self, names: Sequence[str]) -> None:
+        """UserError unless each is a member, named once."""
+        known = [site.name for site in self.members()]
+        for place, name in enumerate(names):
+            if name not in known:
+                raise unknown("site", name, known)
+            if name in names[:place]:
+                raise UserError(f"the site '{name}' is named twice")
 
     def length(self, rounds: int) -> int:
         """How many rounds the method takes if each site trains for `rounds`."""
@@ -142,7 +151,11 @@ class Aggregation(ABC):
         return None
 
     def only(self, names: Sequence[str]) -> State | None:
-        """The aggregated network of these sites alone, None where the method cannot take the others out."""
+        """The aggregated network of these sites alone, None where the method cannot take the others out.
+
+        UserError for a name that is unknown or repeated.
+        """
+        self.check_names(names)
         return self.without([site.name for site in self.members() if site.name not in names])
 
     def traces(self, names: Sequence[str] = ()) -> dict[str, str]:

@@ -10,14 +10,16 @@ from dataclasses import dataclass
 
 from clients.data import label
 from conf.errors import UserError
+from conf.schema import Config
 from conf.sites import Site
 from conf.typed import value
 from fusion.arithmetic import GRADIENTS, Alpha, Composer
 from fusion.exact import State
-from fusion.search import best_on_grid, climb
+from fusion.search import best_on_grid, check_grid, climb
 from server.evaluate import UNION, Evaluator
 
 NONE = "none"
+LARGEST = 1e4  # size of a coefficient
 GRID = [step / 10 for step in range(11)]
 
 
@@ -28,16 +30,28 @@ class SearchOptions:
     by: str = value(
         NONE, "none: the given ones stay; a grid; powell's derivative-free method", choices=(NONE, "grid", "powell")
     )
-    steps: list[float] = value([], "grid: the values of each coefficient; empty: 0, 0.1, ..., 1")
+    steps: list[float] = value([], "grid: the values of each coefficient; empty: 0, 0.1, ..., 1", low=-LARGEST, high=LARGEST)
     layers: bool = value(False, "powell: a coefficient for each layer of each site")
-    low: float = value(0.0, "powell: smallest coefficient")
-    high: float = value(1.5, "powell: largest coefficient")
+    low: float = value(0.0, "powell: smallest coefficient", low=-LARGEST, high=LARGEST)
+    high: float = value(1.5, "powell: largest coefficient", low=-LARGEST, high=LARGEST)
     evaluations: int = value(300, "powell: about so many combinations are measured", low=1)
     images: int = value(500, "most validation images of a domain that are looked at", low=10)
 
+    def check(self, config: Config, sites: int) -> None:
+        """UserError for what cannot be searched."""
+        if self.by != NONE and not config.data.validation:
+            raise UserError(f"strategy.search.by={self.by}: needs validation images; set data.validation above 0")
+        if self.by == "grid":
+            check_grid(self.steps or GRID, sites)
+        if not self.low < self.high:
+            raise UserError(f"strategy.search.low: got {self.low:g}, takes less than strategy.search.high={self.high:g}")
+
 
 class Search:
-    """Combinations of networks of one start, measured in one network without building or reading anything again."""
+    """Combinations of networks of one start, measured in one network without building or reading anything again.
+
+    All of the networks' weights are held in memory.
+    """
 
     def __init__(
         self, evaluator: Evaluator, options: SearchOptions, how: str,
@@ -73,9 +87,12 @@ class Search:
 
 
 def worth(found: Mapping[str, float], own: Mapping[str, float]) -> float:
-    """The worst of the accuracies relative to `own`, by domain, and a hundredth of their mean; `union` does not count."""
-    relative = [found[domain] / max(own[domain], 1e-9) for domain in own if domain != UNION]
-    return min(relative) + 0.01 * statistics.fmean(relative)
+    """The worst of the accuracies relative to `own`, by domain, and a hundredth of their mean.
+
+    Neither `union` counts, nor domains that no site knows anything of.
+    """
+    relative = [found[domain] / share for domain, share in own.items() if domain != UNION and share > 0]
+    return min(relative) + 0.01 * statistics.fmean(relative) if relative else 0.0
 
 
 def _grid(search: Search, given: Mapping[str, Alpha]) -> dict[str, Alpha]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from clients.initial import initial_state
-from conf.errors import UserError, unknown
+from conf.errors import UserError
 from conf.sites import Site
 from fusion.exact import ExactSum, State, digest, quantise
 from server.contributions import Contributions
@@ -128,15 +128,6 @@ class Summing(Aggregation):
         for name in names:
             rest.subtract(self.summed_part(self.contribution(name)))
         return rest
-
-    def check_names(self, names: Sequence[str]) -> None:
-        """UserError unless each is a member, named once."""
-        known = [site.name for site in self.members()]
-        for place, name in enumerate(names):
-            if name not in known:
-                raise unknown("site", name, known)
-            if name in names[:place]:
-                raise UserError(f"the site '{name}' is named twice")
 
     def sum_of(self, names: Sequence[str]) -> ExactSum:
         """The sum of these sites' contributions, added up in this order."""

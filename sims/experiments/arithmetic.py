@@ -64,16 +64,16 @@ def reproduce(preset: str, seeds: int, overrides: Sequence[str], paper: Path | N
 
 def configurations(preset: str, seed: int, root: Path, overrides: Sequence[str]) -> dict[str, Config]:
     """The runs of a seed, by name."""
-    common = [f"seed={seed}", f"run.root={root}", "strategy.search.by=none", *overrides]
+    common = [f"seed={seed}", f"run.root={root}", "strategy.search.by=none"]
     size = SIZES[preset]
-    found = {"demo": load("arithmetic", [*common, f"run.name=demo-{seed}"])}
+    found = {"demo": load("arithmetic", [*common, *overrides, f"run.name=demo-{seed}"])}
     cifar = [f"preset={preset}", *common]
     for amount, samples in size.samples.items():
         data = [f"sites.{site}.samples={samples}" for site in (0, 1)]
         network = ["network={name: lenet}", "training.rate=0.01", f"training.epochs={size.cnn_epochs}"]
         name = f"cnn-{amount}"
-        found[name] = load("cifar_tasks", [*cifar, *data, *network, f"run.name={name}-{seed}"])
-    found["residual"] = load("cifar_tasks", [*cifar, f"run.name=residual-{seed}"])
+        found[name] = load("cifar_tasks", [*cifar, *data, *network, *overrides, f"run.name={name}-{seed}"])
+    found["residual"] = load("cifar_tasks", [*cifar, *overrides, f"run.name=residual-{seed}"])
     return found
 
 
@@ -82,15 +82,20 @@ def _measured(preset: str, seed: int, root: Path, overrides: Sequence[str], quie
     found: dict[str, Any] = {}
     for name, config in configurations(preset, seed, root, overrides).items():
         found[name] = {"summary": simulate_once(config, quiet=quiet)}
-        folder = root / "measured" / f"{name}-{seed}"
+        folder = root / config.run.name / "measured"
+        digest = found[name]["summary"]["digest"]["sum"]
         networks, images = runs.Networks.of(config), SIZES[preset].images
         if name == "demo":
-            found[name]["scales"] = runs.kept(folder / "scales.json", lambda of=networks: runs.scales(of))
+            found[name]["scales"] = runs.kept(
+                folder / "scales.json", [digest, runs.SCALES], lambda of=networks: runs.scales(of)
+            )
         else:
             most = images["test"]
-            found[name]["sweeps"] = runs.kept(folder / "sweeps.json", lambda of=networks, n=most: runs.sweeps(of, n))
+            key = [digest, runs.ALPHAS, most]
+            found[name]["sweeps"] = runs.kept(folder / "sweeps.json", key, lambda of=networks, n=most: runs.sweeps(of, n))
         if name in ("cnn-large", "residual"):
-            found[name]["grids"] = runs.kept(folder / "grids.json", lambda of=networks, n=images: runs.all_grids(of, n))
+            key = [digest, runs.STEPS, dict(images)]
+            found[name]["grids"] = runs.kept(folder / "grids.json", key, lambda of=networks, n=images: runs.all_grids(of, n))
     return found
 
 
@@ -162,7 +167,7 @@ def _grid_parts(network: str, found: Sequence[Mapping[str, Any]], root: Path) ->
             grids = one[network]["grids"]
             place, own = chosen(grids[how], _own(grids, "validation")), _own(grids, "test")
             scores = [grids[how]["test"][task][place[0]][place[1]] for task in tasks]
-            relative = [score / own[task] for score, task in zip(scores, tasks, strict=True)]
+            relative = [score / max(own[task], 1e-9) for score, task in zip(scores, tasks, strict=True)]
             picked.append((place, scores, relative))
         marks[how] = [[runs.STEPS[k] for k in place] for place, _, _ in picked]
         pairs = " ".join(f"({alpha:g}, {beta:g})" for alpha, beta in marks[how])

