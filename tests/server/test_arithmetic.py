@@ -292,3 +292,30 @@ def test_more_replies_than_a_sequential_round_can_have_are_asked_of_the_main_met
     assert once.config.federation.min_replies == 2
     assert {"sequential_ab", "sequential_ba"} <= once.summary["accuracy"].keys()
     assert once.summary["status"] == "finished"
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    (["sites=[{domain: digits, count: 5, samples: 20}]", "strategy.search.by=grid"], "a grid of 11 steps for 5"),
+    (["strategy.search={by: powell, low: 2, high: 1}"], "strategy.search.low: got 2, takes less than"),
+    (["strategy.search={by: grid, steps: [1e38]}"], "strategy.search.steps: got 1e.38, takes a number from"),
+    ([f"strategy.coefficients.{A}=1e300"], f"strategy.coefficients.{A}: got 1e.300, takes a number of at most"),
+    (["strategy.coefficients=[1, 2]"], "strategy"),
+    (["evaluation.statistics=recomputed", "data.validation=0"], "evaluation.statistics=recomputed: needs validation images"),
+    (["evaluation.batch=1"], "evaluation.batch: got 1, statistics=batch takes at least 2"),
+    (["federation.partial_sums=true"], "federation.partial_sums"),
+])  # fmt: skip
+def test_what_cannot_work_is_refused_before_anything_is_trained(tmp_path: Path, words, told):
+    with pytest.raises(UserError, match=told):
+        check(configured(tmp_path, *words))
+    assert not any(tmp_path.iterdir())
+
+
+def test_after_rounds_a_sites_statistics_are_the_last_that_it_sent(tmp_path: Path):
+    done = run(configured(tmp_path, "rounds=3", "evaluation.statistics=running"))
+    with arithmetic_of(done.config) as aggregate:
+        for name, sent in zip((A, B), done.client.replied[-2:], strict=True):
+            state = aggregate.site(name)
+            assert all((tensor >= 0).all() for key, tensor in state.items() if key.endswith("running_var"))
+            for key, tensor in state.items():
+                if "running" in key or "num_batches" in key:
+                    torch.testing.assert_close(tensor, sent[key], rtol=0, atol=1e-6)
