@@ -162,19 +162,19 @@ class Arithmetic(Summing):
         """The network of these sites with these coefficients, and no others; float32.
 
         `how`: GRADIENTS or WEIGHTS, as configured if empty; `start`: another network than theta_0 that the gradients are
-        assigned to. UserError for an unknown site.
+        assigned to, its statistics staying. UserError for an unknown site.
         """
         self.check_names(list(alphas))
-        how, base = how or self.strategy.combine, self.initial
-        if start is not None:
-            statistics = {name: tensor for name, tensor in self.initial.items() if is_statistic(name)}
-            base = {**quantise(start, self.bits), **statistics}
+        how = how or self.strategy.combine
+        base = self.initial if start is None else quantise(start, self.bits)
         different = {repr(alpha) for alpha in alphas.values()}
         if len(different) == 1:  # one exact sum: nothing is read but what is not in it
             found = evenly(base, next(iter(alphas.values())), self._sum_over(list(alphas)), how)
         else:
             changes = (self.contribution(name) for name in alphas)
             found = composed(base, list(alphas.values()), changes, how, self.bits)
+        if start is not None:
+            found |= {name: tensor for name, tensor in base.items() if is_statistic(name)}
         return to_state(found, self.like, self.bits)
 
     def _sum_over(self, names: list[str]) -> ExactSum:
