@@ -1,8 +1,8 @@
 """Arithmetic on networks of one shape and one start: cumulative gradients, their assignment, weighted fusion.
 
 arithmetic: a network trained from theta_0 to theta has the cumulative gradient g = theta - theta_0 (elsewhere called its
-task vector, and what follows task arithmetic). Gradients of several
-tasks are assigned to a network, theta_n + sum alpha_i g_i, or the networks themselves are fused, sum alpha_i theta_i.
+task vector, and what follows task arithmetic). Gradients of several tasks are assigned to a network, theta_n +
+sum alpha_i g_i, or the networks themselves are fused, sum alpha_i theta_i.
 
 All of it is done on integers (fusion.exact), so the order of terms does not matter and a term can be taken out again, bit
 for bit. Weights are combined as the formula says. BatchNorm's running mean and variance, and counters, are not weights: a
@@ -20,7 +20,7 @@ from conf.errors import UserError
 from fusion.exact import ExactSum, ExactSumError, State, dequantise, digest
 
 GRADIENTS, WEIGHTS = "gradients", "weights"
-LARGEST = 2.0**62
+LARGEST = 2.0**62  # size of an int64 entry
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 Alpha = float | Mapping[str, float]  # one number, or one for each layer, by its name

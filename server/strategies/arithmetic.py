@@ -1,7 +1,8 @@
 """Arithmetic at the server: sites train from one network, and their cumulative gradients are combined with coefficients.
 
-A site's contribution is G_i, the sum over rounds of (what it sent back - what it was sent), in exact integers. The network
-is theta_0 + sum alpha_i G_i, or with combine=weights sum alpha_i (theta_0 + G_i); in the next round sites start from it.
+A site's contribution is G_i, the sum over rounds of (what it sent back - what it was sent), in exact integers; of
+BatchNorm's statistics, which are no sums, the last that it sent (less theta_0's). The network is theta_0 + sum alpha_i G_i,
+or with combine=weights sum alpha_i (theta_0 + G_i); in the next round sites start from it.
 Taking a site out is exact: what is left is, bit for bit, the combination of the others' gradients.
 """
 
@@ -80,10 +81,10 @@ class Arithmetic(Summing):
         super().__init__(setup)
         self.strategy = strategy
         self.like = to_state(self.initial, initial_state(self.config), self.bits)  # theta_0, as it is sent
-        self.enter()
+        self.begin_or_resume()
 
     def begin(self) -> None:
-        self.enter_first(alike=True)
+        self.stage_first(alike=True)
 
     def first(self, name: str) -> State:
         return {name: tensor * 0 for name, tensor in self.initial.items()}
@@ -145,15 +146,15 @@ class Arithmetic(Summing):
             if not self._alphas:
                 self._alphas = self.chosen([site.name for site in self.members()])
                 if searched and self.ledger.server:
-                    self.ledger.note(SEARCHED, {**self._of(), "coefficients": self._alphas})
+                    self.ledger.note(SEARCHED, {**self._search_key(), "coefficients": self._alphas})
         return self._alphas
 
     def _noted(self) -> dict[str, Alpha]:
         """The coefficients that this very search found for this very sum; empty if it was not made."""
         notes = [event.body for event in self.ledger.events() if event.kind == SEARCHED]
-        return next((note["coefficients"] for note in reversed(notes) if note.items() >= self._of().items()), {})
+        return next((note["coefficients"] for note in reversed(notes) if note.items() >= self._search_key().items()), {})
 
-    def _of(self) -> dict[str, Any]:
+    def _search_key(self) -> dict[str, Any]:
         """What searched coefficients belong to."""
         search = {"combine": self.strategy.combine, **asdict(self.strategy.search)}
         return {"sum": self.digest()["sum"], "search": search}

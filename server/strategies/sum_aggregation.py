@@ -59,7 +59,7 @@ class SumAggregate(Summing):
         self.strategy = strategy
         self.mode: Mode = mode_of(self.config)
         self.own_initial = self.config.objective.get("initialisation", "shared") == "own"
-        self.enter()
+        self.begin_or_resume()
 
     def records(self, round: int) -> dict[str, ArrayRecord]:
         state = {**self._mean_state(), **_part(self.shared, HEAD)}
@@ -169,7 +169,7 @@ class SumAggregate(Summing):
 
     def begin(self) -> None:
         if self.mode.sums:
-            self.enter_first(alike=not self.own_initial)
+            self.stage_first(alike=not self.own_initial)
         self.shared = self._first_shared()
 
     def restore(self, states: Mapping[str, str]) -> None:

@@ -18,7 +18,7 @@ from server.strategies.base import Aggregation, Setup
 
 
 class Summing(Aggregation):
-    """The exact sum S of the sites' contributions. A subclass calls `enter` at the end of its __init__."""
+    """The exact sum S of the sites' contributions. A subclass calls `begin_or_resume` at the end of its __init__."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup, self.config = setup, setup.config
@@ -30,7 +30,7 @@ class Summing(Aggregation):
         forgotten = self.ledger.sites()
         self._members = [site for site in self.setup.sites if not forgotten[site.name]]
 
-    def enter(self) -> None:
+    def begin_or_resume(self) -> None:
         """Begin the run, or go on after its last committed round."""
         last = self.ledger.last_round()
         if last is None:
@@ -74,7 +74,7 @@ class Summing(Aggregation):
         """The site's committed contribution (int64)."""
         return self.contributions.load(name)
 
-    def enter_first(self, alike: bool) -> None:
+    def stage_first(self, alike: bool) -> None:
         """Put every site's first contribution into the sum; `alike`: they are all the same."""
         for site in self.setup.sites:
             first = self.first(site.name)
