@@ -5,7 +5,7 @@ import signal
 import time
 
 import torch
-from flwr.app import Context, Message
+from flwr.app import Context, Message, MetricRecord
 from flwr.clientapp import ClientApp
 
 app = ClientApp()
@@ -13,12 +13,13 @@ app = ClientApp()
 
 @app.train()  # type: ignore[arg-type]  # one of the faults is to return nothing
 def train(message: Message, context: Context) -> Message | None:
-    """Answer with the message's content, after the fault (record `fault`, key `kind`) that it asks for."""
+    """Answer with the message's content and the worker's process, after the fault (record `fault`, key `kind`)."""
     record = message.content.config_records.get("fault", {})
     for kind in str(record.get("kind", "")).split():
         if kind == "nothing":
             return None
         FAULTS[kind](str(record.get("once", "")))
+    message.content["worker"] = MetricRecord({"pid": os.getpid()})
     message.content["echo"] = message.content.array_records["weights"]  # an edit that must reach no neighbour
     return Message(message.content, reply_to=message)
 

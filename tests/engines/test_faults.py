@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,10 +85,7 @@ def test_a_worker_that_dies_once_costs_nobody_anything(grid: RayGrid, tmp_path: 
 
 
 def test_workers_killed_from_outside_are_replaced(grid: RayGrid):
-    listed = subprocess.run(["ps", "-e", "-o", "pid=,args="], capture_output=True, text=True, check=True).stdout
-    workers = [int(line.split()[0]) for line in listed.splitlines() if "ray::Worker" in line]
-    assert workers
-    for worker in workers:
+    for worker in {int(reply.content.metric_records["worker"]["pid"]) for reply in ask(grid, {}).values()}:  # type: ignore[arg-type]
         os.kill(worker, signal.SIGKILL)
     time.sleep(0.5)
     assert_good(ask(grid, {}), set())
