@@ -23,7 +23,7 @@ EXACT = ("The sum after the request equals, bit for bit, the sum of the remainin
 COPIES = "backups, other machines and whoever received earlier sums are beyond this server's reach"
 
 
-def certificate(ledger: Ledger, aggregation: Aggregation, request: Request, erased: list[str]) -> dict[str, Any]:
+def certificate(ledger: Ledger, aggregation: Aggregation, request: Request) -> dict[str, Any]:
     """The facts of an applied request, the evidence left to the caller. Raises UserError if a sum does not check."""
     event = forgotten_event(ledger, request.id)
     remaining = ledger.all_latest()
@@ -47,9 +47,15 @@ def certificate(ledger: Ledger, aggregation: Aggregation, request: Request, eras
             "remaining": {name: one.blob for name, one in remaining.items()},
         },
         "not_exact": {**aggregation.traces(request.sites), "copies": COPIES},
-        "erased": erased,
+        "erased": erased(ledger, request.id),
         "ledger": {"event": event.id, "digest": event.digest},
     }
+
+
+def erased(ledger: Ledger, request: str) -> list[str]:
+    """The paths in the run's folder that were deleted for a request."""
+    events = (each for each in ledger.events() if each.kind == "erased" and each.body["request"] == request)
+    return list(dict.fromkeys(path for event in events for path in event.body["paths"]))
 
 
 def sum_of(ledger: Ledger, names: list[str]) -> ExactSum:

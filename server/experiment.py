@@ -1,11 +1,8 @@
 """One experiment from start to summary: the main method, its baselines on the same data, and the measurements at the end."""
 
 import dataclasses
-import hashlib
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +12,16 @@ from clients.data import num_classes, site_sizes
 from clients.networks import build_network
 from clients.networks.reading import BATCH, FEWEST
 from clients.objectives import objective_of
-from conf import to_json
 from conf.errors import UserError
 from conf.schema import Config
 from conf.sites import roster
-from server.database import LEDGER, begun
 from server.evaluate import RECOMPUTED, Evaluator, site_rows
 from server.federation import Federation
 from server.ledger import Ledger
 from server.listener import Listener
-from server.method import Method
+from server.method import Method, open_ledger
 from server.rounds import asked_per_round
-from server.runfolder import SUMMARY, RunFolder, stored
+from server.runfolder import SUMMARY, RunFolder
 from server.strategies import STRATEGIES
 
 
@@ -97,29 +92,9 @@ def _untouched(ledger: Ledger, folder: RunFolder) -> bool:
     return last.kind == "finished" and SUMMARY in last.body["files"] and last.body["files"] == folder.results()
 
 
-def open_ledger(config: Config, folder: RunFolder, run: str = "", sites: Sequence[str] = ()) -> Ledger:
-    """The ledger of a run: the one that is there, or a new one. Raises LedgerError if another server is at work on it."""
-    if begun(folder.path / LEDGER):
-        return Ledger.open(folder.path)
-    run = run or hashlib.sha256(f"{to_json(config)}{time.time_ns()}".encode()).hexdigest()[:16]
-    names = sites or [site.name for site in roster(config)]
-    return Ledger.create(folder.path, run, stored(config), config.federation.scale_bits, names)
-
-
-@contextmanager
-def beside(method: Method, config: Config, name: str, without: Sequence[str] = ()) -> Iterator[Method]:
-    """A further method with the same sites (but for some), in a folder of the run's."""
-    folder = RunFolder(method.folder.path / name)
-    folder.open(config)
-    there = [site.name for site in method.aggregation.members() if site.name not in without]
-    run = f"{method.ledger.run().run}-{name.replace('/', '-')}"
-    with open_ledger(config, folder, run, there) as ledger:
-        yield Method(config, folder, ledger, method.evaluator)
-
-
 def _run_baseline(config: Config, main: Method, federation: Federation, listener: Listener) -> dict[str, float]:
     """Run a baseline into a folder of its own; the accuracy of its aggregate."""
-    with beside(main, config, f"baselines/{config.objective['mode']}") as method:
+    with main.beside(config, f"baselines/{config.objective['mode']}") as method:
         method.train(federation, listener)
         found = method.measure()
         method.folder.write_summary({**head(config, method.ledger), **found})
@@ -130,11 +105,12 @@ def _run_baseline(config: Config, main: Method, federation: Federation, listener
 def head(config: Config, ledger: Ledger | None = None) -> dict[str, Any]:
     """What a summary says before anything is measured; without the sites that the ledger has as forgotten."""
     gone = {name for name, forgotten in ledger.sites().items() if forgotten} if ledger else set()
+    last = ledger.last_round() if ledger else None
     return {
         "experiment": config.experiment,
         "method": f"{config.strategy['name']}/{objective_of(config).mode}",
         "seed": config.seed,
-        "rounds": config.rounds,
+        "rounds": last.round if last else config.rounds,
         "engine": config.engine.name,
         "sites": [row for row in site_rows(config) if row["name"] not in gone],
         **({"unlearned": sorted(gone)} if gone else {}),

@@ -185,13 +185,17 @@ class Ledger:
 
         Raises LedgerError if that round's state, or a site's contribution to it, is not kept (keep='all' keeps them).
         """
+        self.check_roll_back(round)
+        with self._replacing() as db:
+            append(db, "rolled back", {"round": round, "sites": list(sites)})
+
+    def check_roll_back(self, round: int) -> None:
+        """LedgerError if the state after a round, or a site's contribution to it, is not kept."""
         rows = {row.round: row for row in self.rounds()}
         lost = [site for site, gone in self.sites().items() if not gone and not any(
             one.round <= round for one in self.history(site))]  # fmt: skip
         if round not in rows or not rows[round].states or (lost and self.all_latest()):
             raise LedgerError(f"{self.folder}: the state after round {round} is not kept; federation.history=all keeps it")
-        with self._replacing() as db:
-            append(db, "rolled back", {"round": round, "sites": list(sites)})
 
     def readmit(
         self,

@@ -1,19 +1,27 @@
 """One method of an experiment at work in a folder: its rounds, requests between them, the measurements at the end."""
 
+import dataclasses
+import hashlib
 import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from conf import to_json
 from conf.schema import Config
 from conf.sites import Site, roster
+from fusion.exact import State
+from server.database import LEDGER, begun
 from server.evaluate import Evaluator
 from server.federation import Federation
-from server.ledger import Ledger
+from server.ledger import Ledger, Request
 from server.listener import Listener
 from server.rounds import RoundLoop
-from server.runfolder import RunFolder
+from server.runfolder import RunFolder, stored
 from server.strategies import STRATEGIES, Aggregation, Setup
-from server.unlearning import Unlearning
+from server.unlearning import RETRAINED, Unlearning
 
 
 @dataclass
@@ -39,35 +47,67 @@ class Method:
         """Requests to it."""
         return Unlearning(self.config, self.folder.path, self.ledger, self.aggregation, self.evaluator)
 
-    def train(self, federation: Federation, listener: Listener) -> None:
-        """All rounds that are not committed yet; requests that came in are fulfilled between them."""
+    def train(self, federation: Federation, listener: Listener, rounds: int | None = None) -> None:
+        """All rounds that are not committed yet (`rounds`: until there are so many), and those that requests ask for.
+
+        Requests that came in are taken up between rounds: they may go back to an earlier one, or want further ones.
+        """
         loop = RoundLoop(self.config, self.ledger.run().run, federation, self.aggregation, self.evaluator, listener)
-        listener.started(f"{self.config.run.name} ({self.aggregation.row()})", len(self.aggregation.members()),
-                         loop.last, str(self.folder.path))  # fmt: skip
-        for record in loop.rounds(self._resumed(loop) + 1, lambda: self.take_requests(listener)):
-            self.folder.append(record)
-        self.take_requests(listener)
+        unlearning = self.unlearning()
+        loop.last = max(loop.last if rounds is None else rounds, unlearning.goal())
+        self._resumed(loop)
+        self._announce(loop)
+        while True:
+            before = unlearning.last_round()
+            changed = unlearning.take(listener.message, lambda request: self.retrained(request, federation, listener))
+            last, loop.last = unlearning.last_round(), max(loop.last, unlearning.goal())
+            if last < before:
+                self._resumed(loop)
+            if last >= loop.last:
+                return
+            if changed:
+                self._announce(loop)
+            self.folder.append(loop.one(last + 1))
 
-    def take_requests(self, listener: Listener) -> None:
-        """Fulfil the requests that wait, and say so."""
-        self.unlearning().take(listener.message)
+    def retrained(self, request: Request, federation: Federation, listener: Listener) -> State:
+        """A network trained from the start without a request's sites, in retrained/<request>, for as many rounds."""
+        listener.message(f"request '{request.id}': a network is trained without {', '.join(request.sites)}, to compare with")
+        resumed = dataclasses.replace(self.config.run, resume=True)
+        config = dataclasses.replace(self.config, run=resumed, rounds=max(1, self.unlearning().last_round()))
+        with self.beside(config, f"{RETRAINED}/{request.id}", request.sites) as other:
+            other.train(federation, listener)
+            return other.aggregation.aggregate()
 
-    def _resumed(self, loop: RoundLoop) -> int:
-        """The last committed round; metrics.jsonl then has a line for each of them, whatever a crash has left of it."""
+    @contextmanager
+    def beside(self, config: Config, name: str, without: Sequence[str] = ()) -> Iterator["Method"]:
+        """A further method with the same sites (but for some), in a folder of the run's."""
+        folder = RunFolder(self.folder.path / name)
+        folder.open(config)
+        there = [site.name for site in self.aggregation.members() if site.name not in without]
+        run = f"{self.ledger.run().run}-{name.replace('/', '-')}"
+        with open_ledger(config, folder, run, there) as ledger:
+            yield Method(config, folder, ledger, self.evaluator)
+
+    def _announce(self, loop: RoundLoop) -> None:
+        """Tell what is trained now: other sites than before, or up to another round."""
+        run, sites = f"{self.config.run.name} ({self.aggregation.row()})", len(self.aggregation.members())
+        loop.listener.started(run, sites, loop.last, str(self.folder.path))
+
+    def _resumed(self, loop: RoundLoop) -> None:
+        """Begin after the last committed round; metrics.jsonl then has a line for each, whatever a crash has left of it."""
         self.aggregation.abandon()
         self.ledger.prune()
         self.folder.sweep()
         committed = [row for row in self.ledger.rounds() if row.round > 0]
         if not committed:
             self.folder.write_metrics([])
-            return 0
+            return
         self.ledger.note("resumed", {"round": committed[-1].round})
         known, last = self.folder.metrics(), committed[-1]
         if last.round not in known:
             known[last.round] = loop.measured(last.record or {"round": last.round})
         self.folder.write_metrics(known.get(row.round) or row.record or {"round": row.round} for row in committed)
         loop.listener.note(f"going on after round {last.round}")
-        return last.round
 
     def measure(self) -> dict[str, Any]:
         """Test accuracy of the aggregate, of each N_i and of the aggregate without each site; all networks are written."""
@@ -96,3 +136,12 @@ class Method:
             "traces": aggregation.traces(),
             **aggregation.facts(),
         }
+
+
+def open_ledger(config: Config, folder: RunFolder, run: str = "", sites: Sequence[str] = ()) -> Ledger:
+    """The ledger of a run: the one that is there, or a new one. Raises LedgerError if another server is at work on it."""
+    if begun(folder.path / LEDGER):
+        return Ledger.open(folder.path)
+    run = run or hashlib.sha256(f"{to_json(config)}{time.time_ns()}".encode()).hexdigest()[:16]
+    names = sites or [site.name for site in roster(config)]
+    return Ledger.create(folder.path, run, stored(config), config.federation.scale_bits, names)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,24 +37,17 @@ class RoundLoop:
     aggregation: Aggregation
     evaluator: Evaluator
     listener: Listener
+    last: int = field(init=False)  # the number of the last round
     _text: str = field(init=False)
 
     def __post_init__(self) -> None:
+        self.last = self.aggregation.length(self.config.rounds)
         self._text = to_json(self.config)
         torch.set_num_threads(self.config.engine.threads)  # the cores are the sites', and torch's idle threads spin
 
-    @property
-    def last(self) -> int:
-        """The number of the last round."""
-        return self.aggregation.length(self.config.rounds)
-
-    def rounds(self, first: int = 1, before: Callable[[], None] = lambda: None) -> Iterator[dict[str, Any]]:
-        """Run and commit one round after the other; yields each one's record (a line of metrics.jsonl).
-
-        `before` is called before each of them.
-        """
-        for round in range(first, self.last + 1):
-            before()
+    def rounds(self) -> Iterator[dict[str, Any]]:
+        """Run and commit all rounds, one after the other; yields each one's record (a line of metrics.jsonl)."""
+        for round in range(1, self.last + 1):
             yield self.one(round)
 
     def one(self, round: int) -> dict[str, Any]:

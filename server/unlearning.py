@@ -27,6 +27,10 @@ RETRAINED = "retrained"  # networks trained without the sites of a request, in a
 _ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")  # it names files
 
 
+class RefusedError(UserError):
+    """A request that cannot be fulfilled, which the ledger says, too."""
+
+
 @dataclass
 class Unlearning:
     """All that is needed to fulfil requests of one run, whose server this is."""
@@ -42,54 +46,103 @@ class Unlearning:
         return self.certify(self.apply(request))
 
     def apply(self, request: Request) -> Request:
-        """Subtract the sites' contributions and commit that, if it is not done; first roll back if the options say so."""
+        """Subtract the sites' contributions, commit that and erase the rest, unless it is done; roll back first if asked to.
+
+        Raises RefusedError if that cannot be done, and then it is refused for good.
+        """
         if request.state != "received":
             return request
-        refuse(self.ledger, request.sites)
-        inquest, last = Inquest(self.config, self.evaluator, request.sites), self.ledger.last_round()
+        self._refuse(request)
+        inquest = Inquest(self.config, self.evaluator, request.sites)
         body = {"digest_before": self.aggregation.digest(), "evidence": inquest.of(self.aggregation.aggregate()),
-                "round": last.round if last else 0}  # fmt: skip
+                "round": self.last_round()}  # fmt: skip
         if request.options.get("rollback"):
             self.aggregation.roll_back(request.sites)
         begin = time.perf_counter()
         self.aggregation.forget(request.sites, body, request.id)
         self.ledger.note("subtracted", {"request": request.id, "seconds": time.perf_counter() - begin})
+        self._erase(request)
         return self.ledger.request(request.id) or request
 
     def certify(self, request: Request, retrained: State | None = None) -> dict[str, Any]:
-        """Erase what is left of the sites, check, measure and write the certificate.
+        """Check, measure and write the certificate of an applied request.
 
         `retrained`: the state of a network that was trained without them, to compare with.
         """
         file = self.folder / CERTIFICATES / f"{request.id}.json"
         if request.state == "verified" and file.is_file():
             return read(file)
-        erased = erase(self.folder, request, [site for site, gone in self.ledger.sites().items() if gone])
+        self._erase(request)  # what a crash has left, and what was trained since
         inquest = Inquest(self.config, self.evaluator, request.sites)
-        done = certificate(self.ledger, self.aggregation, request, erased)
+        done = certificate(self.ledger, self.aggregation, request)
         done["evidence"] = inquest.report((request.result or {})["evidence"], self.aggregation.aggregate(), retrained)
         write_bytes(file, text_of(done).encode())
         if request.state == "applied":
             self.ledger.set_request(request.id, "verified", request.result)
         return done
 
-    def take(self, told: Callable[[str], None]) -> None:
-        """Fulfil what waits, and what a crash left applied; tell of each, or why it is refused. Between rounds.
+    def take(self, told: Callable[[str], None], retrain: Callable[[Request], State]) -> bool:
+        """Between rounds: apply the requests that wait, certify those that are due, and tell of it; whether there were any.
 
-        An applied one whose options ask for more is left to whoever does that.
+        `retrain`: trains a network without a request's sites, where its options ask for that.
         """
-        for request in self.ledger.waiting(applied=True):
-            if request.kind != KIND or (request.state == "applied" and any(request.options.values())):
-                continue
-            try:
-                if request.state == "received":
-                    refuse(self.ledger, request.sites)
-            except UserError as error:
-                self.ledger.set_request(request.id, "refused", {"reason": str(error)})
-                told(f"request '{request.id}' is refused: {error}")
-                continue
-            done = self.fulfil(request)
-            told(f"request '{request.id}' verified: {', '.join(done['sites'])} forgotten")
+        changed = False
+        for request in self._open():
+            if request.state == "received":
+                request, changed = self._taken(request, told), True
+            if request.state == "applied" and self._due(request) <= self.last_round():
+                self.certify(request, retrain(request) if request.options.get("retrain") else None)
+                told(f"request '{request.id}' verified: {', '.join(request.sites)} forgotten")
+                changed = True
+        return changed
+
+    def _taken(self, request: Request, told: Callable[[str], None]) -> Request:
+        """Apply a request that waits, if it is not refused."""
+        try:
+            request = self.apply(request)
+        except RefusedError as error:
+            told(str(error))
+            return request
+        if (due := self._due(request)) > self.last_round():
+            told(f"request '{request.id}' applied: {', '.join(request.sites)} forgotten; certified after round {due}")
+        return request
+
+    def last_round(self) -> int:
+        """The number of the last committed round."""
+        last = self.ledger.last_round()
+        return last.round if last else 0
+
+    def goal(self) -> int:
+        """The round up to which the requests under way want to be trained; 0 if none does."""
+        return max((self._due(request) for request in self._open() if request.state == "applied"), default=0)
+
+    def ready(self, request: Request) -> bool:
+        """Whether an applied request can be certified without training anything."""
+        return not request.options.get("retrain") and self._due(request) <= self.last_round()
+
+    def _refuse(self, request: Request) -> None:
+        """RefusedError, which is noted, for a request that cannot be fulfilled."""
+        try:
+            refuse(self.ledger, request.sites)
+            self.aggregation.check_forgetting(request.sites, rollback=bool(request.options.get("rollback")))
+        except UserError as error:
+            self.ledger.set_request(request.id, "refused", {"reason": str(error)})
+            raise RefusedError(f"request '{request.id}' is refused: {error}") from None
+
+    def _erase(self, request: Request) -> None:
+        """Delete what this machine keeps of the sites beside the ledger, and note that."""
+        if gone := erase(self.folder, request, [site for site, gone in self.ledger.sites().items() if gone]):
+            self.ledger.note("erased", {"request": request.id, "paths": gone})
+
+    def _open(self) -> list[Request]:
+        return [request for request in self.ledger.waiting(applied=True) if request.kind == KIND]
+
+    def _due(self, request: Request) -> int:
+        """The round after which an applied request is certified: after those that its options ask for."""
+        repair = int(request.options.get("repair", 0))
+        if request.options.get("rollback"):
+            return self.config.rounds + repair
+        return int((request.result or {})["round"]) + repair
 
 
 def receive(ledger: Ledger, id: str, sites: Sequence[str], reason: str, options: dict[str, Any]) -> Request:

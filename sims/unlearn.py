@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,19 +11,18 @@ from typing import Any
 from conf.errors import UserError
 from conf.schema import Config
 from conf.sites import roster
-from fusion.exact import State
 from server.audit import check
 from server.certificate import CERTIFICATES, read, verify, verify_accuracy
 from server.database import BusyError
 from server.evaluate import Evaluator
-from server.experiment import beside, head
+from server.experiment import head
 from server.federation import Federation
 from server.ledger import Ledger, Request
 from server.listener import Listener
 from server.method import Method
 from server.runfolder import SUMMARY, RunFolder, read_config
 from server.strategies.summing import Summing
-from server.unlearning import RETRAINED, receive
+from server.unlearning import receive
 from sims.certificates import write_html
 from sims.engines import open_engine
 from sims.progress import listener_for
@@ -36,11 +35,7 @@ def resume(path: Path, *, quiet: bool = False, json_output: bool = False) -> dic
     """Go on with a run after its last committed round; its summary."""
     config = read_config(path)
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
-    summary = simulate(config, quiet=quiet, json_output=json_output)
-    with Ledger.open(path, server=False) as ledger, listener_for(quiet, json_output=json_output) as listener:
-        for request in ledger.waiting(applied=True):
-            listener.message(f"request '{request.id}' is {request.state}: give it once more to finish it")
-    return summary
+    return simulate(config, quiet=quiet, json_output=json_output)
 
 
 @dataclass(frozen=True)
@@ -75,12 +70,9 @@ def unlearn(path: Path, wish: Wish, *, quiet: bool = False) -> tuple[str, dict[s
             return _first_result(path, request)
         ledger.note("resumed", {"for": id})
         method = Method(config, RunFolder(path), ledger, Evaluator(config))
-        retrained = _retrained(method, request, listener) if request.options.get("retrain") else None
-        request = method.unlearning().apply(request)
-        if further := _further(request, config):
-            _train_on(method, further, listener)
-        done = method.unlearning().certify(request, retrained)
+        _fulfil(method, request, listener)
         _measure_again(method, listener)
+    done = read(path / CERTIFICATES / f"{id}.json")
     page = write_html(path / CERTIFICATES / f"{id}.json")
     write_report(path)
     return f"request '{id}' verified: {', '.join(done['sites'])} forgotten; certificate: {page}", done
@@ -150,8 +142,6 @@ def _told(body: dict[str, Any]) -> str:
 
 def _queue(path: Path, id: str, wish: Wish) -> str:
     with Ledger.open(path, server=False) as ledger:
-        if wish.retrain or wish.rollback:
-            raise UserError("a running server cannot train anew beside its rounds: stop it first, or leave that option out")
         request = receive(ledger, id, wish.sites, wish.reason, wish.options)
     return f"request '{id}' {request.state}: the running server takes it after its present round"
 
@@ -162,36 +152,17 @@ def _first_result(path: Path, request: Request) -> tuple[str, dict[str, Any] | N
     return f"request '{request.id}' was verified before: {', '.join(request.sites)} forgotten; certificate: {file}", done
 
 
-@contextlib.contextmanager
-def _federation(config: Config) -> Iterator[Federation]:
+def _fulfil(method: Method, request: Request, listener: Listener) -> None:
+    """Apply and certify it, and train what its options ask for."""
+    config, unlearning = method.config, method.unlearning()
+    request = unlearning.apply(request)
+    if unlearning.ready(request):
+        unlearning.certify(request)
+        return
     with open_engine(config) as grid:
         federation = Federation(grid, roster(config), config.federation.window)
         federation.join(config.federation.join_timeout)
-        yield federation
-
-
-def _retrained(method: Method, request: Request, listener: Listener) -> State:
-    """A network trained from the start without the sites, in a folder of the run's: retrained/<request>."""
-    config = dataclasses.replace(method.config, run=dataclasses.replace(method.config.run, resume=True))
-    with beside(method, config, f"{RETRAINED}/{request.id}", request.sites) as other:
-        with _federation(method.config) as federation:
-            other.train(federation, listener)
-        return other.aggregation.aggregate()
-
-
-def _further(request: Request, config: Config) -> int:
-    """How many rounds there shall be after an applied request's options; 0: as many as there are."""
-    repair = int(request.options.get("repair", 0))
-    if request.options.get("rollback"):
-        return config.rounds + repair
-    return int((request.result or {})["round"]) + repair if repair else 0
-
-
-def _train_on(method: Method, rounds: int, listener: Listener) -> None:
-    """Rounds without the forgotten sites, until so many are committed."""
-    method.config = dataclasses.replace(method.config, rounds=rounds)
-    with _federation(method.config) as federation:
-        method.train(federation, listener)
+        method.train(federation, listener, rounds=unlearning.last_round())
 
 
 def _measure_again(method: Method, listener: Listener) -> None:

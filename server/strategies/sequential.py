@@ -59,6 +59,9 @@ class Sequential(Aggregation):
         self._commit(round, record)
 
     def forget(self, names: Sequence[str], body: dict[str, Any], request: str | None = None) -> None:
+        self.check_forgetting(names)
+
+    def check_forgetting(self, names: Sequence[str], rollback: bool = False) -> None:
         raise UserError(f"{self._row}: one network was trained at one site after the other; train again without the site")
 
     def abandon(self) -> None:

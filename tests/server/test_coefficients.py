@@ -18,7 +18,8 @@ from server.evaluate import Evaluator
 from server.experiment import check
 from server.strategies.arithmetic import Arithmetic, ArithmeticStrategy
 from server.strategies.coefficients import Search, worth
-from tests.server.arithmetics import MNIST, A, B, Done, arithmetic_of, configured, copied, one_core, run, same
+from tests.server.arithmetics import MNIST, A, B, Done, arithmetic_of, configured, one_core, run, same
+from tests.server.runs import copied
 
 STEPS = [0.0, 0.4, 0.8, 1.2]
 LEARNS = ["training.rate=0.1", "training.epochs=4"]  # so that combinations differ

@@ -200,15 +200,20 @@ def test_unlearn_compares_with_a_network_that_was_trained_without_the_site(fedlo
 
 
 def test_retraining_that_was_killed_goes_on(fedloom: Command, run: Path, monkeypatch: pytest.MonkeyPatch):
-    from server.method import Method
+    from server.rounds import RoundLoop
 
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
+    whole = RoundLoop.one
+
+    def killed(loop: RoundLoop, round: int) -> dict:
+        if round == 2:
+            raise KeyboardInterrupt
+        return whole(loop, round)
 
     with monkeypatch.context() as broken:
-        broken.setattr(Method, "train", killed)
+        broken.setattr(RoundLoop, "one", killed)
         assert fedloom("unlearn", run, ONE, "--request-id", "r1", "--retrain").code == 130
-    assert (run / "retrained/r1/config.yaml").is_file()
+    with Ledger.open(run / "retrained/r1", server=False) as ledger:
+        assert [row.round for row in ledger.rounds()] == [0, 1]
     said = fedloom("unlearn", run, ONE, "--request-id", "r1", "--retrain")
     assert said.code == 0, said.err
     assert fedloom("verify", run / "certificates/r1.json", run).code == 0
@@ -300,9 +305,10 @@ def test_beside_a_running_server_a_request_is_queued_and_a_second_server_refused
         refused(fedloom("resume", path, "--quiet"), f"process {server.pid} is working on it")
         refused(fedloom("readmit", path, ONE), f"process {server.pid} is working on it")
         refused(fedloom("unlearn", path, "site-001"), "did you mean")
-        said = fedloom("unlearn", path, ONE, "--request-id", "r1")
+        said = fedloom("unlearn", path, ONE, "--request-id", "r1", "--repair", 2, "--retrain")
         assert said.code == 0 and "request 'r1' received: the running server takes it" in said.out
         until(certificate.is_file)
+        assert json.loads(certificate.read_text())["evidence"]["retrained"]["distance"]
         assert fedloom("verify", certificate, path).code == 0
         assert fedloom("ledger", path).code == 0
         server.send_signal(signal.SIGTERM)

@@ -1,0 +1,143 @@
+"""The certificate: what it says, what a forged one is found out by, and how it is made after a crash."""
+
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import server.unlearning
+from conf import Config, UserError
+from server.audit import check
+from server.certificate import CERTIFICATES
+from server.ledger import Ledger
+from tests.server.parts import WatchedApp, folder
+from tests.server.runs import copied, findings, method_of
+from tests.server.unlearnings import ONE, TWO, asked, configured, further, kinds, run, summed
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A finished run, which no test changes."""
+    return run(configured(tmp_path_factory.mktemp("run")))
+
+
+class Crashed(Exception):
+    """Raised where a server dies."""
+
+
+def crash(*_: Any) -> Any:
+    raise Crashed
+
+
+@pytest.mark.parametrize("where", ["erase", "certificate", "write_bytes"])
+def test_a_crash_after_the_subtraction_is_taken_up_again(
+    finished: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+):
+    config = copied(finished, tmp_path)
+    with monkeypatch.context() as broken, contextlib.suppress(Crashed), method_of(config) as method:
+        broken.setattr(server.unlearning, where, crash)
+        method.unlearning().fulfil(asked(method.unlearning(), "r1", [ONE]))
+    assert check(folder(config)) == []
+    with method_of(config) as method:
+        assert kinds(method.ledger, "r1") == ["received", "applied"]
+        after = method.aggregation.digest()
+        done = method.unlearning().fulfil(asked(method.unlearning(), "r1", [ONE]))
+        assert method.aggregation.digest() == after == done["exact"]["digest_after"]
+        assert kinds(method.ledger, "r1") == ["received", "applied", "verified"]
+        assert set(done["evidence"]["before"]["membership"]) == {ONE}
+    assert not list((folder(config) / "sites").glob(f"*/{ONE}"))
+    assert all(finding.verdict == "match" for finding in findings(config))
+
+
+@pytest.fixture
+def certified(finished: Config, tmp_path: Path) -> tuple[Config, dict[str, Any]]:
+    """A run that has forgotten a site, and the certificate."""
+    config = copied(finished, tmp_path)
+    with method_of(config) as method:
+        return config, method.unlearning().fulfil(asked(method.unlearning(), "r1", [ONE], "asked"))
+
+
+def test_the_certificate_says_what_was_done_and_measured(finished: Config, certified: tuple[Config, dict[str, Any]]):
+    config, done = certified
+    with Ledger.open(folder(finished), server=False) as before, Ledger.open(folder(config), server=False) as after:
+        old, new = before.last_round(), after.last_round()
+        assert old is not None and new is not None
+        assert done["exact"]["digest_before"] == old.digest != new.digest
+        assert done["exact"]["digest_after"] == new.digest == {"sum": done["exact"]["sum_of_remaining"]}
+        assert done["exact"]["remaining"] == {name: one.blob for name, one in before.all_latest().items() if name != ONE}
+        assert done["run"] == after.run().run
+    assert (done["sites"], done["reason"]) == ([ONE], "asked")
+    assert {"head", "other sites' networks", "copies"} <= done["not_exact"].keys()
+    evidence = done["evidence"]
+    assert evidence["samples"] == {"digits": 50}
+    for stage in ("before", "after"):
+        assert 0 <= evidence[stage]["accuracy"]["digits"] <= 1
+        for attack in evidence[stage]["membership"][ONE].values():
+            assert (attack["members"], attack["others"]) == (20, 50)
+            assert attack["low"] <= attack["auc"] <= attack["high"]
+    assert evidence["relearning"][ONE].keys() == {"forgotten", "fresh"}
+    target = 0.9 * evidence["before"]["accuracy"]["digits"]
+    assert all(one["target"] == pytest.approx(target) for one in evidence["relearning"][ONE].values())
+
+
+def put(*place: str) -> Callable[[dict[str, Any]], None]:
+    """A forgery: something else at that place."""
+
+    def change(given: dict[str, Any]) -> None:
+        for name in place[:-1]:
+            given = given[name]
+        old = given[place[-1]]
+        given[place[-1]] = {"list": [TWO], "dict": {}, "str": "0" * 64}[type(old).__name__]
+
+    return change
+
+
+FORGED = [["run"], ["sites"], ["ledger", "digest"], ["exact", "digest_before"], ["exact", "digest_after", "sum"],
+          ["exact", "sum_of_remaining"], ["exact", "remaining"]]  # fmt: skip
+
+
+def test_a_certificate_is_verified_and_a_forged_one_is_not(certified: tuple[Config, dict[str, Any]]):
+    config, done = certified
+    file = folder(config) / CERTIFICATES / "r1.json"
+    assert {finding.verdict for finding in findings(config)} == {"match"}
+    for place in FORGED:
+        forged = json.loads(json.dumps(done))
+        put(*place)(forged)
+        file.write_text(json.dumps(forged))
+        assert "mismatch" in {finding.verdict for finding in findings(config)}, place
+    for text in ("", "{", "[]", "{}", '{"exact": 3}'):
+        file.write_text(text)
+        with pytest.raises(UserError, match=r"r1\.json: is no certificate of fedloom"):
+            findings(config)
+
+
+def test_after_further_rounds_the_sum_then_is_not_checkable(certified: tuple[Config, dict[str, Any]]):
+    config, _ = certified
+    with method_of(config) as method:
+        further(method, config, 3, WatchedApp())
+    verdicts = {finding.what: finding.verdict for finding in findings(config)}
+    assert verdicts.pop("sum of the remaining contributions then") == "not checkable"
+    assert set(verdicts.values()) == {"match"}
+
+
+def test_a_site_that_was_readmitted_is_a_mismatch(certified: tuple[Config, dict[str, Any]]):
+    config, _ = certified
+    with method_of(config) as method:
+        summed(method).readmit([ONE])
+    wrong = {finding.what for finding in findings(config) if finding.verdict == "mismatch"}
+    assert {f"{ONE} takes no part", f"nothing is kept of {ONE}"} <= wrong
+
+
+def test_certifying_does_not_erase_a_site_that_was_readmitted_meanwhile(finished: Config, tmp_path: Path):
+    config = copied(finished, tmp_path)
+    with method_of(config) as method:
+        unlearning = method.unlearning()
+        request = unlearning.apply(asked(unlearning, "r1", [ONE]))
+        summed(method).readmit([ONE])
+        store = folder(config) / "sites" / "run" / ONE
+        store.mkdir(parents=True, exist_ok=True)
+        unlearning.certify(request)
+        assert store.is_dir()

@@ -1,0 +1,159 @@
+"""Requests to a server at work: taken up between two rounds."""
+
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conf import Config
+from server.audit import check
+from server.certificate import CERTIFICATES, read
+from server.ledger import Ledger
+from server.runfolder import RunFolder
+from server.unlearning import KIND
+from tests.server.parts import Recorder, WatchedApp, folder
+from tests.server.runs import copied, findings, method_of, to_resume, verdicts
+from tests.server.unlearnings import ONE, SITES, asked, configured, run
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A finished run, which no test changes."""
+    return run(configured(tmp_path_factory.mktemp("run")))
+
+
+@pytest.mark.parametrize("state", ["received", "applied"])
+def test_a_run_that_goes_on_takes_up_what_a_crash_has_left(finished: Config, tmp_path: Path, state: str):
+    config, heard = copied(finished, tmp_path), Recorder()
+    with method_of(config) as method:
+        request = asked(method.unlearning(), "r1", [ONE])
+        if state == "applied":
+            method.unlearning().apply(request)
+    run(to_resume(config), heard)
+    assert heard.messages == [f"request 'r1' verified: {ONE} forgotten"]
+    assert not list((folder(config) / "sites").glob(f"*/{ONE}"))
+    assert all(finding.verdict == "match" for finding in findings(config))
+    assert check(folder(config)) == []
+
+
+class Asking(Recorder):
+    """A listener that queues requests while a round is trained, as another process would."""
+
+    def __init__(self, path: Path, requests: dict[str, list[str]], during: int = 1, **options: Any) -> None:
+        super().__init__()
+        self.path, self.requests, self.during, self.options = path, requests, during, options
+
+    def reply(self, site: str, ok: bool, reason: str) -> None:
+        super().reply(site, ok, reason)
+        while self.requests and len(self.asked) == self.during:
+            id, sites = self.requests.popitem()
+            with Ledger.open(self.path, server=False) as reader:
+                assert reader.receive(id, KIND, sites, "", self.options).state == "received"
+
+
+def test_a_request_that_comes_while_a_round_is_trained_is_fulfilled_before_the_next(tmp_path: Path):
+    config, client = configured(tmp_path, "rounds=3"), WatchedApp()
+    heard = Asking(folder(config), {"r1": [ONE]})
+    run(config, heard, client)
+    assert [(order.round, order.site) for order in client.orders] == [
+        *((1, site) for site in range(4)), *((round, site) for round in (2, 3) for site in (0, 2, 3))
+    ]  # fmt: skip
+    assert heard.messages == [f"request 'r1' verified: {ONE} forgotten"]
+    assert heard.asked == [4, 3, 3]
+    summary = RunFolder(folder(config)).summary()
+    assert summary["unlearned"] == [ONE]
+    assert ONE not in summary["accuracy"]
+    assert not (folder(config) / "states" / f"{ONE}.safetensors").exists()
+    verdicts = [finding.verdict for finding in findings(config)]
+    assert "mismatch" not in verdicts and "not checkable" in verdicts
+    assert check(folder(config)) == []
+
+
+def test_two_requests_for_one_site_do_not_stop_the_run(tmp_path: Path):
+    config = configured(tmp_path)
+    heard = Asking(folder(config), {"r2": [ONE], "r1": [ONE]})
+    run(config, heard)
+    assert heard.messages[0] == f"request 'r1' verified: {ONE} forgotten"
+    assert heard.messages[1].startswith(f"request 'r2' is refused: the site '{ONE}' is forgotten already")
+    assert len(heard.messages) == 2  # once, not before every round
+    with Ledger.open(folder(config), server=False) as ledger:
+        assert ledger.waiting(applied=True) == []
+        request = ledger.request("r2")
+        assert request and request.state == "refused" and ONE in (request.result or {})["reason"]
+    assert check(folder(config)) == []
+    assert RunFolder(folder(config)).summary()["status"] == "finished"
+
+
+def asked_of(client: WatchedApp) -> list[tuple[int, list[int]]]:
+    """Which sites were asked, round by round."""
+    return [(round, [one.site for one in orders]) for round, orders in groupby(client.orders, lambda one: one.round)]
+
+
+def test_repair_goes_on_beyond_the_last_round_and_is_certified_then(tmp_path: Path):
+    config, client = configured(tmp_path, "rounds=2"), WatchedApp()
+    heard = Asking(folder(config), {"r1": [ONE]}, repair=3)
+    run(config, heard, client)
+    assert asked_of(client) == [(1, [0, 1, 2, 3]), (2, [0, 2, 3]), (3, [0, 2, 3]), (4, [0, 2, 3])]
+    assert heard.messages == [f"request 'r1' applied: {ONE} forgotten; certified after round 4",
+                              f"request 'r1' verified: {ONE} forgotten"]  # fmt: skip
+    assert [record["round"] for record in RunFolder(folder(config)).metrics().values()] == [1, 2, 3, 4]
+    assert RunFolder(folder(config)).summary()["rounds"] == 4
+    assert "mismatch" not in verdicts(config)
+    assert check(folder(config)) == []
+
+
+def test_a_rollback_trains_the_rounds_again_and_has_the_bits_of_a_network_retrained_without_the_site(tmp_path: Path):
+    config, client = configured(tmp_path, "rounds=3", "federation.history=all"), WatchedApp()
+    heard = Asking(folder(config), {"r1": [ONE]}, during=2, rollback=True, retrain=True)
+    run(config, heard, client)
+    all_sites, others = [0, 1, 2, 3], [0, 2, 3]
+    again = [(1, others), (2, others), (3, others)]
+    assert asked_of(client) == [(1, all_sites), (2, all_sites), *again, *again]  # the run's own, and the other network's
+    assert heard.messages[0] == f"request 'r1' applied: {ONE} forgotten; certified after round 3"
+    assert heard.messages[-1] == f"request 'r1' verified: {ONE} forgotten"
+    retrained = read(folder(config) / CERTIFICATES / "r1.json")["evidence"]["retrained"]
+    assert retrained["disagreement"] == 0.0
+    assert set(retrained["distance"].values()) == {0.0}
+    assert [record["replies"] for record in RunFolder(folder(config)).metrics().values()] == [3, 3, 3]
+    assert "mismatch" not in verdicts(config)
+    assert check(folder(config)) == []
+
+
+def test_a_rollback_for_which_nothing_was_kept_is_refused_and_the_run_goes_on(tmp_path: Path):
+    config, client = configured(tmp_path, "rounds=3"), WatchedApp()
+    heard = Asking(folder(config), {"r1": [ONE]}, during=2, rollback=True)
+    run(config, heard, client)
+    assert len(client.orders) == 3 * SITES
+    assert len(heard.messages) == 1 and heard.messages[0].startswith("request 'r1' is refused: ")
+    assert "federation.history=all" in heard.messages[0]
+    assert RunFolder(folder(config)).summary()["status"] == "finished"
+    assert check(folder(config)) == []
+
+
+class Stopping(Asking):
+    """Is interrupted when a round is over."""
+
+    def __init__(self, path: Path, requests: dict[str, list[str]], after: int, **options: Any) -> None:
+        super().__init__(path, requests, **options)
+        self.after = after
+
+    def round_done(self, record: dict[str, Any]) -> None:
+        super().round_done(record)
+        if record["round"] == self.after:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("after", [3, 4])
+def test_a_run_that_was_stopped_under_repair_goes_on_with_it(tmp_path: Path, after: int):
+    whole, stopped = (configured(tmp_path / name, "rounds=2") for name in ("whole", "stopped"))
+    run(whole, Asking(folder(whole), {"r1": [ONE]}, repair=3))
+    with pytest.raises(KeyboardInterrupt):
+        run(stopped, Stopping(folder(stopped), {"r1": [ONE]}, after, repair=3))
+    heard = Recorder()
+    run(to_resume(stopped), heard)
+    assert heard.messages == [f"request 'r1' verified: {ONE} forgotten"]
+    one, other = (RunFolder(folder(config)).summary() for config in (whole, stopped))
+    assert one["digest"] == other["digest"]
+    assert one["accuracy"] == other["accuracy"]
+    assert check(folder(stopped)) == []

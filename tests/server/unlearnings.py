@@ -1,0 +1,77 @@
+"""Parts of the tests of forgetting: small runs of four sites, and what is looked at in them."""
+
+import dataclasses
+from pathlib import Path
+
+from conf import Config
+from conf.sites import roster
+from fusion.exact import digest
+from server.audit import check
+from server.evaluate import Evaluator
+from server.experiment import run_experiment
+from server.federation import Federation
+from server.ledger import Ledger, Request
+from server.method import Method
+from server.strategies.sum_aggregation import SumAggregate
+from server.unlearning import Unlearning, receive
+from sims.engines.adapter import store_folder
+from sims.engines.inline import InlineGrid
+from tests.server.parts import Recorder, WatchedApp, folder, small
+from tests.server.runs import method_of
+
+SITES = 4
+ONE, TWO, THREE = "site-0001", "site-0002", "site-0003"
+
+
+def configured(root: Path, *words: str) -> Config:
+    return small(root, *words, sites=SITES, samples=20)
+
+
+def run(config: Config, listener: Recorder | None = None, client: WatchedApp | None = None) -> Config:
+    run_experiment(InlineGrid(SITES, store_folder(config), client or WatchedApp()), config, listener or Recorder())
+    return config
+
+
+def further(method: Method, config: Config, rounds: int, client: WatchedApp) -> None:
+    """Train some more rounds."""
+    method.config = dataclasses.replace(config, rounds=rounds)
+    method.evaluator = Evaluator(method.config)
+    federation = Federation(InlineGrid(SITES, store_folder(config), client), roster(config), 0)
+    federation.join(5.0)
+    method.train(federation, Recorder())
+
+
+def summed(method: Method) -> SumAggregate:
+    assert isinstance(method.aggregation, SumAggregate)
+    return method.aggregation
+
+
+def kinds(ledger: Ledger, id: str) -> list[str]:
+    """The events about a request."""
+    return [event.kind for event in ledger.events() if event.body.get("id") == id]
+
+
+def added_up(method: Method) -> str:
+    """The digest of the remaining contributions' sum, added up by torch alone."""
+    states = [method.ledger.blobs.get(one.blob) for one in method.ledger.all_latest().values()]
+    mode = summed(method).mode
+    return digest(mode.summed_part({name: sum(state[name] for state in states) for name in states[0]}))  # type: ignore[misc]
+
+
+def asked(unlearning: Unlearning, id: str, sites: list[str], reason: str = "") -> Request:
+    return receive(unlearning.ledger, id, sites, reason, {})
+
+
+def forget(config: Config, *requests: list[str]) -> str:
+    """Forget these sites, request by request; the digest of the sum."""
+    with method_of(config) as method:
+        unlearning = method.unlearning()
+        for sites in requests:
+            unlearning.fulfil(asked(unlearning, "-".join(sites), sites))
+        assert added_up(method) == method.aggregation.digest()["sum"]
+        assert {site.name for site in method.aggregation.members()} == method.ledger.all_latest().keys()
+    assert check(folder(config)) == []
+    with Ledger.open(folder(config), server=False) as ledger:
+        last = ledger.last_round()
+    assert last is not None
+    return last.digest["sum"]
