@@ -76,7 +76,7 @@ def start(config: Config, app: str = CLIENT_APP) -> RayGrid:
     engine, sites, store = config.engine, len(roster(config)), store_folder(config)
     workers = engine.workers or min(sites, workers_for(engine, _this_machine()))
     try:
-        with own_signals():
+        with own_signals(), apart():
             _join(engine.address, config.data if engine.ship_data else None) if engine.address else _start(engine, workers)
         if engine.address:
             workers = engine.workers or min(sites, workers_for(engine, ray.cluster_resources()))
@@ -89,6 +89,23 @@ def start(config: Config, app: str = CLIENT_APP) -> RayGrid:
     pool = Pool(workers, (app, combine, engine.vectorise, sites, str(store)), options, engine)
     gpus = f", {engine.num_gpus:g} GPU" if engine.num_gpus else ""
     return RayGrid(sites, store, pool, f"ray: {workers} workers, {engine.num_cpus:g} CPU{gpus} each")
+
+
+_starting = threading.Event()
+os.register_at_fork(after_in_child=lambda: os.setpgrp() if _starting.is_set() else None)
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Give the processes that Ray starts groups of their own: who signals ours (timeout, a shell) means this one alone.
+
+    If Ray's died first, it would take this process with it before anything is put in order.
+    """
+    _starting.set()
+    try:
+        yield
+    finally:
+        _starting.clear()
 
 
 @contextlib.contextmanager
