@@ -99,6 +99,11 @@ class Pool:
         self._thread.join(timeout=2.0)
         self._folder.cleanup()
 
+    def kill(self) -> None:
+        """End the workers, whatever they are at."""
+        for actor in self._actors:
+            ray.kill(actor)
+
     def _dispatch(self) -> None:
         load = Counter(call.worker for call in self._calls.values())
         guarded = {call.worker for call in self._calls.values() if call.alone}

@@ -38,9 +38,9 @@ WORKER_BYTES = 2**30  # a worker with torch, and a small network's training
 class RayGrid(LocalGrid):
     """Packs messages for the pool of workers and unpacks their replies."""
 
-    def __init__(self, sites: int, store: Path, pool: Pool, description: str) -> None:
+    def __init__(self, sites: int, store: Path, pool: Pool, description: str, own: bool) -> None:
         super().__init__(sites, store)
-        self._pool, self._description = pool, description
+        self._pool, self._description, self._own = pool, description, own
         self._shared = SharedRecords(ray.put)
         self._messages: dict[str, Message] = {}
 
@@ -62,23 +62,31 @@ class RayGrid(LocalGrid):
         return replies
 
     def close(self) -> None:
+        """Let the workers go; and Ray, unless it ran in this process before."""
         try:
             self._pool.close()
         finally:
-            ray.shutdown()
+            ray.shutdown() if self._own else self._pool.kill()
 
     def describe(self) -> str:
         return self._description
 
 
 def start(config: Config, app: str = CLIENT_APP) -> RayGrid:
-    """Start Ray (or join the cluster at engine.address) and the workers. Raises UserError if Ray cannot start."""
+    """Start Ray (or join the cluster at engine.address) and the workers. Raises UserError if Ray cannot start.
+
+    Without an address, a Ray that this process has started before is used, and kept.
+    """
     engine, sites, store = config.engine, len(roster(config)), store_folder(config)
     workers = engine.workers or min(sites, workers_for(engine, _this_machine()))
+    own = bool(engine.address) or not ray.is_initialized()
     try:
         with own_signals(), apart():
-            _join(engine.address, config.data if engine.ship_data else None) if engine.address else _start(engine, workers)
-        if engine.address:
+            if engine.address:
+                _join(engine.address, config.data if engine.ship_data else None)
+            elif own:
+                _start(engine, workers)
+        if engine.address or not own:
             workers = engine.workers or min(sites, workers_for(engine, ray.cluster_resources()))
     except (OSError, RuntimeError, ConnectionError, ValueError) as error:
         ray.shutdown()
@@ -88,7 +96,7 @@ def start(config: Config, app: str = CLIENT_APP) -> RayGrid:
     combine = COMBINE if config.federation.partial_sums else ""
     pool = Pool(workers, (app, combine, engine.vectorise, sites, str(store)), options, engine)
     gpus = f", {engine.num_gpus:g} GPU" if engine.num_gpus else ""
-    return RayGrid(sites, store, pool, f"ray: {workers} workers, {engine.num_cpus:g} CPU{gpus} each")
+    return RayGrid(sites, store, pool, f"ray: {workers} workers, {engine.num_cpus:g} CPU{gpus} each", own)
 
 
 _starting = threading.Event()

@@ -5,43 +5,25 @@ import dataclasses
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import ray
 import torch
-from flwr.app import RecordDict
-from ray.cluster_utils import Cluster
 
-from clients.initial import initial_state
-from clients.messages import MEAN, ORDER, Order, to_arrays
 from clients.states import read_state
-from conf import UserError, load, to_json
-from conf.sites import roster
-from fusion.exact import digest
+from conf import UserError, load
 from server.audit import check
 from server.experiment import run_experiment
-from server.federation import Federation
 from server.listener import LogListener
 from sims.engines import open_engine
 from sims.engines.adapter import FIRST_NODE, LocalGrid
 from sims.engines.ray import workers_for
+from tests.engines.parts import SMALL, final_states
 
-SMALL = ["rounds=2", "sites.0.samples=120", "sites.1.samples=100", "data.size=8", "baselines=[]"]
-SITES = "sites=[{domain: digits, samples: 60}, {domain: digits, rotation: 90, samples: 90}, {domain: digits, samples: 30}]"
-
-
-def final_states(folder: Path, name: str, *engine: str) -> dict[str, str]:
-    """Digests of all final states of a small run on an engine, and of its exact sum."""
-    config = load(
-        "digits", [*SMALL, SITES, *engine, f"run.root={folder}", f"run.name={name}", "objective.subset_probability=0.5"]
-    )
-    with open_engine(config) as grid:
-        summary = run_experiment(grid, config, LogListener())
-    files = sorted((folder / name / "states").glob("*.safetensors"))
-    return {"sum": summary["digest"]["sum"], **{file.stem: digest(read_state(file)) for file in files}}
+pytestmark = pytest.mark.usefixtures("one_ray")
 
 
 @pytest.mark.slow
@@ -50,6 +32,17 @@ def test_inline_and_ray_with_one_and_two_workers_give_the_same_bits(tmp_path: Pa
     assert {"aggregate", "site-0000", "site-0001", "site-0002"} <= inline.keys()
     for workers in (1, 2):
         assert final_states(tmp_path, f"ray-{workers}", "engine.name=ray", f"engine.workers={workers}") == inline
+
+
+def test_a_ray_that_was_there_is_used_and_kept(tmp_path: Path):
+    config = load("digits", ["engine.name=ray", "engine.workers=2", f"run.root={tmp_path}"])
+    with open_engine(config) as grid:
+        assert "2 workers" in grid.describe()
+        while ray.available_resources().get("CPU", 0) > 0:  # both have theirs
+            time.sleep(0.1)
+    assert ray.is_initialized()
+    while ray.available_resources().get("CPU", 0) < 2:  # and have given it back
+        time.sleep(0.1)
 
 
 @pytest.mark.slow
@@ -90,45 +83,6 @@ def test_a_site_without_its_store_begins_at_its_contribution_on_every_engine(tmp
         torch.testing.assert_close(one[name], other[name], rtol=0, atol=1e-5 if "vectorise" in options[0] else 0)
 
 
-@pytest.mark.slow
-def test_a_cluster_of_two_nodes_gives_the_bits_of_the_inline_engine(tmp_path: Path):
-    inline = final_states(tmp_path, "inline", "engine.name=inline")
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    try:
-        cluster.add_node(num_cpus=1)
-        cluster.wait_for_nodes()
-        config = ["engine.name=ray", f"engine.address={cluster.address}", "engine.workers=2"]
-        assert final_states(tmp_path, "cluster", *config) == inline
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-
-
-@pytest.mark.slow
-def test_data_shipped_to_a_cluster_is_read_there(tmp_path: Path):
-    """The data folder is gone when the sites train: the only copy left is the one that Ray has shipped."""
-    data, random = tmp_path / "data", np.random.default_rng(0)
-    data.mkdir()
-    pixels, labels = random.integers(0, 256, (40, 16, 16), np.uint8), np.arange(40, dtype=np.uint8) % 10
-    np.savez(data / "usps.npz", X_train=pixels, y_train=labels, X_test=pixels, y_test=labels)
-    words = [f"data.root={data}", "sites=[{domain: usps, count: 2}]", "data.size=8", "rounds=2", "evaluation.every=2"]
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    try:
-        there = [f"engine.address={cluster.address}", "engine.ship_data=true", "engine.workers=1"]
-        config = load("digits", [*words, *there, f"run.root={tmp_path}"])
-        with open_engine(config) as grid:
-            data.rename(tmp_path / "elsewhere")
-            federation = Federation(grid, roster(config), window=0)
-            federation.join(timeout=60)
-            order = Order(to_json(config), "run", site=0, round=1, base=0, members=2).record()
-            mean = to_arrays(initial_state(config))
-            replies = list(federation.train([(roster(config)[0], RecordDict({ORDER: order, MEAN: mean}))], 1, timeout=60))
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-    assert [reply.reason for reply in replies] == [""]
-
-
 def test_workers_fill_what_there_is_and_no_more():
     engine = load("digits", ["engine.num_cpus=2", "engine.num_gpus=0.25"]).engine
     plenty = {"CPU": 16.0, "GPU": 4.0, "memory": 64 * 2.0**30}
@@ -141,6 +95,7 @@ def test_workers_fill_what_there_is_and_no_more():
 def test_everything_but_the_ray_engine_works_without_ray(tmp_path: Path):
     script = f"""
 import sys
+import time
 sys.modules["ray"] = None  # as if it were not installed
 from conf import load
 from sims.simulate import simulate
@@ -149,13 +104,6 @@ simulate(load("digits", {[*SMALL, "engine.name=inline", f"run.root={tmp_path}"]!
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
     assert (tmp_path / "digits" / "report.html").is_file()
-
-
-def test_a_cluster_that_is_not_there_is_one_clear_line(tmp_path: Path):
-    config = load("digits", ["engine.name=ray", "engine.address=127.0.0.1:1", f"run.root={tmp_path}"])
-    with pytest.raises(UserError, match=r"Ray did not start \(.*engine.name=inline") as caught, open_engine(config):
-        pass
-    assert "\n" not in str(caught.value)
 
 
 def test_the_flower_engine_is_started_by_flwr_run():

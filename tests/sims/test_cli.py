@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,12 +11,12 @@ import pytest
 
 from server.audit import check
 from server.ledger import Ledger
+from tests.sims.commands import FEDLOOM, Command, refused
 
-FEDLOOM = str(Path(sys.executable).parent / "fedloom")
 SMALL = ["rounds=2", "sites.0.samples=100", "sites.1.samples=100", "data.size=8", "engine.name=inline", "baselines=[fedavg]"]
 
 
-def fedloom(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def process(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([FEDLOOM, *words], cwd=folder, capture_output=True, text=True, timeout=200)
 
 
@@ -25,7 +24,7 @@ def fedloom(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """A folder in which `fedloom run` has run once."""
     folder = tmp_path_factory.mktemp("user")
-    return folder, fedloom(folder, "run", *SMALL, "--json")
+    return folder, process(folder, "run", *SMALL, "--json")
 
 
 def test_a_run_leaves_all_its_files(finished):
@@ -62,17 +61,17 @@ def test_json_is_the_last_line_and_the_summary(finished):
 def test_an_existing_run_is_refused_and_overwritten_on_demand(finished):
     folder, _ = finished
     before = (folder / "runs/digits/summary.json").read_bytes()
-    again = fedloom(folder, "run", *SMALL)
+    again = process(folder, "run", *SMALL)
     assert again.returncode == 2
     assert again.stderr.startswith("fedloom: the run 'digits' exists")
     assert (folder / "runs/digits/summary.json").read_bytes() == before
-    assert fedloom(folder, "run", *SMALL, "--overwrite", "--quiet").returncode == 0
+    assert process(folder, "run", *SMALL, "--overwrite", "--quiet").returncode == 0
 
 
 def test_report_draws_again(finished):
     folder, _ = finished
     (folder / "runs/digits/report.html").unlink()
-    assert fedloom(folder, "report", "runs/digits").returncode == 0
+    assert process(folder, "report", "runs/digits").returncode == 0
     assert (folder / "runs/digits/report.html").is_file()
 
 
@@ -95,18 +94,23 @@ def test_report_draws_again(finished):
         (["reproduce", "agregation"], "did you mean 'aggregation'"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, words: list[str], line: str):
+def test_bad_input_is_one_line_and_exit_code_2(
+    fedloom: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], line: str
+):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "tab.yaml").write_text("sites:\n\t- x\n")
-    done = fedloom(tmp_path, *words)
-    assert done.returncode == 2, done.stderr
-    assert line in done.stderr
-    assert done.stderr.startswith("fedloom: ")
-    assert len(done.stderr.splitlines()) == 1
+    refused(fedloom(*words), line)
     assert not (tmp_path / "runs").exists()
 
 
+def test_bad_input_of_a_real_process(tmp_path: Path):
+    done = process(tmp_path, "run", "rounds=-1")
+    assert done.returncode == 2
+    assert done.stderr.startswith("fedloom: rounds: got -1") and len(done.stderr.splitlines()) == 1
+
+
 def test_show_prints_the_merged_configuration(tmp_path: Path):
-    done = fedloom(tmp_path, "run", "usps_mnistm", "rounds=7", "--show")
+    done = process(tmp_path, "run", "usps_mnistm", "rounds=7", "--show")
     assert done.returncode == 0
     assert "rounds: 7" in done.stdout
     assert not (tmp_path / "runs").exists()
@@ -115,7 +119,7 @@ def test_show_prints_the_merged_configuration(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_ends_within_seconds_and_leaves_nothing_behind(tmp_path: Path, kind: signal.Signals):
-    words = [FEDLOOM, "run", "rounds=1000", "sites.0.samples=100", "sites.1.samples=100", "engine.name=ray"]
+    words = [FEDLOOM, "run", "rounds=1000", "sites.0.samples=100", "sites.1.samples=100", "data.size=8", "engine.name=ray"]
     child = subprocess.Popen(words, cwd=tmp_path, start_new_session=True, stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "runs/digits/metrics.jsonl"
     deadline = time.monotonic() + 120
@@ -135,7 +139,7 @@ def test_an_interruption_ends_within_seconds_and_leaves_nothing_behind(tmp_path:
     while left := in_session(child.pid):
         assert time.monotonic() < deadline, left
         time.sleep(0.2)
-    assert fedloom(tmp_path, "report", "runs/digits").returncode == 0
+    assert process(tmp_path, "report", "runs/digits").returncode == 0
 
 
 def in_session(session: int) -> list[str]:

@@ -4,11 +4,9 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,39 +15,12 @@ import torch
 from server.audit import check
 from server.blobs import Blobs
 from server.ledger import Ledger
-from sims import cli
 from tests.server.test_ledger_crash import reading_only
+from tests.sims.commands import FEDLOOM, Command, Said, refused
 
-FEDLOOM = str(Path(sys.executable).parent / "fedloom")
 SMALL = ["sites=[{domain: digits, count: 3, samples: 40}]", "data.size=8", "data.test_limit=60", "network.width=0.25",
          "engine.name=inline", "baselines=[]"]  # fmt: skip
 ONE, TWO = "site-0001", "site-0002"
-
-
-@dataclass(frozen=True)
-class Said:
-    """What a command said."""
-
-    code: int
-    out: str
-    err: str
-
-
-Command = Callable[..., Said]
-
-
-@pytest.fixture
-def fedloom(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    """A command in this process: main, but for its handlers of signals."""
-
-    def run(*words: object) -> Said:
-        capfd.readouterr()
-        monkeypatch.setattr(sys, "argv", ["fedloom", *map(str, words)])
-        code = cli._guarded()
-        said = capfd.readouterr()
-        return Said(code, said.out, said.err)
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +41,6 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 def last_line(said: Said) -> dict:
     return json.loads(said.out.splitlines()[-1])
-
-
-def refused(said: Said, *told: str) -> None:
-    """Exit code 2 and one line, which says this."""
-    assert said.code == 2, said
-    assert said.err.startswith("fedloom: ")
-    assert len(said.err.splitlines()) == 1, said.err
-    assert all(words in said.err for words in told), said.err
 
 
 def events(path: Path) -> list[str]:

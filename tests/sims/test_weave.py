@@ -2,8 +2,7 @@
 
 import re
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,8 @@ from PIL import Image
 
 from clients.networks import initialise, load_network, parse_name, save_network
 from clients.states import write_state
-from sims import cli
 from sims.pairs import Task, accuracy
+from tests.sims.commands import FEDLOOM, Command
 
 GIVEN = ["--probe", "digits", "--samples", "40"]
 FILES = {
@@ -30,8 +29,6 @@ FILES = {
     "big": ("mlp:widths=[8,6]", 16, 1),
     "colour": ("mlp:widths=[8,6]", 8, 3),
 }
-
-Said = tuple[int, str, str]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -65,18 +62,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def fedloom(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
+def weave(folder: Path, monkeypatch: pytest.MonkeyPatch, fedloom: Command) -> Command:
     """Run the command in that folder; a word that is the stem of a file there stands for the file."""
-
-    def run(*words: str) -> Said:
-        names = [f"{word}.safetensors" if (folder / f"{word}.safetensors").is_file() else word for word in words]
-        monkeypatch.setattr(sys, "argv", ["fedloom", *names])
-        code = cli._guarded()
-        out, err = capsys.readouterr()
-        return code, out, err
-
     monkeypatch.chdir(folder)
-    return run
+    return lambda *words: fedloom(
+        *(f"{word}.safetensors" if (folder / f"{word}.safetensors").is_file() else word for word in words)
+    )
 
 
 def column(text: str, place: int) -> list[str]:
@@ -86,8 +77,8 @@ def column(text: str, place: int) -> list[str]:
 
 
 @pytest.mark.parametrize("options", [[], ["--comparison", "wasserstein"], ["--comparison", "neurons"]])
-def test_align_prints_the_map_and_draws_it(fedloom, folder, options):
-    code, out, err = fedloom("align", "a", "b", *GIVEN, *options, "--out", "map.png")
+def test_align_prints_the_map_and_draws_it(weave, folder, options):
+    code, out, err = weave("align", "a", "b", *GIVEN, *options, "--out", "map.png")
     assert (code, err) == (0, "")
     assert column(out, 1) == ["extractor.1", "extractor.3", "extractor.5"]
     assert column(out, 2) == ["extractor.1", "-", "extractor.3"]
@@ -100,19 +91,19 @@ def test_align_prints_the_map_and_draws_it(fedloom, folder, options):
 
 
 @pytest.mark.parametrize(("deep", "shallow"), [("r34", "r18"), ("v13", "v11")])
-def test_align_of_convolutional_networks(fedloom, deep, shallow):
-    code, out, _ = fedloom("align", deep, shallow, *GIVEN, "--free-first", "--free-last")
+def test_align_of_convolutional_networks(weave, deep, shallow):
+    code, out, _ = weave("align", deep, shallow, *GIVEN, "--free-first", "--free-last")
     assert code == 0
     partners = [name for name in column(out, 2) if name != "-"]
     assert partners == sorted(partners, key=lambda name: [int(part) for part in re.findall(r"\d+", name)])
     assert len(partners) == {"r34": 9, "v13": 8}[deep]
 
 
-def test_names_on_the_command_line(fedloom, folder):
+def test_names_on_the_command_line(weave, folder):
     named = ["--size", "8", "--grey"]
-    code, out, _ = fedloom("align", "a", "nameless", *GIVEN, *named, "--network-b", "mlp:widths=[8,6]")
+    code, out, _ = weave("align", "a", "nameless", *GIVEN, *named, "--network-b", "mlp:widths=[8,6]")
     assert code == 0 and column(out, 2) == ["extractor.1", "-", "extractor.3"]
-    code, *_ = fedloom("fuse", "nameless", "b", "--into", "2", *GIVEN, *named, "--network", "mlp:widths=[8,6]")
+    code, *_ = weave("fuse", "nameless", "b", "--into", "2", *GIVEN, *named, "--network", "mlp:widths=[8,6]")
     assert code == 0 and load_network(folder / "fused.safetensors")[1].options == {"widths": [8, 6]}
 
 
@@ -121,8 +112,8 @@ PAIRS = [("a", "b", "1"), ("a", "b", "b"), ("r18", "r34", "2"), ("r34", "r18", "
 
 
 @pytest.mark.parametrize(("one", "other", "into"), PAIRS)
-def test_fuse_writes_a_network_that_can_be_read_back(fedloom, folder, one, other, into):
-    code, out, err = fedloom("fuse", one, other, "--into", into, *GIVEN, "--out", "made.safetensors")
+def test_fuse_writes_a_network_that_can_be_read_back(weave, folder, one, other, into):
+    code, out, err = weave("fuse", one, other, "--into", into, *GIVEN, "--out", "made.safetensors")
     assert (code, err) == (0, "") and out.endswith("written: made.safetensors\n")
     chosen = {"1": one, "2": other}.get(into, into.removesuffix(".safetensors"))
     network, name = load_network(folder / "made.safetensors")
@@ -134,16 +125,16 @@ def test_fuse_writes_a_network_that_can_be_read_back(fedloom, folder, one, other
     assert {"wire", "transport", "all"} <= set(column(out, 0))
 
 
-def test_other_depth_than_widths(fedloom, folder):
-    code, *_ = fedloom("fuse", "v11", "v13", "--into", "1", "--depth", "2", *GIVEN, "--out", "made.safetensors")
+def test_other_depth_than_widths(weave, folder):
+    code, *_ = weave("fuse", "v11", "v13", "--into", "1", "--depth", "2", *GIVEN, "--out", "made.safetensors")
     network, name = load_network(folder / "made.safetensors")
     assert (code, name.name, name.options["width"]) == (0, "vgg13", 0.0625)
     assert network.get_parameter("head.weight").shape == (10, 32)
 
 
-def test_accuracies_weights_and_report(fedloom, folder):
+def test_accuracies_weights_and_report(weave, folder):
     words = ("fuse", "a", "b", "--into", "1", *GIVEN, "--labels", "digits", "--report", "--out", "made.safetensors")
-    code, out, _ = fedloom(*words, "--weights", "0.3,0.7")
+    code, out, _ = weave(*words, "--weights", "0.3,0.7")
     assert code == 0
     assert out.endswith("written: made.safetensors\nwritten: made.md\n")
     assert (folder / "made.md").read_text() + "\n" == out.partition("written: ")[0]
@@ -154,32 +145,32 @@ def test_accuracies_weights_and_report(fedloom, folder):
         assert share == f"{100 * accuracy(network, task, 'test'):.1f}%"
     states = []
     for weights in ("0.3,0.7", "0.7,0.3"):
-        fedloom(*words, "--weights", weights)
+        weave(*words, "--weights", weights)
         states.append(load_network(folder / "made.safetensors")[0].get_parameter("head.weight"))
     assert not torch.equal(*states)
 
 
-def test_weights_are_chosen_on_validation_images(fedloom, folder):
+def test_weights_are_chosen_on_validation_images(weave, folder):
     words = ("fuse", "a", "b", "--into", "1", *GIVEN, "--labels", "digits", "--out", "made.safetensors")
-    _, out, _ = fedloom(*words, "--weights", "search")
+    _, out, _ = weave(*words, "--weights", "search")
     line = out.partition("**Weights**")[2].splitlines()[4]
     chosen = [float(cell) for cell in line.strip("| ").split("|")]
     assert sum(chosen) == pytest.approx(1.0, abs=0.01)
     reached = []
     for weights in (",".join(map(str, chosen)), "0.5,0.5"):
-        fedloom(*words, "--weights", weights)
+        weave(*words, "--weights", weights)
         reached.append(accuracy(load_network(folder / "made.safetensors")[0], Task("digits", 8, True), "validation"))
     assert reached[0] >= reached[1]
 
 
-def test_as_the_public_code_does(fedloom, folder):
-    code, out, _ = fedloom("fuse", "r18", "r34", "--into", "r18", "--reference", *GIVEN, "--out", "made.safetensors")
+def test_as_the_public_code_does(weave, folder):
+    code, out, _ = weave("fuse", "r18", "r34", "--into", "r18", "--reference", *GIVEN, "--out", "made.safetensors")
     assert code == 0 and "head" in column(out, 0)  # it moves the outputs, too
     assert load_network(folder / "made.safetensors")[1].name == "resnet18"
 
 
-def test_three_networks(fedloom, folder):
-    code, out, _ = fedloom("fuse", "a", "b", "a", "--into", "2", *GIVEN, "--weights", "1,2,1", "--out", "made.safetensors")
+def test_three_networks(weave, folder):
+    code, out, _ = weave("fuse", "a", "b", "a", "--into", "2", *GIVEN, "--weights", "1,2,1", "--out", "made.safetensors")
     assert code == 0
     assert load_network(folder / "made.safetensors")[1].options == {"widths": [8, 6]}
     assert column(out, 0)[1:3] == ["extractor.1", "extractor.3"]
@@ -218,11 +209,11 @@ BAD = [
 
 
 @pytest.mark.parametrize(("words", "line"), BAD)
-def test_bad_input_is_one_line_and_exit_code_2(fedloom, folder, words, line):
+def test_bad_input_is_one_line_and_exit_code_2(weave, folder, words, line):
     before = sorted(folder.iterdir())
     defaults = [*GIVEN, "--size", "8", "--grey"]
     out = [] if "--out" in words else ["--out", "none.png" if words[0] == "align" else "none.safetensors"]
-    code, printed, err = fedloom(*words[:1], *defaults, *out, *words[1:])
+    code, printed, err = weave(*words[:1], *defaults, *out, *words[1:])
     assert (code, printed) == (2, "")
     assert err.startswith("fedloom: ") and err.count("\n") == 1 and line in err
     assert sorted(folder.iterdir()) == before
@@ -230,7 +221,6 @@ def test_bad_input_is_one_line_and_exit_code_2(fedloom, folder, words, line):
 
 @pytest.mark.parametrize(("words", "code"), [(["align", "a.safetensors", "b.safetensors"], 0), (["align", "a", "b"], 2)])
 def test_a_real_process(folder, words, code):
-    program = str(Path(sys.executable).parent / "fedloom")
-    done = subprocess.run([program, *words, *GIVEN], cwd=folder, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([FEDLOOM, *words, *GIVEN], cwd=folder, capture_output=True, text=True, timeout=100)
     assert done.returncode == code, done.stderr
     assert done.stderr == ("fedloom: a: no such file; give the path of a network's .safetensors file\n" if code else "")
