@@ -22,7 +22,9 @@ from sims.engines.inline import InlineGrid
 from tests.server.parts import Recorder, files, folder, one_thread, small
 
 CHILDREN = multiprocessing.get_context("forkserver")
-CHILDREN.set_forkserver_preload(["server.audit", "tests.server.kills"])
+CHILDREN.set_forkserver_preload(
+    ["server.audit", "tests.server.kills", "sklearn.datasets", "sympy"]
+)  # a run imports these late
 SITES, ROUNDS = 3, 4
 
 
