@@ -1,96 +1,34 @@
-"""Sum aggregation at the server: forgetting is never having had, bit for bit, and bad replies leave no trace."""
+"""Sum aggregation at the server: what the sum is, and that forgetting is never having had, bit for bit."""
 
-import functools
 import itertools
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from clients.initial import initial_state
 from clients.messages import MEAN, ROUND, SITE, STAR, SUBSET
 from clients.objectives.modes import HEAD
-from clients.states import round_file, write_state
 from clients.store import SiteStore
-from conf import Config, UserError
-from conf.sites import Site, roster
-from fusion.exact import State, dequantise, digest, quantise
+from conf import UserError
+from conf.sites import roster
+from fusion.exact import dequantise, digest, quantise
 from server.ledger import LedgerError
-from server.strategies import ReplyError
-from server.strategies.sum_aggregation import SumAggregate
 from sims.engines.adapter import store_folder
 from tests.server.parts import (
     WatchedApp,
     changed,
-    committed,
     entry,
     extractor,
-    folder,
-    made_up,
     on_disk,
     set_up,
     small,
     started,
     sum_of_contributions,
 )
-
-SUMMING = ["exact", "regularised", "independent"]
-N = 5
-LAYER = "extractor.0.weight"
-
-
-def many(root: Path, mode: str = "exact", *overrides: str) -> Config:
-    return small(root, f"objective.mode={mode}", *overrides, sites=N)
-
-
-@functools.cache
-def everyone() -> list[Site]:
-    """The five sites; they are the same in all configurations here."""
-    return roster(many(Path()))
-
-
-@functools.cache
-def shapes(affine: bool = False) -> State:
-    return initial_state(many(Path(), "exact", f"network.affine={str(affine).lower()}"))
-
-
-def records(config: Config, name: str, round: int) -> dict[str, State]:
-    """A made-up reply of a site, of the names and shapes that the mode asks for."""
-    return _records(config.objective["mode"], config.network["affine"], name, round)
-
-
-@functools.cache
-def _records(mode: str, affine: bool, name: str, round: int) -> dict[str, State]:
-    like = shapes(affine)
-    mine, shared = made_up(like, name, round, SITE), made_up(like, name, round, ROUND)
-    head = {key: tensor for key, tensor in shared.items() if key.startswith(HEAD)}
-    return {
-        "exact": {SITE: extractor(mine), ROUND: head},
-        "regularised": {SITE: extractor(mine), ROUND: shared},
-        "independent": {SITE: mine, ROUND: head},
-        "fedavg": {ROUND: shared},
-    }[mode]
-
-
-def play(aggregate: SumAggregate, config: Config, rounds: list[list[int]]) -> None:
-    """Fold and commit made-up replies; each round lists the sites that answer, in the order of their arrival."""
-    members = {site.name for site in aggregate.setup.sites}
-    for number, arrivals in enumerate(rounds, start=1):
-        for place in arrivals:
-            site = everyone()[place]
-            if site.name in members:
-                aggregate.fold(site, number, records(config, site.name, number), samples=10)
-        aggregate.commit(number, {})
-
-
-# Each round: which sites answer, and in which order; site 0 always does, so that each round has a reply.
-histories = st.lists(st.permutations(range(1, N)).flatmap(
-    lambda order: st.integers(0, N - 1).map(lambda count: [0, *order[:count]])
-), min_size=1, max_size=3)  # fmt: skip
-hypothesis_on_disk = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+from tests.server.strategies import LAYER, SUMMING, N, everyone, histories, hypothesis_on_disk, many, play, records, shapes
 
 
 @pytest.mark.parametrize("mode", SUMMING)
@@ -316,178 +254,6 @@ def test_samples_weigh_the_round_average_but_not_the_sum(tmp_path: Path):
         assert torch.allclose(equal, (first[name] + second[name]) / 2, atol=1e-6)
         assert torch.allclose(weighted, 0.25 * first[name] + 0.75 * second[name], atol=1e-6)
     assert averages["equal"].digest() == averages["samples"].digest()
-
-
-def without(record: str):
-    return lambda reply: {name: state for name, state in reply.items() if name != record}
-
-
-def replaced(record: str, name: str, make):
-    return lambda reply: {**reply, record: {**reply[record], name: make(reply[record][name])}}
-
-
-def lacking(record: str, name: str):
-    return lambda reply: {**reply, record: {key: tensor for key, tensor in reply[record].items() if key != name}}
-
-
-def poked(record: str, name: str, number: float):
-    return lambda reply: {**reply, record: entry(name, number)(reply[record])}
-
-
-def flat(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1)
-
-
-BIAS, WEIGHT = "head.bias", "head.weight"
-BAD = [
-    (without(SITE), r"no record 'site'"),
-    (without(ROUND), r"no record 'round'"),
-    (lambda reply: {}, r"no record"),
-    (lacking(SITE, LAYER), rf"record 'site' lacks the tensor '{LAYER}'"),
-    (lacking(ROUND, BIAS), rf"record 'round' lacks the tensor '{BIAS}'"),
-    (lambda reply: {**reply, SITE: {}}, r"record 'site' lacks the tensor 'extractor\.0\.weight'"),
-    (replaced(SITE, LAYER, flat), rf"record 'site', tensor '{LAYER}': shape \[36\], expected \[4, 1, 3, 3\]"),
-    (replaced(ROUND, WEIGHT, lambda tensor: tensor.T), rf"record 'round', tensor '{WEIGHT}': shape \[16, 10\]"),
-    (replaced(ROUND, BIAS, lambda tensor: tensor[None]), rf"tensor '{BIAS}': shape \[1, 10\]"),
-    (poked(SITE, LAYER, float("nan")), rf"'{LAYER}' has entries that are not finite"),
-    (poked(SITE, LAYER, -float("inf")), rf"'{LAYER}' has entries that are not finite"),
-    (poked(ROUND, BIAS, float("inf")), rf"'{BIAS}' has entries that are not finite"),
-    (poked(SITE, LAYER, 2.0**30), rf"'{LAYER}' has an entry of size"),
-    (poked(ROUND, WEIGHT, -1e30), rf"'{WEIGHT}' has an entry of size"),
-    (lambda reply: {**reply, SITE: {**reply[SITE], "extra": torch.ones(1)}}, r"record 'site' has an unknown .*'extra'"),
-    (
-        lambda reply: {**reply, ROUND: {**reply[ROUND], LAYER: reply[SITE][LAYER]}},
-        rf"record 'round' has an unknown tensor '{LAYER}'",
-    ),
-]
-
-
-@pytest.mark.parametrize(("spoil", "line"), BAD)
-@pytest.mark.parametrize("first", [True, False], ids=["first", "second"])
-def test_a_reply_that_cannot_be_used_is_refused_by_name_and_leaves_no_trace(tmp_path: Path, spoil, line, first):
-    config = many(tmp_path)
-    spoilt, clean = started(config, at=tmp_path / "spoilt"), started(config, at=tmp_path / "clean")
-    for aggregate in (spoilt, clean):
-        play(aggregate, config, [[0, 1]])
-    before, kept = digest(spoilt.sum.totals), on_disk(spoilt)
-    victim, other = everyone()[1], everyone()[2]
-    good = records(config, other.name, 2)
-    if not first:
-        spoilt.fold(other, 2, good, 10)
-        kept = on_disk(spoilt)
-    with pytest.raises(ReplyError, match=line):
-        spoilt.fold(victim, 2, spoil(records(config, victim.name, 2)), 10)
-    assert digest(spoilt.sum.totals) == before
-    assert on_disk(spoilt) == kept
-    if first:
-        spoilt.fold(other, 2, good, 10)
-    clean.fold(other, 2, good, 10)
-    spoilt.commit(2, {})
-    clean.commit(2, {})
-    assert spoilt.digest() == clean.digest()
-    assert digest(spoilt.shared) == digest(clean.shared)
-    assert digest(spoilt.sum.totals) == sum_of_contributions(spoilt)
-    assert on_disk(spoilt) == on_disk(clean)
-
-
-@pytest.mark.parametrize("mode", ["exact", "fedavg", "independent", "regularised"])
-def test_an_absurd_number_of_samples_is_refused_and_leaves_no_trace(tmp_path: Path, mode):
-    config = many(tmp_path, mode, "strategy.weighting=samples")
-    spoilt, clean = started(config, at=tmp_path / "spoilt"), started(config, at=tmp_path / "clean")
-    first, second = everyone()[:2]
-    with pytest.raises(ReplyError, match="would overflow the exact sum"):
-        spoilt.fold(first, 1, records(config, first.name, 1), samples=10**15)
-    for aggregate in (spoilt, clean):
-        aggregate.fold(second, 1, records(config, second.name, 1), samples=10)
-        aggregate.commit(1, {})
-    assert spoilt.digest() == clean.digest()
-    assert digest(spoilt.shared) == digest(clean.shared)
-    assert on_disk(spoilt) == on_disk(clean)
-    if spoilt.mode.sums:
-        assert digest(spoilt.sum.totals) == sum_of_contributions(spoilt)
-
-
-def test_a_partial_sum_without_the_contributions_files_stops_the_round_and_leaves_no_trace(tmp_path: Path):
-    config = many(tmp_path)
-    aggregate = started(config)
-    play(aggregate, config, [[0, 1]])
-    site, kept, before = everyone()[1], on_disk(aggregate), aggregate.digest()
-    parts = {name: quantise(state, aggregate.bits) for name, state in records(config, site.name, 2).items()}
-    with pytest.raises(UserError, match=r"site-0001/round-000002\.safetensors: was not written; federation\.partial_sums"):
-        aggregate.fold_partial(site, 2, parts, addends=1, samples=10)
-    aggregate.abandon()
-    assert (on_disk(aggregate), aggregate.digest()) == (kept, before)
-    # where it was written, it is moved into the ledger
-    change = {name: tensor - aggregate.contribution(site.name)[name] for name, tensor in parts[SITE].items()}
-    write_state(round_file(Path(aggregate.staging()), site.name, 2), parts[SITE])
-    aggregate.fold_partial(site, 2, {ROUND: parts[ROUND], SITE: change}, addends=1, samples=10)
-    aggregate.commit(2, {})
-    assert digest(aggregate.contribution(site.name)) == digest(parts[SITE])
-    assert aggregate.digest()["sum"] == sum_of_contributions(aggregate)
-    assert not list(Path(aggregate.staging()).rglob("*.safetensors"))
-
-
-@pytest.mark.parametrize("mode", ["exact", "regularised", "fedavg"])
-def test_an_abandoned_round_leaves_state_and_disk_as_they_were(tmp_path: Path, mode):
-    config = many(tmp_path, mode)
-    aggregate = started(config)
-    play(aggregate, config, [[0, 1, 2]])
-    before, shared, kept = aggregate.digest(), digest(aggregate.shared), on_disk(aggregate)
-    bases = [aggregate.base(site) for site in everyone()]
-    for place in (1, 2, 3):
-        site = everyone()[place]
-        aggregate.fold(site, 2, records(config, site.name, 2), 10)
-    aggregate.abandon()
-    assert (aggregate.digest(), digest(aggregate.shared)) == (before, shared)
-    assert committed(aggregate).items() <= kept.items()
-    aggregate.ledger.prune()
-    assert on_disk(aggregate)["files"] == kept["files"]
-    assert [aggregate.base(site) for site in everyone()] == bases
-    again = started(config, at=tmp_path / "again")
-    play(again, config, [[0, 1, 2], [3, 4]])
-    for place in (3, 4):
-        site = everyone()[place]
-        aggregate.fold(site, 2, records(config, site.name, 2), 10)
-    aggregate.commit(2, {})
-    assert aggregate.digest() == again.digest()
-    assert digest(aggregate.shared) == digest(again.shared)
-
-
-def test_what_is_folded_counts_only_after_the_commit(tmp_path: Path):
-    config = many(tmp_path)
-    aggregate = started(config)
-    site = everyone()[0]
-    before, mean = aggregate.digest(), digest(aggregate.aggregate())
-    aggregate.fold(site, 1, records(config, site.name, 1), 10)
-    assert (aggregate.digest(), digest(aggregate.aggregate()), aggregate.base(site)) == (before, mean, 0)
-    assert digest(aggregate.contribution(site.name)) == digest(extractor(aggregate.initial))
-    aggregate.commit(1, {})
-    assert aggregate.digest() != before
-    assert aggregate.base(site) == 1
-    mine = quantise(records(config, site.name, 1)[SITE], aggregate.bits)
-    assert digest(aggregate.contribution(site.name)) == digest(mine)
-
-
-@pytest.mark.parametrize("history", ["latest", "all"])
-def test_the_latest_contribution_of_each_site_stays_on_disk_or_all_of_them(tmp_path: Path, history):
-    config = many(tmp_path, "exact", f"federation.history={history}")
-    aggregate = started(config)
-    play(aggregate, config, [[0, 1, 2], [0, 1], [0]])
-    rounds = {site.name: [one.round for one in aggregate.ledger.history(site.name)] for site in everyone()}
-    every = {"site-0000": [0, 1, 2, 3], "site-0001": [0, 1, 2], "site-0002": [0, 1], "site-0003": [0], "site-0004": [0]}
-    assert rounds == (every if history == "all" else {name: kept[-1:] for name, kept in every.items()})
-    given = {aggregate.ledger.blobs.put(aggregate.mode.site_part(aggregate.initial))}
-    for name in rounds:
-        for one in aggregate.ledger.history(name):
-            assert one.samples == (10 if one.round else 0)
-            if one.round:
-                mine = quantise(records(config, name, one.round)[SITE], aggregate.bits)
-                assert digest(aggregate.ledger.blobs.get(one.blob)) == digest(mine)
-                given.add(one.blob)
-    assert len(given) == 1 + sum(bool(round) for kept in rounds.values() for round in kept)
-    states = [set(row.states.values()) for row in aggregate.ledger.rounds()]
-    assert [len(names) for names in states] == ([2, 2, 2, 2] if history == "all" else [0, 0, 0, 2])
-    assert {path.stem for path in (folder(config) / "blobs").iterdir()} == given.union(*states)
 
 
 def test_fedavg_is_the_mean_of_the_replies_and_can_forget_nobody(tmp_path: Path):

@@ -1,0 +1,75 @@
+"""Parts of the tests of strategies: five sites, and replies that nobody trained."""
+
+import functools
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from clients.initial import initial_state
+from clients.messages import ROUND, SITE
+from clients.objectives.modes import HEAD
+from conf import Config
+from conf.sites import Site, roster
+from fusion.exact import State
+from server.strategies.sum_aggregation import SumAggregate
+from tests.server.parts import (
+    extractor,
+    made_up,
+    small,
+)
+
+SUMMING = ["exact", "regularised", "independent"]
+N = 5
+LAYER = "extractor.0.weight"
+
+
+def many(root: Path, mode: str = "exact", *overrides: str) -> Config:
+    return small(root, f"objective.mode={mode}", *overrides, sites=N)
+
+
+@functools.cache
+def everyone() -> list[Site]:
+    """The five sites; they are the same in all configurations here."""
+    return roster(many(Path()))
+
+
+@functools.cache
+def shapes(affine: bool = False) -> State:
+    return initial_state(many(Path(), "exact", f"network.affine={str(affine).lower()}"))
+
+
+def records(config: Config, name: str, round: int) -> dict[str, State]:
+    """A made-up reply of a site, of the names and shapes that the mode asks for."""
+    return _records(config.objective["mode"], config.network["affine"], name, round)
+
+
+@functools.cache
+def _records(mode: str, affine: bool, name: str, round: int) -> dict[str, State]:
+    like = shapes(affine)
+    mine, shared = made_up(like, name, round, SITE), made_up(like, name, round, ROUND)
+    head = {key: tensor for key, tensor in shared.items() if key.startswith(HEAD)}
+    return {
+        "exact": {SITE: extractor(mine), ROUND: head},
+        "regularised": {SITE: extractor(mine), ROUND: shared},
+        "independent": {SITE: mine, ROUND: head},
+        "fedavg": {ROUND: shared},
+    }[mode]
+
+
+def play(aggregate: SumAggregate, config: Config, rounds: list[list[int]]) -> None:
+    """Fold and commit made-up replies; each round lists the sites that answer, in the order of their arrival."""
+    members = {site.name for site in aggregate.setup.sites}
+    for number, arrivals in enumerate(rounds, start=1):
+        for place in arrivals:
+            site = everyone()[place]
+            if site.name in members:
+                aggregate.fold(site, number, records(config, site.name, number), samples=10)
+        aggregate.commit(number, {})
+
+
+# Each round: which sites answer, and in which order; site 0 always does, so that each round has a reply.
+histories = st.lists(st.permutations(range(1, N)).flatmap(
+    lambda order: st.integers(0, N - 1).map(lambda count: [0, *order[:count]])
+), min_size=1, max_size=3)  # fmt: skip
+hypothesis_on_disk = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
