@@ -1,4 +1,4 @@
-"""Errors that a user can mend: one clear line, exit code 2, no traceback."""
+"""Errors that are told in one line, without a traceback: bad input (exit code 2), and runs that failed (1)."""
 
 import difflib
 from collections.abc import Iterable
@@ -6,6 +6,10 @@ from collections.abc import Iterable
 
 class UserError(ValueError):
     """Bad input. The message says what, where and how to mend it, in one line."""
+
+
+class FailedError(RuntimeError):
+    """A run that cannot go on, for a reason that is none of the user's input."""
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> UserError:

@@ -12,7 +12,7 @@ from flwr.app import RecordDict
 from clients.messages import LOST, METRICS, ORDER, OWN, PARTIAL, Order, to_arrays, to_states
 from clients.randomness import generator
 from conf import to_json
-from conf.errors import UserError
+from conf.errors import FailedError, UserError
 from conf.schema import Config
 from conf.sites import Site
 from server.evaluate import Evaluator
@@ -23,7 +23,7 @@ from server.strategies import Aggregation, ReplyError, Turn
 TOLD = 10  # dropped replies told one by one in a round; all are in its record
 
 
-class TooFewRepliesError(RuntimeError):
+class TooFewRepliesError(FailedError):
     """A round ended with fewer good replies than federation.min_replies; nothing of it was committed."""
 
 

@@ -13,6 +13,7 @@ import click
 import typer
 
 from conf import UserError, load, to_yaml
+from conf.errors import FailedError
 from sims.named import named
 from sims.options import numbers
 from sims.tables import Table
@@ -295,8 +296,6 @@ def main() -> NoReturn:
 
 
 def _guarded() -> int:
-    from server.rounds import TooFewRepliesError
-
     try:
         if (code := int(app(standalone_mode=False) or 0)) == INTERRUPTED:  # typer's answer to Ctrl-C
             raise KeyboardInterrupt
@@ -306,7 +305,7 @@ def _guarded() -> int:
         return error.exit_code
     except UserError as error:
         return _say(str(error), 2)
-    except TooFewRepliesError as error:
+    except FailedError as error:
         return _say(str(error), 1)
     except OSError as error:
         if error.errno not in DISK:

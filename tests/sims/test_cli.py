@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -101,6 +102,16 @@ def test_bad_input_is_one_line_and_exit_code_2(
     (tmp_path / "tab.yaml").write_text("sites:\n\t- x\n")
     refused(fedloom(*words), line)
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_command_line_is_there_at_once():
+    """What takes seconds to import waits until something is to be run."""
+    heavy = ["torch", "flwr", "ray", "numpy", "matplotlib"]
+    code = (
+        f"import sys, sims.cli; from conf import load; load('digits'); print([one for one in {heavy} if one in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_bad_input_of_a_real_process(tmp_path: Path):
