@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import time
 
 import numpy as np
 import pytest
@@ -25,6 +24,7 @@ from server.evidence import (
     Attack,
     Floats,
     Relearned,
+    _attack,
     area,
     cross_fitted,
     disagreement,
@@ -100,12 +100,12 @@ def test_interval_covers_the_true_area() -> None:
     assert 180 <= covered <= 199
 
 
-def test_bootstrap_is_quick() -> None:
-    random = np.random.default_rng(0)
-    members, others = random.normal(size=2000), random.normal(size=2000)
-    start = time.process_time()
-    interval(members, others, random, 1000)
-    assert time.process_time() - start < 1.0
+def test_the_logistic_attacks_interval_covers_chance_where_nothing_tells_the_sides_apart() -> None:
+    random, covered = np.random.default_rng(0), 0
+    for seed in range(100):
+        found = _attack(cross_fitted(random.normal(size=(60, 3)), random.normal(size=(40, 3)), seed), random, 200)
+        covered += found.low <= 0.5 <= found.high
+    assert covered >= 90
 
 
 @pytest.mark.parametrize("others", ["strangers", "test"])
@@ -119,9 +119,9 @@ def test_an_overfitted_network_betrays_its_members(overfitted: nn.Module, others
 
 def test_untrained_networks_betray_nobody() -> None:
     found = [membership(fresh(seed), digits("members"), digits("strangers"), seed=seed) for seed in range(10)]
-    for name, least in (("loss", 9), ("logistic", 7)):  # of ten intervals that hold 0.5 with 95 % and with 85 %
+    for name in ("loss", "logistic"):
         attacks = [attacks[name] for attacks in found]
-        assert sum(attack.low < 0.5 < attack.high for attack in attacks) >= least
+        assert sum(attack.low < 0.5 < attack.high for attack in attacks) >= 9
         assert all(attack.low < attack.auc < attack.high for attack in attacks)
 
 
@@ -152,26 +152,22 @@ def test_features_of_known_outputs() -> None:
 
 @pytest.mark.parametrize("count", [20, 37])
 def test_no_model_scores_an_image_that_it_was_fitted_on(count: int) -> None:
-    """Scores are affine in the features. Those that stay when an image moves come from the model that never saw it."""
+    """An image that moves changes its own score in its half, and all scores in the other."""
     random = np.random.default_rng(0)
     inside, outside = random.normal(size=(count, 3)), random.normal(size=(50, 3))
     changed = inside.copy()
     changed[0] += 5.0
-    before, after = (np.concatenate(cross_fitted(side, outside, seed=3)) for side in (inside, changed))
-    kept = np.flatnonzero(before == after)
-    assert abs(len(kept) - (count + 50) / 2) <= 2
-    design = np.column_stack([np.concatenate([inside, outside]), np.ones(count + 50)])
-    plane = np.linalg.lstsq(design[kept], before[kept])[0]
-    np.testing.assert_allclose(before[kept], design[kept] @ plane, atol=1e-9)
-    assert before[0] == pytest.approx(design[0] @ plane)
-    assert after[0] == pytest.approx([*changed[0], 1.0] @ plane)
+    before, after = ([np.concatenate(half) for half in cross_fitted(side, outside, seed=3)] for side in (inside, changed))
+    assert sum(map(len, before)) == count + 50 and abs(len(before[0]) - len(before[1])) <= 2
+    moved = sorted(int((one != other).sum()) for one, other in zip(before, after, strict=True))
+    assert moved[0] == 1 and moved[1] in map(len, before)
 
 
 def test_the_sides_weigh_the_same_whatever_their_numbers() -> None:
     random = np.random.default_rng(0)
     inside, outside = random.normal(0.5, size=(2000, 1)), random.normal(-0.5, size=(200, 1))
-    members, others = cross_fitted(inside, outside, seed=0)
-    assert members.mean() == pytest.approx(-others.mean(), abs=0.15)
+    for members, others in cross_fitted(inside, outside, seed=0):
+        assert members.mean() == pytest.approx(-others.mean(), abs=0.2)
 
 
 @pytest.mark.parametrize(("members", "others", "side"), [(19, 50, "19 members"), (50, 0, "0 others")])
