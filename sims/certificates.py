@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from server.certificate import read
+from server.certificate import CERTIFICATES, read
 from sims.report import Part, write_page
 from sims.tables import Table, percent
 
@@ -19,6 +19,13 @@ def write_html(path: Path) -> Path:
         ("What was measured", [_accuracy(evidence), _attacks(evidence), _relearning(evidence)]),
     ]
     return write_page(path.with_suffix(".html"), f"Certificate of request {given['request']}", sections)
+
+
+def write_pages(folder: Path) -> None:
+    """Write the pages of a run's certificates that have none."""
+    for path in sorted((folder / CERTIFICATES).glob("*.json")):
+        if not path.with_suffix(".html").exists():
+            write_html(path)
 
 
 def _exact(given: dict[str, Any]) -> Table:

@@ -9,6 +9,7 @@ from typing import Any
 from conf.schema import Config
 from server.experiment import check, run_experiment
 from server.runfolder import CONFIG, SUMMARY, refuse_existing, stored
+from sims.certificates import write_pages
 from sims.engines import open_engine
 from sims.progress import listener_for
 from sims.report import write_report
@@ -27,6 +28,7 @@ def simulate(config: Config, *, quiet: bool = False, json_output: bool = False) 
         grid = stack.enter_context(open_engine(config))
         listener.note(grid.describe())
         summary = run_experiment(grid, config, listener)
+        write_pages(Path(config.run.root) / config.run.name)
         listener.note(f"report: {write_report(Path(config.run.root) / config.run.name)}")
     return summary
 

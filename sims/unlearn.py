@@ -23,7 +23,7 @@ from server.method import Method
 from server.runfolder import SUMMARY, RunFolder, read_config
 from server.strategies.summing import Summing
 from server.unlearning import receive
-from sims.certificates import write_html
+from sims.certificates import write_html, write_pages
 from sims.engines import open_engine
 from sims.progress import listener_for
 from sims.report import write_report
@@ -61,12 +61,10 @@ def unlearn(path: Path, wish: Wish, *, quiet: bool = False) -> tuple[str, dict[s
     try:
         ledger = Ledger.open(path)
     except BusyError:
-        return _queue(path, id, wish), None
+        return _queue(path, id, wish)
     with ledger, listener_for(quiet) as listener:
         request = receive(ledger, id, wish.sites, wish.reason, wish.options)
-        if request.state == "refused":
-            raise UserError(f"request '{id}' was refused: {(request.result or {}).get('reason')}; ask under another id")
-        if request.state == "verified":
+        if request.state in ("verified", "refused"):
             return _first_result(path, request)
         ledger.note("resumed", {"for": id})
         method = Method(config, RunFolder(path), ledger, Evaluator(config))
@@ -140,13 +138,23 @@ def _told(body: dict[str, Any]) -> str:
     return "; ".join(f"{key} {word}" for key, word in words.items())
 
 
-def _queue(path: Path, id: str, wish: Wish) -> str:
+def _queue(path: Path, id: str, wish: Wish) -> tuple[str, dict[str, Any] | None]:
+    """Queue a request beside a running server, or say how far it is with it."""
     with Ledger.open(path, server=False) as ledger:
         request = receive(ledger, id, wish.sites, wish.reason, wish.options)
-    return f"request '{id}' {request.state}: the running server takes it after its present round"
+    if request.state in ("verified", "refused"):
+        return _first_result(path, request)
+    when = (
+        "takes it after its present round" if request.state == "received" else "certifies it after the rounds it asked for"
+    )
+    return f"request '{id}' {request.state}: the running server {when}", None
 
 
 def _first_result(path: Path, request: Request) -> tuple[str, dict[str, Any] | None]:
+    """What came of a request earlier. Raises UserError if it was refused."""
+    if request.state == "refused":
+        raise UserError(f"request '{request.id}' was refused: {(request.result or {}).get('reason')}; ask under another id")
+    write_pages(path)
     file = path / CERTIFICATES / f"{request.id}.json"
     done = read(file) if file.is_file() else None
     return f"request '{request.id}' was verified before: {', '.join(request.sites)} forgotten; certificate: {file}", done

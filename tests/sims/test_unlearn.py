@@ -15,6 +15,7 @@ import torch
 from server.audit import check
 from server.blobs import Blobs
 from server.ledger import Ledger
+from server.unlearning import receive
 from tests.server.test_ledger_crash import reading_only
 from tests.sims.commands import FEDLOOM, Command, Said, refused
 
@@ -220,6 +221,17 @@ def test_resuming_a_finished_run_trains_nothing(fedloom: Command, run: Path):
     assert events(run) == before
 
 
+def test_resuming_fulfils_what_was_asked_meanwhile_and_writes_its_page(fedloom: Command, run: Path):
+    with Ledger.open(run, server=False) as ledger:
+        receive(ledger, "r1", [ONE], "", {"repair": 1})
+    said = fedloom("resume", run, "--quiet")
+    assert said.code == 0, said.err
+    assert f"request 'r1' verified: {ONE} forgotten" in said.out
+    assert "What is exact" in (run / "certificates/r1.html").read_text()
+    assert json.loads((run / "summary.json").read_text())["rounds"] == 3
+    assert check(run) == []
+
+
 @pytest.fixture
 def guarded(finished: Path) -> Iterator[Path]:
     """A copy of the run in a folder that this process, whoever runs it, can be kept from writing."""
@@ -272,6 +284,9 @@ def test_beside_a_running_server_a_request_is_queued_and_a_second_server_refused
         assert said.code == 0 and "request 'r1' received: the running server takes it" in said.out
         until(certificate.is_file)
         assert json.loads(certificate.read_text())["evidence"]["retrained"]["distance"]
+        again = fedloom("unlearn", path, ONE, "--request-id", "r1")
+        assert again.code == 0 and "request 'r1' was verified before" in again.out
+        assert "What is exact" in certificate.with_suffix(".html").read_text()
         assert fedloom("verify", certificate, path).code == 0
         assert fedloom("ledger", path).code == 0
         server.send_signal(signal.SIGTERM)
