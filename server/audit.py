@@ -176,8 +176,10 @@ def _references(db: sqlite3.Connection) -> _Refers:
     (bits,) = db.execute("SELECT bits FROM runs").fetchone()
     (event,) = db.execute("SELECT max(id) FROM events").fetchone()
     (states,) = db.execute("SELECT states FROM rounds ORDER BY round DESC LIMIT 1").fetchone() or ("{}",)
-    finished = "SELECT kind, body FROM events WHERE kind IN ('finished', 'resumed', 'forgotten') ORDER BY id DESC LIMIT 1"
-    kind, body = db.execute(finished).fetchone() or ("resumed", "{}")
+    kinds = "'finished', 'interrupted', 'failed', 'resumed', 'forgotten', 'rolled back'"
+    kind, body = db.execute(
+        f"SELECT kind, body FROM events WHERE kind IN ({kinds}) ORDER BY id DESC LIMIT 1"
+    ).fetchone() or ("resumed", "{}")
     files = json.loads(body).get("files", {}) if kind == "finished" else {}
     latest = {site: blob for site, blob, *_ in db.execute(LATEST)}
     return _Refers(event, bits, referenced(db), latest, json.loads(states), files)

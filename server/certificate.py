@@ -124,6 +124,8 @@ def _findings(given: dict[str, Any], ledger: Ledger) -> Iterator[Finding]:
     event = forgotten_event(ledger, given["request"])
     yield _compared("event in the chain", given["ledger"]["digest"], event.digest)
     yield _compared("sites", given["sites"], event.body["sites"])
+    request = ledger.request(given["request"])
+    yield _compared("options", given.get("options"), request.options if request else None)
     yield _compared("digest before", given["exact"].get("digest_before"), event.body["body"]["digest_before"])
     yield _compared("digest after, as committed", given["exact"]["digest_after"], event.body["digest"])
     states, last = ledger.sites(), ledger.last_round()
@@ -135,7 +137,8 @@ def _findings(given: dict[str, Any], ledger: Ledger) -> Iterator[Finding]:
     stored = ledger.blobs.get(last.states["sum"]) if last else {}
     summed = digest(sum_of(ledger, list(stored)).totals)
     yield _compared("sum of the remaining contributions now", now, summed)
-    if now in (given["exact"]["digest_after"]["sum"], given["exact"]["sum_of_remaining"]):
+    trained = any(given.get("options", {}).get(option) for option in ("repair", "rollback"))
+    if now == given["exact"]["sum_of_remaining"] or (now == given["exact"]["digest_after"]["sum"] and not trained):
         yield _compared("sum of the remaining contributions then", given["exact"]["sum_of_remaining"], summed)
         here = {name: one.blob for name, one in ledger.all_latest().items()}
         yield _compared("remaining contributions", given["exact"].get("remaining"), here)

@@ -14,7 +14,6 @@ from clients.networks.reading import BATCH, FEWEST
 from clients.objectives import objective_of
 from conf.errors import UserError
 from conf.schema import Config
-from conf.sites import roster
 from server.evaluate import RECOMPUTED, Evaluator, site_rows
 from server.federation import Federation
 from server.ledger import Ledger
@@ -66,20 +65,20 @@ def work(grid: Grid, config: Config, folder: RunFolder, listener: Listener) -> d
         if _untouched(ledger, folder):
             return folder.summary()
         try:
-            federation = Federation(grid, roster(config), config.federation.window)
-            federation.join(config.federation.join_timeout)
             method = Method(config, folder, ledger, Evaluator(config))
-            method.train(federation, listener)
-            listener.note("measuring on the test images")
-            summary |= {**head(config, ledger), **method.measure()}
-            for mode in config.baselines:
-                summary["accuracy"][mode] = _run_baseline(with_mode(config, mode), method, federation, listener)
+            federation = method.joined(grid)
+            while "accuracy" not in summary or method.unlearning().under_way():  # requests may come while it is measured
+                method.train(federation, listener)
+                listener.note("measuring on the test images")
+                summary |= method.measure()
+                for mode in config.baselines:
+                    summary["accuracy"][mode] = _run_baseline(with_mode(config, mode), method, federation, listener)
             summary["status"] = "finished"
         except Exception:
             summary["status"] = "failed"
             raise
         finally:
-            summary["seconds"] = time.monotonic() - begin
+            summary |= {**head(config, ledger), "seconds": time.monotonic() - begin}
             folder.write_summary(summary)
             ledger.note(summary["status"], {"files": folder.results()})
     listener.finished(summary)
@@ -87,8 +86,10 @@ def work(grid: Grid, config: Config, folder: RunFolder, listener: Listener) -> d
 
 
 def _untouched(ledger: Ledger, folder: RunFolder) -> bool:
-    """Whether the run is finished, and neither ledger nor files have changed since."""
+    """Whether the run is finished, nothing waits, and neither ledger nor files have changed since."""
     last = deque(ledger.events(), maxlen=1)[0]
+    if ledger.waiting(applied=True):
+        return False
     return last.kind == "finished" and SUMMARY in last.body["files"] and last.body["files"] == folder.results()
 
 
@@ -110,7 +111,7 @@ def head(config: Config, ledger: Ledger | None = None) -> dict[str, Any]:
         "experiment": config.experiment,
         "method": f"{config.strategy['name']}/{objective_of(config).mode}",
         "seed": config.seed,
-        "rounds": last.round if last else config.rounds,
+        "rounds": max(config.rounds, last.round) if last else config.rounds,
         "engine": config.engine.name,
         "sites": [row for row in site_rows(config) if row["name"] not in gone],
         **({"unlearned": sorted(gone)} if gone else {}),

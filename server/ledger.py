@@ -180,22 +180,36 @@ class Ledger:
         written = {"sites": list(sites), "states": dict(states), "digest": dict(digest), "body": body, "request": request}
         self._change_sites("forgotten", written, sites, {}, request)
 
-    def roll_back(self, round: int, sites: Sequence[str]) -> None:
+    def roll_back(
+        self, round: int, sites: Sequence[str], body: dict[str, Any] | None = None, request: str | None = None
+    ) -> None:
         """Go back to the state after a round, because of some sites; later rounds and contributions go.
 
-        Raises LedgerError if that round's state, or a site's contribution to it, is not kept (keep='all' keeps them).
+        `body` says more about it and about the request. Raises UserError as `check_roll_back` does.
         """
         self.check_roll_back(round)
         with self._replacing() as db:
-            append(db, "rolled back", {"round": round, "sites": list(sites)})
+            append(db, "rolled back", {"round": round, "sites": list(sites), "body": body, "request": request})
 
     def check_roll_back(self, round: int) -> None:
-        """LedgerError if the state after a round, or a site's contribution to it, is not kept."""
+        """UserError if the state after a round, or a site's contribution to it, is not kept, or its sum lacks a member."""
         rows = {row.round: row for row in self.rounds()}
         lost = [site for site, gone in self.sites().items() if not gone and not any(
             one.round <= round for one in self.history(site))]  # fmt: skip
         if round not in rows or not rows[round].states or (lost and self.all_latest()):
-            raise LedgerError(f"{self.folder}: the state after round {round} is not kept; federation.history=all keeps it")
+            kept = "federation.history=all keeps it, until a site is forgotten"
+            raise UserError(f"{self.folder}: the state after round {round} is not kept ({kept})")
+        if self._readmitted_since(round):
+            raise UserError(f"{self.folder}: a site was readmitted after round {round}, which is not in its sum")
+
+    def _readmitted_since(self, round: int) -> bool:
+        """Whether a site was readmitted after the round was committed (for the last time)."""
+        since = False
+        for event in self.events():
+            since |= event.kind == "readmitted"
+            if event.kind == "round" and event.body["round"] <= round:
+                since = False
+        return since
 
     def readmit(
         self,

@@ -4,10 +4,12 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+from flwr.serverapp import Grid
 
 from conf import to_json
 from conf.schema import Config
@@ -53,14 +55,15 @@ class Method:
         Requests that came in are taken up between rounds: they may go back to an earlier one, or want further ones.
         """
         loop = RoundLoop(self.config, self.ledger.run().run, federation, self.aggregation, self.evaluator, listener)
-        unlearning = self.unlearning()
-        loop.last = max(loop.last if rounds is None else rounds, unlearning.goal())
+        unlearning, wanted = self.unlearning(), loop.last if rounds is None else rounds
+        loop.last = max(wanted, unlearning.goal())
+        unlearning.tidy()
         self._resumed(loop)
         self._announce(loop)
         while True:
             before = unlearning.last_round()
             changed = unlearning.take(listener.message, lambda request: self.retrained(request, federation, listener))
-            last, loop.last = unlearning.last_round(), max(loop.last, unlearning.goal())
+            last, loop.last = unlearning.last_round(), max(wanted, unlearning.goal())
             if last < before:
                 self._resumed(loop)
             if last >= loop.last:
@@ -69,13 +72,18 @@ class Method:
                 self._announce(loop)
             self.folder.append(loop.one(last + 1))
 
+    def joined(self, grid: Grid) -> Federation:
+        """The federation of its members, when all are there. Raises UserError naming those that are missing."""
+        federation = Federation(grid, self.aggregation.members(), self.config.federation.window)
+        federation.join(self.config.federation.join_timeout)
+        return federation
+
     def retrained(self, request: Request, federation: Federation, listener: Listener) -> State:
         """A network trained from the start without a request's sites, in retrained/<request>, for as many rounds."""
         listener.message(f"request '{request.id}': a network is trained without {', '.join(request.sites)}, to compare with")
-        resumed = dataclasses.replace(self.config.run, resume=True)
-        config = dataclasses.replace(self.config, run=resumed, rounds=max(1, self.unlearning().last_round()))
+        config = dataclasses.replace(self.config, run=dataclasses.replace(self.config.run, resume=True))
         with self.beside(config, f"{RETRAINED}/{request.id}", request.sites) as other:
-            other.train(federation, listener)
+            other.train(federation, listener, self.unlearning().last_round())
             return other.aggregation.aggregate()
 
     @contextmanager
@@ -94,20 +102,26 @@ class Method:
         loop.listener.started(run, sites, loop.last, str(self.folder.path))
 
     def _resumed(self, loop: RoundLoop) -> None:
-        """Begin after the last committed round; metrics.jsonl then has a line for each, whatever a crash has left of it."""
+        """Begin after the last committed round, to which a crash or a rollback has led."""
         self.aggregation.abandon()
         self.ledger.prune()
         self.folder.sweep()
-        committed = [row for row in self.ledger.rounds() if row.round > 0]
-        if not committed:
+        loop.back = next(reversed([each.body["round"] for each in self.ledger.events() if each.kind == "rolled back"]), -1)
+        last = self.ledger.last_round()
+        if last is None or not last.round:
             self.folder.write_metrics([])
             return
-        self.ledger.note("resumed", {"round": committed[-1].round})
-        known, last = self.folder.metrics(), committed[-1]
-        if last.round not in known:
-            known[last.round] = loop.measured(last.record or {"round": last.round})
-        self.folder.write_metrics(known.get(row.round) or row.record or {"round": row.round} for row in committed)
+        self.ledger.note("resumed", {"round": last.round})
+        self.complete_metrics(loop.measured)
         loop.listener.note(f"going on after round {last.round}")
+
+    def complete_metrics(self, measured: Callable[[dict[str, Any]], dict[str, Any]] = lambda record: record) -> None:
+        """Give metrics.jsonl a line for each committed round and no other; `measured`: what the last one's lacks if torn."""
+        known, rows = self.folder.metrics(), [row for row in self.ledger.rounds() if row.round > 0]
+        records = {row.round: known.get(row.round) or row.record or {"round": row.round} for row in rows}
+        if rows and rows[-1].round not in known:
+            records[rows[-1].round] = measured(records[rows[-1].round])
+        self.folder.write_metrics(records.values())
 
     def measure(self) -> dict[str, Any]:
         """Test accuracy of the aggregate, of each N_i and of the aggregate without each site; all networks are written."""

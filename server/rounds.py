@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,11 +38,10 @@ class RoundLoop:
     evaluator: Evaluator
     listener: Listener
     last: int = field(init=False)  # the number of the last round
-    _text: str = field(init=False)
+    back: int = -1  # the round to which the run has gone back: no site's store is there any more
 
     def __post_init__(self) -> None:
         self.last = self.aggregation.length(self.config.rounds)
-        self._text = to_json(self.config)
         torch.set_num_threads(self.config.engine.threads)  # the cores are the sites', and torch's idle threads spin
 
     def rounds(self) -> Iterator[dict[str, Any]]:
@@ -95,7 +94,7 @@ class RoundLoop:
             if reply.content is not None or LOST not in reply.reason or self.aggregation.restart(reply.site) is None:
                 yield reply
                 continue
-            if self.config.federation.lost_store == "stop":
+            if self.config.federation.lost_store == "stop" and self.aggregation.base(reply.site) > self.back:
                 raise UserError(f"round {round}: {reply.reason}; federation.lost_store=restart begins at its contribution")
             self.listener.message(f"round {round}: {reply.reason}; it begins again at its contribution")
             lost.append(reply.site)
@@ -117,14 +116,20 @@ class RoundLoop:
         if not turn.sites:
             return
         records = self.aggregation.records(round)
-        members = len(self.aggregation.members())
+        members, text = len(self.aggregation.members()), to_json(self._scheduled(round))
         staging = self.aggregation.staging() if self.config.federation.partial_sums else ""
         for site in turn.sites:
             before = self.aggregation.before(site) if staging else ""
             base = self.aggregation.base(site)
-            order = Order(self._text, self.run, site.index, turn.round, base, members, staging, before)
+            order = Order(text, self.run, site.index, turn.round, base, members, staging, before)
             mine = {OWN: to_arrays(self.aggregation.restart(site) or {})} if again else {}
             yield site, RecordDict({ORDER: order.record(), **records, **mine})
+
+    def _scheduled(self, round: int) -> Config:
+        """The configuration as the sites read it: rounds beyond the configured ones stretch the schedule of the rate."""
+        if round <= self.aggregation.length(self.config.rounds):
+            return self.config
+        return replace(self.config, rounds=self.last)
 
     def _fold(self, reply: Reply, round: int) -> float:
         """Check and fold one reply; its training loss. Raises ReplyError."""

@@ -19,7 +19,7 @@ from server.certificate import CERTIFICATES, certificate, read, text_of
 from server.contributions import STAGING
 from server.evaluate import Evaluator
 from server.inquest import Inquest
-from server.ledger import Ledger, Request
+from server.ledger import Ledger, LedgerError, Request
 from server.strategies import Aggregation
 
 KIND = "unlearn"
@@ -53,11 +53,9 @@ class Unlearning:
         if request.state != "received":
             return request
         self._refuse(request)
-        inquest = Inquest(self.config, self.evaluator, request.sites)
-        body = {"digest_before": self.aggregation.digest(), "evidence": inquest.of(self.aggregation.aggregate()),
-                "round": self.last_round()}  # fmt: skip
+        body = self._before(request)
         if request.options.get("rollback"):
-            self.aggregation.roll_back(request.sites)
+            self.aggregation.roll_back(request.sites, body, request.id)
         begin = time.perf_counter()
         self.aggregation.forget(request.sites, body, request.id)
         self.ledger.note("subtracted", {"request": request.id, "seconds": time.perf_counter() - begin})
@@ -72,7 +70,8 @@ class Unlearning:
         file = self.folder / CERTIFICATES / f"{request.id}.json"
         if request.state == "verified" and file.is_file():
             return read(file)
-        self._erase(request)  # what a crash has left, and what was trained since
+        self._erase(request)  # what was trained since
+        self.ledger.prune()  # what a crash has left
         inquest = Inquest(self.config, self.evaluator, request.sites)
         done = certificate(self.ledger, self.aggregation, request)
         done["evidence"] = inquest.report((request.result or {})["evidence"], self.aggregation.aggregate(), retrained)
@@ -87,14 +86,29 @@ class Unlearning:
         `retrain`: trains a network without a request's sites, where its options ask for that.
         """
         changed = False
-        for request in self._open():
+        for request in self.under_way():
             if request.state == "received":
-                request, changed = self._taken(request, told), True
+                request = self._taken(request, told)
+                changed |= request.state == "applied"
             if request.state == "applied" and self._due(request) <= self.last_round():
                 self.certify(request, retrain(request) if request.options.get("retrain") else None)
                 told(f"request '{request.id}' verified: {', '.join(request.sites)} forgotten")
                 changed = True
         return changed
+
+    def tidy(self) -> None:
+        """Erase what a crash has left of sites that are forgotten, where a request is under way."""
+        for request in self.under_way():
+            if request.state == "applied":
+                self._erase(request)
+
+    def _before(self, request: Request) -> dict[str, Any]:
+        """What is known before anything is changed; of a request that was rolled back when it crashed, what was then."""
+        for event in self.ledger.events():
+            if event.kind == "rolled back" and event.body.get("request") == request.id:
+                return event.body["body"]
+        evidence = Inquest(self.config, self.evaluator, request.sites).of(self.aggregation.aggregate())
+        return {"digest_before": self.aggregation.digest(), "evidence": evidence, "round": self.last_round()}
 
     def _taken(self, request: Request, told: Callable[[str], None]) -> Request:
         """Apply a request that waits, if it is not refused."""
@@ -114,7 +128,7 @@ class Unlearning:
 
     def goal(self) -> int:
         """The round up to which the requests under way want to be trained; 0 if none does."""
-        return max((self._due(request) for request in self._open() if request.state == "applied"), default=0)
+        return max((self._due(request) for request in self.under_way() if request.state == "applied"), default=0)
 
     def ready(self, request: Request) -> bool:
         """Whether an applied request can be certified without training anything."""
@@ -125,24 +139,27 @@ class Unlearning:
         try:
             refuse(self.ledger, request.sites)
             self.aggregation.check_forgetting(request.sites, rollback=bool(request.options.get("rollback")))
+        except LedgerError:  # that is not the request's fault
+            raise
         except UserError as error:
             self.ledger.set_request(request.id, "refused", {"reason": str(error)})
             raise RefusedError(f"request '{request.id}' is refused: {error}") from None
 
     def _erase(self, request: Request) -> None:
-        """Delete what this machine keeps of the sites beside the ledger, and note that."""
-        if gone := erase(self.folder, request, [site for site, gone in self.ledger.sites().items() if gone]):
-            self.ledger.note("erased", {"request": request.id, "paths": gone})
+        """Note and delete what this machine keeps of the sites beside the ledger."""
+        if left := left_of(self.folder, request, [site for site, gone in self.ledger.sites().items() if gone]):
+            paths = [str(path.relative_to(self.folder)) for path in left]
+            self.ledger.note("erased", {"request": request.id, "paths": paths})
+        for path in left:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    def _open(self) -> list[Request]:
+    def under_way(self) -> list[Request]:
+        """The requests that are not certified yet, oldest first."""
         return [request for request in self.ledger.waiting(applied=True) if request.kind == KIND]
 
     def _due(self, request: Request) -> int:
-        """The round after which an applied request is certified: after those that its options ask for."""
-        repair = int(request.options.get("repair", 0))
-        if request.options.get("rollback"):
-            return self.config.rounds + repair
-        return int((request.result or {})["round"]) + repair
+        """The round after which an applied request is certified: where it was, and those that its options ask for."""
+        return int((request.result or {})["round"]) + int(request.options.get("repair", 0))
 
 
 def receive(ledger: Ledger, id: str, sites: Sequence[str], reason: str, options: dict[str, Any]) -> Request:
@@ -174,8 +191,8 @@ def refuse(ledger: Ledger, sites: Sequence[str]) -> None:
         )
 
 
-def erase(folder: Path, request: Request, forgotten: Sequence[str]) -> list[str]:
-    """Delete what this machine keeps of the sites beside the ledger; the paths in the run's folder that are gone.
+def left_of(folder: Path, request: Request, forgotten: Sequence[str]) -> list[Path]:
+    """What this machine keeps of a request's sites beside the ledger.
 
     Their own stores, what workers wrote for them, all networks (they are written anew from what is left), and what was
     trained with them and is never subtracted: baselines, and networks retrained for other requests. Of its sites, those that
@@ -184,16 +201,6 @@ def erase(folder: Path, request: Request, forgotten: Sequence[str]) -> list[str]
     sites = [name for name in request.sites if name in forgotten]
     found = [path for name in sites for path in (folder / "sites").glob(f"*/{name}")]
     found += [folder / STAGING / name for name in sites]
-    found += [folder / "states", folder / "baselines"] + [
-        path for path in (folder / RETRAINED).glob("*") if path.name != request.id
-    ]
-    gone = []
-    for path in found:
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.exists():
-            path.unlink()
-        else:
-            continue
-        gone.append(str(path.relative_to(folder)))
-    return gone
+    found += [folder / "states", folder / "baselines"]
+    found += [path for path in (folder / RETRAINED).glob("*") if path.name != request.id]
+    return [path for path in found if path.exists()]

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import uuid
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +11,11 @@ from typing import Any
 
 from conf.errors import UserError
 from conf.schema import Config
-from conf.sites import roster
 from server.audit import check
 from server.certificate import CERTIFICATES, read, verify, verify_accuracy
 from server.database import BusyError
 from server.evaluate import Evaluator
 from server.experiment import head
-from server.federation import Federation
 from server.ledger import Ledger, Request
 from server.listener import Listener
 from server.method import Method
@@ -64,11 +63,11 @@ def unlearn(path: Path, wish: Wish, *, quiet: bool = False) -> tuple[str, dict[s
         return _queue(path, id, wish)
     with ledger, listener_for(quiet) as listener:
         request = receive(ledger, id, wish.sites, wish.reason, wish.options)
-        if request.state in ("verified", "refused"):
+        if request.state == "refused" or (request.state == "verified" and not _cut_off(ledger, id)):
             return _first_result(path, request)
-        ledger.note("resumed", {"for": id})
         method = Method(config, RunFolder(path), ledger, Evaluator(config))
-        _fulfil(method, request, listener)
+        if request.state != "verified":
+            _fulfil(method, request, listener)
         _measure_again(method, listener)
     done = read(path / CERTIFICATES / f"{id}.json")
     page = write_html(path / CERTIFICATES / f"{id}.json")
@@ -81,6 +80,9 @@ def readmit(path: Path, sites: Sequence[str]) -> str:
     config = read_config(path)
     with Ledger.open(path) as ledger:
         method = Method(config, RunFolder(path), ledger, Evaluator(config))
+        for request in ledger.waiting(applied=True):
+            if under_way := set(sites) & set(request.sites):
+                raise UserError(f"request '{request.id}' is not done with '{min(under_way)}' yet: resume the run first")
         if not isinstance(method.aggregation, Summing):
             raise UserError(f"{path}: its strategy readmits nobody; run it again with these sites")
         method.aggregation.readmit(sites)
@@ -160,21 +162,26 @@ def _first_result(path: Path, request: Request) -> tuple[str, dict[str, Any] | N
     return f"request '{request.id}' was verified before: {', '.join(request.sites)} forgotten; certificate: {file}", done
 
 
+def _cut_off(ledger: Ledger, id: str) -> bool:
+    """Whether a crash came right after the request was verified, before the results were measured again."""
+    last = deque(ledger.events(), maxlen=1)[0]
+    return last.kind == "verified" and last.body["id"] == id
+
+
 def _fulfil(method: Method, request: Request, listener: Listener) -> None:
     """Apply and certify it, and train what its options ask for."""
-    config, unlearning = method.config, method.unlearning()
+    unlearning = method.unlearning()
     request = unlearning.apply(request)
     if unlearning.ready(request):
         unlearning.certify(request)
         return
-    with open_engine(config) as grid:
-        federation = Federation(grid, roster(config), config.federation.window)
-        federation.join(config.federation.join_timeout)
-        method.train(federation, listener, rounds=unlearning.last_round())
+    with open_engine(method.config) as grid:
+        method.train(method.joined(grid), listener, rounds=unlearning.last_round())
 
 
 def _measure_again(method: Method, listener: Listener) -> None:
-    """The run's summary and networks as they are without the sites."""
+    """The run's metrics, summary and networks as they are without the sites."""
+    method.complete_metrics()
     there = (method.folder.path / SUMMARY).is_file()
     old = method.folder.summary() if there else {"status": "interrupted", "seconds": 0.0}
     listener.note("measuring on the test images")

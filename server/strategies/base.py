@@ -118,8 +118,8 @@ class Aggregation(ABC):
     def check_forgetting(self, names: Sequence[str], rollback: bool = False) -> None:
         """UserError if these sites cannot be taken out, or (`rollback`) it cannot go back to before they took part."""
 
-    def roll_back(self, names: Sequence[str]) -> None:
-        """Go back to the round before the first of these sites took part. UserError if the method cannot."""
+    def roll_back(self, names: Sequence[str], body: dict[str, Any], request: str | None = None) -> None:
+        """Go back to the round before the first of these sites took part, as `forget`. UserError if the method cannot."""
         raise UserError("this strategy cannot go back to an earlier round")
 
     def restart(self, site: Site) -> State | None:

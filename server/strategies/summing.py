@@ -106,11 +106,10 @@ class Summing(Aggregation):
         rounds = [one.round for name in names for one in self.ledger.history(name) if one.round > 0]
         return min(rounds) - 1 if rounds else None
 
-    def roll_back(self, names: Sequence[str]) -> None:
-        """Go back to the round before the first of these sites took part. LedgerError if that is not kept."""
+    def roll_back(self, names: Sequence[str], body: dict[str, Any], request: str | None = None) -> None:
         if (before := self._before(names)) is None:
             return
-        self.ledger.roll_back(before, names)
+        self.ledger.roll_back(before, names, body, request)
         self.sum = ExactSum(self.bits)
         self.contributions = Contributions(self.ledger, self.bits, self.config.federation.history)
         self.restore(self.ledger.rounds()[-1].states)

@@ -78,25 +78,39 @@ def start(config: Config, app: str = CLIENT_APP) -> RayGrid:
     Without an address, a Ray that this process has started before is used, and kept.
     """
     engine, sites, store = config.engine, len(roster(config)), store_folder(config)
-    workers = engine.workers or min(sites, workers_for(engine, _this_machine()))
-    own = bool(engine.address) or not ray.is_initialized()
-    try:
-        with own_signals(), apart():
-            if engine.address:
-                _join(engine.address, config.data if engine.ship_data else None)
-            elif own:
-                _start(engine, workers)
-        if engine.address or not own:
-            workers = engine.workers or min(sites, workers_for(engine, ray.cluster_resources()))
-    except (OSError, RuntimeError, ConnectionError, ValueError) as error:
-        ray.shutdown()
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"Ray did not start ({reason}); engine.name=inline works without it") from None
+    own = not ray.is_initialized()
+    workers = _begun(config, sites) if own else _kept(engine, sites)
     options = {"num_cpus": engine.num_cpus, "num_gpus": engine.num_gpus, "scheduling_strategy": "SPREAD"}
     combine = COMBINE if config.federation.partial_sums else ""
     pool = Pool(workers, (app, combine, engine.vectorise, sites, str(store)), options, engine)
     gpus = f", {engine.num_gpus:g} GPU" if engine.num_gpus else ""
     return RayGrid(sites, store, pool, f"ray: {workers} workers, {engine.num_cpus:g} CPU{gpus} each", own)
+
+
+def _begun(config: Config, sites: int) -> int:
+    """Start Ray or join a cluster; the number of workers."""
+    engine = config.engine
+    workers = engine.workers or min(sites, workers_for(engine, _this_machine()))
+    try:
+        with own_signals(), apart():
+            _join(engine.address, config.data if engine.ship_data else None) if engine.address else _start(engine, workers)
+        if engine.address:
+            workers = engine.workers or min(sites, workers_for(engine, ray.cluster_resources()))
+    except (OSError, RuntimeError, ConnectionError, ValueError) as error:
+        ray.shutdown()
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"Ray did not start ({reason}); engine.name=inline works without it") from None
+    return workers
+
+
+def _kept(engine: EngineConfig, sites: int) -> int:
+    """The number of workers in the Ray that runs in this process. Raises UserError if they do not fit."""
+    if engine.address:
+        raise UserError("engine.address: Ray runs in this process already; leave the address out, or call ray.shutdown()")
+    room = workers_for(engine, ray.cluster_resources())
+    if engine.workers > room:
+        raise UserError(f"engine.workers: got {engine.workers}, the Ray in this process has room for {room}")
+    return engine.workers or min(sites, room)
 
 
 _starting = threading.Event()

@@ -45,6 +45,17 @@ def test_a_ray_that_was_there_is_used_and_kept(tmp_path: Path):
         time.sleep(0.1)
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [("engine.address=127.0.0.1:1", "Ray runs in this process already"), ("engine.workers=3", "has room for 2")],
+)
+def test_what_does_not_fit_a_ray_that_was_there_is_refused_and_leaves_it(tmp_path: Path, words: str, told: str):
+    config = load("digits", ["engine.name=ray", words, f"run.root={tmp_path}"])
+    with pytest.raises(UserError, match=told), open_engine(config):
+        pass
+    assert ray.is_initialized()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["exact", "fedavg", "independent", "regularised"])
 def test_partial_sums_give_the_same_bits(tmp_path: Path, mode: str):

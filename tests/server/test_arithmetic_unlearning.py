@@ -130,6 +130,17 @@ def test_a_rollback_and_its_rounds_again_are_those_of_a_run_that_never_had_the_s
     assert check(folder(config)) == []
 
 
+def test_a_later_rollback_is_no_mismatch_of_an_earlier_certificate(longer: Done, tmp_path: Path):
+    """At the start all gradients are 0: the sum is then what it was when the first request was applied."""
+    config = copied(longer.config, tmp_path)
+    with method_of(config) as method:
+        for id, site in (("r1", "two"), ("r2", "three")):
+            method.unlearning().apply(receive(method.ledger, id, [site], "", {"rollback": True}))
+            if id == "r1":
+                train(method)
+    assert "mismatch" not in verdicts(config)
+
+
 def test_a_readmitted_site_adds_nothing_until_it_has_trained_and_is_asked_again(finished: Done, tmp_path: Path):
     config = copied(finished.config, tmp_path)
     _, left = forget(config, ["two"])

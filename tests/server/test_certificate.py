@@ -1,6 +1,5 @@
 """The certificate: what it says, what a forged one is found out by, and how it is made after a crash."""
 
-import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,48 +7,18 @@ from typing import Any
 
 import pytest
 
-import server.unlearning
 from conf import Config, UserError
-from server.audit import check
 from server.certificate import CERTIFICATES
 from server.ledger import Ledger
 from tests.server.parts import WatchedApp, folder
 from tests.server.runs import copied, findings, method_of
-from tests.server.unlearnings import ONE, TWO, asked, configured, further, kinds, run, summed
+from tests.server.unlearnings import ONE, TWO, asked, configured, further, run, summed
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Config:
     """A finished run, which no test changes."""
     return run(configured(tmp_path_factory.mktemp("run")))
-
-
-class Crashed(Exception):
-    """Raised where a server dies."""
-
-
-def crash(*_: Any) -> Any:
-    raise Crashed
-
-
-@pytest.mark.parametrize("where", ["erase", "certificate", "write_bytes"])
-def test_a_crash_after_the_subtraction_is_taken_up_again(
-    finished: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-):
-    config = copied(finished, tmp_path)
-    with monkeypatch.context() as broken, contextlib.suppress(Crashed), method_of(config) as method:
-        broken.setattr(server.unlearning, where, crash)
-        method.unlearning().fulfil(asked(method.unlearning(), "r1", [ONE]))
-    assert check(folder(config)) == []
-    with method_of(config) as method:
-        assert kinds(method.ledger, "r1") == ["received", "applied"]
-        after = method.aggregation.digest()
-        done = method.unlearning().fulfil(asked(method.unlearning(), "r1", [ONE]))
-        assert method.aggregation.digest() == after == done["exact"]["digest_after"]
-        assert kinds(method.ledger, "r1") == ["received", "applied", "verified"]
-        assert set(done["evidence"]["before"]["membership"]) == {ONE}
-    assert not list((folder(config) / "sites").glob(f"*/{ONE}"))
-    assert all(finding.verdict == "match" for finding in findings(config))
 
 
 @pytest.fixture

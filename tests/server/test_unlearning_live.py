@@ -99,6 +99,8 @@ def test_repair_goes_on_beyond_the_last_round_and_is_certified_then(tmp_path: Pa
                               f"request 'r1' verified: {ONE} forgotten"]  # fmt: skip
     assert [record["round"] for record in RunFolder(folder(config)).metrics().values()] == [1, 2, 3, 4]
     assert RunFolder(folder(config)).summary()["rounds"] == 4
+    with Ledger.open(folder(config), server=False) as ledger:
+        assert len({row.digest["sum"] for row in ledger.rounds()}) == 5  # the rate is not 0 beyond the last round
     assert "mismatch" not in verdicts(config)
     assert check(folder(config)) == []
 
@@ -108,9 +110,9 @@ def test_a_rollback_trains_the_rounds_again_and_has_the_bits_of_a_network_retrai
     heard = Asking(folder(config), {"r1": [ONE]}, during=2, rollback=True, retrain=True)
     run(config, heard, client)
     all_sites, others = [0, 1, 2, 3], [0, 2, 3]
-    again = [(1, others), (2, others), (3, others)]
-    assert asked_of(client) == [(1, all_sites), (2, all_sites), *again, *again]  # the run's own, and the other network's
-    assert heard.messages[0] == f"request 'r1' applied: {ONE} forgotten; certified after round 3"
+    again = [(1, others), (2, others)]
+    assert asked_of(client) == [(1, all_sites), (2, all_sites), *again, *again, (3, others)]  # its own, the other network's
+    assert heard.messages[0] == f"request 'r1' applied: {ONE} forgotten; certified after round 2"
     assert heard.messages[-1] == f"request 'r1' verified: {ONE} forgotten"
     retrained = read(folder(config) / CERTIFICATES / "r1.json")["evidence"]["retrained"]
     assert retrained["disagreement"] == 0.0

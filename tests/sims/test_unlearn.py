@@ -232,6 +232,41 @@ def test_resuming_fulfils_what_was_asked_meanwhile_and_writes_its_page(fedloom: 
     assert check(run) == []
 
 
+def test_a_crash_before_the_results_are_measured_again_is_made_good(
+    fedloom: Command, run: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr("sims.unlearn._measure_again", killed)
+        assert fedloom("unlearn", run, ONE, "--request-id", "r1").code == 130
+    assert fedloom("unlearn", run, ONE, "--request-id", "r1").code == 0
+    assert json.loads((run / "summary.json").read_text())["unlearned"] == [ONE]
+    assert (run / "states/aggregate.safetensors").is_file()
+    assert check(run) == []
+
+
+def test_nobody_is_readmitted_whom_a_request_is_still_about(fedloom: Command, run: Path, monkeypatch: pytest.MonkeyPatch):
+    from server.unlearning import Unlearning
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Unlearning, "certify", killed)
+        assert fedloom("unlearn", run, ONE, "--request-id", "r1").code == 130
+    refused(fedloom("readmit", run, ONE), "request 'r1' is not done with 'site-0001' yet")
+    assert fedloom("unlearn", run, ONE, "--request-id", "r1").code == 0
+    assert fedloom("readmit", run, ONE).code == 0
+
+
+def test_a_refused_request_leaves_the_results_under_watch(fedloom: Command, run: Path):
+    refused(fedloom("unlearn", run, ONE, "--rollback"), "federation.history=all")
+    (run / "summary.json").write_text("{}")
+    assert fedloom("ledger", run, "--check").code == 1
+
+
 @pytest.fixture
 def guarded(finished: Path) -> Iterator[Path]:
     """A copy of the run in a folder that this process, whoever runs it, can be kept from writing."""
