@@ -16,7 +16,9 @@ from clients.states import read_state
 from conf import Config
 from fusion.exact import digest
 from server.audit import check
+from server.certificate import CERTIFICATES, read
 from server.ledger import Ledger
+from server.unlearning import KIND
 from tests.server.kills import ROUNDS, begun, configured, last_round, results
 from tests.server.ledgers import problems
 from tests.server.parts import folder
@@ -89,6 +91,34 @@ def test_killed_at_the_worst_moments_and_resumed_it_ends_with_the_same_bits(tmp_
     ended(begun(config))
     assert results(folder(config)) == smooth[0]
     assert check(folder(config)) == []
+
+
+def test_a_request_whose_server_is_killed_again_and_again_ends_as_if_it_had_not(tmp_path: Path):
+    """Killed within going back, subtracting, training, repairing and retraining, one commit later each time."""
+    folders = []
+    for name, first in (("whole", 0), ("killed", 3)):
+        config = configured(tmp_path / name, "federation.history=all")
+        ended(begun(config))
+        with Ledger.open(folder(config), server=False) as ledger:
+            ledger.receive("r1", KIND, ["site-0001"], "", {"rollback": True, "repair": 1, "retrain": True})
+        deaths = 0
+        while True:
+            process = begun(config, ("after commit", first + deaths) if first else None)
+            process.join(60)
+            if process.exitcode == 0:
+                break
+            assert process.exitcode == -signal.SIGKILL
+            sound(config)
+            deaths += 1
+        assert deaths >= 6 if first else deaths == 0
+        assert check(folder(config)) == []
+        folders.append(folder(config))
+    one, other = (read(path / CERTIFICATES / "r1.json") for path in folders)
+    for part in ("sites", "exact", "not_exact", "evidence"):
+        assert one[part] == other[part], part
+    assert [Path(path).name for path in one["erased"]] == [Path(path).name for path in other["erased"]]
+    assert set(one["evidence"]["retrained"]["distance"].values()) == {0.0}  # going back is training without the site
+    assert states(folders[0]) == states(folders[1])
 
 
 RAY = ["sites=[{domain: digits, count: 3, samples: 300}]", "data.size=8", "network.width=0.25", "data.test_limit=60",
