@@ -12,14 +12,21 @@ from typing import Any
 
 from conf.errors import UserError
 from fusion.exact import ExactSum, digest
+from server.blobs import file_digest
 from server.ledger import Ledger, Request
 from server.strategies import Aggregation
 from server.tables import Event
 
 CERTIFICATES, FORMAT = "certificates", 1
+CERTIFIED = "certified"  # an event of the ledger, with the sha256 of the certificate that is written then
 CLOSE = 0.002  # accuracies this far apart are equal: another machine may round another way
 EXACT = ("The sum after the request equals, bit for bit, the sum of the remaining sites' contributions. Nothing of the "
-         "forgotten sites' contributions is in it or in the ledger.")  # fmt: skip
+         "forgotten sites' contributions to the sum is in it or in the ledger.")  # fmt: skip
+_PARTS = {"format": int, "request": str, "run": str, "sites": list, "reason": str, "options": dict, "times": dict,
+          "exact": dict, "not_exact": dict, "erased": list, "ledger": dict, "evidence": dict}  # fmt: skip
+_EXACT_PARTS = {"statement": str, "tensors": list, "digest_before": dict, "digest_after": dict, "sum_of_remaining": str,
+          "remaining": dict}  # fmt: skip
+_TOLD = 100  # characters of each side of a mismatch
 COPIES = "backups, other machines and whoever received earlier sums are beyond this server's reach"
 
 
@@ -86,13 +93,23 @@ class Finding:
 
 def verify(path: Path, ledger: Ledger) -> list[Finding]:
     """Compare a certificate with the run's ledger and folder. Raises UserError if either cannot be read."""
-    return list(_findings(read(path), ledger))
+    given = read(path)
+    return [_as_written(path, given["request"], ledger), *_findings(given, ledger)]
+
+
+def _as_written(path: Path, request: str, ledger: Ledger) -> Finding:
+    """Whether the file is one that the server wrote, byte by byte: the ledger has its sha256."""
+    made = [each.body["sha256"] for each in ledger.events() if each.kind == CERTIFIED and each.body["request"] == request]
+    return _found("the file, as it was written", file_digest(path) in made, "it was changed: its sha256 is another one")
 
 
 def verify_accuracy(path: Path, ledger: Ledger, measure: Callable[[], dict[str, float]]) -> list[Finding]:
     """Compare the accuracies after the request with those of the network as it is now (`measure`), if nothing followed."""
     given, last = read(path), ledger.last_round()
-    stated = given.get("evidence", {}).get("after", {}).get("accuracy", {})
+    try:
+        stated = {name: float(share) for name, share in given["evidence"]["after"]["accuracy"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        stated = {}
     if not stated or last is None or last.digest.get("sum") != given["exact"]["sum_of_remaining"]:
         return [Finding("accuracy after", "not checkable", "the run went on, or none was measured")]
     try:
@@ -113,23 +130,37 @@ def read(path: Path) -> dict[str, Any]:
     """A certificate. Raises UserError if the file is none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        _ = found["exact"]["digest_after"]["sum"], found["ledger"]["digest"], found["request"], found["sites"], found["run"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        whole = _checked(found, _PARTS)
+        _checked(whole["exact"], _EXACT_PARTS)
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: is no certificate of fedloom ({type(error).__name__}: {error})") from None
-    return found
+    if whole["format"] != FORMAT:
+        raise UserError(f"{path}: has format {whole['format']}, not {FORMAT}; use the fedloom that wrote it")
+    return whole
+
+
+def _checked(given: Any, parts: dict[str, type]) -> dict[str, Any]:
+    """The same. ValueError if it lacks a part, or one is of another type."""
+    for name, kind in parts.items():
+        if not isinstance(given, dict) or not isinstance(given.get(name), kind):
+            raise ValueError(f"it has no '{name}', or one of another type")
+    return given
 
 
 def _findings(given: dict[str, Any], ledger: Ledger) -> Iterator[Finding]:
     yield _compared("run", given["run"], ledger.run().run)
     event = forgotten_event(ledger, given["request"])
-    yield _compared("event in the chain", given["ledger"]["digest"], event.digest)
+    yield _compared("event in the chain", given["ledger"], {"event": event.id, "digest": event.digest})
     yield _compared("sites", given["sites"], event.body["sites"])
     request = ledger.request(given["request"])
-    yield _compared("options", given.get("options"), request.options if request else None)
-    yield _compared("digest before", given["exact"].get("digest_before"), event.body["body"]["digest_before"])
+    yield _compared("reason", given["reason"], request.reason if request else None)
+    yield _compared("options", given["options"], request.options if request else None)
+    yield _compared("what was deleted", given["erased"], erased(ledger, given["request"]))
+    yield _compared("evidence before", given["evidence"].get("before"), event.body["body"]["evidence"])
+    yield _compared("digest before", given["exact"]["digest_before"], event.body["body"]["digest_before"])
     yield _compared("digest after, as committed", given["exact"]["digest_after"], event.body["digest"])
     states, last = ledger.sites(), ledger.last_round()
-    for site in given["sites"]:
+    for site in event.body["sites"]:
         held = ledger.history(site) or list((ledger.folder / "sites").glob(f"*/{site}"))
         yield _found(f"{site} takes no part", states.get(site, False), "it does: readmitted?")
         yield _found(f"nothing is kept of {site}", not held, "contributions or its store are there")
@@ -137,11 +168,11 @@ def _findings(given: dict[str, Any], ledger: Ledger) -> Iterator[Finding]:
     stored = ledger.blobs.get(last.states["sum"]) if last else {}
     summed = digest(sum_of(ledger, list(stored)).totals)
     yield _compared("sum of the remaining contributions now", now, summed)
-    trained = any(given.get("options", {}).get(option) for option in ("repair", "rollback"))
-    if now == given["exact"]["sum_of_remaining"] or (now == given["exact"]["digest_after"]["sum"] and not trained):
+    trained = any(given["options"].get(option) for option in ("repair", "rollback"))
+    if now == given["exact"]["sum_of_remaining"] or (now == given["exact"]["digest_after"].get("sum") and not trained):
         yield _compared("sum of the remaining contributions then", given["exact"]["sum_of_remaining"], summed)
         here = {name: one.blob for name, one in ledger.all_latest().items()}
-        yield _compared("remaining contributions", given["exact"].get("remaining"), here)
+        yield _compared("remaining contributions", given["exact"]["remaining"], here)
     else:
         yield Finding("sum of the remaining contributions then", "not checkable", "the run went on; its chain still holds")
 
@@ -151,7 +182,8 @@ def _found(what: str, right: bool, told: str) -> Finding:
 
 
 def _compared(what: str, given: Any, found: Any) -> Finding:
-    return Finding(what, "match") if given == found else Finding(what, "mismatch", f"certificate: {given}, ledger: {found}")
+    told = (f"{str(one)[:_TOLD]}{'...' if len(str(one)) > _TOLD else ''}" for one in (given, found))
+    return _found(what, given == found, "certificate: {}, ledger: {}".format(*told))
 
 
 def text_of(content: dict[str, Any]) -> str:

@@ -154,17 +154,17 @@ def disagreement(one: nn.Module, other: nn.Module, images: Images) -> float:
 
 def time_to_relearn(
     network: nn.Module, train: Images, test: Images, target: float,
-    *, rate: float, batch: int, momentum: float, seed: int, most: int = 500, every: int = 5,
+    training: TrainingConfig, *, seed: int, most: int = 500, every: int = 5,
 ) -> Relearned:  # fmt: skip
     """How many steps of SGD on `train` bring a copy of the network to `target` on `test` (Golatkar et al. 2020).
 
-    Measured before the first step, after each `every` and after `most`; the rate is constant. UserError if there is
+    As `training` says, but that its rate stays as it is. Measured before the first step, after each `every` and after
+    `most`. UserError if there is
     nothing to train or test on, DivergedError if the loss is no longer finite.
     """
-    if not len(train) or not len(test) or min(batch, every) < 1:
-        raise UserError(f"relearning takes images ({len(train)}, {len(test)}), batch ({batch}) and every ({every}) >= 1")
-    device, student = next(network.parameters()).device, copy.deepcopy(network)
-    training = TrainingConfig(batch=batch, rate=rate, momentum=momentum)
+    if not len(train) or not len(test) or every < 1:
+        raise UserError(f"relearning takes images ({len(train)}, {len(test)}) and every ({every}) >= 1")
+    device, student, rate = next(network.parameters()).device, copy.deepcopy(network), training.rate
 
     def accuracy() -> float:
         right = count_right(student.eval(), test, EVALUATION_BATCH, device)
@@ -173,7 +173,7 @@ def time_to_relearn(
 
     def lessons() -> Iterator[tuple[float, Tensor, Tensor]]:
         nonlocal done, reached
-        for done, (inputs, labels) in enumerate(islice(_batches(train, batch, seed, device), most), start=1):
+        for done, (inputs, labels) in enumerate(islice(_batches(train, training.batch, seed, device), most), start=1):
             yield rate, inputs, labels
             if done % every == 0 or done == most:
                 reached = accuracy()

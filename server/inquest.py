@@ -9,6 +9,7 @@ from torch import nn
 
 from clients.data import Images, label, num_classes, site_images, test_images
 from clients.initial import initial_state
+from clients.learner import DivergedError
 from clients.networks import Network, build_network
 from clients.randomness import torch_generator
 from conf.errors import UserError
@@ -67,18 +68,17 @@ class Inquest:
     def _relearning(self, before: dict[str, Any], state: State) -> dict[str, Any]:
         """Steps until REGAIN of the old accuracy on a site's domain is back, from here and from a fresh start."""
         found = {}
-        training = self.config.training
         for site in self.sites:
             target = REGAIN * before.get("accuracy", {}).get(label(site.spec), float("nan"))
             starts = {"forgotten": state, "fresh": initial_state(self.config)}
             try:
                 train, test = self._images(site)
-                options = {"rate": training.rate, "batch": training.batch, "momentum": training.momentum}
                 found[site.name] = {
-                    name: asdict(time_to_relearn(self._loaded(start, label(site.spec)), train, test, target, **options,
-                                                 seed=self.config.seed, most=STEPS)) for name, start in starts.items()
+                    name: asdict(time_to_relearn(self._loaded(start, label(site.spec)), train, test, target,
+                                                 self.config.training, seed=self.config.seed, most=STEPS))
+                    for name, start in starts.items()
                 }  # fmt: skip
-            except UserError as error:
+            except (UserError, DivergedError) as error:
                 found[site.name] = {"not_measured": str(error)}
         return found
 

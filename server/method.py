@@ -81,16 +81,15 @@ class Method:
     def retrained(self, request: Request, federation: Federation, listener: Listener) -> State:
         """A network trained from the start without a request's sites, in retrained/<request>, for as many rounds."""
         listener.message(f"request '{request.id}': a network is trained without {', '.join(request.sites)}, to compare with")
-        config = dataclasses.replace(self.config, run=dataclasses.replace(self.config.run, resume=True))
-        with self.beside(config, f"{RETRAINED}/{request.id}", request.sites) as other:
+        with self.beside(self.config, f"{RETRAINED}/{request.id}", request.sites) as other:
             other.train(federation, listener, self.unlearning().last_round())
             return other.aggregation.aggregate()
 
     @contextmanager
     def beside(self, config: Config, name: str, without: Sequence[str] = ()) -> Iterator["Method"]:
-        """A further method with the same sites (but for some), in a folder of the run's."""
+        """A further method with the same sites (but for some), in a folder of the run's: new, or as far as it came."""
         folder = RunFolder(self.folder.path / name)
-        folder.open(config)
+        folder.open(dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True)))
         there = [site.name for site in self.aggregation.members() if site.name not in without]
         run = f"{self.ledger.run().run}-{name.replace('/', '-')}"
         with open_ledger(config, folder, run, there) as ledger:

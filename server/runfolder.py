@@ -122,7 +122,9 @@ def read_config(path: Path) -> Config:
     if not _is_run(path):
         raise UserError(f"{path}: is no run of fedloom (no readable {CONFIG} in it); name the folder of a run")
     config = from_mapping(yaml.safe_load((path / CONFIG).read_text(encoding="utf-8")))
-    where = dataclasses.replace(config.run, name=path.resolve().name, root=str(path.parent))
+    if path.name != path.resolve().name:  # a link, or '.'
+        path = path.resolve()
+    where = dataclasses.replace(config.run, name=path.name, root=str(path.parent))
     return dataclasses.replace(config, run=where)
 
 

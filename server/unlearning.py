@@ -3,6 +3,7 @@
 A request is received, then applied (one transaction of the ledger), then verified. It is taken up where a crash left it.
 """
 
+import hashlib
 import re
 import shutil
 import time
@@ -15,7 +16,7 @@ from clients.states import write_bytes
 from conf.errors import UserError, unknown
 from conf.schema import Config
 from fusion.exact import State
-from server.certificate import CERTIFICATES, certificate, read, text_of
+from server.certificate import CERTIFICATES, CERTIFIED, certificate, read, text_of
 from server.contributions import STAGING
 from server.evaluate import Evaluator
 from server.inquest import Inquest
@@ -75,23 +76,31 @@ class Unlearning:
         inquest = Inquest(self.config, self.evaluator, request.sites)
         done = certificate(self.ledger, self.aggregation, request)
         done["evidence"] = inquest.report((request.result or {})["evidence"], self.aggregation.aggregate(), retrained)
-        write_bytes(file, text_of(done).encode())
+        text = text_of(done).encode()
+        self.ledger.note(CERTIFIED, {"request": request.id, "sha256": hashlib.sha256(text).hexdigest()})
+        write_bytes(file, text)
         if request.state == "applied":
             self.ledger.set_request(request.id, "verified", request.result)
         return done
 
-    def take(self, told: Callable[[str], None], retrain: Callable[[Request], State]) -> bool:
+    def take(self, told: Callable[[str], None], retrain: Callable[[Request], State] | None = None) -> bool:
         """Between rounds: apply the requests that wait, certify those that are due, and tell of it; whether there were any.
 
-        `retrain`: trains a network without a request's sites, where its options ask for that.
+        `retrain`: trains a network without a request's sites; without it, those that ask for one are not certified.
+        Requests that come after a rollback wait until its rounds are trained: before, there is little to measure.
         """
         changed = False
         for request in self.under_way():
             if request.state == "received":
                 request = self._taken(request, told)
                 changed |= request.state == "applied"
-            if request.state == "applied" and self._due(request) <= self.last_round():
-                self.certify(request, retrain(request) if request.options.get("retrain") else None)
+            if request.state != "applied":
+                continue
+            if self._due(request) > self.last_round():
+                if request.options.get("rollback"):
+                    break
+            elif retrain or not request.options.get("retrain"):
+                self.certify(request, retrain(request) if retrain and request.options.get("retrain") else None)
                 told(f"request '{request.id}' verified: {', '.join(request.sites)} forgotten")
                 changed = True
         return changed
@@ -130,10 +139,6 @@ class Unlearning:
         """The round up to which the requests under way want to be trained; 0 if none does."""
         return max((self._due(request) for request in self.under_way() if request.state == "applied"), default=0)
 
-    def ready(self, request: Request) -> bool:
-        """Whether an applied request can be certified without training anything."""
-        return not request.options.get("retrain") and self._due(request) <= self.last_round()
-
     def _refuse(self, request: Request) -> None:
         """RefusedError, which is noted, for a request that cannot be fulfilled."""
         try:
@@ -168,8 +173,15 @@ def receive(ledger: Ledger, id: str, sites: Sequence[str], reason: str, options:
         return known
     if not _ID.fullmatch(id):
         raise UserError(f"request id: got '{id}'; take up to 100 of A-Z, a-z, 0-9, '.', '_' and '-'")
+    if not _is_text(reason):
+        raise UserError(f"reason: got {reason!a}, which is no text in UTF-8")
     refuse(ledger, sites)
     return ledger.receive(id, KIND, sites, reason, options)
+
+
+def _is_text(words: str) -> bool:
+    """Whether it can be written; bytes of a command line that are none in UTF-8 cannot."""
+    return words.encode(errors="ignore").decode() == words
 
 
 def refuse(ledger: Ledger, sites: Sequence[str]) -> None:

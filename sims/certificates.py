@@ -16,7 +16,7 @@ def write_html(path: Path) -> Path:
         ("What is exact", [given["exact"]["statement"], _exact(given)]),
         ("What is not", [Table("", ["part", "why"], [[part, why] for part, why in given["not_exact"].items()])]),
         ("What was deleted", [Table("", ["path in the run's folder"], [[one] for one in given["erased"]])]),
-        ("What was measured", [_accuracy(evidence), _attacks(evidence), _relearning(evidence)]),
+        ("What was measured", [_accuracy(evidence), _attacks(evidence), _relearning(evidence), *_retrained(evidence)]),
     ]
     return write_page(path.with_suffix(".html"), f"Certificate of request {given['request']}", sections)
 
@@ -33,6 +33,8 @@ def _exact(given: dict[str, Any]) -> Table:
     rows = [
         ["sites", ", ".join(given["sites"])],
         ["run", given["run"]],
+        ["reason", given["reason"] or "-"],
+        ["options", ", ".join(f"{name} {value}" for name, value in given["options"].items() if value) or "-"],
         *([f"request {state}", when] for state, when in given["times"].items()),
         ["tensors", f"{len(exact['tensors'])}: {', '.join(exact['tensors'])}"],
         ["digest of the sum before", exact["digest_before"]["sum"]],
@@ -82,3 +84,12 @@ def _relearning(evidence: dict[str, Any]) -> Table:
                  for start, one in starts.items()]  # fmt: skip
     note = "Steps of SGD on the site's images until 90 % of the old accuracy on its domain is back; fresh: untrained."
     return Table("Time to relearn", ["site", "start", "steps", "target"], rows, note)
+
+
+def _retrained(evidence: dict[str, Any]) -> list[Part]:
+    """How far the network is from one that was trained without the sites, if there is one."""
+    if not (one := evidence.get("retrained")):
+        return []
+    rows = [[f"{name} distance of the weights", f"{value:.4g}"] for name, value in one["distance"].items()]
+    rows.append(["test images put into different classes", percent(one["disagreement"])])
+    return [Table("Beside a network retrained without the sites", ["what", "value"], rows)]

@@ -13,7 +13,7 @@ from conf.errors import UserError
 from conf.schema import Config
 from server.audit import check
 from server.certificate import CERTIFICATES, read, verify, verify_accuracy
-from server.database import BusyError
+from server.database import LEDGER, BusyError
 from server.evaluate import Evaluator
 from server.experiment import head
 from server.ledger import Ledger, Request
@@ -22,12 +22,14 @@ from server.method import Method
 from server.runfolder import SUMMARY, RunFolder, read_config
 from server.strategies.summing import Summing
 from server.unlearning import receive
-from sims.certificates import write_html, write_pages
+from sims.certificates import write_pages
 from sims.engines import open_engine
 from sims.progress import listener_for
 from sims.report import write_report
 from sims.simulate import simulate
 from sims.tables import Table
+
+RESUME = "where no server runs (any more), 'fedloom resume' does"
 
 
 def resume(path: Path, *, quiet: bool = False, json_output: bool = False) -> dict[str, Any]:
@@ -63,16 +65,18 @@ def unlearn(path: Path, wish: Wish, *, quiet: bool = False) -> tuple[str, dict[s
         return _queue(path, id, wish)
     with ledger, listener_for(quiet) as listener:
         request = receive(ledger, id, wish.sites, wish.reason, wish.options)
-        if request.state == "refused" or (request.state == "verified" and not _cut_off(ledger, id)):
-            return _first_result(path, request)
+        if request.state == "refused" or (request.state == "verified" and not _cut_off(ledger)):
+            return _first_result(path, request, wish)
         method = Method(config, RunFolder(path), ledger, Evaluator(config))
-        if request.state != "verified":
-            _fulfil(method, request, listener)
-        _measure_again(method, listener)
-    done = read(path / CERTIFICATES / f"{id}.json")
-    page = write_html(path / CERTIFICATES / f"{id}.json")
+        _fulfil(method, listener)
+        request = ledger.request(id) or request
+    write_pages(path)
     write_report(path)
-    return f"request '{id}' verified: {', '.join(done['sites'])} forgotten; certificate: {page}", done
+    if request.state == "refused":
+        return _first_result(path, request, wish)
+    file = path / CERTIFICATES / f"{id}.json"
+    told = f"request '{id}' verified: {', '.join(request.sites)} forgotten; certificate: {file.with_suffix('.html')}"
+    return told, read(file)
 
 
 def readmit(path: Path, sites: Sequence[str]) -> str:
@@ -86,7 +90,9 @@ def readmit(path: Path, sites: Sequence[str]) -> str:
         if not isinstance(method.aggregation, Summing):
             raise UserError(f"{path}: its strategy readmits nobody; run it again with these sites")
         method.aggregation.readmit(sites)
-    return f"{', '.join(sites)} may take part again, from the initial network on"
+        left = max(0, method.aggregation.length(config.rounds) - method.unlearning().last_round())
+    rounds = f"'fedloom resume' trains the {left} rounds left" if left else "no round is left that would train them"
+    return f"{', '.join(sites)} may take part again, from the initial network on, which is in the sum; {rounds}"
 
 
 def verify_certificate(certificate: Path, path: Path) -> tuple[Table, bool]:
@@ -107,7 +113,7 @@ def _accuracy_now(config: Config, path: Path, ledger: Ledger) -> dict[str, float
 
 
 def audit(path: Path) -> dict[str, Any]:
-    """`fedloom ledger --check`: {"ok", "digest", "problems", "notes"}."""
+    """`fedloom ledger --check`: {"ok", "digest", "problems", "notes"}; requests that wait are among the notes."""
     found = check(path)
     told: dict[str, list[str]] = {"problem": [], "note": []}
     for one in found:
@@ -116,6 +122,8 @@ def audit(path: Path) -> dict[str, Any]:
     with contextlib.suppress(UserError), Ledger.open(path, server=False) as ledger:
         last = ledger.last_round()
         digest = last.digest if last else {}
+        told["note"] += [f"{LEDGER}: request '{each.id}' is {each.state}, not verified: the running server goes on with it;"
+                         f" {RESUME}" for each in ledger.waiting(applied=True)]  # fmt: skip
     return {"ok": not told["problem"], "digest": digest, "problems": told["problem"], "notes": told["note"]}
 
 
@@ -145,38 +153,42 @@ def _queue(path: Path, id: str, wish: Wish) -> tuple[str, dict[str, Any] | None]
     with Ledger.open(path, server=False) as ledger:
         request = receive(ledger, id, wish.sites, wish.reason, wish.options)
     if request.state in ("verified", "refused"):
-        return _first_result(path, request)
+        return _first_result(path, request, wish)
     when = (
         "takes it after its present round" if request.state == "received" else "certifies it after the rounds it asked for"
     )
-    return f"request '{id}' {request.state}: the running server {when}", None
+    return f"request '{id}' {request.state}: the running server {when}; {RESUME}", None
 
 
-def _first_result(path: Path, request: Request) -> tuple[str, dict[str, Any] | None]:
+def _first_result(path: Path, request: Request, wish: Wish) -> tuple[str, dict[str, Any] | None]:
     """What came of a request earlier. Raises UserError if it was refused."""
     if request.state == "refused":
         raise UserError(f"request '{request.id}' was refused: {(request.result or {}).get('reason')}; ask under another id")
     write_pages(path)
     file = path / CERTIFICATES / f"{request.id}.json"
     done = read(file) if file.is_file() else None
-    return f"request '{request.id}' was verified before: {', '.join(request.sites)} forgotten; certificate: {file}", done
+    told = f"request '{request.id}' was verified before: {', '.join(request.sites)} forgotten; certificate: {file}"
+    told += "" if done else ", which is not there any more: put it back from a copy"
+    if others := set(wish.sites) - set(request.sites):
+        told += f"\nnothing is done about {', '.join(sorted(others))}: ask under another id"
+    return told, done
 
 
-def _cut_off(ledger: Ledger, id: str) -> bool:
-    """Whether a crash came right after the request was verified, before the results were measured again."""
-    last = deque(ledger.events(), maxlen=1)[0]
-    return last.kind == "verified" and last.body["id"] == id
+def _cut_off(ledger: Ledger) -> bool:
+    """Whether a request was verified last of all: the results were not measured again."""
+    return deque(ledger.events(), maxlen=1)[0].kind == "verified"
 
 
-def _fulfil(method: Method, request: Request, listener: Listener) -> None:
-    """Apply and certify it, and train what its options ask for."""
+def _fulfil(method: Method, listener: Listener) -> None:
+    """Apply and certify all requests, also those that come meanwhile, train what they ask for, and measure again."""
     unlearning = method.unlearning()
-    request = unlearning.apply(request)
-    if unlearning.ready(request):
-        unlearning.certify(request)
-        return
-    with open_engine(method.config) as grid:
-        method.train(method.joined(grid), listener, rounds=unlearning.last_round())
+    while unlearning.under_way() or _cut_off(method.ledger):
+        changed = unlearning.take(listener.note)
+        if unlearning.under_way():  # they want something to be trained
+            with open_engine(method.config) as grid:
+                method.train(method.joined(grid), listener, rounds=unlearning.last_round())
+        if changed or _cut_off(method.ledger):
+            _measure_again(method, listener)
 
 
 def _measure_again(method: Method, listener: Listener) -> None:

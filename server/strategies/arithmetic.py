@@ -157,7 +157,7 @@ class Arithmetic(Summing):
     def _search_key(self) -> dict[str, Any]:
         """What searched coefficients belong to."""
         search = {"combine": self.strategy.combine, **asdict(self.strategy.search)}
-        return {"sum": self.digest()["sum"], "search": search}
+        return {"sum": self.digest()["sum"], "sites": [site.name for site in self.members()], "search": search}
 
     def compose(self, alphas: Mapping[str, Alpha], how: str = "", start: State | None = None) -> State:
         """The network of these sites with these coefficients, and no others; float32.
@@ -212,22 +212,12 @@ class Arithmetic(Summing):
         return self.compose(dict(reversed(self.coefficients().items())))
 
     def traces(self, names: Sequence[str] = ()) -> dict[str, str]:
-        if self._rounds_with(names) < 2:
+        if self.rounds_with(names) < 2:
             return {}  # the others started from theta_0, which has seen no data
         return {"other sites' gradients": "after round 1 they start from networks that held the forgotten sites' gradients"}
 
     def facts(self) -> dict[str, Any]:
         return {"coefficients": self.coefficients()}
-
-    def _rounds_with(self, names: Sequence[str]) -> int:
-        """How many rounds there were when these sites were forgotten; none named: how many there are."""
-        rounds = found = 0
-        for event in self.ledger.events():
-            if event.kind in ("round", "rolled back"):
-                rounds = event.body["round"]
-            if event.kind == "forgotten" and set(names) & set(event.body["sites"]):
-                found = rounds
-        return found if names else rounds
 
     def given(self, names: Sequence[str]) -> dict[str, Alpha]:
         """The configured coefficients of a network of these sites alone."""

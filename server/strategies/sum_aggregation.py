@@ -155,12 +155,14 @@ class SumAggregate(Summing):
         return self.mode.summed_part(state)
 
     def traces(self, names: Sequence[str] = ()) -> dict[str, str]:
-        return {
-            "head": "the shared head was averaged over rounds in which the forgotten sites took part; it is not changed",
-            "other sites' networks": (
-                "they were trained while the forgotten sites' networks were in the sum; they are not changed"
-            ),
-        }
+        if not self.rounds_with(names):
+            return {}  # nothing was trained yet
+        averaged = "averaged over rounds in which the forgotten sites took part; subtraction does not change"
+        others = "they were trained while the forgotten sites' networks were in the sum; subtraction does not change them"
+        found = {"head": f"the shared head was {averaged} it", "other sites' networks": others}
+        if self.mode.star:
+            found["N* and all tensors that are not summed"] = f"they were {averaged} them, and the ledger keeps them"
+        return found
 
     def digest(self) -> dict[str, str]:
         return super().digest() if self.mode.sums else {"sum": digest(quantise(self.shared, self.bits))}

@@ -164,6 +164,16 @@ class Summing(Aggregation):
             "add_back_exact": digest(again.totals) == whole,
         }
 
+    def rounds_with(self, names: Sequence[str]) -> int:
+        """How many rounds there were when these sites were forgotten; none named: how many there are."""
+        rounds = found = 0
+        for event in self.ledger.events():
+            if event.kind in ("round", "rolled back"):
+                rounds = event.body["round"]
+            if event.kind == "forgotten" and set(names) & set(event.body["sites"]):
+                found = rounds
+        return found if names else rounds
+
     def _blobs(self, total: ExactSum) -> dict[str, str]:
         """The server's states, with this sum instead of its own, as blobs."""
         blobs = self.ledger.blobs

@@ -169,3 +169,21 @@ def test_the_summary_of_a_run_that_goes_on_leaves_the_forgotten_site_out(finishe
     assert found["coefficients"] == {"one": 0.4, "three": 0.4}
     assert found["forgotten"].keys() == {"one", "three"}
     assert len(roster(config)) == 3
+
+
+def test_coefficients_are_searched_anew_for_other_sites_even_if_the_sum_is_the_same(tmp_path: Path):
+    """A site that was never asked has contributed nothing: without it the sum has the same bits."""
+    search = ["strategy.search.by=grid", "strategy.search.steps=[0.5, 1.0]", "strategy.search.images=20"]
+    config = of(tmp_path, list(SITES), "federation.fraction=0.5", *search)
+    done = run(config)
+    idle = [
+        site.name for place, site in enumerate(roster(config)) if place not in {order.site for order in done.client.orders}
+    ]
+    with method_of(config) as method:
+        before = method.aggregation.digest()
+        method.unlearning().fulfil(receive(method.ledger, "r1", idle[:1], "", {}))
+        assert method.aggregation.digest() == before
+        assert set(arithmetic(method).coefficients()) == set(SITES) - {idle[0]}
+        arithmetic(method).readmit(idle[:1])
+        assert set(arithmetic(method).coefficients()) == set(SITES)
+    assert verdicts(config) == {"match", "mismatch"}  # it takes part again

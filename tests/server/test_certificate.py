@@ -1,5 +1,6 @@
 """The certificate: what it says, what a forged one is found out by, and how it is made after a crash."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -65,7 +66,8 @@ def put(*place: str) -> Callable[[dict[str, Any]], None]:
 
 
 FORGED = [["run"], ["sites"], ["ledger", "digest"], ["exact", "digest_before"], ["exact", "digest_after", "sum"],
-          ["exact", "sum_of_remaining"], ["exact", "remaining"]]  # fmt: skip
+          ["exact", "sum_of_remaining"], ["exact", "remaining"], ["exact", "statement"], ["exact", "tensors"], ["reason"],
+          ["options"], ["erased"], ["times"], ["not_exact"], ["evidence", "before"], ["evidence", "after"]]  # fmt: skip
 
 
 def test_a_certificate_is_verified_and_a_forged_one_is_not(certified: tuple[Config, dict[str, Any]]):
@@ -77,10 +79,32 @@ def test_a_certificate_is_verified_and_a_forged_one_is_not(certified: tuple[Conf
         put(*place)(forged)
         file.write_text(json.dumps(forged))
         assert "mismatch" in {finding.verdict for finding in findings(config)}, place
-    for text in ("", "{", "[]", "{}", '{"exact": 3}'):
+    odd = [{**done, part: 3} for part in ("sites", "options", "evidence", "exact", "run")]
+    odd += [{**done, "exact": {**done["exact"], "sum_of_remaining": None}}]
+    for text in ("", "{", "[]", "{}", '{"exact": 3}', *map(json.dumps, odd)):
         file.write_text(text)
         with pytest.raises(UserError, match=r"r1\.json: is no certificate of fedloom"):
             findings(config)
+
+
+def test_a_network_that_relearns_badly_is_certified_all_the_same(
+    finished: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = copied(finished, tmp_path)
+    monkeypatch.setattr("server.inquest.REGAIN", 10.0)  # more than there is: it is trained
+    with method_of(config) as method:
+        unlearning = method.unlearning()
+        unlearning.config = dataclasses.replace(config, training=dataclasses.replace(config.training, rate=1e38))
+        done = unlearning.fulfil(asked(unlearning, "r1", [ONE]))
+    assert "no longer finite" in done["evidence"]["relearning"][ONE]["not_measured"]
+
+
+def test_what_was_averaged_beside_the_sum_is_named(tmp_path: Path):
+    """N* was trained with the site, and stays."""
+    config = run(configured(tmp_path, "objective.mode=regularised", "rounds=1"))
+    with method_of(config) as method:
+        done = method.unlearning().fulfil(asked(method.unlearning(), "r1", [ONE]))
+    assert "N* and all tensors that are not summed" in done["not_exact"]
 
 
 def test_after_further_rounds_the_sum_then_is_not_checkable(certified: tuple[Config, dict[str, Any]]):

@@ -231,10 +231,18 @@ def test_disagreement(overfitted: nn.Module) -> None:
         disagreement(overfitted, other, shown(images, 0))
 
 
-def relearned(network: nn.Module, target: float, trains: int = 200, tests: int = 359, **changes: float) -> Relearned:
-    settings = {"rate": 0.05, "batch": 32, "momentum": 0.9, "seed": 0, "most": 200, **changes}
+def relearned(
+    network: nn.Module,
+    target: float,
+    trains: int = 200,
+    tests: int = 359,
+    rate: float = 0.05,
+    clip: float = 0.0,
+    **ways: int,
+) -> Relearned:
     train, test = shown(digits("strangers"), trains), shown(digits("test"), tests)
-    return time_to_relearn(network, train, test, target, **settings)  # pyright: ignore
+    training = TrainingConfig(batch=32, rate=rate, momentum=0.9, clip=clip)
+    return time_to_relearn(network, train, test, target, training, **{"seed": 0, "most": 200, **ways})
 
 
 def test_what_was_learned_is_relearned_sooner() -> None:
@@ -287,6 +295,7 @@ def test_fewer_images_than_a_batch() -> None:
 def test_a_rate_that_is_too_high_is_no_forgetting() -> None:
     with pytest.raises(DivergedError, match="smaller rate"):
         relearned(fresh(), 1.01, rate=1e20, most=30)
+    assert relearned(fresh(), 1.01, rate=1e20, clip=1e-20, most=30).steps is None
 
 
 @pytest.mark.parametrize(("trains", "tests", "every"), [(0, 10, 5), (10, 0, 5), (10, 10, 0)])

@@ -14,7 +14,7 @@ from server.runfolder import RunFolder
 from server.unlearning import KIND
 from tests.server.parts import Recorder, WatchedApp, folder
 from tests.server.runs import copied, findings, method_of, to_resume, verdicts
-from tests.server.unlearnings import ONE, SITES, asked, configured, run
+from tests.server.unlearnings import ONE, SITES, TWO, asked, configured, run
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_a_run_that_goes_on_takes_up_what_a_crash_has_left(finished: Config, tmp
 
 
 class Asking(Recorder):
-    """A listener that queues requests while a round is trained, as another process would."""
+    """A listener that queues requests while a round is trained, as another process would; the options are r1's."""
 
     def __init__(self, path: Path, requests: dict[str, list[str]], during: int = 1, **options: Any) -> None:
         super().__init__()
@@ -46,10 +46,14 @@ class Asking(Recorder):
 
     def reply(self, site: str, ok: bool, reason: str) -> None:
         super().reply(site, ok, reason)
-        while self.requests and len(self.asked) == self.during:
+        if len(self.asked) == self.during:
+            self.queue()
+
+    def queue(self) -> None:
+        while self.requests:
             id, sites = self.requests.popitem()
             with Ledger.open(self.path, server=False) as reader:
-                assert reader.receive(id, KIND, sites, "", self.options).state == "received"
+                assert reader.receive(id, KIND, sites, "", self.options if id == "r1" else {}).state == "received"
 
 
 def test_a_request_that_comes_while_a_round_is_trained_is_fulfilled_before_the_next(tmp_path: Path):
@@ -114,11 +118,46 @@ def test_a_rollback_trains_the_rounds_again_and_has_the_bits_of_a_network_retrai
     assert asked_of(client) == [(1, all_sites), (2, all_sites), *again, *again, (3, others)]  # its own, the other network's
     assert heard.messages[0] == f"request 'r1' applied: {ONE} forgotten; certified after round 2"
     assert heard.messages[-1] == f"request 'r1' verified: {ONE} forgotten"
-    retrained = read(folder(config) / CERTIFICATES / "r1.json")["evidence"]["retrained"]
+    done = read(folder(config) / CERTIFICATES / "r1.json")
+    assert list(done["not_exact"]) == ["copies"]  # nothing that is left has seen the site
+    retrained = done["evidence"]["retrained"]
     assert retrained["disagreement"] == 0.0
     assert set(retrained["distance"].values()) == {0.0}
     assert [record["replies"] for record in RunFolder(folder(config)).metrics().values()] == [3, 3, 3]
     assert "mismatch" not in verdicts(config)
+    assert check(folder(config)) == []
+
+
+def test_requests_wait_for_the_rounds_of_a_rollback_before_them(tmp_path: Path):
+    """Right after going back, the network that they are measured on would know nothing."""
+    config, client = configured(tmp_path, "rounds=3", "federation.history=all"), WatchedApp()
+    heard = Asking(folder(config), {"r2": [TWO], "r1": [ONE]}, during=2, rollback=True)
+    run(config, heard, client)
+    assert asked_of(client)[2:] == [(1, [0, 2, 3]), (2, [0, 2, 3]), (3, [0, 3])]
+    assert [text.split(":")[0] for text in heard.messages] == [
+        "request 'r1' applied", "request 'r1' verified", "request 'r2' verified"]  # fmt: skip
+    with Ledger.open(folder(config), server=False) as ledger:
+        request = ledger.request("r2")
+        assert request and request.result and request.result["round"] == 2
+    assert check(folder(config)) == []
+
+
+class LateAsking(Asking):
+    """Queues them when the run is measured, baselines and all."""
+
+    def note(self, text: str) -> None:
+        if text.startswith("measuring"):
+            self.queue()
+
+
+def test_a_request_that_is_refused_at_the_very_end_leaves_the_baselines_as_they_are(tmp_path: Path):
+    config, client = configured(tmp_path, "rounds=2", "baselines=[fedavg]"), WatchedApp()
+    heard = LateAsking(folder(config), {"r1": [ONE]}, during=0, rollback=True)
+    run(config, heard, client)
+    assert heard.messages[0].startswith("request 'r1' is refused: ")
+    assert len(client.orders) == 2 * 2 * SITES  # of the sum and of the baseline, once
+    summary = RunFolder(folder(config)).summary()
+    assert summary["status"] == "finished" and "fedavg" in summary["accuracy"]
     assert check(folder(config)) == []
 
 

@@ -7,7 +7,9 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -127,8 +129,11 @@ def test_a_site_is_forgotten_verified_and_readmitted(fedloom: Command, run: Path
     assert last_line(again) == done
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "ledger.lock"} == before
 
+    other = fedloom("unlearn", run, TWO, "--request-id", "r1")
+    assert other.code == 0 and f"nothing is done about {TWO}: ask under another id" in other.out
+
     said = fedloom("readmit", run, ONE)
-    assert said.code == 0 and "may take part again" in said.out
+    assert said.code == 0 and "may take part again" in said.out and "no round is left" in said.out
     assert fedloom("verify", file, run).code == 1
     assert fedloom("ledger", run, "--check").code == 0
     refused(fedloom("readmit", run, ONE), "is not forgotten")
@@ -155,6 +160,8 @@ def test_unlearn_compares_with_a_network_that_was_trained_without_the_site(fedlo
     retrained = done["evidence"]["retrained"]
     assert retrained["distance"] and 0 <= retrained["accuracy"]["digits"] <= 1 and retrained["disagreement"] is not None
     assert "retrained/earlier" in done["erased"]
+    page = (run / "certificates/r1.html").read_text()
+    assert "relative distance of the weights" in page and "different classes" in page and "retrain True" in page
     with Ledger.open(run / "retrained/r1", server=False) as ledger:
         last = ledger.last_round()
         assert list(ledger.sites()) == ["site-0000", TWO]
@@ -190,6 +197,7 @@ def test_retraining_that_was_killed_goes_on(fedloom: Command, run: Path, monkeyp
         ([ONE, ONE], "named twice"),
         (["site-0000", ONE, TWO], "no site would be left"),
         ([ONE, "--request-id", "../r1"], "request id: got '../r1'"),
+        ([ONE, "--reason", "\udcff withdrawn"], "is no text in UTF-8"),
     ],
 )
 def test_what_cannot_be_forgotten_is_one_line_and_changes_nothing(fedloom: Command, run: Path, words: list[str], told: str):
@@ -229,6 +237,32 @@ def test_resuming_fulfils_what_was_asked_meanwhile_and_writes_its_page(fedloom: 
     assert f"request 'r1' verified: {ONE} forgotten" in said.out
     assert "What is exact" in (run / "certificates/r1.html").read_text()
     assert json.loads((run / "summary.json").read_text())["rounds"] == 3
+    assert check(run) == []
+
+
+def test_requests_that_wait_are_told_and_fulfilled_with_the_next(fedloom: Command, run: Path):
+    """One that was queued while another command held the ledger, which has ended since."""
+    with Ledger.open(run, server=False) as ledger:
+        receive(ledger, "r1", [ONE], "", {"retrain": True})
+        receive(ledger, "r2", [ONE], "", {})
+    found = last_line(fedloom("ledger", run, "--check", "--json"))
+    assert found["ok"] and ["'r1' is received" in note for note in found["notes"]] == [True, False]
+    said = fedloom("unlearn", run, TWO, "--request-id", "r3")
+    assert said.code == 0, said.err
+    assert all((run / "certificates" / f"{id}.html").is_file() for id in ("r1", "r3"))
+    assert json.loads((run / "summary.json").read_text())["unlearned"] == [ONE, TWO]
+    refused(fedloom("unlearn", run, ONE, "--request-id", "r2"), "'r2' was refused", "forgotten already")
+    assert check(run) == [] and last_line(fedloom("ledger", run, "--check", "--json"))["notes"] == []
+
+
+def test_a_run_is_the_same_by_any_path(fedloom: Command, run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "mine").symlink_to(run)
+    assert fedloom("unlearn", tmp_path / "mine", ONE, "--repair", 1, "--quiet").code == 0
+    monkeypatch.chdir(run)
+    assert fedloom("unlearn", ".", TWO, "--repair", 1, "--quiet").code == 0
+    assert fedloom("resume", ".", "--quiet").code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["digits", "mine"]
+    assert not [path for path in run.rglob("*") if TWO in path.name or path.name == "digits"]
     assert check(run) == []
 
 
@@ -296,6 +330,16 @@ def until(what: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+@contextmanager
+def going_on(path: Path, out: IO[str]) -> Iterator[subprocess.Popen]:
+    """A process that resumes a run; it is killed at the end."""
+    with subprocess.Popen([FEDLOOM, "resume", str(path)], stderr=out, stdout=out) as server:
+        try:
+            yield server
+        finally:
+            server.kill()
+
+
 @pytest.mark.slow
 def test_beside_a_running_server_a_request_is_queued_and_a_second_server_refused(fedloom: Command, tmp_path: Path):
     path = tmp_path / "digits"
@@ -310,7 +354,7 @@ def test_beside_a_running_server_a_request_is_queued_and_a_second_server_refused
         first.kill()
     begun = lines()
     told = tmp_path / "told"
-    with told.open("w") as out, subprocess.Popen([FEDLOOM, "resume", str(path)], stderr=out, stdout=out) as server:
+    with told.open("w") as out, going_on(path, out) as server:
         until(lambda: lines() > begun + 1)
         refused(fedloom("resume", path, "--quiet"), f"process {server.pid} is working on it")
         refused(fedloom("readmit", path, ONE), f"process {server.pid} is working on it")
