@@ -158,9 +158,8 @@ def time_to_relearn(
 ) -> Relearned:  # fmt: skip
     """How many steps of SGD on `train` bring a copy of the network to `target` on `test` (Golatkar et al. 2020).
 
-    As `training` says, but that its rate stays as it is. Measured before the first step, after each `every` and after
-    `most`. UserError if there is
-    nothing to train or test on, DivergedError if the loss is no longer finite.
+    As `training` says, but at a constant rate. Measured before the first step, after each `every` and after `most`.
+    UserError if there is nothing to train or test on, DivergedError if the loss is no longer finite.
     """
     if not len(train) or not len(test) or every < 1:
         raise UserError(f"relearning takes images ({len(train)}, {len(test)}) and every ({every}) >= 1")
