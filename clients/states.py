@@ -46,7 +46,7 @@ def read_state(path: Path) -> State:
         return load_file(path)
     except FileNotFoundError:
         raise UserError(f"{path}: no such state") from None
-    except SafetensorError as error:
+    except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: is no readable safetensors file ({error})") from None
 
 

@@ -15,6 +15,7 @@ from conf.sites import roster
 from conf.typed import build
 
 FOLDER = Path(__file__).parent
+LONGEST = 200  # bytes of a run's name
 
 NAMED = ("network", "objective", "strategy")
 
@@ -41,8 +42,10 @@ def load(experiment: str, overrides: Sequence[str] = ()) -> Config:
     changes = _parse(overrides)
     presets, preset = tree.pop("presets", {}), tree.pop("preset", None)
     preset = changes.pop("preset", preset)
-    if preset is not None and preset not in presets:
-        raise (unknown(f"preset of {path.stem}", preset, presets) if presets else UserError(f"preset: {path.stem} has none"))
+    if preset is not None and not (presets and isinstance(presets, Mapping)):
+        raise UserError(f"preset: {path.stem} has none")
+    if preset is not None and (not isinstance(preset, str) or preset not in presets):
+        raise unknown(f"preset of {path.stem}", preset, presets)
     merged = OmegaConf.create(tree)
     try:
         if preset is not None:
@@ -72,10 +75,15 @@ def from_mapping(tree: Mapping[str, Any]) -> Config:
     if isinstance(run, Mapping) and not run.get("name"):
         filled["run"] = {**run, "name": filled.get("experiment", "")}
     config = build(Config, filled)
-    if Path(config.run.name).name != config.run.name or config.run.name.startswith("."):
+    if not _names_a_folder(config.run.name):
         raise UserError(f"run.name: got '{config.run.name}', takes a plain folder name (run.root says where)")
     roster(config)
     return config
+
+
+def _names_a_folder(name: str) -> bool:
+    """Whether it can: one part, not hidden, and short enough for what is written beside it."""
+    return Path(name).name == name and not name.startswith(".") and len(name.encode()) <= LONGEST
 
 
 def to_json(config: Config) -> str:
@@ -122,6 +130,8 @@ def _read(path: Path) -> dict[str, Any]:
         place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         hint = " (YAML is indented with spaces, not tabs)" if "\\t" in str(error.problem) else ""
         raise UserError(f"{path}:{place} {error.problem}{hint}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: takes `key: value` lines at the top level")
     return tree
@@ -136,6 +146,8 @@ def _parse(overrides: Sequence[str]) -> dict[str, Any]:
             raise UserError(f"override '{text}': takes the form key=value, such as rounds=20")
         try:
             parsed[key] = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={item}"]))["value"]  # type: ignore[index,call-overload]
+        except UnicodeEncodeError:
+            raise UserError(f"override {text!a}: is not UTF-8 text") from None
         except (OmegaConfBaseException, yaml.YAMLError) as error:
             raise UserError(f"override '{text}': {str(error).splitlines()[0]}") from None
     return parsed

@@ -34,7 +34,7 @@ class Registry(Generic[T]):
 
     def get(self, name: str) -> type[T]:
         """The class filed under `name`; UserError with the nearest known name otherwise."""
-        if name not in self._classes:
+        if not isinstance(name, str) or name not in self._classes:
             raise unknown(self.kind, name, self._classes)
         return self._classes[name]
 

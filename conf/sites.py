@@ -11,6 +11,11 @@ from conf.once import once
 from conf.schema import Config, SiteConfig
 from conf.typed import build
 
+RESERVED = {"aggregate", "sum", "star", "exact", "regularised", "independent", "fedavg", "composed", "half", "mean", "fused",
+            "sequential_ab", "sequential_ba"}  # rows of results and files of networks beside the sites' own  # fmt: skip
+UNION = "union"  # the row of all domains together
+LONGEST = 100  # bytes of a name, of which folders are made
+
 
 @dataclass(frozen=True)
 class Site:
@@ -33,6 +38,8 @@ def parse_entries(given: Any) -> list[SiteConfig]:
         entry = item if isinstance(item, SiteConfig) else build(SiteConfig, item, where)
         if not entry.domain:
             raise UserError(f"{where}.domain: missing")
+        if entry.label == UNION:
+            raise UserError(f"{where}.label: '{UNION}' stands for all domains together; take another one")
         entries.append(entry)
     return entries
 
@@ -71,4 +78,9 @@ def _name(entry: SiteConfig, part: int, index: int) -> str:
         return f"site-{index:04d}"
     if not all(letter.isalnum() or letter in "-_." for letter in entry.name) or entry.name.startswith("."):
         raise UserError(f"sites[{index}].name: got '{entry.name}', takes letters, digits, '-', '_' and '.'")
-    return entry.name if entry.count == 1 else f"{entry.name}-{part:04d}"
+    if len(entry.name.encode()) > LONGEST:
+        raise UserError(f"sites[{index}].name: got '{entry.name[:20]}...', takes at most {LONGEST} bytes")
+    name = entry.name if entry.count == 1 else f"{entry.name}-{part:04d}"
+    if name in RESERVED:
+        raise UserError(f"sites[{index}].name: '{name}' is a row of the results; take another one")
+    return name

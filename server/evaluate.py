@@ -23,11 +23,10 @@ from clients.networks import Reading, build_network
 from clients.randomness import torch_generator
 from conf.errors import UserError
 from conf.schema import Config
-from conf.sites import roster
+from conf.sites import UNION, roster
 from fusion.exact import State
 from fusion.repair import recompute_statistics
 
-UNION = "union"
 RECOMPUTED = "recomputed"
 
 

@@ -21,7 +21,7 @@ from server.federation import Federation
 from server.ledger import Ledger, Request
 from server.listener import Listener
 from server.rounds import RoundLoop
-from server.runfolder import RunFolder, stored
+from server.runfolder import RunFolder
 from server.strategies import STRATEGIES, Aggregation, Setup
 from server.unlearning import RETRAINED, Unlearning
 
@@ -37,6 +37,7 @@ class Method:
     aggregation: Aggregation = field(init=False)
 
     def __post_init__(self) -> None:
+        self.folder.check(self.ledger.run().config)
         strategy = STRATEGIES.build(self.config.strategy, "strategy")
         self.aggregation = strategy.start(Setup(self.config, self.sites(), self.folder.path, self.ledger, self.evaluator))
 
@@ -157,4 +158,4 @@ def open_ledger(config: Config, folder: RunFolder, run: str = "", sites: Sequenc
         return Ledger.open(folder.path)
     run = run or hashlib.sha256(f"{to_json(config)}{time.time_ns()}".encode()).hexdigest()[:16]
     names = sites or [site.name for site in roster(config)]
-    return Ledger.create(folder.path, run, stored(config), config.federation.scale_bits, names)
+    return Ledger.create(folder.path, run, folder.config(), config.federation.scale_bits, names)

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,21 @@ class RunFolder:
             shutil.rmtree(old, ignore_errors=True)
         except OSError as error:
             raise UserError(f"{self.path}: cannot be written ({error.strerror or error}); choose another run.root") from None
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+
+    def check(self, config: str) -> None:
+        """UserError unless config.yaml is this text, with which the run was begun."""
+        here, there = (text.splitlines() for text in (self.config(), config))
+        odd = next((pair for pair in zip_longest(here, there) if pair[0] != pair[1]), None)
+        if odd is not None:
+            now, then = (f"'{line.strip()}'" if line is not None else "nothing" for line in odd)
+            raise UserError(f"{self.path / CONFIG}: was changed after the run began: {now}, was {then}; undo that")
+
+    def config(self) -> str:
+        """The text of config.yaml; empty without one."""
+        path = self.path / CONFIG
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
     def append(self, record: dict[str, Any]) -> None:
         """Add a line to metrics.jsonl."""
@@ -92,12 +108,17 @@ class RunFolder:
         write_bytes(self.path / SUMMARY, json.dumps(summary, indent=2).encode())
 
     def summary(self) -> dict[str, Any]:
-        """What write_summary wrote."""
-        return json.loads((self.path / SUMMARY).read_text(encoding="utf-8"))
+        """What write_summary wrote; empty if there is nothing that can be read."""
+        try:
+            found = json.loads((self.path / SUMMARY).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def seconds(self) -> float:
         """How long the sessions before this one took: those that left a summary."""
-        return float(self.summary()["seconds"]) if (self.path / SUMMARY).is_file() else 0.0
+        found = self.summary().get("seconds")
+        return float(found) if isinstance(found, int | float) else 0.0
 
     def write_network(self, name: str, state: State, **metadata: str) -> None:
         """Write a network's final state to states/<name>.safetensors."""

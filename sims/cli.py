@@ -140,20 +140,22 @@ def ledger(
     """List a run's events, or check all that is kept of it."""
     from sims import unlearn
 
+    found: dict[str, Any] = {}
     if prune:
-        typer.echo(f"{len(unlearn.prune(run))} files removed")
-    if not check:
-        if not prune:
-            typer.echo(unlearn.events_table(run).markdown())
-        return
-    found = unlearn.audit(run)
-    for line in found["problems"] or ["no problems"]:
-        typer.echo(line)
-    for line in found["notes"]:
-        typer.echo(f"note: {line}")
+        found["removed"] = unlearn.prune(run)
+        typer.echo(f"{len(found['removed'])} files removed")
+    if check:
+        found |= unlearn.audit(run)
+        for line in found["problems"] or ["no problems"]:
+            typer.echo(line)
+        for line in found["notes"]:
+            typer.echo(f"note: {line}")
+    if not (check or prune):
+        found["events"] = unlearn.events(run)
+        typer.echo(unlearn.events_table(run, found["events"]).markdown())
     if as_json:
         typer.echo(json.dumps(found))
-    raise typer.Exit(0 if found["ok"] else 1)
+    raise typer.Exit(0 if found.get("ok", True) else 1)
 
 
 @app.command()

@@ -1,8 +1,9 @@
 """The command `fedloom compose`: a network of some of a run's sites, made from what they contributed, without training."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from clients.data import num_classes
 from clients.networks import NetworkName, save_network
@@ -12,12 +13,15 @@ from conf.schema import Config
 from fusion.arithmetic import GRADIENTS, WEIGHTS, Alpha, check_shapes
 from fusion.exact import ExactSumError, State, digest
 from server.evaluate import Evaluator
-from server.ledger import Ledger
+from server.ledger import Ledger, LedgerError
 from server.method import Method
 from server.runfolder import RunFolder, read_config
 from server.strategies import Aggregation
 from server.strategies.arithmetic import Arithmetic
 from sims.tables import Table, percent
+
+T = TypeVar("T")
+TRIES = 5  # to read a run that a server is at work on
 
 
 @dataclass(frozen=True)
@@ -37,13 +41,15 @@ class Order:
 
 def compose(run: Path, order: Order, out: Path) -> list[Table]:
     """Write the network to `out`; what it is made of, and what it knows. Raises UserError for what cannot be done."""
-    _check(order, out)
+    _check(order, run, out)
     config = read_config(run)
+    evaluator = Evaluator(config)
     with Ledger.open(run, server=False) as ledger:
         if ledger.last_round() is None:
             raise UserError(f"{run}: nothing is committed yet; wait for the first round")
-        evaluator = Evaluator(config)
-        state, parts = _composed(Method(config, RunFolder(run), ledger, evaluator).aggregation, order)
+        state, parts = steady(
+            ledger, lambda: _composed(Method(config, RunFolder(run), ledger, evaluator).aggregation, order)
+        )
     state = evaluator.settled(state)
     evaluator.network.load_state_dict(state)
     save_network(out, evaluator.network, name_of(config))
@@ -61,9 +67,26 @@ def name_of(config: Config) -> NetworkName:
     return NetworkName(config.network["name"], options, channels, config.data.size, num_classes(config))
 
 
-def _check(order: Order, out: Path) -> None:
+def steady(ledger: Ledger, make: Callable[[], T]) -> T:
+    """What `make` makes of one and the same round: again, if a server has committed another one meanwhile."""
+    for _ in range(TRIES):
+        before = ledger.last_round()
+        try:
+            found = make()
+        except LedgerError:  # it has just replaced a blob
+            if ledger.last_round() == before:
+                raise
+            continue
+        if ledger.last_round() == before:
+            return found
+    raise UserError(f"{ledger.folder}: a server is at work and commits round after round; compose again when it is done")
+
+
+def _check(order: Order, run: Path, out: Path) -> None:
     if not out.parent.is_dir() or out.is_dir():
         raise UserError(f"--out: got {out}, takes the path of a file in a folder that is there")
+    if run.resolve() in out.resolve().parents:
+        raise UserError(f"--out: got {out}, which is among the run's own files; take another folder")
     if order.how and order.how not in (GRADIENTS, WEIGHTS):
         raise unknown("--how", order.how, (GRADIENTS, WEIGHTS))
     if order.coefficients and len(order.coefficients) != len(order.sites):
@@ -96,6 +119,7 @@ def _start(aggregation: Arithmetic, order: Order) -> State | None:
         return None
     given = read_state(order.start)
     check_shapes(aggregation.like, given, str(order.start))
+    given = {name: tensor.to(aggregation.like[name].dtype) for name, tensor in given.items()}
     here, theirs = digest(given), digest(aggregation.like)
     if here != theirs and not order.force:
         digests = f"digest {here[:12]}, theirs is {theirs[:12]}"

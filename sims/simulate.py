@@ -2,13 +2,12 @@
 
 import contextlib
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 from conf.schema import Config
 from server.experiment import check, run_experiment
-from server.runfolder import CONFIG, SUMMARY, refuse_existing, stored
+from server.runfolder import CONFIG, RunFolder, refuse_existing, stored
 from sims.certificates import write_pages
 from sims.engines import open_engine
 from sims.progress import listener_for
@@ -40,10 +39,9 @@ def simulate_once(config: Config, *, quiet: bool = False) -> dict[str, Any]:
     """
     folder = Path(config.run.root) / config.run.name
     if (folder / CONFIG).is_file() and (folder / CONFIG).read_text(encoding="utf-8") == stored(_absolute(config)):
-        if (folder / SUMMARY).is_file():
-            summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-            if summary["status"] == "finished":
-                return summary
+        summary = RunFolder(folder).summary()
+        if summary.get("status") == "finished":
+            return summary
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, overwrite=True))
     return simulate(config, quiet=quiet)
 

@@ -19,7 +19,7 @@ from server.experiment import head
 from server.ledger import Ledger, Request
 from server.listener import Listener
 from server.method import Method
-from server.runfolder import SUMMARY, RunFolder, read_config
+from server.runfolder import RunFolder, read_config
 from server.strategies.summing import Summing
 from server.unlearning import receive
 from sims.certificates import write_pages
@@ -56,14 +56,18 @@ class Wish:
         return {"repair": self.repair, "retrain": self.retrain, "rollback": self.rollback}
 
 
-def unlearn(path: Path, wish: Wish, *, quiet: bool = False) -> tuple[str, dict[str, Any] | None]:
-    """Fulfil a request on a run, or queue it where a server is at work; what to tell, and the certificate, if any."""
+def unlearn(path: Path, wish: Wish, *, quiet: bool = False) -> tuple[str, dict[str, Any]]:
+    """Fulfil a request on a run, or queue it where a server is at work; what to tell, and the certificate.
+
+    Where there is none (yet), {"request", "state"} stands for it.
+    """
     config, id = read_config(path), wish.id or uuid.uuid4().hex[:12]
     try:
         ledger = Ledger.open(path)
     except BusyError:
         return _queue(path, id, wish)
     with ledger, listener_for(quiet) as listener:
+        RunFolder(path).check(ledger.run().config)
         request = receive(ledger, id, wish.sites, wish.reason, wish.options)
         if request.state == "refused" or (request.state == "verified" and not _cut_off(ledger)):
             return _first_result(path, request, wish)
@@ -127,10 +131,15 @@ def audit(path: Path) -> dict[str, Any]:
     return {"ok": not told["problem"], "digest": digest, "problems": told["problem"], "notes": told["note"]}
 
 
-def events_table(path: Path) -> Table:
-    """The ledger's events, oldest first."""
+def events(path: Path) -> list[dict[str, Any]]:
+    """The ledger's events, oldest first: {"id", "time", "kind", "body", "previous", "digest"}."""
     with Ledger.open(path, server=False) as ledger:
-        rows = [[event.id, event.time, event.kind, _told(event.body), event.digest[:12]] for event in ledger.events()]
+        return [dataclasses.asdict(event) for event in ledger.events()]
+
+
+def events_table(path: Path, given: Sequence[dict[str, Any]]) -> Table:
+    """The same as a table."""
+    rows = [[one["id"], one["time"], one["kind"], _told(one["body"]), one["digest"][:12]] for one in given]
     return Table(f"Ledger of {path}", ["#", "time", "event", "what", "digest"], rows)
 
 
@@ -148,7 +157,7 @@ def _told(body: dict[str, Any]) -> str:
     return "; ".join(f"{key} {word}" for key, word in words.items())
 
 
-def _queue(path: Path, id: str, wish: Wish) -> tuple[str, dict[str, Any] | None]:
+def _queue(path: Path, id: str, wish: Wish) -> tuple[str, dict[str, Any]]:
     """Queue a request beside a running server, or say how far it is with it."""
     with Ledger.open(path, server=False) as ledger:
         request = receive(ledger, id, wish.sites, wish.reason, wish.options)
@@ -157,10 +166,14 @@ def _queue(path: Path, id: str, wish: Wish) -> tuple[str, dict[str, Any] | None]
     when = (
         "takes it after its present round" if request.state == "received" else "certifies it after the rounds it asked for"
     )
-    return f"request '{id}' {request.state}: the running server {when}; {RESUME}", None
+    return f"request '{id}' {request.state}: the running server {when}; {RESUME}", _state_of(request)
 
 
-def _first_result(path: Path, request: Request, wish: Wish) -> tuple[str, dict[str, Any] | None]:
+def _state_of(request: Request) -> dict[str, Any]:
+    return {"request": request.id, "state": request.state}
+
+
+def _first_result(path: Path, request: Request, wish: Wish) -> tuple[str, dict[str, Any]]:
     """What came of a request earlier. Raises UserError if it was refused."""
     if request.state == "refused":
         raise UserError(f"request '{request.id}' was refused: {(request.result or {}).get('reason')}; ask under another id")
@@ -171,7 +184,7 @@ def _first_result(path: Path, request: Request, wish: Wish) -> tuple[str, dict[s
     told += "" if done else ", which is not there any more: put it back from a copy"
     if others := set(wish.sites) - set(request.sites):
         told += f"\nnothing is done about {', '.join(sorted(others))}: ask under another id"
-    return told, done
+    return told, done or _state_of(request)
 
 
 def _cut_off(ledger: Ledger) -> bool:
@@ -194,8 +207,7 @@ def _fulfil(method: Method, listener: Listener) -> None:
 def _measure_again(method: Method, listener: Listener) -> None:
     """The run's metrics, summary and networks as they are without the sites."""
     method.complete_metrics()
-    there = (method.folder.path / SUMMARY).is_file()
-    old = method.folder.summary() if there else {"status": "interrupted", "seconds": 0.0}
+    old = {"status": "interrupted", "seconds": 0.0, **method.folder.summary()}
     listener.note("measuring on the test images")
     summary = {**old, **head(method.config, method.ledger), **method.measure()}
     method.folder.write_summary(summary)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from clients.data import label
 from conf.errors import UserError
 from conf.schema import Config
-from conf.sites import Site
+from conf.sites import UNION, Site
 from conf.typed import value
 from fusion.arithmetic import GRADIENTS, Alpha, Composer
 from fusion.exact import State
 from fusion.search import best_on_grid, check_grid, climb
-from server.evaluate import UNION, Evaluator
+from server.evaluate import Evaluator
 
 NONE = "none"
 LARGEST = 1e4  # size of a coefficient

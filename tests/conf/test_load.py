@@ -55,6 +55,12 @@ def test_show_is_yaml_that_loads_again(tmp_path: Path):
         ("sites.7.domain=x", "sites.7.domain=x"),
         ("run.name=../x", "run.name: got '../x'"),
         ("preset=cpu", "preset: digits has none"),
+        ("preset=[cpu]", "preset: digits has none"),
+        (f"run.name={'x' * 201}", "takes a plain folder name"),
+        ("run.name=\udcff", r"override 'run.name=\\udcff': is not UTF-8 text"),
+        (f"sites=[{{domain: digits, name: {'x' * 101}}}]", r"sites\[0\].name: got 'x+\.\.\.', takes at most 100 bytes"),
+        ("sites=[{domain: digits, name: sum}]", r"sites\[0\].name: 'sum' is a row of the results"),
+        ("sites=[{domain: digits, label: union}]", r"sites\[0\].label: 'union' stands for all domains"),
         ("rounds", "override 'rounds': takes the form key=value"),
         ("rounds=[1", "override 'rounds=.1'"),
     ],
@@ -76,6 +82,7 @@ def test_unknown_experiment_suggests_the_nearest():
         ("rounds:\n\t- 1\n", r"bad.yaml: line 2.*tab"),
         ("rounds: [1\n", r"bad.yaml: line 2"),
         ("- 1\n", "takes `key: value` lines"),
+        ("rounds: \0 1\n", "bad.yaml: unacceptable character"),
         ("", "takes `key: value` lines"),
     ],
 )
@@ -116,6 +123,11 @@ def test_presets(tmp_path: Path):
     assert load(str(path), ["preset=cpu", "rounds=3"]).rounds == 3
     with pytest.raises(UserError, match="did you mean 'cpu'"):
         load(str(path), ["preset=cpo"])
+    with pytest.raises(UserError, match="unknown preset of p"):
+        load(str(path), ["preset=[cpu]"])
+    path.write_text("presets: 3\n")
+    with pytest.raises(UserError, match="preset: p has none"):
+        load(str(path), ["preset=cpu"])
 
 
 @pytest.mark.parametrize("override", ["network.name=mlp", "network={name: mlp}"])

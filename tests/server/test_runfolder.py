@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from clients.states import read_metadata, read_state
 from conf import UserError, load
+from server.database import acquire
 from server.runfolder import CONFIG, METRICS, SUMMARY, RunFolder, refuse_existing
 from tests.server.parts import files, folder, small
 
@@ -46,6 +48,37 @@ def test_overwrite_replaces_a_run_with_all_that_was_in_it(tmp_path: Path):
     assert set(files(again.path)) == {CONFIG, METRICS}
     assert not (again.path / METRICS).read_text()
     assert load(str(again.path / CONFIG)).seed == 9
+
+
+def test_a_run_at_work_is_not_overwritten_and_nothing_is_left_beside_it(tmp_path: Path):
+    made = opened(tmp_path)
+    lock = acquire(made.path)
+    before = files(tmp_path)
+    with pytest.raises(UserError, match="is working on it"):
+        opened(tmp_path, "run.overwrite=true")
+    os.close(lock)
+    assert files(tmp_path) == before
+    assert [path.name for path in tmp_path.iterdir()] == [made.path.name]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"status": "finished"}', '{"seconds": "long"}'])
+def test_a_damaged_summary_is_none(tmp_path: Path, text: str):
+    made = opened(tmp_path)
+    (made.path / SUMMARY).write_text(text)
+    assert made.seconds() == 0.0
+    assert isinstance(made.summary(), dict)
+
+
+def test_an_edited_configuration_is_told_by_the_line(tmp_path: Path):
+    made, file = opened(tmp_path), tmp_path / "digits" / CONFIG
+    text = file.read_text()
+    made.check(text)
+    file.write_text(text.replace("seed: 0", "seed: 1"))
+    with pytest.raises(UserError, match=r"config\.yaml: was changed after the run began: 'seed: 1', was 'seed: 0'"):
+        made.check(text)
+    file.write_text(text + "more: 1\n")
+    with pytest.raises(UserError, match="'more: 1', was nothing"):
+        made.check(text)
 
 
 def test_overwrite_makes_a_run_that_was_not_there(tmp_path: Path):

@@ -11,9 +11,10 @@ import torch
 from clients.networks import load_network
 from clients.states import read_state, write_state
 from conf import UserError, load
+from server.ledger import Ledger
 from server.strategies.coefficients import Search
 from sims.benchmarks import grid
-from sims.compose import Order, compose
+from sims.compose import Order, compose, steady
 from sims.experiments import arithmetic, arithmetic_runs
 from sims.simulate import simulate
 from sims.tables import Table
@@ -87,6 +88,40 @@ def test_what_cannot_be_composed_is_refused(run: Path, tmp_path: Path, order: Or
     with pytest.raises(UserError, match=told):
         compose(run, order, tmp_path / "net.safetensors")
     assert not (tmp_path / "net.safetensors").exists()
+
+
+def test_a_start_that_cannot_be_read_is_refused_and_one_of_another_type_is_taken(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "net.safetensors"
+    with pytest.raises(UserError, match="is no readable safetensors file"):
+        compose(run, Order([ONE], start=tmp_path, force=True), out)
+    state = read_state(run / "states" / "aggregate.safetensors")
+    write_state(tmp_path / "half.safetensors", {name: tensor.bfloat16() for name, tensor in state.items()})
+    compose(run, Order([ONE], start=tmp_path / "half.safetensors", force=True, measure=False), out)
+    assert all(tensor.dtype == state[name].dtype for name, tensor in read_state(out).items())
+
+
+def test_the_runs_own_files_are_not_overwritten(run: Path) -> None:
+    before = (run / "ledger.sqlite").read_bytes()
+    with pytest.raises(UserError, match="among the run's own files"):
+        compose(run, Order([ONE]), run / "states" / ".." / "ledger.sqlite")
+    assert (run / "ledger.sqlite").read_bytes() == before
+
+
+def test_a_network_is_made_of_one_and_the_same_round(run: Path, tmp_path: Path) -> None:
+    """Again, if a server commits while the contributions are read."""
+    path = Path(shutil.copytree(run, tmp_path / "copy"))
+    seen = []
+
+    def make() -> int:
+        with Ledger.open(path, server=False) as ledger:
+            seen.append(len(ledger.all_latest()))
+        if len(seen) == 1:
+            unlearn(path, Wish([TWO]), quiet=True)
+        return seen[-1]
+
+    with Ledger.open(path, server=False) as ledger:
+        assert steady(ledger, make) == 1
+    assert seen == [2, 1]
 
 
 def test_a_start_of_another_shape_is_refused_naming_the_tensor(run: Path, tmp_path: Path) -> None:

@@ -229,6 +229,34 @@ def test_resuming_a_finished_run_trains_nothing(fedloom: Command, run: Path):
     assert events(run) == before
 
 
+def test_an_edited_configuration_is_refused_and_changes_nothing(fedloom: Command, run: Path, tmp_path: Path):
+    file = run / "config.yaml"
+    text = file.read_text()
+    file.write_text(text.replace("rounds: 2", "rounds: 3"))
+    before = (run / "summary.json").read_bytes(), events(run)
+    for words in (["resume", run], ["unlearn", run, ONE], ["readmit", run, ONE],
+                  ["compose", run, "--sites", ONE, "--out", tmp_path / "net.safetensors"]):  # fmt: skip
+        refused(fedloom(*words), "config.yaml: was changed after the run began: 'rounds: 3', was 'rounds: 2'")
+    assert ((run / "summary.json").read_bytes(), events(run)) == before
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"status": "finished"}'])
+def test_a_damaged_summary_is_written_again(fedloom: Command, run: Path, text: str):
+    whole = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(text)
+    assert fedloom("resume", run, "--quiet").code == 0
+    assert {**json.loads((run / "summary.json").read_text()), "seconds": 0} == {**whole, "seconds": 0}
+    (run / "summary.json").write_text(text)
+    assert fedloom("unlearn", run, ONE, "--quiet").code == 0
+    assert json.loads((run / "summary.json").read_text())["unlearned"] == [ONE]
+    assert check(run) == []
+
+
+def test_the_ledger_answers_in_json(fedloom: Command, run: Path):
+    assert [one["kind"] for one in last_line(fedloom("ledger", run, "--json"))["events"]] == events(run)
+    assert last_line(fedloom("ledger", run, "--prune", "--json")) == {"removed": []}
+
+
 def test_resuming_fulfils_what_was_asked_meanwhile_and_writes_its_page(fedloom: Command, run: Path):
     with Ledger.open(run, server=False) as ledger:
         receive(ledger, "r1", [ONE], "", {"repair": 1})
