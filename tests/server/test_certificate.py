@@ -13,7 +13,7 @@ from server.certificate import CERTIFICATES
 from server.ledger import Ledger
 from tests.server.parts import WatchedApp, folder
 from tests.server.runs import copied, findings, method_of
-from tests.server.unlearnings import ONE, TWO, asked, configured, further, run, summed
+from tests.server.unlearnings import ONE, TWO, asked, configured, fulfil, further, run, summed
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def certified(finished: Config, tmp_path: Path) -> tuple[Config, dict[str, Any]]
     """A run that has forgotten a site, and the certificate."""
     config = copied(finished, tmp_path)
     with method_of(config) as method:
-        return config, method.unlearning().fulfil(asked(method.unlearning(), "r1", [ONE], "asked"))
+        return config, fulfil(method.unlearning(), asked(method.unlearning(), "r1", [ONE], "asked"))
 
 
 def test_the_certificate_says_what_was_done_and_measured(finished: Config, certified: tuple[Config, dict[str, Any]]):
@@ -95,7 +95,7 @@ def test_a_network_that_relearns_badly_is_certified_all_the_same(
     with method_of(config) as method:
         unlearning = method.unlearning()
         unlearning.config = dataclasses.replace(config, training=dataclasses.replace(config.training, rate=1e38))
-        done = unlearning.fulfil(asked(unlearning, "r1", [ONE]))
+        done = fulfil(unlearning, asked(unlearning, "r1", [ONE]))
     assert "no longer finite" in done["evidence"]["relearning"][ONE]["not_measured"]
 
 
@@ -103,7 +103,7 @@ def test_what_was_averaged_beside_the_sum_is_named(tmp_path: Path):
     """N* was trained with the site, and stays."""
     config = run(configured(tmp_path, "objective.mode=regularised", "rounds=1"))
     with method_of(config) as method:
-        done = method.unlearning().fulfil(asked(method.unlearning(), "r1", [ONE]))
+        done = fulfil(method.unlearning(), asked(method.unlearning(), "r1", [ONE]))
     assert "N* and all tensors that are not summed" in done["not_exact"]
 
 

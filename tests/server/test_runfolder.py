@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from clients.objectives.local import BACKWARD, FORWARD, TOGETHER
+from clients.objectives.modes import MODES
 from clients.states import read_metadata, read_state
 from conf import UserError, load
+from conf.sites import RESULT_NAMES
 from server.database import acquire
 from server.runfolder import CONFIG, METRICS, SUMMARY, RunFolder, refuse_existing
+from server.strategies.arithmetic import ROWS
 from tests.server.parts import files, folder, small
 
 
@@ -211,3 +215,8 @@ def test_a_folder_of_ones_own_with_a_config_yaml_is_never_deleted(tmp_path: Path
     with pytest.raises(UserError, match="is no run of fedloom"):
         RunFolder(folder(config)).open(config)
     assert (folder(config) / CONFIG).read_text() == "model: precious\n"
+
+
+def test_no_site_may_be_called_what_the_results_call_something_else():
+    rows = {*MODES, *(mode.row for mode in MODES.values()), *ROWS, TOGETHER, FORWARD, BACKWARD}
+    assert rows | {"aggregate", "star", "composed", "half"} == RESULT_NAMES

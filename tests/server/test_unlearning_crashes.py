@@ -22,7 +22,7 @@ from sims.engines.adapter import store_folder
 from sims.engines.inline import InlineGrid
 from tests.server.parts import Recorder, WatchedApp, folder
 from tests.server.runs import copied, findings, method_of, to_resume
-from tests.server.unlearnings import ONE, SITES, TWO, asked, configured, further, kinds, run, summed
+from tests.server.unlearnings import ONE, SITES, TWO, asked, configured, fulfil, further, kinds, run, summed
 
 
 class Crashed(BaseException):
@@ -121,7 +121,7 @@ def test_rolling_back_past_a_readmission_is_refused(finished: Config, tmp_path: 
     """The older sums lack the readmitted site, which takes part now."""
     config = copied(finished, tmp_path)
     with method_of(config) as method:
-        method.unlearning().fulfil(asked(method.unlearning(), "r1", [ONE, TWO]))
+        fulfil(method.unlearning(), asked(method.unlearning(), "r1", [ONE, TWO]))
         for site, rounds in ((TWO, 3), (ONE, 4)):
             summed(method).readmit([site])
             further(method, config, rounds, WatchedApp())
@@ -144,7 +144,7 @@ def test_sites_that_went_back_have_lost_no_store(tmp_path: Path):
 def test_only_those_that_take_part_have_to_be_there(finished: Config, tmp_path: Path):
     config = copied(finished, tmp_path)
     with method_of(config) as method:
-        method.unlearning().fulfil(asked(method.unlearning(), "r1", [f"site-000{SITES - 1}"]))
+        fulfil(method.unlearning(), asked(method.unlearning(), "r1", [f"site-000{SITES - 1}"]))
         federation = method.joined(InlineGrid(SITES - 1, store_folder(config)))
     assert len(federation.nodes) == SITES - 1
 
@@ -160,7 +160,7 @@ def test_the_summary_of_an_interrupted_run_knows_who_is_forgotten(tmp_path: Path
     with pytest.raises(KeyboardInterrupt):
         run(config, Interrupting())
     with method_of(config) as method:
-        method.unlearning().fulfil(asked(method.unlearning(), "r1", [ONE]))
+        fulfil(method.unlearning(), asked(method.unlearning(), "r1", [ONE]))
     with pytest.raises(KeyboardInterrupt):
         run(to_resume(config), Interrupting())
     summary = RunFolder(folder(config)).summary()

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from conf import Config
 from conf.sites import roster
@@ -62,12 +63,17 @@ def asked(unlearning: Unlearning, id: str, sites: list[str], reason: str = "") -
     return receive(unlearning.ledger, id, sites, reason, {})
 
 
+def fulfil(unlearning: Unlearning, request: Request) -> dict[str, Any]:
+    """Apply and certify a request that wants nothing to be trained; the certificate."""
+    return unlearning.certify(unlearning.apply(request))
+
+
 def forget(config: Config, *requests: list[str]) -> str:
     """Forget these sites, request by request; the digest of the sum."""
     with method_of(config) as method:
         unlearning = method.unlearning()
         for sites in requests:
-            unlearning.fulfil(asked(unlearning, "-".join(sites), sites))
+            fulfil(unlearning, asked(unlearning, "-".join(sites), sites))
         assert added_up(method) == method.aggregation.digest()["sum"]
         assert {site.name for site in method.aggregation.members()} == method.ledger.all_latest().keys()
     assert check(folder(config)) == []

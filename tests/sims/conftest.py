@@ -1,11 +1,14 @@
 """What the tests of the command line share."""
 
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from sims import cli
-from tests.sims.commands import Command, Said
+from tests.sims.commands import FEDLOOM, SMALL, Command, Said
 
 
 @pytest.fixture
@@ -20,3 +23,19 @@ def fedloom(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
         return Said(code, said.out, said.err)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run, which no test changes."""
+    root = tmp_path_factory.mktemp("user")
+    words = [FEDLOOM, "run", *SMALL, "rounds=2", f"run.root={root}", "--quiet"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return root / "digits"
+
+
+@pytest.fixture
+def run(finished_run: Path, tmp_path: Path) -> Path:
+    """A copy of it to work on."""
+    return Path(shutil.copytree(finished_run, tmp_path / "digits"))

@@ -1,10 +1,8 @@
-"""The commands on a run that is there, as a user meets them: resume, unlearn, readmit, verify, ledger."""
+"""Requests to forget, as a user meets them: unlearn, readmit, verify, on runs that are there and beside a server."""
 
 import json
-import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,87 +10,11 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-import torch
 
 from server.audit import check
-from server.blobs import Blobs
 from server.ledger import Ledger
 from server.unlearning import receive
-from tests.server.test_ledger_crash import reading_only
-from tests.sims.commands import FEDLOOM, Command, Said, refused
-
-SMALL = ["sites=[{domain: digits, count: 3, samples: 40}]", "data.size=8", "data.test_limit=60", "network.width=0.25",
-         "engine.name=inline", "baselines=[]"]  # fmt: skip
-ONE, TWO = "site-0001", "site-0002"
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a finished run, which no test changes."""
-    root = tmp_path_factory.mktemp("user")
-    words = [FEDLOOM, "run", *SMALL, "rounds=2", f"run.root={root}", "--quiet"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    return root / "digits"
-
-
-@pytest.fixture
-def run(finished: Path, tmp_path: Path) -> Path:
-    """A copy of it to work on."""
-    return Path(shutil.copytree(finished, tmp_path / "digits"))
-
-
-def last_line(said: Said) -> dict:
-    return json.loads(said.out.splitlines()[-1])
-
-
-def events(path: Path) -> list[str]:
-    with Ledger.open(path, server=False) as ledger:
-        return [event.kind for event in ledger.events()]
-
-
-def test_the_ledger_lists_its_events(fedloom: Command, finished: Path):
-    said = fedloom("ledger", finished)
-    assert said.code == 0
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said.out.splitlines() if line.startswith("|")]
-    assert [row[2] for row in rows[2:]] == ["created", "round", "round", "round", "finished"]
-    assert rows[3][3] == "round 0"
-
-
-def test_a_sound_ledger_is_found_sound(fedloom: Command, finished: Path):
-    said = fedloom("ledger", finished, "--check", "--json")
-    assert said.code == 0
-    found = last_line(said)
-    assert found.keys() == {"ok", "digest", "problems", "notes"}
-    assert found["ok"] and not found["problems"] and not found["notes"]
-    assert found["digest"] == json.loads((finished / "summary.json").read_text())["digest"]
-    assert said.out.splitlines()[0] == "no problems"
-
-
-@pytest.mark.parametrize(
-    "name", ["blobs/*.safetensors", "ledger.sqlite", "config.yaml", "summary.json", "states/*.safetensors", "metrics.jsonl"]
-)
-def test_one_flipped_byte_anywhere_is_found_and_its_file_named(fedloom: Command, run: Path, name: str):
-    for path in sorted(run.glob(name))[:2]:
-        content = path.read_bytes()
-        place = len(content) // 2
-        path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
-        said = fedloom("ledger", run, "--check", "--json")
-        assert said.code == 1
-        found = last_line(said)
-        assert not found["ok"]
-        assert any(str(path.relative_to(run)) in line for line in found["problems"]), found
-        path.write_bytes(content)
-    assert fedloom("ledger", run, "--check").code == 0
-
-
-def test_orphans_are_pruned(fedloom: Command, run: Path):
-    orphan = Blobs(run / "blobs").put({"w": torch.ones(3)})
-    found = last_line(fedloom("ledger", run, "--check", "--json"))
-    assert found["ok"] and orphan in found["notes"][0]
-    assert fedloom("ledger", run, "--prune").out.splitlines()[0] == "1 files removed"
-    assert not Blobs(run / "blobs").path(orphan).exists()
-    assert last_line(fedloom("ledger", run, "--check", "--prune", "--json"))["notes"] == []
+from tests.sims.commands import FEDLOOM, ONE, SMALL, TWO, Command, events, last_line, refused
 
 
 def test_a_site_is_forgotten_verified_and_readmitted(fedloom: Command, run: Path):
@@ -207,56 +129,6 @@ def test_what_cannot_be_forgotten_is_one_line_and_changes_nothing(fedloom: Comma
     assert fedloom("ledger", run, "--check").code == 0
 
 
-def test_what_is_no_run_is_one_line(fedloom: Command, run: Path, tmp_path: Path):
-    (tmp_path / "other").mkdir()
-    for command in (["resume"], ["unlearn"], ["readmit"], ["ledger"], ["verify"]):
-        words = {"unlearn": [ONE], "readmit": [ONE]}.get(command[0], [])
-        for path in (tmp_path / "other", tmp_path / "nowhere"):
-            given = [tmp_path / "r1.json", path] if command == ["verify"] else [path, *words]
-            refused(fedloom(*command, *given), str(path))
-    refused(fedloom("verify", tmp_path / "r1.json", run), "r1.json: is no certificate")
-    (run / "ledger.sqlite").unlink()
-    for command in (["unlearn", run, ONE], ["readmit", run, ONE], ["ledger", run]):
-        refused(fedloom(*command), "has no ledger")
-    assert fedloom("ledger", run, "--check").code == 1
-
-
-def test_resuming_a_finished_run_trains_nothing(fedloom: Command, run: Path):
-    before, summary = events(run), json.loads((run / "summary.json").read_text())
-    said = fedloom("resume", run, "--quiet", "--json")
-    assert said.code == 0, said.err
-    assert last_line(said) == summary
-    assert events(run) == before
-
-
-def test_an_edited_configuration_is_refused_and_changes_nothing(fedloom: Command, run: Path, tmp_path: Path):
-    file = run / "config.yaml"
-    text = file.read_text()
-    file.write_text(text.replace("rounds: 2", "rounds: 3"))
-    before = (run / "summary.json").read_bytes(), events(run)
-    for words in (["resume", run], ["unlearn", run, ONE], ["readmit", run, ONE],
-                  ["compose", run, "--sites", ONE, "--out", tmp_path / "net.safetensors"]):  # fmt: skip
-        refused(fedloom(*words), "config.yaml: was changed after the run began: 'rounds: 3', was 'rounds: 2'")
-    assert ((run / "summary.json").read_bytes(), events(run)) == before
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"status": "finished"}'])
-def test_a_damaged_summary_is_written_again(fedloom: Command, run: Path, text: str):
-    whole = json.loads((run / "summary.json").read_text())
-    (run / "summary.json").write_text(text)
-    assert fedloom("resume", run, "--quiet").code == 0
-    assert {**json.loads((run / "summary.json").read_text()), "seconds": 0} == {**whole, "seconds": 0}
-    (run / "summary.json").write_text(text)
-    assert fedloom("unlearn", run, ONE, "--quiet").code == 0
-    assert json.loads((run / "summary.json").read_text())["unlearned"] == [ONE]
-    assert check(run) == []
-
-
-def test_the_ledger_answers_in_json(fedloom: Command, run: Path):
-    assert [one["kind"] for one in last_line(fedloom("ledger", run, "--json"))["events"]] == events(run)
-    assert last_line(fedloom("ledger", run, "--prune", "--json")) == {"removed": []}
-
-
 def test_resuming_fulfils_what_was_asked_meanwhile_and_writes_its_page(fedloom: Command, run: Path):
     with Ledger.open(run, server=False) as ledger:
         receive(ledger, "r1", [ONE], "", {"repair": 1})
@@ -281,17 +153,6 @@ def test_requests_that_wait_are_told_and_fulfilled_with_the_next(fedloom: Comman
     assert json.loads((run / "summary.json").read_text())["unlearned"] == [ONE, TWO]
     refused(fedloom("unlearn", run, ONE, "--request-id", "r2"), "'r2' was refused", "forgotten already")
     assert check(run) == [] and last_line(fedloom("ledger", run, "--check", "--json"))["notes"] == []
-
-
-def test_a_run_is_the_same_by_any_path(fedloom: Command, run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    (tmp_path / "mine").symlink_to(run)
-    assert fedloom("unlearn", tmp_path / "mine", ONE, "--repair", 1, "--quiet").code == 0
-    monkeypatch.chdir(run)
-    assert fedloom("unlearn", ".", TWO, "--repair", 1, "--quiet").code == 0
-    assert fedloom("resume", ".", "--quiet").code == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["digits", "mine"]
-    assert not [path for path in run.rglob("*") if TWO in path.name or path.name == "digits"]
-    assert check(run) == []
 
 
 def test_a_crash_before_the_results_are_measured_again_is_made_good(
@@ -327,28 +188,6 @@ def test_a_refused_request_leaves_the_results_under_watch(fedloom: Command, run:
     refused(fedloom("unlearn", run, ONE, "--rollback"), "federation.history=all")
     (run / "summary.json").write_text("{}")
     assert fedloom("ledger", run, "--check").code == 1
-
-
-@pytest.fixture
-def guarded(finished: Path) -> Iterator[Path]:
-    """A copy of the run in a folder that this process, whoever runs it, can be kept from writing."""
-    root = Path(tempfile.mkdtemp(prefix="fedloom-"))
-    root.chmod(0o755)
-    yield Path(shutil.copytree(finished, root / "digits"))
-    shutil.rmtree(root)
-
-
-def test_a_folder_that_cannot_be_written_can_be_looked_at(fedloom: Command, guarded: Path):
-    fedloom("unlearn", guarded, TWO, "--request-id", "r1")
-    before = {path: path.read_bytes() for path in guarded.rglob("*") if path.is_file()}
-    with reading_only(guarded):
-        for words in (["resume", guarded, "--quiet"], ["unlearn", guarded, ONE], ["readmit", guarded, TWO],
-                      ["ledger", guarded, "--prune"]):  # fmt: skip
-            refused(fedloom(*words), "ermission")
-        assert fedloom("ledger", guarded).code == 0
-        assert fedloom("ledger", guarded, "--check").code == 0
-        assert fedloom("verify", guarded / "certificates/r1.json", guarded).code == 0
-    assert {path: path.read_bytes() for path in guarded.rglob("*") if path.is_file()} == before
 
 
 def until(what: Callable[[], bool]) -> None:
