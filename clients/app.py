@@ -1,14 +1,15 @@
-"""The Flower ClientApp: it says which site it is, and trains when it is told to."""
+"""The Flower ClientApp: it says which site it is, trains when it is told to, and answers the methods' questions."""
 
 import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from clients.guard import guard
 from clients.job import read_job
 from clients.messages import WHO
 from conf.errors import UserError
 
-app = ClientApp()
+app = ClientApp(mods=[guard])
 
 
 @app.query()
@@ -20,9 +21,10 @@ def identify(message: Message, context: Context) -> Message:
     return Message(RecordDict({WHO: ConfigRecord({**who})}), reply_to=message)
 
 
+@app.query("ask")
 @app.train()
-def train(message: Message, context: Context) -> Message:
-    """One round at this site: load the own state, train, save it, answer with the contribution."""
+def answer(message: Message, context: Context) -> Message:
+    """One question to this site. To train: load the own state, train, save it, answer with the contribution."""
     job = read_job(message, context)
     torch.set_num_threads(job.config.engine.threads)
-    return Message(job.train(), reply_to=message)
+    return Message(job.answer(), reply_to=message)

@@ -15,6 +15,7 @@ from torch.func import vmap
 from clients.data import outputs
 from clients.job import Job
 from clients.learner import batches, descend, outcome
+from clients.networks import architecture_of
 from clients.objectives import Session
 from fusion.exact import State
 
@@ -41,14 +42,16 @@ class Functional(Protocol):
 def same_shape(jobs: Sequence[Job], most: int) -> list[list[int]]:
     """The places of `jobs` in groups of at most `most` that train_cohort can train as one.
 
-    Together go sites of the same configuration, round, outputs and number of images: all their batches are of one size.
+    Together go sites of one configuration, round, network, outputs and number of images: all their batches are of one size.
     """
     groups: dict[Hashable, list[int]] = {}
     for place, job in enumerate(jobs):
         images = _attempt(job.images)
         alone = isinstance(images, Exception)  # it will say so when it is trained
         outs = () if alone else (outputs(job.config, job.site.spec).start, outputs(job.config, job.site.spec).stop)
-        shape = place if alone else (job.order.config, job.order.round, job.order.members, len(images), outs)
+        order, architecture = job.order, architecture_of(job.config, job.site)
+        one = order.config, order.round, order.rounds, order.members, order.kind, architecture
+        shape = place if alone else (*one, len(images), outs)
         groups.setdefault(shape, []).append(place)
     return [group[start : start + most] for group in groups.values() for start in range(0, len(group), most)]
 

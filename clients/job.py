@@ -1,42 +1,45 @@
-"""One site's work in one round, from the message to the reply."""
+"""One site's work on one message, from the order to the reply."""
 
-import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from flwr.app import Context, Message, MetricRecord, RecordDict
 
-from clients.data import Images, num_classes, site_images
+from clients.configurations import configuration, parsed
+from clients.data import Images, outputs, own_images, site_images, site_size
 from clients.device import pick_device
+from clients.guard import SIMULATED
 from clients.learner import Outcome, learn
-from clients.messages import MEAN, METRICS, OWN, Order, read_order, to_arrays, to_states
-from clients.networks import Network, build_network
-from clients.objectives import Session, Task, objective_of
+from clients.measure import count_right
+from clients.messages import ENROL, EVALUATE, MEAN, METRICS, OWN, TRAIN, Order, read_order, to_arrays, to_states
+from clients.networks import Architecture, HeadView, Network, architecture_of
+from clients.objectives import Answer, Session, Task, objective_of
+from clients.policy import Policy, followed
 from clients.randomness import torch_generator
 from clients.store import SiteStore
-from conf import from_json
+from conf.errors import UserError
 from conf.once import once
 from conf.schema import Config
 from conf.sites import Site, roster
 from fusion.exact import State
 
-# The same configuration comes with every message.
-parsed = functools.lru_cache(maxsize=8)(from_json)
+STORE = "fedloom-store"  # folder, below where the site was started, if its node-config says nothing
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """All that the ClientApp has at hand for a train message; `content` is the message's."""
+    """All that the ClientApp has at hand for a message; `content` is the message's."""
 
     order: Order
     config: Config
     store: SiteStore
     content: RecordDict
+    policy: Policy = field(default_factory=Policy)
 
     @property
     def site(self) -> Site:
-        """Who trains."""
+        """Who is asked."""
         return roster(self.config)[self.order.site]
 
     @property
@@ -46,28 +49,32 @@ class Job:
 
     def images(self) -> Images:
         """What it trains on."""
-        return site_images(self.config, self.site)
+        return site_images(self.config, self.policy.source(self.config, self.site))
 
-    def session(self, network: Network | None = None) -> Session:
-        """The objective at work on it, in `network` or a new one: the own state loaded, nothing trained yet."""
+    def task(self, network: Network | None = None) -> Task:
+        """What its objective has at hand, in `network` or a new one."""
         order, config, site = self.order, self.config, self.site
         incoming = to_states(self.content)
-        task = Task(
+        lost = incoming.pop(OWN, None)
+        return Task(
             config=config,
             site=site,
             round=order.round,
             members=order.members,
-            network=network or build_network(config, num_classes(config)).to(self.device),
+            network=network or architecture_of(config, site).build().to(self.device),
             incoming=incoming,
-            own=self._own(incoming),
+            stored=lambda: self._own(incoming, lost),
             generator=torch_generator(config.seed, site.name, str(order.round), "objective"),
         )
-        return objective_of(config).session(task)
 
-    def _own(self, incoming: dict[str, State]) -> State | None:
+    def session(self, network: Network | None = None) -> Session:
+        """The objective at work on it: the own state loaded, nothing trained yet."""
+        return objective_of(self.config).session(self.task(network))
+
+    def _own(self, incoming: dict[str, State], contribution: State | None) -> State | None:
         """The state to go on from; a site that lost its own begins at its contribution, with what all share."""
-        if OWN in incoming:
-            return {**incoming[MEAN], **incoming.pop(OWN)}
+        if contribution is not None:
+            return {**incoming[MEAN], **contribution}
         return self.store.load(self.order.base) if self.order.base else None
 
     def reply(self, session: Session, outcome: Outcome) -> RecordDict:
@@ -79,21 +86,72 @@ class Job:
         return reply
 
     def train(self) -> RecordDict:
-        """The whole of it, this site alone."""
-        session = self.session(workbench(self.config))
+        """The whole of a round, this site alone."""
+        session = self.session(workbench(self.config, architecture_of(self.config, self.site)))
         return self.reply(session, learn(session, self.images(), self.config, self.site, self.order.round, self.device))
+
+    def answer(self) -> RecordDict:
+        """What the site says to a question."""
+        if self.order.kind == TRAIN:
+            return self.train()
+        task = self.task(workbench(self.config, architecture_of(self.config, self.site)))
+        if self.order.kind == ENROL:
+            found = Answer(metrics={"samples": site_size(self.config, self.policy.source(self.config, self.site))})
+        elif self.order.kind == EVALUATE:
+            found = self._measured(task)
+        else:
+            found = objective_of(self.config).answer(self.order.kind, task, self.images())
+        reply = RecordDict({name: to_arrays(state) for name, state in found.records.items()})
+        reply[METRICS] = MetricRecord({**found.metrics})
+        return reply
+
+    def _measured(self, task: Task) -> Answer:
+        """Right answers on the site's own images: of the network that was sent, or of the site's own."""
+        if self.order.split not in ("validation", "test"):
+            raise UserError("order.split: takes validation or test")
+        state = objective_of(self.config).network(task, self.images())
+        images = own_images(self.config, self.policy.source(self.config, self.site), self.order.split)
+        if state is None:
+            raise UserError(f"{self.site.name}: has no network of its own yet; it has not trained")
+        task.network.load_state_dict(state)
+        view = HeadView(task.network, outputs(self.config, self.site.spec), self.config.evaluation.statistics).eval()
+        right = count_right(view, images, self.config.evaluation.batch, self.device) if len(images) else 0
+        task.network.train()
+        return Answer(metrics={"right": right, "total": len(images)})
 
 
 @once
-def workbench(config: Config) -> Network:
+def _benches(config: Config) -> dict[Architecture, Network]:
+    return {}
+
+
+def workbench(config: Config, architecture: Architecture) -> Network:
     """A network that this process trains one site after the other in; every session loads all of its weights first."""
-    return build_network(config, num_classes(config)).to(pick_device(config.engine.device))
+    benches = _benches(config)
+    if architecture not in benches:
+        benches[architecture] = architecture.build().to(pick_device(config.engine.device))
+    return benches[architecture]
 
 
 def read_job(message: Message, context: Context) -> Job:
-    """The job of a train message, for the site whose context this is."""
-    order = read_order(message.content)
-    config = parsed(order.config)
-    given = context.node_config.get("store")
-    root = Path(str(given)) if given else Path(config.run.root) / config.run.name / "sites"
-    return Job(order, config, SiteStore(root, order.run, roster(config)[order.site].name), message.content)
+    """The job of a message, for the site whose context this is."""
+    order, here = read_order(message.content), context.node_config
+    simulated, root = bool(here.get(SIMULATED)), Path(str(here.get("store") or STORE))
+    text = configuration(order.config, message.content, None if simulated else root)
+    policy = Policy() if simulated else Policy.of(here)
+    config = parsed(text) if simulated else followed(parsed(text), policy, order.site)
+    config = config if order.rounds == config.rounds else stretched(config, order.rounds)
+    sites = roster(config)
+    if not 0 <= order.site < len(sites):
+        raise UserError(f"order.site: is no place among the configuration's {len(sites)} sites")
+    return Job(order, config, SiteStore(root, order.run, sites[order.site].name), message.content, policy)
+
+
+def stretched(config: Config, rounds: int) -> Config:
+    """The same with another number of rounds, made once."""
+    return _stretched(config).setdefault(rounds, replace(config, rounds=rounds))
+
+
+@once
+def _stretched(config: Config) -> dict[int, Config]:
+    return {}

@@ -1,60 +1,130 @@
 """What server and sites say to each other: names of records and the conversion of states to Flower's arrays.
 
-A train message holds one record ORDER and array records; its reply holds array records and METRICS.
+A message holds one record ORDER and array records; its reply holds array records and METRICS.
 """
 
+import hashlib
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from typing import get_origin
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
-from clients.npy import decode, encode
+from clients.codec import decode, encode
+from conf.errors import UserError
 from fusion.exact import State
 
 ORDER = "order"
+CONFIG = "configuration"  # down: the configuration, to sites that may not have it yet
+EXPECTED = "expected"  # down: what the records that are added up on the way must hold
+TEXTS = (CONFIG, EXPECTED)
 METRICS = "metrics"
 TRAIN = "train"
+EVALUATE = "evaluate"  # a kind of question: how good is MODEL, or else the site's own network, on the site's images
+ENROL = "enrol"  # a kind of question: how many images the site has
 QUERY = "query"
+ASK = "query.ask"  # Flower's type of messages with a question other than TRAIN
 WHO = "who"
 
-MEAN = "mean"  # down: the aggregate extractor (mean of the sites' contributions) and the shared head
+MOST_ROUNDS = 999_999
+MOST_RECORDS = 16  # that are added up on the way
+_RUN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_KIND = re.compile(r"[a-z][a-z0-9_]{0,99}")
+
+MEAN = "mean"  # down: the aggregate (of sum aggregation: the mean extractor and the shared head)
 STAR = "star"  # down and up: the free aggregated network N*
 SUBSET = "subset/"  # down: + site name: the mean without that site
 OWN = "own"  # down, to a site that lost its store: its last contribution
-LOST = "own state is lost"  # in the error of such a site
+MODEL = "model"  # down: a network to measure
+LOST = "lost"  # up, alone: the site has no own state after the round that it should go on from
+UNKNOWN = "unknown"  # up, alone: the site has no configuration of that digest
 SITE = "site"  # up: what the server keeps for this site and can subtract
-PARTIAL = "partial"  # up: says that SITE and ROUND are exact sums over several sites, or that another reply has them
 ROUND = "round"  # up: what is averaged over the replies of this round and kept for no site
 
 
 @dataclass(frozen=True)
 class Order:
-    """What a site is asked to do: train in round `round`, starting from its own state after round `base` (0: none).
+    """What a site is asked: a question of some `kind` in round `round`, on its own state after round `base` (0: none).
 
-    `members` is the number of sites in the aggregate. `ledger` is the folder where whoever adds contributions up on the way
-    writes each of them (empty: nobody does); `before` is the file of the one that is in the sum now.
+    `rounds` is the length of the learning rate's schedule, `members` the number of sites in the aggregate, `split` the
+    images that EVALUATE looks at. `sums`: records that are added up on the way, and how often each counts (once, samples);
+    `ledger` is the folder where whoever adds them up writes each contribution, `before` the file of the one in the sum now.
     """
 
-    config: str  # the whole configuration, conf.to_json
+    config: str  # sha256 of the configuration's JSON (CONFIG)
     run: str  # identifies the run; the site's store is keyed by it
     site: int  # place in the roster
     round: int
+    rounds: int
     base: int
     members: int
+    kind: str = TRAIN
+    split: str = ""
+    sums: dict[str, str] = field(default_factory=dict)
+    slot: str = ""  # the record, of those in `sums`, that is the site's contribution
     ledger: str = ""
     before: str = ""
 
     def record(self) -> ConfigRecord:
         """As a Flower record."""
-        return ConfigRecord({"json": json.dumps(asdict(self))})
+        return ConfigRecord({"json": json.dumps(asdict(self), separators=(",", ":"))})
 
 
 def read_order(content: RecordDict) -> Order:
-    """The inverse of Order.record, from a message's content."""
-    return Order(**json.loads(str(content.config_records[ORDER]["json"])))
+    """The inverse of Order.record, from a message's content. Raises UserError: some parts name files here."""
+    try:
+        order = Order(**json.loads(str(content.config_records[ORDER]["json"])))
+    except (KeyError, TypeError, ValueError):
+        raise UserError("order: cannot be read; server and site need the same version of fedloom") from None
+    kinds = {name: get_origin(kind) or kind for name, kind in Order.__annotations__.items()}
+    if not all(type(getattr(order, name)) is kind for name, kind in kinds.items()):
+        raise UserError("order: a part is of another type; server and site need the same version of fedloom")
+    if not all(isinstance(part, str) for pair in order.sums.items() for part in pair) or len(order.sums) > MOST_RECORDS:
+        raise UserError("order.sums: takes names of records")
+    if not _RUN.fullmatch(order.run):
+        raise UserError("order.run: is no name of a run (letters, digits, '-', '_' and '.')")
+    if not _DIGEST.fullmatch(order.config):
+        raise UserError("order.config: is no sha256")
+    if not _KIND.fullmatch(order.kind):
+        raise UserError("order.kind: is no kind of question (small letters, digits and '_')")
+    if not 1 <= order.round <= MOST_ROUNDS or not 0 <= order.base <= MOST_ROUNDS:
+        raise UserError(f"order.round: is no round (1 to {MOST_ROUNDS})")
+    if order.rounds < 1:
+        raise UserError(f"order.rounds: got {order.rounds}, takes at least 1")
+    return order
+
+
+def text_record(text: str) -> ArrayRecord:
+    """A text as a record: large ones travel as arrays do, once to each worker."""
+    return to_arrays({"text": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)})
+
+
+def text_of(record: ArrayRecord) -> str:
+    """The inverse of text_record."""
+    return bytes(decode(record["text"]).numpy()).decode()
+
+
+def config_digest(text: str) -> str:
+    """What names a configuration in orders."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_config_record(content: RecordDict, digest: str) -> str | None:
+    """The configuration's JSON that a message brings; None if it brings none. UserError if it is not that of the digest."""
+    if CONFIG not in content.array_records:
+        return None
+    try:
+        text = text_of(content.array_records[CONFIG])
+    except Exception:  # bytes from outside
+        raise UserError("order.config: cannot be read; server and site need the same version of fedloom") from None
+    if config_digest(text) != digest:
+        raise UserError("order.config: is not the configuration that the order names")
+    return text
 
 
 def to_arrays(state: Mapping[str, Tensor]) -> ArrayRecord:
@@ -64,5 +134,6 @@ def to_arrays(state: Mapping[str, Tensor]) -> ArrayRecord:
 
 
 def to_states(content: RecordDict) -> dict[str, State]:
-    """All array records of a message, by name."""
-    return {name: {key: decode(array) for key, array in record.items()} for name, record in content.array_records.items()}
+    """All array records of a message, by name, but for those that are texts."""
+    records = ((name, record) for name, record in content.array_records.items() if name not in TEXTS)
+    return {name: {key: decode(array) for key, array in record.items()} for name, record in records}

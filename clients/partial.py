@@ -1,78 +1,141 @@
-"""Partial sums: a worker adds up the contributions of its sites and sends one exact sum. Integers: the bits are the same.
+"""Partial sums: a worker adds up what its sites send and hands over one exact sum. Integers: the bits are the same.
 
-What the server must keep for each site is written here, by the worker, where the server will look for it.
+What the server must keep for each site is written here, by the worker, where the server will look for it. The sum travels
+beside the replies and in none of them, so that no site's reply can be taken for one.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from flwr.app import ConfigRecord, Error, Message, RecordDict
+import torch
+from flwr.app import ArrayRecord, Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
+from torch import Tensor
 
-from clients.job import parsed
-from clients.messages import METRICS, PARTIAL, ROUND, SITE, TRAIN, Order, read_order, to_arrays, to_states
-from clients.objectives.modes import mode_of
+from clients.configurations import configuration, parsed
+from clients.data import site_size
+from clients.messages import (
+    EXPECTED,
+    LOST,
+    MEAN,
+    METRICS,
+    STAR,
+    TRAIN,
+    UNKNOWN,
+    Order,
+    read_order,
+    text_of,
+    text_record,
+    to_arrays,
+    to_states,
+)
+from clients.replies import Bounds, ReplyError, check_metrics, check_record
 from clients.states import read_state, round_file, write_state
 from conf.schema import Config
 from conf.sites import roster
-from fusion.exact import ExactSum, ExactSumError, State, quantise
+from fusion.exact import ExactSum, ExactSumError, State, dequantise, exact, quantise
+
+ONCE, SAMPLES = "once", "samples"  # how often a record counts in its sum
 
 
-def combine(asked: Sequence[Message], replies: Sequence[Message]) -> list[Message]:
-    """The replies with the contributions of those that allow it (Order.ledger) summed into the first of them.
+@dataclass(frozen=True)
+class PartialSum:
+    """The exact sums over the replies of some sites: all of them count, or none.
 
-    That one holds int64 records ROUND and SITE (the change of the exact sum) and PARTIAL {addends}; the others hold
-    METRICS and PARTIAL {addends: 0}. A contribution that cannot be added becomes an error of its own site.
+    `messages`: ids of those that the replies answer. `samples`: of each site that is in it, by name. `addends`: of each
+    record, those that it holds. `records`: int64 sums; of contributions, the change of the sum.
     """
-    sums: _Sums | None = None
+
+    run: str
+    round: int
+    messages: frozenset[str]
+    samples: dict[str, int]
+    addends: dict[str, int]
+    records: dict[str, ArrayRecord]
+
+
+def expected_record(likes: Mapping[str, Mapping[str, Tensor]]) -> ArrayRecord:
+    """What the records that are added up on the way must hold: names and shapes, the same object for all sites."""
+    return text_record(json.dumps({record: {name: list(tensor.shape) for name, tensor in like.items()} for record, like in
+                                   likes.items()}))  # fmt: skip
+
+
+def combine(asked: Sequence[Message], replies: Sequence[Message]) -> tuple[list[Message], list[PartialSum]]:
+    """The replies, and one sum for each run and round over the records of those that allow it (Order.sums).
+
+    Those hold METRICS alone then. A reply that cannot be added becomes an error of its own site.
+    """
+    sums: dict[tuple[str, int, str], _Sums] = {}
     answers = []
     for message, reply in zip(asked, replies, strict=True):
-        if reply.has_error() or message.metadata.message_type != TRAIN or not (order := read_order(message.content)).ledger:
+        order = None if reply.has_error() or message.metadata.message_type != TRAIN else read_order(message.content)
+        if order is None or not order.sums or {LOST, UNKNOWN} & reply.content.config_records.keys():
             answers.append(reply)
             continue
-        sums = sums or _Sums(parsed(order.config))
+        key = order.run, order.round, order.ledger
+        into = sums.get(key) or sums.setdefault(key, _Sums(order, message.content))
         try:
-            sums.add(order, to_states(reply.content), int(reply.content.metric_records[METRICS]["samples"]))  # type: ignore[arg-type]
-        except (ExactSumError, KeyError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            answers.append(Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message))
+            into.add(order, message, reply.content)
+        except (ExactSumError, ReplyError) as error:
+            answers.append(Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)), reply_to=message))
             continue
-        reply.content = RecordDict({METRICS: reply.content[METRICS], PARTIAL: ConfigRecord({"addends": 0})})
+        reply.content = RecordDict({METRICS: reply.content[METRICS]})
         answers.append(reply)
-        sums.carrier = sums.carrier or reply
-    if sums is not None and sums.carrier is not None:
-        sums.load(sums.carrier)
-    return answers
+    return answers, [one.sum() for one in sums.values() if one.samples]
 
 
 class _Sums:
-    """The sums of one chunk, all of one run and round."""
+    """The sums of the sites of one run and round."""
 
-    def __init__(self, config: Config) -> None:
-        self.config, self.mode = config, mode_of(config)
-        self.bits = config.federation.scale_bits
-        self.weighted = config.strategy.get("weighting") == "samples"
-        self.change, self.average = ExactSum(self.bits), ExactSum(self.bits)
-        self.carrier: Message | None = None
+    def __init__(self, order: Order, content: RecordDict) -> None:
+        self.order = order
+        self.config: Config = parsed(configuration(order.config, content, None))
+        self.bits = self.config.federation.scale_bits
+        shapes = json.loads(text_of(content.array_records[EXPECTED]))
+        self.likes = {record: {name: torch.empty(shape, device="meta") for name, shape in like.items()} for record, like in
+                      shapes.items()}  # fmt: skip
+        self.sums = {record: ExactSum(self.bits) for record in order.sums}
+        self.samples: dict[str, int] = {}
+        self.messages: set[str] = set()
 
-    def add(self, order: Order, records: dict[str, State], samples: int) -> None:
-        """Add one site's records and write what the server keeps of it. Raises ExactSumError, and then adds nothing."""
-        average = quantise(records[ROUND], self.bits)
-        if self.mode.sums:
-            site = roster(self.config)[order.site].name
-            mine = quantise(records[SITE], self.bits)
-            old, new = (self.mode.summed_part(state) for state in (read_state(Path(order.before)), mine))
-            change = self.change.copy()
-            change.merge({name: tensor - old[name] for name, tensor in new.items()}, addends=1)
-            self.average.add(average, times=samples if self.weighted else 1)
-            self.change = change
-            write_state(round_file(Path(order.ledger), site, order.round), mine)
-        else:
-            self.average.add(average, times=samples if self.weighted else 1)
+    def add(self, order: Order, message: Message, content: RecordDict) -> None:
+        """Add one site's records and write what the server keeps of it. Raises ExactSumError or ReplyError."""
+        site = roster(self.config)[order.site]
+        bounds = Bounds.of(self.config.federation, site_size(self.config, site))
+        _, samples = check_metrics(content, bounds)
+        given, sent = _read(content), _read(message.content)
+        start = {**sent[MEAN], **sent.get(STAR, {})}
+        changed = {}
+        for record, counted in order.sums.items():
+            before = self._before(order, record)
+            check_record(record, given.get(record), before or self.likes[record], integers=False)
+            bounds.check(record, given[record], dequantise(before, self.bits) if before else start)
+            mine, times = quantise(given[record], self.bits), samples if counted == SAMPLES else 1
+            changed[record] = self.sums[record].copy()
+            if before:
+                changed[record].merge({name: tensor - before[name] for name, tensor in mine.items()}, addends=1)
+            else:
+                changed[record].add(mine, times)
+        if order.slot:
+            write_state(round_file(Path(order.ledger), site.name, order.round), given[order.slot])
+        self.sums, self.samples[site.name] = changed, samples
+        self.messages.add(message.metadata.message_id)
 
-    def load(self, carrier: Message) -> None:
-        """Put the sums into the reply that carries them."""
-        carrier.content[ROUND] = to_arrays(self.average.totals)
-        if self.mode.sums:
-            carrier.content[SITE] = to_arrays(self.change.totals)
-        carrier.content[PARTIAL] = ConfigRecord({"addends": self.average.addends})
+    def _before(self, order: Order, record: str) -> State:
+        """Of the record that is the site's contribution, what is in the sum now (int64)."""
+        return exact(read_state(Path(order.before)), self.bits) if record == order.slot and order.before else {}
+
+    def sum(self) -> PartialSum:
+        """All that was added."""
+        records = {record: to_arrays(one.totals) for record, one in self.sums.items()}
+        addends = {record: one.addends for record, one in self.sums.items()}
+        return PartialSum(self.order.run, self.order.round, frozenset(self.messages), self.samples, addends, records)
+
+
+def _read(content: RecordDict) -> dict[str, State]:
+    try:
+        return to_states(content)
+    except Exception as error:  # what an app returns may be anything: NumPy raises EOFError, BadZipFile and more
+        raise ReplyError(f"its arrays cannot be read ({error})") from None

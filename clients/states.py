@@ -18,15 +18,16 @@ def round_file(root: Path, name: str, round: int) -> Path:
     return root / name / f"round-{round:06d}.safetensors"
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Replace the file at `path` in one step: temporary file beside it, fsync, rename."""
+def write_bytes(path: Path, content: bytes, durable: bool = True) -> None:
+    """Replace the file at `path` in one step: temporary file beside it, fsync (if `durable`), rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
@@ -55,5 +56,14 @@ def read_metadata(path: Path) -> dict[str, str]:
     try:
         with safe_open(path, framework="pt") as file:
             return dict(file.metadata() or {})
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: is no readable safetensors file ({error})") from None
+
+
+def read_names(path: Path) -> list[str]:
+    """The names of a state's tensors on disk, which stay unread. Raises UserError as read_metadata does."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: is no readable safetensors file ({error})") from None

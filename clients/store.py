@@ -10,12 +10,19 @@ from pathlib import Path
 
 from torch import Tensor
 
-from clients.messages import LOST
 from clients.states import read_state, round_file, write_state
 from conf.errors import UserError
 from fusion.exact import State
 
 _ROUND = re.compile(r"round-(\d+)\.safetensors")
+
+
+class LostStateError(UserError):
+    """The site has no state of the round that it should go on from."""
+
+    def __init__(self, text: str, round: int) -> None:
+        super().__init__(text)
+        self.round = round
 
 
 @dataclass(frozen=True)
@@ -32,11 +39,13 @@ class SiteStore:
         return self.root / self.run / self.site
 
     def load(self, round: int) -> State:
-        """The state after `round`. Raises UserError if this site has none, naming the rounds that it has."""
+        """The state after `round`. Raises LostStateError if this site has none, naming the rounds that it has."""
         path = self._path(round)
         if not path.exists():
             have = ", ".join(map(str, self.rounds())) or "none"
-            raise UserError(f"{self.site}: its {LOST}: that after round {round} ({self.folder} has rounds: {have})")
+            raise LostStateError(
+                f"{self.site}: its own state is lost: that after round {round} ({self.folder} has rounds: {have})", round
+            )
         return read_state(path)
 
     def save(self, round: int, base: int, state: Mapping[str, Tensor]) -> None:

@@ -1,7 +1,10 @@
 """Errors that are told in one line, without a traceback: bad input (exit code 2), and runs that failed (1)."""
 
 import difflib
+import re
 from collections.abc import Iterable
+
+_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])")
 
 
 class UserError(ValueError):
@@ -10,6 +13,12 @@ class UserError(ValueError):
 
 class FailedError(RuntimeError):
     """A run that cannot go on, for a reason that is none of the user's input."""
+
+
+def plain(text: str, lines: bool = False) -> str:
+    """A text from elsewhere without what steers a terminal: no escape sequences, nothing unprintable (`lines`: but ends)."""
+    text = _ESCAPE.sub("", text)
+    return "".join(letter if letter.isprintable() or (lines and letter == "\n") else " " for letter in text)
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> UserError:

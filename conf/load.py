@@ -1,5 +1,6 @@
 """Read an experiment's YAML, merge preset and dotted overrides into it, and validate the whole."""
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,10 +13,14 @@ from omegaconf.errors import OmegaConfBaseException
 from conf.errors import UserError, unknown
 from conf.schema import Config
 from conf.sites import roster
-from conf.typed import build
+from conf.typed import build, checked
+from conf.yamls import read_yaml, write_yaml
 
 FOLDER = Path(__file__).parent
 MOST_RUN_NAME_BYTES = 200
+MANY = 100  # sites
+
+VERSION = 3  # of what `to_yaml` writes; it rises when a key comes, goes or changes its meaning. Without one: version 1
 
 NAMED = ("network", "objective", "strategy")
 
@@ -46,6 +51,7 @@ def load(experiment: str, overrides: Sequence[str] = ()) -> Config:
         raise UserError(f"preset: {path.stem} has none")
     if preset is not None and (not isinstance(preset, str) or preset not in presets):
         raise unknown(f"preset of {path.stem}", preset, presets)
+    aside = _plain_sites(tree, {**changes, **(presets[preset] if preset is not None else {})})
     merged = OmegaConf.create(tree)
     try:
         if preset is not None:
@@ -57,7 +63,15 @@ def load(experiment: str, overrides: Sequence[str] = ()) -> Config:
     except (OmegaConfBaseException, TypeError, IndexError) as error:
         raise UserError(f"{path.stem} {' '.join(overrides)}: {str(error).splitlines()[0]}") from None
     assert isinstance(plain, dict)
-    return from_mapping({"experiment": path.stem, **{str(key): item for key, item in plain.items()}})
+    return from_mapping({"experiment": path.stem, **aside, **{str(key): item for key, item in plain.items()}})
+
+
+def _plain_sites(tree: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A long list of sites that nothing changes and that refers to nothing, taken out of the tree: OmegaConf is slow."""
+    sites = tree.get("sites")
+    if not isinstance(sites, list) or len(sites) < MANY or any(str(key).startswith("sites") for key in changes):
+        return {}
+    return {} if "${" in str(tree) else {"sites": tree.pop("sites")}
 
 
 def _forget_options(merged: Any, key: str, item: Any) -> None:
@@ -69,16 +83,32 @@ def _forget_options(merged: Any, key: str, item: Any) -> None:
 
 
 def from_mapping(tree: Mapping[str, Any]) -> Config:
-    """The validated Config of a plain mapping (YAML or JSON); `run.name` defaults to the experiment's name."""
+    """The validated Config of a plain mapping (YAML or JSON); `run.name` defaults to the experiment's name.
+
+    A mapping of an earlier version lacks keys that came later: their defaults are what was done before.
+    """
     filled = dict(tree)
+    _check_version(filled.pop("version", 1))
     run = filled.get("run") or {}
     if isinstance(run, Mapping) and not run.get("name"):
         filled["run"] = {**run, "name": filled.get("experiment", "")}
-    config = build(Config, filled)
+    sites = filled.pop("sites", None)
+    if isinstance(sites, list) and len(sites) >= MANY:  # as it is: the roster checks every entry
+        config = dataclasses.replace(build(Config, filled), sites=checked(sites, "sites"))
+    else:
+        config = build(Config, filled if sites is None else {**filled, "sites": sites})
     if not _names_a_folder(config.run.name):
         raise UserError(f"run.name: got '{config.run.name}', takes a plain folder name (run.root says where)")
     roster(config)
     return config
+
+
+def _check_version(version: Any) -> None:
+    """UserError for a configuration that a later fedloom wrote."""
+    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
+        raise UserError(f"version: got {version!r}, takes a number from 1 to {VERSION}")
+    if version > VERSION:
+        raise UserError(f"version: got {version}, this fedloom reads up to {VERSION}; use the fedloom that wrote it")
 
 
 def _names_a_folder(name: str) -> bool:
@@ -98,13 +128,11 @@ def from_json(text: str) -> Config:
 
 def to_yaml(config: Config) -> str:
     """The whole configuration as YAML, for config.yaml and `--show`."""
-    return yaml.safe_dump(_tree(config), sort_keys=False, allow_unicode=True)
+    return write_yaml({"version": VERSION, **_tree(config)})
 
 
 def _tree(config: Config) -> dict[str, Any]:
-    tree = OmegaConf.to_container(OmegaConf.structured(config))
-    assert isinstance(tree, dict)
-    return {str(key): item for key, item in tree.items()}
+    return dataclasses.asdict(config)
 
 
 def _find(experiment: str) -> Path:
@@ -120,7 +148,7 @@ def _find(experiment: str) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = read_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:

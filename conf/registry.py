@@ -1,21 +1,29 @@
-"""Registries: a decorator files a class under a name, a configuration section picks it by that name."""
+"""Registries: a decorator files a class under a name, a configuration section picks it by that name.
 
+What is filed by no decorator of this project is looked for among the entry points of installed packages (conf.plugins), and
+as `module:attribute`.
+"""
+
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
-from conf.errors import UserError, unknown
+from conf.errors import UserError
+from conf.plugins import OURS, offered, outside
 from conf.typed import build
 
 T = TypeVar("T")
 C = TypeVar("C", bound=type)
+Adapter = Callable[[str, Any, Mapping[str, Any], str], T]
 
 
 class Registry(Generic[T]):
-    """Names to classes. Each class is a frozen dataclass whose fields are its configuration."""
+    """Names to classes. Each class is a frozen dataclass (of the kind `base`) whose fields are its configuration."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, base: type[T] | None = None) -> None:
+        self.kind, self.base = kind, base
         self._classes: dict[str, type[T]] = {}
+        self._adapt: Adapter[T] | None = None
 
     def register(self, name: str) -> Callable[[C], C]:
         """Class decorator: file the class under `name`. Raises ValueError if the name is taken."""
@@ -28,19 +36,49 @@ class Registry(Generic[T]):
 
         return file
 
-    def names(self) -> list[str]:
-        """The registered names, sorted."""
-        return sorted(self._classes)
+    def adapter(self, adapt: Adapter[T]) -> Adapter[T]:
+        """Decorator of the function that makes an instance of other things: (name, what was found, options, where)."""
+        self._adapt = adapt
+        return adapt
 
-    def get(self, name: str) -> type[T]:
-        """The class filed under `name`; UserError with the nearest known name otherwise."""
-        if not isinstance(name, str) or name not in self._classes:
-            raise unknown(self.kind, name, self._classes)
-        return self._classes[name]
+    def names(self) -> list[str]:
+        """The names that are registered or that installed packages offer, sorted."""
+        return sorted({*self._classes, *offered(self.kind)})
+
+    def shipped(self, name: str) -> bool:
+        """Whether the name is of a class of this project. Imports nothing."""
+        return name in self._classes and self._classes[name].__module__.partition(".")[0] in OURS
+
+    def find(self, name: str, where: str = "") -> Any:
+        """What a name stands for, of whatever kind. Raises UserError as `outside` does."""
+        if isinstance(name, str) and name in self._classes:
+            return self._classes[name]
+        return outside(self.kind, name, self._classes, f"{where or self.kind}.name")
+
+    def get(self, name: str, where: str = "") -> type[T]:
+        """The class that a name stands for; UserError with the nearest known name, or for anything but such a class."""
+        found = self.find(name, where)
+        if not self._fits(found):
+            raise self._wrong(name, found, where)
+        return found
 
     def build(self, section: Mapping[str, Any], where: str) -> T:
         """The instance that a section {name: ..., <its fields>} describes; `where` is the section's dotted key."""
         if "name" not in section:
             raise UserError(f"{where}.name: missing (one of: {', '.join(self.names())})")
-        fields = {key: item for key, item in section.items() if key != "name"}
-        return build(self.get(section["name"]), fields, where)
+        return self.create(section["name"], {key: item for key, item in section.items() if key != "name"}, where)
+
+    def create(self, name: str, options: Mapping[str, Any], where: str) -> T:
+        """The instance of that name with these options; as `build`."""
+        found = self.find(name, where)
+        if self._adapt and not self._fits(found):
+            return self._adapt(name, found, options, where)
+        return build(self.get(name, where), options, where)
+
+    def _fits(self, found: Any) -> bool:
+        return isinstance(found, type) and dataclasses.is_dataclass(found) and issubclass(found, self.base or object)
+
+    def _wrong(self, name: str, found: Any, where: str) -> UserError:
+        what = f"the class {found.__name__}" if isinstance(found, type) else f"of the type {type(found).__name__}"
+        takes = f"a dataclass derived from {self.base.__module__}.{self.base.__name__}" if self.base else "a dataclass"
+        return UserError(f"{where or self.kind}.name: '{name}' is {what}, takes {takes}")

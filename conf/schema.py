@@ -30,7 +30,7 @@ class EngineConfig:
     num_gpus: float = value(0.0, "GPUs per worker (a fraction shares one)", low=0.0)
     vectorise: int = value(1, "ray: sites of one shape trained as one (results then agree up to rounding only)", low=1)
     task_timeout: float = value(0.0, "ray: seconds one site may take for one message; 0: no limit", low=0.0)
-    threads: int = value(1, "torch threads per worker; results are bit-identical only for the same number", low=1)
+    threads: int = value(1, "torch threads per worker; results are bit-identical only for the same number", low=1, high=256)
     device: str = value("auto", "auto: a GPU if the worker sees one", choices=("auto", "cpu", "cuda"))
 
 
@@ -42,7 +42,12 @@ class DataConfig:
     download: bool = value(False, "let torchvision fetch what is in no folder")
     size: int = value(16, "images become size x size pixels", low=4, high=512)
     grey: bool = value(True, "one channel; false: three")
-    heads: str = value("shared", "outputs: shared by all domains, or a block of them for each", choices=("shared", "task"))
+    heads: str = value(
+        "shared",
+        "outputs: shared by all domains; task: a block of them for each; own: a site's network has its domain's alone",
+        choices=("shared", "task", "own"),
+    )
+    classes: int = value(0, "outputs of shared heads; 0: as many as the domains have classes", low=0)
     validation: float = value(0.1, "share of a domain's training images held out to watch and choose by", low=0.0, high=0.5)
     validation_limit: int = value(1000, "most validation images of a domain", low=1)
     test_limit: int = value(0, "most test images of a domain; 0: all", low=0)
@@ -52,18 +57,21 @@ class DataConfig:
 class PartitionConfig:
     """How sites that share one domain divide its training images."""
 
-    name: str = value("iid", "the way to divide", choices=("iid", "dirichlet", "classes", "size"))
+    name: str = value("iid", "iid, dirichlet, classes, size, or an outside package's: an entry point, module:attribute")
     alpha: float = value(0.5, "dirichlet: smaller is more unequal", low=1e-3)
     classes_per_site: int = value(2, "classes: how many a site sees", low=1)
     growth: float = value(1.0, "size: site k of n gets a share growing as (k + 1) ** growth", low=0.0)
     min_samples: int = value(10, "fewest training images a site may end up with", low=1)
+    options: dict[str, Any] = value({}, "of an outside package's way to divide")
 
 
 @dataclass(frozen=True)
 class SiteConfig:
     """A site, or several equal ones: a domain, how its images are changed, how many of them."""
 
-    domain: str = value("", "name of the domain (fedloom doctor lists them)")
+    domain: str = value(
+        "", "a domain by name (fedloom doctor lists them), or images:, npz:, dataset:PATH, or module:attribute"
+    )
     label: str = value("", "name of this domain in tables; empty: made from the domain and its changes")
     name: str = value("", "the site's name; empty: site-0000, site-0001, ... by place")
     count: int = value(1, "how many sites share this domain (divided by `partition`)", low=1)
@@ -73,6 +81,7 @@ class SiteConfig:
     flip: bool = value(False, "random horizontal flips while training")
     classes: list[int] = value([], "only these classes; empty: all", low=0)
     relabel: bool = value(False, "count the classes from 0 again, in ascending order")
+    network: dict[str, Any] = value({}, "the site's own network: name and options; empty: the configuration's `network`")
     partition: PartitionConfig = value(PartitionConfig, "how the sites of this entry divide the domain")
 
 
@@ -81,7 +90,7 @@ class TrainingConfig:
     """What a site does in a round. SGD, as in the papers."""
 
     epochs: int = value(1, "passes over the site's images per round", low=1)
-    batch: int = value(32, "images per step", low=1)
+    batch: int = value(32, "images per step", low=1, high=2**31)
     rate: float = value(0.03, "learning rate at the start", low=0.0)
     momentum: float = value(0.9, "momentum", low=0.0, high=1.0)
     weight_decay: float = value(0.0, "L2 penalty", low=0.0)
@@ -98,6 +107,7 @@ class FederationConfig:
     window: int = value(0, "messages under way at once; 0: by their size, within 256 MiB", low=0)
     timeout: float = value(3600.0, "seconds a round may take", low=1.0)
     join_timeout: float = value(120.0, "seconds to wait for all sites at the start", low=0.0)
+    min_sites: int = value(0, "sites that must be there by then; others may come later; 0: all", low=0)
     lost_store: str = value(
         "restart",
         "a site that lost its own state begins at its contribution, or stops all",
@@ -108,6 +118,11 @@ class FederationConfig:
     )
     partial_sums: bool = value(False, "workers add up their sites' contributions; they need the server's disk")
     scale_bits: int = value(32, "exact sums count in units of 2**-scale_bits", low=8, high=48)
+    largest_weight: float = value(1e4, "replies with an entry of a larger absolute value are refused; 0: none", low=0.0)
+    largest_change: float = value(
+        1e3, "replies further (L2 norm) from what the site started from are refused; 0: none", low=0.0
+    )
+    most_samples: int = value(0, "replies that claim more samples are refused; 0: as the site's configuration says", low=0)
 
 
 @dataclass(frozen=True)
@@ -115,6 +130,9 @@ class EvaluationConfig:
     """When and how the server measures accuracy."""
 
     every: int = value(1, "validation accuracy after every so many rounds", low=1)
+    where: str = value(
+        "server", "server: it has the domains' images; sites: each measures on its own images", choices=("server", "sites")
+    )
     batch: int = value(500, "images per forward pass", low=1)
     statistics: str = value(
         "running",
@@ -133,7 +151,7 @@ class Config:
     rounds: int = value(10, "federated rounds", low=1)
     sites: Any = value(None, "a list of sites, or a number: that many sites dealt out over `population`")
     population: list[SiteConfig] = value([], "the entries that a number of `sites` is dealt out over, in turn")
-    network: dict[str, Any] = value({}, "name: a registered network, and its options")
+    network: dict[str, Any] = value({}, "name: a registered network or module:attribute, and its options")
     objective: dict[str, Any] = value({}, "name: what a site minimises, and its options")
     strategy: dict[str, Any] = value({}, "name: what the server does with the replies, and its options")
     baselines: list[str] = value([], "other modes of the objective, run beside it on the same data")

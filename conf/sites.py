@@ -9,10 +9,11 @@ from typing import Any
 from conf.errors import UserError
 from conf.once import once
 from conf.schema import Config, SiteConfig
-from conf.typed import build
+from conf.typed import build_many
 
-RESULT_NAMES = {"aggregate", "sum", "star", "exact", "regularised", "independent", "fedavg", "composed", "half", "mean",
-                "fused", "together", "sequential_ab", "sequential_ba"}  # rows and files beside the sites' own  # fmt: skip
+METHOD_ROWS = {"sum", "star", "composed", "half", "mean", "fused"}
+MODE_ROWS = {"exact", "regularised", "independent", "fedavg", "together", "sequential_ab", "sequential_ba"}
+RESULT_NAMES = {"aggregate", "personal"} | METHOD_ROWS | MODE_ROWS  # rows and files beside the sites' own
 UNION = "union"  # the row of all domains together
 MOST_NAME_BYTES = 100  # folders are made of a site's name
 
@@ -35,7 +36,7 @@ def parse_entries(given: Any) -> list[SiteConfig]:
         where = f"sites[{place}]"
         if not isinstance(item, SiteConfig | Mapping):
             raise UserError(f"{where}: got {item!r}, takes a section such as {{domain: mnist}}")
-        entry = item if isinstance(item, SiteConfig) else build(SiteConfig, item, where)
+        entry = item if isinstance(item, SiteConfig) else build_many(SiteConfig, item, where)
         if not entry.domain:
             raise UserError(f"{where}.domain: missing")
         if entry.label == UNION:

@@ -1,1 +1,37 @@
-"""Pure mathematics on states and networks: no Flower, no Ray, no files, no global state."""
+"""Pure mathematics on states and networks: no Flower, no Ray, no files, no global state.
+
+Two networks of different depth and width become one:
+
+>>> import torch
+>>> from torch import nn
+>>> from fusion import align, fuse
+>>> _ = torch.manual_seed(0)
+>>> deep = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3))
+>>> shallow = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
+>>> images = torch.randn(64, 8)  # what both take; no labels
+>>> align(deep, shallow, probe=images).pairs
+{'0': '0'}
+>>> fused = fuse([deep, shallow], into=0, probe=images)
+>>> fused.network(images).shape
+torch.Size([64, 3])
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fusion.alignment import Alignment, align
+    from fusion.fusing import Fused, FusionSettings, fuse
+    from fusion.transport import TransportSettings
+
+__all__ = ["Alignment", "Fused", "FusionSettings", "TransportSettings", "align", "fuse"]
+
+_MODULES = {"Alignment": "alignment", "align": "alignment", "Fused": "fusing", "FusionSettings": "fusing", "fuse": "fusing",
+            "TransportSettings": "transport"}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """The public names, imported when they are asked for: exact sums need none of what fusion imports."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'fusion' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"fusion.{_MODULES[name]}"), name)

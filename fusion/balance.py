@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
+from fusion.channels import Layer, Unit, Wiring
 from fusion.exact import State
-from fusion.twin import with_state
-from fusion.wiring import Layer, Unit, Wiring
+from fusion.resize import with_state
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.modules.instancenorm._InstanceNorm)
 
@@ -61,7 +61,7 @@ def balanced(
     signs: Mapping[str, Tensor] | None = None,
     inner: str = "own",
 ) -> Balanced:
-    """`network` in the structure of `target`; `matches`: its units by those of the structure (fusion.align.match_units).
+    """`network` in the structure of `target`; `matches`: its units by those of the structure (fusion.matching.match_units).
 
     Units of the structure without a partner are added; units of the network without one are merged (linear layers; `signs`
     holds for the node of each the diagonal D that stands for its ReLU) or removed (residual blocks). `inner`: width inside

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from conf.errors import UserError
-from fusion.wiring import Wiring
+from fusion.channels import Wiring
 
 
 def mixing_weights(weights: Sequence[float] | None, number: int) -> list[float]:

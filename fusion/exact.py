@@ -5,10 +5,10 @@ third of the entries; in units of 2**-bits it is S, bit for bit, whatever the or
 """
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,18 +27,32 @@ def quantise(state: Mapping[str, Tensor], bits: int) -> State:
     The error is at most 2**-(bits + 1) for each entry. Raises ExactSumError, naming the tensor, for entries that are not
     finite and for |w| >= 2**(62 - bits).
     """
-    return {name: _quantise_one(name, tensor, bits) for name, tensor in state.items()}
+    whole = flat(state).mul_(2.0**bits)
+    if len(whole) and not float(whole.abs().max()) < 2.0**62:
+        check_range(state, bits)
+    integers = whole.round_().to(torch.int64).split([tensor.numel() for tensor in state.values()])
+    return {name: part.view(tensor.shape) for (name, tensor), part in zip(state.items(), integers, strict=True)}
 
 
-def _quantise_one(name: str, tensor: Tensor, bits: int) -> Tensor:
-    scaled = tensor.detach().cpu().numpy().astype(np.float64)
-    scaled *= 2.0**bits
-    largest = np.max(np.abs(scaled), initial=0.0)
-    if not np.isfinite(largest):
-        raise ExactSumError(f"tensor '{name}' has entries that are not finite")
-    if largest >= 2.0**62:
-        raise ExactSumError(f"tensor '{name}' has an entry of size {largest / 2.0**bits:.3g}, beyond 2**{62 - bits}")
-    return torch.from_numpy(np.rint(scaled, out=scaled).astype(np.int64))
+def flat(state: Mapping[str, Tensor]) -> Tensor:
+    """All entries as one vector of float64, on the CPU."""
+    return torch.cat([torch.empty(0, dtype=torch.float64), *(t.detach().cpu().flatten().double() for t in state.values())])
+
+
+def check_range(state: Mapping[str, Tensor], bits: int) -> None:
+    """Raises ExactSumError, naming the tensor, unless the state can be quantised."""
+    for name, tensor in state.items():
+        largest = float(tensor.double().abs().max()) if tensor.numel() else 0.0
+        if not math.isfinite(largest):
+            raise ExactSumError(f"tensor '{name}' has entries that are not finite")
+        if largest >= 2.0 ** (62 - bits):
+            raise ExactSumError(f"tensor '{name}' has an entry of size {largest:.3g}, beyond 2**{62 - bits}")
+
+
+def exact(state: Mapping[str, Tensor], bits: int) -> State:
+    """A state that is kept for a sum, as it is summed: its integers are in units of 2**-bits already, floats become so."""
+    floats = quantise({name: tensor for name, tensor in state.items() if tensor.dtype.is_floating_point}, bits)
+    return {name: floats.get(name, tensor) for name, tensor in state.items()}
 
 
 def dequantise(state: Mapping[str, Tensor], bits: int, divisor: int = 1) -> State:

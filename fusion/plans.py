@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from conf.errors import UserError
+from fusion.channels import Layer, Wiring
 from fusion.reference import sequential_moves
 from fusion.transport import GROUNDS, Moves, Plan, TransportSettings, apply, neutral_plan, solve
-from fusion.wiring import Layer, Wiring
 
 Body = tuple[nn.Module, Mapping[str, Tensor]]  # a network of the structure, and the values [channels, n] of its nodes
 
@@ -16,7 +16,8 @@ def axis_moves(structure: Wiring, body: Body, into: Body, settings: TransportSet
     """One plan for each axis but the input's and the output's, from all the pre-activations that lie on it.
 
     With `basis` "weights" from the first layer that writes the axis. The inside of a block that one of them lacks has
-    nothing to compare. Raises UserError, naming the layer, for pre-activations of different resolution.
+    nothing to compare. Raises UserError, naming the layer, for pre-activations of different resolution and plans that cannot
+    be made.
     """
     plans: dict[int, Plan] = {}
     for layer in _writers(structure):
@@ -36,7 +37,7 @@ def axis_moves(structure: Wiring, body: Body, into: Body, settings: TransportSet
             if one.shape[1] != other.shape[1]:
                 raise UserError(f"layer '{layer.name}': {one.shape[1]} values of a channel here, {other.shape[1]} there: "
                                 "the networks work at different resolutions")  # fmt: skip
-        plans[axis.index] = solve(GROUNDS[settings.ground](pairs), settings, groups=axis.groups, importance=importance)
+        plans[axis.index] = _solved(layer, pairs, settings, importance, axis.groups)
     return _of_axes(structure, plans)
 
 
@@ -49,9 +50,23 @@ def layer_moves(structure: Wiring, body: Body, into: Body, settings: TransportSe
     plans = {}
     for layer in _writers(structure):
         importance = _importance(body, layer), _importance(into, layer)
-        cost = GROUNDS[settings.ground]([(body[1][layer.node], into[1][layer.node])])
-        plans[layer.name] = solve(cost, settings, importance=importance)
+        pairs = [(body[1][layer.node], into[1][layer.node])]
+        plans[layer.name] = _solved(layer, pairs, settings, importance)
     return sequential_moves(structure, plans)
+
+
+def _solved(
+    layer: Layer,
+    pairs: list[tuple[Tensor, Tensor]],
+    settings: TransportSettings,
+    importance: tuple[Tensor, Tensor],
+    groups: int = 1,
+) -> Plan:
+    """The plan between channels that the layer writes; errors name it."""
+    try:
+        return solve(GROUNDS[settings.ground](pairs), settings, groups=groups, importance=importance)
+    except UserError as error:
+        raise UserError(f"layer '{layer.name}': {error}") from error
 
 
 def _of_axes(structure: Wiring, plans: Mapping[int, Plan]) -> Moves:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from conf.errors import UserError
+from fusion.channels import Wiring
 from fusion.tracing import evaluating
-from fusion.wiring import Wiring
 
 BATCH = 256  # samples that go through a network at once; Grams are taken within a batch
 LARGE, CHUNK = 2**26, 40  # convolutions take inputs of more bytes by so many samples at once
@@ -110,20 +110,10 @@ def check_probe(network: nn.Module, probe: Tensor) -> None:
         raise UserError("the probe set holds values that are not finite")
 
 
-class _Looker(fx.Interpreter):
-    """Runs a graph node by node; what is looked at is taken before a later in-place operation can change it."""
-
-    def __init__(
-        self, graph: fx.GraphModule, wanted: tuple[set[str], set[str], set[str]], share: int | None, every: int
-    ) -> None:
-        super().__init__(graph)
-        self.extra_traceback = False
-        self.features, self.grams, self.moments = wanted
-        self.share, self.every, self.seen = share, every, Observation()
-        self.first = 0  # the first sample of the batch whose moments are taken
+class Runner(fx.Interpreter):
+    """Runs a graph node by node, convolutions of much by pieces of the batch: their workspace is as large as their input."""
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Convolutions of much by pieces of the batch: their workspace is as large as what they are given."""
         module = self.submodules[target]
         if not isinstance(module, nn.modules.conv._ConvNd) or kwargs or args[0].nbytes <= LARGE:
             return module(*args, **kwargs)
@@ -133,6 +123,19 @@ class _Looker(fx.Interpreter):
             whole = part.new_empty(len(given), *part.shape[1:]) if whole is None else whole
             whole[begin : begin + CHUNK] = part
         return whole
+
+
+class _Looker(Runner):
+    """What is looked at is taken before a later in-place operation can change it."""
+
+    def __init__(
+        self, graph: fx.GraphModule, wanted: tuple[set[str], set[str], set[str]], share: int | None, every: int
+    ) -> None:
+        super().__init__(graph)
+        self.extra_traceback = False
+        self.features, self.grams, self.moments = wanted
+        self.share, self.every, self.seen = share, every, Observation()
+        self.first = 0  # the first sample of the batch whose moments are taken
 
     def run_node(self, n: fx.Node) -> Any:
         value, seen = super().run_node(n), self.seen

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from fusion.channels import Layer, Wiring
 from fusion.transport import Moves, Plan
-from fusion.wiring import Layer, Wiring
 
 
 def sequential_moves(wiring: Wiring, plans: Mapping[str, Plan]) -> Moves:
@@ -22,7 +22,7 @@ def sequential_moves(wiring: Wiring, plans: Mapping[str, Plan]) -> Moves:
     skip, residual, shortcut = None, None, -2
     for place, layer in enumerate(layers):
         if before is not None and layer.kind == "conv":
-            if _changes_width(wiring, layer):
+            if _changes_shape(wiring, layer):
                 if _kernel(wiring, layer) == 1:  # a shortcut reads what the block has read
                     residual, shortcut, before = before, place, skip
                 else:
@@ -40,8 +40,9 @@ def sequential_moves(wiring: Wiring, plans: Mapping[str, Plan]) -> Moves:
     return Moves(outgoing, incoming, {name: plan.cost for name, plan in plans.items()})
 
 
-def _changes_width(wiring: Wiring, layer: Layer) -> bool:
-    return wiring.axes[layer.inputs].size != wiring.axes[layer.outputs].size
+def _changes_shape(wiring: Wiring, layer: Layer) -> bool:
+    stride = getattr(wiring.graph.get_submodule(layer.name), "stride", (1,))
+    return max(stride) > 1 or wiring.axes[layer.inputs].size != wiring.axes[layer.outputs].size
 
 
 def _kernel(wiring: Wiring, layer: Layer) -> int:

@@ -1,23 +1,38 @@
 """Statistics of a fused network set right (REPAIR, Jordan et al. 2023): fused channels vary less than their parents' did.
 
-With BatchNorm its running statistics are measured again. Without, every channel of every layer is rescaled so that its mean
-and standard deviation over the probe set are the parents' mixture; the change is folded into weight and bias.
+With BatchNorm its running statistics become the parents' own, corrected by how the fused network differs from the parents
+over one probe set: what training has measured is kept, and what fusion has changed is measured. Without, every channel of
+every layer is rescaled so that its mean and standard deviation over the probe set are the parents' mixture; the change is
+folded into weight and bias. What is within rounding of its target stays as it is.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from fusion.probe import Moments, moments_of, observe
+from fusion.channels import Wiring, wire
+from fusion.probe import Moments, Runner, moments_of, observe
 from fusion.tracing import evaluating
-from fusion.wiring import Wiring, wire
 
 Statistics = tuple[Tensor, Tensor]  # mean and standard deviation of each channel, float64
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
 PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # weights that scale the outputs; standardised ones do not
 SMALLEST = 1e-5  # standard deviations below this are left as they are: a channel that is constant stays so
+ROUNDING = 1e-4  # standard deviations by which statistics differ that are the same but for float32's rounding
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """What a fused network's layers should have, by name: the parents' mixture.
+
+    `seen`: statistics over the probe set, of BatchNorms those of their inputs. `own`: BatchNorms' running statistics.
+    """
+
+    seen: Mapping[str, Statistics]
+    own: Mapping[str, Statistics] = field(default_factory=dict)
 
 
 def recompute_statistics(network: nn.Module, batches: Sequence[Tensor]) -> None:
@@ -37,24 +52,37 @@ def recompute_statistics(network: nn.Module, batches: Sequence[Tensor]) -> None:
                 norm.momentum = momentum
 
 
-def repair(network: nn.Module, target: Mapping[str, Statistics], probe: Tensor) -> tuple[str, ...]:
-    """Set a fused network's statistics right, in place: BatchNorm's where it has one, else each layer's (rescale).
+def repair(network: nn.Module, target: Target, probe: Tensor) -> tuple[str, ...]:
+    """Set a fused network's statistics right, in place: BatchNorm's where it has one (reset), else each layer's (rescale).
 
-    `target`: what the layers should have, by name (mixture). probe: [k, ...]; the same samples as the
-    target's keep a network as it is that needs no repair. Returns the names of the layers that got a bias.
+    probe: [k, ...]; the same samples as the target's keep a network as it is that needs no repair. Returns the names of the
+    layers that got a bias.
     """
-    if any(isinstance(module, BATCH_NORM) for module in network.modules()):
-        recompute_statistics(network, [probe])
+    if target.own:
+        reset(network, probe, target)
         return ()
-    return rescale(network, probe, target) if target else ()
+    return rescale(network, probe, target.seen) if target.seen else ()
 
 
-def scalable(wiring: Wiring) -> list[str]:
-    """The layers that `rescale` can set right: of a network without norms (these measure their own), not the output's."""
-    if any(layer.kind == "norm" for layer in wiring.layers):
-        return []
-    layers = {layer.name: layer for layer in wiring.layers if not wiring.axes[layer.outputs].fixed}
-    return [name for name in layers if type(wiring.graph.get_submodule(name)) in PLAIN]
+def watched(wiring: Wiring) -> dict[str, str]:
+    """The nodes whose moments repair needs, by layer: the inputs of BatchNorms; without any norm what layers give.
+
+    None of the output's layer, and of those whose weights do not scale what they give.
+    """
+    norms = [layer for layer in wiring.layers if layer.kind == "norm"]
+    if norms:
+        nodes = {node.name: node for node in wiring.graph.graph.nodes}
+        first = first_calls(wiring, [layer.name for layer in norms if running(wiring.graph.get_submodule(layer.name))])
+        return {name: nodes[node].all_input_nodes[0].name for name, node in first.items()}
+    hidden = [layer.name for layer in wiring.layers if not wiring.axes[layer.outputs].fixed]
+    return first_calls(wiring, [name for name in hidden if type(wiring.graph.get_submodule(name)) in PLAIN])
+
+
+def running(norm: nn.Module) -> Statistics | None:
+    """A BatchNorm's running mean and standard deviation [channels], float64; None if it keeps none, or is no BatchNorm."""
+    if not isinstance(norm, BATCH_NORM) or norm.running_mean is None or norm.running_var is None:
+        return None
+    return norm.running_mean.double(), norm.running_var.double().sqrt()
 
 
 def layer_moments(network: nn.Module, layers: Sequence[str], probe: Tensor) -> dict[str, Moments]:
@@ -65,25 +93,37 @@ def layer_moments(network: nn.Module, layers: Sequence[str], probe: Tensor) -> d
     return {name: seen.moments[node] for name, node in nodes.items()}
 
 
-def in_basis(moments: Mapping[str, Moments], outgoing: Mapping[str, Tensor]) -> dict[str, Statistics]:
+def in_basis(statistics: Mapping[str, Statistics], outgoing: Mapping[str, Tensor]) -> dict[str, Statistics]:
     """Mean and standard deviation [channels] of layers after a move: of a channel that several go into, their means."""
     found = {}
-    for name, own in moments.items():
-        matrix = outgoing[name].to(own.mean) if name in outgoing else None
-        found[name] = (own.mean, own.std) if matrix is None else (own.mean @ matrix, own.std @ matrix)
+    for name, (mean, std) in statistics.items():
+        matrix = outgoing[name].to(mean) if name in outgoing else None
+        found[name] = (mean, std) if matrix is None else (mean @ matrix, std @ matrix)
     return found
+
+
+def reset(network: nn.Module, probe: Tensor, target: Target) -> None:
+    """Give BatchNorms the running statistics `target.own`, moved and scaled as their inputs differ from `target.seen`.
+
+    In place and in one pass: each sees the inputs that the corrected ones before it give. Channels that are constant, here
+    or in the parents, stay as they are.
+    """
+    with torch.no_grad(), evaluating(network):
+        _Resetter(wire(network, probe[:1]), target).run(probe.clone())
 
 
 def rescale(network: nn.Module, probe: Tensor, target: Mapping[str, Statistics]) -> tuple[str, ...]:
     """Give the named convolution and linear layers the channel means and standard deviations [channels] of `target`.
 
     In place and in one pass: each layer sees the inputs that the corrected layers before it give. Channels that are
-    constant get the mean only. Layers without bias get one; their names are returned.
+    constant get the mean only. If any layer changes, all those without bias get one; their names are returned.
     """
     wiring = wire(network, probe[:1])
     fixed = _Rescaler(wiring, {node: name for name, node in first_calls(wiring, target).items()}, target)
     with torch.no_grad(), evaluating(network):
         fixed.run(probe.clone())
+    if not fixed.needed:
+        return ()
     modules = {name: network.get_submodule(name) for name in fixed.changes}
     without = tuple(name for name, module in modules.items() if module.bias is None)
     for name, (scale, shift) in fixed.changes.items():
@@ -111,11 +151,35 @@ def first_calls(wiring: Wiring, names: Collection[str]) -> dict[str, str]:
     return {name: node for name, node in first.items() if name in names}
 
 
-class _Rescaler(fx.Interpreter):
+class _Resetter(Runner):
+    """Resets every BatchNorm at its first call, before it is applied."""
+
+    def __init__(self, wiring: Wiring, target: Target) -> None:
+        super().__init__(wiring.graph)
+        self.target, self.waiting = target, set(target.own)
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in self.waiting:
+            self.waiting.remove(target)
+            self._reset(target, moments_of(args[0]))
+        return super().call_module(target, args, kwargs)
+
+    def _reset(self, name: str, now: Moments) -> None:
+        (mean, std), (own_mean, own_std) = self.target.seen[name], self.target.own[name]
+        scale = now.std / std.clamp(min=SMALLEST)
+        new = {"running_mean": now.mean + scale * (own_mean - mean), "running_var": (scale * own_std).square()}
+        kept = near(now, (mean, std)) | (std <= SMALLEST) | (now.std <= SMALLEST)
+        for buffer, values in new.items():
+            old = self.submodules[name].get_buffer(buffer)
+            old.copy_(torch.where(kept, old, values.to(old)))
+
+
+class _Rescaler(Runner):
     def __init__(self, wiring: Wiring, nodes: Mapping[str, str], target: Mapping[str, Statistics]) -> None:
         super().__init__(wiring.graph)
         self.nodes, self.target = nodes, target
         self.changes: dict[str, tuple[Tensor, Tensor]] = {}
+        self.needed = False
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
@@ -123,11 +187,22 @@ class _Rescaler(fx.Interpreter):
             return value
         name, now = self.nodes[n.name], moments_of(value)
         mean, std = self.target[name]
+        if near(now, (mean, std)).all():
+            self.changes[name] = torch.ones_like(std), torch.zeros_like(mean)
+            return value
+        self.needed = True
         scale = torch.where(now.std > SMALLEST, std / now.std.clamp(min=SMALLEST), torch.ones_like(std))
         shift = mean - scale * now.mean
         self.changes[name] = scale, shift
         shape = (1, -1, *[1] * (value.ndim - 2))
-        return value * scale.to(value).view(shape) + shift.to(value).view(shape)
+        return value.mul_(scale.to(value).view(shape)).add_(shift.to(value).view(shape))
+
+
+def near(now: Moments, wanted: Statistics) -> Tensor:
+    """Which channels [channels] have these statistics but for rounding."""
+    mean, std = wanted
+    bound = ROUNDING * std + SMALLEST * ROUNDING
+    return ((now.mean - mean).abs() <= bound) & ((now.std - std).abs() <= bound)
 
 
 def _fold(module: nn.Module, scale: Tensor, shift: Tensor) -> None:

@@ -16,12 +16,15 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
+from fusion.channels import Layer
 from fusion.exact import State
-from fusion.wiring import Layer
 
 PIECE = 1024  # columns of a weight that are moved at once
 FEW = 4  # entries a row or column: plans with no more are taken as sparse
 EPSILON = 1e-7  # beside column sums, as in the public code
+TIE = 1e-6  # costs that differ by no more of the largest one are alike
+ITERATIONS = 2000  # of Sinkhorn's
+ASTRAY = 1e-2  # share of the mass that rounding may move: a plan with more out of place has not converged
 
 
 @dataclass(frozen=True)
@@ -84,12 +87,34 @@ SCALES: dict[str, Callable[[np.ndarray], float]] = {
 
 
 def _sinkhorn(mu: np.ndarray, nu: np.ndarray, cost: np.ndarray, settings: TransportSettings) -> np.ndarray:
-    plan = ot.sinkhorn(mu, nu, cost, settings.regularisation, method="sinkhorn_log", numItermax=2000, warn=False)
-    return np.asarray(plan)
+    """Rounded onto the plans with these marginals, which iterations reach in the limit only; a converged one stays."""
+    reg = settings.regularisation
+    plan = np.asarray(ot.sinkhorn(mu, nu, cost, reg, method="sinkhorn_log", numItermax=ITERATIONS, warn=False))
+    astray = float(max(np.abs(plan.sum(axis=1) - mu).sum(), np.abs(plan.sum(axis=0) - nu).sum()))
+    if not astray <= ASTRAY:
+        raise UserError(f"transport: sinkhorn with regularisation {reg:g} has not converged in {ITERATIONS} iterations for "
+                        f"{len(mu)} x {len(nu)} channels ({100 * astray:.3g} % of the mass is out of place); use a larger "
+                        "regularisation, or exact plans")  # fmt: skip
+    return rounded(plan, mu, nu)
+
+
+def rounded(plan: np.ndarray, mu: np.ndarray, nu: np.ndarray) -> np.ndarray:
+    """A plan [n, m] near the given one, with marginals mu [n] and nu [m] (Altschuler et al. 2017, Alg. 2)."""
+    tiny = np.finfo(np.float64).tiny
+    plan = plan * np.minimum(mu / np.maximum(plan.sum(axis=1), tiny), 1.0)[:, None]
+    plan = plan * np.minimum(nu / np.maximum(plan.sum(axis=0), tiny), 1.0)
+    rows, columns = np.maximum(mu - plan.sum(axis=1), 0.0), np.maximum(nu - plan.sum(axis=0), 0.0)
+    return plan + np.outer(rows, columns) / max(columns.sum(), tiny)
 
 
 def exact_plan(mu: np.ndarray, nu: np.ndarray, cost: np.ndarray) -> np.ndarray:
-    """The plan [n, m] of least cost with marginals mu [n] and nu [m] (network simplex)."""
+    """The plan [n, m] of least cost with marginals mu [n] and nu [m] (network simplex).
+
+    Of plans that cost the same, one between equal numbers leaves in place what it can: channels that are constant, which
+    nothing tells apart, too.
+    """
+    if cost.shape[0] == cost.shape[1]:
+        cost = cost + TIE * np.abs(cost).max() * (1.0 - np.eye(len(cost)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a solver that gives up says so by a warning
         try:
@@ -133,7 +158,7 @@ def solve(
     """The plan for a cost matrix [n, m]. `groups`: of GroupNorm; whole groups then go to whole groups, of equal weight.
 
     `importance`: weights [n] and [m] of the channels, for settings.marginals "importance" (within each group, if there are
-    any). Raises UserError if the costs are not finite.
+    any). Raises UserError if the costs are not finite or the solver does not converge.
     """
     if not np.isfinite(cost).all():
         raise UserError("transport: costs between channels are not finite; a network or the probe set holds NaN")

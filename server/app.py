@@ -6,16 +6,34 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from conf import load
+from conf.errors import FailedError, UserError
 from server.experiment import run_experiment
 from server.listener import LogListener
 
 app = ServerApp()
 
 
+class RunFailed(RuntimeError):
+    """Ends a run as failed. Flower logs what an app raises with its traceback; this one's text says all there is to say."""
+
+    @property
+    def __traceback__(self) -> None:
+        return None
+
+    @__traceback__.setter  # contextlib sets it
+    def __traceback__(self, given: object) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """It has none."""
+
+
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run the experiment that the run-config names, with its `overrides` (key=value words, as in `fedloom run`)."""
-    experiment = str(context.run_config.get("experiment", "digits"))
-    overrides = shlex.split(str(context.run_config.get("overrides", "")))
-    config = load(experiment, ["engine.name=flower", *overrides])
-    run_experiment(grid, config, LogListener())
+    """Run the experiment that the run-config names, with its `overrides` (key=value words, as in `fedloom run`).
+
+    Raises RunFailed, told in one line, for bad input and for a run that cannot go on.
+    """
+    try:
+        experiment = str(context.run_config.get("experiment", "digits"))
+        overrides = shlex.split(str(context.run_config.get("overrides", "")))
+        run_experiment(grid, load(experiment, ["engine.name=flower", *overrides]), LogListener())
+    except (UserError, FailedError) as error:
+        raise RunFailed(str(error)) from None

@@ -2,7 +2,8 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -11,7 +12,6 @@ from clients.data import (
     Images,
     domain_specs,
     label,
-    num_classes,
     outputs,
     site_sizes,
     test_images,
@@ -19,76 +19,94 @@ from clients.data import (
     validation_images,
 )
 from clients.device import pick_device
-from clients.networks import Reading, build_network
+from clients.measure import count_right, pieces
+from clients.networks import Architecture, HeadView, Model, Network, architecture_of
 from clients.randomness import torch_generator
 from conf.errors import UserError
 from conf.schema import Config
 from conf.sites import UNION, roster
-from fusion.exact import State
 from fusion.repair import recompute_statistics
 
 RECOMPUTED = "recomputed"
 
 
 class Evaluator:
-    """Measures states of the configured network. `split` is "validation" or "test"; only the former may guide a choice."""
+    """Measures models on the server's own images. `split` is "validation" or "test"; only the former may guide a choice."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.device = pick_device("cpu" if config.engine.device == "cpu" else "auto")
-        self.network = build_network(config, num_classes(config)).to(self.device).eval()
         self.specs = domain_specs(config)
+        self._instances: dict[Architecture, Network] = {}
         self._images: dict[tuple[str, str], Images] = {}
 
-    def reading(self, network: nn.Module, domain: str) -> nn.Module:
+    @property
+    def network(self) -> Network:
+        """The instance of the configuration's own network."""
+        return self.instance(architecture_of(self.config))
+
+    def instance(self, architecture: Architecture) -> Network:
+        """The one network of this architecture that all its models are loaded into, in evaluation mode."""
+        if architecture not in self._instances:
+            self._instances[architecture] = architecture.build().to(self.device).eval()
+        return self._instances[architecture]
+
+    def loaded(self, model: Model) -> Network:
+        """The instance of the model's architecture with its weights."""
+        network = self.instance(model.architecture)
+        network.load_state_dict(model.state)
+        return network
+
+    def head_view(self, network: nn.Module, domain: str) -> nn.Module:
         """A network as it is measured on a domain, in evaluation mode."""
         outs = outputs(self.config, self.specs[domain])
-        return Reading(network, outs, self.config.evaluation.statistics).eval()
+        return HeadView(network, outs, self.config.evaluation.statistics).eval()
 
-    def accuracy(self, state: State, split: str) -> dict[str, float]:
-        """Fraction of right answers for each domain, and `union`: of all their images together."""
-        self.network.load_state_dict(state)
-        return self.measure(split)
+    def accuracy(self, model: Model, split: str) -> dict[str, float]:
+        """Fraction of right answers for each domain that the model is read on, and `union`: of all their images together."""
+        return self.measure(split, network=self.loaded(model), domains=model.domains)
 
-    def measure(self, split: str, most: int = 0) -> dict[str, float]:
-        """The same of self.network as it is, on at most so many images of each domain (0: all)."""
-        right, total, shares = 0, 0, {}
+    def measure(
+        self, split: str, most: int = 0, network: Network | None = None, domains: Sequence[str] | None = None
+    ) -> dict[str, float]:
+        """The same of a network as it is (None: self.network), on at most so many images of each domain (0: all)."""
+        right, total, shares, network = 0, 0, {}, network or self.network
         with all_cores(self.config.engine.threads):
-            self._recompute()
-            for domain in self.specs:
+            self._recompute(network, domains)
+            for domain in self.specs if domains is None else domains:
                 images = self.images(domain, split)
                 if most:
                     images = Images(images.x[:most], images.y[:most])
                 if not len(images):  # a small domain may have no validation images
                     continue
-                reading = self.reading(self.network, domain)
-                hits = count_right(reading, images, self.config.evaluation.batch, self.device)
+                view = self.head_view(network, domain)
+                hits = count_right(view, images, self.config.evaluation.batch, self.device)
                 right, total = right + hits, total + len(images)
                 shares[domain] = hits / len(images)
         return {**shares, UNION: right / total} if total else {}
 
-    def settled(self, state: State) -> State:
-        """The state as it is measured: with evaluation.statistics=recomputed, BatchNorm's running ones made anew."""
+    def settled(self, model: Model) -> Model:
+        """The model as it is measured: with evaluation.statistics=recomputed, BatchNorm's running ones made anew."""
         if self.config.evaluation.statistics != RECOMPUTED:
-            return state
-        self.network.load_state_dict(state)
-        self._recompute()
-        return {name: tensor.cpu().clone() for name, tensor in self.network.state_dict().items()}
+            return model
+        network = self.loaded(model)
+        self._recompute(network, model.domains)
+        return replace(model, state={name: tensor.cpu().clone() for name, tensor in network.state_dict().items()})
 
-    def _recompute(self) -> None:
-        """BatchNorm's statistics anew, where asked for: means over batches of all domains' validation images.
+    def _recompute(self, network: Network, domains: Sequence[str] | None) -> None:
+        """BatchNorm's statistics anew, where asked for: means over batches of these domains' validation images.
 
         Every domain weighs the same. UserError if there are no such images.
         """
         if self.config.evaluation.statistics != RECOMPUTED:
             return
-        parts = [self.images(domain, "validation").x for domain in self.specs]
+        parts = [self.images(domain, "validation").x for domain in (self.specs if domains is None else domains)]
         fewest = min((len(part) for part in parts if len(part)), default=0)
         if not fewest:
             raise UserError(f"evaluation.statistics={RECOMPUTED}: needs validation images; set data.validation above 0")
         mixed = torch.stack([part[:fewest] for part in parts if len(part)], dim=1).flatten(0, 1)
         batches = mixed.tensor_split(pieces(len(mixed), self.config.evaluation.batch))
-        recompute_statistics(self.network, [to_float(batch.to(self.device)) for batch in batches])
+        recompute_statistics(network, [to_float(batch.to(self.device)) for batch in batches])
 
     def images(self, domain: str, split: str) -> Images:
         """The images of a domain, in an order of chance: a batch is then a random draw."""
@@ -100,25 +118,15 @@ class Evaluator:
         return self._images[domain, split]
 
 
-def pieces(number: int, most: int) -> int:
-    """How many batches of about equal size, none above `most`, so many images make."""
-    return max(1, -(-number // most))
-
-
-def count_right(network: nn.Module, images: Images, batch: int, device: torch.device) -> int:
-    """How many of the images the network (in eval mode) classifies rightly."""
-    hits = torch.zeros((), dtype=torch.int64, device=device)
-    parts = pieces(len(images), batch)
-    with torch.inference_mode():
-        for pixels, labels in zip(images.x.tensor_split(parts), images.y.tensor_split(parts), strict=True):
-            guesses = network(to_float(pixels.to(device))).argmax(dim=1)
-            hits += (guesses == labels.to(device)).sum()
-    return int(hits)
+def has_data(config: Config) -> bool:
+    """Whether the sites' data are on this machine, or must be: not where sites of a real federation measure on their own."""
+    return config.engine.name != "flower" or config.evaluation.where == "server"
 
 
 def site_rows(config: Config) -> list[dict[str, object]]:
     """The `sites` of summary.json: name, domain (its label), number of training images."""
-    sites = zip(roster(config), site_sizes(config), strict=True)
+    sizes = site_sizes(config) if has_data(config) else ["at the site"] * len(roster(config))
+    sites = zip(roster(config), sizes, strict=True)
     return [{"name": site.name, "domain": label(site.spec), "samples": size} for site, size in sites]
 
 

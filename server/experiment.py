@@ -3,33 +3,42 @@
 import dataclasses
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from flwr.serverapp import Grid
 
-from clients.data import num_classes, site_sizes
-from clients.networks import build_network
-from clients.networks.reading import BATCH, FEWEST
+from clients.data import site_sizes
+from clients.networks import architecture_of
+from clients.networks.head_view import BATCH, FEWEST
 from clients.objectives import objective_of
-from conf.errors import UserError
+from conf.errors import FailedError, UserError, plain
 from conf.schema import Config
-from server.evaluate import RECOMPUTED, Evaluator, site_rows
-from server.federation import Federation
+from conf.sites import roster
+from server.evaluate import RECOMPUTED, Evaluator, has_data, site_rows
 from server.ledger import Ledger
 from server.listener import Listener
 from server.method import Method, open_ledger
-from server.rounds import asked_per_round
-from server.runfolder import SUMMARY, RunFolder
+from server.rounds.exchange import Federation
+from server.rounds.loop import MOST_TOLD
+from server.rounds.schedules import sample_size
+from server.runfolder import SUMMARY, RunFolder, refuse_existing
 from server.strategies import STRATEGIES
+
+NO_SUMS = ("median", "coordinate_median", "trimmed_mean", "krum")  # robust aggregations, by their usual names
 
 
 def check(config: Config) -> None:
     """Refuse what cannot work before anything is started: data, sites, method. Raises UserError."""
-    asked = asked_per_round(config, len(site_sizes(config)))
+    _check_method(config)
+    if has_data(config):
+        site_sizes(config)
+    asked = sample_size(config, len(roster(config)))
     for one in [config, *(with_mode(config, mode) for mode in config.baselines)]:
         objective_of(one)
-    build_network(config, num_classes(config))
+    for architecture in {architecture_of(config, site) for site in roster(config)}:
+        architecture.build()
     STRATEGIES.build(config.strategy, "strategy").check(config)
     if config.evaluation.statistics == RECOMPUTED and not config.data.validation:
         raise UserError(f"evaluation.statistics={RECOMPUTED}: needs validation images; set data.validation above 0")
@@ -37,6 +46,16 @@ def check(config: Config) -> None:
         raise UserError(f"evaluation.batch: got {config.evaluation.batch}, statistics={BATCH} takes at least {FEWEST}")
     if config.federation.min_replies > asked:
         raise UserError(f"federation.min_replies: got {config.federation.min_replies}, only {asked} sites are asked a round")
+
+
+def _check_method(config: Config) -> None:
+    """UserError for what cannot be summed, and for sums where nobody can add up."""
+    for key in ("name", "weighting"):
+        if (given := config.strategy.get(key)) in NO_SUMS:
+            raise UserError(f"strategy.{key}: '{given}' is no sum: no site could be subtracted again. Against poisoned "
+                            "replies there are bounds: federation.largest_weight, largest_change, most_samples")  # fmt: skip
+    if config.federation.partial_sums and config.engine.name == "flower":
+        raise UserError("federation.partial_sums: needs workers of this run's own (engine.name=ray); leave it off")
 
 
 def with_mode(config: Config, mode: str) -> Config:
@@ -51,6 +70,7 @@ def run_experiment(grid: Grid, config: Config, listener: Listener) -> dict[str, 
     An interruption (KeyboardInterrupt, SystemExit) or an error leaves a summary of status "interrupted" or "failed"
     beside all that was committed; with run.resume it goes on from there.
     """
+    refuse_existing(config)
     check(config)
     folder = RunFolder(Path(config.run.root) / config.run.name)
     folder.open(config)
@@ -71,12 +91,15 @@ def work(grid: Grid, config: Config, folder: RunFolder, listener: Listener) -> d
             while "accuracy" not in summary or method.unlearning().under_way():  # requests may come while it is measured
                 method.train(federation, listener)
                 listener.note("measuring on the test images")
+                began = time.monotonic()
                 summary |= method.measure()
+                listener.note(f"networks measured and sums checked in {time.monotonic() - began:.1f} s")
+                check_sums(folder.path, summary)
                 for mode in config.baselines:
                     summary["accuracy"][mode] = _run_baseline(with_mode(config, mode), method, federation, listener)
             summary["status"] = "finished"
-        except Exception:
-            summary["status"] = "failed"
+        except Exception as error:
+            summary |= {"status": "failed", "error": plain(f"{type(error).__name__}: {error}")[:MOST_TOLD]}
             raise
         finally:
             summary |= {**head(config, ledger), "seconds": time.monotonic() - begin}
@@ -84,6 +107,13 @@ def work(grid: Grid, config: Config, folder: RunFolder, listener: Listener) -> d
             ledger.note(summary["status"], {"files": folder.results()})
     listener.finished(summary)
     return summary
+
+
+def check_sums(path: Path, found: Mapping[str, Any]) -> None:
+    """FailedError if one of the checks of what was measured does not hold."""
+    if failed := [name for name, holds in found["checks"].items() if not holds]:
+        raise FailedError(f"{path}: does not hold: {', '.join(failed)}; do not rely on its sums "
+                          f"('fedloom ledger {path} --check' says more)")  # fmt: skip
 
 
 def _untouched(ledger: Ledger, folder: RunFolder) -> bool:
@@ -99,6 +129,7 @@ def _run_baseline(config: Config, main: Method, federation: Federation, listener
     with main.beside(config, f"baselines/{config.objective['mode']}") as method:
         method.train(federation, listener)
         found = method.measure()
+        check_sums(method.folder.path, found)
         method.folder.write_summary({**head(config, method.ledger), **found})
         method.ledger.note("finished", {"files": method.folder.results()})
     return next(iter(found["accuracy"].values()))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,19 +10,23 @@ from typing import Any
 
 from flwr.serverapp import Grid
 
+from clients.networks import Model
 from conf import to_json
 from conf.schema import Config
 from conf.sites import Site, roster
-from fusion.exact import State
-from server.database import LEDGER, begun
 from server.evaluate import Evaluator
-from server.federation import Federation
 from server.ledger import Ledger, Request
+from server.ledger.database import LEDGER, begun
+from server.ledger.slots import declared_sums
 from server.listener import Listener
-from server.rounds import RoundLoop
+from server.rounds.aggregation import Aggregation
+from server.rounds.exchange import Federation
+from server.rounds.loop import RoundLoop
+from server.rounds.site_evaluation import PERSONAL
+from server.rounds.view import Setup
 from server.runfolder import RunFolder
-from server.strategies import STRATEGIES, Aggregation, Setup
-from server.unlearning import RETRAINED, Unlearning
+from server.strategies import strategy_of
+from server.unlearning.requests import RETRAINED, Unlearning
 
 
 @dataclass
@@ -35,11 +38,11 @@ class Method:
     ledger: Ledger
     evaluator: Evaluator
     aggregation: Aggregation = field(init=False)
+    loop: RoundLoop | None = None  # once it has trained
 
     def __post_init__(self) -> None:
         self.folder.check(self.ledger.run().config)
-        strategy = STRATEGIES.build(self.config.strategy, "strategy")
-        self.aggregation = strategy.start(Setup(self.config, self.sites(), self.folder.path, self.ledger, self.evaluator))
+        self.aggregation = Aggregation(Setup(self.config, self.sites(), self.folder.path, self.ledger, self.evaluator))
 
     def sites(self) -> list[Site]:
         """The sites that its ledger knows, forgotten ones included."""
@@ -56,6 +59,7 @@ class Method:
         Requests that came in are taken up between rounds: they may go back to an earlier one, or want further ones.
         """
         loop = RoundLoop(self.config, self.ledger.run().run, federation, self.aggregation, self.evaluator, listener)
+        self.loop = loop
         unlearning, wanted = self.unlearning(), loop.last if rounds is None else rounds
         loop.last = max(wanted, unlearning.goal())
         unlearning.tidy()
@@ -75,11 +79,16 @@ class Method:
 
     def joined(self, grid: Grid) -> Federation:
         """The federation of its members, when all are there. Raises UserError naming those that are missing."""
-        federation = Federation(grid, self.aggregation.members(), self.config.federation.window)
-        federation.join(self.config.federation.join_timeout)
+        members, window = self.aggregation.members(), self.config.federation.window
+        if getattr(grid, "simulated", False):
+            federation = Federation(grid, members, window)
+            federation.enrolment.simulate()
+        else:
+            federation = Federation(grid, members, window, self.ledger.bound, self.ledger.bind)
+            federation.join(self.config.federation.join_timeout, self.config.federation.min_sites)
         return federation
 
-    def retrained(self, request: Request, federation: Federation, listener: Listener) -> State:
+    def retrained(self, request: Request, federation: Federation, listener: Listener) -> Model:
         """A network trained from the start without a request's sites, in retrained/<request>, for as many rounds."""
         listener.message(f"request '{request.id}': a network is trained without {', '.join(request.sites)}, to compare with")
         with self.beside(self.config, f"{RETRAINED}/{request.id}", request.sites) as other:
@@ -98,7 +107,7 @@ class Method:
 
     def _announce(self, loop: RoundLoop) -> None:
         """Tell what is trained now: other sites than before, or up to another round."""
-        run, sites = f"{self.config.run.name} ({self.aggregation.row()})", len(self.aggregation.members())
+        run, sites = f"{self.config.run.name} ({self.aggregation.row})", len(self.aggregation.members())
         loop.listener.started(run, sites, loop.last, str(self.folder.path))
 
     def _resumed(self, loop: RoundLoop) -> None:
@@ -106,7 +115,9 @@ class Method:
         self.aggregation.abandon()
         self.ledger.prune()
         self.folder.sweep()
-        loop.back = next(reversed([each.body["round"] for each in self.ledger.events() if each.kind == "rolled back"]), -1)
+        loop.questions.back = next(
+            reversed([each.body["round"] for each in self.ledger.events() if each.kind == "rolled back"]), -1
+        )
         last = self.ledger.last_round()
         if last is None or not last.round:
             self.folder.write_metrics([])
@@ -123,32 +134,57 @@ class Method:
             records[rows[-1].round] = measured(records[rows[-1].round])
         self.folder.write_metrics(records.values())
 
+    def accuracy(self, model: Model | None) -> dict[str, float]:
+        """Test accuracy by domain of a model, or (None) of the sites' own; empty where no site is there to measure it."""
+        if self.loop is not None:
+            return self.loop.accuracy(model, "test")
+        if model is None or self.config.evaluation.where != "server":
+            return {}
+        return self.evaluator.accuracy(model, "test")
+
     def measure(self) -> dict[str, Any]:
-        """Test accuracy of the aggregate, of each N_i and of the aggregate without each site; all networks are written."""
-        accuracy, forgotten, aggregation, evaluator = {}, {}, self.aggregation, self.evaluator
+        """Test accuracy of all the method's networks, and of the aggregate without each site; all networks are written.
 
-        def write(name: str, state: dict, row: str) -> dict[str, float]:
-            settled = evaluator.settled(state)
-            self.folder.write_network(name, settled, network=json.dumps(self.config.network), row=row)
-            return evaluator.accuracy(settled, "test")
+        Every contribution is read once, and checked against the sums.
+        """
+        aggregation, evaluator = self.aggregation, self.evaluator
+        models, row = aggregation.models(), aggregation.row
+        members = [site.name for site in aggregation.members()]
+        looked_at = set(members[: self.config.evaluation.sites])
+        accuracy: dict[str, dict[str, float]] = {}
+        forgotten: dict[str, dict[str, float]] = {}
+        facts: dict[str, Any] = {}
 
-        accuracy[aggregation.row()] = write("aggregate", aggregation.aggregate(), aggregation.row())
-        for name, state in aggregation.extra().items():
-            accuracy[name] = write(name, state, name)
-        for site in aggregation.members()[: self.config.evaluation.sites]:
-            if (state := aggregation.site(site.name)) is not None:
-                accuracy[site.name] = write(site.name, state, site.name)
-            if (state := aggregation.without([site.name])) is not None:
-                forgotten[site.name] = evaluator.accuracy(state, "test")
-        backwards = aggregation.reversed()
+        def write(name: str) -> None:
+            model = evaluator.settled(models[name])
+            self.folder.write_network("aggregate" if name == row else name, model, row=name)
+            if found := self.accuracy(model):
+                accuracy[name] = found
+            facts.update(model.facts)
+
+        def look(site: Site) -> None:
+            if site.name in looked_at and site.name in models:
+                write(site.name)
+            if site.name in looked_at and (rest := aggregation.without([site.name])) is not None:
+                forgotten[site.name] = self.accuracy(rest)
+
+        for name in models:
+            if name not in members:
+                write(name)
+        checks, again = aggregation.checks(look)
+        backwards = self.accuracy(aggregation.aggregate(again)) if again is not None and row else {}
+        if not models:
+            found = self.accuracy(None)
+            accuracy |= {PERSONAL: found} if found else {}
         return {
+            "aggregate": row,
             "accuracy": accuracy,
-            "reversed": evaluator.accuracy(backwards, "test") if backwards is not None else {},
+            "reversed": backwards,
             "forgotten": forgotten,
             "digest": aggregation.digest(),
-            "checks": aggregation.checks(),
-            "traces": aggregation.traces(),
-            **aggregation.facts(),
+            "checks": checks,
+            "traces": {one.where: one.why for one in aggregation.residue()},
+            **facts,
         }
 
 
@@ -158,4 +194,5 @@ def open_ledger(config: Config, folder: RunFolder, run: str = "", sites: Sequenc
         return Ledger.open(folder.path)
     run = run or hashlib.sha256(f"{to_json(config)}{time.time_ns()}".encode()).hexdigest()[:16]
     names = sites or [site.name for site in roster(config)]
-    return Ledger.create(folder.path, run, folder.config(), config.federation.scale_bits, names)
+    sums = declared_sums(strategy_of(config).slots(config))
+    return Ledger.create(folder.path, run, folder.config(), config.federation.scale_bits, names, sums)

@@ -13,15 +13,18 @@ from typing import Any
 
 import yaml
 
+from clients.networks import Model
 from clients.states import write_bytes, write_state
 from conf import to_yaml
 from conf.errors import UserError
 from conf.load import from_mapping
 from conf.schema import Config, RunConfig
-from fusion.exact import State
-from server.database import acquire
+from conf.yamls import read_yaml
+from server.ledger.database import acquire
 
 CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
+KEYS = {"experiment", "seed", "rounds", "sites", "population", "network", "objective", "strategy", "baselines", "run",
+        "engine", "data", "training", "federation", "evaluation"}  # in every run's config.yaml, since version 1  # fmt: skip
 
 
 def stored(config: Config) -> str:
@@ -120,9 +123,11 @@ class RunFolder:
         found = self.summary().get("seconds")
         return float(found) if isinstance(found, int | float) else 0.0
 
-    def write_network(self, name: str, state: State, **metadata: str) -> None:
+    def write_network(self, name: str, model: Model, **metadata: str) -> None:
         """Write a network's final state to states/<name>.safetensors."""
-        write_state(self.path / "states" / f"{name}.safetensors", state, **metadata)
+        write_state(
+            self.path / "states" / f"{name}.safetensors", model.state, network=model.architecture.network, **metadata
+        )
 
 
 def refuse_existing(config: Config, path: Path | None = None) -> None:
@@ -142,23 +147,36 @@ def read_config(path: Path) -> Config:
     """The configuration of the run in a folder, its place being where the folder is now. Raises UserError if it is none."""
     if not _is_run(path):
         raise UserError(f"{path}: is no run of fedloom (no readable {CONFIG} in it); name the folder of a run")
-    config = from_mapping(yaml.safe_load((path / CONFIG).read_text(encoding="utf-8")))
-    if path.name != path.resolve().name:  # a link, or '.'
-        path = path.resolve()
+    try:
+        config = from_mapping(read_yaml((path / CONFIG).read_text(encoding="utf-8")))
+    except UserError as error:
+        raise UserError(f"{path / CONFIG}: {error}") from None
+    if path.name != (whole := path.resolve()).name:  # a link, or '.'
+        path = whole
     where = dataclasses.replace(config.run, name=path.name, root=str(path.parent))
     return dataclasses.replace(config, run=where)
 
 
+def holds(path: Path, config: Config) -> bool:
+    """Whether the folder has a run of this configuration, wherever it was made and whatever keys came since."""
+    return _is_run(path) and _same(read_config(path), config)
+
+
 def _same_run(config: Config, path: Path) -> None:
     """UserError unless the folder holds a run of this configuration."""
-    here, given = read_config(path), dataclasses.replace(config, run=RunConfig())
-    if dataclasses.replace(here, run=RunConfig()) != given:
+    if not _same(read_config(path), config):
         raise UserError(f"{path}: was run with another configuration ({CONFIG}); only that one can be resumed")
 
 
+def _same(one: Config, other: Config) -> bool:
+    """Whether both describe the same run, wherever it is kept."""
+    return dataclasses.replace(one, run=RunConfig()) == dataclasses.replace(other, run=RunConfig())
+
+
 def _is_run(path: Path) -> bool:
+    """Whether the folder is one that we have made, by the keys of its config.yaml; others are never deleted."""
     try:
-        tree = yaml.safe_load((path / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        tree = read_yaml((path / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError):
         return False
-    return isinstance(tree, dict) and {field.name for field in dataclasses.fields(Config)} <= tree.keys()
+    return isinstance(tree, dict) and tree.keys() >= KEYS

@@ -5,13 +5,14 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from conf.schema import Config
+from clients.data import absolute
+from conf.schema import Config, SiteConfig
 from server.experiment import check, run_experiment
-from server.runfolder import CONFIG, RunFolder, refuse_existing, stored
-from sims.certificates import write_pages
-from sims.engines import open_engine
-from sims.progress import listener_for
-from sims.report import write_report
+from server.runfolder import RunFolder, holds, refuse_existing
+from sims.cli.progress import listener_for
+from sims.engines import open_engine, refuse_engine
+from sims.report.certificates import write_pages
+from sims.report.report import write_report
 
 
 def simulate(config: Config, *, quiet: bool = False, json_output: bool = False) -> dict[str, Any]:
@@ -20,8 +21,9 @@ def simulate(config: Config, *, quiet: bool = False, json_output: bool = False) 
     Raises UserError before anything is started if something about the configuration, the data or the folder cannot work.
     """
     config = _absolute(config)
-    check(config)
+    refuse_engine(config)
     refuse_existing(config)
+    check(config)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(listener_for(quiet, json_output=json_output))
         grid = stack.enter_context(open_engine(config))
@@ -38,7 +40,7 @@ def simulate_once(config: Config, *, quiet: bool = False) -> dict[str, Any]:
     Raises UserError, as simulate does, if a run of that name but of another configuration exists.
     """
     folder = Path(config.run.root) / config.run.name
-    if (folder / CONFIG).is_file() and (folder / CONFIG).read_text(encoding="utf-8") == stored(_absolute(config)):
+    if holds(folder, _absolute(config)):
         summary = RunFolder(folder).summary()
         if summary.get("status") == "finished":
             return summary
@@ -47,7 +49,19 @@ def simulate_once(config: Config, *, quiet: bool = False) -> dict[str, Any]:
 
 
 def _absolute(config: Config) -> Config:
-    """The configuration with a data.root that means the same in every worker, wherever that was started."""
-    if not config.data.root:
-        return config
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, root=str(Path(config.data.root).resolve())))
+    """The configuration with paths that mean the same in every worker, wherever that was started: data.root, domains."""
+    root = str(Path(config.data.root).resolve()) if config.data.root else ""
+    data = dataclasses.replace(config.data, root=root)
+    return dataclasses.replace(config, data=data, sites=_placed(config.sites), population=_placed(config.population))
+
+
+def _placed(entries: Any) -> Any:
+    """The list of entries with absolute paths in their domains; a number of sites as it is."""
+    if not isinstance(entries, list):
+        return entries
+    return [
+        dataclasses.replace(entry, domain=absolute(entry.domain))
+        if isinstance(entry, SiteConfig)
+        else {**entry, "domain": absolute(str(entry["domain"]))}
+        for entry in entries
+    ]

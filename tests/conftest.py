@@ -2,8 +2,41 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from hypothesis import settings
+from hypothesis.database import DirectoryBasedExampleDatabase
+
+# Each of the workers that share the tests has a core of its own, and so have the processes that it starts: threads of tiny
+# operations that wait for a core are many times slower than one thread.
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+# Processes that tests start find all modules compiled, also where Python must not write them beside the sources.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+    os.environ["PYTHONPYCACHEPREFIX"] = str(Path(__file__).parents[1] / ".pytest_cache" / "compiled")
+
+# The same examples in every run, so that CI fails for what was changed only. For a nightly run that draws new ones and keeps
+# what fails in .hypothesis: pytest --hypothesis-profile=random
+settings.register_profile("fixed", derandomize=True, deadline=None)
+# (A new profile inherits what hypothesis finds for the machine: on a CI server no new examples and no store.)
+settings.register_profile(
+    "random",
+    derandomize=False,
+    database=DirectoryBasedExampleDatabase(".hypothesis/examples"),
+    deadline=None,
+    print_blob=True,
+)
+settings.load_profile("fixed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first, so that at the end no worker waits for another one's long file."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(scope="session", autouse=True)

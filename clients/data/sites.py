@@ -9,13 +9,14 @@ import torch
 from clients.data.cache import ImageCache
 from clients.data.domains import Place, locate
 from clients.data.images import Images
-from clients.data.partition import divide
+from clients.data.partition import check_way, divide
 from clients.data.sources import Positions
 from clients.data.splits import Selection, Split, at_most, labels, of_classes, split
 from clients.data.transforms import render
 from clients.data.variants import Variant, label, variant
 from clients.randomness import generator
 from conf.errors import UserError
+from conf.once import once
 from conf.schema import Config, DataConfig, PartitionConfig, SiteConfig
 from conf.sites import Site, roster
 
@@ -56,6 +57,7 @@ def site_images(config: Config, site: Site) -> Images:
     return CACHE.get(key, make)
 
 
+@once
 def site_sizes(config: Config) -> list[int]:
     """The number of training images of each site, in the order of the roster. Reads labels only.
 
@@ -63,6 +65,11 @@ def site_sizes(config: Config) -> list[int]:
     that is not the domain's, more sites than images, no such partition, `samples` or partition.min_samples not there.
     """
     return [_share(config, site)[2] for site in roster(config)]
+
+
+def site_size(config: Config, site: Site) -> int:
+    """The number of one site's training images; as site_sizes."""
+    return _share(config, site)[2]
 
 
 def validation_images(config: Config, spec: SiteConfig) -> Images:
@@ -80,6 +87,12 @@ def test_images(config: Config, spec: SiteConfig) -> Images:
     place = locate(spec.domain, config.data)
     whole = split(place, config.seed, config.data.validation, config.data.validation_limit).test
     return _watched(config, place, spec, "test", whole, config.data.test_limit)
+
+
+def own_images(config: Config, site: Site, split: str) -> Images:
+    """The site's part of its variant's validation or test images: the parts of all its sites are the variant's images."""
+    whole = {"validation": validation_images, "test": test_images}[split](config, site.spec)
+    return Images(whole.x[site.part :: site.parts], whole.y[site.part :: site.parts])
 
 
 test_images.__test__ = False  # type: ignore[attr-defined]  # not one of pytest's
@@ -114,6 +127,7 @@ def _share(config: Config, site: Site) -> tuple[_Pool, Selection, int]:
         validation_limit=data.validation_limit,
     )
     try:
+        check_way(spec.partition)
         part = _parts(pool)[site.part]
         return pool, part, _size(spec, len(part))
     except UserError as error:

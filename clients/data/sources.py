@@ -3,7 +3,7 @@
 import gzip
 import importlib.util
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -37,8 +37,8 @@ class Source(Protocol):
         """int64 [n], from 0."""
         ...
 
-    def images(self, folder: Path, part: str, index: Positions) -> Pixels:
-        """uint8 [len(index), h, w] (grey) or [len(index), h, w, 3], in the order of `index`."""
+    def images(self, folder: Path, part: str, index: Positions) -> Pixels | Iterable[Pixels]:
+        """uint8 [len(index), h, w] (grey) or [n, h, w, 3], or images of different sizes, in the order of `index`."""
         ...
 
 

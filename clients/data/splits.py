@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from clients.data.domains import Place, find
+from clients.data.domains import Place
 from clients.data.sources import OFFICIAL, Labels, Positions
 from clients.randomness import generator
 from conf.errors import UserError
@@ -59,9 +59,8 @@ def of_classes(place: Place, selection: Selection, classes: tuple[int, ...]) -> 
     """Those of the selected images that are of these classes; none given: all. UserError for a class there is not."""
     if not classes:
         return selection
-    known = find(place.name).classes
-    if max(classes) >= known:
-        raise UserError(f"classes: {max(classes)} is not among {place.name}'s 0 to {known - 1}")
+    if max(classes) >= place.classes:
+        raise UserError(f"classes: {max(classes)} is not among {place.name}'s 0 to {place.classes - 1}")
     return selection.at(np.flatnonzero(np.isin(labels(place, selection), classes)))
 
 
@@ -98,7 +97,7 @@ def _draw(labels: Labels, count: int, random: np.random.Generator) -> tuple[Posi
 @lru_cache(maxsize=64)
 def _labels(place: Place, part: str) -> Labels:
     found = place.labels(part)
-    if len(found) == 0 or not 0 <= found.min() <= found.max() < find(place.name).classes:
+    if len(found) == 0 or not 0 <= found.min() <= found.max() < place.classes:
         origin = place.source.origin(place.folder)
         raise UserError(f"domain '{place.name}': {origin} has no labels, or labels outside of its classes")
     return found

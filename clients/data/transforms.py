@@ -1,6 +1,8 @@
 """What every image becomes: channels, size, rotation, inversion. Pure functions on tensors."""
 
 import math
+from collections.abc import Iterable, Iterator
+from itertools import groupby, islice
 
 import numpy as np
 import torch
@@ -10,20 +12,31 @@ from torch.nn import functional
 from clients.data.sources import Pixels
 
 CHUNK = 2000  # images in float at once
+STACK = 2**23  # bytes of images that are read one by one
 LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
 
 
-def render(pixels: Pixels, size: int, grey: bool, rotation: float = 0.0, invert: bool = False) -> Tensor:
-    """uint8 [n, h, w] or [n, h, w, 3] to uint8 [n, c, size, size]; c is 1 if `grey`, else 3.
+def render(pixels: Pixels | Iterable[Pixels], size: int, grey: bool, rotation: float = 0.0, invert: bool = False) -> Tensor:
+    """uint8 [n, h, w] or [n, h, w, 3], or images of different sizes, to uint8 [n, c, size, size]; c is 1 if `grey`, else 3.
 
     In this order: channels (luma by ITU-R BT.601, or the grey one three times), bilinear resizing with antialiasing,
     rotation, one rounding, and inversion (255 - x).
     """
+    if not isinstance(pixels, np.ndarray):
+        parts = [render(stack, size, grey, rotation, invert) for stack in _stacked(pixels)]
+        return torch.cat(parts) if parts else render(np.empty((0, 1, 1), np.uint8), size, grey)
     chunks = [
         _render(torch.from_numpy(np.array(pixels[start : start + CHUNK])), size, grey, rotation, invert)
         for start in range(0, max(len(pixels), 1), CHUNK)
     ]
     return torch.cat(chunks)
+
+
+def _stacked(images: Iterable[Pixels]) -> Iterator[Pixels]:
+    """The images, those that follow each other and are of one shape together, STACK bytes at most."""
+    for shape, same in groupby(images, key=np.shape):
+        while some := list(islice(same, max(1, STACK // math.prod(shape)))):
+            yield np.stack(some)
 
 
 def _render(pixels: Tensor, size: int, grey: bool, rotation: float, invert: bool) -> Tensor:

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from clients.data.domains import find
+from clients.data.own import short
 from conf.errors import UserError
 from conf.once import once
 from conf.schema import Config, SiteConfig
-from conf.sites import roster
+from conf.sites import UNION, roster
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Variant:
             "_inverted" if self.invert else "",
             "_c" + "-".join(map(str, self.classes)) if self.classes else "",
         ]
-        return self.domain + "".join(suffixes)
+        return short(self.domain) + "".join(suffixes)
 
 
 def variant(spec: SiteConfig) -> Variant:
@@ -48,9 +49,14 @@ def domain_specs(config: Config) -> dict[str, SiteConfig]:
     """
     specs: dict[str, SiteConfig] = {}
     for site in roster(config):
+        if label(site.spec) == UNION:
+            raise UserError(
+                f"{site.name}: its domain's label '{UNION}' stands for all domains together; give it another one"
+            )
         first = specs.setdefault(label(site.spec), site.spec)
         if variant(first) != variant(site.spec):
-            both = f"{variant(first).name} and {variant(site.spec).name}"
+            same = variant(first).name == variant(site.spec).name
+            both = " and ".join(spec.domain if same else variant(spec).name for spec in (first, site.spec))
             raise UserError(f"{site.name}: the label '{label(first)}' stands for {both}; give each its own")
     return specs
 
@@ -64,6 +70,13 @@ def class_count(spec: SiteConfig) -> int:
     return len(kept) if kept and spec.relabel else find(spec.domain).classes
 
 
+def class_names(spec: SiteConfig) -> tuple[str, ...]:
+    """The names of the classes 0 to class_count - 1, such as the folders' of `images:PATH`; numbers where there are none."""
+    domain, kept = find(spec.domain), variant(spec).classes
+    names = domain.names or tuple(map(str, range(domain.classes)))
+    return tuple(names[number] for number in kept) if kept and spec.relabel else names
+
+
 @once
 def num_classes(config: Config) -> int:
     """The number of a network's outputs. Raises UserError for an unknown domain."""
@@ -72,13 +85,18 @@ def num_classes(config: Config) -> int:
 
 def outputs(config: Config, spec: SiteConfig) -> slice:
     """Which of a network's outputs are the classes of a site's domain: all, or its block (data.heads=task)."""
+    if config.data.heads == "own":
+        return slice(0, class_count(spec))
     return _blocks(config)[label(spec)]
 
 
 @once
 def _blocks(config: Config) -> dict[str, slice]:
-    counts = {name: class_count(spec) for name, spec in domain_specs(config).items()}
-    if config.data.heads == "shared":
+    specs = domain_specs(config)
+    if config.data.heads != "task" and config.data.classes:  # nobody here need know the domains
+        return dict.fromkeys(specs, slice(0, config.data.classes))
+    counts = {name: class_count(spec) for name, spec in specs.items()}
+    if config.data.heads != "task":
         return dict.fromkeys(counts, slice(0, max(counts.values())))
     ends = list(accumulate(counts.values()))
     return {name: slice(end - counts[name], end) for name, end in zip(counts, ends, strict=True)}

@@ -1,24 +1,31 @@
 """The networks that sites train, each an extractor and a head; and networks by name, torchvision's too."""
 
+from clients.networks.architecture import Architecture, Model, architecture_of, common_architecture
 from clients.networks.base import NETWORKS, Network, NetworkSpec, build_network, initialise, parameter_count
+from clients.networks.head_view import HeadView
 from clients.networks.named import NetworkName, load_network, parse_name, save_network
+from clients.networks.own import OwnNetwork
 from clients.networks.plain import Conv6, Vgg16
-from clients.networks.reading import Reading
 from clients.networks.residual import WideResnet
 from clients.networks.small import Lenet, Mlp
 
 __all__ = [
     "NETWORKS",
+    "Architecture",
     "Conv6",
+    "HeadView",
     "Lenet",
     "Mlp",
+    "Model",
     "Network",
     "NetworkName",
     "NetworkSpec",
-    "Reading",
+    "OwnNetwork",
     "Vgg16",
     "WideResnet",
+    "architecture_of",
     "build_network",
+    "common_architecture",
     "initialise",
     "load_network",
     "parameter_count",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from conf.errors import UserError
 from conf.once import once
 from conf.registry import Registry
 from conf.schema import Config
@@ -34,6 +35,15 @@ class NetworkSpec(ABC):
     def build(self, channels: int, size: int, classes: int) -> Network:
         """The network for [n, channels, size, size] images; raises UserError if the options do not fit."""
 
+    def empty(self, channels: int, size: int, classes: int) -> Network:
+        """The same with undefined weights, built without memory first so that no random numbers are drawn."""
+        with torch.device("meta"):
+            network = self.build(channels, size, classes)
+        if not isinstance(network, Network):
+            built = f"{type(self).__name__}.build gave a {type(network).__name__}"
+            raise UserError(f"network: {built}, takes a clients.networks.Network(extractor, head)")
+        return network.to_empty(device="cpu")
+
 
 class Starting(ABC):
     """A part of a network that changes its own layers' start once `initialise` has drawn them all."""
@@ -43,7 +53,15 @@ class Starting(ABC):
         """Change the weights in place; draws nothing."""
 
 
-NETWORKS: Registry[NetworkSpec] = Registry("network")
+class SelfStarting(ABC):
+    """A network whose own code draws its weights."""
+
+    @abstractmethod
+    def restart(self, seed: int) -> None:
+        """Draw all weights again, in place, from the seed alone."""
+
+
+NETWORKS: Registry[NetworkSpec] = Registry("network", NetworkSpec)
 
 
 @once
@@ -62,17 +80,18 @@ def build_network(config: Config, classes: int) -> Network:
 
 def undefined(spec: NetworkSpec, channels: int, size: int, classes: int) -> Network:
     """The network that the options describe, its weights undefined, without drawing random numbers."""
-    with torch.device("meta"):
-        network = spec.build(channels, size, classes)
-    return network.to_empty(device="cpu")
+    return spec.empty(channels, size, classes)
 
 
 def initialise(network: nn.Module, generator: torch.Generator) -> None:
     """Draw all weights from `generator`: He-normal convolutions (fan out), uniform +-1/sqrt(fan in) linear layers.
 
     Norm layers start at scale 1 and shift 0, BatchNorm's running statistics at mean 0 and variance 1. The draw depends on
-    nothing but the generator and the order of modules.
+    nothing but the generator and the order of modules. A network of the user's own (SelfStarting) draws them itself.
     """
+    if isinstance(network, SelfStarting):
+        network.restart(int(torch.randint(2**62, (), generator=generator)))
+        return
     for module in network.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu", generator=generator)

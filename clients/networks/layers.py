@@ -22,6 +22,8 @@ def _none(width: int, groups: int, affine: bool) -> list[nn.Module]:
 
 
 NORMS: dict[str, Callable[[int, int, bool], list[nn.Module]]] = {"group": _group, "batch": _batch, "none": _none}
+DIVISOR = 8  # of scaled widths: processors multiply vectors of so many channels
+WIDTH_HELP = "all widths are multiplied by this and, unless it is 1, rounded to multiples of 8, at least 8"
 NORM_HELP = "what follows a convolution: GroupNorm, BatchNorm or nothing"
 
 
@@ -31,5 +33,11 @@ def norm_layers(norm: str, width: int, groups: int, affine: bool = True) -> list
 
 
 def scaled(step: int, width: float) -> int:
-    """A layer's width times the option `width`, rounded, at least 1."""
-    return max(1, round(step * width))
+    """A layer's width times the option `width`: a multiple of 8, at least 8 and 90 % of the product (MobileNet's rule).
+
+    With width=1 the layer's own, as published.
+    """
+    if width == 1.0:
+        return step
+    rounded = max(DIVISOR, int(step * width + DIVISOR / 2) // DIVISOR * DIVISOR)
+    return rounded if rounded >= 0.9 * step * width else rounded + DIVISOR

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from clients.networks.base import NETWORKS, undefined
 from clients.states import read_metadata, read_state, write_state
-from conf.errors import UserError, unknown
-from conf.typed import build
+from conf.errors import UserError, plain, unknown
+from conf.plugins import is_reference
 
 FOREIGN = "torchvision:"  # before the name of one of torchvision's classification networks
 KEY = "built_as"  # the metadata's key for the NetworkName, as JSON
@@ -41,19 +41,22 @@ class NetworkName:
                 raise UserError(f"{key}: got {getattr(self, key)}, takes a number of at least 1")
         if self.name.startswith(FOREIGN):
             return _foreign(self)
-        spec = build(NETWORKS.get(self.name), self.options, "network")
-        return undefined(spec, self.channels, self.size, self.classes)
+        return undefined(NETWORKS.create(self.name, self.options, "network"), self.channels, self.size, self.classes)
 
 
 def parse_name(text: str, channels: int, size: int, classes: int) -> NetworkName:
-    """The network that a text names: `vgg13`, `vgg13:norm=batch,width=0.5`, `mlp:widths=[40,20]`, `torchvision:resnet18`.
+    """The network that a text names: `vgg13`, `vgg13:norm=batch,width=0.5`, `mlp:widths=[40,20]`, `torchvision:resnet18`,
+    one of your own `my_package.nets:TinyNet` or `my_package.nets:TinyNet:hidden=20`.
 
     Raises UserError for an unknown name and for options that are not key=value; `build` checks keys and values.
     """
     if text.startswith(FOREIGN):
         return NetworkName(text, {}, channels, size, classes)
     name, separator, rest = text.partition(":")
-    NETWORKS.get(name)
+    if name not in NETWORKS.names() and is_reference(":".join(text.split(":")[:2])):
+        attribute, separator, rest = rest.partition(":")
+        name = f"{name}:{attribute}"
+    NETWORKS.find(name)
     options: dict[str, Any] = {}
     for part in re.split(r",(?![^\[]*\])", rest) if separator else []:
         key, equals, item = (piece.strip() for piece in part.partition("="))
@@ -117,6 +120,11 @@ def _read_name(path: Path) -> NetworkName:
     numbers = all(isinstance(fields.get(key), int) for key in ("channels", "size", "classes"))
     if name is None or not numbers or not isinstance(name.name, str) or not isinstance(name.options, dict):
         raise UserError(f"{path}: its metadata '{KEY}' is no network's name; say --network NAME[:KEY=VALUE,...]")
+    if is_reference(name.name) and not name.name.startswith(FOREIGN):
+        told = f"holds the network '{plain(name.name)}' from outside of this project, and no file says what is imported"
+        raise UserError(
+            f"{path}: {told}; say --network {_hint(json.dumps({'name': name.name, **name.options}))} if you trust it"
+        )
     return name
 
 

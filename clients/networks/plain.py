@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from clients.networks.base import NETWORKS, Network, NetworkSpec
-from clients.networks.layers import NORM_HELP, NORMS, norm_layers, scaled
+from clients.networks.layers import NORM_HELP, NORMS, WIDTH_HELP, norm_layers, scaled
 from conf.errors import UserError
 from conf.typed import value
 
@@ -33,7 +33,7 @@ class PlainSpec(NetworkSpec):
 
     layout: ClassVar[tuple[int, ...]] = ()
 
-    width: float = value(1.0, "all widths are multiplied by this", low=0.01, high=16.0)
+    width: float = value(1.0, WIDTH_HELP, low=0.01, high=16.0)
     groups: int = value(32, "groups of each GroupNorm", low=1)
     standardise: bool = value(False, "weight standardisation in every convolution")
     affine: bool = value(True, "norm layers with a learned scale and shift")

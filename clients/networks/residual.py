@@ -13,9 +13,19 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from clients.networks.base import NETWORKS, Network, NetworkSpec, Starting
-from clients.networks.layers import NORM_HELP, NORMS, norm_layers, scaled
+from clients.networks.layers import NORM_HELP, NORMS, WIDTH_HELP, norm_layers, scaled
 from conf.errors import UserError
 from conf.typed import value
+
+VECTOR = 16  # channels that a processor of the x86 family multiplies at once, at most
+
+
+def _channels_first(layer: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The inputs in torch's standard layout, whatever theirs is.
+
+    The gradient of such a layer's weights corrupts the heap if few channels come channels last (oneDNN's issue 6035).
+    """
+    return tuple(images.contiguous() for images in given)
 
 
 class Residual(nn.Module, Starting):
@@ -79,14 +89,17 @@ class PreActivationBlock(Residual):
 class ResidualSpec(NetworkSpec):
     """Options of all residual networks; the subclasses say how many blocks of which widths."""
 
-    width: float = value(1.0, "all widths are multiplied by this", low=0.01, high=16.0)
+    width: float = value(1.0, WIDTH_HELP, low=0.01, high=16.0)
     norm: str = value("batch", NORM_HELP, choices=tuple(NORMS))
     groups: int = value(8, "groups of each GroupNorm", low=1)
     bias: bool = value(False, "convolutions with a bias")
 
     def convolution(self, inputs: int, out: int, stride: int = 1, kernel: int = 3) -> nn.Conv2d:
         """A convolution that keeps the image's size, but for the stride."""
-        return nn.Conv2d(inputs, out, kernel, stride=stride, padding=kernel // 2, bias=self.bias)
+        layer = nn.Conv2d(inputs, out, kernel, stride=stride, padding=kernel // 2, bias=self.bias)
+        if kernel == 1 and stride > 1 and inputs < VECTOR:
+            layer.register_forward_pre_hook(_channels_first)
+        return layer
 
     def norms(self, out: int) -> list[nn.Module]:
         """The norm layer for `out` channels; none with norm=none."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from clients.networks.base import NETWORKS, Network, NetworkSpec
-from clients.networks.layers import scaled
+from clients.networks.layers import WIDTH_HELP, scaled
 from conf.errors import UserError
 from conf.typed import value
 
@@ -39,7 +39,7 @@ class Mlp(NetworkSpec):
 class Lenet(NetworkSpec):
     """Like LeNet-5: 5x5 convolutions 6-16, a 2x2 max-pooling after each, hidden layers 120-84, ReLU, linear head."""
 
-    width: float = value(1.0, "all widths are multiplied by this", low=0.01, high=64.0)
+    width: float = value(1.0, WIDTH_HELP, low=0.01, high=64.0)
     bias: bool = value(True, "convolutions and hidden layers with a bias")
 
     def build(self, channels: int, size: int, classes: int) -> Network:

@@ -1,7 +1,32 @@
-"""What sites minimise: one file per method, found by name."""
+"""The sites' halves of methods: one file per method, found by name. All that a new one needs can be imported from here."""
 
-from clients.objectives.base import OBJECTIVES, Objective, Session, Task, objective_of
+from clients.data import Images, to_float
+from clients.messages import MEAN, MODEL, ROUND, SITE, TRAIN
+from clients.objectives.base import OBJECTIVES, Answer, Objective, Session, Task, objective_of
 from clients.objectives.local import Local
+from clients.objectives.plain import PlainSession, state_of
 from clients.objectives.sum_aggregation import SumAggregation
+from conf.typed import value
+from fusion.exact import State
 
-__all__ = ["OBJECTIVES", "Local", "Objective", "Session", "SumAggregation", "Task", "objective_of"]
+__all__ = [
+    "MEAN",
+    "MODEL",
+    "OBJECTIVES",
+    "ROUND",
+    "SITE",
+    "TRAIN",
+    "Answer",
+    "Images",
+    "Local",
+    "Objective",
+    "PlainSession",
+    "Session",
+    "State",
+    "SumAggregation",
+    "Task",
+    "objective_of",
+    "state_of",
+    "to_float",
+    "value",
+]

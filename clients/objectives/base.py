@@ -1,12 +1,17 @@
 """The interface of an objective, and the registry of objectives."""
 
+import functools
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from clients.data import Images
+from clients.messages import MODEL
 from clients.networks import Network
+from conf.errors import UserError
 from conf.once import once
 from conf.registry import Registry
 from conf.schema import Config
@@ -20,8 +25,8 @@ class Task:
     """All that a site has at hand in one round.
 
     `members` is the number of sites in the aggregate. `network` is on the device to train on, its weights still to be
-    loaded. `incoming` are the records that the server sent, `own` the site's state after the round before (None: it
-    never trained). `generator` is for the objective's own random choices.
+    loaded. `incoming` are the records that the server sent, `stored` reads the site's own state after the round before.
+    `generator` is for the objective's own random choices.
     """
 
     config: Config
@@ -30,13 +35,26 @@ class Task:
     members: int
     network: Network
     incoming: dict[str, State]
-    own: State | None
+    stored: Callable[[], State | None]
     generator: torch.Generator
+
+    @functools.cached_property
+    def own(self) -> State | None:
+        """The site's own state (Session.own) after the round before; None if it never trained. LostStateError if gone."""
+        return self.stored()
 
     @property
     def device(self) -> torch.device:
         """Where the network is."""
         return next(self.network.parameters()).device
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a site says to a question other than TRAIN: states by record name, and numbers by name."""
+
+    records: dict[str, State] = field(default_factory=dict)
+    metrics: dict[str, int | float] = field(default_factory=dict)
 
 
 class Session(ABC):
@@ -54,14 +72,14 @@ class Session(ABC):
     def contribution(self) -> dict[str, State]:
         """What goes to the server, by record name (clients.messages)."""
 
-    @abstractmethod
     def own(self) -> State | None:
         """What the site keeps for its next round; None if nothing."""
+        return None
 
 
 @dataclass(frozen=True)
 class Objective(ABC):
-    """The options of an objective; `session` puts it to work. `baselines` of a configuration are other modes of it."""
+    """The options of an objective: the site's half of a method. `baselines` of a configuration are other modes of it."""
 
     mode: str = value("", "its variant, by name")
 
@@ -69,8 +87,19 @@ class Objective(ABC):
     def session(self, task: Task) -> Session:
         """Start on a task."""
 
+    def answer(self, kind: str, task: Task, images: Images) -> Answer:
+        """Answer a question of the method's own strategy. UserError for a kind that the method does not know."""
+        raise UserError(f"order.kind: '{kind}' is no question to objective '{type(self).__name__}'")
 
-OBJECTIVES: Registry[Objective] = Registry("objective")
+    def network(self, task: Task, images: Images) -> State | None:
+        """What is measured at the site: the network that was sent (MODEL), or else the site's own; None: it has none.
+
+        A personalised method fits it to the site's training `images` first.
+        """
+        return task.incoming.get(MODEL) or task.own
+
+
+OBJECTIVES: Registry[Objective] = Registry("objective", Objective)
 
 
 @once

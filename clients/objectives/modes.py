@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from clients.objectives.base import objective_of
 from conf.errors import unknown
 from conf.schema import Config
 from fusion.exact import State
@@ -39,6 +40,11 @@ class Mode:
         """Of a site's contribution, what enters the exact sum."""
         return {name: tensor for name, tensor in state.items() if self.summed(name, tensor)}
 
+    def round_part(self, state: State) -> State:
+        """Of a network's state, what is averaged over the replies of a round."""
+        whole = self.star or not self.sums
+        return {name: tensor for name, tensor in state.items() if whole or name.startswith(HEAD)}
+
     def site_part(self, state: State) -> State:
         """Of a network's state, what is the site's own contribution."""
         return {name: tensor for name, tensor in state.items() if self.own_head or name.startswith(EXTRACTOR)}
@@ -53,12 +59,8 @@ MODES = {
 
 
 def mode_of(config: Config) -> Mode:
-    """The mode of a configuration's objective."""
-    return mode_named(config.objective.get("mode", "exact"))
-
-
-def mode_named(name: str) -> Mode:
-    """The mode; UserError with the nearest name otherwise."""
+    """The mode of a configuration's objective, which alone knows its default. UserError if that is no mode."""
+    name = objective_of(config).mode
     if name not in MODES:
         raise unknown("objective.mode", name, MODES)
     return MODES[name]

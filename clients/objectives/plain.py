@@ -47,9 +47,6 @@ class PlainSession(Session):
         """The loss of the network with these weights, all of them, over the outputs of the site's domain."""
         return F.cross_entropy(functional_call(self.network, dict(weights), (images,))[:, self.outputs], labels)
 
-    def own(self) -> State | None:
-        return None
-
 
 def state_of(module: nn.Module) -> State:
     """Parameters and buffers, on the CPU."""

@@ -61,7 +61,7 @@ class OwnSession(AverageSession):
         if self.task.own is not None:
             return self.task.own
         who = self.task.site.name if self.objective.initialisation == "own" else SHARED
-        return initial_state(self.task.config, who)
+        return initial_state(self.task.config, who, self.task.site)
 
     def contribution(self) -> dict[str, State]:
         state = state_of(self.network)

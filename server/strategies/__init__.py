@@ -1,16 +1,42 @@
-"""What the server does with the replies: one file per method, found by name."""
+"""The server's halves of methods: one file per method, found by name. All that a new one needs can be imported from here."""
 
+from clients.messages import MEAN, MODEL, ROUND, SITE, TRAIN
+from clients.networks import Model
+from fusion.exact import State
+from server.ledger.slots import Catalogue, Slot, Sum
+from server.rounds.run import ONCE, SAMPLES, Expected, Reply, Run
+from server.rounds.schedules import OneByOne, Participation, Sampling, Schedule
+from server.rounds.view import Models, View
 from server.strategies.arithmetic import ArithmeticStrategy
-from server.strategies.base import STRATEGIES, Aggregation, ReplyError, Setup, Strategy, Turn
+from server.strategies.base import STRATEGIES, Residue, Strategy, strategy_of
 from server.strategies.sum_aggregation import SumAggregationStrategy
 
 __all__ = [
+    "MEAN",
+    "MODEL",
+    "ONCE",
+    "ROUND",
+    "SAMPLES",
+    "SITE",
     "STRATEGIES",
-    "Aggregation",
+    "TRAIN",
     "ArithmeticStrategy",
-    "ReplyError",
-    "Setup",
+    "Catalogue",
+    "Expected",
+    "Model",
+    "Models",
+    "OneByOne",
+    "Participation",
+    "Reply",
+    "Residue",
+    "Run",
+    "Sampling",
+    "Schedule",
+    "Slot",
+    "State",
     "Strategy",
+    "Sum",
     "SumAggregationStrategy",
-    "Turn",
+    "View",
+    "strategy_of",
 ]

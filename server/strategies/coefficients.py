@@ -6,7 +6,8 @@ hundredth of the mean decides between equals).
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from clients.data import label
 from conf.errors import UserError
@@ -17,8 +18,10 @@ from fusion.arithmetic import GRADIENTS, Alpha, Composer
 from fusion.exact import State
 from fusion.search import best_on_grid, check_grid, climb
 from server.evaluate import Evaluator
+from server.rounds.view import View
 
 NONE = "none"
+SEARCHED = "coefficients searched"  # an event of the ledger
 LARGEST = 1e4  # size of a coefficient
 GRID = [step / 10 for step in range(11)]
 
@@ -116,3 +119,21 @@ def _powell(search: Search, given: Mapping[str, Alpha]) -> dict[str, Alpha]:
 
 
 SEARCHES = {"grid": _grid, "powell": _powell}
+
+
+def noted(view: View, options: SearchOptions, how: str) -> dict[str, Alpha]:
+    """The coefficients that this very search found for these very sums; empty if it was not made last of all."""
+    last = view.ledger.newest(SEARCHED)
+    return last.body["coefficients"] if last and last.body.items() >= _key(view, options, how).items() else {}
+
+
+def note(view: View, options: SearchOptions, how: str, found: dict[str, Alpha]) -> dict[str, Alpha]:
+    """The coefficients, noted for the next time that they are asked for."""
+    view.note(SEARCHED, {**_key(view, options, how), "coefficients": found})
+    return found
+
+
+def _key(view: View, options: SearchOptions, how: str) -> dict[str, Any]:
+    """What searched coefficients belong to."""
+    sites = [site.name for site in view.sites]
+    return {**view.slots.digest(), "sites": sites, "search": {"combine": how, **asdict(options)}}

@@ -1,83 +1,51 @@
 """The baseline of arithmetic: one network goes from site to site, each training it where the one before left it."""
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
-from flwr.app import ArrayRecord
-
-from clients.initial import initial_state
-from clients.messages import MEAN, SITE, to_arrays
-from conf.errors import UserError
-from conf.sites import Site
+from clients.messages import MEAN, SITE, TRAIN
+from clients.networks import Model
+from clients.objectives import objective_of
+from clients.objectives.local import FORWARD
+from conf.schema import Config
+from conf.sites import roster
 from fusion.arithmetic import to_state
-from fusion.exact import ExactSumError, State, digest, quantise
-from server.contributions import Contributions
-from server.strategies.base import Aggregation, ReplyError, Setup, Turn, check_record
+from fusion.exact import State, quantise
+from server.rounds.run import Expected, Run
+from server.rounds.schedules import OneByOne, Schedule
+from server.rounds.view import Models, View
+from server.strategies.base import Residue, Strategy
 
 THETA = "shared"  # the ledger's name for the network's state
 
 
-class Sequential(Aggregation):
+@dataclass(frozen=True)
+class Sequential(Strategy):
     """All rounds of one site, then all of the next; a site's own rounds, batches and rates are as when it trains alone."""
 
-    def __init__(self, setup: Setup, order: Sequence[Site], row: str) -> None:
-        self.ledger, self._row = setup.opened(), row
-        self.bits = setup.config.federation.scale_bits
-        self.contributions = Contributions(self.ledger, self.bits, setup.config.federation.history)
-        self.order, self.each = list(order), setup.config.rounds
-        self.initial = initial_state(setup.config)
-        last = self.ledger.last_round()
-        self.theta = quantise(self.initial, self.bits) if last is None else self.ledger.blobs.get(last.states[THETA])
-        if last is None:
-            self._commit(0, {})
-        self.abandon()
+    def schedule(self, config: Config) -> Schedule:
+        """In the roster's order, or against it."""
+        sites = roster(config)
+        return OneByOne(sites if objective_of(config).mode == FORWARD else sites[::-1], config.rounds)
 
-    def members(self) -> list[Site]:
-        return self.order
+    def begin(self, run: Run) -> None:
+        """The network starts at theta_0."""
+        run.keep(THETA, quantise(run.initial(), run.bits))
 
-    def length(self, rounds: int) -> int:
-        return rounds * len(self.order)
+    def round(self, run: Run) -> None:
+        """The one site whose turn it is trains the network."""
+        sent = _network(run)
+        for reply in run.ask(TRAIN, {MEAN: sent}, {SITE: Expected(sent)}):
+            run.keep(THETA, dict(reply.integers[SITE]))
 
-    def turn(self, round: int) -> Turn:
-        return Turn([self.order[(round - 1) // self.each]], (round - 1) % self.each + 1)
+    def models(self, view: View) -> Models:
+        """The network as the last site left it, under the mode's name."""
+        return Models({objective_of(view.config).mode: lambda: Model(view.architecture(), _network(view))})
 
-    def records(self, round: int) -> dict[str, ArrayRecord]:
-        return {MEAN: to_arrays(self.aggregate())}
+    def residue(self, view: View, names: Sequence[str] = ()) -> Sequence[Residue]:
+        """All of it."""
+        return [Residue("the network", "it was trained at one site after the other; no site's part can be taken out")]
 
-    def base(self, site: Site) -> int:
-        return 0
 
-    def fold(self, site: Site, round: int, records: dict[str, State], samples: int) -> None:
-        check_record(SITE, records.get(SITE), self.initial)
-        try:
-            self._next = quantise(records[SITE], self.bits)
-        except ExactSumError as error:
-            raise ReplyError(str(error)) from None
-
-    def commit(self, round: int, record: dict[str, Any]) -> None:
-        self.theta = self._next
-        self._commit(round, record)
-
-    def forget(self, names: Sequence[str], body: dict[str, Any], request: str | None = None) -> None:
-        self.check_forgetting(names)
-
-    def check_forgetting(self, names: Sequence[str], rollback: bool = False) -> None:
-        raise UserError(f"{self._row}: one network was trained at one site after the other; train again without the site")
-
-    def abandon(self) -> None:
-        self._next = self.theta
-
-    def aggregate(self) -> State:
-        return to_state(self.theta, self.initial, self.bits)
-
-    def traces(self, names: Sequence[str] = ()) -> dict[str, str]:
-        return {"the network": "it was trained at one site after the other; no site's part can be taken out"}
-
-    def row(self) -> str:
-        return self._row
-
-    def digest(self) -> dict[str, str]:
-        return {THETA: digest(self.theta)}
-
-    def _commit(self, round: int, record: dict[str, Any]) -> None:
-        self.contributions.commit(round, {THETA: self.theta}, self.digest(), record)
+def _network(view: View) -> State:
+    return to_state(view.kept(THETA), view.initial(), view.bits)

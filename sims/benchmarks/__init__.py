@@ -2,11 +2,13 @@
 
 MODULES = {
     "engines": "sims.benchmarks.engines",
-    "faults": "sims.benchmarks.fault_run",
+    "faults": "sims.benchmarks.soak",
     "fusion": "sims.benchmarks.fusion",
     "flat-memory": "sims.benchmarks.flat_memory",
     "grid": "sims.benchmarks.grid",
+    "many-faults": "sims.benchmarks.fault_run",
     "memory": "sims.benchmarks.server_memory",
+    "scale": "sims.benchmarks.scale",
     "unlearning": "sims.benchmarks.unlearning",
     "vectorise": "sims.benchmarks.vectorise",
 }

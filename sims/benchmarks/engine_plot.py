@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from sims.benchmarks.engine_cases import SUMS
 from sims.benchmarks.engine_measure import Row
-from sims.plots import INK, LIGHT, PALETTE
+from sims.report.canvas import INK, LIGHT, PALETTE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

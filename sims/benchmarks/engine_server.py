@@ -11,12 +11,14 @@ import numpy as np
 from flwr.app import ArrayRecord, RecordDict
 from flwr.serverapp import Grid
 
+from clients.messages import TRAIN
 from conf.sites import roster
 from server.evaluate import Evaluator
-from server.federation import Federation
 from server.listener import LogListener
-from server.rounds import RoundLoop
-from server.strategies import STRATEGIES, Setup
+from server.rounds.aggregation import Aggregation
+from server.rounds.exchange import Federation
+from server.rounds.loop import RoundLoop
+from server.rounds.view import Setup
 from sims.benchmarks.engine_job import Job
 
 TIMEOUT = 600.0
@@ -27,13 +29,14 @@ def message_rounds(job: Job, grid: Grid) -> Iterator[float | str]:
     """Send one shared record to the asked sites, take back what they send: from the first push to the last reply."""
     case, sites = job.case, roster(job.config())
     nodes = dict(zip((site.name for site in sites), _all_nodes(grid, len(sites)), strict=True))
-    federation = Federation(grid, sites, case.window, nodes)
+    federation = Federation(grid, sites, case.window)
+    federation.nodes.update(nodes)
     for round in itertools.count(1):
         record = ArrayRecord([np.full(case.floats, round, np.float32)])
         first = (round - 1) * case.asked % len(sites)
         orders = [(site, RecordDict({"payload": record})) for site in sites[first : first + case.asked]]
         begin = time.perf_counter()
-        failed = [reply for reply in federation.train(orders, round, TIMEOUT) if reply.content is None]
+        failed = [reply for reply in federation.ask(TRAIN, orders, round, TIMEOUT) if reply.content is None]
         taken = time.perf_counter() - begin
         yield f"{len(failed)} replies failed: {failed[0].reason}" if failed else taken
 
@@ -45,7 +48,7 @@ def training_rounds(job: Job, grid: Grid) -> Iterator[float | str]:
     _all_nodes(grid, len(sites))
     federation = Federation(grid, sites, config.federation.window)
     federation.join(TIMEOUT)
-    aggregation = STRATEGIES.build(config.strategy, "strategy").start(Setup(config, sites, job.folder))
+    aggregation = Aggregation(Setup(config, sites, job.folder))
     loop = RoundLoop(config, "bench", federation, aggregation, Evaluator(config), LogListener())
     for round in itertools.count(1):
         record = loop.one(round)

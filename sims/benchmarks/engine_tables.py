@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from sims.benchmarks.engine_cases import SUMS, Case, domains
 from sims.benchmarks.engine_measure import Row
-from sims.tables import Cell, Table
+from sims.report.tables import Cell, Table
 
 COLUMNS = (
     *("case", "engine", "s a round", "min", "max", "tasks/s", "start-up, s"),

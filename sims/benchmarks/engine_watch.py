@@ -49,7 +49,7 @@ class Watch:
                     peaks.driver = max(peaks.driver, _high_water(pid))
                     peaks.private = max(peaks.private, private_bytes(pid))
                 elif words[0].endswith("/raylet"):
-                    peaks.store = max(peaks.store, _store_bytes(pid))
+                    peaks.store = max(peaks.store, store_bytes(pid))
         peaks.workers = max(peaks.workers, workers)
 
     def processes(self) -> list[int]:
@@ -103,7 +103,7 @@ def _high_water(pid: int) -> int:
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0)
 
 
-def _store_bytes(raylet: int) -> int:
+def store_bytes(raylet: int) -> int:
     """Pages that Ray's object store has taken in shared memory."""
     folder, sizes = Path(f"/proc/{raylet}/fd"), {}
     for name in os.listdir(folder):

@@ -15,8 +15,8 @@ from sims.benchmarks.engine_cases import CASES, Case
 from sims.benchmarks.engine_measure import Row, measure
 from sims.benchmarks.engine_plot import draw
 from sims.benchmarks.engine_tables import BARS, bars_table, cases_table, rows_table
-from sims.report import Picture, write_page
-from sims.tables import Table
+from sims.report.report import Picture, write_page
+from sims.report.tables import Table
 
 QUICK_SECONDS = 228.0  # of all measurements; then the files are written
 LEAST_SECONDS = 10.0  # less than that measures nothing

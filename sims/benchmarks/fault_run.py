@@ -12,17 +12,12 @@ from flwr.serverapp import Grid
 
 from conf import load
 from conf.schema import Config
-from conf.sites import roster
-from server.evaluate import Evaluator
-from server.federation import Federation
-from server.listener import LogListener
-from server.rounds import RoundLoop
-from server.strategies import STRATEGIES, Setup
 from sims.benchmarks import untrained
+from sims.benchmarks.soak_run import Silent, begun, left_by
 from sims.engines import ray
 from sims.engines.adapter import store_folder
 from sims.engines.inline import InlineGrid
-from sims.tables import Table
+from sims.report.tables import Table
 
 
 def bench(sites: int = 1000, rounds: int = 50) -> tuple[Table, list[dict[str, Any]]]:
@@ -52,12 +47,8 @@ def configured(root: Path, sites: int, rounds: int) -> Config:
 
 def run(config: Config, grid: Grid) -> dict[str, Any]:
     """All rounds on a grid."""
-    begin, sites = time.monotonic(), roster(config)
-    folder = Path(config.run.root) / config.run.name
-    federation = Federation(grid, sites, config.federation.window)
-    federation.join(config.federation.join_timeout)
-    aggregation = STRATEGIES.build(config.strategy, "strategy").start(Setup(config, sites, folder))
-    loop = RoundLoop(config, "faults", federation, aggregation, Evaluator(config), LogListener())
+    begin = time.monotonic()
+    loop = begun(config, grid, Silent())
     failed = {(record["round"], site) for record in loop.rounds() for site in record["dropped"]}
-    seconds = time.monotonic() - begin
-    return {"seconds": seconds, "failed": len(failed), "digest": aggregation.digest()["sum"]}
+    left = left_by(loop)
+    return {"seconds": time.monotonic() - begin, "failed": len(failed), "digest": left.sums[-1]}

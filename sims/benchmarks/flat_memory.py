@@ -10,9 +10,9 @@ import numpy as np
 from flwr.app import ArrayRecord, Message, RecordDict
 
 from conf import load
+from sims.benchmarks.memory import descendants, own_bytes
 from sims.engines.ray import start
-from sims.memory import descendants, own_bytes
-from sims.tables import Table
+from sims.report.tables import Table
 
 SITES, FLOATS, ROUNDS, EARLY = 20, 250_000, 200, 20
 MIB = 2**20

@@ -16,8 +16,8 @@ from torch import nn
 from clients.networks import initialise, parse_name
 from clients.randomness import torch_generator
 from fusion import transport
-from fusion.fuse import fuse
-from sims.tables import Table
+from fusion.fusing import fuse
+from sims.report.tables import Table
 
 PAIRS = {
     "VGG13 (double) + VGG11 (half)": ("vgg13:norm=none,width=2", "vgg11:norm=none,width=0.5"),

@@ -9,7 +9,7 @@ from conf import load
 from fusion.arithmetic import GRADIENTS, Composer
 from server.evaluate import Evaluator
 from sims.experiments.arithmetic_runs import STEPS
-from sims.tables import Table
+from sims.report.tables import Table
 
 NETWORKS = {
     "lenet": "network={name: lenet}",

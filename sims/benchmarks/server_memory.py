@@ -11,13 +11,14 @@ from typing import Any
 from conf import load
 from conf.sites import roster
 from server.evaluate import Evaluator
-from server.federation import Federation
 from server.listener import LogListener
-from server.rounds import RoundLoop
-from server.strategies import STRATEGIES, Setup
+from server.rounds.aggregation import Aggregation
+from server.rounds.exchange import Federation
+from server.rounds.loop import RoundLoop
+from server.rounds.view import Setup
 from sims.benchmarks import untrained
 from sims.engines.inline import InlineGrid
-from sims.tables import Table
+from sims.report.tables import Table
 
 MIB = 2**20
 ROUNDS = 2
@@ -42,9 +43,9 @@ def one(sites: int, folder: Path) -> dict[str, float]:
     grid = InlineGrid(sites, folder, untrained.app)
     federation = Federation(grid, roster(config), config.federation.window)
     federation.join(10.0)
-    aggregation = STRATEGIES.build(config.strategy, "strategy").start(Setup(config, roster(config), folder))
+    aggregation = Aggregation(Setup(config, roster(config), folder))
     loop = RoundLoop(config, "memory", federation, aggregation, Evaluator(config), LogListener())
-    size = sum(tensor.numel() * tensor.element_size() for tensor in aggregation.aggregate().values())
+    size = sum(tensor.numel() * tensor.element_size() for tensor in aggregation.aggregate().state.values())
     start = peak_rss()
     list(loop.rounds())
     return {"sites": sites, "state_mb": size / MIB, "start_mb": start / MIB, "peak_mb": peak_rss() / MIB}

@@ -8,9 +8,9 @@ from typing import Any
 
 from conf import load
 from conf.sites import roster
-from server.strategies import STRATEGIES, Setup
-from server.strategies.sum_aggregation import SumAggregate
-from sims.tables import Table
+from server.rounds.aggregation import Aggregation
+from server.rounds.view import Setup
+from sims.report.tables import Table
 
 CASES = {"100 sites of 4 MB": (100, 3.75), "100 sites of 0.3 MB": (100, 1.0), "1,000 sites of 0.3 MB": (1000, 1.0)}
 REPEATS = 5
@@ -37,13 +37,12 @@ def measure(sites: int, width: float, folder: Path) -> dict[str, float]:
     """Seconds of the subtraction alone, of the rest, and of all."""
     entry = f"sites=[{{domain: digits, count: {sites}, partition: {{min_samples: 1}}}}]"
     config = load("digits", [entry, f"network.width={width}", "objective.initialisation=own", f"run.root={folder}"])
-    aggregation = STRATEGIES.build(config.strategy, "strategy").start(Setup(config, roster(config), folder))
-    assert isinstance(aggregation, SumAggregate)
-    size = sum(tensor.numel() * tensor.element_size() for tensor in aggregation.aggregate().values())
+    aggregation = Aggregation(Setup(config, roster(config), folder))
+    size = sum(tensor.numel() * tensor.element_size() for tensor in aggregation.aggregate().state.values())
     subtracting, all_of_it = [], []
     for site in roster(config)[:REPEATS]:
         begin = time.perf_counter()
-        aggregation.sum_without([site.name])
+        aggregation.slots.sum_without("sum", [site.name])
         subtracting.append(time.perf_counter() - begin)
         begin = time.perf_counter()
         aggregation.forget([site.name], {})

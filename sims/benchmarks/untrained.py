@@ -13,11 +13,11 @@ from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from clients.app import app as real
+from clients.configurations import configuration, parsed
 from clients.initial import initial_state
 from clients.messages import METRICS, ROUND, SITE, Order, read_order, to_arrays
 from clients.objectives.modes import EXTRACTOR, HEAD
 from clients.randomness import generator
-from conf import from_json
 from fusion.exact import State
 
 RAISES, KILLS = 0.01, 0.005
@@ -36,7 +36,7 @@ def identify(message: Message, context: Context) -> Message:
 @app.train()
 def train(message: Message, context: Context) -> Message:
     """The shifted initial network."""
-    return Message(_contribution(read_order(message.content)), reply_to=message)
+    return Message(contribution(read_order(message.content), message.content), reply_to=message)
 
 
 @faulty.train()
@@ -48,7 +48,7 @@ def train_or_fail(message: Message, context: Context) -> Message:
         os.kill(os.getpid(), signal.SIGKILL)
     if kind:
         raise RuntimeError(f"seeded fault: {kind}")
-    return Message(_contribution(order), reply_to=message)
+    return Message(contribution(order, message.content), reply_to=message)
 
 
 def fault(site: int, round: int) -> str:
@@ -57,9 +57,10 @@ def fault(site: int, round: int) -> str:
     return "kill" if draw < KILLS else "raise" if draw < KILLS + RAISES else ""
 
 
-def _contribution(order: Order) -> RecordDict:
+def contribution(order: Order, content: RecordDict) -> RecordDict:
+    """The reply's content: the initial network, shifted by the number of the site and the round."""
     shift = 1e-6 * (order.site + 1000 * order.round)
-    moved = {name: tensor + shift for name, tensor in _initial(order.config).items()}
+    moved = {name: tensor + shift for name, tensor in _initial(configuration(order.config, content, None)).items()}
     reply = RecordDict({METRICS: MetricRecord({"loss": 1.0, "samples": 1})})
     for record, prefix in ((SITE, EXTRACTOR), (ROUND, HEAD)):
         reply[record] = to_arrays({name: tensor for name, tensor in moved.items() if name.startswith(prefix)})
@@ -68,4 +69,4 @@ def _contribution(order: Order) -> RecordDict:
 
 @functools.lru_cache(maxsize=1)
 def _initial(config: str) -> State:
-    return initial_state(from_json(config))
+    return initial_state(parsed(config))

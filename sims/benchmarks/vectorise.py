@@ -12,11 +12,11 @@ from flwr.app import RecordDict
 from clients.cohort import train_cohort
 from clients.initial import initial_state
 from clients.job import Job
-from clients.messages import MEAN, Order, to_arrays
+from clients.messages import MEAN, Order, config_digest, to_arrays
 from clients.store import SiteStore
 from conf import Config, load, to_json
 from conf.sites import roster
-from sims.tables import Table
+from sims.report.tables import Table
 
 COHORTS = (1, 2, 5, 10, 20)
 IMAGES = 60
@@ -57,9 +57,11 @@ def one(device: str, network: str, sites: int) -> dict[str, Any]:
 
 
 def _jobs(config: Config, folder: Path) -> list[Job]:
-    text, sites = to_json(config), roster(config)
+    digest, sites = config_digest(to_json(config)), roster(config)
     content = RecordDict({MEAN: to_arrays(initial_state(config))})
-    orders = [Order(text, "vectorise", site.index, round=1, base=0, members=len(sites)) for site in sites]
+    orders = [
+        Order(digest, "vectorise", site.index, round=1, rounds=config.rounds, base=0, members=len(sites)) for site in sites
+    ]
     return [Job(order, config, SiteStore(folder, "run", sites[order.site].name), content) for order in orders]
 
 

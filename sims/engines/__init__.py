@@ -16,14 +16,20 @@ os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed"
 MODULES = {"inline": "sims.engines.inline", "ray": "sims.engines.ray"}
 
 
+def refuse_engine(config: Config) -> None:
+    """UserError for an engine that is not ours to start."""
+    if config.engine.name not in MODULES:
+        again = " --run-config 'overrides=\"... run.resume=true\"'" if config.run.resume else ""
+        raise UserError(
+            f"engine.name: '{config.engine.name}' is a real federation: start it with `flwr run .{again}`; "
+            f"fedloom run takes one of: {', '.join(MODULES)}"
+        )
+
+
 @contextlib.contextmanager
 def open_engine(config: Config) -> Iterator[LocalGrid]:
     """The configured engine as a Flower Grid, its nodes being the configuration's sites; closed at the end in any case."""
-    if config.engine.name not in MODULES:
-        raise UserError(
-            f"engine.name: '{config.engine.name}' is a real federation: start it with `flwr run .`; "
-            f"fedloom run takes one of: {', '.join(MODULES)}"
-        )
+    refuse_engine(config)
     grid = importlib.import_module(MODULES[config.engine.name]).start(config)
     try:
         yield grid

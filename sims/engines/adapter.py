@@ -14,6 +14,8 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
+from clients.guard import SIMULATED
+from clients.partial import PartialSum
 from conf.schema import Config
 
 RUN_ID = 1
@@ -29,7 +31,7 @@ def take_identity() -> None:
 
 def site_context(index: int, sites: int, store: str) -> Context:
     """A fresh Flower context for the site at this place; nothing in it outlives a message."""
-    node_config = {"partition-id": index, "num-partitions": sites, "store": store}
+    node_config = {"partition-id": index, "num-partitions": sites, "store": store, SIMULATED: True}
     return Context(RUN_ID, FIRST_NODE + index, node_config, RecordDict(), {})  # type: ignore[arg-type]
 
 
@@ -37,9 +39,12 @@ def answer(app: ClientApp, message: Message, context: Context) -> Message:
     """The app's reply; an error message if it raises or returns nothing."""
     try:
         reply = app(message, context)
-        if isinstance(reply, Message):
+        if isinstance(reply, Message) and reply.metadata.reply_to_message_id == message.metadata.message_id:
             return reply
-        reason = f"the ClientApp returned {type(reply).__name__}, not a Message"
+        kind = type(reply).__name__
+        reason = f"the ClientApp returned {kind}, " + (
+            "which answers another one" if isinstance(reply, Message) else "not a Message"
+        )
     except Exception as error:
         reason = told(error)
     return failure(message, reason)
@@ -59,6 +64,7 @@ class LocalGrid(Grid):
     """A Grid whose nodes are the sites of a configuration. Engines add how a message is carried out."""
 
     poll_seconds = 0.0  # pull_messages waits by itself
+    simulated = True  # its nodes are who they say they are
 
     def __init__(self, sites: int, store: Path) -> None:
         take_identity()
@@ -73,6 +79,14 @@ class LocalGrid(Grid):
     @abstractmethod
     def collect(self, wanted: set[str]) -> list[Message]:
         """Replies to these message ids; waits for a moment if there are none."""
+
+    @abstractmethod
+    def cancel(self, message_ids: Iterable[str]) -> None:
+        """Give these messages up: nothing of them is kept, and none of them is running any more at the end."""
+
+    def partial_sum(self, message_id: str) -> PartialSum | None:
+        """The sum that holds the contribution of this message's reply, whose own content then lacks it."""
+        return None
 
     def close(self) -> None:
         """End the engine."""
@@ -118,6 +132,7 @@ class LocalGrid(Grid):
             for reply in self.collect(pending):
                 pending.discard(reply.metadata.reply_to_message_id)
                 replies.append(reply)
+        self.cancel(pending)
         return replies
 
 

@@ -1,6 +1,7 @@
 """The inline engine: sites run in this process, one after the other. For tests, debugging and tiny models."""
 
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 
 from flwr.app import Message
@@ -29,6 +30,10 @@ class InlineGrid(LocalGrid):
                 self._queue.remove(message)
                 return [answer(self._app, message, self.context(message))]
         return []
+
+    def cancel(self, message_ids: Iterable[str]) -> None:
+        gone = set(message_ids)
+        self._queue = deque(message for message in self._queue if message.metadata.message_id not in gone)
 
     def describe(self) -> str:
         return "inline: sites one after the other in this process"

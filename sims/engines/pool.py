@@ -1,4 +1,4 @@
-"""The pool of Ray actors: who gets what when, and what happens if one of them dies or hangs.
+"""The pool of Ray workers: who gets what when, and what happens if one of them dies or hangs.
 
 A thread of its own receives and dispatches, so that workers never wait for whoever polls. When a worker dies, only the
 message that was running is charged; it is tried again alone, and fails at the second time. Its neighbours are simply
@@ -6,28 +6,34 @@ run again. Where nobody can tell which message was running, all of them are trie
 """
 
 import itertools
-import tempfile
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import (
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    TaskCancelledError,
+    WorkerCrashedError,
+)
 
+from conf.errors import FailedError
 from conf.schema import EngineConfig
 from sims.engines.chunks import ChunkPolicy
-from sims.engines.marks import Mark, make
-from sims.engines.wire import size
-from sims.engines.worker import Worker
+from sims.engines.codec import PackedSum, size
+from sims.engines.crew import Crew, Member, told
+from sims.engines.heartbeat import SEVERAL
+from sims.engines.worker import Answers, Packed, Recipe, Replied
 
 ATTEMPTS = 2
 POLL_SECONDS = 0.1
-
-Packed = tuple[Any, ...]
-Outcome = Packed | str  # a packed reply, or the reason why there is none
+STOP_SECONDS = 5.0  # that a cancelled call may take to stop by itself; and its worker, once it is ended
+DEATHS = (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)
 
 
 @dataclass(frozen=True)
@@ -39,27 +45,31 @@ class Job:
     parts: Packed
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """A packed reply, or the reason why there is none; and the sums that came with it."""
+
+    reply: Replied
+    sums: tuple[PackedSum, ...] = ()
+
+
 @dataclass
 class Call:
-    """A chunk under way at a worker. `alone`: a suspect, and nothing else is at that worker."""
+    """A chunk under way. `alone`: a suspect, and nothing else is at that worker. `unwanted`: keys of cancelled messages."""
 
     number: int
-    worker: int
+    member: Member
     jobs: list[Job]
     alone: bool
-    late: bool = False
-    begin: float = field(default_factory=time.monotonic)
+    unwanted: set[str] = field(default_factory=set)
+    begun: float = field(default_factory=time.monotonic)
 
 
 class Pool:
-    """`workers` actors, made once and kept. Thread-safe: add, dispatch and take are called by the grid's user."""
+    """Thread-safe: add, dispatch, take and cancel are called by the grid's user. FailedError when no worker can be had."""
 
-    def __init__(self, workers: int, arguments: tuple[Any, ...], options: dict[str, Any], engine: EngineConfig) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="fedloom-marks-", ignore_cleanup_errors=True)
-        self._marks = [make(Path(self._folder.name), number) for number in range(workers)]
-        actor: Any = ray.remote(Worker)
-        made = actor.options(max_restarts=-1, **options)
-        self._actors = [made.remote(*arguments, mark) for mark in self._marks]
+    def __init__(self, recipe: Recipe, workers: int, options: dict[str, Any], engine: EngineConfig) -> None:
+        self._crew = Crew(recipe, workers, options)
         self._task_timeout = engine.task_timeout
         self._policy = ChunkPolicy(workers, least=engine.vectorise)
         self._numbers = itertools.count()
@@ -69,7 +79,7 @@ class Pool:
         self._calls: dict[Any, Call] = {}
         self._done: dict[str, Outcome] = {}
         self._changed = threading.Condition()
-        self._open = True
+        self._open, self._broken = True, ""
         self._thread = threading.Thread(target=self._receive_for_ever, name="fedloom-pool", daemon=True)
         self._thread.start()
 
@@ -87,109 +97,186 @@ class Pool:
     def take(self, wanted: set[str], timeout: float) -> list[tuple[str, Outcome]]:
         """Outcomes of these messages, each once; waits up to `timeout` seconds for the first."""
         with self._changed:
-            if self._done.keys().isdisjoint(wanted):
-                self._changed.wait_for(lambda: not self._done.keys().isdisjoint(wanted), timeout)
-            return [(key, self._done.pop(key)) for key in list(self._done) if key in wanted]
+            if not self._broken and self._done.keys().isdisjoint(wanted):
+                self._changed.wait_for(lambda: self._broken or not self._done.keys().isdisjoint(wanted), timeout)
+            found = [(key, self._done.pop(key)) for key in list(self._done) if key in wanted]
+            if self._broken and not found:
+                raise FailedError(self._broken)
+            return found
+
+    def cancel(self, keys: Iterable[str]) -> None:
+        """Give messages up. When it returns none of them is running: a worker that does not stop is ended."""
+        gone = set(keys)
+        with self._changed:
+            self._queue = deque(job for job in self._queue if job.key not in gone)
+            self._suspects = deque(job for job in self._suspects if job.key not in gone)
+            for key in gone:
+                self._done.pop(key, None)
+                self._charges.pop(key, None)
+            for reference, call in self._calls.items():
+                if now := gone & {job.key for job in call.jobs}:
+                    call.unwanted |= now
+                    self._learn_at_most(call)
+                    ray.cancel(reference)
+            if self._stopped(gone):
+                return
+            for call in self._calls.values():
+                if call.unwanted & gone:
+                    ray.kill(call.member.actor)
+            if not self._stopped(gone):  # on a machine that is out of reach
+                for member in {call.member for call in self._calls.values() if call.unwanted & gone}:
+                    self._lose(member, "it did not stop")
 
     def close(self) -> None:
-        """Stop receiving; calls under way are abandoned."""
+        """Stop receiving and end the workers, whatever they are at."""
         with self._changed:
             self._open = False
             self._changed.notify_all()
         self._thread.join(timeout=2.0)
-        self._folder.cleanup()
+        self._crew.close()
 
-    def kill(self) -> None:
-        """End the workers, whatever they are at."""
-        for actor in self._actors:
-            ray.kill(actor)
+    def _stopped(self, gone: set[str]) -> bool:
+        """Wait until no call with these messages is under way; whether that is so."""
+        return self._changed.wait_for(
+            lambda: bool(self._broken) or not any(call.unwanted & gone for call in self._calls.values()), STOP_SECONDS
+        )
 
     def _dispatch(self) -> None:
-        load = Counter(call.worker for call in self._calls.values())
-        guarded = {call.worker for call in self._calls.values() if call.alone}
-        for worker in range(len(self._actors)):
-            if self._suspects and not load[worker]:
-                guarded.add(worker)
-                self._call(worker, [self._suspects.popleft()], alone=True)
+        load = Counter(call.member.number for call in self._calls.values())
+        guarded = {call.member.number for call in self._calls.values() if call.alone}
+        ready = self._crew.ready()
+        for member in ready:
+            spare = len(ready) > 1 or not self._queue  # who kills the last worker has to wait for everybody else
+            if self._suspects and not load[member.number] and spare:
+                guarded.add(member.number)
+                self._call(member, [self._suspects.popleft()], alone=True)
         for depth in range(self._policy.depth()):
             waiting = len(self._queue)  # of one level, all workers get the same
-            for worker in range(len(self._actors)):
-                if self._queue and load[worker] == depth and worker not in guarded:
+            for member in ready:
+                if self._queue and load[member.number] == depth and member.number not in guarded:
                     wanted = self._policy.size(waiting, size(self._queue[0].parts))
                     jobs = [self._queue.popleft() for _ in range(min(wanted, len(self._queue)))]
-                    load[worker] += 1
-                    self._call(worker, jobs, alone=False)
+                    load[member.number] += 1
+                    self._call(member, jobs, alone=False)
 
-    def _call(self, worker: int, jobs: list[Job], alone: bool) -> None:
+    def _call(self, member: Member, jobs: list[Job], alone: bool) -> None:
         number = next(self._numbers)
-        reference = self._actors[worker].run.remote(number, [(job.site, job.parts) for job in jobs])
-        self._calls[reference] = Call(number, worker, jobs, alone)
+        reference = member.actor.run.remote(number, [(job.site, job.parts) for job in jobs])
+        self._calls[reference] = Call(number, member, jobs, alone)
 
     def _receive_for_ever(self) -> None:
-        while True:
+        try:
+            while self._open:
+                self._receive()
+        except Exception as error:  # whoever waits has to hear of it, whatever it is
             with self._changed:
-                waiting = list(self._calls)
-                if not waiting and self._open:
-                    self._changed.wait(POLL_SECONDS)
-                if not self._open:
-                    return
-            if not waiting:
-                continue
-            ready, _ = ray.wait(waiting, num_returns=1, timeout=POLL_SECONDS)
-            results = [(reference, _result(reference)) for reference in ready]
-            with self._changed:
-                for reference, result in results:
-                    self._settle(self._calls.pop(reference), result)
-                self._stop_late()
-                self._dispatch()
+                if self._open:
+                    self._broken = str(error) if isinstance(error, FailedError) else f"Ray failed ({told(error)})"
                 self._changed.notify_all()
 
-    def _settle(self, call: Call, result: tuple[float, list[Packed]] | RayError) -> None:
-        if isinstance(result, RayError):
-            self._recover(call, result)
-            return
-        seconds, replies = result
-        self._policy.learn(seconds, len(replies))
-        for job, reply in zip(call.jobs, replies, strict=True):
-            self._charges.pop(job.key, None)
-            self._done[job.key] = reply
+    def _receive(self) -> None:
+        with self._changed:
+            if not self._calls:
+                self._changed.wait(POLL_SECONDS)
+            waiting, questions = list(self._calls), self._crew.questions()
+        if not ray.is_initialized():  # else the next call would start another one
+            raise FailedError("Ray was shut down while sites were at work; what was committed is kept, resume it")
+        if waiting:
+            ray.wait([*waiting, *questions], num_returns=1, timeout=POLL_SECONDS)
+        ready = ray.wait(waiting, num_returns=len(waiting), timeout=0)[0] if waiting else []
+        results = [(reference, _result(reference)) for reference in ready]
+        with self._changed:
+            for reference, result in sorted(results, key=lambda pair: isinstance(pair[1], Exception)):  # good news first
+                if reference in self._calls:
+                    self._settle(reference, result)
+            for member, reason in self._crew.look(bool(self._calls or self._queue or self._suspects)):
+                self._lose(member, reason)
+            self._stop_late()
+            self._dispatch()
+            self._changed.notify_all()
 
-    def _recover(self, call: Call, error: RayError) -> None:
-        """A worker died with this call: charge who was running, run the others again."""
-        mark = self._mark(call.worker)
-        for place, job in enumerate(call.jobs):
-            running = call.alone if mark is None else (mark.call, mark.place) == (call.number, place)
-            if not running:
-                (self._queue if mark is not None else self._suspects).appendleft(job)
-                continue
-            self._charges[job.key] += 1
-            if call.late:
-                self._done[job.key] = f"took longer than engine.task_timeout={self._task_timeout:g} s"
-            elif self._charges[job.key] < ATTEMPTS:
-                self._suspects.append(job)
+    def _settle(self, reference: Any, result: Answers | Exception) -> None:
+        call = self._calls[reference]
+        if isinstance(result, DEATHS):
+            self._lose(call.member, type(result).__name__)
+            return
+        del self._calls[reference]
+        if call.unwanted or isinstance(result, TaskCancelledError):
+            self._again(call, call.jobs)
+        elif isinstance(result, Answers):
+            self._policy.learn(result.seconds, len(result.replies))
+            for job, reply in zip(call.jobs, result.replies, strict=True):
+                self._finish(job, Outcome(reply, tuple(result.sums)))
+        elif len(call.jobs) > 1:  # the fault is somewhere in the chunk
+            self._again(call, call.jobs, alone=True)
+        else:
+            cause: Any = getattr(result, "cause", None)  # of a RayTaskError
+            self._finish(call.jobs[0], Outcome(told(cause if isinstance(cause, Exception) else result)))
+
+    def _lose(self, member: Member, reason: str, late: bool = False) -> None:
+        """A worker is gone: charge who was running, run all others again, elsewhere; and start another worker."""
+        references = sorted((each for each, call in self._calls.items() if call.member is member), key=self._number)
+        calls = [self._calls.pop(reference) for reference in references]
+        mark = member.surely() or (member.told if late else None)
+        for call in reversed(calls):
+            surely = mark is not None and mark.call == call.number
+            if surely or (call is calls[0] and mark is None):
+                self._charge(call, mark.place if mark is not None and surely else SEVERAL, reason, late)
             else:
-                self._done[job.key] = f"killed its worker {ATTEMPTS} times ({type(error).__name__})"
-            if job.key in self._done:
-                del self._charges[job.key]
+                self._again(call, call.jobs)
+        self._crew.replace(member)
+
+    def _charge(self, call: Call, place: int, reason: str, late: bool) -> None:
+        """Of a call whose worker is gone: the message at `place`, or that may be any (SEVERAL)."""
+        place = 0 if len(call.jobs) == 1 else place
+        if place < 0:
+            self._again(call, call.jobs, alone=True)
+            return
+        job = call.jobs[place]
+        self._again(call, [other for other in call.jobs if other is not job])
+        if job.key in call.unwanted:
+            return
+        self._charges[job.key] += 1
+        if late:
+            self._finish(job, Outcome(f"took longer than engine.task_timeout={self._task_timeout:g} s"))
+        elif self._charges[job.key] >= ATTEMPTS:
+            self._finish(job, Outcome(f"killed its worker {ATTEMPTS} times ({reason})"))
+        else:
+            self._suspects.append(job)
+
+    def _again(self, call: Call, jobs: Iterable[Job], alone: bool = False) -> None:
+        """Queue the jobs again, ahead of others and in their order, but for those that nobody wants any more."""
+        wanted = [job for job in jobs if job.key not in call.unwanted]
+        (self._suspects if alone else self._queue).extendleft(reversed(wanted))
+
+    def _finish(self, job: Job, outcome: Outcome) -> None:
+        self._charges.pop(job.key, None)
+        self._done[job.key] = outcome
+
+    def _learn_at_most(self, call: Call) -> None:
+        """How long a call's messages take, at most, from one that is given up while it runs."""
+        mark = call.member.mark()
+        if mark is not None and mark.call == call.number:
+            messages = len(call.jobs) if mark.place == SEVERAL else mark.place + 1
+            self._policy.learn(time.monotonic() - call.begun, messages)
 
     def _stop_late(self) -> None:
-        """Kill workers whose present message has outlasted its time; the call then fails as if the worker had died."""
-        for call in self._calls.values() if self._task_timeout else ():
-            mark = self._mark(call.worker)
-            if mark is None and not call.alone:
+        """End workers whose present message has outlasted its time."""
+        running = {call.number: call for call in self._calls.values()}
+        for member in self._crew.ready() if self._task_timeout else ():
+            mark = member.mark()
+            call = running.get(mark.call) if mark is not None else None
+            if mark is None or call is None:
                 continue
-            running = mark is None or mark.call == call.number
-            seconds = time.monotonic() - call.begin if mark is None else mark.seconds
-            if running and seconds > self._task_timeout and not call.late:
-                call.late = True
-                ray.kill(self._actors[call.worker], no_restart=False)
+            if mark.seconds > self._task_timeout * (len(call.jobs) if mark.place == SEVERAL else 1):
+                self._lose(member, "late", late=True)
 
-    def _mark(self, worker: int) -> Mark | None:
-        return self._marks[worker].read()
+    def _number(self, reference: Any) -> int:
+        return self._calls[reference].number
 
 
-def _result(reference: Any) -> tuple[float, list[Packed]] | RayError:
+def _result(reference: Any) -> Answers | Exception:
     try:
         return ray.get(reference)
-    except RayError as error:
+    except Exception as error:
         return error

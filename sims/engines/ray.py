@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,19 +15,27 @@ from typing import Any
 import ray
 import torch
 from flwr.app import Message
+from ray._private import ray_constants
 
 import clients
 import conf
 import fusion
 import server
 import sims
-from clients.data.domains import SHIPPED, data_folder
+from clients.data.domains import SHIPPED, data_folder, known
+from clients.data.own import lookup
+from clients.data.partition import find_way
+from clients.networks import NETWORKS
+from clients.objectives import OBJECTIVES
+from clients.partial import PartialSum
 from conf.errors import UserError
+from conf.plugins import OURS, is_reference
 from conf.schema import Config, DataConfig, EngineConfig
 from conf.sites import roster
 from sims.engines.adapter import FIRST_NODE, LocalGrid, failure, store_folder
+from sims.engines.codec import SharedRecords, pack, unpack, unpack_sum
 from sims.engines.pool import Pool
-from sims.engines.wire import SharedRecords, pack, unpack
+from sims.engines.worker import Recipe
 
 CLIENT_APP = "clients.app:app"
 COMBINE = "clients.partial:combine"
@@ -43,6 +52,7 @@ class RayGrid(LocalGrid):
         self._pool, self._description, self._own = pool, description, own
         self._shared = SharedRecords(ray.put)
         self._messages: dict[str, Message] = {}
+        self._sums: dict[str, PartialSum] = {}  # by the message whose reply is in it
 
     def submit(self, message: Message) -> None:
         key = message.metadata.message_id
@@ -55,47 +65,98 @@ class RayGrid(LocalGrid):
         return ids
 
     def collect(self, wanted: set[str]) -> list[Message]:
-        replies = []
+        replies, sums = [], {}
         for key, outcome in self._pool.take(wanted, WAIT_SECONDS):
-            message = self._messages.pop(key)
-            replies.append(failure(message, outcome) if isinstance(outcome, str) else unpack(outcome))
+            message, reply = self._messages.pop(key), outcome.reply
+            replies.append(failure(message, reply) if isinstance(reply, str) else unpack(reply))
+            for packed in outcome.sums:
+                if key in packed[0].messages:
+                    sums[id(packed)] = self._sums[key] = sums.get(id(packed)) or unpack_sum(packed)
         return replies
+
+    def partial_sum(self, message_id: str) -> PartialSum | None:
+        return self._sums.pop(message_id, None)
+
+    def cancel(self, message_ids: Iterable[str]) -> None:
+        gone = list(message_ids)
+        self._pool.cancel(gone)
+        for key in gone:
+            self._messages.pop(key, None)
+            self._sums.pop(key, None)
 
     def close(self) -> None:
         """Let the workers go; and Ray, unless it ran in this process before."""
         try:
             self._pool.close()
         finally:
-            ray.shutdown() if self._own else self._pool.kill()
+            if self._own:
+                ray.shutdown()
 
     def describe(self) -> str:
         return self._description
 
 
-def start(config: Config, app: str = CLIENT_APP) -> RayGrid:
+def start(config: Config, app: str = CLIENT_APP, combine: str = COMBINE) -> RayGrid:
     """Start Ray (or join the cluster at engine.address) and the workers. Raises UserError if Ray cannot start.
 
-    Without an address, a Ray that this process has started before is used, and kept.
+    Without an address, a Ray that this process has started before is used, and kept. `combine` is for partial sums.
     """
-    engine, sites, store = config.engine, len(roster(config)), store_folder(config)
+    engine, sites, store, plugins = config.engine, len(roster(config)), store_folder(config), plugins_of(config)
     own = not ray.is_initialized()
     workers = _begun(config, sites) if own else _kept(engine, sites)
     options = {"num_cpus": engine.num_cpus, "num_gpus": engine.num_gpus, "scheduling_strategy": "SPREAD"}
-    combine = COMBINE if config.federation.partial_sums else ""
-    pool = Pool(workers, (app, combine, engine.vectorise, sites, str(store)), options, engine)
+    joined = combine if config.federation.partial_sums else ""
+    recipe = Recipe(app, joined, engine.vectorise, sites, str(store), plugins, own_paths())
+    pool = Pool(recipe, workers, options, engine)
     gpus = f", {engine.num_gpus:g} GPU" if engine.num_gpus else ""
     return RayGrid(sites, store, pool, f"ray: {workers} workers, {engine.num_cpus:g} CPU{gpus} each", own)
+
+
+def plugins_of(config: Config) -> tuple[str, ...]:
+    """The modules outside this project that register what the sites need, for workers to import.
+
+    Raises UserError for what is registered in a script: workers cannot import that.
+    """
+    foreign = {what: module for what, module in _modules(config) if module.partition(".")[0] not in OURS}
+    for what, module in foreign.items():
+        if module == "__main__":
+            raise UserError(f"{what}: is registered in the script itself, which Ray's workers cannot import; "
+                            "put it into a module, or take engine.name=inline")  # fmt: skip
+    return tuple(sorted(set(foreign.values())))
+
+
+def _modules(config: Config) -> Iterator[tuple[str, str]]:
+    """What the configuration names and the module that it is from: networks, objective, domains, ways to divide."""
+    specs = [site.spec for site in roster(config)]
+    sections = [config.network, *(spec.network for spec in specs)]
+    names = {
+        ("network", NETWORKS.find): {section.get("name") for section in sections},
+        ("objective", OBJECTIVES.find): {config.objective.get("name")},
+        ("domain", lookup): {spec.domain for spec in specs if not known(spec.domain)},
+        ("partitioner", find_way): {spec.partition.name for spec in specs},
+    }
+    for (kind, find), given in names.items():
+        for name in sorted(name for name in given if name):
+            module = name.partition(":")[0] if is_reference(name) else getattr(find(name), "__module__", "")
+            yield f"{kind} '{name}'", module or ""
+
+
+def own_paths() -> tuple[str, ...]:
+    """The folders that this process imports from beside Python's own, such as the working directory."""
+    folders = dict.fromkeys(os.path.abspath(path) for path in sys.path)
+    python = tuple({os.path.join(os.path.realpath(base), "") for base in (sys.prefix, sys.base_prefix)})
+    return tuple(path for path in folders if os.path.isdir(path) and not os.path.realpath(path).startswith(python))
 
 
 def _begun(config: Config, sites: int) -> int:
     """Start Ray or join a cluster; the number of workers."""
     engine = config.engine
-    workers = engine.workers or min(sites, workers_for(engine, _this_machine()))
+    workers = min(sites, engine.workers or workers_for(engine, _this_machine()))
     try:
         with own_signals(), apart():
             _join(engine.address, config.data if engine.ship_data else None) if engine.address else _start(engine, workers)
         if engine.address:
-            workers = engine.workers or min(sites, workers_for(engine, ray.cluster_resources()))
+            workers = min(sites, engine.workers or workers_for(engine, ray.cluster_resources()))
     except (OSError, RuntimeError, ConnectionError, ValueError) as error:
         ray.shutdown()
         reason = str(error).strip().splitlines()[0]
@@ -110,7 +171,7 @@ def _kept(engine: EngineConfig, sites: int) -> int:
     room = workers_for(engine, ray.cluster_resources())
     if engine.workers > room:
         raise UserError(f"engine.workers: got {engine.workers}, the Ray in this process has room for {room}")
-    return engine.workers or min(sites, room)
+    return min(sites, engine.workers or room)
 
 
 _starting = threading.Event()
@@ -158,7 +219,24 @@ def _this_machine() -> dict[str, float]:
 def _start(engine: EngineConfig, workers: int) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     cores = max(len(os.sched_getaffinity(0)), math.ceil(workers * engine.num_cpus))
-    ray.init(num_cpus=cores, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+    with loopback():
+        ray.init("local", num_cpus=cores, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+
+
+@contextlib.contextmanager
+def loopback() -> Iterator[None]:
+    """Let the Ray that starts now listen on 127.0.0.1 alone: on Linux it takes any interface unless it is told this way."""
+    before = ray_constants.ENABLE_RAY_CLUSTER, os.environ.get(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR)
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before[0]
+        if before[1] is None:
+            del os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR]
+        else:
+            os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = before[1]
 
 
 def _join(address: str, ship: DataConfig | None) -> None:

@@ -1,71 +1,140 @@
 """The Ray actor: imports the ClientApp once, then answers chunks of messages."""
 
 import importlib
+import sys
 import time
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 from flwr.app import Context, Message
 
-from sims.engines.adapter import answer, failure, site_context, take_identity, told
-from sims.engines.marks import NOTHING, Marker, MarkFile
-from sims.engines.wire import PackedArrays, Shared, pack, unpack
+from clients.guard import failed
+from clients.messages import TRAIN
+from clients.partial import PartialSum
+from sims.engines.adapter import answer, site_context, take_identity
+from sims.engines.codec import PackedArrays, PackedSum, Shared, pack, pack_sum, unpack
+from sims.engines.heartbeat import NOTHING, SEVERAL, Mark, Marker, MarkFile
 
 KEPT_RECORDS = 16  # shared records of the present round, and some of the one before
 
+Packed = tuple[Any, ...]
+Replied = Packed | str  # a packed reply, or the reason why there is none
 
-class Worker:
-    """Answers messages for any site. `app` and `combine` are "module:attribute"; combine makes one of several replies.
 
-    `cohort` > 1: that many sites of one shape are trained as one.
+@dataclass(frozen=True)
+class Recipe:
+    """What a worker is made of. `app` and `combine` (or empty) are "module:attribute".
+
+    `cohort` > 1: that many sites of one shape are trained as one. `plugins`: modules that hold what is the user's own;
+    `paths`: folders that they may be in.
     """
 
-    def __init__(self, app: str, combine: str, cohort: int, sites: int, store: str, mark: MarkFile) -> None:
+    app: str
+    combine: str
+    cohort: int
+    sites: int
+    store: str
+    plugins: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What came of a call: a reply for each of its messages, in order, and sums over some of them, packed."""
+
+    seconds: float
+    replies: list[Replied]
+    sums: list[PackedSum]
+
+
+class Worker:
+    """Answers messages for any site."""
+
+    def __init__(self, recipe: Recipe, mark: MarkFile) -> None:
         take_identity()
-        self.app = _imported(app)
-        self.combine = _imported(combine) if combine else None
-        self.cohort, self.sites, self.store = cohort, sites, store
+        self.recipe, self.fault = recipe, ""
         self._marker = Marker(mark)
         self._records: OrderedDict[str, PackedArrays] = OrderedDict()
+        sys.path += [path for path in recipe.paths if path not in sys.path]
+        try:
+            for module in recipe.plugins:
+                importlib.import_module(module)
+            self.app = _imported(recipe.app)
+            self.combine = _imported(recipe.combine) if recipe.combine else None
+        except Exception as error:
+            self.fault = f"{type(error).__name__}: {error}"
 
-    def run(self, call: int, chunk: list[tuple[int, tuple[Any, ...]]]) -> tuple[float, list[tuple[Any, ...]]]:
-        """Answer (site, packed message) pairs in order; seconds spent and the packed replies."""
+    @ray.method(concurrency_group="control")
+    def status(self) -> tuple[str, bool, Mark | None]:
+        """Why it cannot work (empty: it can), whether the pool can read its mark, and the mark; answered at any time."""
+        return self.fault, self._marker.near, self._marker.read()
+
+    def run(self, call: int, chunk: list[tuple[int, Packed]]) -> Answers:
+        """Answer (site, packed message) pairs in order. A call that is cancelled ends after the message that is running."""
         begin = time.perf_counter()
-        asked = [(unpack(parts, self._fetch), site_context(site, self.sites, self.store)) for site, parts in chunk]
-        replies = self._as_one(call, asked) if self.cohort > 1 else self._in_turn(call, asked)
-        if self.combine is not None:
-            replies = self.combine([message for message, _ in asked], replies)
-        return time.perf_counter() - begin, [pack(reply) for reply in replies]
+        try:
+            return self._run(call, chunk, begin)
+        finally:
+            self._marker.write(NOTHING, NOTHING)
 
-    def _in_turn(self, call: int, asked: list[tuple[Message, Context]]) -> list[Message]:
-        replies = []
-        for place, (message, context) in enumerate(asked):
+    def _run(self, call: int, chunk: list[tuple[int, Packed]], begin: float) -> Answers:
+        asked: dict[int, tuple[Message, Context]] = {}
+        replied: dict[int, Replied] = {}
+        for place, (site, parts) in enumerate(chunk):
+            self._marker.write(call, place)
+            try:
+                asked[place] = unpack(parts, self._fetch), site_context(site, self.recipe.sites, self.recipe.store)
+            except Exception as error:
+                replied[place] = f"its message cannot be read ({type(error).__name__}: {error})"
+        replies = self._as_one(call, asked) if self.recipe.cohort > 1 else self._in_turn(call, asked)
+        if len(replies) < len(asked):  # cancelled: nobody wants the rest
+            return Answers(time.perf_counter() - begin, [], [])
+        sums: Sequence[PartialSum] = ()
+        if self.combine is not None:
+            self._marker.write(call, SEVERAL)
+            replies, sums = self.combine([message for message, _ in asked.values()], replies)
+        replied |= {place: pack(reply) for place, reply in zip(asked, replies, strict=True)}
+        return Answers(
+            time.perf_counter() - begin, [replied[place] for place in range(len(chunk))], [pack_sum(one) for one in sums]
+        )
+
+    def _in_turn(self, call: int, asked: Mapping[int, tuple[Message, Context]]) -> list[Message]:
+        """The replies, in order; fewer than messages if the call is cancelled meanwhile."""
+        replies: list[Message] = []
+        cancelled = ray.get_runtime_context().is_canceled
+        for place, (message, context) in asked.items():
+            if cancelled():
+                break
             self._marker.write(call, place)
             replies.append(answer(self.app, message, context))
         return replies
 
-    def _as_one(self, call: int, asked: list[tuple[Message, Context]]) -> list[Message]:
+    def _as_one(self, call: int, asked: Mapping[int, tuple[Message, Context]]) -> list[Message]:
         """Train sites of one shape together; whatever is no train message is answered in turn."""
         from clients.cohort import same_shape, train_cohort
         from clients.job import read_job
-        from clients.messages import TRAIN
 
-        if len(asked) == 1 or any(message.metadata.message_type != TRAIN for message, _ in asked):
+        messages = [message for message, _ in asked.values()]
+        if len(messages) == 1 or any(message.metadata.message_type != TRAIN for message in messages):
             return self._in_turn(call, asked)
-        self._marker.write(call, NOTHING)
+        self._marker.write(call, SEVERAL)
         replies: dict[int, Message] = {}
         try:
-            jobs = [read_job(message, context) for message, context in asked]
-            trained = [(group, train_cohort([jobs[place] for place in group])) for group in same_shape(jobs, self.cohort)]
+            jobs = [read_job(message, context) for message, context in asked.values()]
+            trained = [
+                (group, train_cohort([jobs[place] for place in group])) for group in same_shape(jobs, self.recipe.cohort)
+            ]
         except Exception:  # of the joint step, such as too little memory for all: each site gets its own chance
             return self._in_turn(call, asked)
         for group, outcomes in trained:
             for place, done in zip(group, outcomes, strict=True):
-                message = asked[place][0]
-                failed = isinstance(done, Exception)
-                replies[place] = failure(message, told(done)) if failed else Message(done, reply_to=message)
-        return [replies[place] for place in range(len(asked))]
+                message = messages[place]
+                failure = isinstance(done, Exception)
+                replies[place] = failed(done, message, full=True) if failure else Message(done, reply_to=message)
+        return [replies[place] for place in range(len(messages))]
 
     def _fetch(self, shared: Shared) -> PackedArrays:
         key = shared.reference.hex()

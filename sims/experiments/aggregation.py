@@ -9,9 +9,9 @@ import yaml
 
 from conf import UserError, load
 from conf.schema import Config
-from sims.report import write_page
+from sims.report.report import write_page
+from sims.report.tables import Table, domains, mean_and_spread
 from sims.simulate import simulate_once
-from sims.tables import Table, domains, mean_and_spread
 
 EXPERIMENT = "mnist_svhn"
 

@@ -16,9 +16,9 @@ from fusion.arithmetic import GRADIENTS, WEIGHTS
 from server.strategies.coefficients import worth
 from sims.experiments import arithmetic_runs as runs
 from sims.experiments.arithmetic_plot import draw
-from sims.report import Part, Picture, write_page
+from sims.report.report import Part, Picture, write_page
+from sims.report.tables import Table, mean, mean_and_spread, show
 from sims.simulate import simulate_once
-from sims.tables import Table, mean, mean_and_spread, show
 
 BAR = 0.55  # of a task's own accuracy, on both tasks at once
 DATA = ("small", "medium", "large")

@@ -17,7 +17,7 @@ from server.evaluate import Evaluator
 from server.ledger import Ledger
 from server.method import Method
 from server.runfolder import RunFolder
-from server.strategies.arithmetic import Arithmetic
+from server.strategies.arithmetic import start_of
 
 STEPS = [step / 10 for step in range(11)]  # of alpha and beta
 ALPHAS = [0.0, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 5.0, 10.0]  # of one gradient
@@ -41,9 +41,10 @@ class Networks:
         folder = RunFolder(Path(config.run.root) / config.run.name)
         with Ledger.open(folder.path, server=False) as ledger:
             aggregation = Method(config, folder, ledger, evaluator := Evaluator(config)).aggregation
-            assert isinstance(aggregation, Arithmetic)
-            ends = [aggregation.site(site.name) for site in roster(config)]
-        return cls(evaluator, aggregation.like, ends, [label(site.spec) for site in roster(config)])
+            models = aggregation.models()
+            ends = [models[site.name].state for site in roster(config)]
+            start = start_of(aggregation.view())
+        return cls(evaluator, start, ends, [label(site.spec) for site in roster(config)])
 
     def measured(self, composer: Composer, alphas: Sequence[float], split: str, most: int) -> list[float]:
         """Accuracy of a combination on the two domains."""

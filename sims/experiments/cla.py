@@ -17,14 +17,14 @@ from torch import nn
 from clients.networks import NetworkName, parse_name
 from clients.states import write_bytes
 from conf import UserError
-from fusion.align import layer_costs, optimal_alignment
 from fusion.baselines import Ensemble, naive_average
-from fusion.fuse import Fused, FusionSettings, fuse
+from fusion.fusing import Fused, FusionSettings, fuse
+from fusion.matching import layer_costs, optimal_alignment
 from fusion.search import best_weights
 from sims.experiments.cla_plot import draw
-from sims.pairs import Recipe, Task, accuracy, probe_set, train, trained
-from sims.report import Picture, write_page
-from sims.tables import Table
+from sims.experiments.pairs import Recipe, Task, accuracy, probe_set, train, trained
+from sims.report.report import Picture, write_page
+from sims.report.tables import Table
 
 FOLDER = Path("runs/cla")
 FINE = (1, 5)  # epochs of fine-tuning

@@ -14,10 +14,10 @@ from conf.schema import Config
 from conf.sites import roster
 from server.ledger import Ledger
 from server.runfolder import RunFolder, read_config
-from sims.report import write_page
+from sims.cli.unlearn import Wish, unlearn
+from sims.report.report import write_page
+from sims.report.tables import Table
 from sims.simulate import simulate_once
-from sims.tables import Table
-from sims.unlearn import Wish, unlearn
 
 ROOT = Path("runs/reproduce-unlearning")
 REPAIR = 3

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clients.data.kept import folder
+from clients.data.disk_cache import folder
 from clients.data.partition import WAYS, divide, sizes
 from clients.randomness import generator
 from conf.errors import UserError

@@ -42,7 +42,7 @@ def test_counts_shapes_and_classes(name: str) -> None:
         labels = place.labels(part)
         assert len(labels) == count and labels.dtype == np.int64
         assert np.unique(labels).tolist() == list(range(data.num_classes(config({"domain": name}))))
-        images = place.images(part, np.array([0, count - 1]))
+        images = np.asarray(place.images(part, np.array([0, count - 1])))
         assert images.shape == (2, *shape) and images.dtype == np.uint8
 
 
@@ -67,15 +67,15 @@ def test_every_prefix_of_the_sheets_is_balanced(name: str, classes: int) -> None
 def test_tiles_are_found_again_in_any_order() -> None:
     place = locate("cifar10", DATA)
     index = np.array([2999, 0, 1024, 25, 1000])
-    together = place.images("train", index)
+    together = np.asarray(place.images("train", index))
     for position, image in zip(index, together, strict=True):
-        assert np.array_equal(place.images("train", np.array([position]))[0], image)
+        assert np.array_equal(np.asarray(place.images("train", np.array([position])))[0], image)
     assert len({image.tobytes() for image in together}) == 5
 
 
 @pytest.mark.parametrize(("name", "mean"), [("cifar10", (0.4914, 0.4822, 0.4465)), ("cifar100", (0.5071, 0.4865, 0.4409))])
 def test_sheets_have_the_published_colours(name: str, mean: tuple[float, float, float]) -> None:
-    images = locate(name, DATA).images("train", np.arange(5000))
+    images = np.asarray(locate(name, DATA).images("train", np.arange(5000)))
     assert np.abs(images.mean((0, 1, 2)) / 255 - mean).max() < 0.01
 
 

@@ -45,7 +45,7 @@ def session(config: Config, index: int = 0, round: int = 1) -> Session:
         members=2,
         network=build_network(config, num_classes(config)),
         incoming={MEAN: initial_state(config)},
-        own=None,
+        stored=lambda: None,
         generator=torch_generator(config.seed, site.name, str(round), "objective"),
     )
     return OBJECTIVES.build({"name": "sum_aggregation", "mode": "fedavg"}, "objective").session(task)

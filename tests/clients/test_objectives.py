@@ -61,7 +61,7 @@ def opened(config: Config, incoming: dict[str, State], own: State | None = None,
         members=SITES,
         network=build_network(config, num_classes(config)),
         incoming=incoming,
-        own=own,
+        stored=lambda: own,
         generator=torch_generator(config.seed, site.name, "1", "objective"),
     )
     return OBJECTIVES.build(config.objective, "objective").session(task)
@@ -149,11 +149,10 @@ def test_exact_leave_one_out_views_are_used_as_often_as_told_evenly_and_never_on
     config, session = exact(f"objective.subset_probability={probability}", "objective.own_weight=0", incoming=incoming)
     losses = [cross_entropy(config, {**state, **head()}) for state in (mean, *others)]
     assert min(abs(a - b) for i, a in enumerate(losses) for b in losses[:i]) > 1e-3  # they can be told apart
-    counts = np.zeros(len(losses))
-    draws = 600
+    counts, draws, shown = np.zeros(len(losses)), 600, batch()
     for _ in range(draws):
         with torch.no_grad():
-            seen = value(session.loss(*batch()))
+            seen = value(session.loss(*shown))
         [place] = [place for place, loss in enumerate(losses) if seen == pytest.approx(loss, abs=1e-4)]
         counts[place] += 1
     shares = counts / draws

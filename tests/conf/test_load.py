@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from conf import UserError, experiment_names, from_json, load, to_json, to_yaml
-from conf.load import experiment_lines
+from conf.load import VERSION, experiment_lines
 from conf.sites import roster
 
 
@@ -54,6 +54,9 @@ def test_show_is_yaml_that_loads_again(tmp_path: Path):
         ("sites=[{domain: digits, rotaton: 3}]", r"'sites\[0\].rotaton'; did you mean 'sites\[0\].rotation'"),
         ("sites.7.domain=x", "sites.7.domain=x"),
         ("run.name=../x", "run.name: got '../x'"),
+        ("version=99", f"version: got 99, this fedloom reads up to {VERSION}; use the fedloom that wrote it"),
+        ("version=0", f"version: got 0, takes a number from 1 to {VERSION}"),
+        ("version=two", f"version: got 'two', takes a number from 1 to {VERSION}"),
         ("preset=cpu", "preset: digits has none"),
         ("preset=[cpu]", "preset: digits has none"),
         (f"run.name={'x' * 201}", "takes a plain folder name"),

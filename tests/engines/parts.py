@@ -1,5 +1,6 @@
 """Parts of the tests of engines: a small run and what comes out of it."""
 
+import contextlib
 from pathlib import Path
 
 from clients.states import read_state
@@ -8,17 +9,19 @@ from fusion.exact import digest
 from server.experiment import run_experiment
 from server.listener import LogListener
 from sims.engines import open_engine
+from sims.engines.adapter import LocalGrid
 
 SMALL = ["rounds=2", "sites.0.samples=120", "sites.1.samples=100", "data.size=8", "baselines=[]"]
 SITES = "sites=[{domain: digits, samples: 60}, {domain: digits, rotation: 90, samples: 90}, {domain: digits, samples: 30}]"
 
 
-def final_states(folder: Path, name: str, *engine: str) -> dict[str, str]:
-    """Digests of all final states of a small run on an engine, and of its exact sum."""
+def final_states(folder: Path, name: str, *engine: str, grid: LocalGrid | None = None) -> dict[str, str]:
+    """Digests of all final states of a small run on an engine, or on one that is there, and of its exact sums."""
     config = load(
         "digits", [*SMALL, SITES, *engine, f"run.root={folder}", f"run.name={name}", "objective.subset_probability=0.5"]
     )
-    with open_engine(config) as grid:
-        summary = run_experiment(grid, config, LogListener())
+    with contextlib.nullcontext(grid) if grid else open_engine(config) as opened:
+        summary = run_experiment(opened, config, LogListener())
     files = sorted((folder / name / "states").glob("*.safetensors"))
-    return {"sum": summary["digest"]["sum"], **{file.stem: digest(read_state(file)) for file in files}}
+    sums = {f"slot {name}": found for name, found in summary["digest"].items()}
+    return {**sums, **{file.stem: digest(read_state(file)) for file in files}}

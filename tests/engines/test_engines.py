@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import functools
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +17,37 @@ import torch
 
 from clients.states import read_state
 from conf import UserError, load
-from server.audit import check
 from server.experiment import run_experiment
+from server.ledger.audit import check
 from server.listener import LogListener
+from sims.benchmarks.fault_run import bench
+from sims.benchmarks.untrained import fault
 from sims.engines import open_engine
 from sims.engines.adapter import FIRST_NODE, LocalGrid
 from sims.engines.ray import workers_for
-from tests.engines.parts import SMALL, final_states
+from tests.engines.parts import SITES, SMALL, final_states
 
 pytestmark = pytest.mark.usefixtures("one_ray")
 
 
+@pytest.fixture(scope="module")
+def ray_with(tmp_path_factory: pytest.TempPathFactory, one_ray: None) -> Iterator[Callable[..., LocalGrid]]:
+    """Ray engines by their options, each started once: its workers take longer to start than a small run."""
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def grid(*words: str) -> LocalGrid:
+            root = f"run.root={tmp_path_factory.mktemp('engine')}"
+            return stack.enter_context(open_engine(load("digits", [SITES, "engine.num_cpus=0", *words, root])))
+
+        yield grid
+
+
 @pytest.mark.slow
-def test_inline_and_ray_with_one_and_two_workers_give_the_same_bits(tmp_path: Path):
+def test_inline_and_ray_give_the_same_bits(tmp_path: Path, ray_with: Callable[..., LocalGrid]):
     inline = final_states(tmp_path, "inline", "engine.name=inline")
     assert {"aggregate", "site-0000", "site-0001", "site-0002"} <= inline.keys()
-    for workers in (1, 2):
-        assert final_states(tmp_path, f"ray-{workers}", "engine.name=ray", f"engine.workers={workers}") == inline
+    assert final_states(tmp_path, "ray", "engine.name=ray", grid=ray_with("engine.workers=2")) == inline
 
 
 def test_a_ray_that_was_there_is_used_and_kept(tmp_path: Path):
@@ -58,12 +74,12 @@ def test_what_does_not_fit_a_ray_that_was_there_is_refused_and_leaves_it(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["exact", "fedavg", "independent", "regularised"])
-def test_partial_sums_give_the_same_bits(tmp_path: Path, mode: str):
+def test_partial_sums_of_one_worker_give_the_same_bits(tmp_path: Path, ray_with: Callable[..., LocalGrid], mode: str):
     words = [f"objective.mode={mode}", "objective.initialisation=own", "strategy.weighting=samples"]
     words += ["network.standardise=false", "network.affine=true"]
     whole = final_states(tmp_path, "whole", "engine.name=inline", *words)
-    parts = ["engine.name=ray", "engine.workers=1", "federation.partial_sums=true"]
-    assert final_states(tmp_path, "parts", *parts, *words) == whole
+    parts = ["engine.workers=1", "federation.partial_sums=true"]
+    assert final_states(tmp_path, f"parts-{mode}", *parts, *words, grid=ray_with(*parts)) == whole
 
 
 class Stopping(LogListener):
@@ -81,13 +97,14 @@ def test_a_site_without_its_store_begins_at_its_contribution_on_every_engine(tmp
     engines = {"inline": ["engine.name=inline"], "ray": ["engine.name=ray", "engine.workers=1", *options]}
     for name, engine in engines.items():
         config = load("digits", [*SMALL[:1], *SMALL[3:], *alike, *engine, f"run.root={tmp_path}", f"run.name={name}"])
-        for listener in (Stopping(), LogListener()):
-            with open_engine(config) as grid, contextlib.suppress(KeyboardInterrupt):
-                run_experiment(grid, config, listener)
-            (store,) = (tmp_path / name / "sites").iterdir()
-            assert len(list(store.iterdir())) == 3
-            shutil.rmtree(store / "site-0001")
-            config = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
+        with open_engine(config) as grid:
+            for listener in (Stopping(), LogListener()):
+                with contextlib.suppress(KeyboardInterrupt):
+                    run_experiment(grid, config, listener)
+                (store,) = (tmp_path / name / "sites").iterdir()
+                assert len(list(store.iterdir())) == 3
+                shutil.rmtree(store / "site-0001")
+                config = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
         assert check(tmp_path / name) == []
     one, other = (read_state(tmp_path / name / "states" / "aggregate.safetensors") for name in engines)
     for name in one:
@@ -110,7 +127,7 @@ import time
 sys.modules["ray"] = None  # as if it were not installed
 from conf import load
 from sims.simulate import simulate
-import server.app, clients.app, sims.cli
+import server.app, clients.app, sims.cli.main
 simulate(load("digits", {[*SMALL, "engine.name=inline", f"run.root={tmp_path}"]!r}), quiet=True)
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
@@ -130,11 +147,23 @@ def test_nodes_are_the_sites_in_order(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["exact", "fedavg"])
-def test_sites_trained_as_one_agree_with_sites_trained_in_turn(tmp_path: Path, mode: str):
+def test_sites_trained_as_one_agree_with_sites_trained_in_turn(
+    tmp_path: Path, ray_with: Callable[..., LocalGrid], mode: str
+):
     sites = "sites=[{domain: digits, count: 4, samples: 40}, {domain: digits, samples: 30}]"
     words = [sites, f"objective.mode={mode}", "rounds=1", "training.rate=0.01"]
     final_states(tmp_path, "in-turn", "engine.name=inline", *words)
-    final_states(tmp_path, "as-one", "engine.name=ray", "engine.workers=1", "engine.vectorise=4", *words)
-    one, other = (read_state(tmp_path / name / "states" / "aggregate.safetensors") for name in ("in-turn", "as-one"))
+    one_worker = ray_with("engine.workers=1", "engine.vectorise=4", sites)
+    final_states(tmp_path, f"as-one-{mode}", "engine.vectorise=4", *words, grid=one_worker)
+    one, other = (read_state(tmp_path / name / "states" / "aggregate.safetensors") for name in ("in-turn", f"as-one-{mode}"))
     for name in one:
         torch.testing.assert_close(one[name], other[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_with_seeded_faults_names_them_all_and_leaves_the_bits_of_the_inline_engine():
+    _, (inline, over_ray) = bench(sites=100, rounds=2)
+    planned = {(round, site) for round in (1, 2) for site in range(100) if fault(site, round)}
+    assert {fault(site, round) for round, site in planned} == {"raise", "kill"}
+    assert inline["failed"] == over_ray["failed"] == len(planned)
+    assert inline["digest"] == over_ray["digest"]

@@ -1,4 +1,4 @@
-"""A real federation: SuperLink, two SuperNodes and `flwr run`, each a process of its own, against the inline engine."""
+"""A real federation: SuperLink, SuperNodes and `flwr run`, each a process of its own, against the inline engine."""
 
 import contextlib
 import json
@@ -15,6 +15,7 @@ import pytest
 
 from conf import load
 from server.experiment import run_experiment
+from server.ledger import Ledger
 from server.listener import LogListener
 from sims.engines import open_engine
 
@@ -88,30 +89,45 @@ def test_flwr_run_gives_the_bits_of_the_inline_engine(tmp_path: Path):
 
         start("superlink", "flower-superlink", "--insecure", "--port", str(port))
         wait_for(port)
-        for place in range(2):
-            node = f'partition-id={place} store="{tmp_path}/node-{place}"'
+        for number, place in enumerate((0, 1, 1)):  # the last one says that it is site-0001, too
+            node = f'partition-id={place} store="{tmp_path}/node-{number}"'
             start(
-                f"node-{place}",
+                f"node-{number}",
                 *("flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{port}", "--port", str(free_port())),
                 *("--node-config", node),
             )
-        overrides = " ".join([*SMALL, f"run.root={tmp_path}", "run.name=flower"])
-        run = [str(BIN / "flwr"), "run", str(REPOSITORY), "here", "--stream"]
-        done = subprocess.run(
-            [*run, "--run-config", f'experiment="digits" overrides="{overrides}"'],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            cwd=tmp_path,
-        )
-        log = done.stdout + done.stderr + (tmp_path / "superlink.log").read_text()
+
+        def flwr_run(*words: str) -> str:
+            overrides = " ".join([*SMALL, f"run.root={tmp_path}", "run.name=flower", *words])
+            run = [str(BIN / "flwr"), "run", str(REPOSITORY), "here", "--stream"]
+            done = subprocess.run(
+                [*run, "--run-config", f'experiment="digits" overrides="{overrides}"'],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=240,
+                cwd=tmp_path,
+            )
+            return done.stdout + done.stderr + (tmp_path / "superlink.log").read_text()
+
+        log = flwr_run()
         path = tmp_path / "flower" / "summary.json"
         assert path.is_file(), log
         summary = json.loads(path.read_text())
         assert summary["status"] == "finished", log
+        told = flwr_run()  # once more: the run exists
+        log = flwr_run("run.name=there", "evaluation.where=sites")  # sites measure; the server reads no image
     assert summary["engine"] == "flower"
     assert summary["digest"] == expected["digest"]
     assert summary["accuracy"] == expected["accuracy"]
-    stores = [list(Path(tmp_path / f"node-{place}").rglob("*.safetensors")) for place in range(2)]
-    assert all(stores), "each site keeps its state in its own store"
+    there = json.loads((tmp_path / "there" / "summary.json").read_text())
+    assert (there["status"], there["digest"]) == ("finished", expected["digest"]), log
+    assert there["accuracy"] == expected["accuracy"]
+    assert [site["samples"] for site in there["sites"]] == ["at the site"] * 2
+    stores = [list(Path(tmp_path / f"node-{number}").rglob("*.safetensors")) for number in range(3)]
+    assert stores[0] and bool(stores[1]) != bool(stores[2]), "a name is one node's, which keeps its state in its own store"
+    with Ledger.open(tmp_path / "flower", server=False) as ledger:
+        bound = ledger.bound()
+    assert bound.keys() == {"site-0000", "site-0001"} and len(set(bound.values())) == 2
+    assert "RunFailed: the run 'flower' exists" in told
+    assert "Traceback" not in told, told

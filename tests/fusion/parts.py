@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from clients.networks import NetworkName, parse_name
-from fusion.align import costs_between, match_units
-from fusion.fuse import FusionSettings
+from fusion.channels import Wiring, permuted, wire
+from fusion.fusing import FusionSettings
+from fusion.matching import costs_between, match_units
 from fusion.probe import observe
-from fusion.wiring import Wiring, permuted, wire
 
 PLAIN = FusionSettings(repair=False)
 

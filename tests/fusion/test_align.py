@@ -12,9 +12,9 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from fusion.align import layer_costs, match_units, optimal_alignment
+from fusion.channels import WiringError, wire
+from fusion.matching import layer_costs, match_units, optimal_alignment
 from fusion.probe import cka
-from fusion.wiring import WiringError, wire
 from tests.fusion.parts import images, network
 
 PINS = [(True, True), (True, False), (False, True), (False, False)]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from fusion.balance import Balanced, balanced, relu_signs
+from fusion.channels import Wiring, wire
 from fusion.probe import features_of, observe
-from fusion.wiring import Wiring, wire
 from tests.fusion.parts import apart, images, matches, network, outputs, randomised
 
 METHODS = ("sum", "majority", "average")
@@ -56,7 +56,7 @@ PAIRS = [
     ("resnet34:width=0.0625,norm=none,bias=true", "resnet18:width=0.125,norm=none,bias=true"),
     ("resnet34:width=0.125,norm=batch", "resnet18:width=0.0625,norm=batch"),
     ("resnet34:width=0.125,norm=group,groups=4", "resnet18:width=0.0625,norm=group,groups=4"),
-    ("wide_resnet:depth=22,widen=3,norm=batch,width=0.25", "wide_resnet:depth=16,widen=2,norm=batch,width=0.25"),
+    ("wide_resnet:depth=22,widen=3,norm=batch,width=0.5", "wide_resnet:depth=16,widen=2,norm=batch,width=0.5"),
 ]
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from fusion.fuse import Fused, FusionSettings, fuse
-from fusion.wiring import wire
+from fusion.channels import wire
+from fusion.fusing import Fused, FusionSettings, fuse
 from tests.fusion.parts import PLAIN, apart, images, name_of, network, outputs, randomised
 
 PROBE, TEST = images(8), images(6, seed=1)
@@ -90,9 +90,9 @@ def test_three_networks(texts, into, depth):
     assert shapes(fused.network)["head.weight"] == shapes(networks[into])["head.weight"]
     assert [len(alignment) for alignment in fused.alignment] == [min(unit, units[depth]) for unit in units]
     assert torch.isfinite(outputs(fused.network, TEST)).all()
-    for made in fused.aligned:
-        common = shapes(made).keys() & shapes(fused.network).keys()
-        assert all(shapes(made)[name] == shapes(fused.network)[name] for name in common)
+    whole = shapes(fused.network)
+    for own in map(shapes, fused.aligned):
+        assert all(own[name] == whole[name] for name in own.keys() & whole.keys())
 
 
 SAME = ["mlp:widths=[12,9,7]", "vgg11:width=0.125,norm=none", "vgg13:width=0.125,norm=batch", "vgg11:width=0.25,groups=4",

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from conf.errors import UserError
-from fusion.fuse import FusionSettings, fuse
-from fusion.wiring import WiringError
+from fusion.channels import WiringError
+from fusion.fusing import FusionSettings, fuse
 from tests.fusion.parts import images, network, randomised
 
 PROBE = images(4)

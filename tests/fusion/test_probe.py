@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from fusion.align import layer_costs
-from fusion.fuse import fuse
+from fusion.channels import Wiring, wire
+from fusion.fusing import fuse
+from fusion.matching import layer_costs
 from fusion.probe import BATCH, Moments, check_probe, features_of, moments_of, observe
 from fusion.tracing import evaluating
-from fusion.wiring import Wiring, wire
 from tests.fusion.parts import apart, images, network
 
 VGG = "vgg11:width=0.0625,norm=batch"
@@ -116,7 +116,7 @@ def test_long_grams_are_multiplied_out_by_pieces():
 
 def test_a_bounded_number_of_positions_the_same_in_every_network():
     probe = images(6)
-    narrow, wide = network(VGG), network("vgg13:width=0.125,norm=batch", 1)
+    narrow, wide = network(VGG), network("vgg13:width=0.25,norm=batch", 1)
     found = []
     for built in (narrow, wide):
         wiring = wire(built, probe[:1])
@@ -124,7 +124,7 @@ def test_a_bounded_number_of_positions_the_same_in_every_network():
         found.append(features_of(observe(wiring, probe, features=[node], positions=120), node))
         whole = features_of(observe(wiring, probe, features=[node]), node)
         assert set(found[-1][0].tolist()) <= set(whole[0].tolist())
-    assert found[0].shape == (4, 120) and found[1].shape == (8, 120)
+    assert found[0].shape == (8, 120) and found[1].shape == (16, 120)
     assert len(set(found[0][0].tolist())) == 120
 
 

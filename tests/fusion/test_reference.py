@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fusion.align import layer_costs, optimal_alignment
-from fusion.fuse import Fused, FusionSettings, fuse
+from fusion.fusing import Fused, FusionSettings, fuse
+from fusion.matching import layer_costs, optimal_alignment
 
 NUMBERS = Path(__file__).parents[2].parent / "shared" / "reference" / "cla_ot_mlp.npz"
 

@@ -7,9 +7,22 @@ import torch
 from torch import Tensor, nn
 
 from fusion.baselines import naive_average
-from fusion.fuse import FusionSettings, fuse
-from fusion.repair import in_basis, layer_moments, mixture, recompute_statistics, repair, rescale
-from fusion.wiring import wire
+from fusion.channels import wire
+from fusion.fusing import FusionSettings, fuse
+from fusion.probe import observe
+from fusion.repair import (
+    Statistics,
+    Target,
+    in_basis,
+    layer_moments,
+    mixture,
+    recompute_statistics,
+    repair,
+    rescale,
+    reset,
+    running,
+    watched,
+)
 from tests.fusion.parts import apart, images, network, outputs
 
 VGG = "vgg11:width=0.0625,norm=batch"
@@ -22,6 +35,21 @@ def norms(built: nn.Module) -> list[nn.BatchNorm2d]:
 
 def over_channels(values: Tensor) -> Tensor:
     return values.movedim(1, 0).flatten(1)
+
+
+def measured(built: nn.Module, layers: list[str], probe: Tensor) -> dict[str, Statistics]:
+    return {name: (found.mean, found.std) for name, found in layer_moments(built, layers, probe).items()}
+
+
+def inputs_of_norms(built: nn.Module, probe: Tensor) -> tuple[dict[str, Statistics], dict[str, Statistics]]:
+    """Of BatchNorms by name: statistics of what they are given, and their own."""
+    wiring = wire(built, probe[:1])
+    nodes = watched(wiring)
+    moments = observe(wiring, probe, moments=set(nodes.values())).moments
+    own = {name: running(built.get_submodule(name)) for name in nodes}
+    return {name: (moments[node].mean, moments[node].std) for name, node in nodes.items()}, {
+        name: found for name, found in own.items() if found is not None
+    }
 
 
 def hidden_layers(built: nn.Module, probe: Tensor) -> list[str]:
@@ -94,7 +122,7 @@ def test_rescaled_layers_have_the_target_statistics(text):
     parents, probe = [network(text, seed) for seed in range(2)], images(40)
     built = naive_average(parents)
     layers = hidden_layers(built, probe)
-    statistics = [in_basis(layer_moments(parent, layers, probe), {}) for parent in parents]
+    statistics = [in_basis(measured(parent, layers, probe), {}) for parent in parents]
     target = mixture(statistics, {layer: [0.3, 0.7] for layer in layers})
     before = outputs(built, probe)
     rescale(built, probe, target)
@@ -107,7 +135,7 @@ def test_rescaled_layers_have_the_target_statistics(text):
 
 def test_the_target_is_the_weighted_mean():
     parents, probe = [network(BARE, seed) for seed in (0, 1)], images(8)
-    statistics = [in_basis(layer_moments(parent, ["extractor.0"], probe), {}) for parent in parents]
+    statistics = [in_basis(measured(parent, ["extractor.0"], probe), {}) for parent in parents]
     mean, std = mixture(statistics, {"extractor.0": [0.25, 0.75]})["extractor.0"]
     values = [over_channels(outputs(parent.get_submodule("extractor.0"), probe)) for parent in parents]
     torch.testing.assert_close(mean, 0.25 * values[0].mean(dim=1) + 0.75 * values[1].mean(dim=1))
@@ -142,13 +170,13 @@ def test_layers_without_bias_get_one(text):
 
 def test_statistics_move_with_the_channels():
     built, probe = network("mlp:widths=[4,3]"), images(8)
-    own = layer_moments(built, ["extractor.1", "extractor.3"], probe)
+    own = measured(built, ["extractor.1", "extractor.3"], probe)
     matrix = torch.tensor([[1.0, 0.0], [0.0, 0.5], [0.0, 0.5], [0.0, 0.0]])
     moved = in_basis(own, {"extractor.1": matrix})
-    mean, std = own["extractor.1"].mean, own["extractor.1"].std
+    mean, std = own["extractor.1"]
     torch.testing.assert_close(moved["extractor.1"][0], torch.stack([mean[0], mean[1:3].mean()]))
     torch.testing.assert_close(moved["extractor.1"][1], torch.stack([std[0], std[1:3].mean()]))
-    torch.testing.assert_close(moved["extractor.3"], (own["extractor.3"].mean, own["extractor.3"].std))
+    torch.testing.assert_close(moved["extractor.3"], own["extractor.3"])
 
 
 def test_a_layer_that_one_parent_lacks_is_the_others():
@@ -162,16 +190,57 @@ def test_nothing_but_batch_norms_statistics_is_repaired_where_there_are_norms(no
     parents, probe = [network(f"vgg11:width=0.125,norm={norm},groups=4", seed) for seed in (0, 1)], images(8)
     built = naive_average(parents)
     before = copy.deepcopy(built)
-    assert repair(built, {}, probe) == ()
+    seen, own = zip(*(inputs_of_norms(parent, probe) for parent in parents), strict=True)
+    halves = {name: [0.5, 0.5] for name in seen[0]}
+    assert repair(built, Target(mixture(seen, halves), mixture(own, halves)), probe) == ()
     changed = {n for n, tensor in built.state_dict().items() if not torch.equal(tensor, before.state_dict()[n])}
-    assert all("running" in name or "num_batches" in name for name in changed)
+    assert all("running" in name for name in changed)
     assert bool(changed) is (norm == "batch")
 
 
-@pytest.mark.parametrize("text", [BARE, VGG, "mlp:widths=[12,9,7]", "resnet20:norm=batch,width=0.5"])
-def test_repair_of_a_network_that_was_fused_with_itself_keeps_its_predictions(text):
-    built, probe = network(text), images(64)
-    recompute_statistics(built, [probe])
-    settings = FusionSettings(repair_samples=0 if "batch" in text else 20)  # running statistics are those of all samples
-    fused = fuse([built, built], into=0, probe=probe, settings=settings)
-    assert apart(fused.network, built, images(6, seed=1)) < 1e-6
+def test_a_batch_norms_statistics_stand_to_what_it_is_given_as_the_targets_do():
+    built, probe = network(VGG), images(16)
+    now, _ = inputs_of_norms(built, probe)
+    first, *_, last = now
+    mean, std = torch.full((8,), 0.5).double(), torch.full((8,), 2.0).double()
+    reset(built, probe, Target({first: (mean, std)}, {first: (mean + 3.0, 1.5 * std)}))
+    own_mean, own_std = inputs_of_norms(built, probe)[1][first]
+    torch.testing.assert_close(own_mean, now[first][0] + 3.0 * now[first][1] / 2.0)
+    torch.testing.assert_close(own_std, 1.5 * now[first][1])
+    before = copy.deepcopy(built)
+    found, own = inputs_of_norms(built, probe)
+    reset(built, probe, Target(found, {name: (mean + 1, std * 2) for name, (mean, std) in own.items()}))
+    assert all(torch.equal(tensor, before.state_dict()[name]) for name, tensor in built.state_dict().items()), last
+
+
+def test_constant_channels_keep_their_statistics():
+    built, probe = network(VGG), images(8)
+    name = next(iter(inputs_of_norms(built, probe)[0]))
+    with torch.no_grad():
+        built.get_parameter("extractor.0.weight")[2] = 0.0
+    before = copy.deepcopy(built)
+    wanted = torch.zeros(8).double(), torch.tensor([1.0, 0.0, *[1.0] * 6]).double()
+    reset(built, probe, Target({name: wanted}, {name: wanted}))
+    for buffer in ("running_mean", "running_var"):
+        new, old = (each.get_buffer(f"{name}.{buffer}") for each in (built, before))
+        assert (new == old).tolist() == [False, True, True, *[False] * 5]
+
+
+def test_as_batch_norm_that_was_trained_on_the_probe_set_repair_measures_it():
+    """Parents whose own statistics are the probe's: so are then the fused network's."""
+    parents, probe = [network("resnet18:width=0.125", seed) for seed in (0, 1)], images(24)
+    for parent in parents:
+        recompute_statistics(parent, [probe])
+    fused = fuse(parents, into=0, probe=probe).network
+    again = copy.deepcopy(fused)
+    recompute_statistics(again, [probe])
+    assert apart(fused, again, images(6, seed=1)) < 1e-2
+
+
+@pytest.mark.parametrize("text", [BARE, VGG])
+def test_all_of_a_usual_probe_set_counts(text):
+    parents, probe = [network(text, seed) for seed in (0, 1)], images(200, 32)
+    settings = None, FusionSettings(repair_samples=0), FusionSettings(repair_samples=40)
+    ours, whole, few = (fuse(parents, into=0, probe=probe, settings=given).network.state_dict() for given in settings)
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in ours.items())
+    assert not all(torch.equal(tensor, few[name]) for name, tensor in ours.items())

@@ -5,16 +5,17 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import ot
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from conf.errors import UserError
-from fusion.fuse import FusionSettings, fuse
+from fusion.channels import wire
+from fusion.fusing import FusionSettings, fuse
 from fusion.transport import TransportSettings, apply, correlation_cost, neutral_plan, solve, squared_cost
-from fusion.wiring import wire
 from tests.fusion.parts import PLAIN, apart, hidden, images, network
 
 widths = st.tuples(st.integers(1, 9), st.integers(1, 9))
@@ -31,13 +32,18 @@ def weights(shape: tuple[int, int], seed: int = 0) -> tuple[Tensor, Tensor]:
     return own, other
 
 
-solvers = st.sampled_from([{}, {"solver": "sinkhorn", "regularisation": 0.1}])
+SINKHORN = {"solver": "sinkhorn", "regularisation": 0.1}
+solvers = st.sampled_from([{}, SINKHORN])
 
 
 @given(
     widths, seeds, solvers, st.sampled_from(["uniform", "importance"]), st.sampled_from(["none", "max", "mean", "median"])
 )
 @settings(max_examples=60, deadline=None)
+@example((2, 2), 2, SINKHORN, "uniform", "median")  # these converge slowly
+@example((2, 2), 2, SINKHORN, "importance", "median")
+@example((2, 2), 2137857713, SINKHORN, "uniform", "mean")
+@example((4, 8), 143057792, SINKHORN, "uniform", "mean")
 def test_plans_have_their_marginals(shape, seed, solver, marginals, scale):
     given_weights = weights(shape, seed)
     plan = solve(costs(shape, seed), TransportSettings(marginals=marginals, scale=scale, **solver), importance=given_weights)
@@ -76,12 +82,37 @@ def test_normalisations(shape, seed):
 
 
 @given(widths, seeds)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_sinkhorn_is_near_exact_for_little_regularisation(shape, seed):
     cost = costs(shape, seed)
     exact = solve(cost, TransportSettings()).cost
     near = solve(cost, TransportSettings(solver="sinkhorn", regularisation=0.005)).cost
     assert exact - 2e-3 <= near <= exact + 0.005 * np.log(shape[0] * shape[1]) + 2e-3
+
+
+def test_plans_that_converged_are_sinkhorns_own():
+    for seed in range(20):
+        shape, cost = (7, 5), costs((7, 5), seed)
+        mu, nu = np.full(shape[0], 1 / shape[0]), np.full(shape[1], 1 / shape[1])
+        own = ot.sinkhorn(mu, nu, cost, 0.1, method="sinkhorn_log", numItermax=100_000, stopThr=1e-13)
+        np.testing.assert_allclose(solve(cost, TransportSettings(**SINKHORN)).joint, np.asarray(own), atol=1e-8)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_plan_that_is_far_from_converged_is_refused(groups):
+    chosen = TransportSettings(solver="sinkhorn", regularisation=1e-6)
+    with pytest.raises(
+        UserError, match=r"sinkhorn .*regularisation 1e-06 .*not converged.*larger regularisation, or exact plans"
+    ):
+        solve(costs((20, 20)), chosen, groups=groups)
+
+
+def test_the_layer_whose_plan_cannot_be_made_is_named():
+    chosen = replace(PLAIN, transport=TransportSettings(solver="sinkhorn", regularisation=1e-6))
+    networks = [network("mlp:widths=[30,20]", seed) for seed in (0, 1)]
+    for given_settings in (chosen, replace(chosen, sequential=True)):
+        with pytest.raises(UserError, match=r"layer 'extractor\.1': .*sinkhorn"):
+            fuse(networks, into=1, probe=images(40), settings=given_settings)
 
 
 @given(widths, st.integers(2, 20), seeds)

@@ -17,7 +17,7 @@ from torchvision.ops import StochasticDepth
 
 from clients.networks.base import NETWORKS
 from clients.networks.plain import StandardisedConv2d
-from fusion.wiring import Wiring, WiringError, permuted, wire
+from fusion.channels import Wiring, WiringError, permuted, wire
 
 seeds = st.integers(0, 2**31)
 widths = st.lists(st.integers(1, 5), min_size=1, max_size=4)

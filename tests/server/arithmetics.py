@@ -15,12 +15,13 @@ from clients.messages import MEAN, SITE, TRAIN, to_states
 from clients.states import read_state
 from conf import Config, load
 from conf.sites import roster
-from fusion.arithmetic import is_statistic, to_state
+from fusion.arithmetic import Alpha, is_statistic, to_state
 from fusion.exact import State, digest, quantise
 from server.experiment import run_experiment
-from server.federation import Federation
 from server.method import Method
-from server.strategies.arithmetic import Arithmetic
+from server.rounds.aggregation import Aggregation
+from server.rounds.exchange import Federation
+from server.strategies import ArithmeticStrategy
 from sims.engines.adapter import store_folder
 from sims.engines.inline import InlineGrid
 from tests.server.parts import Fault, Recorder, WatchedApp, folder
@@ -99,14 +100,24 @@ def resumed(config: Config, client: NotingApp | None = None) -> Done:
 
 
 @contextmanager
-def arithmetic_of(config: Config) -> Iterator[Arithmetic]:
+def arithmetic_of(config: Config) -> Iterator[Aggregation]:
     with method_of(config) as method:
-        yield arithmetic(method)
+        yield method.aggregation
 
 
-def arithmetic(method: Method) -> Arithmetic:
-    assert isinstance(method.aggregation, Arithmetic)
-    return method.aggregation
+def strategy(aggregate: Aggregation) -> ArithmeticStrategy:
+    assert isinstance(aggregate.strategy, ArithmeticStrategy)
+    return aggregate.strategy
+
+
+def composed(aggregate: Aggregation, alphas: Mapping[str, Alpha], start: State | None = None) -> State:
+    """The network of these sites with these coefficients."""
+    return strategy(aggregate).compose(aggregate.view(), alphas, start=start)
+
+
+def alphas_of(aggregate: Aggregation) -> dict[str, Alpha]:
+    """The coefficients that the run uses."""
+    return strategy(aggregate).alphas(aggregate.view())
 
 
 def train(method: Method, client: NotingApp | None = None) -> NotingApp:

@@ -16,6 +16,7 @@ from conf import Config
 from conf.errors import UserError
 from server.experiment import run_experiment
 from server.ledger import Ledger
+from server.ledger.connection import Connection
 from server.runfolder import METRICS, SUMMARY
 from sims.engines.adapter import store_folder
 from sims.engines.inline import InlineGrid
@@ -23,7 +24,7 @@ from tests.server.parts import Recorder, files, folder, one_thread, small
 
 CHILDREN = multiprocessing.get_context("forkserver")
 CHILDREN.set_forkserver_preload(
-    ["server.audit", "tests.server.kills", "sklearn.datasets", "sympy"]
+    ["server.ledger.audit", "tests.server.kills", "sklearn.datasets", "sympy"]
 )  # a run imports these late
 SITES, ROUNDS = 3, 4
 
@@ -97,17 +98,17 @@ def _before_the_rename(into: str) -> Callable[[Callable[[], None], Recorder], No
 
 def _at_the_commit(before: bool) -> Callable[[Callable[[], None], Recorder], None]:
     def trap(kill: Callable[[], None], _: Recorder) -> None:
-        class Killed(sqlite3.Connection):
-            def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
-                if sql == "COMMIT" and before:
-                    kill()
-                found = super().execute(sql, *values)
-                if sql == "COMMIT" and not before:
-                    kill()
-                return found
+        original = Connection.execute
 
-        original = sqlite3.connect
-        sqlite3.connect = lambda *given, **named: original(*given, **named, factory=Killed)  # type: ignore[assignment]
+        def execute(self: Connection, sql: str, *values: Any) -> sqlite3.Cursor:
+            if sql == "COMMIT" and before:
+                kill()
+            found = original(self, sql, *values)
+            if sql == "COMMIT" and not before:
+                kill()
+            return found
+
+        Connection.execute = execute  # type: ignore[method-assign]
 
     return trap
 

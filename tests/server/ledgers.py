@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from fusion.exact import State, digest
-from server.audit import Problem, check
 from server.ledger import Contribution, Ledger
+from server.ledger.audit import Problem, check
 
 SITES = ("a", "b", "c", "d")
 CONFIG = "seed: 1\nname: 'größer'\n"

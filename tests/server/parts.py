@@ -1,30 +1,34 @@
 """Parts of the server's tests: small real runs, a ClientApp and grids with one fault, a listener that remembers."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from clients.app import app
-from clients.messages import TRAIN, Order, read_order
-from clients.objectives.modes import EXTRACTOR
+from clients.messages import METRICS, TRAIN, Order, read_order, to_arrays
+from clients.objectives.modes import EXTRACTOR, mode_of
 from clients.randomness import torch_generator
+from clients.replies import FREE, Bounds
 from clients.states import read_state
 from conf import Config, load
-from conf.sites import roster
+from conf.sites import Site, roster
 from fusion.exact import ExactSum, State, digest
 from server.evaluate import Evaluator
-from server.federation import Federation
 from server.ledger import Ledger
-from server.rounds import RoundLoop
-from server.strategies import STRATEGIES, Setup
-from server.strategies.sum_aggregation import SumAggregate
+from server.rounds.aggregation import Aggregation
+from server.rounds.exchange import Federation, Reply
+from server.rounds.loop import RoundLoop
+from server.rounds.schedules import Participation
+from server.rounds.view import Setup
+from sims.benchmarks.soak_replies import Fault
 from sims.engines.adapter import FIRST_NODE, store_folder
 from sims.engines.inline import InlineGrid
 
@@ -71,9 +75,6 @@ class Recorder:
     def finished(self, summary: dict[str, Any]) -> None: ...
 
 
-Fault = Callable[[Message], Any]
-
-
 class WatchedApp(ClientApp):
     """The real ClientApp; it notes the orders. At `place` in `rounds`, its reply goes through `fault`."""
 
@@ -105,13 +106,13 @@ class LastFirstGrid(InlineGrid):
 
 
 class WindowGrid(InlineGrid):
-    """The inline engine; it notes how many messages were under way at most."""
+    """The inline engine; it notes how many train messages were under way at most."""
 
     most = 0
 
     def submit(self, message: Message) -> None:
         super().submit(message)
-        self.most = max(self.most, len(self._queue))
+        self.most = max(self.most, sum(one.metadata.message_type == TRAIN for one in self._queue))
 
 
 class SilentGrid(InlineGrid):
@@ -131,7 +132,7 @@ class Run:
 
     config: Config
     loop: RoundLoop
-    aggregate: SumAggregate
+    aggregate: Aggregation
     grid: InlineGrid
     listener: Recorder = field(default_factory=Recorder)
 
@@ -160,13 +161,74 @@ def folder(config: Config) -> Path:
 OPENED: list[Ledger] = []  # by `started`; closed after each test
 
 
-def started(config: Config, only: Iterable[str] | None = None, at: Path | None = None) -> SumAggregate:
+def started(config: Config, only: Iterable[str] | None = None, at: Path | None = None) -> Aggregation:
     """The configured strategy, started for all sites of the roster, or for `only` those, with a new ledger."""
     sites = [site for site in roster(config) if only is None or site.name in only]
-    aggregate = STRATEGIES.build(config.strategy, "strategy").start(Setup(config, sites, at or folder(config)))
-    assert isinstance(aggregate, SumAggregate)
+    aggregate = Aggregation(Setup(config, sites, at or folder(config)))
     OPENED.append(aggregate.ledger)
     return aggregate
+
+
+@dataclass
+class Given:
+    """An exchange whose sites have answered already: these replies arrive, in this order, at the first question of a round.
+
+    `dropped`: why replies did not count, by site.
+    """
+
+    replies: list[Reply]
+    limits: Bounds = FREE
+    run: str = "run"
+    last: int = 99
+    dropped: dict[str, str] = field(default_factory=dict)
+    sent: dict[str, State] = field(default_factory=dict)
+
+    def ask(self, kind: str, run: Any, sites: Any, content: Any, expected: Any) -> Iterator[Reply]:
+        self.sent = self.sent or dict(content)
+        yield from self.replies
+
+    def bounds(self, site: Site) -> Bounds:
+        return self.limits
+
+    def replied(self, site: Site, reason: str) -> None:
+        if reason:
+            self.dropped[site.name] = reason
+
+    def enough(self, kind: str, run: Any, replies: int) -> None: ...
+
+
+def given(site: Site, records: Mapping[str, State], samples: int = 10, loss: float = 1.0) -> Reply:
+    """A site's reply with these records."""
+    content = RecordDict({name: to_arrays(state) for name, state in records.items()})
+    content[METRICS] = MetricRecord({"loss": loss, "samples": samples})
+    return Reply(site, content)
+
+
+def staged(aggregate: Aggregation, number: int, replies: list[Reply], bounds: Bounds = FREE) -> dict[str, str]:
+    """A round of the strategy on these replies, not committed; why some of them were dropped, by site."""
+    exchange = Given(replies, bounds)
+    participation = Participation([reply.site for reply in replies], number)
+    aggregate.strategy.round(aggregate.run(number, participation, exchange))
+    return exchange.dropped
+
+
+def sent_in(aggregate: Aggregation, number: int) -> dict[str, State]:
+    """What all sites are sent first in a round, by record name; nobody answers, and nothing of it stays."""
+    exchange = Given([])
+    with contextlib.suppress(KeyError):  # there is no mean of no replies
+        aggregate.strategy.round(aggregate.run(number, Participation([], number), exchange))
+    aggregate.abandon()
+    return exchange.sent
+
+
+def contribution(aggregate: Aggregation, site: str) -> State:
+    """What a site has put into its method's slot, int64."""
+    return aggregate.slots.contribution("sum", site)
+
+
+def summed(aggregate: Aggregation, without: Sequence[str] = ()) -> str:
+    """The digest of the sum, less these sites' contributions."""
+    return digest(aggregate.slots.sum_without("sum", without).totals)
 
 
 def close_all() -> None:
@@ -175,7 +237,7 @@ def close_all() -> None:
         OPENED.pop().close()
 
 
-def committed(aggregate: SumAggregate) -> dict[str, Any]:
+def committed(aggregate: Aggregation) -> dict[str, Any]:
     """All that the ledger says, but for times."""
     ledger = aggregate.ledger
     return {
@@ -185,18 +247,18 @@ def committed(aggregate: SumAggregate) -> dict[str, Any]:
     }
 
 
-def on_disk(aggregate: SumAggregate) -> dict[str, Any]:
+def on_disk(aggregate: Aggregation) -> dict[str, Any]:
     """All that the ledger says, but for times, and all files beside it."""
     beside = {name: content for name, content in files(aggregate.ledger.folder).items() if not name.startswith("ledger.")}
     return {**committed(aggregate), "files": beside}
 
 
-def sum_of_contributions(aggregate: SumAggregate) -> str:
+def sum_of_contributions(aggregate: Aggregation) -> str:
     """The digest of the sum, added up afresh from what is kept for each site."""
-    total = ExactSum(aggregate.bits)
-    for site in aggregate.setup.sites:
-        kept = aggregate.contribution(site.name)
-        total.add({name: tensor for name, tensor in kept.items() if aggregate.mode.summed(name, tensor)})
+    total, mode = ExactSum(aggregate.slots.bits), mode_of(aggregate.config)
+    for site in aggregate.members():
+        kept = contribution(aggregate, site.name)
+        total.add({name: tensor for name, tensor in kept.items() if mode.summed(name, tensor)})
     return digest(total.totals)
 
 
@@ -218,38 +280,6 @@ def files(root: Path) -> dict[str, bytes | str]:
         for path in sorted(root.rglob("*"))
         if path.is_file()
     }
-
-
-def changed(record: str, change: Callable[[State], State]) -> Fault:
-    """A fault: one array record of the reply is changed."""
-
-    def fault(reply: Message) -> Message:
-        state = dict(reply.content.array_records[record].to_torch_state_dict())
-        reply.content[record] = ArrayRecord(torch_state_dict=change(state))  # type: ignore[arg-type]
-        return reply
-
-    return fault
-
-
-def edited(edit: Callable[[RecordDict], Any]) -> Fault:
-    """A fault: the reply's content is edited in place."""
-
-    def fault(reply: Message) -> Message:
-        edit(reply.content)
-        return reply
-
-    return fault
-
-
-def entry(name: str, number: float) -> Callable[[State], State]:
-    """A change: the first entry of one tensor becomes `number`."""
-
-    def change(state: State) -> State:
-        tensor = state[name].clone()
-        tensor.view(-1)[0] = number
-        return {**state, name: tensor}
-
-    return change
 
 
 def one_thread() -> None:

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from conf import Config
-from server.certificate import CERTIFICATES, Finding, verify
 from server.evaluate import Evaluator
 from server.experiment import open_ledger
 from server.ledger import Ledger
 from server.method import Method
 from server.runfolder import RunFolder
+from server.unlearning.certificate import CERTIFICATES, Finding, verify
 from tests.server.parts import folder
 
 

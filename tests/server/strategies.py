@@ -12,11 +12,13 @@ from clients.objectives.modes import HEAD
 from conf import Config
 from conf.sites import Site, roster
 from fusion.exact import State
-from server.strategies.sum_aggregation import SumAggregate
+from server.rounds.aggregation import Aggregation
 from tests.server.parts import (
     extractor,
+    given,
     made_up,
     small,
+    staged,
 )
 
 SUMMING = ["exact", "regularised", "independent"]
@@ -57,14 +59,12 @@ def _records(mode: str, affine: bool, name: str, round: int) -> dict[str, State]
     }[mode]
 
 
-def play(aggregate: SumAggregate, config: Config, rounds: list[list[int]]) -> None:
-    """Fold and commit made-up replies; each round lists the sites that answer, in the order of their arrival."""
+def play(aggregate: Aggregation, config: Config, rounds: list[list[int]]) -> None:
+    """Rounds of made-up replies; each lists the sites that answer, in the order of their arrival."""
     members = {site.name for site in aggregate.setup.sites}
     for number, arrivals in enumerate(rounds, start=1):
-        for place in arrivals:
-            site = everyone()[place]
-            if site.name in members:
-                aggregate.fold(site, number, records(config, site.name, number), samples=10)
+        there = [everyone()[place] for place in arrivals if everyone()[place].name in members]
+        assert staged(aggregate, number, [given(site, records(config, site.name, number)) for site in there]) == {}
         aggregate.commit(number, {})
 
 

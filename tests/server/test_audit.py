@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from server.audit import Problem, check
-from server.blobs import file_digest
 from server.ledger import Contribution, Ledger
-from server.tables import link
+from server.ledger.audit import Problem, check
+from server.ledger.blobs import file_digest
+from server.ledger.tables import link
 from tests.server.ledgers import SITES, Plain, closed, contents, new, problems
 
 FINISHED = ("summary.json", "states/aggregate.safetensors")

@@ -9,7 +9,7 @@ import torch
 
 from clients.states import write_state
 from fusion.exact import digest
-from server.blobs import Blobs, LedgerError
+from server.ledger.blobs import Blobs, LedgerError
 
 STATE = {"w": torch.arange(6).reshape(2, 3), "b": torch.tensor([float("nan"), -0.0, 1e-40])}
 
@@ -112,3 +112,12 @@ def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path):
     with pytest.raises(LedgerError, match=r"file.*: (Not a directory|File exists)") as told:
         Blobs(tmp_path / "file" / "blobs").put(STATE)
     assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("left", [b"", b"torn"])
+def test_a_file_that_a_loss_of_power_tore_before_it_was_settled_is_written_again(tmp_path: Path, left: bytes):
+    blobs, state = Blobs(tmp_path / "blobs"), {"w": torch.arange(4.0)}
+    digest = blobs.put(state)
+    blobs.path(digest).write_bytes(left)
+    assert blobs.put(state) == digest
+    assert torch.equal(blobs.get(digest)["w"], state["w"])

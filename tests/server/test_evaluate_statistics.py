@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from clients.data import to_float
 from clients.initial import initial_state
-from clients.networks import Reading, build_network
+from clients.networks import HeadView, Model, architecture_of, build_network
 from clients.randomness import torch_generator
 from conf import Config
 from conf.errors import UserError
@@ -46,10 +46,10 @@ def loud(config: Config) -> State:
 
 def state_of(config: Config) -> State:
     """The same with statistics that are those of nothing: what they are shows in the accuracy."""
-    state, draw = loud(config), torch_generator(1, "statistics")
+    state, draw = loud(config), torch_generator(3, "statistics")
     for name, tensor in state.items():
         if name.endswith("running_mean"):
-            state[name] = 0.3 * torch.randn(tensor.shape, generator=draw)
+            state[name] = torch.randn(tensor.shape, generator=draw)
         elif name.endswith("running_var"):
             state[name] = 0.5 + torch.rand(tensor.shape, generator=draw)
     return state
@@ -59,6 +59,10 @@ def network_of(config: Config, state: State) -> nn.Module:
     network = build_network(config, 10)
     network.load_state_dict(state)
     return network.eval()
+
+
+def model(config: Config, state: State) -> Model:
+    return Model(architecture_of(config), state)
 
 
 def norms(network: nn.Module) -> list[nn.BatchNorm2d]:
@@ -87,24 +91,24 @@ def accuracy_by_hand(config: Config, network: nn.Module) -> dict[str, float]:
 def test_running_uses_the_networks_own_statistics():
     config = measured("running")
     state = state_of(config)
-    found = Evaluator(config).accuracy(state, "test")
+    found = Evaluator(config).accuracy(model(config, state), "test")
     assert found == pytest.approx(accuracy_by_hand(config, network_of(config, state)))
-    assert found != Evaluator(config).accuracy(loud(config), "test")
+    assert found != Evaluator(config).accuracy(model(config, loud(config)), "test")
 
 
 def test_batch_uses_those_of_each_batch_whatever_the_networks_own_are():
     config = measured("batch")
     state = state_of(config)
-    found = Evaluator(config).accuracy(state, "test")
+    found = Evaluator(config).accuracy(model(config, state), "test")
     assert found == pytest.approx(accuracy_by_hand(config, network_of(config, state).train()))
-    assert found == Evaluator(config).accuracy(loud(config), "test")
-    assert found != Evaluator(measured("running")).accuracy(state, "test")
+    assert found == Evaluator(config).accuracy(model(config, loud(config)), "test")
+    assert found != Evaluator(measured("running")).accuracy(model(config, state), "test")
 
 
 def test_batch_leaves_the_running_mean_and_variance_as_they_are():
     config = measured("batch")
     evaluator, state = Evaluator(config), state_of(config)
-    evaluator.accuracy(state, "test")
+    evaluator.accuracy(model(config, state), "test")
     for name, tensor in evaluator.network.state_dict().items():
         assert torch.equal(tensor, state[name]) or name.endswith("num_batches_tracked"), name
 
@@ -112,7 +116,7 @@ def test_batch_leaves_the_running_mean_and_variance_as_they_are():
 def test_batch_counts_no_batches():
     config = measured("batch")
     evaluator, state = Evaluator(config), state_of(config)
-    evaluator.accuracy(state, "test")
+    evaluator.accuracy(model(config, state), "test")
     assert [int(norm.num_batches_tracked or 0) for norm in norms(evaluator.network)] == [0] * 6
 
 
@@ -120,7 +124,8 @@ def test_batch_counts_no_batches():
 def test_a_state_is_measured_as_it_is_unless_its_statistics_are_made_anew(statistics):
     config = measured(statistics)
     state = state_of(config)
-    assert Evaluator(config).settled(state) is state
+    given = model(config, state)
+    assert Evaluator(config).settled(given) is given
 
 
 def seen_statistics(config: Config, network: nn.Module) -> list[tuple[Tensor, Tensor]]:
@@ -146,7 +151,7 @@ def seen_statistics(config: Config, network: nn.Module) -> list[tuple[Tensor, Te
 def test_recomputed_statistics_are_the_mean_over_batches_of_validation_images_and_nothing_else_changes():
     config = measured("recomputed")
     state = state_of(config)
-    settled = Evaluator(config).settled(state)
+    settled = Evaluator(config).settled(model(config, state)).state
     assert all(torch.equal(tensor, state[name]) for name, tensor in settled.items() if not is_statistic(name))
     found = norms(network_of(config, settled))
     expected = seen_statistics(config, network_of(config, state))
@@ -159,18 +164,22 @@ def test_recomputed_statistics_are_the_mean_over_batches_of_validation_images_an
 def test_recomputed_is_measured_with_the_new_statistics_and_making_them_anew_again_changes_nothing():
     config = measured("recomputed")
     evaluator, state = Evaluator(config), state_of(config)
-    settled = evaluator.settled(state)
-    assert same(evaluator.settled(settled), settled)
-    assert same(evaluator.settled(loud(config)), settled)  # only the weights count
-    found = evaluator.accuracy(state, "test")
+    settled = evaluator.settled(model(config, state)).state
+    assert same(evaluator.settled(model(config, settled)).state, settled)
+    assert same(evaluator.settled(model(config, loud(config))).state, settled)  # only the weights count
+    found = evaluator.accuracy(model(config, state), "test")
     assert found == pytest.approx(accuracy_by_hand(config, network_of(config, settled)))
-    assert found == evaluator.accuracy(settled, "test") != Evaluator(measured("running")).accuracy(state, "test")
+    assert (
+        found
+        == evaluator.accuracy(model(config, settled), "test")
+        != Evaluator(measured("running")).accuracy(model(config, state), "test")
+    )
 
 
 def test_without_validation_images_statistics_cannot_be_made_anew():
     config = measured("recomputed", "data.validation=0")
     with pytest.raises(UserError, match=r"evaluation\.statistics=recomputed: needs validation images; set data\.validation"):
-        Evaluator(config).accuracy(state_of(config), "test")
+        Evaluator(config).accuracy(model(config, state_of(config)), "test")
 
 
 def test_a_batch_is_a_random_draw_of_the_domain_and_the_same_for_everyone():
@@ -196,7 +205,7 @@ def test_at_most_so_many_images_of_each_domain_are_measured():
     assert evaluator.measure("test", most=90) == evaluator.measure("test") == evaluator.measure("test", most=1000)
 
 
-# A Reading alone
+# A HeadView alone
 
 
 def pixels(count: int = 20) -> Tensor:
@@ -207,7 +216,7 @@ def pixels(count: int = 20) -> Tensor:
 def test_a_reading_gives_the_outputs_that_count(statistics):
     config = measured("running")
     network = network_of(config, state_of(config))
-    reading = Reading(network, slice(3, 8), statistics).eval()
+    reading = HeadView(network, slice(3, 8), statistics).eval()
     with torch.no_grad():
         found, whole = reading(pixels()), network(pixels())
     assert torch.equal(found, whole[:, 3:8])
@@ -216,7 +225,7 @@ def test_a_reading_gives_the_outputs_that_count(statistics):
 def test_a_reading_learns_statistics_in_training_mode_and_keeps_them_in_evaluation_mode():
     config = measured("running")
     network = network_of(config, state_of(config))
-    reading, before = Reading(network, slice(0, 10), "batch"), copy.deepcopy(network.state_dict())
+    reading, before = HeadView(network, slice(0, 10), "batch"), copy.deepcopy(network.state_dict())
     with torch.no_grad():
         reading.eval()(pixels())
         kept = network.state_dict()
@@ -238,8 +247,8 @@ def changed(reading: nn.Module, network: nn.Module) -> list[str]:
 def test_a_reading_of_a_network_that_is_being_read_learns_in_training_mode_too():
     """The evaluator reads one network on one domain after the other."""
     network = network_of(measured("running"), state_of(measured("running")))
-    Reading(network, slice(0, 5), "batch").eval()
-    second = Reading(network, slice(5, 10), "batch").eval()
+    HeadView(network, slice(0, 5), "batch").eval()
+    second = HeadView(network, slice(5, 10), "batch").eval()
     assert changed(second, network) == []
     assert len(changed(second.train(), network)) == 3 * 6  # means, variances and counters
     assert [norm.momentum for norm in norms(network)] == [0.1] * 6
@@ -247,7 +256,7 @@ def test_a_reading_of_a_network_that_is_being_read_learns_in_training_mode_too()
 
 def test_a_copy_of_a_reading_is_a_reading_of_the_copied_network():
     config = measured("running")
-    reading = Reading(network_of(config, state_of(config)), slice(0, 10), "batch").eval()
+    reading = HeadView(network_of(config, state_of(config)), slice(0, 10), "batch").eval()
     twin = copy.deepcopy(reading)
     twin.train()
     assert changed(reading, reading.network) == []

@@ -20,7 +20,7 @@ from conf.errors import UserError
 from conf.schema import SiteConfig, TrainingConfig
 from conf.sites import roster
 from fusion.exact import State, digest
-from server.evidence import (
+from server.unlearning.attacks import (
     Attack,
     Floats,
     Relearned,

@@ -6,13 +6,13 @@ import pytest
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from clients.messages import ORDER, TRAIN, Order
+from clients.messages import CONFIG, ORDER, TRAIN, Order, config_digest, text_record, to_arrays
 from conf import Config, UserError, to_json
 from conf.sites import roster
-from server.federation import Federation
+from server.rounds.exchange import Federation
 from sims.engines.adapter import FIRST_NODE, store_folder
 from sims.engines.inline import InlineGrid
-from tests.server.parts import Recorder, SilentGrid, WatchedApp, set_up, small, started
+from tests.server.parts import Recorder, SilentGrid, WatchedApp, sent_in, set_up, small, started
 
 
 class NamedGrid(InlineGrid):
@@ -120,10 +120,11 @@ def test_a_restarted_node_takes_its_sites_place_under_its_new_id(tmp_path: Path)
 
 def orders(config: Config) -> list[tuple]:
     """The first round's orders to all sites."""
-    sent = started(config).records(1)
-    sites = roster(config)
+    sites, text = roster(config), to_json(config)
+    sent = {name: to_arrays(state) for name, state in sent_in(started(config), 1).items()}
+    same = {"config": config_digest(text), "run": "run", "round": 1, "rounds": 2, "base": 0, "members": len(sites)}
     return [
-        (site, RecordDict({ORDER: Order(to_json(config), "run", site.index, 1, 0, len(sites)).record(), **sent}))
+        (site, RecordDict({ORDER: Order(site=site.index, **same).record(), CONFIG: text_record(text), **sent}))
         for site in sites
     ]
 
@@ -132,10 +133,10 @@ def test_a_site_that_does_not_answer_in_time_fails_alone(tmp_path: Path):
     config = small(tmp_path, sites=3, samples=20)
     found = federation(config, SilentGrid)
     found.join(1.0)
-    replies = {reply.site.name: reply for reply in found.train(orders(config), 1, timeout=4.0)}
+    replies = {reply.site.name: reply for reply in found.ask(TRAIN, orders(config), 1, timeout=2.0)}
     assert set(replies) == {"site-0000", "site-0001", "site-0002"}
     assert replies["site-0001"].content is None
-    assert replies["site-0001"].reason == "no reply within 4 s"
+    assert replies["site-0001"].reason == "no reply within 2 s"
     for name in ("site-0000", "site-0002"):
         content = replies[name].content
         assert content is not None
@@ -147,23 +148,23 @@ def test_sites_still_waiting_behind_a_silent_one_fail_too_when_the_time_is_up(tm
     found = federation(config, SilentGrid)
     found.join(1.0)
     found.window = 1
-    replies = [(reply.site.name, reply.reason) for reply in found.train(orders(config), 1, timeout=4.0)]
-    late = "no reply within 4 s"
+    replies = [(reply.site.name, reply.reason) for reply in found.ask(TRAIN, orders(config), 1, timeout=2.0)]
+    late = "no reply within 2 s"
     assert replies == [("site-0000", ""), ("site-0001", late), ("site-0002", late)]
 
 
 def test_a_silent_site_is_dropped_from_a_round_and_the_round_counts(tmp_path: Path):
-    config = small(tmp_path, "federation.timeout=4", "rounds=1", sites=3, samples=20)
+    config = small(tmp_path, "federation.timeout=2", "rounds=1", sites=3, samples=20)
     run = set_up(config, grid=SilentGrid).all_rounds()
     assert run.listener.records[0]["replies"] == 2
-    assert run.listener.records[0]["dropped"] == {"site-0001": "no reply within 4 s"}
+    assert run.listener.records[0]["dropped"] == {"site-0001": "no reply within 2 s"}
 
 
 def test_a_site_without_a_node_fails_alone(tmp_path: Path):
     config = small(tmp_path, sites=2, samples=20)
     found = federation(config, nodes=1)
     found.refresh()
-    replies = {reply.site.name: reply.reason for reply in found.train(orders(config), 1, timeout=5.0)}
+    replies = {reply.site.name: reply.reason for reply in found.ask(TRAIN, orders(config), 1, timeout=5.0)}
     assert replies == {"site-0000": "", "site-0001": "not connected"}
 
 
@@ -197,6 +198,6 @@ def test_the_time_of_a_round_ends_even_while_replies_trickle_in(tmp_path: Path):
     found = federation(config)
     found.window = 1
     found.join(0.0)
-    replies = list(found.train(orders(config), 1, timeout=0.0))
+    replies = list(found.ask(TRAIN, orders(config), 1, timeout=0.0))
     assert [reply.content is not None for reply in replies] == [True, False, False]
     assert {reply.reason for reply in replies[1:]} == {"no reply within 0 s"}

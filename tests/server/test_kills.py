@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from clients.states import read_state
-from conf import Config
+from conf import Config, load
 from fusion.exact import digest
-from server.audit import check
-from server.certificate import CERTIFICATES, read
 from server.ledger import Ledger
-from server.unlearning import KIND
+from server.ledger.audit import check
+from server.unlearning.certificate import CERTIFICATES, read
+from server.unlearning.requests import KIND
+from sims.simulate import simulate
 from tests.server.kills import ROUNDS, begun, configured, last_round, results
 from tests.server.ledgers import problems
 from tests.server.parts import folder
@@ -31,7 +32,7 @@ WITHIN = [
     ("states", 1),
     ("files", 2),
 ]
-KILLS, RUNS = 20, 5
+KILLS, RUNS = 12, 3
 FEDLOOM = str(Path(sys.executable).parent / "fedloom")
 
 
@@ -149,8 +150,7 @@ def workers(session: int) -> list[int]:
 
 @pytest.mark.slow
 def test_with_ray_a_killed_server_and_a_killed_worker_change_no_bit(tmp_path: Path):
-    inline = [FEDLOOM, "run", *RAY, "engine.name=inline", f"run.root={tmp_path}", "run.name=inline", "--quiet"]
-    subprocess.run(inline, check=True, timeout=200)
+    simulate(load("digits", [*RAY, "engine.name=inline", f"run.root={tmp_path}", "run.name=inline"]), quiet=True)
     path = tmp_path / "ray"
     begin = [FEDLOOM, "run", *RAY, "engine.name=ray", "engine.workers=1", f"run.root={tmp_path}", "run.name=ray", "--quiet"]
     with subprocess.Popen(begin, start_new_session=True) as server:

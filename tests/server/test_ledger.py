@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from conf.errors import UserError
-from server.database import SEAL
 from server.ledger import Contribution, Ledger, LedgerError
+from server.ledger.database import SEAL
+from server.ledger.tables import FORMAT
 from tests.server.ledgers import CONFIG, SITES, Plain, closed, contribution, new, problems
 
 
@@ -31,7 +32,7 @@ def refused(ledger: Ledger, match: str, call, *arguments) -> None:
 def test_a_new_ledger_knows_its_run_and_sites(tmp_path: Path):
     with new(tmp_path) as ledger:
         run = ledger.run()
-        assert (run.run, run.config, run.bits, run.format) == ("digits", CONFIG, 32, 2)
+        assert (run.run, run.config, run.bits, run.format) == ("digits", CONFIG, 32, FORMAT)
         assert ledger.sites() == dict.fromkeys(SITES, False)
         assert (ledger.last_round(), ledger.all_latest(), ledger.latest("a"), ledger.rounds()) == (None, {}, None, [])
         assert kinds(ledger) == ["created"]
@@ -232,10 +233,10 @@ def test_folders_without_a_ledger_and_files_that_are_none_are_told(tmp_path: Pat
         new(tmp_path)
     assert problems(tmp_path) == []
     with sqlite3.connect(path) as db:
-        db.execute("UPDATE runs SET format = 3")
+        db.execute("UPDATE runs SET format = 9")
     db.close()
-    told("has format 3, not 2")
-    told("has format 3, not 2", server=False)
+    told("has format 9, this fedloom reads 2 to 4; use the fedloom that wrote it")
+    told("has format 9", server=False)
 
 
 def test_a_ledger_that_somebody_locks_for_too_long_is_told(tmp_path: Path):

@@ -14,10 +14,10 @@ from clients.app import app
 from clients.states import read_metadata
 from clients.store import SiteStore
 from conf import Config, UserError
-from fusion.exact import dequantise, digest
-from server.audit import check
+from fusion.exact import dequantise, digest, exact
 from server.experiment import run_experiment
 from server.ledger import Ledger, LedgerError
+from server.ledger.audit import check
 from server.runfolder import METRICS, SUMMARY
 from sims.engines.adapter import store_folder
 from sims.engines.inline import InlineGrid
@@ -150,8 +150,7 @@ def smooth(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, 
     return of
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("after", [1, 2, 4])
+@pytest.mark.parametrize(("mode", "after"), [*(("exact", after) for after in (1, 2, 4)), *((mode, 1) for mode in MODES[1:])])
 def test_a_run_stopped_after_a_round_ends_as_one_that_was_not(tmp_path: Path, smooth, mode, after):
     mode = f"objective.mode={mode}"
     config = stopped(configured(tmp_path, mode), after)
@@ -250,7 +249,7 @@ def test_a_site_that_lost_its_store_begins_at_its_contribution_and_that_is_told(
         last = ledger.last_round()
         assert last is not None
         shared = ledger.blobs.get(last.states["shared"])
-        mine = dequantise(ledger.blobs.get(ledger.all_latest()["site-0001"].blob), 32)
+        mine = dequantise(exact(ledger.blobs.get(ledger.all_latest()["site-0001"].blob), 32), 32)
         store = SiteStore(store_folder(given), ledger.run().run, "site-0001")
     before = digest(store.load(2))
     store.save(2, 1, {**shared, **mine})
@@ -260,8 +259,7 @@ def test_a_site_that_lost_its_store_begins_at_its_contribution_and_that_is_told(
     client, listener = WatchedApp(), Recorder()
     summary = resumed(lost, listener, client)
     (told,) = listener.messages
-    assert told.startswith("round 3: site-0001: its own state is lost: that after round 2 (")
-    assert told.endswith("has rounds: none); it begins again at its contribution")
+    assert told == "round 3: site-0001: its own state is lost: that after round 2; it begins again at its contribution"
     assert summary["status"] == "finished" and all(summary["checks"].values())
     assert [(order.round, order.base) for order in client.orders if order.site == 1] == [(3, 2), (3, 2), (4, 3)]
     assert all(record["replies"] == 3 and not record["dropped"] for record in listener.records)

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from clients.networks import Architecture, Model
 from clients.objectives.local import BACKWARD, FORWARD, TOGETHER
 from clients.objectives.modes import MODES
 from clients.states import read_metadata, read_state
 from conf import UserError, load
 from conf.sites import RESULT_NAMES
-from server.database import acquire
+from server.ledger.database import acquire
+from server.rounds.site_evaluation import PERSONAL
 from server.runfolder import CONFIG, METRICS, SUMMARY, RunFolder, refuse_existing
 from server.strategies.arithmetic import ROWS
 from tests.server.parts import files, folder, small
@@ -44,10 +46,14 @@ def test_an_existing_run_is_refused_and_left_as_it_is(tmp_path: Path):
     assert files(made.path) == before
 
 
+def model(weight: torch.Tensor) -> Model:
+    return Model(Architecture("{}", 1, 8, 10), {"w": weight})
+
+
 def test_overwrite_replaces_a_run_with_all_that_was_in_it(tmp_path: Path):
     made = opened(tmp_path)
     made.append({"round": 1})
-    made.write_network("old", {"w": torch.ones(1)})
+    made.write_network("old", model(torch.ones(1)))
     again = opened(tmp_path, "run.overwrite=true", "seed=9")
     assert set(files(again.path)) == {CONFIG, METRICS}
     assert not (again.path / METRICS).read_text()
@@ -175,7 +181,7 @@ def test_records_that_a_crash_left_whole_are_read_again(tmp_path: Path):
 def test_results_are_the_digests_of_what_came_out(tmp_path: Path):
     made = opened(tmp_path)
     made.write_summary({"status": "finished"})
-    made.write_network("aggregate", {"w": torch.ones(1)})
+    made.write_network("aggregate", model(torch.ones(1)))
     (made.path / "report.html").write_text("")
     first = made.results()
     assert list(first) == sorted([CONFIG, METRICS, SUMMARY, "states/aggregate.safetensors"])
@@ -202,7 +208,7 @@ def test_a_summary_replaces_the_one_before(tmp_path: Path):
 
 def test_networks_are_written_as_safetensors_with_what_they_are(tmp_path: Path):
     made = opened(tmp_path)
-    made.write_network("aggregate", {"w": torch.tensor([1.5])}, row="sum")
+    made.write_network("aggregate", model(torch.tensor([1.5])), row="sum")
     path = made.path / "states" / "aggregate.safetensors"
     assert torch.equal(read_state(path)["w"], torch.tensor([1.5]))
     assert read_metadata(path)["row"] == "sum"
@@ -219,4 +225,4 @@ def test_a_folder_of_ones_own_with_a_config_yaml_is_never_deleted(tmp_path: Path
 
 def test_no_site_may_be_called_what_the_results_call_something_else():
     rows = {*MODES, *(mode.row for mode in MODES.values()), *ROWS, TOGETHER, FORWARD, BACKWARD}
-    assert rows | {"aggregate", "star", "composed", "half"} == RESULT_NAMES
+    assert rows | {"aggregate", "star", "composed", "half", PERSONAL} == RESULT_NAMES

@@ -5,23 +5,24 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from clients.messages import ROUND, SITE
 from conf.errors import UserError
 from fusion.exact import ExactSum, State, digest, quantise
 from server.ledger import Ledger
-from server.strategies import STRATEGIES, Setup
-from server.strategies.sum_aggregation import SumAggregate
+from server.rounds.aggregation import Aggregation
+from server.rounds.view import Setup
+from tests.server.parts import given, staged
 from tests.server.test_strategy import everyone, many, records
 
-SEQUENCES = 1000
+SEQUENCES = 1000 if settings.get_current_profile_name() == "random" else 150  # a nightly run draws more
 SITES = everyone()
 NAMES = [site.name for site in SITES]
 CONFIG = many(Path("of-no-run"))  # read once: the folder is the ledger's
-STRATEGY = STRATEGIES.build(CONFIG.strategy, "strategy")
 # (what, of which site): "lost" is a reply that comes before a crash and is never committed
 steps = st.lists(st.tuples(st.sampled_from(["round", "forget", "readmit", "lost"]), st.integers(0, len(NAMES) - 1)),
                  min_size=1, max_size=6)  # fmt: skip
@@ -29,7 +30,7 @@ steps = st.lists(st.tuples(st.sampled_from(["round", "forget", "readmit", "lost"
 
 @pytest.fixture(scope="module")
 def memory() -> Iterator[Path]:
-    """A folder that is no disk, where there is one: a thousand ledgers are made in it."""
+    """A folder that is no disk, where there is one: many ledgers are made in it."""
     folder = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
     yield folder
     shutil.rmtree(folder)
@@ -49,12 +50,12 @@ class Plain:
         return total.totals
 
 
-@given(sequence=steps)
+@hypothesis.given(sequence=steps)
 @settings(max_examples=SEQUENCES, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
 def test_any_sequence_leaves_what_a_plain_model_says(memory: Path, sequence: list[tuple[str, int]]):
     folder = Path(tempfile.mkdtemp(dir=memory))
     aggregate = opened(folder)
-    model = Plain(aggregate.contribution(NAMES[0]))
+    model = Plain(aggregate.slots.contribution("sum", NAMES[0]))
     for what, place in sequence:
         aggregate = STEPS[what](aggregate, model, NAMES[place])
         agree(aggregate, model)
@@ -64,36 +65,35 @@ def test_any_sequence_leaves_what_a_plain_model_says(memory: Path, sequence: lis
     shutil.rmtree(folder)
 
 
-def opened(folder: Path) -> SumAggregate:
+def opened(folder: Path) -> Aggregation:
     there = (folder / "ledger.sqlite").is_file()
     ledger = Ledger.open(folder) if there else Ledger.create(folder, "run", "", 32, NAMES)
-    aggregate = STRATEGY.start(Setup(CONFIG, SITES, folder, ledger))
-    assert isinstance(aggregate, SumAggregate)
-    return aggregate
+    return Aggregation(Setup(CONFIG, SITES, folder, ledger))
 
 
-def crashed(aggregate: SumAggregate) -> SumAggregate:
+def crashed(aggregate: Aggregation) -> Aggregation:
     """The process is gone, its ledger not closed; another one comes."""
     aggregate.ledger.__exit__(RuntimeError)
     return opened(aggregate.ledger.folder)
 
 
-def agree(aggregate: SumAggregate, model: Plain) -> None:
+def agree(aggregate: Aggregation, model: Plain) -> None:
     assert [site.name for site in aggregate.members()] == [name for name in NAMES if name in model.held]
-    assert digest(aggregate.sum.totals) == digest(model.total()) == aggregate.digest()["sum"]
-    assert aggregate.sum.addends == len(model.held)
+    assert digest(aggregate.slots.total("sum").totals) == digest(model.total()) == aggregate.digest()["sum"]
+    assert aggregate.slots.total("sum").addends == len(model.held)
     for name, state in model.held.items():
-        assert digest(aggregate.contribution(name)) == digest(state)
+        assert digest(aggregate.slots.contribution("sum", name)) == digest(state)
 
 
-def replied(aggregate: SumAggregate, model: Plain, name: str) -> State:
+def replied(aggregate: Aggregation, model: Plain, name: str) -> State:
     """A reply of the site, folded and not committed."""
     reply = records(aggregate.config, name, model.round + 1)
-    aggregate.fold(SITES[NAMES.index(name)], model.round + 1, {key: reply[key] for key in (SITE, ROUND)}, samples=10)
+    site = SITES[NAMES.index(name)]
+    assert staged(aggregate, model.round + 1, [given(site, {key: reply[key] for key in (SITE, ROUND)})]) == {}
     return quantise(reply[SITE], 32)
 
 
-def a_round(aggregate: SumAggregate, model: Plain, name: str) -> SumAggregate:
+def a_round(aggregate: Aggregation, model: Plain, name: str) -> Aggregation:
     if name in model.held:
         model.held[name] = replied(aggregate, model, name)
         model.round += 1
@@ -101,13 +101,13 @@ def a_round(aggregate: SumAggregate, model: Plain, name: str) -> SumAggregate:
     return aggregate
 
 
-def a_lost_reply(aggregate: SumAggregate, model: Plain, name: str) -> SumAggregate:
+def a_lost_reply(aggregate: Aggregation, model: Plain, name: str) -> Aggregation:
     if name in model.held:
         replied(aggregate, model, name)
     return crashed(aggregate)
 
 
-def forgotten(aggregate: SumAggregate, model: Plain, name: str) -> SumAggregate:
+def forgotten(aggregate: Aggregation, model: Plain, name: str) -> Aggregation:
     if name not in model.held or len(model.held) == 1:
         with pytest.raises(UserError):
             aggregate.forget([name], {})
@@ -117,7 +117,7 @@ def forgotten(aggregate: SumAggregate, model: Plain, name: str) -> SumAggregate:
     return aggregate
 
 
-def readmitted(aggregate: SumAggregate, model: Plain, name: str) -> SumAggregate:
+def readmitted(aggregate: Aggregation, model: Plain, name: str) -> Aggregation:
     if name in model.held:
         with pytest.raises(UserError):
             aggregate.readmit([name])

@@ -1,24 +1,31 @@
 """Replies to sum aggregation: bad ones leave no trace, good ones count after the commit."""
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from clients.messages import ROUND, SITE
+from clients.initial import initial_state
+from clients.messages import ROUND, SITE, to_arrays
+from clients.partial import PartialSum
 from clients.states import round_file, write_state
 from conf import UserError
 from fusion.exact import digest, quantise
-from server.strategies import ReplyError
+from sims.benchmarks.soak_replies import entry
 from tests.server.parts import (
     committed,
-    entry,
+    contribution,
     extractor,
     folder,
+    given,
     on_disk,
+    staged,
     started,
     sum_of_contributions,
+    summed,
 )
 from tests.server.strategies import LAYER, everyone, many, play, records
 
@@ -51,7 +58,7 @@ BAD = [
     (lacking(SITE, LAYER), rf"record 'site' lacks the tensor '{LAYER}'"),
     (lacking(ROUND, BIAS), rf"record 'round' lacks the tensor '{BIAS}'"),
     (lambda reply: {**reply, SITE: {}}, r"record 'site' lacks the tensor 'extractor\.0\.weight'"),
-    (replaced(SITE, LAYER, flat), rf"record 'site', tensor '{LAYER}': shape \[36\], expected \[4, 1, 3, 3\]"),
+    (replaced(SITE, LAYER, flat), rf"record 'site', tensor '{LAYER}': shape \[72\], expected \[8, 1, 3, 3\]"),
     (replaced(ROUND, WEIGHT, lambda tensor: tensor.T), rf"record 'round', tensor '{WEIGHT}': shape \[16, 10\]"),
     (replaced(ROUND, BIAS, lambda tensor: tensor[None]), rf"tensor '{BIAS}': shape \[1, 10\]"),
     (poked(SITE, LAYER, float("nan")), rf"'{LAYER}' has entries that are not finite"),
@@ -74,42 +81,36 @@ def test_a_reply_that_cannot_be_used_is_refused_by_name_and_leaves_no_trace(tmp_
     spoilt, clean = started(config, at=tmp_path / "spoilt"), started(config, at=tmp_path / "clean")
     for aggregate in (spoilt, clean):
         play(aggregate, config, [[0, 1]])
-    before, kept = digest(spoilt.sum.totals), on_disk(spoilt)
     victim, other = everyone()[1], everyone()[2]
-    good = records(config, other.name, 2)
-    if not first:
-        spoilt.fold(other, 2, good, 10)
-        kept = on_disk(spoilt)
-    with pytest.raises(ReplyError, match=line):
-        spoilt.fold(victim, 2, spoil(records(config, victim.name, 2)), 10)
-    assert digest(spoilt.sum.totals) == before
-    assert on_disk(spoilt) == kept
-    if first:
-        spoilt.fold(other, 2, good, 10)
-    clean.fold(other, 2, good, 10)
+    good, bad = given(other, records(config, other.name, 2)), given(victim, spoil(records(config, victim.name, 2)))
+    dropped = staged(spoilt, 2, [bad, good] if first else [good, bad])
+    assert dropped.keys() == {victim.name}
+    assert re.search(line, dropped[victim.name])
+    assert staged(clean, 2, [good]) == {}
     spoilt.commit(2, {})
     clean.commit(2, {})
     assert spoilt.digest() == clean.digest()
-    assert digest(spoilt.shared) == digest(clean.shared)
-    assert digest(spoilt.sum.totals) == sum_of_contributions(spoilt)
+    assert digest(spoilt.slots.kept["shared"]) == digest(clean.slots.kept["shared"])
+    assert summed(spoilt) == sum_of_contributions(spoilt)
     assert on_disk(spoilt) == on_disk(clean)
 
 
 @pytest.mark.parametrize("mode", ["exact", "fedavg", "independent", "regularised"])
 def test_an_absurd_number_of_samples_is_refused_and_leaves_no_trace(tmp_path: Path, mode):
-    config = many(tmp_path, mode, "strategy.weighting=samples")
+    config = many(tmp_path, mode, "strategy.weighting=samples", "federation.largest_weight=0", "federation.scale_bits=48")
     spoilt, clean = started(config, at=tmp_path / "spoilt"), started(config, at=tmp_path / "clean")
     first, second = everyone()[:2]
-    with pytest.raises(ReplyError, match="would overflow the exact sum"):
-        spoilt.fold(first, 1, records(config, first.name, 1), samples=10**15)
+    absurd = given(first, records(config, first.name, 1), samples=2**31 - 1)
+    good = given(second, records(config, second.name, 1))
+    assert "would overflow the exact sum" in staged(spoilt, 1, [absurd, good])[first.name]
+    assert staged(clean, 1, [good]) == {}
     for aggregate in (spoilt, clean):
-        aggregate.fold(second, 1, records(config, second.name, 1), samples=10)
         aggregate.commit(1, {})
     assert spoilt.digest() == clean.digest()
-    assert digest(spoilt.shared) == digest(clean.shared)
+    assert digest(spoilt.slots.kept["shared"]) == digest(clean.slots.kept["shared"])
     assert on_disk(spoilt) == on_disk(clean)
-    if spoilt.mode.sums:
-        assert digest(spoilt.sum.totals) == sum_of_contributions(spoilt)
+    if mode != "fedavg":
+        assert summed(spoilt) == sum_of_contributions(spoilt)
 
 
 def test_a_partial_sum_without_the_contributions_files_stops_the_round_and_leaves_no_trace(tmp_path: Path):
@@ -117,19 +118,23 @@ def test_a_partial_sum_without_the_contributions_files_stops_the_round_and_leave
     aggregate = started(config)
     play(aggregate, config, [[0, 1]])
     site, kept, before = everyone()[1], on_disk(aggregate), aggregate.digest()
-    parts = {name: quantise(state, aggregate.bits) for name, state in records(config, site.name, 2).items()}
+    reply = given(site, records(config, site.name, 2))
+    parts = {name: quantise(state, aggregate.slots.bits) for name, state in records(config, site.name, 2).items()}
+    change = {name: tensor - contribution(aggregate, site.name)[name] for name, tensor in parts[SITE].items()}
+    sums, once = {ROUND: to_arrays(parts[ROUND]), SITE: to_arrays(change)}, {ROUND: 1, SITE: 1}
+    partial = PartialSum("run", 2, frozenset({"1"}), {site.name: 10}, addends=once, records=sums)
     with pytest.raises(UserError, match=r"site-0001/round-000002\.safetensors: was not written; federation\.partial_sums"):
-        aggregate.fold_partial(site, 2, parts, addends=1, samples=10)
+        staged(aggregate, 2, [replace(reply, partial=partial)])
     aggregate.abandon()
     assert (on_disk(aggregate), aggregate.digest()) == (kept, before)
     # where it was written, it is moved into the ledger
-    change = {name: tensor - aggregate.contribution(site.name)[name] for name, tensor in parts[SITE].items()}
-    write_state(round_file(Path(aggregate.staging()), site.name, 2), parts[SITE])
-    aggregate.fold_partial(site, 2, {ROUND: parts[ROUND], SITE: change}, addends=1, samples=10)
+    staging = aggregate.slots.contributions.staging
+    write_state(round_file(staging, site.name, 2), records(config, site.name, 2)[SITE])
+    assert staged(aggregate, 2, [replace(reply, partial=partial)]) == {}
     aggregate.commit(2, {})
-    assert digest(aggregate.contribution(site.name)) == digest(parts[SITE])
+    assert digest(contribution(aggregate, site.name)) == digest(parts[SITE])
     assert aggregate.digest()["sum"] == sum_of_contributions(aggregate)
-    assert not list(Path(aggregate.staging()).rglob("*.safetensors"))
+    assert not list(staging.rglob("*.safetensors"))
 
 
 @pytest.mark.parametrize("mode", ["exact", "regularised", "fedavg"])
@@ -137,40 +142,37 @@ def test_an_abandoned_round_leaves_state_and_disk_as_they_were(tmp_path: Path, m
     config = many(tmp_path, mode)
     aggregate = started(config)
     play(aggregate, config, [[0, 1, 2]])
-    before, shared, kept = aggregate.digest(), digest(aggregate.shared), on_disk(aggregate)
-    bases = [aggregate.base(site) for site in everyone()]
-    for place in (1, 2, 3):
-        site = everyone()[place]
-        aggregate.fold(site, 2, records(config, site.name, 2), 10)
+    before, shared, kept = aggregate.digest(), digest(aggregate.slots.kept["shared"]), on_disk(aggregate)
+    bases = [aggregate.slots.base(site.name) for site in everyone()]
+    one, two, three, four = (given(site, records(config, site.name, 2)) for site in everyone()[1:])
+    staged(aggregate, 2, [one, two, three])
     aggregate.abandon()
-    assert (aggregate.digest(), digest(aggregate.shared)) == (before, shared)
+    assert (aggregate.digest(), digest(aggregate.slots.kept["shared"])) == (before, shared)
     assert committed(aggregate).items() <= kept.items()
     aggregate.ledger.prune()
     assert on_disk(aggregate)["files"] == kept["files"]
-    assert [aggregate.base(site) for site in everyone()] == bases
+    assert [aggregate.slots.base(site.name) for site in everyone()] == bases
     again = started(config, at=tmp_path / "again")
     play(again, config, [[0, 1, 2], [3, 4]])
-    for place in (3, 4):
-        site = everyone()[place]
-        aggregate.fold(site, 2, records(config, site.name, 2), 10)
+    staged(aggregate, 2, [three, four])
     aggregate.commit(2, {})
     assert aggregate.digest() == again.digest()
-    assert digest(aggregate.shared) == digest(again.shared)
+    assert digest(aggregate.slots.kept["shared"]) == digest(again.slots.kept["shared"])
 
 
-def test_what_is_folded_counts_only_after_the_commit(tmp_path: Path):
+def test_what_is_put_counts_in_the_round_and_for_good_after_the_commit(tmp_path: Path):
     config = many(tmp_path)
     aggregate = started(config)
     site = everyone()[0]
-    before, mean = aggregate.digest(), digest(aggregate.aggregate())
-    aggregate.fold(site, 1, records(config, site.name, 1), 10)
-    assert (aggregate.digest(), digest(aggregate.aggregate()), aggregate.base(site)) == (before, mean, 0)
-    assert digest(aggregate.contribution(site.name)) == digest(extractor(aggregate.initial))
+    before, kept = aggregate.digest(), committed(aggregate)
+    staged(aggregate, 1, [given(site, records(config, site.name, 1))])
+    mine = quantise(records(config, site.name, 1)[SITE], aggregate.slots.bits)
+    assert digest(contribution(aggregate, site.name)) == digest(mine)
+    assert (committed(aggregate), aggregate.slots.base(site.name)) == (kept, 0)
     aggregate.commit(1, {})
     assert aggregate.digest() != before
-    assert aggregate.base(site) == 1
-    mine = quantise(records(config, site.name, 1)[SITE], aggregate.bits)
-    assert digest(aggregate.contribution(site.name)) == digest(mine)
+    assert aggregate.slots.base(site.name) == 1
+    assert digest(contribution(aggregate, site.name)) == digest(mine)
 
 
 @pytest.mark.parametrize("history", ["latest", "all"])
@@ -181,15 +183,14 @@ def test_the_latest_contribution_of_each_site_stays_on_disk_or_all_of_them(tmp_p
     rounds = {site.name: [one.round for one in aggregate.ledger.history(site.name)] for site in everyone()}
     every = {"site-0000": [0, 1, 2, 3], "site-0001": [0, 1, 2], "site-0002": [0, 1], "site-0003": [0], "site-0004": [0]}
     assert rounds == (every if history == "all" else {name: kept[-1:] for name, kept in every.items()})
-    given = {aggregate.ledger.blobs.put(aggregate.mode.site_part(aggregate.initial))}
+    blobs = {aggregate.ledger.blobs.put(extractor(initial_state(config)))}
     for name in rounds:
         for one in aggregate.ledger.history(name):
             assert one.samples == (10 if one.round else 0)
-            if one.round:
-                mine = quantise(records(config, name, one.round)[SITE], aggregate.bits)
-                assert digest(aggregate.ledger.blobs.get(one.blob)) == digest(mine)
-                given.add(one.blob)
-    assert len(given) == 1 + sum(bool(round) for kept in rounds.values() for round in kept)
+            if one.round:  # float32, as it came: the integers follow from it
+                assert digest(aggregate.ledger.blobs.get(one.blob)) == digest(records(config, name, one.round)[SITE])
+                blobs.add(one.blob)
+    assert len(blobs) == 1 + sum(bool(round) for kept in rounds.values() for round in kept)
     states = [set(row.states.values()) for row in aggregate.ledger.rounds()]
     assert [len(names) for names in states] == ([2, 2, 2, 2] if history == "all" else [0, 0, 0, 2])
-    assert {path.stem for path in (folder(config) / "blobs").iterdir()} == given.union(*states)
+    assert {path.stem for path in (folder(config) / "blobs").iterdir()} == blobs.union(*states)

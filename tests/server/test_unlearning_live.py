@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from conf import Config
-from server.audit import check
-from server.certificate import CERTIFICATES, read
 from server.ledger import Ledger
+from server.ledger.audit import check
 from server.runfolder import RunFolder
-from server.unlearning import KIND
+from server.unlearning.certificate import CERTIFICATES, read
+from server.unlearning.requests import KIND
 from tests.server.parts import Recorder, WatchedApp, folder
 from tests.server.runs import copied, findings, method_of, to_resume, verdicts
 from tests.server.unlearnings import ONE, SITES, TWO, asked, configured, run
@@ -119,7 +119,7 @@ def test_a_rollback_trains_the_rounds_again_and_has_the_bits_of_a_network_retrai
     assert heard.messages[0] == f"request 'r1' applied: {ONE} forgotten; certified after round 2"
     assert heard.messages[-1] == f"request 'r1' verified: {ONE} forgotten"
     done = read(folder(config) / CERTIFICATES / "r1.json")
-    assert list(done["not_exact"]) == ["copies"]  # nothing that is left has seen the site
+    assert list(done["not_exact"]) == ["events of the ledger", "copies"]  # nothing that is left has seen the site
     retrained = done["evidence"]["retrained"]
     assert retrained["disagreement"] == 0.0
     assert set(retrained["distance"].values()) == {0.0}

@@ -4,17 +4,19 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from clients.objectives.modes import mode_of
 from conf import Config
 from conf.sites import roster
-from fusion.exact import digest
-from server.audit import check
+from fusion.exact import digest, exact
 from server.evaluate import Evaluator
 from server.experiment import run_experiment
-from server.federation import Federation
 from server.ledger import Ledger, Request
+from server.ledger.audit import check
 from server.method import Method
-from server.strategies.sum_aggregation import SumAggregate
-from server.unlearning import Unlearning, receive
+from server.rounds.exchange import Federation
+from server.unlearning.requests import Unlearning, receive
 from sims.engines.adapter import store_folder
 from sims.engines.inline import InlineGrid
 from tests.server.parts import Recorder, WatchedApp, folder, small
@@ -42,11 +44,6 @@ def further(method: Method, config: Config, rounds: int, client: WatchedApp) -> 
     method.train(federation, Recorder())
 
 
-def summed(method: Method) -> SumAggregate:
-    assert isinstance(method.aggregation, SumAggregate)
-    return method.aggregation
-
-
 def kinds(ledger: Ledger, id: str) -> list[str]:
     """The events about a request."""
     return [event.kind for event in ledger.events() if event.body.get("id") == id]
@@ -54,9 +51,9 @@ def kinds(ledger: Ledger, id: str) -> list[str]:
 
 def added_up(method: Method) -> str:
     """The digest of the remaining contributions' sum, added up by torch alone."""
-    states = [method.ledger.blobs.get(one.blob) for one in method.ledger.all_latest().values()]
-    mode = summed(method).mode
-    return digest(mode.summed_part({name: sum(state[name] for state in states) for name in states[0]}))  # type: ignore[misc]
+    states = [exact(method.ledger.blobs.get(one.blob), 32) for one in method.ledger.all_latest().values()]
+    whole = {name: sum((state[name] for state in states), torch.zeros((), dtype=torch.int64)) for name in states[0]}
+    return digest(mode_of(method.config).summed_part(whole))
 
 
 def asked(unlearning: Unlearning, id: str, sites: list[str], reason: str = "") -> Request:

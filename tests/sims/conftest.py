@@ -1,14 +1,15 @@
 """What the tests of the command line share."""
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from sims import cli
-from tests.sims.commands import FEDLOOM, SMALL, Command, Said
+from conf import load
+from sims.cli import main as cli
+from sims.simulate import simulate
+from tests.sims.commands import SMALL, Command, Said
 
 
 @pytest.fixture
@@ -29,9 +30,7 @@ def fedloom(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished run, which no test changes."""
     root = tmp_path_factory.mktemp("user")
-    words = [FEDLOOM, "run", *SMALL, "rounds=2", f"run.root={root}", "--quiet"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
+    simulate(load("digits", [*SMALL, "rounds=2", f"run.root={root}"]), quiet=True)
     return root / "digits"
 
 

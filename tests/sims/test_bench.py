@@ -1,6 +1,7 @@
-"""`fedloom bench engines` on tiny cases: the form of its rows, its files, the bars. No timings."""
+"""`fedloom bench` on tiny cases: the form of its rows, its files, the bars, a soak's plan and verdicts. No timings."""
 
 import json
+import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -10,12 +11,14 @@ from typer.testing import CliRunner
 from clients.data import site_sizes
 from conf import UserError
 from conf.sites import roster
-from sims.benchmarks import engine_cases, engine_watch, engines
+from sims.benchmarks import engine_cases, engine_watch, engines, soak, soak_plan, soak_watch
 from sims.benchmarks.engine_cases import CASES, FLOWER, Case
 from sims.benchmarks.engine_job import Job, keep, read_job, read_measured
 from sims.benchmarks.engine_measure import Row, measure
 from sims.benchmarks.engine_tables import BARS, bars_table, rows_table
-from sims.cli import app
+from sims.benchmarks.soak_plan import LOST_ONCE, LOST_TWICE, NEEDS_NONE, REASONS
+from sims.benchmarks.soak_watch import WHAT
+from sims.cli.main import app
 
 ECHO = Case("messages-tiny", "3 sites", "messages", 3, 3, (2, 2), (2, 2), floats=10_000, engines=("inline",))
 TRAIN = Case("training-tiny", "2 sites", "training", 4, 2, (2, 2), (2, 2), engines=("loop-1",))
@@ -56,8 +59,8 @@ def test_what_fails_is_a_row_with_the_reason():
 
 
 def test_a_process_that_takes_too_long_is_stopped():
-    row = measure(ECHO, "inline", 10**9, 6.0)
-    assert "stopped after 6 s" in row.note
+    row = measure(ECHO, "inline", 10**9, 2.0)
+    assert "stopped after 2 s" in row.note
 
 
 def test_json_is_the_last_line_and_the_files_are_there(tiny: None, tmp_path: Path):
@@ -156,3 +159,71 @@ def test_workers_are_told_apart():
     assert engine_watch._is_worker(["python", "-c", "from multiprocessing.spawn import spawn_main; spawn_main(3)"])
     assert not engine_watch._is_worker(["/x/raylet", "--python_worker_command=python default_worker.py --node-ip"])
     assert asdict(engine_watch.Peaks()) == {"driver": 0, "workers": 0, "store": 0, "private": 0}
+
+
+SOAK = soak_plan.Plan(60, 300)
+
+
+def as_planned(plan: soak_plan.Plan) -> dict[int, dict[int, str]]:
+    """What a run drops if all goes as planned and no round times out."""
+    rounds, sites = range(1, plan.rounds + 1), range(plan.sites)
+    kinds = {round: {site: plan.kind(site, round) for site in sites} for round in rounds}
+    dropped = {round: {site: REASONS[kind] for site, kind in kinds[round].items() if kind in REASONS} for round in rounds}
+    first = {site: NEEDS_NONE for site, kind in kinds[1].items() if kind in (LOST_ONCE, LOST_TWICE)}
+    return {**dropped, 1: dropped[1] | first}
+
+
+def test_a_soak_plans_every_kind_of_fault_and_none_in_most_replies():
+    kinds = [SOAK.kind(site, round) for round in range(1, 301) for site in range(60)]
+    assert set(kinds) == {*soak_plan.ODD, *soak_plan.AT_A_SITE, ""}
+    assert kinds.count("") > 0.88 * len(kinds)
+    assert set(SOAK.events.values()) == set(soak_plan.EVENTS)
+    assert list(SOAK.events.values()).count("node") == 4
+    node = next(round for round, event in SOAK.events.items() if event == "node")
+    assert not SOAK.events.keys() & set(range(node + 1, node + soak_plan.NODE_ROUNDS))
+    assert sorted(soak_plan.Plan(40, 10).events.values()) == sorted(soak_plan.EVENTS)
+
+
+def test_a_soak_tells_who_was_dropped_for_nothing_and_whose_fault_was_not_told():
+    plan = soak_plan.Plan(20, 5)
+    planned = as_planned(plan)
+    assert list(soak.wrong(plan, planned)) == []
+    innocent = next(site for site in range(20) if not plan.kind(site, 4))
+    guilty = next(site for site in range(20) if plan.kind(site, 3) in REASONS)
+    spoiled = {**planned, 4: {**planned[4], innocent: "a mistake"}, 3: {**planned[3], guilty: "another reason"}}
+    assert [fault.partition(":")[0] for fault in soak.wrong(plan, spoiled)] == [
+        f"round 3, site {guilty}",
+        f"round 4, site {innocent}",
+    ]
+    unnoticed = {**planned, 3: {site: reason for site, reason in planned[3].items() if site != guilty}}
+    assert [fault.rpartition(" ")[2] for fault in soak.wrong(plan, unnoticed)] == ["counts"]
+    assert list(soak.wrong(plan, {**planned, 4: dict.fromkeys(range(20), soak_plan.NO_REPLY)})) == []
+
+
+@pytest.mark.parametrize(("late", "flat"), [(100.0, True), (104.0, True), (106.0, False)])
+def test_a_soak_compares_memory_early_and_late(late: float, flat: bool):
+    early, watch = [dict.fromkeys(WHAT, 100 * 2**20)] * 290, soak_watch.Processes()
+    watch._taken = [*early, *[dict.fromkeys(WHAT, int(late * 2**20))] * 10]
+    assert watch.left() == []
+    growth = watch.growth()
+    assert growth is not None and all((more <= soak.MOST_GROWTH) == flat for more in growth.values())
+    watch._taken = [*[dict.fromkeys(WHAT, 0)] * 290, *[dict.fromkeys(WHAT, int(late / 100 * 2**20))] * 10]
+    growth = watch.growth()
+    assert growth is not None and max(growth.values()) <= soak.MOST_GROWTH  # a MiB of none
+    watch._taken = watch._taken[:99]
+    assert watch.growth() is None
+
+
+def test_what_a_soak_leaves_running_is_told_by_its_command_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(soak_watch, "END_SECONDS", 0.5)
+    watch = soak_watch.Processes()
+    with subprocess.Popen(["sleep", "30"]) as left:
+        assert watch.left() == ["sleep 30 "]
+        left.kill()
+
+
+def test_a_soak_that_fails_says_no():
+    row = {"partial_sums": True, "seconds": 1.0, "inline_seconds": 1.0, "counted": 1, "dropped": {"kill": 2}, "timed_out": 3}
+    row |= {"rounds_timed_out": 1, "rounds_repeated": 0, "nodes_killed": 1, "sites": 2, "rounds": 3, "growth": None}
+    row |= {"mib": dict.fromkeys(WHAT, 1.0), "verdicts": {"good": True, "bad": False, "unknown": None}}
+    assert [line[1] for line in soak.table([row]).rows[-3:]] == ["yes", "NO", "-"]

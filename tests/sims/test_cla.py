@@ -7,7 +7,7 @@ import pytest
 from conf.errors import UserError
 from sims.experiments import cla
 from sims.experiments.cla import METHODS, TUNED, Pair, ablation_results, pair_results, reproduce
-from sims.pairs import Recipe, Task
+from sims.experiments.pairs import Recipe, Task
 
 TINY = Pair(
     "mlp:widths=[24,20,16,12],bias=false",

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: real processes, their output, exit codes and files."""
+"""The command line as a user meets it: output, exit codes and files, of real processes where they matter."""
 
 import json
 import os
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from server.audit import check
 from server.ledger import Ledger
+from server.ledger.audit import check
 from tests.sims.commands import FEDLOOM, Command, refused
 
 SMALL = ["rounds=2", "sites.0.samples=100", "sites.1.samples=100", "data.size=8", "engine.name=inline", "baselines=[fedavg]"]
@@ -59,20 +59,19 @@ def test_json_is_the_last_line_and_the_summary(finished):
     assert all(summary["checks"].values())
 
 
-def test_an_existing_run_is_refused_and_overwritten_on_demand(finished):
+def test_an_existing_run_is_refused_and_overwritten_on_demand(fedloom: Command, monkeypatch: pytest.MonkeyPatch, finished):
     folder, _ = finished
+    monkeypatch.chdir(folder)
     before = (folder / "runs/digits/summary.json").read_bytes()
-    again = process(folder, "run", *SMALL)
-    assert again.returncode == 2
-    assert again.stderr.startswith("fedloom: the run 'digits' exists")
+    refused(fedloom("run", *SMALL), "the run 'digits' exists")
     assert (folder / "runs/digits/summary.json").read_bytes() == before
-    assert process(folder, "run", *SMALL, "--overwrite", "--quiet").returncode == 0
+    assert fedloom("run", *SMALL, "--overwrite", "--quiet").code == 0
 
 
-def test_report_draws_again(finished):
+def test_report_draws_again(fedloom: Command, finished):
     folder, _ = finished
     (folder / "runs/digits/report.html").unlink()
-    assert process(folder, "report", "runs/digits").returncode == 0
+    assert fedloom("report", folder / "runs/digits").code == 0
     assert (folder / "runs/digits/report.html").is_file()
 
 
@@ -92,6 +91,7 @@ def test_report_draws_again(finished):
         (["run", "federation.min_replies=3"], "federation.min_replies: got 3"),
         (["run", "tab.yaml"], "tab.yaml: line 2"),
         (["report", "nowhere"], "nowhere"),
+        (["ledger", "x" * 400], "File name too long; give another path"),
         (["reproduce", "agregation"], "did you mean 'aggregation'"),
     ],
 )
@@ -108,7 +108,7 @@ def test_the_command_line_is_there_at_once():
     """What takes seconds to import waits until something is to be run."""
     heavy = ["torch", "flwr", "ray", "numpy", "matplotlib"]
     code = (
-        f"import sys, sims.cli; from conf import load; load('digits'); print([one for one in {heavy} if one in sys.modules])"
+        f"import sys, sims.cli.main; from conf import load; load('digits'); print([m for m in {heavy} if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -120,22 +120,24 @@ def test_bad_input_of_a_real_process(tmp_path: Path):
     assert done.stderr.startswith("fedloom: rounds: got -1") and len(done.stderr.splitlines()) == 1
 
 
-def test_show_prints_the_merged_configuration(tmp_path: Path):
-    done = process(tmp_path, "run", "usps_mnistm", "rounds=7", "--show")
-    assert done.returncode == 0
-    assert "rounds: 7" in done.stdout
+def test_show_prints_the_merged_configuration(fedloom: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    said = fedloom("run", "usps_mnistm", "rounds=7", "--show")
+    assert said.code == 0 and "rounds: 7" in said.out
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
-def test_an_interruption_ends_within_seconds_and_leaves_nothing_behind(tmp_path: Path, kind: signal.Signals):
+def test_an_interruption_ends_within_seconds_and_leaves_nothing_behind(
+    fedloom: Command, tmp_path: Path, kind: signal.Signals
+):
     words = [FEDLOOM, "run", "rounds=1000", "sites.0.samples=100", "sites.1.samples=100", "data.size=8", "engine.name=ray"]
     child = subprocess.Popen(words, cwd=tmp_path, start_new_session=True, stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "runs/digits/metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.is_file() and len(metrics.read_text().splitlines()) >= 2):
-        assert time.monotonic() < deadline
+        assert child.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
     os.killpg(child.pid, kind)
     _, stderr = child.communicate(timeout=30)
@@ -150,7 +152,7 @@ def test_an_interruption_ends_within_seconds_and_leaves_nothing_behind(tmp_path:
     while left := in_session(child.pid):
         assert time.monotonic() < deadline, left
         time.sleep(0.2)
-    assert process(tmp_path, "report", "runs/digits").returncode == 0
+    assert fedloom("report", tmp_path / "runs/digits").code == 0
 
 
 def in_session(session: int) -> list[str]:

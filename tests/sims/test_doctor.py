@@ -1,13 +1,14 @@
 """The doctor looks at this very machine; missing packages and data are put in its way."""
 
 import importlib
+import subprocess
 import sys
 from types import ModuleType
 
 import pytest
 
 from conf.schema import DataConfig
-from sims.doctor import doctor, doctor_table
+from sims.cli.doctor import NARROW, doctor, doctor_table, narrow_convolutions
 
 
 @pytest.fixture
@@ -41,9 +42,34 @@ def test_versions_machine_and_domains(data_module: ModuleType) -> None:
     assert "GiB" in found["free disk"][0]
     assert found["GPUs"][1]
     assert "fedloom" in found
+    assert "narrow convolutions" in found
     assert found["domain digits"] == ("/here/digits", True)
     assert found["domain svhn"] == ("not available: no such file", False)
     assert found["domain broken"] == ("cannot be found out: disk on fire", False)
+
+
+def test_narrow_convolutions_are_trained_in_a_process_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = subprocess.run([sys.executable, "-c", NARROW], capture_output=True, check=False)
+    finding, ok = narrow_convolutions()
+    assert ok is (alone.returncode == 0)
+    assert ("trained, with the right gradients" if ok else "torch.backends.mkldnn.enabled = False") in finding
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")  # the plain code for every processor
+    assert narrow_convolutions() == ("trained, with the right gradients", True)
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        ("import ctypes; ctypes.string_at(0)", "kills its process (SIGSEGV)"),
+        ("import os; os.abort()", "kills its process (SIGABRT)"),
+        ("raise ValueError('not close')", "fails: ValueError: not close"),
+        ("import time; time.sleep(60)", "does not end within 1.5 s"),
+    ],
+)
+def test_what_dies_hangs_or_is_wrong_is_told_with_a_way_out(script: str, told: str) -> None:
+    finding, ok = narrow_convolutions(script, patience=1.5)
+    assert not ok and told in finding
+    assert "16 channels" in finding and "torch.backends.mkldnn.enabled = False" in finding
 
 
 def test_packages_that_are_missing_or_broken(monkeypatch: pytest.MonkeyPatch, data_module: ModuleType) -> None:
@@ -80,5 +106,5 @@ def test_the_real_domains() -> None:
 def test_table() -> None:
     table = doctor_table([("torch", "2.0", True), ("domain svhn", "not available", False)])
     assert [row[2] for row in table.rows] == ["yes", "NO"]
-    assert table.note.startswith("1 of 2 are not there")
+    assert table.note.startswith("1 of 2 are not there or not sound")
     assert doctor_table([("torch", "2.0", True)]).note == "All is there."

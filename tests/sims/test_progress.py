@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sims.progress import PlainListener, QuietListener, RichListener, listener_for
+from sims.cli.progress import PlainListener, QuietListener, RichListener, listener_for
 
 RECORD = {
     "round": 1, "seconds": 1.94, "accuracy": {"a": 0.9, "union": 0.88}, "train_loss": 0.41, "replies": 2,

@@ -1,10 +1,8 @@
 """Tables, pictures and report.html, on real files."""
 
-import base64
 import io
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,10 @@ from PIL import Image
 from rich.console import Console
 
 from conf.errors import UserError
-from sims.plots import draw_all
-from sims.report import Details, Picture, headline, write_page, write_report
-from sims.tables import MAX_ROWS, Holders, Table, accuracy_table, forgetting_table, percent
+from sims.report.plots import draw_all
+from sims.report.report import Details, Picture, headline, write_page, write_report
+from sims.report.tables import MAX_ROWS, Holders, Link, Table, accuracy_table, forgetting_table, percent
+from tests.sims.pages import checked
 
 HOSTILE = '<img src="http://evil.example/x.png"> $x^$ | & _a_'
 
@@ -34,7 +33,7 @@ def results(sites: int, names: list[str]) -> tuple[list[dict[str, Any]], dict[st
     accuracy = {site["name"]: scores(0.9, 0.2, site["domain"]) for site in roster}
     summary = {
         "experiment": "digits", "method": "sum_aggregation/exact", "seed": 0, "rounds": 3, "engine": "inline",
-        "seconds": 6.5, "sites": roster, "status": "finished", "digest": {"sum": "ab" * 32},
+        "seconds": 6.5, "sites": roster, "status": "finished", "aggregate": "sum", "digest": {"sum": "ab" * 32},
         "accuracy": {**accuracy, "independent": scores(0.7, 0.7, ""), "sum": scores(0.8, 0.8, "")},
         "forgotten": {site["name"]: scores(0.1 if alone else 0.8, 0.75, site["domain"]) for site in roster},
         "checks": {"commutative": True, "subtraction_exact": True},
@@ -49,52 +48,6 @@ def write_run(folder: Path, metrics: list[dict[str, Any]], summary: dict[str, An
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in metrics), encoding="utf-8")
     (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
     return folder
-
-
-class Page(HTMLParser):
-    """Collects what a browser would load, the pictures and the text; checks that tags are closed in order."""
-
-    VOID = ("meta", "img", "br")
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.sources: list[str] = []
-        self.tags: list[str] = []
-        self.text = ""
-        self.open: list[str] = []
-        self.feed(path.read_text(encoding="utf-8"))
-        assert not self.open
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.sources += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
-        assert not any(name.startswith("on") or name == "style" for name, _ in attrs)
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] == "style":
-            assert "url(" not in data
-            assert "@import" not in data
-        self.text += data
-
-    def pictures(self) -> list[Image.Image]:
-        return [Image.open(io.BytesIO(base64.b64decode(source.split(",", 1)[1]))) for source in self.sources]
-
-
-def checked(path: Path) -> Page:
-    """The page, proved to load nothing from elsewhere and to hold pictures that decode."""
-    page = Page(path)
-    assert not {"script", "link", "iframe", "object", "embed", "base", "form"} & set(page.tags)
-    assert all(source.startswith("data:image/png;base64,") for source in page.sources)
-    for picture in page.pictures():
-        picture.load()
-        assert picture.format == "PNG"
-        assert min(picture.size) > 200
-    return page
 
 
 @pytest.mark.parametrize(
@@ -259,6 +212,21 @@ def test_forgetting_table_knows_who_shares_a_domain() -> None:
     table = forgetting_table(shared)
     assert [row[-1] for row in table.rows[:2]] == ["2 other sites", "site-0003"]
     assert "retained" in table.note
+
+
+def test_only_digests_may_be_broken(tmp_path: Path) -> None:
+    """Browsers break between words, and elsewhere only where a style allows it."""
+    digest = "0123456789abcdef" * 4
+    rows = [["site-0001", f"8: {digest}", "two words"], [Link("x-y", "a/b&c.html"), digest, 7]]
+    text = Table("t", ["a-b", "b", "c"], rows).html()
+    assert text.count(f'<span class="digest">{digest}</span>') == 2 == text.count("<span")
+    assert '<td class="whole">site-0001</td>' in text and '<th class="whole">a-b</th>' in text
+    assert '<td class="whole"><a href="a/b&amp;c.html">x-y</a></td>' in text
+    assert "<td>two words</td>" in text
+    style = write_page(tmp_path / "page.html", "t", []).read_text().split("<style>")[1].split("</style>")[0]
+    rules = re.findall(r"([^{}]+)\{([^{}]*)\}", style)
+    assert [name.strip() for name, rule in rules if "overflow-wrap" in rule or "word-break" in rule] == [".digest"]
+    assert ".whole { white-space: nowrap }" in style
 
 
 def test_rows_have_to_fit_the_columns() -> None:

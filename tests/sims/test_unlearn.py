@@ -11,9 +11,9 @@ from typing import IO
 
 import pytest
 
-from server.audit import check
 from server.ledger import Ledger
-from server.unlearning import receive
+from server.ledger.audit import check
+from server.unlearning.requests import receive
 from tests.sims.commands import FEDLOOM, ONE, SMALL, TWO, Command, events, last_line, refused
 
 
@@ -93,7 +93,7 @@ def test_unlearn_compares_with_a_network_that_was_trained_without_the_site(fedlo
 
 
 def test_retraining_that_was_killed_goes_on(fedloom: Command, run: Path, monkeypatch: pytest.MonkeyPatch):
-    from server.rounds import RoundLoop
+    from server.rounds.loop import RoundLoop
 
     whole = RoundLoop.one
 
@@ -162,7 +162,7 @@ def test_a_crash_before_the_results_are_measured_again_is_made_good(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as broken:
-        broken.setattr("sims.unlearn._measure_again", killed)
+        broken.setattr("sims.cli.unlearn._measure_again", killed)
         assert fedloom("unlearn", run, ONE, "--request-id", "r1").code == 130
     assert fedloom("unlearn", run, ONE, "--request-id", "r1").code == 0
     assert json.loads((run / "summary.json").read_text())["unlearned"] == [ONE]
@@ -171,7 +171,7 @@ def test_a_crash_before_the_results_are_measured_again_is_made_good(
 
 
 def test_nobody_is_readmitted_whom_a_request_is_still_about(fedloom: Command, run: Path, monkeypatch: pytest.MonkeyPatch):
-    from server.unlearning import Unlearning
+    from server.unlearning.requests import Unlearning
 
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
@@ -190,10 +190,10 @@ def test_a_refused_request_leaves_the_results_under_watch(fedloom: Command, run:
     assert fedloom("ledger", run, "--check").code == 1
 
 
-def until(what: Callable[[], bool]) -> None:
+def until(what: Callable[[], bool], server: subprocess.Popen) -> None:
     deadline = time.monotonic() + 120
     while not what():
-        assert time.monotonic() < deadline
+        assert server.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
 
 
@@ -217,18 +217,18 @@ def test_beside_a_running_server_a_request_is_queued_and_a_second_server_refused
 
     words = [FEDLOOM, "run", *SMALL, "rounds=5000", "evaluation.every=5000", f"run.root={tmp_path}", "--quiet"]
     with subprocess.Popen(words, stderr=subprocess.PIPE) as first:
-        until(lambda: lines() >= 2)
+        until(lambda: lines() >= 2, first)
         first.kill()
     begun = lines()
     told = tmp_path / "told"
     with told.open("w") as out, going_on(path, out) as server:
-        until(lambda: lines() > begun + 1)
+        until(lambda: lines() > begun + 1, server)
         refused(fedloom("resume", path, "--quiet"), f"process {server.pid} is working on it")
         refused(fedloom("readmit", path, ONE), f"process {server.pid} is working on it")
         refused(fedloom("unlearn", path, "site-001"), "did you mean")
         said = fedloom("unlearn", path, ONE, "--request-id", "r1", "--repair", 2, "--retrain")
         assert said.code == 0 and "request 'r1' received: the running server takes it" in said.out
-        until(certificate.is_file)
+        until(certificate.is_file, server)
         assert json.loads(certificate.read_text())["evidence"]["retrained"]["distance"]
         again = fedloom("unlearn", path, ONE, "--request-id", "r1")
         assert again.code == 0 and "request 'r1' was verified before" in again.out

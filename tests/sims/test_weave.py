@@ -11,7 +11,7 @@ from PIL import Image
 
 from clients.networks import initialise, load_network, parse_name, save_network
 from clients.states import write_state
-from sims.pairs import Task, accuracy
+from sims.experiments.pairs import Task, accuracy
 from tests.sims.commands import FEDLOOM, Command
 
 GIVEN = ["--probe", "digits", "--samples", "40"]
@@ -178,6 +178,7 @@ def test_three_networks(weave, folder):
 
 BAD = [
     (["align", "a", "nowhere.safetensors"], "nowhere.safetensors: no such file"),
+    (["align", "nowhere", "b"], "nowhere: no such file; give the path of a network's .safetensors file"),
     (["align", "a", "broken"], "broken.safetensors"),
     (["align", "a", "nameless"], "nameless.safetensors: does not say what network it holds"),
     (["align", "nameless", "b", "--network-a", "mlp:widths=[8,5]"], "tensor 'extractor.3.weight' is [6, 8], takes [5, 8]"),
@@ -219,8 +220,7 @@ def test_bad_input_is_one_line_and_exit_code_2(weave, folder, words, line):
     assert sorted(folder.iterdir()) == before
 
 
-@pytest.mark.parametrize(("words", "code"), [(["align", "a.safetensors", "b.safetensors"], 0), (["align", "a", "b"], 2)])
-def test_a_real_process(folder, words, code):
-    done = subprocess.run([FEDLOOM, *words, *GIVEN], cwd=folder, capture_output=True, text=True, timeout=100)
-    assert done.returncode == code, done.stderr
-    assert done.stderr == ("fedloom: a: no such file; give the path of a network's .safetensors file\n" if code else "")
+def test_a_real_process(folder):
+    words = [FEDLOOM, "align", "a.safetensors", "b.safetensors", *GIVEN]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")

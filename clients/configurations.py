@@ -1,0 +1,49 @@
+"""The configurations that a process knows, by the sha256 of their JSON. A site keeps those that it was sent on its disk."""
+
+import functools
+from collections import OrderedDict
+from pathlib import Path
+
+from flwr.app import RecordDict
+
+from clients.messages import config_digest, read_config_record
+from clients.states import write_bytes
+from conf import from_json
+
+MOST = 8  # configurations that a process holds
+
+_TEXTS: OrderedDict[str, str] = OrderedDict()
+
+
+parsed = functools.lru_cache(maxsize=MOST)(from_json)  # by the text: it is hashed once, as strings are
+
+
+class UnknownConfigurationError(LookupError):
+    """The site has no configuration of the digest that an order names; the server sends it when it hears of this."""
+
+    def __init__(self, digest: str) -> None:
+        super().__init__(f"no configuration {digest}")
+        self.digest = digest
+
+
+def configuration(digest: str, content: RecordDict, store: Path | None) -> str:
+    """The configuration's JSON: the one that the message brings, or one that came before.
+
+    `store`: where the site keeps it (None: nowhere). Raises UnknownConfigurationError, and UserError for another one.
+    """
+    if digest in _TEXTS:
+        _TEXTS.move_to_end(digest)
+        return _TEXTS[digest]
+    path = store / "configurations" / f"{digest}.json" if store else None
+    if (text := read_config_record(content, digest)) is not None:
+        parsed(text)  # UserError for what is none: nothing of it is kept
+        if path is not None:
+            write_bytes(path, text.encode())
+    elif path is not None and path.is_file() and config_digest(there := path.read_text(encoding="utf-8")) == digest:
+        text = there
+    else:
+        raise UnknownConfigurationError(digest)
+    _TEXTS[digest] = text
+    while len(_TEXTS) > MOST:
+        _TEXTS.popitem(last=False)
+    return text

@@ -1,0 +1,126 @@
+"""Other people's images and labels as this project has them: uint8 pixels, class numbers from 0, names of classes."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from clients.data.sources import Labels, Pixels
+
+CHANNELS = (1, 3)
+MOST_CLASSES = 100_000
+
+
+@dataclass(frozen=True, eq=False)
+class Named:
+    """Images and their labels as somebody gives them, and the names of the classes (none: they are numbers)."""
+
+    images: Any
+    labels: Any
+    names: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(given: Any) -> "Named":
+        """A pair of arrays (images, labels), an iterator of (image, label), or a data set of them as torch has them.
+
+        Raises ValueError for anything else. `classes` of a data set are the names.
+        """
+        if isinstance(given, tuple) and len(given) == 2 and not isinstance(given[0], tuple):
+            return Named(*given)
+        if not isinstance(given, Iterator) and not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
+            raise ValueError(f"gave a {type(given).__name__}; takes arrays (images, labels) or a data set of (image, label)")
+        samples = list(given) if isinstance(given, Iterator) else [given[place] for place in range(len(given))]
+        if not samples or not all(isinstance(sample, Sequence) and len(sample) == 2 for sample in samples):
+            raise ValueError("gave no samples" if not samples else "gave samples that are no pairs (image, label)")
+        names = getattr(given, "classes", None)
+        known = tuple(map(str, names)) if isinstance(names, list | tuple) else ()
+        if all(np.ndim(label) == 1 for _, label in samples):  # whole batches
+            images: Any = [image for batch, _ in samples for image in batch]
+            return Named([image_of(image) for image in images], np.concatenate([np.asarray(y) for _, y in samples]), known)
+        return Named([image_of(image) for image, _ in samples], np.asarray([label for _, label in samples]), known)
+
+
+def image_of(given: Any) -> Pixels:
+    """An image of PIL, a torch tensor [c, h, w] or [h, w], or an array as uint8 [h, w] or [h, w, 3]. ValueError if unfit."""
+    if hasattr(given, "convert"):
+        return _converted(given)
+    array = np.asarray(given)
+    if isinstance(given, torch.Tensor) and array.ndim == 3 and array.shape[0] in CHANNELS:
+        array = np.moveaxis(array, 0, -1)
+    stack = as_pixels(array[None], 1)
+    return stack[0]
+
+
+def _converted(image: Any) -> Pixels:
+    if image.mode.startswith("I;16"):
+        return np.round(np.asarray(image) / 257).astype(np.uint8)
+    if image.mode in ("I", "F"):
+        raise ValueError(f"its mode {image.mode} has no fixed range; save it with 8 or 16 bits")
+    return np.asarray(image.convert("L" if image.mode in ("1", "L", "LA", "La") else "RGB"))
+
+
+def as_pixels(given: Any, count: int) -> Any:
+    """`count` images as uint8 [n, h, w] or [n, h, w, 3]; a list of images of different sizes stays one.
+
+    Raises ValueError: another number of images, another shape, numbers that are neither 0 to 255 nor floats from 0 to 1.
+    """
+    if len(given) != count:
+        raise ValueError(f"has {len(given)} images and {count} labels")
+    if isinstance(given, list) and len({np.shape(image) for image in given}) > 1:
+        return [image_of(image) for image in given]
+    array = np.asarray(given)
+    if array.ndim == 4 and array.shape[-1] == 1:
+        array = array[..., 0]
+    if not (array.ndim == 3 or (array.ndim == 4 and array.shape[-1] in CHANNELS)) or 0 in array.shape:
+        raise ValueError(f"has images of shape {list(array.shape)}, takes [n, h, w] or [n, h, w, c] with 1 or 3 channels")
+    return _bytes(array)
+
+
+def _bytes(array: np.ndarray) -> Pixels:
+    if array.dtype == np.uint8:
+        return array
+    if array.dtype == bool:
+        return array.astype(np.uint8) * np.uint8(255)
+    if not np.issubdtype(array.dtype, np.number) or np.issubdtype(array.dtype, np.complexfloating):
+        raise ValueError(f"has images of {array.dtype}, takes uint8 or floats")
+    floats, low, high = np.issubdtype(array.dtype, np.floating), array.min(), array.max()
+    if not (low >= 0 and high <= (1 if floats else 255)):  # NaN, too
+        takes = "from 0 to 1" if floats else "from 0 to 255"
+        raise ValueError(f"has {array.dtype} images with entries from {low:g} to {high:g}, takes them {takes}")
+    return np.round(array * 255).astype(np.uint8) if floats else array.astype(np.uint8)
+
+
+def numbered(found: Mapping[str, Named]) -> tuple[dict[str, Labels], tuple[str, ...]]:
+    """Class numbers from 0 for each part, and the names of all classes. Texts are numbered in their order.
+
+    Raises ValueError for labels that are no class numbers, or more of them than names.
+    """
+    labels = {part: _flat(np.asarray(one.labels)) for part, one in found.items()}
+    if any(array.dtype.kind in "US" for array in labels.values()):
+        names = np.unique(np.concatenate([array.astype(str) for array in labels.values()]))
+        return {part: np.searchsorted(names, array.astype(str)) for part, array in labels.items()}, tuple(map(str, names))
+    whole = {part: _whole(array) for part, array in labels.items()}
+    highest = max(int(array.max()) for array in whole.values())
+    given = next((one.names for one in found.values() if one.names), ())
+    if not 0 <= highest < (len(given) or MOST_CLASSES) or any(array.min() < 0 for array in whole.values()):
+        low = min(int(array.min()) for array in whole.values())
+        raise ValueError(
+            f"has labels from {low} to {highest}, takes class numbers from 0 to {(len(given) or MOST_CLASSES) - 1}"
+        )
+    return whole, given or tuple(map(str, range(highest + 1)))
+
+
+def _flat(array: np.ndarray) -> np.ndarray:
+    flat = array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
+    if flat.ndim != 1 or len(flat) == 0:
+        raise ValueError(f"has labels of shape {list(array.shape)}, takes one for each image")
+    return flat
+
+
+def _whole(array: np.ndarray) -> Labels:
+    numbers = array.dtype.kind in "iub" or (array.dtype.kind == "f" and bool(np.equal(np.mod(array, 1), 0).all()))
+    if not numbers:
+        raise ValueError(f"has labels of {array.dtype} that are no whole numbers and no names")
+    return array.astype(np.int64)

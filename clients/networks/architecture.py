@@ -1,0 +1,70 @@
+"""Architectures, which may differ from site to site, and models: an architecture with its weights."""
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from clients.data import class_count, label, num_classes
+from clients.networks.base import NETWORKS, Network, undefined
+from conf.errors import UserError
+from conf.schema import Config
+from conf.sites import Site, roster
+from fusion.exact import State
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What a network is built from: its name and options as JSON, and what images and classes it is for."""
+
+    network: str
+    channels: int
+    size: int
+    classes: int
+
+    def build(self) -> Network:
+        """The network, its weights undefined. UserError if there is no such network, or an option does not fit."""
+        return undefined(_spec(self.network), self.channels, self.size, self.classes)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The section `network` of a configuration."""
+        return json.loads(self.network)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A network that can be measured and saved: architecture and state.
+
+    `domains`: labels of those that it is read on; None: all. `facts`: what else the summary says of it, by key.
+    """
+
+    architecture: Architecture
+    state: State
+    domains: tuple[str, ...] | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@functools.lru_cache(maxsize=256)
+def _spec(network: str) -> Any:
+    return NETWORKS.build(json.loads(network), "network")
+
+
+def architecture_of(config: Config, site: Site | None = None) -> Architecture:
+    """The architecture of a site, or (None) that of the configuration's own `network`."""
+    own = site is not None and config.data.heads == "own"
+    classes = class_count(site.spec) if site is not None and own else num_classes(config)
+    options = (site.spec.network if site is not None else {}) or config.network
+    return Architecture(json.dumps(options, sort_keys=True), 1 if config.data.grey else 3, config.data.size, classes)
+
+
+def common_architecture(config: Config) -> Architecture:
+    """The architecture that all sites share. UserError naming a site whose own is another one."""
+    sites = roster(config)
+    first = architecture_of(config, sites[0])
+    for site in sites:
+        if architecture_of(config, site) != first:
+            told = f"{site.name} ({label(site.spec)}): its network is another one than {sites[0].name}'s"
+            raise UserError(f"{told}; strategy '{config.strategy.get('name')}' takes one network for all sites")
+    return first

@@ -1,0 +1,153 @@
+"""A network of the user's own: any torch module, or a function that makes one, fitted into an extractor and a head.
+
+The last linear layer that images pass is the head, all before it the extractor. The module starts as its own code says,
+from a seed of the run.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clients.networks.base import NETWORKS, Network, NetworkSpec, SelfStarting
+from conf.errors import UserError
+from conf.plugins import call, parameters, told
+from fusion.repair import BATCH_NORM
+
+SPELLINGS = {
+    "classes": ("classes", "num_classes", "n_classes"),
+    "channels": ("channels", "in_channels", "num_channels", "in_chans"),
+    "size": ("size", "image_size", "img_size", "input_size"),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class OwnSpec(NetworkSpec):
+    """`make(**options)` gives the module; what it takes of classes, channels and size is added."""
+
+    name: str
+    make: Callable[..., Any]
+    options: Mapping[str, Any]
+    where: str
+
+    def build(self, channels: int, size: int, classes: int) -> Network:
+        """The network for [n, channels, size, size] images; raises UserError for a module that cannot be fitted."""
+        return OwnNetwork(self, channels, size, classes)
+
+    def empty(self, channels: int, size: int, classes: int) -> Network:
+        """As `build`: other people's modules may hold constants, which would be lost in a network without memory."""
+        return self.build(channels, size, classes)
+
+    def module(self, channels: int, size: int, classes: int) -> nn.Module:
+        """The user's module as it is made."""
+        facts = {"classes": classes, "channels": channels, "size": size}
+        made = call(self.make, self.options, self._ours(facts), self.name, self.where)
+        if not isinstance(made, nn.Module):
+            raise self.refused(f"gave a {type(made).__name__}, takes a torch.nn.Module")
+        return made.eval()
+
+    def refused(self, why: str) -> UserError:
+        """The error for a module that cannot be used."""
+        return UserError(f"{self.where}: '{self.name}' {why}")
+
+    def _ours(self, facts: Mapping[str, int]) -> dict[str, int]:
+        """What the function takes of the facts, in its own spelling; num_classes, as torchvision says, if in **kwargs."""
+        known, others = parameters(self.make)
+        names = [one.name for one in known]
+        ours = {}
+        for fact, item in facts.items():
+            if any(spelling in self.options for spelling in SPELLINGS[fact]):
+                continue
+            taken = next((spelling for spelling in SPELLINGS[fact] if spelling in names), None)
+            if taken or (fact == "classes" and others):
+                ours[taken or "num_classes"] = item
+        return ours
+
+
+class OwnNetwork(Network, SelfStarting):
+    """The user's module, its last linear layer taken out of it and put behind it."""
+
+    def __init__(self, spec: OwnSpec, channels: int, size: int, classes: int) -> None:
+        self._made = (spec, channels, size, classes)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            extractor, head = _fitted(spec, channels, size, classes)
+        super().__init__(extractor, head)
+        for module in extractor.modules():
+            _leave_out_counter(module)
+
+    def restart(self, seed: int) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            fresh = Network(*_fitted(*self._made)).state_dict()
+        self.load_state_dict({name: fresh[name] for name in self.state_dict()})
+
+
+@NETWORKS.adapter
+def own_network(name: str, found: Any, options: Mapping[str, Any], where: str) -> NetworkSpec:
+    """The specification of what a name from outside stands for: a class of modules, or a function that makes one."""
+    if isinstance(found, nn.Module) or not callable(found):
+        got = "a module that is made already" if isinstance(found, nn.Module) else f"of the type {type(found).__name__}"
+        raise UserError(f"{where}.name: '{name}' is {got}, takes a class derived from torch.nn.Module or a function")
+    return OwnSpec(name, found, options, where)
+
+
+def _fitted(spec: OwnSpec, channels: int, size: int, classes: int) -> tuple[nn.Module, nn.Linear]:
+    """The module as extractor and head. UserError if it has no last linear layer, or not as many outputs as classes."""
+    module, images = spec.module(channels, size, classes), torch.rand(2, channels, size, size)
+    passed: list[tuple[nn.Linear, Tensor]] = []
+    outputs = _forward(spec, module, images, passed)
+    if not isinstance(outputs, Tensor) or outputs.shape != (2, classes):
+        got = list(outputs.shape) if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
+        told = f"gives {got} for 2 images of {channels} x {size} x {size}, takes [2, {classes}]"
+        raise spec.refused(f"{told}; let it take `classes` (or num_classes)")
+    head = passed[-1][0] if passed else None
+    if head is None or [one for one, _ in passed].count(head) > 1 or not torch.equal(passed[-1][1], outputs):
+        raise spec.refused(
+            "does not end in a linear layer (torch.nn.Linear), of which the head is made; nothing may follow it"
+        )
+    names = [name for name, one in module.named_modules(remove_duplicate=False) if one is head]
+    shared = [one for _, one in module.named_parameters(remove_duplicate=False)]
+    if len(names) > 1 or len({id(one) for one in shared}) < len(shared):
+        raise spec.refused("uses the same weights under two names; each must have one")
+    if names == [""]:
+        return nn.Identity(), head
+    module.set_submodule(names[0], nn.Identity())
+    if not torch.equal(_forward(spec, nn.Sequential(module, head), images, []), outputs):
+        raise spec.refused(
+            f"gives other outputs with '{names[0]}' taken out and put behind it; use that layer once, at the end"
+        )
+    return module, head
+
+
+def _leave_out_counter(module: nn.Module) -> None:
+    """Keep BatchNorm's count of batches out of the state where nothing depends on it: no mean of counters is one."""
+    if isinstance(module, BATCH_NORM) and module.momentum is not None and module.num_batches_tracked is not None:
+        module.register_buffer("num_batches_tracked", module.num_batches_tracked, persistent=False)
+        module.register_load_state_dict_pre_hook(_forget_counter)
+
+
+def _forget_counter(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    """Take out the counter that torch adds to a state that has none."""
+    state.pop(f"{prefix}num_batches_tracked", None)
+
+
+def _forward(spec: OwnSpec, module: nn.Module, images: Tensor, passed: list[tuple[nn.Linear, Tensor]]) -> Any:
+    """The module's outputs; the linear layers that it passes, with theirs, are added to `passed`."""
+
+    def note(layer: nn.Module, _: Any, outputs: Tensor) -> None:
+        if isinstance(layer, nn.Linear):
+            passed.append((layer, outputs))
+
+    hooks = [layer.register_forward_hook(note) for layer in module.modules() if isinstance(layer, nn.Linear)]
+    try:
+        with torch.no_grad():
+            return module(images)
+    except Exception as error:
+        shape = " x ".join(map(str, images.shape[1:]))
+        raise spec.refused(f"fails on images of {shape} ({told(error)}); data.size and data.grey change them") from error
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,103 @@
+"""A site's own policy in a real federation: its node-config, not the server, says what it reads and runs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from clients.data import domain_names
+from clients.data.partition import WAYS
+from clients.data.variants import class_count, outputs
+from clients.networks import NETWORKS
+from clients.objectives import OBJECTIVES
+from conf.errors import UserError
+from conf.once import once
+from conf.registry import Registry
+from conf.schema import Config
+from conf.sites import Site, roster
+
+
+class RefusedError(UserError):
+    """The server's configuration wants what this site's policy does not allow."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a node's node-config says of its site.
+
+    `data`: the folder with its data. `domain`: its own data in any form that `domain:` takes in a configuration, read in
+    place of what the server's says for it. `networks`, `objectives`: the names that it is willing to run; none: all that
+    this project ships, nothing from outside.
+    """
+
+    data: str = ""
+    domain: str = ""
+    networks: tuple[str, ...] = ()
+    objectives: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(node_config: Mapping[str, Any]) -> "Policy":
+        """The policy in a node-config, whose names are separated by commas."""
+        here = {key: str(node_config.get(key, "")) for key in ("data", "domain", "networks", "objectives")}
+        return Policy(here["data"], here["domain"], _names(here["networks"]), _names(here["objectives"]))
+
+    def follow(self, config: Config, place: int) -> Config:
+        """The server's configuration as the site at this place of the roster follows it: its data are where it has them.
+
+        Raises RefusedError, before anything is imported or opened, for names that this policy does not allow. Domains of
+        any names are allowed where nobody looks them up: shared heads of data.classes outputs, own data at this site.
+        """
+        sites = roster(config)
+        if not 0 <= place < len(sites):
+            raise UserError(f"order.site: is no place among the configuration's {len(sites)} sites")
+        site = sites[place]
+        key = f"sites[{place}]"
+        for where, section in {"network": config.network, f"{key}.network": getattr(site.spec, "network", {})}.items():
+            if section:
+                self._allow(NETWORKS, self.networks, section.get("name"), where)
+        self._allow(OBJECTIVES, self.objectives, config.objective.get("name"), "objective")
+        if not self.domain and site.spec.partition.name not in WAYS:
+            told = f"'{site.spec.partition.name}' is none of this project's ways to divide"
+            raise RefusedError(f"{key}.partition.name: {told}; a site imports none that a server names")
+        shipped, unread = set(domain_names()), bool(config.data.heads == "shared" and config.data.classes)
+        for one in sites:
+            if one.spec.domain not in shipped and not (unread and (self.domain or one is not site)):
+                told = f"'{one.spec.domain}' is none of this project's domains"
+                raise RefusedError(f"sites[{one.index}].domain: {told}; a site opens and imports none that a server names")
+        return replace(config, data=replace(config.data, root=self.data, download=False))
+
+    def source(self, config: Config, site: Site) -> Site:
+        """The site with the domain that its images are read from: whole if it is the policy's own.
+
+        UserError if that has more classes than the server's configuration gives the site.
+        """
+        if not self.domain:
+            return site
+        spec = replace(site.spec, domain=self.domain, partition=replace(site.spec.partition, name="iid"))
+        own = replace(site, spec=spec, part=0, parts=1)
+        has, head = class_count(own.spec), outputs(config, site.spec)
+        if has > (takes := head.stop - head.start):
+            raise UserError(f"the policy's domain has {has} classes, the federation's configuration {takes} for this site")
+        return own
+
+    def _allow(self, registry: Registry[Any], named: tuple[str, ...], name: Any, where: str) -> None:
+        if name in named or (not named and isinstance(name, str) and registry.shipped(name)):
+            return
+        allowed = f"it names {', '.join(named)}" if named else "it names none, so all that this project ships are"
+        raise RefusedError(f"{where}.name: '{name}' is not among the {registry.kind}s of this site's policy ({allowed})")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name for part in text.split(",") if (name := part.strip()))
+
+
+def followed(config: Config, policy: Policy, place: int) -> Config:
+    """policy.follow(config, place), worked out once for each Config object."""
+    kept = _followed(config)
+    if (policy, place) not in kept:
+        kept[policy, place] = policy.follow(config, place)
+    return kept[policy, place]
+
+
+@once
+def _followed(config: Config) -> dict[tuple[Policy, int], Config]:
+    return {}

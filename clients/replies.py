@@ -1,0 +1,100 @@
+"""What a reply must hold to count. Whoever adds contributions up asks here: the server, and workers with partial sums."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from flwr.app import RecordDict
+from torch import Tensor
+
+from clients.messages import METRICS
+from conf.schema import FederationConfig
+from fusion.exact import flat
+
+MOST_LOSS = 1e30  # losses are averaged
+
+
+class ReplyError(ValueError):
+    """A reply that cannot be used; the message says why."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How large what a site sends may be; 0: no bound. Options of the same names in the section `federation`."""
+
+    largest_weight: float = 0.0
+    largest_change: float = 0.0
+    most_samples: int = 0
+
+    @classmethod
+    def of(cls, federation: FederationConfig, images: int) -> "Bounds":
+        """As configured, for a site of so many training images."""
+        return cls(federation.largest_weight, federation.largest_change, federation.most_samples or images)
+
+    def check(self, kind: str, given: Mapping[str, Tensor], start: Mapping[str, Tensor], *, change: bool = True) -> None:
+        """Raises ReplyError if a record's floating-point weights are too large, or (`change`) too far from its start's."""
+        floats = {name: tensor for name, tensor in given.items() if tensor.dtype.is_floating_point}
+        whole = flat(floats)
+        if self.largest_weight and len(whole) and float(whole.abs().max()) > self.largest_weight:
+            name, largest = max(((name, float(one.abs().max())) for name, one in floats.items() if one.numel()),
+                                key=lambda pair: pair[1])  # fmt: skip
+            if largest < math.inf:
+                told = f"record '{kind}', tensor '{name}' has an entry of size {largest:.3g}"
+                raise ReplyError(f"{told}, more than federation.largest_weight={self.largest_weight:g}")
+        if self.largest_change and change:
+            moved = float(torch.linalg.vector_norm(whole - flat({name: start[name] for name in floats})))
+            if self.largest_change < moved < math.inf:
+                told = f"record '{kind}' moved by {moved:.3g} (L2 norm) in a round"
+                raise ReplyError(f"{told}, more than federation.largest_change={self.largest_change:g}")
+
+
+FREE = Bounds()
+
+
+def check_metrics(content: RecordDict, bounds: Bounds) -> tuple[float, int]:
+    """The training loss and the number of samples that a reply reports. Raises ReplyError."""
+    metrics = content.metric_records.get(METRICS)
+    loss, samples = (metrics.get("loss"), metrics.get("samples")) if metrics else (None, None)
+    good = isinstance(loss, float) and abs(loss) < MOST_LOSS and isinstance(samples, int) and 1 <= samples < 2**31
+    if not (good and isinstance(loss, float) and isinstance(samples, int)):
+        raise ReplyError(f"the reply has no record '{METRICS}' with a finite loss and a positive number of samples")
+    if bounds.most_samples and samples > bounds.most_samples:
+        raise ReplyError(
+            f"it claims {samples} samples and has {bounds.most_samples} (federation.most_samples sets another bound)"
+        )
+    return loss, samples
+
+
+def check_record(
+    kind: str, given: Mapping[str, Tensor] | None, expected: Mapping[str, Tensor], integers: bool | None = None
+) -> None:
+    """Names, shapes and kinds of number of a reply's record. Raises ReplyError naming the record and the tensor.
+
+    `integers`: whether all are (int64) or none is; None: those that are in `expected`.
+    """
+    if given is None:
+        raise ReplyError(f"the reply has no record '{kind}'")
+    if missing := expected.keys() - given.keys():
+        raise ReplyError(f"record '{kind}' lacks the tensor '{min(missing)}'")
+    if odd := given.keys() - expected.keys():
+        raise ReplyError(f"record '{kind}' has an unknown tensor '{min(odd)}'")
+    for name, tensor in given.items():
+        whole = expected[name].dtype == torch.int64 if integers is None else integers
+        if tensor.dtype != torch.int64 if whole else not tensor.dtype.is_floating_point:
+            wanted = "int64" if whole else "floating point"
+            raise ReplyError(f"record '{kind}', tensor '{name}': {tensor.dtype}, expected {wanted}")
+        if tensor.shape != expected[name].shape:
+            raise ReplyError(
+                f"record '{kind}', tensor '{name}': shape {list(tensor.shape)}, expected {list(expected[name].shape)}"
+            )
+
+
+def check_numbers(content: RecordDict, names: Sequence[str]) -> dict[str, float]:
+    """The finite numbers that a reply reports; these at least. Raises ReplyError."""
+    metrics = content.metric_records.get(METRICS) or {}
+    numbers = {str(name): given for name, given in metrics.items() if isinstance(given, int | float)}
+    found: dict[str, float] = {name: given for name, given in numbers.items() if abs(given) < MOST_LOSS}
+    if missing := [name for name in names if name not in found]:
+        raise ReplyError(f"the reply has no finite number '{missing[0]}' in its record '{METRICS}'")
+    return found

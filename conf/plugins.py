@@ -1,0 +1,121 @@
+"""What outside packages bring: by entry point, or as `module:attribute`. Imported when it is asked for, never before."""
+
+import difflib
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from importlib import metadata
+from typing import Any
+
+from conf.errors import UserError, plain, unknown
+
+OURS = ("conf", "fusion", "clients", "server", "sims")  # the packages of this project
+
+
+def is_reference(name: object) -> bool:
+    """Whether a name has the form `module:attribute`, such as my_package.nets:TinyNet."""
+    if not isinstance(name, str) or name.count(":") != 1:
+        return False
+    return all(part.isidentifier() for side in name.split(":") for part in side.split("."))
+
+
+def offered(kind: str) -> list[str]:
+    """The names that installed packages offer for a kind ("network": entry points of the group fedloom.networks)."""
+    return sorted(_entry_points(_group(kind), tuple(sys.path)))
+
+
+def outside(kind: str, name: object, known: Iterable[str], key: str) -> Any:
+    """The object that a name stands for, if it is none of the `known` ones of this project.
+
+    Raises UserError in one line: no such name, module or attribute, a module that fails when it is imported (`key`: the
+    dotted key that `name` stands at).
+    """
+    if is_reference(name):
+        return imported(str(name), key)
+    points = _entry_points(_group(kind), tuple(sys.path)).get(name, []) if isinstance(name, str) else []
+    if not points:
+        raise unknown(kind, name, [*known, *offered(kind)])
+    if len({point.value for point in points}) > 1:
+        raise UserError(f"{key}: '{name}' is {' and '.join(point.value for point in points)}; name the one that is meant")
+    return imported(points[0].value, key)
+
+
+def imported(reference: str, key: str) -> Any:
+    """The attribute that `module:attribute` stands for; UserError beginning with `key` as in `outside`."""
+    module, _, attribute = reference.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+            hint = "install it, or start fedloom in the folder that holds it"
+            raise UserError(f"{key}: there is no module '{error.name}' (of '{reference}'); {hint}") from None
+        raise UserError(f"{key}: module '{module}' cannot be imported ({told(error)})") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise UserError(f"{key}: '{reference}' has no '{part}'{_near(part, found)}")
+        found = getattr(found, part)
+    return found
+
+
+def call(function: Callable[..., Any], options: Mapping[str, Any], ours: Mapping[str, Any], name: str, where: str) -> Any:
+    """function(**options, **ours): the user's `options` and what comes from us.
+
+    Raises UserError, beginning with the section `where`: an option that it does not take or lacks, and whatever it raises.
+    """
+    _check_options(function, options, ours, name, where)
+    try:
+        return function(**{**ours, **options})
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{where}: '{name}' failed ({told(error)})") from error
+
+
+def parameters(function: Callable[..., Any]) -> tuple[list[inspect.Parameter], bool]:
+    """The parameters that can be given by name, and whether it takes any others, too (as where Python cannot tell)."""
+    try:
+        listed = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return [], True
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [one for one in listed if one.kind in named], any(one.kind is one.VAR_KEYWORD for one in listed)
+
+
+def told(error: BaseException) -> str:
+    """An error's kind and the first line of its text, on one line."""
+    lines = plain(str(error), lines=True).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _check_options(
+    function: Callable[..., Any], options: Mapping[str, Any], ours: Mapping[str, Any], name: str, where: str
+) -> None:
+    known, others = parameters(function)
+    names = [one.name for one in known]
+    for key in options:
+        if key not in names and not others:
+            raise unknown(f"option of '{name}'", f"{where}.{key}", [f"{where}.{one}" for one in names])
+    for one in known:
+        if one.default is one.empty and one.name not in options and one.name not in ours:
+            raise UserError(f"{where}.{one.name}: missing; '{name}' needs it")
+
+
+def _group(kind: str) -> str:
+    return f"fedloom.{kind.removesuffix('y')}ies" if kind.endswith("y") else f"fedloom.{kind}s"
+
+
+@functools.lru_cache(maxsize=64)
+def _entry_points(group: str, path: tuple[str, ...]) -> dict[str, list[metadata.EntryPoint]]:
+    """The group's entry points by name, for a search path."""
+    points: dict[str, list[metadata.EntryPoint]] = {}
+    for point in metadata.entry_points(group=group):
+        points.setdefault(point.name, []).append(point)
+    return points
+
+
+def _near(part: str, found: Any) -> str:
+    names = [name for name in dir(found) if not name.startswith("_")]
+    near = difflib.get_close_matches(part, names, n=1, cutoff=0.5)
+    return f"; did you mean '{near[0]}'?" if near else ""

@@ -1,0 +1,295 @@
+"""Fusion of networks of equal or different depth and width: align, balance depths, transport, average (CLA+OT, Alg. 2).
+
+`fuse` brings every network to one depth and one basis and averages them there. The default is ours: one plan for each axis,
+so that residual streams stay whole; the deeper network's own weights where the others have no layer; channel statistics
+repaired. FusionSettings.reference() does what the public code does.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from conf.errors import UserError
+from fusion.balance import SIGNS, Balanced, balanced, relu_signs, unchanged
+from fusion.channels import Unit, Wiring, wire
+from fusion.checks import check_ends, check_finite, check_layers, given_map, mixing_weights
+from fusion.exact import State
+from fusion.matching import Pins, looked_at, match_seen, undecided, wired
+from fusion.plans import axis_moves, layer_moves
+from fusion.probe import Observation, features_of, observe
+from fusion.repair import Statistics, Target, in_basis, mixture, repair, running, watched
+from fusion.resize import with_state
+from fusion.transport import Moves, TransportSettings, moved
+
+
+@dataclass(frozen=True)
+class FusionSettings:
+    """How networks are fused.
+
+    `comparison` of layers: "cka", "wasserstein" or "neurons"; `pin_first`, `pin_last`: the ends of every group of layers
+    correspond. `relu`: what stands for the ReLU of a merged layer, "sum", "majority" or "average". `basis`: plans from
+    "activations" or from "weights". `positions`: values of each channel that are kept for the plans (0: all). `keep_added`:
+    a layer that some networks lack is the others' alone. `repair`: channel statistics after averaging (fusion.repair),
+    measured on at most `repair_samples` of the probe set, in one forward pass that takes its memory (0: all).
+    `sequential`: one plan for each layer, each reading the one before (the public code), instead of one for each axis.
+    `map`: instead of comparing layers, for two networks: the alignment as fusion.matching.optimal_alignment returns it.
+    """
+
+    transport: TransportSettings = field(default_factory=TransportSettings)
+    comparison: str = "cka"
+    pin_first: bool = True
+    pin_last: bool = True
+    relu: str = "sum"
+    basis: str = "activations"
+    positions: int = 2048
+    keep_added: bool = True
+    repair: bool = True
+    repair_samples: int = 256
+    sequential: bool = False
+    map: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        takes = {"comparison": ("cka", "wasserstein", "neurons"), "relu": tuple(SIGNS), "basis": ("activations", "weights")}
+        for name, values in takes.items():
+            if getattr(self, name) not in values:
+                raise UserError(f"fusion {name}: got '{getattr(self, name)}', takes one of: {', '.join(values)}")
+        for name in ("positions", "repair_samples"):
+            if getattr(self, name) < 0:
+                raise UserError(f"fusion {name}: got {getattr(self, name)}, takes a number, or 0 for all")
+
+    @classmethod
+    def reference(cls) -> "FusionSettings":
+        """What the public code of CLAFusion and OTFusion does, its faults included."""
+        euclidean = TransportSettings(ground="euclidean", normalisation="columns")
+        return cls(transport=euclidean, positions=0, keep_added=False, repair=False, sequential=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Fused:
+    """The result of a fusion; one entry for each input network, in their order.
+
+    `alignment`: for each layer (or block) of the shallower of two networks, this one and the one that gives the depth, its
+    0-based place in the deeper. `plans`: by layer, [n, m], columns sum to 1: output m of the result as a mean of the
+    network's own n; empty for the network `into`. `balanced`: the network in the result's depth; `aligned`: and in its
+    basis, not averaged; where nothing has to change it is the input itself.
+    `costs`: transport costs by layer. `seconds`: of each part. `notes`: what a user should know.
+    """
+
+    network: nn.Module
+    alignment: tuple[tuple[int, ...], ...]
+    plans: tuple[Mapping[str, Tensor], ...]
+    balanced: tuple[nn.Module, ...]
+    aligned: tuple[nn.Module, ...]
+    costs: tuple[Mapping[str, float], ...]
+    seconds: Mapping[str, float]
+    notes: tuple[str, ...] = ()
+
+
+def fuse(
+    networks: Sequence[nn.Module],
+    *,
+    into: int,
+    depth: int | None = None,
+    probe: Tensor,
+    weights: Sequence[float] | None = None,
+    settings: FusionSettings | None = None,
+) -> Fused:
+    """Fuse two or more networks into one with the widths of `into` and the layers of `depth` (default: `into`).
+
+    Both are places in `networks`; inside of blocks that `into` lacks the widths are those of `depth`. The networks stay
+    as they are. probe: [k, ...] inputs, unlabelled. `weights`: of the networks in the average, not negative (default:
+    equal). Repair gives layers a bias in networks without norm (noted). CLA+OT, Alg. 2.
+    Raises UserError, naming what is at fault, for networks of different families, input sizes or numbers of classes, weights
+    that are not finite, and probe sets that cannot be used.
+    """
+    shares = mixing_weights(weights, len(networks))
+    work = _Fusion(list(networks), into, into if depth is None else depth, probe, settings or FusionSettings())
+    return work.run(shares)
+
+
+class _Fusion:
+    """The steps of one fusion and what they share."""
+
+    def __init__(self, networks: list[nn.Module], into: int, depth: int, probe: Tensor, settings: FusionSettings) -> None:
+        if len(networks) < 2 or not 0 <= into < len(networks) or not 0 <= depth < len(networks):
+            raise UserError(f"fuse: {len(networks)} networks, into={into}, depth={depth}; takes two or more, places from 0")
+        self.networks, self.into, self.depth, self.probe, self.settings = networks, into, depth, probe, settings
+        self.pins = Pins(settings.pin_first, settings.pin_last)
+        self.every = -(-len(probe) // settings.repair_samples) if settings.repair_samples else 1
+        self.seconds: dict[str, float] = {}
+        self._clock = time.perf_counter()
+        for place, network in enumerate(networks):
+            check_finite(place, network)
+        self.wirings = wired(networks, probe)
+        self.structure = self.wirings[depth]
+        for place, wiring in enumerate(self.wirings):
+            check_layers(place, networks[place], wiring)
+            check_ends(self.wirings[0], wiring, place)
+        self._lap("wire")
+
+    def run(self, weights: list[float]) -> Fused:
+        """All steps."""
+        everyone = range(len(self.networks))
+        seen = [self._observed(wiring, self._compared(place)) for place, wiring in enumerate(self.wirings)]
+        self._lap("probe")
+        matches = [self._matched(place, seen) for place in everyone]
+        self._lap("align")
+        bodies = [self._balanced(place, matches[place], seen[place]) for place in everyone]
+        views = [self._view(place, bodies[place], seen[place]) for place in everyone]
+        del seen
+        self._lap("balance")
+        moves = self._moves(bodies, [view.features for view in views])
+        statistics = [(in_basis(view.seen, move.outgoing), in_basis(view.own, move.outgoing))
+                      for view, move in zip(views, moves, strict=True)]  # fmt: skip
+        del views
+        self._lap("transport")
+        aligned = [body.network if place == self.into else with_state(body.network, self._moved(body, moves[place]))
+                   for place, body in enumerate(bodies)]  # fmt: skip
+        states = [network.state_dict() for network in aligned]
+        shares = {name: self._shares(name, states, bodies, weights) for name in states[self.depth]}
+        result = with_state(self.networks[self.depth], _average(states, shares))
+        self._lap("average")
+        notes = [f"network {place}: {note}" for place in everyone for note in bodies[place].notes]
+        notes += self._repaired(result, statistics, shares) if self.settings.repair else []
+        return Fused(
+            network=result,
+            alignment=tuple(self._alignment(place, match) for place, match in enumerate(matches)),
+            plans=tuple(move.outgoing for move in moves),
+            balanced=tuple(body.network for body in bodies),
+            aligned=tuple(aligned),
+            costs=tuple(move.costs for move in moves),
+            seconds=self.seconds,
+            notes=tuple(notes),
+        )
+
+    def _lap(self, part: str) -> None:
+        now = time.perf_counter()
+        self.seconds[part], self._clock = now - self._clock, now
+
+    def _compared(self, place: int) -> list[Unit]:
+        """The network's units that have to be compared with others'."""
+        if self.settings.map is not None:
+            return []
+        others = [other for other in range(len(self.networks)) if other != self.depth]
+        pairs = {other: undecided(self.structure, self.wirings[other], self.pins) for other in others}
+        return [unit for pair in pairs.values() for unit in pair[0]] if place == self.depth else pairs[place][1]
+
+    def _observed(self, wiring: Wiring, compared: Sequence[Unit] = ()) -> Observation:
+        settings, looked = self.settings, looked_at(compared, self.settings.comparison)
+        points = {node for nodes in wiring.points.values() for node in nodes} if settings.basis == "activations" else set()
+        if settings.sequential:
+            points |= {layer.node for layer in wiring.layers if layer.kind != "norm"}
+        nodes = watched(wiring) if settings.repair else {}
+        features = points | looked.get("features", set()) | {unit.node for unit in wiring.units if unit.kind == "layer"}
+        return observe(wiring, self.probe, features=features, grams=looked.get("grams", ()),
+                       moments=set(nodes.values()), positions=settings.positions, every=self.every)  # fmt: skip
+
+    def _matched(self, place: int, seen: list[Observation]) -> dict[int, int]:
+        wiring, settings = self.wirings[place], self.settings
+        if place == self.depth:
+            return {unit: unit for unit in range(len(wiring.units))}
+        if settings.map is not None:
+            return given_map(settings.map, len(self.structure.units), len(wiring.units), len(self.networks))
+        return match_seen(self.structure, wiring, seen[self.depth], seen[place], settings.comparison, self.pins)
+
+    def _balanced(self, place: int, matches: dict[int, int], seen: Observation) -> Balanced:
+        network, wiring = self.networks[place], self.wirings[place]
+        if place == self.depth:
+            return unchanged(network, wiring)
+        merged = {unit.node for k, unit in enumerate(wiring.units) if k not in matches.values()} & seen.features.keys()
+        signs = relu_signs({node: features_of(seen, node) for node in merged}, self.settings.relu)
+        inner = "stream" if self.settings.sequential else "own"
+        return balanced(self.networks[self.depth], self.structure, network, wiring, matches, signs, inner)
+
+    def _view(self, place: int, body: Balanced, seen: Observation) -> "_View":
+        """What the balanced network does: seen before balancing, or in the network itself; BatchNorms as trained."""
+        known, modules = _by_layer(seen, self.wirings[place]), dict(self.networks[place].named_modules())
+        origins = {name: origin for name, origin in body.origins.items() if origin in known}
+        before = {name: known[origin] for name, origin in origins.items()}
+        own = {name: found for name, origin in origins.items() if (found := running(modules[origin]))}
+        if self.settings.sequential or body.stale:
+            wiring = wire(body.network, self.probe[:1])
+            new = self._observed(wiring)
+            features = {node: features_of(new, node) for node in new.features}
+            return _View(features, before if own else _by_layer(new, wiring), own)
+        sources = {node: source for node, source in body.sources.items() if source.node in seen.features}
+        found = {node: features_of(seen, source.node) for node, source in sources.items()}
+        features = {node: values.relu() if sources[node].rectified else values for node, values in found.items()}
+        return _View(features, before, own)
+
+    def _moves(self, bodies: list[Balanced], views: list[Mapping[str, Tensor]]) -> list[Moves]:
+        """First of the network that gives the depth: where `into` lacks a layer, the others are brought into its basis."""
+        settings, make = self.settings, layer_moves if self.settings.sequential else axis_moves
+        goal, values = bodies[self.into].network, views[self.into]
+        moves = {self.into: Moves({}, {}, {})}
+        for place in sorted(range(len(bodies)), key=lambda place: place != self.depth):
+            if place == self.into:
+                continue
+            body = bodies[place].network, views[place]
+            moves[place] = make(self.structure, body, (goal, values), settings.transport, settings.basis)
+            if place == self.depth and len(bodies) > 2 and bodies[self.into].added and not settings.sequential:
+                state = self._moved(bodies[place], moves[place])
+                goal = with_state(goal, {name: state[name] for name in bodies[self.into].added})
+                values = {**views[place], **values}
+        return [moves[place] for place in range(len(bodies))]
+
+    def _moved(self, body: Balanced, move: Moves) -> State:
+        return moved(body.network.state_dict(), self.structure.layers, move)
+
+    def _shares(self, name: str, states: list[State], bodies: list[Balanced], weights: list[float]) -> list[float]:
+        """Of each network in the mean of a tensor; 0 for those that have no such layer of their own."""
+        have = [name in state for state in states]
+        own = [there and name not in body.added for there, body in zip(have, bodies, strict=True)]
+        taken = own if self.settings.keep_added and any(own) else have
+        given = [weight if there else 0.0 for weight, there in zip(weights, taken, strict=True)]
+        return [share / sum(given) for share in given] if any(given) else [there / sum(taken) for there in taken]
+
+    def _repaired(
+        self,
+        result: nn.Module,
+        statistics: Sequence[tuple[Mapping[str, Statistics], Mapping[str, Statistics]]],
+        shares: Mapping[str, list[float]],
+    ) -> list[str]:
+        """Notes."""
+        by_layer = {name.rpartition(".")[0]: share for name, share in shares.items()}
+        seen, own = (mixture(parents, by_layer) for parents in zip(*statistics, strict=True))
+        without = repair(result, Target(seen, own), self.probe[:: self.every])
+        self._lap("repair")
+        return [f"{len(without)} layers without bias got one by repair, {without[0]} the first"] if without else []
+
+    def _alignment(self, place: int, matches: Mapping[int, int]) -> tuple[int, ...]:
+        pairs = sorted(matches.items())
+        deeper = len(self.wirings[place].units) > len(self.structure.units)
+        return tuple(theirs if deeper else ours for ours, theirs in pairs)
+
+
+@dataclass(frozen=True, eq=False)
+class _View:
+    """Of a balanced network: values [channels, n] by node; by layer what repair has seen, and BatchNorms' own statistics."""
+
+    features: Mapping[str, Tensor]
+    seen: Mapping[str, Statistics]
+    own: Mapping[str, Statistics]
+
+
+def _by_layer(seen: Observation, wiring: Wiring) -> dict[str, Statistics]:
+    moments = {name: seen.moments[node] for name, node in watched(wiring).items() if node in seen.moments}
+    return {name: (found.mean, found.std) for name, found in moments.items()}
+
+
+def _average(states: list[State], shares: Mapping[str, list[float]]) -> State:
+    """The weighted mean, tensor by tensor; what is no number with a fraction is that of the first network that has it."""
+    mean: State = {}
+    for name, weights in shares.items():
+        parts = [(weight, state[name]) for weight, state in zip(weights, states, strict=True) if weight]
+        if not parts[0][1].is_floating_point():
+            mean[name] = parts[0][1].clone()
+            continue
+        total = torch.zeros_like(parts[0][1], dtype=torch.float64)
+        for weight, part in parts:
+            total.add_(part, alpha=weight)
+        mean[name] = total.to(parts[0][1].dtype)
+    return mean

@@ -1,0 +1,201 @@
+"""Which layer of a deeper network corresponds to which of a shallower one (CLA+OT, Definition 1 and Algorithm 1).
+
+The map is strictly increasing and minimises the sum of the costs of the layers that it brings together. The algorithm that
+is printed in the paper forces the first layer after the fact and is then not optimal; here the constraints are part of the
+recursion.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor, nn
+
+from conf.errors import UserError
+from fusion.channels import Unit, Wiring, wire
+from fusion.probe import Observation, check_probe, cka, features_of, observe
+from fusion.transport import exact_plan
+
+
+def optimal_alignment(cost: ArrayLike, *, pin_first: bool = True, pin_last: bool = True) -> tuple[int, ...]:
+    """The rows a(0) < a(1) < ... < a(n-1) that minimise sum_j cost[a(j), j], in O(mn).
+
+    cost: [m, n] with m >= n, the deeper network's layers as rows. `pin_first`: a(0) = 0; `pin_last`: a(n-1) = m - 1. With a
+    single column both cannot hold: the first wins. Of equal sums the one with the smaller rows, from the last column on.
+    Raises UserError if there are fewer rows than columns, or costs that are not finite.
+    """
+    table = np.asarray(cost, dtype=np.float64)
+    if table.ndim != 2 or table.shape[0] < table.shape[1] or not table.shape[1]:
+        raise UserError(
+            f"alignment: costs of shape {list(table.shape)}; takes [m, n] with m >= n >= 1, the deeper network first"
+        )
+    if not np.isfinite(table).all():
+        raise UserError("alignment: the costs are not all finite: a network or the probe set holds NaN or infinite values")
+    m, n = table.shape
+    ends = np.empty((n, m))  # ends[j, i]: the best sum of columns 0..j with a(j) = i
+    ends[0] = table[:, 0]
+    if pin_first:
+        ends[0, 1:] = np.inf
+    for column in range(1, n):
+        before = np.concatenate(([np.inf], np.minimum.accumulate(ends[column - 1])[:-1]))
+        ends[column] = before + table[:, column]
+    row = m - 1 if pin_last and (n > 1 or not pin_first) else int(np.argmin(ends[-1]))
+    rows = [row]
+    for column in range(n - 2, -1, -1):
+        rows.append(int(np.argmin(ends[column, : rows[-1]])))
+    return tuple(reversed(rows))
+
+
+def layer_costs(
+    a: nn.Module, b: nn.Module, probe: Tensor, *, representation: str = "preactivation", dissimilarity: str = "cka"
+) -> np.ndarray:
+    """Costs [m, n] float64 between the m hidden layers (or residual blocks) of `a` and the n of `b`, on inputs [k, ...].
+
+    `representation` "preactivation" is compared by `dissimilarity` "cka" (1 - linear CKA, centred over the samples) or
+    "wasserstein" (between the layers' neurons, each a vector over samples and positions; infinite where these differ);
+    "neurons" by the squared difference of their numbers. CLA+OT, Sec. 3.1.
+    Raises UserError for an unknown name and a probe set that cannot be used, WiringError for a network that cannot be wired.
+    """
+    name = "neurons" if representation == "neurons" else dissimilarity
+    known = representation == "neurons" or (representation == "preactivation" and dissimilarity in ("cka", "wasserstein"))
+    if not known:
+        raise UserError(f"layer_costs: no comparison of '{representation}' by '{dissimilarity}'; takes preactivation by cka "
+                        "or wasserstein, or neurons")  # fmt: skip
+    wirings = wired([a, b], probe)
+    seen = []
+    for wiring in wirings:
+        looked = looked_at(wiring.units, name)
+        seen.append(observe(wiring, probe, features=looked.get("features", ()), grams=looked.get("grams", ())))
+    return costs_between(wirings[0].units, wirings[1].units, seen[0], seen[1], name)
+
+
+def wired(networks: Sequence[nn.Module], probe: Tensor) -> list[Wiring]:
+    """The wirings of networks that take these inputs; the errors say which network it is."""
+    wirings = []
+    for place, network in enumerate(networks):
+        try:
+            check_probe(network, probe)
+            wirings.append(wire(network, probe[:1]))
+        except UserError as error:
+            raise type(error)(f"network {place}: {error}") from error
+    return wirings
+
+
+def looked_at(units: Iterable[Unit], name: str) -> dict[str, set[str]]:
+    """What `observe` has to see for comparing layers by COSTS[name]."""
+    nodes = {unit.node for unit in units}
+    return {"cka": {"grams": nodes}, "wasserstein": {"features": nodes}}.get(name, {})
+
+
+def costs_between(
+    ones: Sequence[Unit], twos: Sequence[Unit], seen: Observation, other: Observation, name: str
+) -> np.ndarray:
+    """layer_costs of units of networks that have been observed."""
+    pairs = [[COSTS[name](u, v, seen, other) for v in twos] for u in ones]
+    return np.array(pairs, dtype=np.float64).reshape(len(ones), len(twos))
+
+
+def _cka_cost(u: Unit, v: Unit, seen: Observation, other: Observation) -> float:
+    return 1.0 - cka(seen.grams[u.node], other.grams[v.node])
+
+
+def _neurons_cost(u: Unit, v: Unit, seen: Observation, other: Observation) -> float:
+    return float((u.shape[0] - v.shape[0]) ** 2)
+
+
+def _wasserstein_cost(u: Unit, v: Unit, seen: Observation, other: Observation) -> float:
+    x, y = features_of(seen, u.node).double(), features_of(other, v.node).double()
+    if x.shape[1] != y.shape[1]:
+        return float("inf")
+    cost = torch.cdist(x, y).cpu().numpy()
+    return float((exact_plan(np.full(len(x), 1 / len(x)), np.full(len(y), 1 / len(y)), cost) * cost).sum())
+
+
+COSTS: dict[str, Callable[[Unit, Unit, Observation, Observation], float]] = {
+    "cka": _cka_cost,
+    "wasserstein": _wasserstein_cost,
+    "neurons": _neurons_cost,
+}
+
+
+@dataclass(frozen=True)
+class Pins:
+    """Whether the first and the last layers of a group correspond."""
+
+    first: bool = True
+    last: bool = True
+
+    def decide(self, many: int, few: int) -> bool:
+        """Whether the map between so many layers follows without comparing them."""
+        return many == few or few <= self.first + self.last
+
+
+def match_units(
+    deep: Wiring, shallow: Wiring, cost: np.ndarray, *, pin_first: bool = True, pin_last: bool = True
+) -> dict[int, int]:
+    """Units of `deep` and the units of `shallow` that they correspond to, group by group; cost [deep, shallow].
+
+    In each group every unit of the side that has fewer finds its partner on the other. Raises UserError if the networks
+    have not the same groups (max-pools, stages, fully connected part).
+    """
+    return _match(deep, shallow, lambda i, j: cost[np.ix_(i, j)], Pins(pin_first, pin_last))
+
+
+def match_seen(
+    deep: Wiring, shallow: Wiring, seen: Observation, other: Observation, name: str, pins: Pins
+) -> dict[int, int]:
+    """match_units by COSTS[name], for networks of which the `undecided` units have been observed."""
+
+    def cost(i: Sequence[int], j: Sequence[int]) -> np.ndarray:
+        if pins.decide(max(len(i), len(j)), min(len(i), len(j))):
+            return np.zeros((len(i), len(j)))
+        return costs_between([deep.units[k] for k in i], [shallow.units[k] for k in j], seen, other, name)
+
+    return _match(deep, shallow, cost, pins)
+
+
+def undecided(deep: Wiring, shallow: Wiring, pins: Pins) -> tuple[list[Unit], list[Unit]]:
+    """The units of both networks that have to be compared."""
+    found: tuple[list[Unit], list[Unit]] = [], []
+    for i, j in _paired_groups(deep, shallow):
+        if not pins.decide(max(len(i), len(j)), min(len(i), len(j))):
+            found[0].extend(deep.units[k] for k in i)
+            found[1].extend(shallow.units[k] for k in j)
+    return found
+
+
+def _match(
+    deep: Wiring, shallow: Wiring, cost: Callable[[Sequence[int], Sequence[int]], np.ndarray], pins: Pins
+) -> dict[int, int]:
+    found = {}
+    for i, j in _paired_groups(deep, shallow):
+        part, flipped = cost(i, j), len(i) < len(j)
+        picked = optimal_alignment(part.T if flipped else part, pin_first=pins.first, pin_last=pins.last)
+        for few, many in enumerate(picked):
+            found[i[few] if flipped else i[many]] = j[many] if flipped else j[few]
+    return found
+
+
+def _paired_groups(deep: Wiring, shallow: Wiring) -> list[tuple[list[int], list[int]]]:
+    """The places of the units of each group in both networks."""
+    sides = _groups(deep), _groups(shallow)
+    kinds = [[(wiring.units[units[0]].kind, len(wiring.units[units[0]].shape)) for units in side]
+             for wiring, side in zip((deep, shallow), sides, strict=True)]  # fmt: skip
+    if kinds[0] != kinds[1]:
+        told = [" + ".join(f"{len(units)} {_kind(wiring.units[units[0]])}" for units in side) or "none"
+                for wiring, side in zip((deep, shallow), sides, strict=True)]  # fmt: skip
+        raise UserError(f"the networks are of different families; groups of layers: {told[0]} here, {told[1]} there")
+    return list(zip(*sides, strict=True))
+
+
+def _kind(unit: Unit) -> str:
+    return "blocks" if unit.kind == "block" else "convolutions" if len(unit.shape) > 1 else "linear layers"
+
+
+def _groups(wiring: Wiring) -> list[list[int]]:
+    groups: dict[int, list[int]] = {}
+    for place, unit in enumerate(wiring.units):
+        groups.setdefault(unit.group, []).append(place)
+    return list(groups.values())

@@ -1,0 +1,243 @@
+"""Is a ledger what it was when it was written? Every file is read again; nothing is changed, and nothing is trusted."""
+
+import json
+import re
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+import torch
+
+from fusion.exact import ExactSum
+from server.ledger.blobs import Blobs, file_digest
+from server.ledger.database import LEDGER, SEAL, reading
+from server.ledger.rows import Contribution
+from server.ledger.sums import SumRow, sum_rows
+from server.ledger.tables import EVENTS, FORMAT, LATEST, OLDEST, START, TABLES, apply, link, referenced, schema, to_event
+
+CONFIG = "config.yaml"
+_SEAL_TEXT = re.compile(rf"([0-9a-f]{{64}})  {re.escape(LEDGER)}\n".encode())
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with a file of the run's folder; with severity 'note', what is odd about it but harms nothing."""
+
+    file: str
+    what: str
+    severity: str = "problem"
+
+
+@dataclass(frozen=True)
+class _Refers:
+    """What the ledger's rows say about blobs and files, as it was at one event."""
+
+    event: int
+    bits: int
+    blobs: set[str]
+    latest: dict[str, Contribution]
+    sums: list[SumRow]
+    states: dict[str, str]
+    files: dict[str, str]
+
+
+def check(folder: Path) -> list[Problem]:
+    """All that is wrong with the ledger in a folder, and with the files it vouches for; empty if nothing is.
+
+    A server may be at work meanwhile: what it replaces during the check is told as a note.
+    """
+    folder = Path(folder)
+    blobs = Blobs(folder / "blobs")
+    if not (folder / LEDGER).is_file():
+        return [Problem(LEDGER, "is missing")]
+    found = _guarded(SEAL, _seal(folder)) + _guarded("blobs", _named(blobs))
+    refers: list[_Refers] = []
+    found += _guarded(LEDGER, _tables(folder, refers))
+    if not refers:
+        return found
+    damaged = any(problem.severity == "problem" and problem.file.startswith("blobs") for problem in found)
+    about_blobs = _guarded("blobs", _missing(blobs, refers[0]))
+    if not damaged and not any(problem.severity == "problem" for problem in about_blobs):
+        for row in refers[0].sums:
+            about_blobs += _guarded(_file(refers[0].states[row.name]), _sum(blobs, refers[0], row))
+    if any(problem.severity == "problem" for problem in about_blobs) and _went_on(folder, refers[0].event):
+        about_blobs = [Problem(LEDGER, "was written to during the check; check again for its blobs", "note")]
+    return found + about_blobs + _guarded(LEDGER, _finished(folder, refers[0].files))
+
+
+def _guarded(file: str, step: Iterator[Problem]) -> list[Problem]:
+    """The problems that a step finds; whatever damaged bytes make it raise is one more, about `file`."""
+    found = []
+    try:
+        for problem in step:
+            found.append(problem)
+    except Exception as error:
+        found.append(Problem(file, f"cannot be read ({' '.join(str(error).split())})"))
+    return found
+
+
+def _file(blob: str) -> str:
+    return f"blobs/{blob}.safetensors"
+
+
+def _seal(folder: Path) -> Iterator[Problem]:
+    if not (folder / SEAL).exists():
+        return
+    match = _SEAL_TEXT.fullmatch((folder / SEAL).read_bytes())
+    if match is None:
+        yield Problem(SEAL, "is damaged: it is no sha256 and name of a file")
+    elif file_digest(folder / LEDGER) != match[1].decode():
+        yield Problem(SEAL, f"is not the sha256 of {LEDGER}: one of the two was changed after the ledger was closed")
+
+
+def _named(blobs: Blobs) -> Iterator[Problem]:
+    """Blobs whose bytes are not what their name says."""
+    for blob in sorted(blobs.names()):
+        try:
+            if file_digest(blobs.path(blob)) != blob:
+                yield Problem(_file(blob), "is damaged: its sha256 is not its name")
+        except FileNotFoundError:
+            continue  # a server has just replaced it; `_missing` names those that are still referred to
+        except OSError as error:
+            yield Problem(_file(blob), f"cannot be read ({error.strerror or error})")
+    for name in sorted(blobs.strangers()):
+        yield Problem(f"blobs/{name}", "is no blob; if no server is writing, prune the ledger", "note")
+
+
+def _tables(folder: Path, refers: list[_Refers]) -> Iterator[Problem]:
+    """The ledger itself, up to the first step that finds fault; if none does, what it refers to goes into `refers`."""
+    with closing(reading(folder / LEDGER)) as db:
+        db.execute("BEGIN")
+        for step in (_integrity, _chain, _replay):
+            found = list(step(db))
+            yield from found
+            if found:
+                return
+        yield from _guarded(CONFIG, _configuration(db, folder))
+        refers.append(_references(db))
+
+
+def _integrity(db: sqlite3.Connection) -> Iterator[Problem]:
+    for (line,) in db.execute("PRAGMA integrity_check(10)"):
+        if line != "ok":
+            yield Problem(LEDGER, f"is damaged: {' '.join(line.split())}")
+    for table, row, parent, _ in db.execute("PRAGMA foreign_key_check"):
+        yield Problem(LEDGER, f"table '{table}': row {row} refers to what is not in '{parent}'")
+
+
+def _chain(db: sqlite3.Connection) -> Iterator[Problem]:
+    """The first event that is not what its digest, or the one before it, says."""
+    number, before = 0, START
+    for number, (id, time, kind, body, previous, digest) in enumerate(db.execute(f"{EVENTS} ORDER BY id"), 1):
+        if id != number:
+            yield Problem(LEDGER, f"event {number} is missing")
+        elif previous != before:
+            yield Problem(LEDGER, f"event {id} ('{kind}') does not follow the one before it")
+        elif link(previous, id, time, kind, body) != digest:
+            yield Problem(LEDGER, f"event {id} ('{kind}') is not what its digest says")
+        else:
+            before = digest
+            continue
+        return
+    if not number:
+        yield Problem(LEDGER, "has no events")
+
+
+def _replay(db: sqlite3.Connection) -> Iterator[Problem]:
+    """The first row of each table that is not what the events, applied to empty tables, make of it."""
+    format = json.loads(next(db.execute(f"{EVENTS} WHERE id = 1"))[3]).get("format")
+    if format not in range(OLDEST, FORMAT + 1):
+        yield Problem(LEDGER, f"has format {format}, this fedloom reads {OLDEST} to {FORMAT}; use the fedloom that wrote it")
+        return
+    with closing(sqlite3.connect("", isolation_level=None)) as again:
+        again.execute("PRAGMA foreign_keys=ON")
+        again.execute("BEGIN")
+        for statement in schema(format):
+            again.execute(statement)
+        for row in db.execute(f"{EVENTS} ORDER BY id"):
+            try:
+                apply(again, to_event(row))
+            except Exception as error:
+                yield Problem(LEDGER, f"event {row[0]} ('{row[2]}') cannot be replayed ({error})")
+                return
+        queries = {table: f"SELECT * FROM {table} ORDER BY 1, 2" for table in TABLES}
+        for table, query in {**queries, "sqlite_master": "SELECT name, sql FROM sqlite_master ORDER BY 1"}.items():
+            for is_there, expected in zip_longest(db.execute(query), again.execute(query)):
+                if is_there != expected:
+                    row = (is_there or expected)[:2]
+                    yield Problem(LEDGER, f"table '{table}': row {row} is not what the events say")
+                    break
+
+
+def _configuration(db: sqlite3.Connection, folder: Path) -> Iterator[Problem]:
+    (text,) = db.execute("SELECT config FROM runs").fetchone()
+    if not (folder / CONFIG).exists():
+        yield Problem(CONFIG, "is missing")
+    elif (folder / CONFIG).read_bytes() != text.encode():
+        yield Problem(CONFIG, "is not the configuration that the ledger holds")
+
+
+def _references(db: sqlite3.Connection) -> _Refers:
+    (bits,) = db.execute("SELECT bits FROM runs").fetchone()
+    (event,) = db.execute("SELECT max(id) FROM events").fetchone()
+    (states,) = db.execute("SELECT states FROM rounds ORDER BY round DESC LIMIT 1").fetchone() or ("{}",)
+    kinds = "'finished', 'interrupted', 'failed', 'resumed', 'forgotten', 'rolled back'"
+    kind, body = db.execute(
+        f"SELECT kind, body FROM events WHERE kind IN ({kinds}) ORDER BY id DESC LIMIT 1"
+    ).fetchone() or ("resumed", "{}")
+    files = json.loads(body).get("files", {}) if kind == "finished" else {}
+    latest = {site: Contribution(*row) for site, *row in db.execute(LATEST)}
+    created = json.loads(db.execute("SELECT body FROM events WHERE id = 1").fetchone()[0])
+    kept = json.loads(states)
+    return _Refers(event, bits, referenced(db), latest, sum_rows(created, kept), kept, files)
+
+
+def _missing(blobs: Blobs, refers: _Refers) -> Iterator[Problem]:
+    names = blobs.names()
+    for blob in sorted(refers.blobs - names):
+        yield Problem(_file(blob), "is missing: the ledger refers to it")
+    for blob in sorted(names - refers.blobs):
+        yield Problem(_file(blob), "is an orphan: the ledger does not refer to it; prune removes it", "note")
+
+
+def _sum(blobs: Blobs, refers: _Refers, row: SumRow) -> Iterator[Problem]:
+    """A stored sum against the sum of the latest contributions, read one by one, in exact integers."""
+    stored = blobs.get(refers.states[row.name])
+    added = ExactSum(refers.bits)
+    for site, one in refers.latest.items():
+        part = row.of(blobs.get(one.blob), stored, refers.bits)
+        if absent := stored.keys() - part.keys() if part or not row.prefix else ():
+            yield Problem(_file(one.blob), f"{site}'s contribution has no tensor '{min(absent)}', the sum has")
+            return
+        if part:
+            added.add(part, row.times(one.samples))
+    for name, tensor in stored.items():
+        expected = added.totals.get(name, torch.zeros_like(tensor))
+        if tensor.dtype != torch.int64 or not torch.equal(tensor, expected):
+            yield Problem(_file(refers.states[row.name]), f"is not the sum of the latest contributions (tensor '{name}')")
+
+
+def _went_on(folder: Path, event: int) -> bool:
+    """Whether the ledger has events after this one."""
+    try:
+        with closing(reading(folder / LEDGER)) as db:
+            return db.execute("SELECT max(id) FROM events").fetchone()[0] > event
+    except sqlite3.Error:
+        return False
+
+
+def _finished(folder: Path, files: dict[str, str]) -> Iterator[Problem]:
+    """The files that were there when the run finished, unless it was resumed since, or sites were forgotten."""
+    for name, digest in files.items():
+        if not (folder / name).is_file():
+            yield Problem(name, "is missing: it was there when the run finished")
+        else:
+            yield from _guarded(name, _unchanged(folder, name, digest))
+
+
+def _unchanged(folder: Path, name: str, digest: str) -> Iterator[Problem]:
+    if file_digest(folder / name) != digest:
+        yield Problem(name, "is not what it was when the run finished")

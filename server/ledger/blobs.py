@@ -1,0 +1,153 @@
+"""Content-addressed states on disk: a file's name is the sha256 of its bytes, so nothing is ever written over."""
+
+import errno
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from clients.states import write_bytes
+from conf.errors import UserError
+from fusion.exact import State
+
+SYNCS = 8  # files that are made durable at the same time
+_BLOB = re.compile(r"([0-9a-f]{64})\.safetensors")
+_HINTS = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "; make room and run again, what was committed is safe"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "; look at its permissions"),
+}
+
+
+class LedgerError(UserError):
+    """A ledger that cannot be read or written, or an order that does not fit what it holds."""
+
+
+@contextmanager
+def told(path: Path) -> Iterator[None]:
+    """Turn what the operating system refuses into a LedgerError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        hint = _HINTS.get(error.errno or 0, "")
+        raise LedgerError(f"{error.filename or path}: {error.strerror or error}{hint}") from None
+
+
+@dataclass(frozen=True)
+class Blobs:
+    """The states in `folder`, each in a file <sha256>.safetensors that is there whole or not at all.
+
+    Contents and names survive a loss of power once they are settled: together for a round, not one by one for its thousand
+    files. One that was never settled may be torn then; nothing refers to it, and who puts it again writes it again.
+    """
+
+    folder: Path
+
+    def put(self, state: State) -> str:
+        """Write a state, unless it is there; its digest. Raises LedgerError if the disk refuses it."""
+        tensors = {name: state[name].detach().cpu().contiguous() for name in sorted(state)}
+        content = save(tensors, metadata={"format": "pt"})
+        digest = hashlib.sha256(content).hexdigest()
+        path = self.path(digest)
+        with told(path):
+            if not self._whole(digest):
+                write_bytes(path, content, durable=False)
+        return digest
+
+    def adopt(self, path: Path) -> str:
+        """Move in a complete file of the same file system; its digest. Raises LedgerError if that is refused."""
+        with told(path):
+            digest = file_digest(path)
+            target = self.path(digest)
+            if not self._whole(digest):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                os.rename(path, target)
+            elif not target.samefile(path):
+                path.unlink()
+        return digest
+
+    def _whole(self, digest: str) -> bool:
+        """Whether the blob is there, and not torn."""
+        path = self.path(digest)
+        return path.is_file() and file_digest(path) == digest
+
+    def settle(self, digests: Iterable[str]) -> None:
+        """Make these blobs durable, before anything refers to them. Raises LedgerError naming one that is not there."""
+        paths = [self.path(digest) for digest in digests]
+        for path in paths:
+            if not path.is_file():
+                raise LedgerError(f"{path}: no such blob; put it before it is committed")
+        if self.folder.is_dir():
+            with told(self.folder), ThreadPoolExecutor(SYNCS) as threads:  # together: the disk's journal takes them as one
+                list(threads.map(sync, paths))
+                sync(self.folder)
+
+    def get(self, digest: str) -> State:
+        """A state, its bytes verified. Raises LedgerError naming a file that is missing or not what its name says."""
+        path = self.path(digest)
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            raise LedgerError(f"{path}: no such blob; put it back from a copy of the run") from None
+        except OSError as error:
+            raise LedgerError(f"{path}: cannot be read ({error.strerror or error})") from None
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise LedgerError(f"{path}: is damaged, its sha256 is not its name; put it back from a copy of the run")
+        try:
+            return load(content)
+        except SafetensorError as error:
+            raise LedgerError(f"{path}: is no readable safetensors file ({error})") from None
+
+    def path(self, digest: str) -> Path:
+        """Where the blob of that digest is, or would be."""
+        return self.folder / f"{digest}.safetensors"
+
+    def names(self) -> set[str]:
+        """The digests that have a file."""
+        return {match[1] for name in self._files() if (match := _BLOB.fullmatch(name))}
+
+    def strangers(self) -> set[str]:
+        """The names of files that are no blobs, such as temporaries."""
+        return {name for name in self._files() if not _BLOB.fullmatch(name)}
+
+    def remove_all(self, digests: Iterable[str]) -> None:
+        """Remove blobs, those that are there."""
+        with ThreadPoolExecutor(SYNCS) as threads:
+            list(threads.map(self.remove, digests))
+
+    def remove(self, digest: str) -> None:
+        """Remove a blob, if it is there."""
+        with told(self.path(digest)):
+            self.path(digest).unlink(missing_ok=True)
+
+    def sweep(self) -> list[str]:
+        """Remove the temporaries that a crash left behind; their names. Nobody may be writing meanwhile."""
+        left = sorted(name for name in self.strangers() if name.startswith("."))
+        with told(self.folder):
+            for name in left:
+                (self.folder / name).unlink(missing_ok=True)
+        return left
+
+    def _files(self) -> list[str]:
+        return os.listdir(self.folder) if self.folder.is_dir() else []
+
+
+def file_digest(path: Path) -> str:
+    """The sha256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Make a file's content, or the names in a folder, durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

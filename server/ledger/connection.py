@@ -1,0 +1,69 @@
+"""A connection to an SQLite file that can also read the file as it is."""
+
+import hashlib
+import os
+import sqlite3
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+PATIENCE = 5.0  # seconds that a writer waits for another
+_PIECE = 2**20  # bytes read at a time
+
+
+@dataclass
+class _Shared:
+    """What the connections of this process to one file share."""
+
+    users: int = 0
+    descriptor: int | None = None
+
+
+_SHARED: dict[tuple[int, int], _Shared] = {}  # by device and inode
+_GUARD = threading.Lock()
+
+
+class Connection(sqlite3.Connection):
+    """Durable and with foreign keys; changes are begun and committed by hand.
+
+    A process that closes any descriptor of a file loses all its POSIX locks on it, SQLite's among them. So the one through
+    which a file is read is shared by all connections to it, and closed after the last of them.
+    """
+
+    def __init__(self, path: Path, how: str) -> None:
+        """`how`: the parameters of SQLite's URI, such as mode=ro."""
+        self._path, self._file = path, None
+        uri = f"{path.absolute().as_uri()}?{how}"
+        super().__init__(uri, uri=True, isolation_level=None, timeout=PATIENCE)
+        about = path.stat()
+        with _GUARD:
+            self._file = about.st_dev, about.st_ino
+            _SHARED.setdefault(self._file, _Shared()).users += 1
+        for pragma in ("foreign_keys=ON", "synchronous=FULL", "temp_store=MEMORY"):
+            self.execute(f"PRAGMA {pragma}")
+
+    def file_digest(self) -> str:
+        """The sha256 of the file's bytes, read piece by piece."""
+        assert self._file is not None
+        shared, found, place = _SHARED[self._file], hashlib.sha256(), 0
+        with _GUARD:
+            if shared.descriptor is None:
+                shared.descriptor = os.open(self._path, os.O_RDONLY)
+        while piece := os.pread(shared.descriptor, _PIECE, place):
+            found.update(piece)
+            place += len(piece)
+        return found.hexdigest()
+
+    def close(self) -> None:
+        """Close it. Twice is harmless."""
+        super().close()
+        file, self._file = self._file, None
+        if file is None:
+            return
+        with _GUARD:
+            shared = _SHARED[file]
+            shared.users -= 1
+            if not shared.users:
+                del _SHARED[file]
+                if shared.descriptor is not None:
+                    os.close(shared.descriptor)

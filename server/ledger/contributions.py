@@ -1,0 +1,140 @@
+"""What each site last contributed, in the run's ledger: the only thing that grows with the sites.
+
+A round's contributions are written one by one as they arrive and become valid together, when the ledger commits the round.
+A site's contribution is one file with all that it put into the method's slots. What came as floats is kept as floats: the
+integers that are summed follow from them.
+"""
+
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clients.states import read_names, read_state, round_file
+from conf.errors import UserError
+from fusion.exact import State, dequantise, exact
+from server.ledger.ledger import Ledger
+from server.ledger.rows import Contribution
+from server.ledger.tables import FLOATS
+
+STAGING = "staging"  # workers that add up contributions write them here
+
+
+def prefixes(slots: Sequence[str]) -> dict[str, str]:
+    """What stands before the names of a slot's tensors in a contribution: nothing, where there is one slot."""
+    return {slot: "" if len(slots) == 1 else f"{slot}/" for slot in slots}
+
+
+@dataclass
+class Contributions:
+    """The contributions of one run. `latest`: of each site that is not forgotten, the last committed one."""
+
+    ledger: Ledger
+    bits: int
+    history: str
+    slots: Sequence[str]
+    latest: dict[str, Contribution] = field(init=False)
+    _staged: dict[str, Contribution] = field(default_factory=dict)
+    _read: tuple[str, State] = ("", {})  # the blob that was read last: who asks for one slot asks for the others next
+
+    def __post_init__(self) -> None:
+        self.latest = self.ledger.all_latest()
+        self._integers = self.ledger.run().format < FLOATS
+
+    @property
+    def staging(self) -> Path:
+        """Where workers write (clients.states.round_file)."""
+        return self.ledger.folder / STAGING
+
+    def here(self, site: str) -> Contribution | None:
+        """The site's contribution, with what this round has staged."""
+        return self._staged.get(site) or self.latest.get(site)
+
+    def has(self, site: str, slot: str) -> bool:
+        """Whether the site has put something into the slot."""
+        one = self.here(site)
+        if one is None or len(self.slots) == 1:
+            return one is not None
+        return any(name.startswith(prefixes(self.slots)[slot]) for name in read_names(self.ledger.blobs.path(one.blob)))
+
+    def load(self, site: str, slot: str) -> State:
+        """What the site put into the slot, in units of 2**-bits (int64). KeyError if it has put nothing."""
+        return exact(self._part(self._whole(site), slot), self.bits)
+
+    def floats(self, site: str, slot: str) -> State:
+        """The same as floats: as it came, if it came so."""
+        part = self._part(self._whole(site), slot)
+        integers = dequantise({name: tensor for name, tensor in part.items() if tensor.dtype == torch.int64}, self.bits)
+        return {name: integers.get(name, tensor) for name, tensor in part.items()}
+
+    def file(self, site: str) -> Path | None:
+        """Where the site's contribution is kept; None if it has none."""
+        one = self.here(site)
+        return self.ledger.blobs.path(one.blob) if one else None
+
+    def stage(self, site: str, round: int, parts: Mapping[str, State], samples: int) -> None:
+        """Write what a site puts into slots; it counts once the round is committed. What it put into others stays."""
+        before = self._whole(site) if len(self.slots) > len(parts) and self.here(site) else {}
+        self._staged[site] = Contribution(self.ledger.blobs.put(self._merged(before, parts)), samples, round, self.bits)
+
+    def stage_all(self, sites: Iterable[str], round: int, parts: Mapping[str, State]) -> None:
+        """The same for sites that all put the same, before any of them has put anything: one file."""
+        blob = self.blob_of(parts)
+        self._staged |= {site: Contribution(blob, 0, round, self.bits) for site in sites}
+
+    def blob_of(self, parts: Mapping[str, State]) -> str:
+        """The file of a contribution that puts this, and nothing else, into the slots."""
+        return self.ledger.blobs.put(self._merged({}, parts))
+
+    def check_written(self, sites: Iterable[str], round: int) -> None:
+        """UserError unless workers have written the contributions of these sites."""
+        for path in (round_file(self.staging, site, round) for site in sites):
+            if not path.is_file():
+                raise UserError(
+                    f"{path}: was not written; federation.partial_sums needs workers that have the server's disk"
+                )
+
+    def stage_written(self, site: str, round: int, samples: int) -> None:
+        """Stage a contribution whose file a worker has written already (check_written)."""
+        path = round_file(self.staging, site, round)
+        if self._integers:
+            self.stage(site, round, {self.slots[0]: read_state(path)}, samples)
+        else:
+            self._staged[site] = Contribution(self.ledger.blobs.adopt(path), samples, round, self.bits)
+
+    def commit(self, round: int, states: Mapping[str, State], digest: Mapping[str, str], record: dict[str, Any]) -> None:
+        """Make the staged contributions and the server's states the valid ones, in one step."""
+        blobs = {name: self.ledger.blobs.put(state) for name, state in states.items()}
+        self.ledger.commit_round(round, self._staged, blobs, digest, record, self.history)
+        self.latest.update(self._staged)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Forget what is staged and not committed, and what workers wrote of it; blobs go with the next prune."""
+        self._staged = {}
+        shutil.rmtree(self.staging, ignore_errors=True)
+
+    def _whole(self, site: str) -> State:
+        one = self.here(site)
+        if one is None:
+            raise KeyError(f"{site} has contributed nothing")
+        if self._read[0] != one.blob:
+            self._read = one.blob, self.ledger.blobs.get(one.blob)
+        return self._read[1]
+
+    def _part(self, whole: State, slot: str) -> State:
+        start = prefixes(self.slots)[slot]
+        found = {name[len(start) :]: tensor for name, tensor in whole.items() if name.startswith(start)}
+        if not found:
+            raise KeyError(f"nothing was put into the slot '{slot}'")
+        return found
+
+    def _merged(self, before: State, parts: Mapping[str, State]) -> State:
+        start = prefixes(self.slots)
+        gone = tuple(start[slot] for slot in parts)
+        stays = {name: tensor for name, tensor in before.items() if not name.startswith(gone)}
+        whole = stays | {start[slot] + name: tensor for slot, state in parts.items() for name, tensor in state.items()}
+        return exact(whole, self.bits) if self._integers else whole

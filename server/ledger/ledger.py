@@ -1,0 +1,366 @@
+"""The durable record of a run: who contributed what, what was asked, and every event in an unbroken chain.
+
+One SQLite file with the states beside it (`blobs/`). What is committed survives any crash; what is not never happened.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from sqlite3 import Connection
+from typing import Any
+
+from conf.errors import UserError
+from server.ledger.blobs import Blobs, LedgerError, told
+from server.ledger.database import LEDGER, Database, make
+from server.ledger.rows import Contribution, Request, RoundRow, RunRow
+from server.ledger.sums import ONE, SumRow, sum_rows
+from server.ledger.tables import (
+    EVENTS,
+    FORMAT,
+    LATEST,
+    OLDEST,
+    WRITING,
+    Event,
+    append,
+    check_move,
+    check_repeated,
+    check_round,
+    check_sites,
+    referenced,
+    schema,
+    to_event,
+    unreferenced,
+    watch,
+)
+
+_ROUNDS = "SELECT round, time, record, states, digest FROM rounds"
+_HISTORY = "SELECT blob, samples, round, bits FROM contributions WHERE site = ? ORDER BY round"
+_REQUESTS = "SELECT id, kind, sites, reason, options, state, result FROM requests"
+BOUND = "bound"  # an event
+_PAGE = 1000  # events read at a time
+
+
+class Ledger:
+    """The ledger in a run's folder: `create` or `open` one. As a context manager it is closed at the end."""
+
+    def __init__(self, folder: Path, server: bool) -> None:
+        self.folder = Path(folder)
+        self.blobs = Blobs(self.folder / "blobs")
+        self._database = Database(self.folder / LEDGER, server)
+
+    @classmethod
+    def create(
+        cls, folder: Path, run: str, config: str, bits: int, sites: Sequence[str], sums: Mapping[str, Any] = ONE
+    ) -> "Ledger":
+        """A new ledger, held as its one server. `sums`: the method's, as the ledger's first event says (server.ledger.sums).
+
+        Raises LedgerError if there is one or the folder cannot be written.
+        """
+        check_repeated(sites)
+        make(Path(folder) / LEDGER)
+        ledger = cls(folder, server=True)
+        body = {"run": run, "config": config, "bits": bits, "format": FORMAT, "sites": list(sites), "sums": dict(sums)}
+        try:
+            with told(ledger.blobs.folder):
+                ledger.blobs.folder.mkdir(exist_ok=True)
+            with ledger._database.transaction() as db:
+                for statement in schema(FORMAT):
+                    db.execute(statement)
+                append(db, "created", body)
+        except BaseException:
+            ledger._database.close()
+            raise
+        return ledger
+
+    @classmethod
+    def open(cls, folder: Path, *, server: bool = True) -> "Ledger":
+        """The ledger of a folder: as its one server, or to read it and to queue requests while a server may run.
+
+        Raises LedgerError if there is none, it is not one of this format, or another server has it.
+        """
+        if not (Path(folder) / LEDGER).is_file():
+            raise LedgerError(f"{folder}: has no ledger ({LEDGER}); name the folder of a run that keeps one")
+        ledger = cls(folder, server)
+        try:
+            ledger._check_format()
+            if server:
+                with ledger._database.transaction():
+                    pass  # breaks the seal, and tells now if nothing can be written
+        except BaseException:
+            ledger._database.close()
+            raise
+        return ledger
+
+    @property
+    def server(self) -> bool:
+        """Whether it was opened to be written."""
+        return self._database.server
+
+    def __enter__(self) -> "Ledger":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        elif issubclass(kind, UserError):  # refused: nothing is half done, and what was said counts more than the seal
+            with suppress(UserError, OSError):
+                self.close()
+        else:
+            self._database.close()
+
+    def close(self) -> None:
+        """A server: bring everything into ledger.sqlite and write ledger.sha256; all: let go. Closing twice is harmless."""
+        try:
+            self._database.seal()
+        finally:
+            self._database.close()
+
+    # Rounds
+
+    def commit_round(
+        self,
+        round: int,
+        contributions: Mapping[str, Contribution],
+        states: Mapping[str, str],
+        digest: Mapping[str, str],
+        record: dict[str, Any] | None,
+        keep: str,
+    ) -> None:
+        """Write a round whose blobs are there; 0 is the start. keep: 'latest' (replaced rows and blobs go) or 'all'.
+
+        Raises LedgerError for a round that is not the next one, for sites that are unknown or forgotten, for blobs that are
+        missing, and if the disk refuses; nothing is written then.
+        """
+        body = {"round": round, "contributions": _plain(contributions), "states": dict(states), "digest": dict(digest)}
+        if keep not in ("latest", "all"):
+            raise LedgerError(f"round {round}: keep is '{keep}', not 'latest' or 'all'")
+        if odd := {one.round for one in contributions.values()} - {round}:
+            raise LedgerError(f"round {round}: a contribution is of round {min(odd)}; commit each in its own round")
+        self.blobs.settle(_blobs(contributions, states))
+        with self._replacing() as db:
+            check_round(db, round)
+            check_sites(db, contributions, forgotten=False)
+            append(db, "round", {**body, "record": record, "keep": keep})
+
+    def latest(self, site: str) -> Contribution | None:
+        """The site's last contribution; None if it has none (any more)."""
+        rows = self._query(f"{_HISTORY} DESC LIMIT 1", site)
+        return Contribution(*rows[0]) if rows else None
+
+    def all_latest(self) -> dict[str, Contribution]:
+        """The last contribution of each site that has one, in the sites' order."""
+        return {site: Contribution(*row) for site, *row in self._query(LATEST)}
+
+    def history(self, site: str) -> list[Contribution]:
+        """All contributions of a site that are kept, oldest first."""
+        return [Contribution(*row) for row in self._query(_HISTORY, site)]
+
+    def last_round(self) -> RoundRow | None:
+        """The last committed round; None before the start."""
+        rows = self._query(f"{_ROUNDS} ORDER BY round DESC LIMIT 1")
+        return RoundRow.of(rows[0]) if rows else None
+
+    def rounds(self) -> list[RoundRow]:
+        """All committed rounds, oldest first."""
+        return [RoundRow.of(row) for row in self._query(f"{_ROUNDS} ORDER BY round")]
+
+    def sites(self) -> dict[str, bool]:
+        """All sites in their order, and whether each is forgotten."""
+        return {name: bool(gone) for name, gone in self._query("SELECT name, forgotten FROM sites ORDER BY place")}
+
+    def sums(self) -> list[SumRow]:
+        """The sums of the method that are kept."""
+        last = self.last_round()
+        return sum_rows(next(self.events("created")).body, last.states if last else {})
+
+    def run(self) -> RunRow:
+        """The run that this is the ledger of."""
+        return RunRow(*self._query("SELECT run, config, bits, created, format FROM runs")[0])
+
+    # Forgetting
+
+    def forget(
+        self,
+        sites: Sequence[str],
+        states: Mapping[str, str],
+        digest: Mapping[str, str],
+        body: dict[str, Any],
+        request: str | None = None,
+    ) -> None:
+        """Take sites out: their rows and blobs and all older states go, the last round gets the given ones.
+
+        `body` says more about it. A `request` becomes 'applied' in the same transaction, with `body` as its result.
+        Raises LedgerError for a site that is unknown or forgotten, and for a request that does not wait.
+        """
+        written = {"sites": list(sites), "states": dict(states), "digest": dict(digest), "body": body, "request": request}
+        self._change_sites("forgotten", written, sites, {}, request)
+
+    def roll_back(
+        self, round: int, sites: Sequence[str], body: dict[str, Any] | None = None, request: str | None = None
+    ) -> None:
+        """Go back to the state after a round, because of some sites; later rounds and contributions go.
+
+        `body` says more about it and about the request. Raises UserError as `check_roll_back` does.
+        """
+        self.check_roll_back(round)
+        with self._replacing() as db:
+            append(db, "rolled back", {"round": round, "sites": list(sites), "body": body, "request": request})
+
+    def check_roll_back(self, round: int) -> None:
+        """UserError if the state after a round, or a site's contribution to it, is not kept, or its sum lacks a member."""
+        rows = {row.round: row for row in self.rounds()}
+        lost = [site for site, gone in self.sites().items() if not gone and not any(
+            one.round <= round for one in self.history(site))]  # fmt: skip
+        if round not in rows or not rows[round].states or (lost and self.all_latest()):
+            kept = "federation.history=all keeps it, until a site is forgotten"
+            raise UserError(f"{self.folder}: the state after round {round} is not kept ({kept})")
+        if self._readmitted_since(round):
+            raise UserError(f"{self.folder}: a site was readmitted after round {round}, which is not in its sum")
+
+    def _readmitted_since(self, round: int) -> bool:
+        """Whether a site was readmitted after the round was committed (for the last time)."""
+        last = self.newest("readmitted")
+        return last is not None and not any(event.body["round"] <= round for event in self.events("round", after=last.id))
+
+    def readmit(
+        self,
+        sites: Sequence[str],
+        contributions: Mapping[str, Contribution],
+        states: Mapping[str, str],
+        digest: Mapping[str, str],
+        body: dict[str, Any] | None = None,
+        request: str | None = None,
+    ) -> None:
+        """Take forgotten sites in again, with contributions of committed rounds; otherwise as `forget`."""
+        if odd := contributions.keys() - set(sites):
+            raise LedgerError(f"site '{min(odd)}' has a contribution but is not among those readmitted ({', '.join(sites)})")
+        written = {"sites": list(sites), "states": dict(states), "digest": dict(digest), "body": body, "request": request}
+        self._change_sites("readmitted", written, sites, contributions, request)
+
+    def _change_sites(
+        self,
+        kind: str,
+        body: dict[str, Any],
+        sites: Sequence[str],
+        contributions: Mapping[str, Contribution],
+        request: str | None,
+    ) -> None:
+        self.blobs.settle(_blobs(contributions, body["states"]))
+        with self._replacing() as db:
+            if not db.execute("SELECT 1 FROM rounds").fetchone():
+                raise LedgerError(f"{self.folder}: no round is committed; there is nothing to change")
+            check_sites(db, sites, forgotten=kind == "readmitted")
+            append(db, kind, body | ({"contributions": _plain(contributions)} if kind == "readmitted" else {}))
+            if request is not None:
+                check_move(db, request, "applied")
+                append(db, "applied", {"id": request, "result": body["body"]})
+
+    # Requests
+
+    def receive(self, id: str, kind: str, sites: Sequence[str], reason: str, options: dict[str, Any]) -> Request:
+        """Queue a request; an id that is there already is answered as it stands. Works beside a server, too.
+
+        Raises LedgerError for unknown sites.
+        """
+        body = {"id": id, "kind": kind, "sites": list(sites), "reason": reason, "options": options}
+        with self._database.queueing() as db:
+            if not db.execute("SELECT 1 FROM requests WHERE id = ?", (id,)).fetchone():
+                check_sites(db, sites)
+                append(db, "received", body)
+            return Request.of(db.execute(f"{_REQUESTS} WHERE id = ?", (id,)).fetchone())
+
+    def set_request(self, id: str, state: str, result: dict[str, Any] | None) -> None:
+        """Move a request on: received, applied, verified; or received, refused. Raises LedgerError for other moves."""
+        with self._database.transaction() as db:
+            check_move(db, id, state)
+            append(db, state, {"id": id, "result": result})
+
+    def request(self, id: str) -> Request | None:
+        """The request of that id, if there is one."""
+        rows = self._query(f"{_REQUESTS} WHERE id = ?", id)
+        return Request.of(rows[0]) if rows else None
+
+    def waiting(self, *, applied: bool = False) -> list[Request]:
+        """The requests that were received and not applied, oldest first; `applied`: also those that are not verified yet."""
+        sql = f"{_REQUESTS} WHERE state = 'received' OR (? AND state = 'applied') ORDER BY rowid"
+        return [Request.of(row) for row in self._query(sql, applied)]
+
+    # Nodes
+
+    def bind(self, nodes: Mapping[str, int], by: str = "joined") -> None:
+        """Note to which node each site's contributions belong from now on. Works beside a server, too."""
+        with self._database.queueing() as db:
+            check_sites(db, nodes)
+            append(db, BOUND, {"nodes": dict(nodes), "by": by})
+
+    def bound(self) -> dict[str, int]:
+        """To which node each site's contributions belong, as it was noted last."""
+        found: dict[str, int] = {}
+        for event in self.events(BOUND):
+            found |= event.body["nodes"]
+        return found
+
+    # Events and upkeep
+
+    def note(self, kind: str, body: dict[str, Any]) -> None:
+        """Add an event that changes no table. Raises LedgerError for the kinds that do."""
+        if kind in WRITING:
+            raise LedgerError(f"an event '{kind}' changes the ledger's tables: it cannot be noted")
+        with self._database.transaction() as db:
+            append(db, kind, body)
+
+    def events(self, kind: str = "", after: int = 0) -> Iterator[Event]:
+        """The events, oldest first; of one kind, if it is given, and with ids above `after`."""
+        which, values = (" AND kind = ?", [kind]) if kind else ("", [])
+        while rows := self._query(f"{EVENTS} WHERE id > ?{which} ORDER BY id LIMIT {_PAGE}", after, *values):
+            yield from map(to_event, rows)
+            after = rows[-1][0]
+
+    def newest(self, kind: str = "") -> Event | None:
+        """The last event; of one kind, if it is given."""
+        which, values = (" WHERE kind = ?", [kind]) if kind else ("", [])
+        rows = self._query(f"{EVENTS}{which} ORDER BY id DESC LIMIT 1", *values)
+        return to_event(rows[0]) if rows else None
+
+    def prune(self) -> list[str]:
+        """Remove what a crash left: blobs that no row refers to, and temporaries; their names. Not while sites reply."""
+        with self._database.transaction() as db:
+            orphans = sorted(self.blobs.names() - referenced(db))
+            for blob in orphans:
+                self.blobs.remove(blob)
+            removed = [self.blobs.path(blob).name for blob in orphans] + self.blobs.sweep()
+            if removed:
+                append(db, "pruned", {"files": removed})
+        return removed
+
+    # How it is done
+
+    def _query(self, sql: str, *values: Any) -> list[tuple]:
+        return self._database.query(sql, *values)
+
+    @contextmanager
+    def _replacing(self) -> Iterator[Connection]:
+        """A transaction after which the blobs that it left without a reference go."""
+        with self._database.transaction() as db:
+            watch(db)
+            yield db
+            gone = unreferenced(db)
+        self.blobs.remove_all(gone)
+
+    def _check_format(self) -> None:
+        try:
+            ((version,),) = self._query("SELECT format FROM runs")
+        except (LedgerError, ValueError) as error:
+            raise LedgerError(f"{self._database.path}: holds no run ({error}); put it back from a copy of the run") from None
+        if not isinstance(version, int) or not OLDEST <= version <= FORMAT:
+            known = f"this fedloom reads {OLDEST} to {FORMAT}"
+            raise LedgerError(f"{self._database.path}: has format {version}, {known}; use the fedloom that wrote it")
+
+
+def _plain(contributions: Mapping[str, Contribution]) -> dict[str, dict[str, Any]]:
+    return {site: asdict(one) for site, one in contributions.items()}
+
+
+def _blobs(contributions: Mapping[str, Contribution], states: Mapping[str, str]) -> set[str]:
+    return {*(one.blob for one in contributions.values()), *states.values()}

@@ -1,0 +1,331 @@
+"""Slots: all that a method keeps durably. What sites put into them can be taken out again, bit for bit.
+
+Every site's contribution is kept by itself, and of each `Sum` the exact sum of all: forgetting a site is a subtraction, and
+what is left is what there would be if it had never taken part. Nothing here knows a method; a method knows nothing of
+commits, crashes, digests and requests.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from conf.errors import UserError, unknown
+from conf.sites import Site
+from fusion.exact import ExactSum, ExactSumError, State, digest, exact, quantise
+from server.ledger.contributions import Contributions, prefixes
+from server.ledger.ledger import Ledger
+from server.ledger.rows import Contribution
+
+
+def everything(state: State) -> State:
+    """All of it."""
+    return state
+
+
+@dataclass(frozen=True)
+class Sum:
+    """The exact sum of what sites put, each site's last put. `part`: of a put, what is summed; the rest is only kept.
+
+    `weighted`: each counts as many times as the site has samples, so that the mean is a weighted one.
+    `resumable`: a site that lost its own state can begin again at what it put.
+    """
+
+    part: Callable[[State], State] = everything
+    weighted: bool = False
+    resumable: bool = False
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """What each site put last, never summed: it is the site's own. `resumable`: as for `Sum`."""
+
+    resumable: bool = False
+
+
+Slot = Sum | Catalogue
+
+
+def declared_sums(slots: Mapping[str, Slot]) -> dict[str, dict[str, Any]]:
+    """The sums of a method as its ledger's first event says them."""
+    start = prefixes(list(slots))
+    return {name: {"prefix": start[name], "weighted": one.weighted} for name, one in slots.items() if isinstance(one, Sum)}
+
+
+@dataclass(frozen=True)
+class Put:
+    """What a site puts into a slot: float tensors, or int64 ones in units of 2**-bits; `integers`: the latter, if known."""
+
+    slot: str
+    site: str
+    state: State
+    samples: int = 0
+    integers: State | None = None
+
+
+class Slots:
+    """The slots of one run: the sums, what is kept beside them, every site's contribution; and what a round has staged."""
+
+    def __init__(self, declared: Mapping[str, Slot], sites: Sequence[Site], ledger: Ledger, bits: int, history: str) -> None:
+        self.declared, self.sites, self.ledger, self.bits, self.history = dict(declared), list(sites), ledger, bits, history
+        self.reload()
+
+    def reload(self) -> None:
+        """As it was after the last committed round."""
+        self.contributions = Contributions(self.ledger, self.bits, self.history, list(self.declared))
+        forgotten = self.ledger.sites()
+        self.members = [site for site in self.sites if not forgotten[site.name]]
+        last = self.ledger.last_round()
+        states = {name: self.ledger.blobs.get(blob) for name, blob in last.states.items()} if last else {}
+        self._totals: dict[str, ExactSum] = {}  # of the round under way
+        self._kept: dict[str, State] = {}
+        self.totals = {name: ExactSum(self.bits) for name, slot in self.declared.items() if isinstance(slot, Sum)}
+        for name, total in self.totals.items():
+            if states.get(name):
+                total.merge(states[name], addends=sum(self.weight(name, site) for site in self._names(name)))
+        self.kept = {name: state for name, state in states.items() if name not in self.totals}
+
+    def abandon(self) -> None:
+        """Forget what was staged since the last commit."""
+        self.contributions.abandon()
+        self._totals, self._kept = {}, {}
+
+    # Reading: what is committed, with what is staged
+
+    def total(self, slot: str) -> ExactSum:
+        """The sum of a slot; not to be changed."""
+        return self._totals.get(slot) or self.totals[slot]
+
+    def keeps(self) -> dict[str, State]:
+        """What is kept beside the sums, by name."""
+        return {**self.kept, **self._kept}
+
+    def has(self, slot: str, site: str) -> bool:
+        """Whether the site has put something into the slot."""
+        return self.contributions.has(site, slot)
+
+    def contribution(self, slot: str, site: str) -> State:
+        """What the site put into the slot last (int64)."""
+        return self.contributions.load(site, slot)
+
+    def summed(self, slot: str, state: State) -> State:
+        """Of a contribution, what enters the slot's sum."""
+        declared = self.declared[slot]
+        return declared.part(state) if isinstance(declared, Sum) else {}
+
+    def times(self, slot: str, samples: int) -> int:
+        """How many times a contribution of so many samples counts."""
+        declared = self.declared[slot]
+        return max(1, samples) if isinstance(declared, Sum) and declared.weighted else 1
+
+    def sum_of(self, slot: str, names: Iterable[str]) -> ExactSum:
+        """The sum of these sites' contributions, read again and added up in this order."""
+        total = ExactSum(self.bits)
+        for name in names:
+            if self.has(slot, name):
+                total.add(self.summed(slot, self.contribution(slot, name)), self.weight(slot, name))
+        return total
+
+    def sum_without(self, slot: str, names: Iterable[str]) -> ExactSum:
+        """The slot's sum less the contributions of these sites, in exact integers."""
+        rest = self.total(slot).copy()
+        for name in names:
+            if self.has(slot, name):
+                rest.subtract(self.summed(slot, self.contribution(slot, name)), self.weight(slot, name))
+        return rest
+
+    def base(self, site: str) -> int:
+        """The round after which the site's own state is valid: that of its last contribution; 0 if there is none."""
+        one = self.contributions.latest.get(site)
+        return one.round if one else 0
+
+    def digest(self) -> dict[str, str]:
+        """Digests of the exact sums; of a method without sums, of what it keeps."""
+        if self.totals:
+            return {name: digest(self.total(name).totals) for name in self.totals}
+        return {name: digest(exact(state, self.bits)) for name, state in self.keeps().items()}
+
+    # Staging a round
+
+    def put(self, puts: Sequence[Put], round: int) -> None:
+        """Replace what sites put before: all or, with an ExactSumError, nothing."""
+        before, sums = dict(self._totals), [one for one in puts if one.slot in self.totals]
+        try:
+            for one in sums:
+                self._totals[one.slot] = self._replaced(one, alone=len(sums) == 1)
+        except ExactSumError:
+            self._totals = before
+            raise
+        for site in dict.fromkeys(one.site for one in puts):
+            mine = [one for one in puts if one.site == site]
+            parts = {one.slot: _stored(one.state, self.bits) for one in mine}
+            self.contributions.stage(site, round, parts, max(one.samples for one in mine))
+
+    def put_all(self, slot: str, state: State, round: int) -> None:
+        """Let every site put the same, before any has put anything."""
+        names = [site.name for site in self.members]
+        self._next(slot).add(self.summed(slot, exact(_stored(state, self.bits), self.bits)), times=len(names))
+        self.contributions.stage_all(names, round, {slot: _stored(state, self.bits)})
+
+    def merge(self, slot: str, change: State, samples: Mapping[str, int], round: int) -> None:
+        """Take in the change of a sum over several sites whose contributions workers wrote. ExactSumError, UserError."""
+        self.contributions.check_written(samples, round)
+        new = sum(self.times(slot, number) for site, number in samples.items())
+        old = sum(self.weight(slot, site) for site in samples if self.has(slot, site))
+        total = self.total(slot).copy()
+        total.merge(change, addends=new - old)
+        self._totals[slot] = total
+        for site, number in samples.items():
+            self.contributions.stage_written(site, round, number)
+
+    def keep(self, name: str, state: State) -> None:
+        """Keep a state beside the sums, in place of that of its name."""
+        if name in self.declared:
+            raise ValueError(f"'{name}' is a slot; keep what is no contribution under another name")
+        self._kept[name] = state
+
+    def commit(self, round: int, record: dict) -> None:
+        """Make all that is staged valid, in one step with the round's record."""
+        self.contributions.commit(round, self._states(), self.digest(), record)
+        self._valid()
+
+    # Forgetting
+
+    def check_names(self, names: Sequence[str]) -> None:
+        """UserError unless each is a member, named once."""
+        known, seen = {site.name for site in self.members}, set()
+        for name in names:
+            if name not in known:
+                raise unknown("site", name, [site.name for site in self.members])
+            if name in seen:
+                raise UserError(f"the site '{name}' is named twice")
+            seen.add(name)
+
+    def check_forgetting(self, names: Sequence[str], rollback: bool = False) -> None:
+        """UserError if these sites cannot be taken out, or (`rollback`) it cannot go back to before they took part."""
+        self.check_names(names)
+        if not self.declared:
+            raise UserError("its method keeps no contributions: no site's part can be subtracted; train again without it")
+        if len(names) >= len(self.members):
+            raise UserError("no site would be left: delete the run's folder instead")
+        if rollback and (before := self._before(names)) is not None:
+            self.ledger.check_roll_back(before)
+
+    def forget(
+        self, names: Sequence[str], body: dict, request: str | None = None, settle: Callable[[], None] = lambda: None
+    ) -> None:
+        """Take sites out and commit it; `settle` recomputes what is derived. `body` goes into the event."""
+        self.check_forgetting(names)
+        self._totals = {slot: self.sum_without(slot, names) for slot in self.totals}
+        gone = {name: self.contributions.latest.pop(name) for name in names if name in self.contributions.latest}
+        left = set(names)
+        members, self.members = self.members, [site for site in self.members if site.name not in left]
+        try:
+            settle()
+            self.ledger.forget(names, self._blobs(), self.digest(), body, request)
+        except BaseException:
+            self.contributions.latest |= gone
+            self.members = members
+            self.abandon()
+            raise
+        self._valid()
+
+    def roll_back(self, names: Sequence[str], body: dict, request: str | None = None) -> None:
+        """Go back to the round before the first of these sites took part, as `forget`."""
+        if (before := self._before(names)) is not None:
+            self.ledger.roll_back(before, names, body, request)
+            self.reload()
+
+    def readmit(
+        self, names: Sequence[str], first: Callable[[str], Mapping[str, State]], settle: Callable[[], None] = lambda: None
+    ) -> None:
+        """Let forgotten sites take part again, from their first contributions on. UserError if they are not forgotten."""
+        back: dict[str, Contribution] = {}
+        for name in names:
+            parts = first(name)
+            for slot, state in parts.items():
+                if slot in self.totals:
+                    self._next(slot).add(self.summed(slot, exact(_stored(state, self.bits), self.bits)))
+            if parts:
+                blob = self.contributions.blob_of({slot: _stored(state, self.bits) for slot, state in parts.items()})
+                back[name] = Contribution(blob, 0, 0, self.bits)
+        members, latest = self.members, dict(self.contributions.latest)
+        there = {site.name for site in members} | set(names)
+        self.members = [site for site in self.sites if site.name in there]
+        self.contributions.latest |= back
+        try:
+            settle()
+            self.ledger.readmit(names, back, self._blobs(), self.digest())
+        except BaseException:
+            self.members, self.contributions.latest = members, latest
+            self.abandon()
+            raise
+        self._valid()
+
+    def rounds_with(self, names: Sequence[str]) -> int:
+        """How many rounds there were when these sites were forgotten; none named: how many there are."""
+        rounds = found = 0
+        for event in self.ledger.events():
+            if event.kind in ("round", "rolled back"):
+                rounds = event.body["round"]
+            if event.kind == "forgotten" and set(names) & set(event.body["sites"]):
+                found = rounds
+        return found if names else rounds
+
+    # How it is done
+
+    def _names(self, slot: str) -> list[str]:
+        return [site for site in self.contributions.latest if self.has(slot, site)]
+
+    def weight(self, slot: str, site: str) -> int:
+        """How many times a site's contribution counts in the slot's sum."""
+        one = self.contributions.here(site)
+        return self.times(slot, one.samples if one else 0)
+
+    def _next(self, slot: str) -> ExactSum:
+        """The sum that this round changes."""
+        if slot not in self._totals:
+            self._totals[slot] = self.totals[slot].copy()
+        return self._totals[slot]
+
+    def _replaced(self, one: Put, alone: bool) -> ExactSum:
+        """The slot's sum with the site's new contribution in place of its old one; changed in place if it is `alone`."""
+        integers = one.integers if one.integers is not None else exact(_stored(one.state, self.bits), self.bits)
+        new = self.summed(one.slot, integers)
+        total, times = self._next(one.slot), self.times(one.slot, one.samples)
+        if not self.has(one.slot, one.site):
+            total = total if alone else total.copy()
+            total.add(new, times)
+            return total
+        old, before = self.summed(one.slot, self.contribution(one.slot, one.site)), self.weight(one.slot, one.site)
+        if alone and times == before == 1:
+            total.replace(old, new)
+            return total
+        total = total.copy()
+        total.subtract(old, before)
+        total.add(new, times)
+        return total
+
+    def _states(self) -> dict[str, State]:
+        return {**self.keeps(), **{name: self.total(name).totals for name in self.totals}}
+
+    def _blobs(self) -> dict[str, str]:
+        return {name: self.ledger.blobs.put(state) for name, state in self._states().items()}
+
+    def _valid(self) -> None:
+        """What was staged is committed."""
+        self.totals |= self._totals
+        self.kept |= self._kept
+        self._totals, self._kept = {}, {}
+
+    def _before(self, names: Sequence[str]) -> int | None:
+        """The round before the first in which one of these sites took part; None if none ever did."""
+        rounds = [one.round for name in names for one in self.ledger.history(name) if one.round > 0]
+        return min(rounds) - 1 if rounds else None
+
+
+def _stored(state: State, bits: int) -> State:
+    """As a contribution is kept: floats as they are; counters among them, whose units are 1, in units of 2**-bits."""
+    if not any(tensor.dtype.is_floating_point for tensor in state.values()):
+        return state
+    counters = quantise({name: tensor for name, tensor in state.items() if not tensor.dtype.is_floating_point}, bits)
+    return {name: counters.get(name, tensor) for name, tensor in state.items()}

@@ -1,0 +1,44 @@
+"""What the ledger alone says of a method's sums: which there are, and what they are, read again from the contributions."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fusion.exact import ExactSum, State, exact
+from server.ledger.rows import Contribution
+
+ONE = {"sum": {"prefix": "", "weighted": False}}  # in ledgers that do not say it
+
+
+@dataclass(frozen=True)
+class SumRow:
+    """A slot that is summed: what stands before its tensors' names in contributions, whether samples are weights."""
+
+    name: str
+    prefix: str
+    weighted: bool
+
+    def of(self, whole: State, names: Iterable[str], bits: int) -> State:
+        """What a contribution has of these tensors (int64); empty if the site has put nothing into the slot."""
+        here = {name: whole[self.prefix + name] for name in names if self.prefix + name in whole}
+        return exact(here, bits)
+
+    def times(self, samples: int) -> int:
+        """How many times a contribution of so many samples counts."""
+        return max(1, samples) if self.weighted else 1
+
+
+def sum_rows(created: Mapping[str, Any], states: Mapping[str, str]) -> list[SumRow]:
+    """The sums of a ledger whose first event says this and that keeps these states now."""
+    return [SumRow(name, **parts) for name, parts in created.get("sums", ONE).items() if name in states]
+
+
+def added_up(
+    row: SumRow, names: Iterable[str], contributions: Iterable[Contribution], read: Callable[[str], State], bits: int
+) -> ExactSum:
+    """The sum of these tensors over contributions, read one after the other."""
+    total, names = ExactSum(bits), list(names)
+    for one in contributions:
+        if part := row.of(read(one.blob), names, bits):
+            total.add(part, row.times(one.samples))
+    return total

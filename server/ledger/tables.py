@@ -1,0 +1,280 @@
+"""The tables of a ledger and the events that fill them: `apply` writes every row, for a run and for its replay."""
+
+import hashlib
+import json
+import sqlite3
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from conf.errors import unknown
+from server.ledger.blobs import LedgerError
+from server.ledger.rows import MOVES
+
+FORMAT, OLDEST = 4, 2  # of ledgers that are written, and the oldest that are read and written on
+START = "0" * 64  # what stands before the first event
+TABLES = ("runs", "sites", "rounds", "contributions", "requests")
+EVENTS = "SELECT id, time, kind, body, previous, digest FROM events"
+LATEST = """SELECT site, blob, samples, round, bits FROM sites CROSS JOIN contributions ON site = name
+    WHERE NOT forgotten AND round = (SELECT max(round) FROM contributions WHERE site = name) ORDER BY place"""
+SCHEMA = (
+    """CREATE TABLE runs (
+        only INTEGER PRIMARY KEY CHECK (only = 1),
+        run TEXT NOT NULL,
+        config TEXT NOT NULL,
+        bits INTEGER NOT NULL CHECK (bits BETWEEN 0 AND 62),
+        created TEXT NOT NULL,
+        format INTEGER NOT NULL)""",
+    """CREATE TABLE sites (
+        name TEXT PRIMARY KEY NOT NULL CHECK (name <> ''),
+        place INTEGER NOT NULL UNIQUE CHECK (place >= 0),
+        forgotten INTEGER NOT NULL DEFAULT 0 CHECK (forgotten IN (0, 1)))""",
+    """CREATE TABLE rounds (
+        round INTEGER PRIMARY KEY CHECK (round >= 0),
+        time TEXT NOT NULL,
+        record TEXT CHECK (record IS NULL OR json_valid(record)),
+        states TEXT NOT NULL CHECK (json_valid(states)),
+        digest TEXT NOT NULL CHECK (json_valid(digest)))""",
+    """CREATE TABLE contributions (
+        site TEXT NOT NULL REFERENCES sites,
+        round INTEGER NOT NULL REFERENCES rounds,
+        blob TEXT NOT NULL CHECK (length(blob) = 64 AND blob NOT GLOB '*[^0-9a-f]*'),
+        samples INTEGER NOT NULL CHECK (samples >= 0),
+        bits INTEGER NOT NULL CHECK (bits BETWEEN 0 AND 62),
+        PRIMARY KEY (site, round))""",
+    """CREATE TABLE requests (
+        id TEXT PRIMARY KEY NOT NULL CHECK (id <> ''),
+        kind TEXT NOT NULL CHECK (kind <> ''),
+        sites TEXT NOT NULL CHECK (json_valid(sites)),
+        reason TEXT NOT NULL,
+        options TEXT NOT NULL CHECK (json_valid(options)),
+        state TEXT NOT NULL CHECK (state IN ('received', 'applied', 'verified', 'refused')),
+        result TEXT CHECK (result IS NULL OR json_valid(result)))""",
+    """CREATE TABLE events (
+        id INTEGER PRIMARY KEY CHECK (id >= 1),
+        time TEXT NOT NULL,
+        kind TEXT NOT NULL CHECK (kind <> ''),
+        body TEXT NOT NULL CHECK (json_valid(body)),
+        previous TEXT NOT NULL CHECK (length(previous) = 64),
+        digest TEXT NOT NULL CHECK (length(digest) = 64))""",
+    f"""CREATE TRIGGER events_next BEFORE INSERT ON events
+        WHEN NEW.id <> (SELECT coalesce(max(id), 0) + 1 FROM events)
+            OR NEW.previous <> coalesce((SELECT digest FROM events ORDER BY id DESC LIMIT 1), '{START}')
+        BEGIN SELECT raise(ABORT, 'events are only added at the end'); END""",
+    """CREATE TRIGGER events_stay BEFORE UPDATE ON events
+        BEGIN SELECT raise(ABORT, 'events are never changed'); END""",
+    """CREATE TRIGGER events_last BEFORE DELETE ON events
+        BEGIN SELECT raise(ABORT, 'events are never deleted'); END""",
+)
+FLOATS = 4  # since this format contributions are kept as floats, where they came so; before, as the integers that are summed
+INDEXES = (  # since format 3: what a change costs does not grow with the run
+    "CREATE INDEX contributions_of_blob ON contributions (blob)",
+    "CREATE INDEX rounds_with_states ON rounds (round) WHERE states <> '{}'",
+    "CREATE INDEX events_of_kind ON events (kind)",
+)
+_WATCH = (  # what a transaction takes from the rows, noted by SQLite itself; of the connection, no part of the file
+    "CREATE TEMP TABLE IF NOT EXISTS dropped (blob TEXT NOT NULL)",
+    """CREATE TEMP TRIGGER IF NOT EXISTS contribution_dropped AFTER DELETE ON main.contributions
+        BEGIN INSERT INTO dropped VALUES (OLD.blob); END""",
+    """CREATE TEMP TRIGGER IF NOT EXISTS round_dropped AFTER DELETE ON main.rounds
+        BEGIN INSERT INTO dropped SELECT value FROM json_each(OLD.states); END""",
+    """CREATE TEMP TRIGGER IF NOT EXISTS states_dropped AFTER UPDATE OF states ON main.rounds
+        BEGIN INSERT INTO dropped SELECT value FROM json_each(OLD.states); END""",
+)
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to the run. `digest` covers it and, through `previous`, all events before it."""
+
+    id: int
+    time: str
+    kind: str
+    body: dict[str, Any]
+    previous: str
+    digest: str
+
+
+def schema(format: int) -> tuple[str, ...]:
+    """The statements that make the tables of a ledger of this format."""
+    return SCHEMA if format == OLDEST else SCHEMA + INDEXES
+
+
+def canonical(value: Any) -> str:
+    """The one JSON text of a value: keys sorted, no spaces, ASCII. Raises LedgerError for what JSON does not have."""
+    try:
+        return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise LedgerError(f"what is to be written into the ledger is no JSON ({error})") from None
+
+
+def link(previous: str, id: int, time: str, kind: str, body: str) -> str:
+    """The digest of an event whose body is this canonical text."""
+    return hashlib.sha256(f"{previous}[{id},{canonical(time)},{canonical(kind)},{body}]".encode()).hexdigest()
+
+
+def append(db: sqlite3.Connection, kind: str, body: dict[str, Any]) -> Event:
+    """Write the next event, and into the tables what it says."""
+    text = canonical(body)
+    last, previous = db.execute("SELECT id, digest FROM events ORDER BY id DESC LIMIT 1").fetchone() or (0, START)
+    time = datetime.now(UTC).isoformat(timespec="milliseconds")
+    row = (last + 1, time, kind, text, previous, link(previous, last + 1, time, kind, text))
+    db.execute("INSERT INTO events VALUES (?, ?, ?, ?, ?, ?)", row)
+    event = to_event(row)
+    apply(db, event)
+    return event
+
+
+def to_event(row: tuple) -> Event:
+    """The event in a row of EVENTS."""
+    id, time, kind, body, previous, digest = row
+    return Event(id, time, kind, json.loads(body), previous, digest)
+
+
+def apply(db: sqlite3.Connection, event: Event) -> None:
+    """Write into the tables what an event says; most say nothing to them."""
+    if event.kind in WRITING:
+        WRITING[event.kind](db, event.time, event.body)
+
+
+def referenced(db: sqlite3.Connection) -> set[str]:
+    """The digests of all blobs that a row refers to."""
+    blobs = {blob for (blob,) in db.execute("SELECT blob FROM contributions")}
+    for (states,) in db.execute("SELECT states FROM rounds WHERE states <> '{}'"):
+        blobs.update(json.loads(states).values())
+    return blobs
+
+
+def watch(db: sqlite3.Connection) -> None:
+    """From here on, note the blobs that rows cease to refer to."""
+    for statement in _WATCH:
+        db.execute(statement)
+    db.execute("DELETE FROM dropped")
+
+
+def unreferenced(db: sqlite3.Connection) -> list[str]:
+    """The digests of blobs that a row referred to since `watch` and none does now."""
+    kept = "SELECT value FROM rounds, json_each(states) WHERE states <> '{}'"
+    sql = f"SELECT DISTINCT blob FROM dropped WHERE blob NOT IN (SELECT blob FROM contributions) AND blob NOT IN ({kept})"
+    return [blob for (blob,) in db.execute(sql)]
+
+
+def check_round(db: sqlite3.Connection, round: int) -> None:
+    """Raises LedgerError unless the round is later than those committed."""
+    (last,) = db.execute("SELECT coalesce(max(round), -1) FROM rounds").fetchone()
+    if round <= last:
+        raise LedgerError(f"round {round} cannot follow round {last}, which is committed; go on with round {last + 1}")
+
+
+def check_sites(db: sqlite3.Connection, sites: Iterable[str], forgotten: bool | None = None) -> None:
+    """Raises LedgerError for a site that is unknown, repeated or, unless that is None, not as `forgotten` says."""
+    sites = list(sites)
+    check_repeated(sites)
+    for site in sites:
+        row = db.execute("SELECT forgotten FROM sites WHERE name = ?", (site,)).fetchone()
+        if row is None:
+            raise LedgerError(str(unknown("site", site, (name for (name,) in db.execute("SELECT name FROM sites")))))
+        if forgotten is not None and row[0] != forgotten:
+            is_not, others = ("is not", "are") if forgotten else ("is", "are not")
+            rest = db.execute("SELECT name FROM sites WHERE forgotten = ? ORDER BY place", (forgotten,))
+            names = ", ".join(name for (name,) in rest) or "none"
+            raise LedgerError(f"site '{site}' {is_not} forgotten (these {others}: {names})")
+
+
+def check_repeated(sites: Iterable[str]) -> None:
+    """Raises LedgerError for a site that is named twice."""
+    seen = set()
+    for site in sites:
+        if site in seen:
+            raise LedgerError(f"site '{site}' is named twice; name it once")
+        seen.add(site)
+
+
+def check_move(db: sqlite3.Connection, id: str, state: str) -> None:
+    """Raises LedgerError unless the request is there and may become `state` (MOVES)."""
+    row = db.execute("SELECT state FROM requests WHERE id = ?", (id,)).fetchone()
+    if row is None:
+        raise LedgerError(str(unknown("request", id, (name for (name,) in db.execute("SELECT id FROM requests")))))
+    if (row[0], state) not in MOVES:
+        takes = ", ".join(later for earlier, later in MOVES if earlier == row[0]) or "nothing else any more"
+        raise LedgerError(f"request '{id}' is {row[0]}: it cannot become '{state}' (it can become {takes})")
+
+
+def _created(db: sqlite3.Connection, time: str, body: dict[str, Any]) -> None:
+    row = (body["run"], body["config"], body["bits"], time, body["format"])
+    db.execute("INSERT INTO runs VALUES (1, ?, ?, ?, ?, ?)", row)
+    db.executemany("INSERT INTO sites VALUES (?, ?, 0)", [(name, place) for place, name in enumerate(body["sites"])])
+
+
+def _round(db: sqlite3.Connection, time: str, body: dict[str, Any]) -> None:
+    number, record = body["round"], body["record"]
+    texts = (None if record is None else canonical(record), canonical(body["states"]), canonical(body["digest"]))
+    db.execute("INSERT INTO rounds VALUES (?, ?, ?, ?, ?)", (number, time, *texts))
+    if body["keep"] == "latest":
+        _delete(db, body["contributions"])
+        db.execute("UPDATE rounds SET states = '{}' WHERE +round < ? AND states <> '{}'", (number,))  # +: by the index
+    _insert(db, body["contributions"])
+
+
+def _forgotten(db: sqlite3.Connection, time: str, body: dict[str, Any]) -> None:
+    _delete(db, body["sites"])
+    _mark(db, body["sites"], 1)
+    db.execute("UPDATE rounds SET states = '{}' WHERE states <> '{}'")
+    _replace(db, body)
+
+
+def _rolled_back(db: sqlite3.Connection, time: str, body: dict[str, Any]) -> None:
+    db.execute("DELETE FROM contributions WHERE round > ?", (body["round"],))
+    db.execute("DELETE FROM rounds WHERE round > ?", (body["round"],))
+
+
+def _readmitted(db: sqlite3.Connection, time: str, body: dict[str, Any]) -> None:
+    _mark(db, body["sites"], 0)
+    _insert(db, body["contributions"])
+    _replace(db, body)
+
+
+def _received(db: sqlite3.Connection, time: str, body: dict[str, Any]) -> None:
+    row = (body["id"], body["kind"], canonical(body["sites"]), body["reason"], canonical(body["options"]))
+    db.execute("INSERT INTO requests VALUES (?, ?, ?, ?, ?, 'received', NULL)", row)
+
+
+def _moved(state: str) -> Callable[[sqlite3.Connection, str, dict[str, Any]], None]:
+    def write(db: sqlite3.Connection, time: str, body: dict[str, Any]) -> None:
+        result = None if body["result"] is None else canonical(body["result"])
+        db.execute("UPDATE requests SET state = ?, result = ? WHERE id = ?", (state, result, body["id"]))
+
+    return write
+
+
+def _delete(db: sqlite3.Connection, sites: Iterable[str]) -> None:
+    db.executemany("DELETE FROM contributions WHERE site = ?", [(site,) for site in sites])
+
+
+def _insert(db: sqlite3.Connection, contributions: dict[str, dict[str, Any]]) -> None:
+    rows = [(site, one["round"], one["blob"], one["samples"], one["bits"]) for site, one in contributions.items()]
+    db.executemany("INSERT INTO contributions VALUES (?, ?, ?, ?, ?)", rows)
+
+
+def _mark(db: sqlite3.Connection, sites: Iterable[str], forgotten: int) -> None:
+    db.executemany("UPDATE sites SET forgotten = ? WHERE name = ?", [(forgotten, site) for site in sites])
+
+
+def _replace(db: sqlite3.Connection, body: dict[str, Any]) -> None:
+    """Other states for the last round."""
+    texts = (canonical(body["states"]), canonical(body["digest"]))
+    db.execute("UPDATE rounds SET states = ?, digest = ? WHERE round = (SELECT max(round) FROM rounds)", texts)
+
+
+WRITING: dict[str, Callable[[sqlite3.Connection, str, dict[str, Any]], None]] = {
+    "created": _created,
+    "round": _round,
+    "forgotten": _forgotten,
+    "readmitted": _readmitted,
+    "rolled back": _rolled_back,
+    "received": _received,
+    "applied": _moved("applied"),
+    "verified": _moved("verified"),
+    "refused": _moved("refused"),
+}

@@ -1,0 +1,218 @@
+"""A strategy at work on the slots of one run: begun or gone on with, asked for its models, and told to forget."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from clients.networks import Model
+from clients.replies import Bounds
+from conf import to_yaml
+from conf.errors import UserError
+from conf.sites import Site
+from fusion.exact import ExactSum, State, digest
+from server.ledger import Ledger
+from server.ledger.slots import Slots, declared_sums
+from server.rounds.exchange import Reply
+from server.rounds.run import Exchange, Run
+from server.rounds.schedules import Participation
+from server.rounds.view import Models, Setup, View
+from server.strategies import Residue, strategy_of
+
+
+class Nobody:
+    """The exchange of a run in which nobody can be asked: before the first round, and when sites are forgotten."""
+
+    run, last = "", 0
+
+    def ask(self, kind: str, run: Run, sites: Sequence[Site], content: Any, expected: Any) -> Iterator[Reply]:
+        raise UserError(f"'{kind}': sites can be asked in a round only")
+
+    def bounds(self, site: Site) -> Bounds:
+        return Bounds()
+
+    def replied(self, site: Site, reason: str) -> None: ...
+
+    def enough(self, kind: str, run: Run, replies: int) -> None: ...
+
+
+class Aggregation:
+    """The server's state of one run: begun, or as its last committed round left it."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.config = setup, setup.config
+        self.strategy = strategy_of(self.config)
+        self.schedule = self.strategy.schedule(self.config)
+        bits, names = self.config.federation.scale_bits, [site.name for site in setup.sites]
+        declared = self.strategy.slots(self.config)
+        self.ledger = setup.ledger or Ledger.create(
+            setup.folder, "", to_yaml(self.config), bits, names, declared_sums(declared)
+        )
+        self.slots = Slots(declared, setup.sites, self.ledger, bits, self.config.federation.history)
+        if self.ledger.last_round() is None:
+            self.strategy.begin(self.run())
+            self.slots.commit(0, {})
+
+    def members(self) -> list[Site]:
+        """The sites that take part: all but those that are forgotten."""
+        return self.slots.members
+
+    def view(self) -> View:
+        """The slots as they are."""
+        return View(self.setup, self.slots)
+
+    def run(self, number: int = 0, participation: Participation | None = None, exchange: Exchange | None = None) -> Run:
+        """What a round has at hand; by default one in which nobody can be asked."""
+        participation = participation or Participation([], number)
+        return Run(self.setup, self.slots, participation, number, exchange or Nobody())
+
+    # Rounds
+
+    def length(self, rounds: int) -> int:
+        """How many rounds the method takes if each site trains for `rounds`."""
+        return self.schedule.length(rounds)
+
+    def commit(self, number: int, record: dict[str, Any]) -> None:
+        """Make a round's replies valid, in one step with the round's record."""
+        self.slots.commit(number, record)
+
+    def abandon(self) -> None:
+        """Forget the replies since the last commit."""
+        self.slots.abandon()
+
+    def restart(self, site: Site) -> State | None:
+        """What a site that lost its own state can begin with (float32); None if the server keeps nothing of that kind."""
+        view = self.view()
+        kept = [slot for slot, one in self.slots.declared.items() if one.resumable and self.slots.has(slot, site.name)]
+        return {name: tensor for slot in kept for name, tensor in view.contribution(slot, site.name).items()} or None
+
+    # Models
+
+    def models(self, view: View | None = None) -> Models:
+        """The networks of a view of the slots, by name."""
+        return self.strategy.models(view or self.view())
+
+    @property
+    def row(self) -> str:
+        """The aggregate's name in tables; empty if the method has none."""
+        first = next(iter(self.models()), "")
+        return "" if first in {site.name for site in self.setup.sites} else first
+
+    def aggregate(self, view: View | None = None) -> Model:
+        """The aggregated network. UserError if the method has none."""
+        if not self.row:
+            raise UserError(
+                f"strategy '{self.config.strategy['name']}': its networks are the sites' own; it has no aggregate"
+            )
+        return self.models(view)[self.row]
+
+    def without(self, names: Sequence[str]) -> Model | None:
+        """The aggregated network without these sites; None if the method has no such network."""
+        if not self.slots.totals or not self.row or len(self.members()) <= len(names):
+            return None
+        return self.aggregate(self.view().without(names))
+
+    # Forgetting
+
+    def check_forgetting(self, names: Sequence[str], rollback: bool = False) -> None:
+        """UserError if these sites cannot be taken out, or (`rollback`) it cannot go back to before they took part."""
+        self.slots.check_forgetting(names, rollback)
+
+    def forget(self, names: Sequence[str], body: dict[str, Any], request: str | None = None) -> None:
+        """Take sites out, and commit it; `body` goes into the event, which answers `request`. UserError if it cannot."""
+        self.slots.forget(names, body, request, self._settle)
+
+    def roll_back(self, names: Sequence[str], body: dict[str, Any], request: str | None = None) -> None:
+        """Go back to the round before the first of these sites took part, as `forget`. UserError if it cannot."""
+        self.slots.roll_back(names, body, request)
+
+    def readmit(self, names: Sequence[str]) -> None:
+        """Let forgotten sites take part again, from their first contributions on. UserError if they are not forgotten."""
+        self.slots.readmit(names, lambda name: self.strategy.first(self.view(), name), self._settle)
+
+    def residue(self, names: Sequence[str] = ()) -> list[Residue]:
+        """Where these forgotten sites (none named: any that will be) may leave traces that subtraction does not reach."""
+        return list(self.strategy.residue(self.view(), names))
+
+    def _settle(self) -> None:
+        self.strategy.settle(self.run(self.view().round))
+
+    # Evidence
+
+    def digest(self) -> dict[str, str]:
+        """Digests of the exact states, by name."""
+        return self.slots.digest()
+
+    def checks(self, visit: Callable[[Site], None] = lambda site: None) -> tuple[dict[str, bool], View | None]:
+        """Facts about this very run that are computed, not assumed; and a view whose sums were added up in another order.
+
+        Every contribution is read once, site by site; `visit` may look at the site's then.
+        """
+        sums = {slot: _Sums(self.slots, slot) for slot in self.slots.totals}
+        for site in self.members():
+            for one in sums.values():
+                one.read(site.name)
+            visit(site)
+        found = {_named(slot, what): holds for slot, one in sums.items() for what, holds in one.checks().items()}
+        view = self.view().with_totals({slot: one.other_order() for slot, one in sums.items()}) if sums else None
+        return found, view
+
+
+class _Sums:
+    """A slot's contributions, added up again as they are read: those at even and those at odd places apart."""
+
+    def __init__(self, slots: Slots, slot: str) -> None:
+        self.slots, self.slot = slots, slot
+        self.halves = [ExactSum(slots.bits), ExactSum(slots.bits)]
+        self.last: tuple[State, int] | None = None
+        self.place = 0
+
+    def read(self, site: str) -> None:
+        """Add a site's contribution, if it has one; the last one is kept apart."""
+        if not self.slots.has(self.slot, site):
+            return
+        self._add_last()
+        self.last = (
+            self.slots.summed(self.slot, self.slots.contribution(self.slot, site)),
+            self.slots.weight(self.slot, site),
+        )
+
+    def other_order(self) -> ExactSum:
+        """The sum of all: odd places, then even ones, then the last."""
+        total = _merged(self.halves[::-1])
+        if self.last:
+            total.add(*self.last)
+        return total
+
+    def checks(self) -> Mapping[str, bool]:
+        """What holds of the slot's sum."""
+        if self.last is None:
+            return {}
+        whole, others = digest(self.slots.total(self.slot).totals), _merged(self.halves)
+        ahead = others.copy()
+        ahead.add(*self.last)
+        rest = self.slots.total(self.slot).copy()
+        rest.subtract(*self.last)
+        again = rest.copy()
+        again.add(*self.last)
+        return {
+            "sum_of_contributions": digest(ahead.totals) == whole,
+            "commutative": digest(self.other_order().totals) == whole,
+            "subtraction_exact": not others.totals or digest(rest.totals) == digest(others.totals),
+            "add_back_exact": digest(again.totals) == whole,
+        }
+
+    def _add_last(self) -> None:
+        if self.last:
+            self.halves[self.place % 2].add(*self.last)
+            self.place += 1
+
+
+def _merged(halves: Sequence[ExactSum]) -> ExactSum:
+    """The sum of two sums."""
+    total = halves[0].copy()
+    if halves[1].totals:
+        total.merge(halves[1].totals, halves[1].addends)
+    return total
+
+
+def _named(slot: str, what: str) -> str:
+    return what if slot == "sum" else f"{slot}: {what}"

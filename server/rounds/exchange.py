@@ -1,0 +1,137 @@
+"""The sites as the server sees them: a windowed, timed exchange of messages with their nodes."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
+
+from clients.messages import ASK, TRAIN
+from clients.partial import PartialSum
+from conf.sites import Site
+from server.rounds.enrolment import POLL_SECONDS, REFRESH_SECONDS, Enrolment, last_line
+
+WINDOW_BYTES = 256 * 2**20
+LEAST_UNDER_WAY, MOST_UNDER_WAY = 4, 1000
+LEAST_TTL = 60.0  # seconds that a message is kept for its node
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A site's answer: its content, or None and the reason why there is none.
+
+    `partial`: the sum that holds its contribution, which the content then lacks; the same object for all that are in it.
+    """
+
+    site: Site
+    content: RecordDict | None
+    reason: str = ""
+    partial: PartialSum | None = None
+
+
+@dataclass
+class Federation:
+    """All sites of a run, found through the grid. `window` messages are under way at once (0: by their size).
+
+    `bound` and `bind`: which node each site's contributions belong to, kept for good (server.rounds.enrolment).
+    """
+
+    grid: Grid
+    sites: list[Site]
+    window: int
+    bound: Callable[[], Mapping[str, int]] | None = None
+    bind: Callable[[Mapping[str, int]], None] | None = None
+    enrolment: Enrolment = field(init=False)
+
+    def __post_init__(self) -> None:
+        here: dict[str, int] = {}
+        self.enrolment = Enrolment(self.grid, self.sites, self.bound or (lambda: here), self.bind or here.update)
+
+    @property
+    def simulated(self) -> bool:
+        """Whether its nodes are on the user's own machines, and are who they say they are."""
+        return bool(getattr(self.grid, "simulated", False))
+
+    @property
+    def nodes(self) -> dict[str, int]:
+        """The node of each site that is there, by name."""
+        return self.enrolment.nodes
+
+    def join(self, timeout: float, fewest: int = 0) -> None:
+        """Wait until every site is there (server.rounds.enrolment.Enrolment.join)."""
+        self.enrolment.join(timeout, fewest)
+
+    def refresh(self, timeout: float = REFRESH_SECONDS) -> None:
+        """Look for nodes that came or went."""
+        self.enrolment.refresh(timeout)
+
+    def ask(self, kind: str, orders: Iterable[tuple[Site, RecordDict]], round: int, timeout: float) -> Iterator[Reply]:
+        """Send each site its order; yield replies as they come, and a failure for each site that does not answer.
+
+        Whatever is not answered in time is cancelled: nothing of it is running any more, and no late reply counts.
+        """
+        absent: list[Site] = []
+        message_type = TRAIN if kind == TRAIN else ASK
+
+        def messages() -> Iterator[tuple[Site, Message]]:
+            for site, content in orders:
+                if site.name in self.nodes:
+                    ttl = max(timeout, LEAST_TTL)
+                    yield site, Message(content, self.nodes[site.name], message_type, group_id=str(round), ttl=ttl)
+                else:
+                    absent.append(site)
+
+        yield from self._exchange(messages(), timeout)
+        for site in absent:
+            yield Reply(site, None, "not connected")
+
+    def _exchange(self, outgoing: Iterable[tuple[Site, Message]], timeout: float) -> Iterator[Reply]:
+        """Push within the window, pull, yield. After `timeout` seconds what is pending has failed."""
+        queue = iter(outgoing)
+        first = next(queue, None)
+        if first is None:
+            return
+        queue = itertools.chain([first], queue)
+        window = self.window or room(first[1].content)
+        pending: dict[str, Site] = {}
+        deadline = time.monotonic() + timeout
+        try:
+            while True:
+                batch = list(itertools.islice(queue, window - len(pending)))
+                if batch:
+                    ids = self.grid.push_messages([message for _, message in batch])
+                    pending.update(zip(ids, (site for site, _ in batch), strict=True))
+                if not pending:
+                    return
+                replies = list(self.grid.pull_messages(list(pending)))
+                pairs = [(pending.pop(message.metadata.reply_to_message_id, None), message) for message in replies]
+                yield from (self._reply(site, message) for site, message in pairs if site is not None)
+                if time.monotonic() > deadline:
+                    break
+                if not replies:
+                    time.sleep(getattr(self.grid, "poll_seconds", POLL_SECONDS))
+        finally:
+            self._cancel(pending)
+        for site in itertools.chain(pending.values(), (site for site, _ in queue)):
+            yield Reply(site, None, f"no reply within {timeout:g} s")
+
+    def _reply(self, site: Site, message: Message) -> Reply:
+        if message.has_error():
+            return Reply(site, None, last_line(message))
+        partial_sum: Any = getattr(self.grid, "partial_sum", None)  # of our own engines
+        return Reply(site, message.content, "", partial_sum(message.metadata.reply_to_message_id) if partial_sum else None)
+
+    def _cancel(self, pending: Mapping[str, Site]) -> None:
+        """Give up what is under way: our own engines stop it, in a real federation nobody pulls it any more."""
+        cancel: Any = getattr(self.grid, "cancel", None)
+        if pending and cancel:
+            cancel(list(pending))
+
+
+def room(content: RecordDict) -> int:
+    """How many messages such as this one may be under way at once, so that their arrays stay within WINDOW_BYTES."""
+    size = sum(len(array.data) for record in content.array_records.values() for array in record.values())
+    return max(LEAST_UNDER_WAY, min(MOST_UNDER_WAY, WINDOW_BYTES // max(1, size)))

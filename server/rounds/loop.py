@@ -1,0 +1,138 @@
+"""The round loop of all strategies: who takes part, the strategy's round, commit, evaluate."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from clients.messages import TRAIN
+from clients.networks import Model
+from clients.replies import Bounds
+from conf.errors import FailedError, plain
+from conf.schema import Config
+from conf.sites import Site
+from server.evaluate import Evaluator
+from server.listener import Listener
+from server.rounds.aggregation import Aggregation
+from server.rounds.exchange import Federation, Reply
+from server.rounds.questions import Questions
+from server.rounds.run import Content, Expected, Run
+from server.rounds.site_evaluation import SiteEvaluation
+
+MOST_TOLD = 300  # characters of a reason
+TOLD = 10  # dropped replies told one by one in a round; all are in its record
+
+
+class TooFewRepliesError(FailedError):
+    """A round ended with fewer good replies than federation.min_replies; nothing of it was committed."""
+
+
+@dataclass
+class RoundLoop:
+    """The rounds of one run. `run` identifies the run to the sites' stores."""
+
+    config: Config
+    run: str
+    federation: Federation
+    aggregation: Aggregation
+    evaluator: Evaluator
+    listener: Listener
+    last: int = field(init=False)  # the number of the last round
+    questions: Questions = field(init=False)
+    sites: SiteEvaluation = field(init=False)
+    _dropped: dict[str, str] = field(default_factory=dict)  # sites of this round, and why their replies do not count
+
+    def __post_init__(self) -> None:
+        self.last = self.aggregation.length(self.config.rounds)
+        self.questions = Questions(
+            self.config, self.run, self.federation, self.aggregation, self.listener, self.config.rounds
+        )
+        self.sites = SiteEvaluation(self.questions, self.aggregation.members, lambda: self.aggregation.view().round)
+        torch.set_num_threads(self.config.engine.threads)  # the cores are the sites', and torch's idle threads spin
+
+    def rounds(self) -> Iterator[dict[str, Any]]:
+        """Run and commit all rounds, one after the other; yields each one's record (a line of metrics.jsonl)."""
+        for number in range(1, self.last + 1):
+            yield self.one(number)
+
+    def one(self, number: int) -> dict[str, Any]:
+        """One round. Raises TooFewRepliesError, and then nothing is committed."""
+        begin = time.monotonic()
+        self.federation.refresh()
+        self._warn()
+        participation = self.aggregation.schedule.participation(number, self.aggregation.members())
+        self.questions.enrol(participation.sites)
+        self.listener.round_started(number, len(participation.sites))
+        self._dropped = {}
+        # rounds beyond the configured ones stretch the schedule of the rate
+        beyond = number > self.aggregation.length(self.config.rounds)
+        self.questions.rounds = self.last if beyond else self.config.rounds
+        run = self.aggregation.run(number, participation, self)
+        try:
+            self.aggregation.strategy.round(run)
+            self.aggregation.strategy.settle(run)
+        except BaseException:
+            self.aggregation.abandon()
+            raise
+        record: dict[str, Any] = {"round": number, "replies": len(run.losses), "dropped": self._dropped}
+        if run.losses:
+            record["train_loss"] = sum(sorted(run.losses)) / len(run.losses)  # sorted: whatever the order of arrival
+        self.aggregation.commit(number, record)
+        record = self.measured(record)
+        record["seconds"] = time.monotonic() - begin
+        self.listener.round_done(record)
+        return record
+
+    def measured(self, record: dict[str, Any]) -> dict[str, Any]:
+        """The record of the round that was committed last, with its validation accuracy if it is due."""
+        number = record["round"]
+        if number % self.config.evaluation.every and number != self.last:
+            return record
+        model = self.aggregation.aggregate() if self.aggregation.row else None
+        return {**record, "accuracy": self.accuracy(model, "validation")}
+
+    def accuracy(self, model: Model | None, split: str) -> dict[str, float]:
+        """Accuracy by domain of a model, or (None) of the sites' own networks, measured where the configuration says."""
+        if model is not None and self.config.evaluation.where == "server":
+            return self.evaluator.accuracy(model, split)
+        return self.sites.accuracy(model, split)
+
+    # What a round's questions need (server.rounds.run.Exchange)
+
+    def ask(
+        self, kind: str, run: Run, sites: Sequence[Site], content: Content, expected: Mapping[str, Expected] | None
+    ) -> Iterator[Reply]:
+        """All sites' replies."""
+        return self.questions.ask(kind, run.number, run.site_round, sites, content, expected, trained=run.trained)
+
+    def bounds(self, site: Site) -> Bounds:
+        """How large what the site sends may be."""
+        return self.questions.bounds(site)
+
+    def replied(self, site: Site, reason: str) -> None:
+        """Tell of a reply, and keep why it is dropped."""
+        reason = plain(reason)[:MOST_TOLD]
+        if reason:
+            self._dropped[site.name] = reason
+        self.listener.reply(site.name, not reason, reason)
+        if reason and len(self._dropped) <= TOLD:
+            self.listener.message(f"round {self.aggregation.view().round + 1}: {site.name} dropped: {reason}")
+
+    def enough(self, kind: str, run: Run, replies: int) -> None:
+        """Raises TooFewRepliesError if too few sites have trained."""
+        fewest = min(self.config.federation.min_replies, max(1, len(run.participants))) if kind == TRAIN else 1
+        if replies >= fewest:
+            return
+        first = next(iter(self._dropped.items()), ("", "no site was asked"))
+        raise TooFewRepliesError(
+            f"round {run.number}: {replies} good replies, federation.min_replies={fewest}"
+            f" (first failure: {': '.join(filter(None, first))})"
+        )
+
+    def _warn(self) -> None:
+        """Tell what the federation noticed of its nodes."""
+        warnings = self.federation.enrolment.warnings
+        while warnings:
+            self.listener.message(warnings.pop(0))

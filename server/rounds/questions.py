@@ -1,0 +1,208 @@
+"""Questions to sites: an order for each, made when it is sent; what sites lack is sent to them, and they are asked again."""
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flwr.app import ArrayRecord, RecordDict
+
+from clients.data import site_sizes
+from clients.messages import (
+    CONFIG,
+    ENROL,
+    EXPECTED,
+    LOST,
+    ORDER,
+    OWN,
+    TRAIN,
+    UNKNOWN,
+    Order,
+    config_digest,
+    text_record,
+    to_arrays,
+)
+from clients.partial import expected_record
+from clients.replies import Bounds, ReplyError, check_numbers
+from conf import to_json
+from conf.errors import UserError
+from conf.schema import Config
+from conf.sites import Site
+from fusion.exact import State
+from server.evaluate import has_data
+from server.listener import Listener
+from server.rounds.aggregation import Aggregation
+from server.rounds.exchange import Federation, Reply
+from server.rounds.run import Content, Expected
+
+STATE, CONFIGURATION = "its own state", "the configuration"  # what a site may lack
+
+
+@dataclass
+class Questions:
+    """What travels to the sites of one run. `run` identifies the run to their stores; `rounds` is its length.
+
+    `back`: the round to which the run has gone back: no site's store is there any more.
+    """
+
+    config: Config
+    run: str
+    federation: Federation
+    aggregation: Aggregation
+    listener: Listener
+    rounds: int
+    back: int = -1
+    _digest: str = field(init=False)
+    _text: ArrayRecord = field(init=False)
+    _has: set[str] = field(default_factory=set)  # sites that have the configuration
+    _sizes: dict[str, int] = field(default_factory=dict)  # training images of sites that have said so
+
+    def __post_init__(self) -> None:
+        text = to_json(self.config)
+        self._digest, self._text = config_digest(text), text_record(text)
+
+    def ask(
+        self, kind: str, number: int, site_round: int, sites: Sequence[Site], content: Content,
+        expected: Mapping[str, Expected] | None = None, split: str = "", trained: Collection[str] = (),
+    ) -> Iterator[Reply]:  # fmt: skip
+        """All sites' replies; those that lost their own state, or lack the configuration, are asked again with it."""
+        question = _Question(self, kind, number, site_round, content, expected or {}, split, trained)
+        tried: dict[str, set[str]] = {}  # what each site lacked, and was sent
+        asked = [(site, False) for site in sites]
+        while asked:
+            again: list[tuple[Site, bool]] = []
+            for reply in self._exchange(question, asked):
+                lack = _lack(reply)
+                mine = tried.setdefault(reply.site.name, set())
+                if not lack:
+                    yield reply
+                elif reason := f"it lost {lack} again" if lack in mine else self._refused(reply.site, number, lack):
+                    yield Reply(reply.site, None, reason)
+                else:
+                    mine.add(lack)
+                    again.append((reply.site, STATE in mine))
+            asked = again
+
+    def bounds(self, site: Site) -> Bounds:
+        """How large what the site sends may be."""
+        return Bounds.of(self.config.federation, self.samples(site))
+
+    def samples(self, site: Site) -> int:
+        """How many training images the site has: by the configuration, or where the server has no data as the site says."""
+        return site_sizes(self.config)[site.index] if self._has_data else self._sizes.get(site.name, 0)
+
+    def enrol(self, sites: Sequence[Site]) -> None:
+        """Where the server has no data: hear from sites that have not said so how many images they have."""
+        new = [site for site in sites if not self._has_data and site.name not in self._sizes]
+        for reply in self.ask(ENROL, 1, 1, new, {}):
+            if reply.content is not None:
+                with contextlib.suppress(ReplyError):  # its replies are dropped then, each with a reason
+                    self._sizes[reply.site.name] = int(check_numbers(reply.content, ["samples"])["samples"])
+
+    @property
+    def _has_data(self) -> bool:
+        return self.federation.simulated or has_data(self.config)
+
+    def needs_configuration(self, site: Site) -> bool:
+        """Whether the configuration goes with the site's order. In a simulation always: engines carry it once per worker."""
+        return self.federation.simulated or site.name not in self._has
+
+    def _exchange(self, question: "_Question", asked: Sequence[tuple[Site, bool]]) -> Iterator[Reply]:
+        orders = ((site, question.order(site, lost)) for site, lost in asked)
+        for reply in self.federation.ask(question.kind, orders, question.site_round, self.config.federation.timeout):
+            if reply.content is not None and UNKNOWN not in reply.content.config_records:
+                self._has.add(reply.site.name)
+            yield reply
+
+    def _refused(self, site: Site, number: int, lack: str) -> str:
+        """Why a site that lacks something is not asked again with it; empty if it is, which is told of lost states."""
+        if lack == CONFIGURATION:
+            self._has.discard(site.name)
+            return ""
+        base = self.aggregation.slots.base(site.name)
+        told = f"{site.name}: its own state is lost: that after round {base}"
+        begins = "its contribution" if self.aggregation.restart(site) is not None else "the beginning"
+        if base < 1:
+            return "it says that its own state is lost, and needs none"
+        if self.config.federation.lost_store == "stop" and base > self.back:
+            raise UserError(f"round {number}: {told}; federation.lost_store=restart begins at {begins}")
+        if not self.federation.enrolment.owns(site.name):
+            return f"its own state is lost; {self._stranger(site.name)}"
+        self.listener.message(f"round {number}: {told}; it begins again at {begins}")
+        return ""
+
+    def _stranger(self, site: str) -> str:
+        """Why a node that took a site's place is not sent what the site gave, and how to mend it."""
+        enrolment, run = self.federation.enrolment, f"{self.config.run.root}/{self.config.run.name}"
+        node, owner = enrolment.nodes.get(site), enrolment.bound().get(site)
+        claims = ", ".join(map(str, enrolment.claims(site)))
+        return (f"node {node} is not sent what node {owner} gave ('fedloom readmit {run} {site} --node ID' says which one "
+                f"is the site now, of those that claim it: {claims})")  # fmt: skip
+
+
+def _lack(reply: Reply) -> str:
+    """What the site says that it lacks; empty if nothing."""
+    records = reply.content.config_records if reply.content is not None else {}
+    return CONFIGURATION if UNKNOWN in records else STATE if LOST in records else ""
+
+
+@dataclass
+class _Question:
+    """One question to many sites: records that they share are one object, which engines ship once."""
+
+    questions: Questions
+    kind: str
+    number: int
+    site_round: int
+    content: Content
+    expected: Mapping[str, Expected]
+    split: str
+    trained: Collection[str]  # sites that have trained in this very round: their own state is that after it
+    _arrays: dict[int, tuple[State, ArrayRecord]] = field(default_factory=dict)  # by the state's identity
+    _common: dict[str, ArrayRecord] | None = None
+
+    def __post_init__(self) -> None:
+        config, slots = self.questions.config, self.questions.aggregation.slots
+        summed = config.federation.partial_sums and bool(self.expected)
+        self.slot = next((record for record, one in self.expected.items() if one.slot), "") if summed else ""
+        self.sums = {record: one.mean or "once" for record, one in self.expected.items()} if summed else {}
+        self.staging = str(slots.contributions.staging.resolve()) if summed else ""
+        self.members = len(slots.members)
+        likes = {record: one.like for record, one in self.expected.items() if one.like is not None}
+        self.likes = {EXPECTED: expected_record(likes)} if summed else {}
+
+    def order(self, site: Site, lost: bool) -> RecordDict:
+        """The site's order with all that goes with it; `lost`: it has no state of its own any more."""
+        asking, aggregation = self.questions, self.questions.aggregation
+        file = aggregation.slots.contributions.file(site.name) if self.slot else None
+        own = aggregation.restart(site) if lost else None
+        order = Order(
+            config=asking._digest, run=asking.run, site=site.index, round=self.site_round, rounds=asking.rounds,
+            base=0 if lost and own is None else self._base(site), members=self.members, kind=self.kind,
+            split=self.split, sums=self.sums, slot=self.slot, ledger=self.staging,
+            before=str(file.resolve()) if file else "",
+        )  # fmt: skip
+        records: dict[str, Any] = {ORDER: order.record(), **self._records(site), **self.likes}
+        if own is not None:
+            records[OWN] = to_arrays(own)
+        if asking.needs_configuration(site):
+            records[CONFIG] = asking._text
+        return RecordDict(records)
+
+    def _base(self, site: Site) -> int:
+        """The round after which the site's own state is valid."""
+        again = self.kind != TRAIN and site.name in self.trained
+        return self.site_round if again else self.questions.aggregation.slots.base(site.name)
+
+    def _records(self, site: Site) -> dict[str, ArrayRecord]:
+        if not callable(self.content):
+            if self._common is None:
+                self._common = {name: to_arrays(state) for name, state in self.content.items()}
+            return self._common
+        return {name: self._shared(state) for name, state in self.content(site).items()}
+
+    def _shared(self, state: State) -> ArrayRecord:
+        """The record of a state; the same one if it has been sent before."""
+        if id(state) not in self._arrays:
+            self._arrays[id(state)] = state, to_arrays(state)
+        return self._arrays[id(state)][1]

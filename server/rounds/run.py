@@ -1,0 +1,267 @@
+"""What a method has at hand in a round: the sites to ask, and its slots to read and to change.
+
+Nothing that a round does is valid before the loop commits it; a round that fails leaves no trace.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from flwr.app import RecordDict
+from torch import Tensor
+
+from clients.messages import TRAIN, to_states
+from clients.partial import ONCE, SAMPLES, PartialSum
+from clients.randomness import generator
+from clients.replies import Bounds, ReplyError, check_metrics, check_numbers, check_record
+from conf.errors import FailedError
+from conf.sites import Site
+from fusion.exact import ExactSum, ExactSumError, State, quantise
+from server.ledger.slots import Put, Slots
+from server.rounds.exchange import Reply as Received
+from server.rounds.schedules import Participation
+from server.rounds.view import Setup, View
+
+Content = Mapping[str, State] | Callable[[Site], Mapping[str, State]]  # states by record name; for all, or of each site
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a record of a reply must be. `like`: names, shapes and kinds of number; None: of what the site put into `slot`.
+
+    Where it goes, if `Run.gather` is to see to it: into a `slot`, or into a mean over the replies in which it counts ONCE or
+    as often as the site has SAMPLES. `bounded`: how far it is from `like` is limited (federation.largest_change).
+    """
+
+    like: Mapping[str, Tensor] | None = None
+    slot: str = ""
+    mean: str = ""
+    bounded: bool = True
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A reply that holds what was expected: states by record name, numbers by name."""
+
+    site: Site
+    records: Mapping[str, State]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    integers: Mapping[str, State] = field(default_factory=dict)  # the records in units of 2**-bits
+
+    def __getitem__(self, record: str) -> State:
+        return self.records[record]
+
+    @property
+    def samples(self) -> int:
+        """How many images the site trained on."""
+        return int(self.metrics.get("samples", 0))
+
+
+class Exchange(Protocol):
+    """How questions reach the sites of a run (server.rounds.questions)."""
+
+    run: str
+    last: int
+
+    def ask(
+        self, kind: str, run: "Run", sites: Sequence[Site], content: Content, expected: Mapping[str, Expected] | None
+    ) -> Iterator[Received]:
+        """Every site's answer, or why there is none. `expected`: records that may be added up on the way."""
+        ...
+
+    def bounds(self, site: Site) -> Bounds:
+        """How large what the site sends may be."""
+        ...
+
+    def replied(self, site: Site, reason: str) -> None:
+        """Tell how a site's reply fared; `reason`: why it was dropped."""
+        ...
+
+    def enough(self, kind: str, run: "Run", replies: int) -> None:
+        """Raises TooFewRepliesError if a question has too few good replies."""
+        ...
+
+
+class Run(View):
+    """A round under way. What it reads is what was committed, with what it has put and kept itself."""
+
+    def __init__(self, setup: Setup, slots: Slots, participation: Participation, number: int, exchange: Exchange) -> None:
+        super().__init__(setup, slots)
+        self.participants, self.site_round, self.number = participation.sites, participation.round, number
+        self._exchange = exchange
+        self.losses: list[float] = []
+        self.trained: set[str] = set()  # sites whose own state is that after this round
+        self._puts: list[Put] | None = None  # of the reply that is at hand
+
+    def rng(self, purpose: str) -> np.random.Generator:
+        """NumPy's generator for this round and purpose: the same whenever the round is repeated."""
+        return generator(self.config.seed, purpose, str(self.number))
+
+    def ask(
+        self, kind: str, content: Content, expected: Mapping[str, Expected],
+        sites: Sequence[Site] | None = None, metrics: Sequence[str] = (),
+    ) -> Iterator[Reply]:  # fmt: skip
+        """Ask the participants (or `sites`) a question; yield the replies that hold what is expected, as they come.
+
+        What is put while a reply is at hand is taken over when the next one is asked for: all of it or, if a sum cannot
+        take it, nothing, and the reply is dropped. `metrics`: numbers that a reply must have (of TRAIN: loss and samples).
+        Raises TooFewRepliesError.
+        """
+        asked, replies = self.participants if sites is None else sites, 0
+        for received in self._exchange.ask(kind, self, asked, content, None):
+            try:
+                reply = self._checked(kind, received, expected, metrics)
+                self._puts = []
+                yield reply
+                self.slots.put(self._puts, self.number)
+            except (ReplyError, ExactSumError) as error:
+                self._drop(received.site, str(error))
+                continue
+            finally:
+                self._puts = None
+            replies += 1
+            self._took(kind, reply)
+        self._exchange.enough(kind, self, replies)
+
+    def gather(
+        self, kind: str, content: Content, expected: Mapping[str, Expected], sites: Sequence[Site] | None = None
+    ) -> dict[str, State]:
+        """Ask, and put every expected record where it goes; the means over the replies, by record name.
+
+        Where federation.partial_sums allows it, workers add the records up. Raises TooFewRepliesError.
+        """
+        asked, replies = self.participants if sites is None else sites, 0
+        means = {record: ExactSum(self.bits) for record, one in expected.items() if one.mean}
+        partials = _Partials(self, self._exchange.run, means, expected)
+        for received in self._exchange.ask(kind, self, asked, content, expected):
+            try:
+                reply = self._checked(kind, received, expected if received.partial is None else {})
+                if received.partial is not None:
+                    partials.add(received.partial, reply)
+                else:
+                    self._put_all(reply, expected, means)
+            except (ReplyError, ExactSumError) as error:
+                self._drop(received.site, str(error))
+                continue
+            replies += 1
+            self._took(kind, reply)
+        self._exchange.enough(kind, self, replies)
+        return {record: one.mean() for record, one in means.items() if one.addends}
+
+    def put(self, slot: str, site: Site, state: State, samples: int = 0) -> None:
+        """Replace what the site put into the slot before: float tensors, or int64 ones in units of 2**-bits.
+
+        Raises ExactSumError, if no reply is at hand, for what the exact sum cannot take.
+        """
+        one = Put(slot, site.name, state, samples)
+        if self._puts is None:
+            self.slots.put([one], self.number)
+        else:
+            self._puts.append(one)
+
+    def put_all(self, slot: str, state: State) -> None:
+        """Let every site put the same, before any has put anything."""
+        self.slots.put_all(slot, state, self.number)
+
+    def keep(self, name: str, state: State) -> None:
+        """Keep a state that belongs to no site, in place of that of its name."""
+        self.slots.keep(name, state)
+
+    def _checked(
+        self, kind: str, received: Received, expected: Mapping[str, Expected], metrics: Sequence[str] = ()
+    ) -> Reply:
+        """The reply, if it holds what is expected. Raises ReplyError."""
+        if received.content is None:
+            raise ReplyError(received.reason)
+        site, bounds = received.site, self._exchange.bounds(received.site)
+        if kind == TRAIN:
+            loss, samples = check_metrics(received.content, bounds)
+            numbers: dict[str, float] = {"loss": loss, "samples": samples}
+        else:
+            numbers = check_numbers(received.content, metrics)
+        try:
+            records = to_states(received.content) if expected else {}
+        except Exception as error:  # bytes from outside: NumPy raises EOFError, BadZipFile and more
+            raise ReplyError(f"its arrays cannot be read ({error})") from None
+        exact: dict[str, State] = {}
+        for record, one in expected.items():
+            integers = None if one.like is not None else False
+            like = self._like(one, site)
+            check_record(record, records.get(record), like, integers)
+            bounds.check(record, records[record], like, change=one.bounded)
+            exact[record] = quantise(records[record], self.bits)
+        return Reply(site, records, numbers, exact)
+
+    def _like(self, one: Expected, site: Site) -> Mapping[str, Tensor]:
+        if one.like is not None:
+            return one.like
+        return self.slots.contributions.floats(site.name, one.slot)
+
+    def _put_all(self, reply: Reply, expected: Mapping[str, Expected], means: dict[str, ExactSum]) -> None:
+        """Into the slots and means: all of the reply or, with an ExactSumError, nothing."""
+        added = {record: mean.copy() for record, mean in means.items()}
+        for record, mean in added.items():
+            mean.add(reply.integers[record], reply.samples if expected[record].mean == SAMPLES else 1)
+        puts = [
+            Put(one.slot, reply.site.name, reply[record], reply.samples, reply.integers[record])
+            for record, one in expected.items()
+            if one.slot
+        ]
+        self.slots.put(puts, self.number)
+        means |= added
+
+    def _took(self, kind: str, reply: Reply) -> None:
+        if kind == TRAIN:
+            self.losses.append(reply.metrics["loss"])
+            self.trained.add(reply.site.name)
+        self._exchange.replied(reply.site, "")
+
+    def _drop(self, site: Site, reason: str) -> None:
+        self._exchange.replied(site, reason)
+
+
+@dataclass
+class _Partials:
+    """The partial sums of one question: each is taken in once, for all of its sites, or refused for all of them."""
+
+    run: Run
+    name: str
+    means: dict[str, ExactSum]
+    expected: Mapping[str, Expected]
+    _found: dict[frozenset[str], str] = field(default_factory=dict)  # why each was refused; empty: it was not
+
+    def add(self, partial: PartialSum, reply: Reply) -> None:
+        """Take in the sum that a site's reply is in, unless it is in already. Raises ReplyError.
+
+        FailedError if it is not the sum of this reply: then nobody knows what it is.
+        """
+        known = partial.run, partial.round, partial.samples.get(reply.site.name)
+        if known != (self.name, self.run.site_round, reply.samples):
+            raise FailedError(f"round {self.run.number}: a worker's partial sum is not that of {reply.site.name}'s reply; "
+                              "nothing of it counts")  # fmt: skip
+        if partial.messages not in self._found:
+            try:
+                self._merge(partial)
+                self._found[partial.messages] = ""
+            except (ReplyError, ExactSumError) as error:
+                self._found[partial.messages] = str(error)
+        if reason := self._found[partial.messages]:
+            raise ReplyError(reason)
+
+    def _merge(self, partial: PartialSum) -> None:
+        records, added = to_states(RecordDict({**partial.records})), {}
+        for record, one in self.expected.items():
+            like = one.like if one.like is not None else records.get(record, {})
+            check_record(record, records.get(record), like, integers=True)
+            if one.mean:
+                added[record] = self.means[record].copy()
+                added[record].merge(records[record], partial.addends[record])
+        for record, one in self.expected.items():
+            if one.slot:
+                change = self.run.slots.summed(one.slot, records[record])
+                self.run.slots.merge(one.slot, change, partial.samples, self.run.number)
+        self.means |= added
+
+
+__all__ = ["ONCE", "SAMPLES", "Content", "Exchange", "Expected", "Reply", "Run"]

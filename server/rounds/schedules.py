@@ -1,0 +1,70 @@
+"""Schedules: which sites take part in which round."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from clients.randomness import generator
+from conf.schema import Config
+from conf.sites import Site
+
+
+@dataclass(frozen=True)
+class Participation:
+    """Who is asked in a round, and the round that it is to them (their learning rate follows it)."""
+
+    sites: list[Site]
+    round: int
+
+
+class Schedule(ABC):
+    """Who takes part when."""
+
+    def length(self, rounds: int) -> int:
+        """How many rounds there are if each site trains for `rounds`."""
+        return rounds
+
+    @abstractmethod
+    def participation(self, round: int, members: Sequence[Site]) -> Participation:
+        """Of the members of the run, those that take part in a round (from 1)."""
+
+
+@dataclass(frozen=True)
+class Sampling(Schedule):
+    """All members, or a random sample of them in each round: federation.fraction."""
+
+    config: Config
+
+    def participation(self, round: int, members: Sequence[Site]) -> Participation:
+        """The sample of this round, drawn by (seed, round)."""
+        number = sample_size(self.config, len(members))
+        if number >= len(members):
+            return Participation(list(members), round)
+        draw = generator(self.config.seed, "sampling", str(round))
+        return Participation(
+            [members[int(place)] for place in sorted(draw.choice(len(members), size=number, replace=False))], round
+        )
+
+
+@dataclass(frozen=True)
+class OneByOne(Schedule):
+    """All rounds of one site, then all of the next, in this order."""
+
+    order: Sequence[Site]
+    each: int
+
+    def length(self, rounds: int) -> int:
+        return rounds * len(self.order)
+
+    def participation(self, round: int, members: Sequence[Site]) -> Participation:
+        return Participation([self.order[(round - 1) // self.each]], (round - 1) % self.each + 1)
+
+
+def sample_size(config: Config, members: int) -> int:
+    """How many of so many members are asked in each round."""
+    return max(1, round_half_up(config.federation.fraction * members))
+
+
+def round_half_up(number: float) -> int:
+    """The nearest integer, halves up."""
+    return int(number + 0.5)

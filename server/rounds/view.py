@@ -1,0 +1,167 @@
+"""What a method sees of its slots: as they are, without some sites, or of some sites alone."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clients.initial import SHARED, initial_state
+from clients.networks import Architecture, Model, architecture_of
+from conf.once import once
+from conf.schema import Config
+from conf.sites import Site
+from fusion.exact import ExactSum, State, dequantise
+from server.evaluate import Evaluator
+from server.ledger import Ledger
+from server.ledger.slots import Slots
+
+
+class Models(Mapping[str, Model]):
+    """Models by name, each made when it is asked for. The first is the aggregate, if no site has its name."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], Model]]) -> None:
+        self._makers = dict(makers)
+
+    def __getitem__(self, name: str) -> Model:
+        return self._makers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a run starts from: the configuration, all sites, the run's ledger (None: a new one in `folder`).
+
+    `evaluator` measures combinations on validation images; None: a new one where one is needed.
+    """
+
+    config: Config
+    sites: list[Site]
+    folder: Path
+    ledger: Ledger | None = None
+    evaluator: Evaluator | None = None
+
+    def measuring(self) -> Evaluator:
+        """The evaluator."""
+        return self.evaluator or Evaluator(self.config)
+
+
+class View:
+    """The slots of a run, read only. In a round they hold what has been put and kept so far.
+
+    `names`: the sites that count (None: all that take part). `totals`: sums that are used in the place of the kept ones.
+    """
+
+    def __init__(
+        self, setup: Setup, slots: Slots, names: Sequence[str] | None = None, totals: Mapping[str, ExactSum] | None = None
+    ) -> None:
+        self.setup, self.config, self.slots = setup, setup.config, slots
+        self._names, self._totals = None if names is None else frozenset(names), totals or {}
+
+    @property
+    def sites(self) -> list[Site]:
+        """The sites that count."""
+        return [site for site in self.slots.members if self._names is None or site.name in self._names]
+
+    @property
+    def whole(self) -> bool:
+        """Whether all sites that take part count."""
+        return self._names is None or len(self.sites) == len(self.slots.members)
+
+    @property
+    def evaluator(self) -> Evaluator:
+        """What measures models on the server's validation images."""
+        return self.setup.measuring()
+
+    @property
+    def ledger(self) -> Ledger:
+        """The run's ledger."""
+        return self.slots.ledger
+
+    @property
+    def bits(self) -> int:
+        """Sums count in units of 2**-bits."""
+        return self.slots.bits
+
+    @property
+    def round(self) -> int:
+        """The last committed round; 0 before the first."""
+        last = self.ledger.last_round()
+        return last.round if last else 0
+
+    def without(self, names: Sequence[str]) -> "View":
+        """The same as if these sites had never put anything. UserError for a name that is unknown or repeated."""
+        self.slots.check_names(names)
+        gone = set(names)
+        return View(self.setup, self.slots, [site.name for site in self.sites if site.name not in gone])
+
+    def subset(self, names: Sequence[str]) -> "View":
+        """The same of these sites alone. UserError as for `without`."""
+        self.slots.check_names(names)
+        return View(self.setup, self.slots, list(names))
+
+    def with_totals(self, totals: Mapping[str, ExactSum]) -> "View":
+        """The same with sums that were added up otherwise."""
+        return View(self.setup, self.slots, None if self._names is None else list(self._names), totals)
+
+    def total(self, slot: str) -> ExactSum:
+        """The exact sum of a slot over the sites that count; not to be changed."""
+        if slot in self._totals:
+            return self._totals[slot]
+        if self.whole:
+            return self.slots.total(slot)
+        here = [site.name for site in self.sites]
+        others = [site.name for site in self.slots.members if self._names is not None and site.name not in self._names]
+        fewer = len(others) < len(here)  # whichever way reads fewer of them
+        return self.slots.sum_without(slot, others) if fewer else self.slots.sum_of(slot, here)
+
+    def sum(self, slot: str) -> State:
+        """The sum of a slot, float32."""
+        return self.total(slot).total()
+
+    def mean(self, slot: str) -> State:
+        """The mean of a slot, float32. Raises ExactSumError if nothing was put."""
+        return self.total(slot).mean()
+
+    def has(self, slot: str, site: str) -> bool:
+        """Whether a site has put something into a slot."""
+        return self.slots.has(slot, site)
+
+    def integers(self, slot: str, site: str) -> State:
+        """What a site put into a slot last, int64 in units of 2**-bits. KeyError if it has put nothing."""
+        return self.slots.contribution(slot, site)
+
+    def contribution(self, slot: str, site: str) -> State:
+        """The same, float32."""
+        return dequantise(self.integers(slot, site), self.bits)
+
+    def kept(self, name: str) -> State:
+        """What is kept under this name. KeyError if nothing is."""
+        return self.slots.keeps()[name]
+
+    def rounds_with(self, names: Sequence[str]) -> int:
+        """How many rounds there were when these sites were forgotten; none named: how many there are."""
+        return self.slots.rounds_with(names)
+
+    def architecture(self, site: Site | None = None) -> Architecture:
+        """A site's architecture, or (None) that of the configuration."""
+        return architecture_of(self.config, site)
+
+    def initial(self, who: str = SHARED, site: Site | None = None) -> State:
+        """The state that the seed draws under this name, of a site's architecture or the configuration's."""
+        return dict(_theta(self.config)) if who == SHARED and site is None else initial_state(self.config, who, site)
+
+    def note(self, kind: str, body: Mapping[str, Any]) -> None:
+        """Note an event in the ledger, if this is its server."""
+        if self.ledger.server:
+            self.ledger.note(kind, dict(body))
+
+
+@once
+def _theta(config: Config) -> State:
+    """theta_0, drawn once."""
+    return initial_state(config)

@@ -1,0 +1,1 @@
+"""Removing sites on request: requests, certificates, and what is measured for them."""

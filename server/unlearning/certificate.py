@@ -1,0 +1,221 @@
+"""The certificate of a request: what is exact and how that was checked, what is not, and what was measured.
+
+It claims no more than that. `verify` recomputes what can be recomputed.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UserError
+from fusion.exact import ExactSum, digest
+from server.ledger import Ledger, Request
+from server.ledger.blobs import LedgerError, file_digest
+from server.ledger.sums import added_up
+from server.ledger.tables import Event
+from server.rounds.aggregation import Aggregation
+
+CERTIFICATES, FORMAT = "certificates", 1
+CERTIFIED = "certified"  # an event of the ledger, with the sha256 of the certificate that is written then
+TIMES = ("received", "applied")  # events of a request that a certificate dates
+CLOSE = 0.002  # accuracies this far apart are equal: another machine may round another way
+EXACT = ("The sum after the request equals, bit for bit, the sum of the remaining sites' contributions. Nothing of the "
+         "forgotten sites' contributions is in it, and their weights are deleted from the ledger. What its events still say "
+         "of them stands below, among what is not exact.")  # fmt: skip
+_PARTS = {"format": int, "request": str, "run": str, "sites": list, "reason": str, "options": dict, "times": dict,
+          "exact": dict, "not_exact": dict, "erased": list, "ledger": dict, "evidence": dict}  # fmt: skip
+_EXACT_PARTS = {"statement": str, "tensors": list, "digest_before": dict, "digest_after": dict, "sum_of_remaining": str,
+          "remaining": dict}  # fmt: skip
+_TOLD = 100  # characters of each side of a mismatch
+EVENTS = ("they keep the round, the number of samples and the sha256 of each forgotten contribution, and what this "
+          "certificate says: an event's digest covers them, and every later digest that one, so that without them the chain "
+          "could not be checked. No weight follows from a sha256, but it proves of a copy, if there is one, that it was "
+          "given")  # fmt: skip
+COPIES = "backups, other machines and whoever received earlier sums are beyond this server's reach"
+
+
+def certificate(ledger: Ledger, aggregation: Aggregation, request: Request) -> dict[str, Any]:
+    """The facts of an applied request, the evidence left to the caller. Raises UserError if a sum does not check."""
+    event = forgotten_event(ledger, request.id)
+    remaining = ledger.all_latest()
+    totals = check_sums(ledger)
+    return {
+        "format": FORMAT,
+        "request": request.id,
+        "run": ledger.run().run,
+        "sites": list(request.sites),
+        "reason": request.reason,
+        "options": request.options,
+        "times": {kind: each.time for kind in TIMES for each in ledger.events(kind) if each.body["id"] == request.id},
+        "exact": {
+            "statement": EXACT,
+            "tensors": sorted({name for total in totals.values() for name in total.totals}),
+            "digest_before": event.body["body"]["digest_before"],
+            "digest_after": event.body["digest"],
+            "sum_of_remaining": one_digest(_digests(totals)),
+            "remaining": {name: one.blob for name, one in remaining.items()},
+        },
+        "not_exact": {
+            **{one.where: one.why for one in aggregation.residue(request.sites)},
+            "events of the ledger": EVENTS,
+            "copies": COPIES,
+        },
+        "erased": erased(ledger, request.id),
+        "ledger": {"event": event.id, "digest": event.digest},
+    }
+
+
+def check_sums(ledger: Ledger) -> dict[str, ExactSum]:
+    """The sums of all contributions, read again, by slot. LedgerError if one is not that which is kept."""
+    last, totals = ledger.last_round(), sums_of(ledger)
+    if last is None or any(digest(total.totals) != last.digest.get(slot) for slot, total in totals.items()):
+        raise LedgerError(f"{ledger.folder}: the sum is not that of the contributions, so nothing is subtracted or erased "
+                          f"('fedloom ledger {ledger.folder} --check' says more)")  # fmt: skip
+    return totals
+
+
+def erased(ledger: Ledger, request: str) -> list[str]:
+    """The paths in the run's folder that were deleted for a request."""
+    events = (each for each in ledger.events("erased") if each.body["request"] == request)
+    return list(dict.fromkeys(path for event in events for path in event.body["paths"]))
+
+
+def sums_of(ledger: Ledger) -> dict[str, ExactSum]:
+    """The sums of all contributions in the ledger, by slot, read one after the other."""
+    last, bits = ledger.last_round(), ledger.run().bits
+    found = {}
+    for row in ledger.sums():
+        names = ledger.blobs.get(last.states[row.name]) if last else {}
+        found[row.name] = added_up(row, names, ledger.all_latest().values(), ledger.blobs.get, bits)
+    return found
+
+
+def one_digest(digests: Mapping[str, str]) -> str:
+    """The digest of all sums: that of the one there is, or the sha256 of all of theirs."""
+    if len(digests) == 1:
+        return next(iter(digests.values()))
+    return hashlib.sha256("".join(f"{name}:{digests[name]}\n" for name in sorted(digests)).encode()).hexdigest()
+
+
+def _digests(totals: Mapping[str, ExactSum]) -> dict[str, str]:
+    return {name: digest(total.totals) for name, total in totals.items()}
+
+
+def forgotten_event(ledger: Ledger, request: str) -> Event:
+    """The event by which a request was applied. Raises UserError if there is none."""
+    for event in ledger.events("forgotten"):
+        if event.body.get("request") == request:
+            return event
+    raise UserError(f"{ledger.folder}: its ledger has no applied request '{request}'")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was compared: match, mismatch, or why it could not be."""
+
+    what: str
+    verdict: str
+    told: str = ""
+
+
+def verify(path: Path, ledger: Ledger) -> list[Finding]:
+    """Compare a certificate with the run's ledger and folder. Raises UserError if either cannot be read."""
+    given = read(path)
+    return [_as_written(path, given["request"], ledger), *_findings(given, ledger)]
+
+
+def _as_written(path: Path, request: str, ledger: Ledger) -> Finding:
+    """Whether the file is one that the server wrote, byte by byte: the ledger has its sha256."""
+    made = [each.body["sha256"] for each in ledger.events(CERTIFIED) if each.body["request"] == request]
+    return _found("the file, as it was written", file_digest(path) in made, "it was changed: its sha256 is another one")
+
+
+def verify_accuracy(path: Path, ledger: Ledger, measure: Callable[[], dict[str, float]]) -> list[Finding]:
+    """Compare the accuracies after the request with those of the network as it is now (`measure`), if nothing followed."""
+    given, last = read(path), ledger.last_round()
+    try:
+        stated = {name: float(share) for name, share in given["evidence"]["after"]["accuracy"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        stated = {}
+    if not stated or last is None or one_digest(last.digest) != given["exact"]["sum_of_remaining"]:
+        return [Finding("accuracy after", "not checkable", "the run went on, or none was measured")]
+    try:
+        found = measure()
+    except UserError as error:
+        return [Finding("accuracy after", "not checkable", str(error))]
+    now = ledger.last_round()
+    if now is None or now.digest != last.digest:
+        return [Finding("accuracy after", "not checkable", "the run went on meanwhile")]
+    return [
+        _found(f"accuracy after on {domain}", abs(found.get(domain, math.inf) - share) <= CLOSE,
+               f"certificate: {share:.4f}, measured: {found.get(domain, math.nan):.4f}")
+        for domain, share in stated.items()
+    ]  # fmt: skip
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A certificate. Raises UserError if the file is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        whole = _checked(found, _PARTS)
+        _checked(whole["exact"], _EXACT_PARTS)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: is no certificate of fedloom ({type(error).__name__}: {error})") from None
+    if whole["format"] != FORMAT:
+        raise UserError(f"{path}: has format {whole['format']}, not {FORMAT}; use the fedloom that wrote it")
+    return whole
+
+
+def _checked(given: Any, parts: dict[str, type]) -> dict[str, Any]:
+    """The same. ValueError if it lacks a part, or one is of another type."""
+    for name, kind in parts.items():
+        if not isinstance(given, dict) or not isinstance(given.get(name), kind):
+            raise ValueError(f"it has no '{name}', or one of another type")
+    return given
+
+
+def _findings(given: dict[str, Any], ledger: Ledger) -> Iterator[Finding]:
+    yield _compared("run", given["run"], ledger.run().run)
+    event = forgotten_event(ledger, given["request"])
+    yield _compared("event in the chain", given["ledger"], {"event": event.id, "digest": event.digest})
+    yield _compared("sites", given["sites"], event.body["sites"])
+    request = ledger.request(given["request"])
+    yield _compared("reason", given["reason"], request.reason if request else None)
+    yield _compared("options", given["options"], request.options if request else None)
+    yield _compared("what was deleted", given["erased"], erased(ledger, given["request"]))
+    yield _compared("evidence before", given["evidence"].get("before"), event.body["body"]["evidence"])
+    yield _compared("digest before", given["exact"]["digest_before"], event.body["body"]["digest_before"])
+    yield _compared("digest after, as committed", given["exact"]["digest_after"], event.body["digest"])
+    states, last = ledger.sites(), ledger.last_round()
+    for site in event.body["sites"]:
+        held = ledger.history(site) or list((ledger.folder / "sites").glob(f"*/{site}"))
+        yield _found(f"{site} takes no part", states.get(site, False), "it does: readmitted?")
+        yield _found(f"nothing is kept of {site}", not held, "contributions or its store are there")
+    now = one_digest(last.digest if last else {})
+    summed = one_digest(_digests(sums_of(ledger)))
+    yield _compared("sum of the remaining contributions now", now, summed)
+    trained = any(given["options"].get(option) for option in ("repair", "rollback"))
+    if now == given["exact"]["sum_of_remaining"] or (now == one_digest(given["exact"]["digest_after"]) and not trained):
+        yield _compared("sum of the remaining contributions then", given["exact"]["sum_of_remaining"], summed)
+        here = {name: one.blob for name, one in ledger.all_latest().items()}
+        yield _compared("remaining contributions", given["exact"]["remaining"], here)
+    else:
+        yield Finding("sum of the remaining contributions then", "not checkable", "the run went on; its chain still holds")
+
+
+def _found(what: str, right: bool, told: str) -> Finding:
+    return Finding(what, "match") if right else Finding(what, "mismatch", told)
+
+
+def _compared(what: str, given: Any, found: Any) -> Finding:
+    told = (f"{str(one)[:_TOLD]}{'...' if len(str(one)) > _TOLD else ''}" for one in (given, found))
+    return _found(what, given == found, "certificate: {}, ledger: {}".format(*told))
+
+
+def text_of(content: dict[str, Any]) -> str:
+    """As it is written."""
+    return json.dumps(content, indent=1)

@@ -1,0 +1,235 @@
+"""Removing sites on request: what they gave is subtracted and deleted, and a certificate says what that proves.
+
+A request is received, then applied (one transaction of the ledger), then verified. It is taken up where a crash left it.
+"""
+
+import hashlib
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clients.networks import Model
+from clients.states import write_bytes
+from conf.errors import UserError, unknown
+from conf.schema import Config
+from server.evaluate import Evaluator
+from server.ledger import Ledger, LedgerError, Request
+from server.ledger.contributions import STAGING
+from server.rounds.aggregation import Aggregation
+from server.unlearning.certificate import CERTIFICATES, CERTIFIED, certificate, check_sums, text_of
+from server.unlearning.evaluation import UnlearningEvaluation
+
+KIND = "unlearn"
+RETRAINED = "retrained"  # networks trained without the sites of a request, in a folder of its name
+_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")  # it names files
+
+
+class RefusedError(UserError):
+    """A request that cannot be fulfilled, which the ledger says, too."""
+
+
+@dataclass
+class Unlearning:
+    """All that is needed to fulfil requests of one run, whose server this is."""
+
+    config: Config
+    folder: Path
+    ledger: Ledger
+    aggregation: Aggregation
+    evaluator: Evaluator
+
+    def apply(self, request: Request) -> Request:
+        """Subtract the sites' contributions, commit that and erase the rest, unless it is done; roll back first if asked to.
+
+        Raises RefusedError if that cannot be done, and then it is refused for good.
+        """
+        if request.state != "received":
+            return request
+        self._refuse(request)
+        body = self._before(request)
+        if request.options.get("rollback"):
+            self.aggregation.roll_back(request.sites, body, request.id)
+        begin = time.perf_counter()
+        self.aggregation.forget(request.sites, body, request.id)
+        self.ledger.note("subtracted", {"request": request.id, "seconds": time.perf_counter() - begin})
+        self._erase(request)
+        return self.ledger.request(request.id) or request
+
+    def certify(self, request: Request, retrained: Model | None = None) -> dict[str, Any]:
+        """Check, measure and write the certificate of an applied request.
+
+        `retrained`: a network that was trained without them, to compare with.
+        """
+        self._erase(request)  # what was trained since
+        self.ledger.prune()  # what a crash has left
+        evaluation = UnlearningEvaluation(self.config, self.evaluator, request.sites)
+        done = certificate(self.ledger, self.aggregation, request)
+        done["evidence"] = evaluation.report((request.result or {})["evidence"], self._aggregate(), retrained)
+        text = text_of(done).encode()
+        self.ledger.note(CERTIFIED, {"request": request.id, "sha256": hashlib.sha256(text).hexdigest()})
+        write_bytes(self.folder / CERTIFICATES / f"{request.id}.json", text)
+        self.ledger.set_request(request.id, "verified", request.result)
+        return done
+
+    def take(
+        self,
+        told: Callable[[str], None],
+        retrain: Callable[[Request], Model] | None = None,
+        can: Callable[[Request], bool] = lambda request: True,
+    ) -> bool:
+        """Between rounds: apply the requests that wait, certify those that are due, and tell of it; whether there were any.
+
+        `retrain`: trains a network without a request's sites; without it, those that ask for one are not certified.
+        `can`: whether a request can be fulfilled here; others are left as they are.
+        Requests that come after a rollback wait until its rounds are trained: before, there is little to measure.
+        """
+        changed = False
+        for request in filter(can, self.under_way()):
+            if request.state == "received":
+                request = self._taken(request, told)
+                changed |= request.state == "applied"
+            if request.state != "applied":
+                continue
+            if self._due(request) > self.last_round():
+                if request.options.get("rollback"):
+                    break
+            elif retrain or not request.options.get("retrain"):
+                self.certify(request, retrain(request) if retrain and request.options.get("retrain") else None)
+                told(f"request '{request.id}' verified: {', '.join(request.sites)} forgotten")
+                changed = True
+        return changed
+
+    def screen(self, told: Callable[[str], None]) -> None:
+        """Refuse what cannot be fulfilled of the requests that wait, before anything is started for them."""
+        for request in self.under_way():
+            if request.state == "received":
+                try:
+                    self._refuse(request)
+                except RefusedError as error:
+                    told(str(error))
+
+    def tidy(self) -> None:
+        """Erase what a crash has left of sites that are forgotten, where a request is under way."""
+        for request in self.under_way():
+            if request.state == "applied":
+                self._erase(request)
+
+    def _before(self, request: Request) -> dict[str, Any]:
+        """What is known before anything is changed; of a request that was rolled back when it crashed, what was then."""
+        for event in self.ledger.events():
+            if event.kind == "rolled back" and event.body.get("request") == request.id:
+                return event.body["body"]
+        evidence = UnlearningEvaluation(self.config, self.evaluator, request.sites).of(self._aggregate())
+        return {"digest_before": self.aggregation.digest(), "evidence": evidence, "round": self.last_round()}
+
+    def _taken(self, request: Request, told: Callable[[str], None]) -> Request:
+        """Apply a request that waits, if it is not refused."""
+        try:
+            request = self.apply(request)
+        except RefusedError as error:
+            told(str(error))
+            return request
+        if (due := self._due(request)) > self.last_round():
+            told(f"request '{request.id}' applied: {', '.join(request.sites)} forgotten; certified after round {due}")
+        return request
+
+    def last_round(self) -> int:
+        """The number of the last committed round."""
+        last = self.ledger.last_round()
+        return last.round if last else 0
+
+    def goal(self) -> int:
+        """The round up to which the requests under way want to be trained; 0 if none does."""
+        return max((self._due(request) for request in self.under_way() if request.state == "applied"), default=0)
+
+    def _aggregate(self) -> Model | None:
+        """What is measured before and after; None if the method's networks are the sites' own."""
+        return self.aggregation.aggregate() if self.aggregation.row else None
+
+    def _refuse(self, request: Request) -> None:
+        """RefusedError, which is noted, for a request that cannot be fulfilled."""
+        try:
+            refuse(self.ledger, request.sites)
+            self.aggregation.check_forgetting(request.sites, rollback=bool(request.options.get("rollback")))
+            check_sums(self.ledger)
+        except LedgerError:  # that is not the request's fault
+            raise
+        except UserError as error:
+            self.ledger.set_request(request.id, "refused", {"reason": str(error)})
+            raise RefusedError(f"request '{request.id}' is refused: {error}") from None
+
+    def _erase(self, request: Request) -> None:
+        """Note and delete what this machine keeps of the sites beside the ledger."""
+        if left := left_of(self.folder, request, [site for site, gone in self.ledger.sites().items() if gone]):
+            paths = [str(path.relative_to(self.folder)) for path in left]
+            self.ledger.note("erased", {"request": request.id, "paths": paths})
+        for path in left:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def under_way(self) -> list[Request]:
+        """The requests that are not certified yet, oldest first."""
+        return [request for request in self.ledger.waiting(applied=True) if request.kind == KIND]
+
+    def _due(self, request: Request) -> int:
+        """The round after which an applied request is certified: where it was, and those that its options ask for."""
+        return int((request.result or {})["round"]) + int(request.options.get("repair", 0))
+
+
+def wants_training(options: Mapping[str, Any]) -> bool:
+    """Whether a request with these options is fulfilled only with sites that train."""
+    return any(options.get(option) for option in ("repair", "rollback", "retrain"))
+
+
+def receive(ledger: Ledger, id: str, sites: Sequence[str], reason: str, options: dict[str, Any]) -> Request:
+    """Note a request, beside a server as well; that of an id that is known stands. UserError for what cannot be done."""
+    if (known := ledger.request(id)) is not None:
+        return known
+    if not _ID.fullmatch(id):
+        raise UserError(f"request id: got '{id}'; take up to 100 of A-Z, a-z, 0-9, '.', '_' and '-'")
+    if not _is_text(reason):
+        raise UserError(f"reason: got {reason!a}, which is no text in UTF-8")
+    refuse(ledger, sites)
+    return ledger.receive(id, KIND, sites, reason, options)
+
+
+def _is_text(words: str) -> bool:
+    """Whether it can be written; bytes of a command line that are none in UTF-8 cannot."""
+    return words.encode(errors="ignore").decode() == words
+
+
+def refuse(ledger: Ledger, sites: Sequence[str]) -> None:
+    """UserError for sites that are unknown, named twice or forgotten, for all of them, and where nothing is summed."""
+    known = ledger.sites()
+    for place, name in enumerate(sites):
+        if name not in known:
+            raise unknown("site", name, known)
+        if name in sites[:place]:
+            raise UserError(f"the site '{name}' is named twice")
+        if known[name]:
+            raise UserError(f"the site '{name}' is forgotten already ('fedloom ledger' shows by which request)")
+    if len(sites) >= sum(not gone for gone in known.values()):
+        raise UserError("no site would be left: delete the run's folder instead")
+    last = ledger.last_round()
+    if last is not None and not ledger.all_latest():
+        raise UserError(
+            f"{ledger.folder}: its method keeps no contributions: no site's part can be subtracted; train again without it"
+        )
+
+
+def left_of(folder: Path, request: Request, forgotten: Sequence[str]) -> list[Path]:
+    """What this machine keeps of a request's sites beside the ledger.
+
+    Their own stores, what workers wrote for them, all networks (they are written anew from what is left), and what was
+    trained with them and is never subtracted: baselines, and networks retrained for other requests. Of its sites, those that
+    are `forgotten`: one may be readmitted.
+    """
+    sites = [name for name in request.sites if name in forgotten]
+    found = [path for name in sites for path in (folder / "sites").glob(f"*/{name}")]
+    found += [folder / STAGING / name for name in sites]
+    found += [folder / "states", folder / "baselines"]
+    found += [path for path in (folder / RETRAINED).glob("*") if path.name != request.id]
+    return [path for path in found if path.exists()]

@@ -1,0 +1,210 @@
+"""Experiments from Python, such as in a notebook: `run` one, and look at its Result."""
+
+import contextlib
+import copy
+import html
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import yaml
+from torch import nn
+
+from clients.networks import architecture_of, load_network
+from conf import load
+from conf.errors import UserError, unknown
+from conf.schema import Config
+from conf.sites import roster
+from server.evaluate import Evaluator
+from server.ledger import Ledger
+from server.runfolder import RunFolder, read_config
+from sims.cli import unlearn as commands
+from sims.cli.compose import name_of
+from sims.report.tables import accuracy_table
+from sims.simulate import simulate
+
+if TYPE_CHECKING:
+    import pandas
+
+AGGREGATE = "aggregate"  # the file of the aggregated network
+
+
+def run(
+    experiment: str | os.PathLike[str] | Mapping[str, Any],
+    *overrides: str,
+    overwrite: bool = False,
+    progress: bool = False,
+) -> "Result":
+    """Run an experiment into the folder run.root/run.name; returns when it is finished.
+
+    `experiment`: the name of one that ships, the path of a YAML file, or the same keys as a dictionary. `overrides`:
+    `key=value` words as on the command line. `overwrite`: replace a run of that name. `progress`: tell how it goes.
+    Raises UserError before anything starts for what cannot work. After a KeyboardInterrupt `resume` goes on.
+    """
+    words = [*overrides, *(["run.overwrite=true"] if overwrite else [])]
+    config = _config(experiment, words) if isinstance(experiment, Mapping) else load(os.fspath(experiment), words)
+    with _own_threads():
+        simulate(config, quiet=not progress)
+    return Result(Path(config.run.root) / config.run.name)
+
+
+def resume(folder: str | os.PathLike[str], *, progress: bool = False) -> "Result":
+    """Go on with a run that was stopped, after its last committed round. Raises UserError if the folder holds none."""
+    with _own_threads():
+        commands.resume(Path(folder), quiet=not progress)
+    return Result(folder)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run as its folder holds it now: `Result("runs/digits")` opens an earlier one. UserError if there is none."""
+
+    folder: Path
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        object.__setattr__(self, "folder", Path(folder).resolve())
+        read_config(self.folder)
+
+    @property
+    def config(self) -> Config:
+        """The configuration."""
+        return read_config(self.folder)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What summary.json says: `status`, `sites`, `accuracy`, `forgotten`, `digest`, ..."""
+        return RunFolder(self.folder).summary()
+
+    @property
+    def accuracy(self) -> dict[str, dict[str, float]]:
+        """Test accuracy, a fraction of 1, by network and domain; `union`: over all domains' images together."""
+        return self.summary.get("accuracy") or {}
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """A record of each committed round: replies, dropped sites and why, training loss, validation accuracy, seconds."""
+        return list(RunFolder(self.folder).metrics().values())
+
+    @property
+    def networks(self) -> "Networks":
+        """The networks by the names that `accuracy` uses, each read from its file when it is asked for."""
+        return Networks(self.folder, self.config, str(self.summary.get("aggregate") or ""))
+
+    @property
+    def network(self) -> nn.Module:
+        """The aggregated network, in evaluation mode. UserError if the method has none."""
+        if not (name := self.summary.get("aggregate")):
+            raise UserError(f"{self.folder}: has no aggregated network (yet); `networks` are those that there are")
+        return self.networks[name]
+
+    @property
+    def report(self) -> Path:
+        """The page with tables and pictures."""
+        return self.folder / "report.html"
+
+    def table(self) -> "pandas.DataFrame":
+        """`metrics` as a table: a row for each round, of dropped sites their number."""
+        import pandas
+
+        records = [{**record, "dropped": len(record.get("dropped") or {})} for record in self.metrics]
+        table = pandas.json_normalize(records)
+        return table.set_index("round") if records else table
+
+    def open_ledger(self) -> Ledger:
+        """The record of who contributed what, to be read: `with result.open_ledger() as ledger: list(ledger.events())`."""
+        return Ledger.open(self.folder, server=False)
+
+    def measure(self, network: nn.Module) -> dict[str, float]:
+        """Test accuracy of a network of any origin by domain, as `accuracy` has it.
+
+        It takes [n, c, h, w] float32 in [-1, 1] of the run's channels and size, and returns logits [n, classes].
+        """
+        evaluator = Evaluator(self.config)
+        own = copy.deepcopy(network).to(evaluator.device).eval()
+        with _own_threads():
+            return evaluator.measure("test", network=own)  # pyright: ignore[reportArgumentType]
+
+    def unlearn(
+        self,
+        sites: str | Sequence[str],
+        *,
+        request_id: str = "",
+        reason: str = "",
+        repair: int = 0,
+        rollback: bool = False,
+        retrain: bool = False,
+        progress: bool = False,
+    ) -> dict[str, Any]:
+        """Remove sites as `fedloom unlearn` does; the certificate, which certificates/ keeps, too.
+
+        Where another process is at work on the run it takes the request up between rounds: {"request", "state"} till then.
+        Raises UserError for sites that are unknown or forgotten already.
+        """
+        names = [sites] if isinstance(sites, str) else list(sites)
+        wish = commands.Wish(names, request_id, reason, repair, retrain, rollback)
+        with _own_threads():
+            return commands.unlearn(self.folder, wish, quiet=not progress)[1]
+
+    def _repr_html_(self) -> str:
+        """A notebook shows this: the accuracies, and where the rest is."""
+        summary = self.summary
+        table = accuracy_table(summary).html() if summary.get("accuracy") else ""
+        state = html.escape(f"{summary.get('status', 'begun')}: {self.folder}")
+        return f"{table}<p>{state}</p>"
+
+
+class Networks(Mapping[str, nn.Module]):
+    """A run's networks in evaluation mode, made new whenever one is asked for.
+
+    With evaluation.statistics=batch BatchNorm's running statistics are not those that the run measured with.
+    """
+
+    def __init__(self, folder: Path, config: Config, aggregate: str) -> None:
+        self._config = config
+        self._files = {path.stem: path for path in sorted((folder / "states").glob("*.safetensors"))}
+        if aggregate and AGGREGATE in self._files:
+            self._files = {aggregate: self._files.pop(AGGREGATE), **self._files}
+        for mode in config.baselines:
+            if (path := folder / "baselines" / mode / "states" / f"{AGGREGATE}.safetensors").is_file():
+                self._files[mode] = path
+
+    def __getitem__(self, name: str) -> nn.Module:
+        if name not in self._files:
+            raise KeyError(str(unknown("network", name, self._files)))
+        site = next((site for site in roster(self._config) if site.name == name), None)
+        return load_network(self._files[name], name_of(architecture_of(self._config, site)))[0]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def _config(experiment: Mapping[str, Any], overrides: Sequence[str]) -> Config:
+    """Of a dictionary, read as if it were in a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "experiment.yaml"
+        try:
+            path.write_text(yaml.safe_dump(dict(experiment)), encoding="utf-8")
+        except yaml.YAMLError as error:
+            told = " ".join(map(str, error.args))
+            raise UserError(f"experiment: takes dictionaries, lists, texts and numbers, as YAML has them; {told}") from None
+        return load(str(path), overrides)
+
+
+@contextlib.contextmanager
+def _own_threads() -> Iterator[None]:
+    """Torch's number of threads is again what it was."""
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,146 @@
+"""Runs of sites that only pretend to train, on any grid: what was dropped in each round, and what a run leaves."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flwr.serverapp import Grid
+
+from conf import load
+from conf.schema import Config
+from conf.sites import roster
+from fusion.exact import digest
+from server.evaluate import Evaluator
+from server.ledger.audit import check
+from server.listener import Listener
+from server.rounds.aggregation import Aggregation
+from server.rounds.exchange import Federation
+from server.rounds.loop import RoundLoop, TooFewRepliesError
+from server.rounds.view import Setup
+from server.runfolder import RunFolder
+from sims.benchmarks.soak_app import Replay
+from sims.benchmarks.soak_nodes import Machines
+from sims.benchmarks.soak_plan import ROUND_TIMEOUT, TASK_TIMEOUT, WINDOW, Plan
+from sims.benchmarks.soak_watch import Processes
+from sims.engines import ray
+from sims.engines.adapter import store_folder
+from sims.engines.inline import InlineGrid
+from sims.engines.ray import RayGrid
+
+MOST_REPEATS = 10  # of one round
+
+Dropped = dict[int, dict[int, str]]  # by round: the places of the sites whose replies did not count, and why
+
+
+class Silent(Listener):
+    """Nobody listens."""
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a run leaves: the sum's digest after each round, the aggregated network's, checks, what is wrong with the ledger.
+
+    `staging`: whether something of a round that is over is still there.
+    """
+
+    sums: list[str]
+    network: str
+    checks: dict[str, bool]
+    problems: list[str]
+    staging: bool
+
+
+@dataclass(frozen=True)
+class Soaked:
+    """A run over Ray. `kept`: messages and sums that grid and pool held at its end."""
+
+    seconds: float
+    dropped: Dropped
+    left: Left
+    nodes_killed: list[int]
+    repeated: list[int]
+    kept: int
+    processes: Processes
+    running: list[str]
+
+
+def over_ray(plan: Plan, root: Path, partial_sums: bool) -> Soaked:
+    """All rounds over Ray, with all that the plan says."""
+    processes, machines = Processes(), Machines(plan)
+    try:
+        config = configured(plan, root, machines.address, partial_sums)
+        grid = ray.start(config, "sims.benchmarks.soak_app:app")
+        try:
+            begin, dropped = time.monotonic(), {}
+            loop = begun(config, grid, machines)
+            places = {site.name: site.index for site in roster(config)}
+            for record in every_round(loop, repeated := []):
+                dropped[record["round"]] = {places[name]: reason for name, reason in record["dropped"].items()}
+                processes.sample()
+            seconds, kept = time.monotonic() - begin, _kept(grid)
+        finally:
+            grid.close()
+    finally:
+        machines.close()
+    running = processes.left()
+    return Soaked(seconds, dropped, left_by(loop), machines.killed, repeated, kept, processes, running)
+
+
+def replay(plan: Plan, root: Path, dropped: Dropped) -> Left:
+    """The same on the inline engine, where exactly these sites fail and nothing else goes wrong."""
+    config = configured(plan, root, "", False)
+    loop = begun(config, InlineGrid(plan.sites, store_folder(config), Replay(dropped)), Silent())
+    for _ in loop.rounds():
+        pass
+    return left_by(loop)
+
+
+def configured(plan: Plan, root: Path, address: str, partial_sums: bool) -> Config:
+    """The experiment: sites of 20 images, and limits of time that the plan's faults exceed."""
+    entry = f"sites=[{{domain: digits, count: {plan.sites}, samples: 20}}]"
+    small = ["network.width=0.25", "data.size=8", "evaluation.every=1000000", f"rounds={plan.rounds}", f"run.root={root}"]
+    limits = [f"federation.timeout={ROUND_TIMEOUT}", f"federation.window={WINDOW}", f"engine.task_timeout={TASK_TIMEOUT}"]
+    engine = [f"engine.address={address}"] if address else ["engine.name=inline"]
+    sums = f"federation.partial_sums={str(partial_sums).lower()}"
+    return load("digits", [entry, *small, *limits, *engine, "engine.workers=2", sums])
+
+
+def begun(config: Config, grid: Grid, listener: Listener) -> RoundLoop:
+    """All of a run before its first round."""
+    sites, folder = roster(config), Path(config.run.root) / config.run.name
+    RunFolder(folder).open(config)
+    federation = Federation(grid, sites, config.federation.window)
+    federation.join(config.federation.join_timeout)
+    aggregation = Aggregation(Setup(config, sites, folder))
+    return RoundLoop(config, "faults", federation, aggregation, Evaluator(config), listener)
+
+
+def every_round(loop: RoundLoop, repeated: list[int]) -> Iterator[dict[str, Any]]:
+    """The records of all rounds. One in which no reply came in time is noted and repeated, as the run's resumption would."""
+    for round in range(1, loop.last + 1):
+        while True:
+            try:
+                yield loop.one(round)
+                break
+            except TooFewRepliesError:
+                repeated.append(round)
+                if repeated.count(round) > MOST_REPEATS:
+                    raise
+
+
+def left_by(loop: RoundLoop) -> Left:
+    """What a run leaves that has ended; its ledger is closed, and read again from disk."""
+    aggregation = loop.aggregation
+    sums = [row.digest["sum"] for row in aggregation.ledger.rounds()]
+    network, checks = digest(aggregation.aggregate().state), aggregation.checks()[0]
+    aggregation.ledger.close()
+    problems = [f"{problem.file}: {problem.what}" for problem in check(aggregation.ledger.folder)]
+    return Left(sums, network, checks, problems, aggregation.slots.contributions.staging.exists())
+
+
+def _kept(grid: RayGrid) -> int:
+    pool = grid._pool
+    held = (grid._messages, grid._sums, pool._queue, pool._suspects, pool._charges, pool._calls, pool._done)
+    return sum(map(len, held))

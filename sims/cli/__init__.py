@@ -1,0 +1,1 @@
+"""The command `fedloom`: a file per group of commands."""

@@ -1,0 +1,192 @@
+"""The commands `fedloom align` and `fedloom fuse`: networks from files, a probe set from a domain, tables and pictures."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor, nn
+
+from clients.data.domains import find
+from clients.networks import NetworkName, load_network, parse_name, save_network
+from conf.errors import UserError
+from fusion.channels import wire
+from fusion.fusing import Fused, FusionSettings, fuse
+from fusion.matching import layer_costs, match_units
+from fusion.search import best_weights
+from sims.cli.options import numbers
+from sims.experiments.pairs import Task, accuracy, probe_set
+from sims.report.plots import alignment_figure
+from sims.report.tables import Table, percent
+
+PICTURES = (".png", ".pdf", ".svg")
+
+
+SEARCH = "search"  # instead of weights
+
+
+@dataclass(frozen=True)
+class Files:
+    """Networks in files: their names where the files do not say them, and the images that all of them are for."""
+
+    paths: Sequence[Path]
+    names: Sequence[str]
+    domain: str
+    samples: int
+    size: int
+    grey: bool
+    root: str = ""
+
+    def load(self) -> tuple[list[nn.Module], list[NetworkName], Tensor]:
+        """The networks, their names and the probe set. Raises UserError naming the file or option at fault."""
+        classes = find(self.domain).classes
+        sizes = 1 if self.grey else 3, self.size, classes
+        if len(self.names) > len(self.paths):
+            raise UserError(f"--network: {len(self.names)} names for {len(self.paths)} files")
+        given = [parse_name(name, *sizes) if name else None for name in self.names]
+        loaded = [load_network(path, given[k] if k < len(given) else None) for k, path in enumerate(self.paths)]
+        networks, names = [network for network, _ in loaded], [name for _, name in loaded]
+        for path, name in zip(self.paths, names, strict=True):
+            if (name.channels, name.size) != (names[0].channels, names[0].size):
+                raise UserError(f"{path}: is for {name.channels} x {name.size} x {name.size} images, {self.paths[0]} for "
+                                f"{names[0].channels} x {names[0].size} x {names[0].size}")  # fmt: skip
+        return networks, names, probe_set(self.task(names[0]), self.samples)
+
+    def task(self, name: NetworkName, domain: str = "") -> Task:
+        """The images of a domain as a network takes them."""
+        return Task(domain or self.domain, name.size, name.channels == 1, root=self.root)
+
+
+def align(files: Files, comparison: str, pin_first: bool, pin_last: bool, out: Path) -> Table:
+    """Compare the layers of two networks, draw the costs with the chosen map to `out`, and return the map as a table."""
+    _check_out(out, PICTURES)
+    (a, b), _, probe = files.load()
+    with working("comparing layers"):
+        one, two = wire(a, probe[:1]), wire(b, probe[:1])
+        kind = {"neurons": {"representation": "neurons"}}.get(comparison, {"dissimilarity": comparison})
+        cost = layer_costs(a, b, probe, **kind)
+        pairs = match_units(one, two, cost, pin_first=pin_first, pin_last=pin_last)
+    alignment_figure(
+        cost, [u.name for u in one.units], [u.name for u in two.units], pairs, [u.group for u in one.units], out
+    )
+    rows = [[place, u.name, *_partner(place, pairs, two.units, cost), u.group] for place, u in enumerate(one.units)]
+    head = ["#", str(files.paths[0].name), f"layer of {files.paths[1].name}", "cost", "group"]
+    total = sum(cost[i, j] for i, j in pairs.items())
+    return Table(
+        "Alignment", head, rows, f"{comparison} over {len(probe)} samples of {files.domain}; cost of the map {total:.4f}"
+    )
+
+
+def _partner(place: int, pairs: dict[int, int], units: Sequence, cost: np.ndarray) -> list[str]:
+    if place not in pairs:
+        return ["-", "-"]
+    return [units[pairs[place]].name, f"{cost[place, pairs[place]]:.4f}"]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to fuse into what: a file's name or its place (1, 2, ...), and where the result goes."""
+
+    into: str
+    depth: str
+    weights: str
+    out: Path
+    labels: str = ""
+
+
+def fuse_files(files: Files, order: Order, settings: FusionSettings) -> list[Table]:
+    """Fuse, save the network and return the report's tables."""
+    into = _place(files.paths, order.into, "--into")
+    depth = _place(files.paths, order.depth, "--depth") if order.depth else into
+    weights = numbers(order.weights, "--weights") if order.weights != SEARCH else None
+    _check_out(order.out)
+    if order.labels:
+        find(order.labels)
+    elif order.weights == SEARCH:
+        raise UserError(f"--weights {SEARCH}: needs --labels, the domain whose validation images choose them")
+    networks, names, probe = files.load()
+    with working("aligning and fusing"):
+        run = partial(fuse, networks, into=into, depth=depth, probe=probe, settings=settings)
+        if order.weights == SEARCH:
+            task = files.task(names[0], order.labels)
+            weights, _ = best_weights(lambda tried: run(weights=tried).network,
+                                      lambda network: accuracy(network, task, "validation"), len(networks))  # fmt: skip
+        fused = run(weights=weights)
+    save_network(order.out, fused.network, _name(fused.network, names[depth], names[into]))
+    tables = [_costs(fused, files), _seconds(fused)]
+    if order.weights == SEARCH:
+        tables.insert(0, Table("Weights", [path.name for path in files.paths], [[f"{share:.2f}" for share in weights or []]],
+                               f"chosen on validation images of {order.labels}"))  # fmt: skip
+    if order.labels:
+        tables.insert(0, _accuracies(networks, fused, files, files.task(names[0], order.labels)))
+    return tables
+
+
+def _name(network: nn.Module, depth: NetworkName, into: NetworkName) -> NetworkName:
+    """What builds the fused network: the one's family with its own options or the other's (their widths), maybe a bias."""
+    shapes = {key: tensor.shape for key, tensor in network.state_dict().items()}
+    linear = [shape[0] for key, shape in shapes.items() if len(shape) == 2]
+    widths = {**depth.options, **({"widths": linear[:-1]} if "widths" in depth.options else {})}
+    choices = [{**options, **bias} for bias in ({}, {"bias": True}) for options in (depth.options, into.options, widths)]
+    for name in (replace(depth, options=options) for options in choices):
+        with suppress(UserError):
+            if {key: tensor.shape for key, tensor in name.build().state_dict().items()} == shapes:
+                return name
+    raise UserError(f"the fused network has the layers of {depth.name} and the widths of {into.name}: no named network has "
+                    "both, and its file could not be read back; leave --depth out")  # fmt: skip
+
+
+def _accuracies(networks: Sequence[nn.Module], fused: Fused, files: Files, task: Task) -> Table:
+    with working("measuring"):
+        rows = [
+            [path.name, percent(accuracy(network, task, "test"))]
+            for path, network in zip(files.paths, networks, strict=True)
+        ]
+        rows.append(["fused", percent(accuracy(fused.network, task, "test"))])
+    return Table(f"Accuracy on {task.domain}", ["network", "test images"], rows)
+
+
+def _costs(fused: Fused, files: Files) -> Table:
+    moving = [k for k, costs in enumerate(fused.costs) if costs]
+    layers = fused.costs[moving[0]] if moving else {}
+    rows = [[layer, *(f"{fused.costs[k].get(layer, math.nan):.4g}" for k in moving)] for layer in layers]
+    return Table(
+        "Transport cost of each axis", ["written by", *(files.paths[k].name for k in moving)], rows, " ".join(fused.notes)
+    )
+
+
+def _seconds(fused: Fused) -> Table:
+    rows = [[part, f"{seconds:.3f}"] for part, seconds in fused.seconds.items()]
+    return Table("Seconds", ["part", "s"], [*rows, ["all", f"{sum(fused.seconds.values()):.3f}"]])
+
+
+def _check_out(out: Path, endings: Sequence[str] = ()) -> None:
+    if not out.parent.is_dir():
+        raise UserError(f"--out: the folder {out.parent} is not there")
+    if endings and out.suffix not in endings:
+        raise UserError(f"--out: got '{out.name}', takes a name that ends in {', '.join(endings)}")
+
+
+def _place(paths: Sequence[Path], text: str, option: str) -> int:
+    for place, path in enumerate(paths):
+        if text in (str(path), path.name, path.stem, str(place + 1)):
+            return place
+    raise UserError(
+        f"{option}: '{text}' is none of the networks; takes {', '.join(path.name for path in paths)} or their number"
+    )
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """A line on stderr that lives while something takes long; nothing without a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        progress.add_task(what)
+        yield

@@ -1,0 +1,155 @@
+"""What this machine has for Fedloom: versions, cores, memory, GPUs, disk, torch's health, and where domains come from."""
+
+import importlib
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+from conf.schema import DataConfig
+from sims.report.tables import Table
+
+Finding = tuple[str, str, bool]
+PACKAGES = {  # what pip calls it, and what Python does
+    "torch": "torch",
+    "torchvision": "torchvision",
+    "flwr": "flwr",
+    "ray": "ray",
+    "pot": "ot",
+    "omegaconf": "omegaconf",
+}
+HINTS = {"ray": "; engine.name=inline works"}
+GIB = 2**30
+PATIENCE = 120.0  # seconds for a layer that takes less than one
+NARROW = """
+import torch
+
+torch.set_num_threads(1)
+for _ in range(4):
+    images = torch.randn(32, 128, 128, 4).permute(0, 3, 1, 2)  # channels last
+    layer = torch.nn.Conv2d(4, 8, 1, stride=2, bias=False)
+    (ours,) = torch.autograd.grad(layer(images).square().sum(), [layer.weight])
+    with torch.backends.mkldnn.flags(enabled=False):
+        (plain,) = torch.autograd.grad(layer(images).square().sum(), [layer.weight])
+    torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-3 * float(plain.abs().max()))
+"""  # oneDNN's issue 6035: fewer channels than its vectors have overrun its workspace
+CURE = (
+    "Fedloom's own networks go round it; in yours give such a layer 16 channels or more, or x.contiguous(), or set "
+    "torch.backends.mkldnn.enabled = False"
+)
+
+
+def doctor(data: DataConfig) -> list[Finding]:
+    """(what, finding, ok) for everything a run needs. It never raises: what cannot be found out is a finding."""
+    machine: dict[str, Callable[[], tuple[str, bool]]] = {
+        "CPU cores": _cores,
+        "memory": _memory,
+        "GPUs": _gpus,
+        "free disk": _disk,
+        "narrow convolutions": narrow_convolutions,
+    }
+    return [
+        ("fedloom", _fedloom(), True),
+        ("python", platform.python_version(), True),
+        *((package, *_package(package)) for package in PACKAGES),
+        *((what, *_guarded(look)) for what, look in machine.items()),
+        *_domains(data),
+    ]
+
+
+def doctor_table(findings: list[Finding]) -> Table:
+    """The findings as a table."""
+    rows = [[what, finding, "yes" if ok else "NO"] for what, finding, ok in findings]
+    missing = sum(not ok for _, _, ok in findings)
+    lacking = f"{missing} of {len(findings)} are not there or not sound: what needs them will not run."
+    return Table("Fedloom doctor", ["what", "finding", "ok"], rows, lacking if missing else "All is there.")
+
+
+def narrow_convolutions(script: str = NARROW, patience: float = PATIENCE) -> tuple[str, bool]:
+    """Whether this torch survives training a layer of few channels, tried in a process of its own (`patience`: seconds)."""
+    try:
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=patience, check=False)
+    except subprocess.TimeoutExpired:
+        how = f"does not end within {patience:g} s"
+    else:
+        if done.returncode == 0:
+            return "trained, with the right gradients", True
+        last = done.stderr.strip().rpartition("\n")[2]
+        died = f"kills its process ({signal.Signals(-done.returncode).name})" if done.returncode < 0 else "fails"
+        how = f"{died}{': ' if last else ''}{last}"
+    return f"a 1x1 convolution of stride 2 with 4 channels, channels last, {how}. {CURE}", False
+
+
+def _fedloom() -> str:
+    try:
+        return metadata.version("fedloom")
+    except metadata.PackageNotFoundError:
+        return f"run from {Path(__file__).parents[1]}, not installed"
+
+
+def _package(package: str) -> tuple[str, bool]:
+    """The version of a package that can be imported."""
+    try:
+        module = importlib.import_module(PACKAGES[package])
+    except ModuleNotFoundError as error:
+        if error.name != PACKAGES[package]:
+            return f"cannot be imported: {error}", False
+        return f"not installed{HINTS.get(package, '')}", False
+    except Exception as error:  # a broken package may raise anything, and this is the place to hear of it
+        return f"cannot be imported: {error}{HINTS.get(package, '')}", False
+    return str(getattr(module, "__version__", None) or metadata.version(package)), True
+
+
+def _guarded(look: Callable[[], tuple[str, bool]]) -> tuple[str, bool]:
+    try:
+        return look()
+    except Exception as error:  # a doctor goes on to the next question
+        return f"cannot be found out: {error}", False
+
+
+def _cores() -> tuple[str, bool]:
+    affinity = getattr(os, "sched_getaffinity", None)
+    usable = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return f"{usable} usable of {os.cpu_count()}", True
+
+
+def _memory() -> tuple[str, bool]:
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = page * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    bound = limit.read_text().strip() if limit.is_file() else "max"
+    if bound.isdigit() and int(bound) < total:
+        return f"{int(bound) / GIB:.1f} GiB (a limit on this container; the machine has {total / GIB:.1f} GiB)", True
+    return f"{total / GIB:.1f} GiB", True
+
+
+def _gpus() -> tuple[str, bool]:
+    import torch
+
+    names = [torch.cuda.get_device_name(place) for place in range(torch.cuda.device_count())]
+    return ", ".join(names) if names else "none; runs use the CPU", True
+
+
+def _disk() -> tuple[str, bool]:
+    free = shutil.disk_usage(Path.cwd()).free
+    return f"{free / GIB:.1f} GiB in {Path.cwd()}", free > GIB
+
+
+def _domains(data: DataConfig) -> list[Finding]:
+    """Where each domain would come from. The data module is imported here: it needs packages that may be missing."""
+    try:
+        from clients.data import domain_names, where
+
+        names = list(domain_names())
+    except Exception as error:
+        return [("domains", f"cannot be listed: {error}", False)]
+    return [(f"domain {name}", *_guarded(lambda name=name: _domain(where(name, data)))) for name in names]
+
+
+def _domain(line: str) -> tuple[str, bool]:
+    return line, not line.startswith("not available")

@@ -1,0 +1,219 @@
+"""What a user sees while a run goes on: a live line in a terminal, plain lines in a log, or only what is worth telling.
+
+All three are listeners as the server's round loop calls them, and context managers that leave the terminal in order.
+"""
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table as Grid
+from rich.text import Text
+
+from sims.benchmarks.memory import tree_bytes
+from sims.report.tables import Table, accuracy_table, clean, forgetting_table, percent
+
+REFRESHES_PER_SECOND = 4
+MEMORY_SECONDS = 2.0
+
+
+class QuietListener:
+    """Tells only messages; the base of the others."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives the terminal back; may be called twice."""
+
+    def started(self, run: str, sites: int, rounds: int, note: str) -> None:
+        """A run begins, or goes on."""
+
+    def round_started(self, round: int, asked: int) -> None:
+        """`asked` sites are asked in this round."""
+
+    def reply(self, site: str, ok: bool, reason: str) -> None:
+        """A site answered, or failed with a reason. Called up to 10,000 times a round: it has to be cheap."""
+
+    def round_done(self, record: dict[str, Any]) -> None:
+        """The round is committed; `record` is its line in metrics.jsonl."""
+
+    def note(self, text: str) -> None:
+        """A line on how things go."""
+
+    def message(self, text: str) -> None:
+        """A line worth telling at any rate."""
+        self._say(text)
+
+    def finished(self, summary: dict[str, Any]) -> None:
+        """The run ended; `summary` is what summary.json holds."""
+
+    def _say(self, text: str) -> None:
+        self.console.print(clean(text), markup=False, highlight=False, soft_wrap=True)
+
+
+class PlainListener(QuietListener):
+    """Plain lines, one per round, for logs and pipes."""
+
+    def note(self, text: str) -> None:
+        self._say(text)
+
+    def started(self, run: str, sites: int, rounds: int, note: str) -> None:
+        self._rounds = rounds
+        self._say(_opening(run, sites, rounds, note))
+
+    def round_done(self, record: dict[str, Any]) -> None:
+        parts = [f"round {record['round']}/{self._rounds}", f"{record.get('seconds', 0):.1f} s"]
+        parts += [f"{record.get('replies', 0)} replies"]
+        dropped, loss, union = len(record.get("dropped") or {}), record.get("train_loss"), _union(record)
+        parts += [f"{dropped} dropped"] if dropped else []
+        parts += [f"train loss {loss:.4g}"] if loss is not None else []
+        parts += [f"validation accuracy {percent(union)}"] if union is not None else []
+        self._say(", ".join(parts))
+
+    def finished(self, summary: dict[str, Any]) -> None:
+        self._say(_ending(summary))
+        for table in _result_tables(summary):
+            self.console.print("\n" + table.markdown(), end="", markup=False, highlight=False, soft_wrap=True)
+
+
+class RichListener(QuietListener):
+    """One live line: run, bar, round, sites of this round, validation accuracy, time left.
+
+    The listener's calls only set counters; the line is made of them by the display's own thread, a few times a second.
+    """
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(console)
+        self._clock = clock
+        self._live: Live | None = None
+        self._begin("", 0)
+
+    def _begin(self, run: str, rounds: int) -> None:
+        self._run, self._rounds, self._round, self._done = run, rounds, 0, 0
+        self._asked = self._good = self._failed = 0
+        self._accuracy: float | None = None
+        self._replies, self._memory, self._looked = 0, 0, 0.0
+        self._since, self._first = self._clock(), 0.0
+
+    def started(self, run: str, sites: int, rounds: int, note: str) -> None:
+        self.close()
+        self._begin(run, rounds)
+        self._say(_opening(run, sites, rounds, note))
+        self._live = Live(
+            console=self.console,
+            get_renderable=self.line,
+            refresh_per_second=REFRESHES_PER_SECOND,
+            transient=True,
+            redirect_stdout=not self.console.stderr,  # JSON may be on its way to stdout
+        )
+        self._live.start()
+
+    def note(self, text: str) -> None:
+        self._say(text)
+
+    def round_started(self, round: int, asked: int) -> None:
+        if not self._round:  # the first round of this process: a run that goes on does not start at 1
+            self._done, self._first, self._since = round - 1, float(round - 1), self._clock()
+        self._round, self._asked, self._good, self._failed = round, asked, 0, 0
+
+    def reply(self, site: str, ok: bool, reason: str) -> None:
+        self._replies += 1
+        if ok:
+            self._good += 1
+        else:
+            self._failed += 1
+
+    def round_done(self, record: dict[str, Any]) -> None:
+        self._done, self._asked, self._good, self._failed = record["round"], 0, 0, 0
+        union = _union(record)
+        self._accuracy = self._accuracy if union is None else union
+
+    def finished(self, summary: dict[str, Any]) -> None:
+        self.close()
+        self._say(_ending(summary))
+        for table in _result_tables(summary):
+            self.console.print(table.rich())
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def line(self) -> Grid:
+        """What the display shows now."""
+        done = self._good + self._failed
+        sites = f"sites {done}/{self._asked} ({self._asked - done} running)" if self._asked else ""
+        parts = [f"round {max(self._round, self._done)}/{self._rounds}", sites]
+        parts += [f"{self._failed} failed"] if self._failed else []
+        parts += [f"validation {percent(self._accuracy)}"] if self._accuracy is not None else []
+        parts += [self._load()]
+        parts += [_left(self._clock() - self._since, self._fraction(), self._first / max(1, self._rounds))]
+        grid = Grid.grid(padding=(0, 1))
+        grid.add_column(no_wrap=True)
+        grid.add_column(width=24)
+        grid.add_column(no_wrap=True)
+        bar = ProgressBar(total=1.0, completed=self._fraction(), width=24)
+        grid.add_row(Text(clean(self._run), style="bold"), bar, Text(", ".join(filter(None, parts))))
+        return grid
+
+    def _load(self) -> str:
+        """Answers per second since the run began, and the memory of all its processes, looked up now and then."""
+        now = self._clock()
+        if now - self._looked > MEMORY_SECONDS:
+            self._memory, self._looked = tree_bytes(), now
+        seconds = now - self._since
+        speed = f"{self._replies / seconds:.3g} tasks/s, " if self._replies and seconds > 0 else ""
+        return f"{speed}{self._memory / 2**30:.1f} GiB"
+
+    def _fraction(self) -> float:
+        """Of all rounds, what is done: whole rounds, and of the present one the sites that answered."""
+        part = (self._good + self._failed) / self._asked if self._asked else 0.0
+        return min(1.0, (self._done + min(part, 1.0)) / max(1, self._rounds))
+
+
+def listener_for(quiet: bool, console: Console | None = None, json_output: bool = False) -> QuietListener:
+    """The listener that fits: quiet if asked for, live in a terminal, plain lines elsewhere.
+
+    With `json_output` everything goes to stderr, so that stdout holds just JSON; a given `console` is used as it is.
+    """
+    console = console or Console(stderr=json_output)
+    if quiet:
+        return QuietListener(console)
+    return RichListener(console) if console.is_terminal and not console.is_dumb_terminal else PlainListener(console)
+
+
+def _opening(run: str, sites: int, rounds: int, note: str) -> str:
+    return f"{run}: {sites} sites, {rounds} rounds" + (f" ({note})" if note else "")
+
+
+def _ending(summary: dict[str, Any]) -> str:
+    return f"{summary.get('status', 'finished')} after {summary.get('seconds', 0):.1f} s"
+
+
+def _result_tables(summary: dict[str, Any]) -> list[Table]:
+    tables = [accuracy_table(summary)] if summary.get("accuracy") else []
+    return [*tables, forgetting_table(summary)] if summary.get("forgotten") else tables
+
+
+def _union(record: dict[str, Any]) -> float | None:
+    return (record.get("accuracy") or {}).get("union")
+
+
+def _left(seconds: float, fraction: float, start: float) -> str:
+    """The time left, at the speed so far; empty while nothing is known."""
+    if fraction <= start:
+        return ""
+    rest = round(seconds * (1 - fraction) / (fraction - start))
+    hours, minutes = divmod(rest // 60, 60)
+    return f"{hours}:{minutes:02d}:{rest % 60:02d} left" if hours else f"{minutes}:{rest % 60:02d} left"

@@ -1,0 +1,248 @@
+"""The commands on a run that is there: resume, unlearn, readmit, verify, ledger."""
+
+import contextlib
+import dataclasses
+import uuid
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conf.errors import FailedError, UserError
+from conf.schema import Config
+from server.evaluate import Evaluator
+from server.experiment import check_sums, head
+from server.ledger import Ledger, Request
+from server.ledger.audit import check
+from server.ledger.database import LEDGER, BusyError
+from server.listener import Listener
+from server.method import Method
+from server.runfolder import RunFolder, read_config
+from server.unlearning.certificate import CERTIFICATES, read, verify, verify_accuracy
+from server.unlearning.requests import receive, wants_training
+from sims.cli.progress import listener_for
+from sims.engines import MODULES, open_engine, refuse_engine
+from sims.report.certificates import write_pages
+from sims.report.report import write_report
+from sims.report.tables import Table
+from sims.simulate import simulate
+
+WITHOUT_SERVER = "where no server runs (any more), 'fedloom resume' does"
+
+
+def resume(path: Path, *, quiet: bool = False, json_output: bool = False) -> dict[str, Any]:
+    """Go on with a run after its last committed round; its summary."""
+    config = read_config(path)
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
+    return simulate(config, quiet=quiet, json_output=json_output)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is asked: sites to forget, the request's id (empty: a new one), and what is done after the subtraction."""
+
+    sites: Sequence[str]
+    id: str = ""
+    reason: str = ""
+    repair: int = 0
+    retrain: bool = False
+    rollback: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """As the ledger keeps them."""
+        return {"repair": self.repair, "retrain": self.retrain, "rollback": self.rollback}
+
+
+def unlearn(path: Path, wish: Wish, *, quiet: bool = False) -> tuple[str, dict[str, Any]]:
+    """Fulfil a request on a run, or queue it where a server is at work; what to tell, and the certificate.
+
+    Where there is none (yet), {"request", "state"} stands for it.
+    """
+    config, id = read_config(path), wish.id or uuid.uuid4().hex[:12]
+    try:
+        ledger = Ledger.open(path)
+    except BusyError:
+        return _queue(path, id, wish)
+    with ledger, listener_for(quiet) as listener:
+        RunFolder(path).check(ledger.run().config)  # before anything is received
+        if ledger.request(id) is None and wants_training(wish.options):
+            refuse_engine(config)
+        request = receive(ledger, id, wish.sites, wish.reason, wish.options)
+        if request.state == "refused" or (request.state == "verified" and not _cut_off(ledger)):
+            return _first_result(path, request, wish)
+        method = Method(config, RunFolder(path), ledger, Evaluator(config))
+        _fulfil(method, listener)
+        request = ledger.request(id) or request
+    write_pages(path)
+    write_report(path)
+    if request.state == "refused":
+        return _first_result(path, request, wish)
+    file = path / CERTIFICATES / f"{id}.json"
+    told = f"request '{id}' verified: {', '.join(request.sites)} forgotten; certificate: {file.with_suffix('.html')}"
+    return told, read(file)
+
+
+def readmit(path: Path, sites: Sequence[str], node: int | None = None) -> str:
+    """Let forgotten sites take part again, or say that a site is at another node now; what to tell."""
+    if node is not None:
+        return _vouch(path, sites, node)
+    config = read_config(path)
+    with Ledger.open(path) as ledger:
+        method = Method(config, RunFolder(path), ledger, Evaluator(config))
+        for request in ledger.waiting(applied=True):
+            if under_way := set(sites) & set(request.sites):
+                raise UserError(f"request '{request.id}' is not done with '{min(under_way)}' yet: resume the run first")
+        method.aggregation.readmit(sites)
+        left = max(0, method.aggregation.length(config.rounds) - method.unlearning().last_round())
+    rounds = f"'fedloom resume' trains the {left} rounds left" if left else "no round is left that would train them"
+    return f"{', '.join(sites)} may take part again, from the initial network on, which is in the sum; {rounds}"
+
+
+def _vouch(path: Path, sites: Sequence[str], node: int) -> str:
+    """The operator's word that a site's contributions belong to this node from now on; a running server hears of it."""
+    if len(sites) != 1:
+        raise UserError(f"--node: is that of one site; got {len(sites)} sites")
+    if not 0 < node < 2**64:
+        raise UserError(f"--node: got {node}, takes the id of one of Flower's nodes, as the server's warning names it")
+    if (engine := read_config(path).engine.name) in MODULES:
+        raise UserError(f"--node: the sites of this run are simulated (engine.name={engine}) and have no nodes of their own")
+    with Ledger.open(path, server=False) as ledger:
+        before = ledger.bound().get(sites[0])
+        ledger.bind({sites[0]: node}, by="operator")
+    told = f"{sites[0]} is at node {node}" + (f", no longer at {before}" if before not in (None, node) else "")
+    return f"{told}: it may have what the site gave; a running server knows it before its next round"
+
+
+def verify_certificate(certificate: Path, path: Path) -> tuple[Table, bool]:
+    """What was compared, and whether nothing differs."""
+    config = read_config(path)
+    with Ledger.open(path, server=False) as ledger:
+        findings = verify(certificate, ledger)
+        findings += verify_accuracy(certificate, ledger, lambda: _accuracy_now(config, path, ledger))
+    rows = [[finding.what, finding.verdict, finding.told] for finding in findings]
+    good = all(finding.verdict != "mismatch" for finding in findings)
+    verdict = "match" if good else "mismatch"
+    return Table(f"{certificate.name}: {verdict}", ["what", "verdict", ""], rows), good
+
+
+def _accuracy_now(config: Config, path: Path, ledger: Ledger) -> dict[str, float]:
+    evaluator = Evaluator(config)
+    return evaluator.accuracy(Method(config, RunFolder(path), ledger, evaluator).aggregation.aggregate(), "test")
+
+
+def audit(path: Path) -> dict[str, Any]:
+    """`fedloom ledger --check`: {"ok", "digest", "problems", "notes"}; requests that wait are among the notes."""
+    if not path.is_dir():
+        raise UserError(f"{path}: no such run folder; give the folder of a run, such as runs/digits")
+    found = check(path)
+    told: dict[str, list[str]] = {"problem": [], "note": []}
+    for one in found:
+        told[one.severity].append(f"{one.file}: {one.what}")
+    digest: dict[str, str] = {}
+    with contextlib.suppress(UserError), Ledger.open(path, server=False) as ledger:
+        last = ledger.last_round()
+        digest = last.digest if last else {}
+        told["note"] += [f"{LEDGER}: request '{each.id}' is {each.state}, not verified: the running server goes on with it;"
+                         f" {WITHOUT_SERVER}" for each in ledger.waiting(applied=True)]  # fmt: skip
+    return {"ok": not told["problem"], "digest": digest, "problems": told["problem"], "notes": told["note"]}
+
+
+def events(path: Path) -> list[dict[str, Any]]:
+    """The ledger's events, oldest first: {"id", "time", "kind", "body", "previous", "digest"}."""
+    with Ledger.open(path, server=False) as ledger:
+        return [dataclasses.asdict(event) for event in ledger.events()]
+
+
+def events_table(path: Path, given: Sequence[dict[str, Any]]) -> Table:
+    """The same as a table."""
+    rows = [[one["id"], one["time"], one["kind"], _told(one["body"]), one["digest"][:12]] for one in given]
+    return Table(f"Ledger of {path}", ["#", "time", "event", "what", "digest"], rows)
+
+
+def prune(path: Path) -> list[str]:
+    """`fedloom ledger --prune`: the names of what was removed."""
+    with Ledger.open(path) as ledger:
+        return ledger.prune()
+
+
+def _told(body: dict[str, Any]) -> str:
+    """The short parts of an event's body."""
+    parts = {key: body[key] for key in ("round", "id", "request", "sites", "reason") if body.get(key) not in (None, "", [])}
+    words = {key: ", ".join(item[:5]) + (", ..." if len(item) > 5 else "") if isinstance(item, list) else str(item)
+             for key, item in parts.items()}  # fmt: skip
+    return "; ".join(f"{key} {word}" for key, word in words.items())
+
+
+def _queue(path: Path, id: str, wish: Wish) -> tuple[str, dict[str, Any]]:
+    """Queue a request beside a running server, or say how far it is with it."""
+    with Ledger.open(path, server=False) as ledger:
+        request = receive(ledger, id, wish.sites, wish.reason, wish.options)
+    if request.state in ("verified", "refused"):
+        return _first_result(path, request, wish)
+    when = (
+        "takes it after its present round" if request.state == "received" else "certifies it after the rounds it asked for"
+    )
+    return f"request '{id}' {request.state}: the running server {when}; {WITHOUT_SERVER}", _state_of(request)
+
+
+def _state_of(request: Request) -> dict[str, Any]:
+    return {"request": request.id, "state": request.state}
+
+
+def _first_result(path: Path, request: Request, wish: Wish) -> tuple[str, dict[str, Any]]:
+    """What came of a request earlier. Raises UserError if it was refused."""
+    if request.state == "refused":
+        raise UserError(f"request '{request.id}' was refused: {(request.result or {}).get('reason')}; ask under another id")
+    write_pages(path)
+    file = path / CERTIFICATES / f"{request.id}.json"
+    done = read(file) if file.is_file() else None
+    told = f"request '{request.id}' was verified before: {', '.join(request.sites)} forgotten; certificate: {file}"
+    told += "" if done else ", which is not there any more: put it back from a copy"
+    if others := set(wish.sites) - set(request.sites):
+        told += f"\nnothing is done about {', '.join(sorted(others))}: ask under another id"
+    return told, done or _state_of(request)
+
+
+def _cut_off(ledger: Ledger) -> bool:
+    """Whether a request was verified last of all: the results were not measured again."""
+    return deque(ledger.events(), maxlen=1)[0].kind == "verified"
+
+
+def _fulfil(method: Method, listener: Listener) -> None:
+    """Apply and certify all requests, also those that come meanwhile, train what they ask for, and measure again.
+
+    Where sites can only be trained by a real federation, requests that want that are left to it as they are.
+    """
+    unlearning, engine = method.unlearning(), method.config.engine.name
+
+    def can(request: Request) -> bool:
+        return engine in MODULES or not wants_training(request.options)
+
+    unlearning.screen(listener.note)
+    while (due := list(filter(can, unlearning.under_way()))) or _cut_off(method.ledger):
+        changed = False
+        if any(wants_training(request.options) for request in due):
+            with open_engine(method.config) as grid:  # before anything is subtracted: it may not start
+                method.train(method.joined(grid), listener, rounds=unlearning.last_round())
+        else:
+            changed = unlearning.take(listener.note, can=can)
+        if changed or _cut_off(method.ledger):
+            _measure_again(method, listener)
+
+
+def _measure_again(method: Method, listener: Listener) -> None:
+    """The run's metrics, summary and networks as they are without the sites."""
+    method.complete_metrics()
+    old = {"status": "interrupted", "seconds": 0.0, **method.folder.summary()}
+    listener.note("measuring on the test images")
+    summary = {**old, **head(method.config, method.ledger), **method.measure()}
+    try:
+        check_sums(method.folder.path, summary)
+    except FailedError:
+        summary["status"] = "failed"
+        raise
+    finally:
+        method.folder.write_summary(summary)
+        method.ledger.note(summary["status"], {"files": method.folder.results()})

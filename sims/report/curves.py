@@ -1,0 +1,122 @@
+"""Validation accuracy over the rounds, as curves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sims.report.canvas import GREY, INK, PALETTE, new_figure, percent_axis, score_of, short
+from sims.report.tables import percent
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+End = tuple[float, str, str]  # of a line: where it ends, its label and colour
+Records = Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
+
+
+def accuracy_figure(metrics: Records, baselines: Mapping[str, Records] | None = None) -> Figure | None:
+    """Validation accuracy over the rounds, a line per domain and one for their union; None if never measured.
+
+    Of `baselines`, by name, the accuracy on the union is drawn beside it, as broken lines.
+    """
+    names, beside = list(dict.fromkeys(name for record in metrics for name in record.get("accuracy") or {})), baselines or {}
+    if not names:
+        return None
+    figure, axes = new_figure(8.5, 4.6)
+    ends: list[End] = []
+    many = len(names) - 1 > len(PALETTE)
+    names.sort(key=lambda name: (name == "union") == many)  # the union's thick line: below a few lines, above many
+    for place, name in enumerate(names):
+        colour = INK if name == "union" else GREY if many else PALETTE[(place - 1) % len(PALETTE)]
+        ends += _curve(axes, metrics, name, name, colour, bold=name == "union", faint=many and name != "union")
+    ends = _worth_a_label(ends) if many else ends
+    for place, (name, records) in enumerate(beside.items(), 0 if many else len(names) - 1):
+        ends += _curve(axes, records, "union", name, PALETTE[place % len(PALETTE)], broken=True)
+    _label_ends(axes, ends)
+    percent_axis(axes.yaxis)
+    _whole_rounds(axes, [record["round"] for records in (metrics, *beside.values()) for record in records])
+    axes.set_xlabel("round" + (" (broken lines: the baselines, on the union)" if beside else ""))
+    axes.set_ylabel("validation accuracy")
+    axes.set_title("Validation accuracy of the aggregated network", loc="left", fontsize=12, color=INK)
+    return figure
+
+
+def _curve(axes: Axes, records: Records, key: str, label: str, colour: str, **style: bool) -> list[End]:
+    """Draws the accuracies on `key`; the line's right end, for its label. Nothing where there are none."""
+    points = [(record["round"], score_of(record.get("accuracy") or {}, key)) for record in records]
+    points = [(round, score) for round, score in points if not math.isnan(score)]
+    if not points:
+        return []
+    _line(axes, points, colour, **style)
+    return [(points[-1][1], label, colour)]
+
+
+def _line(
+    axes: Axes,
+    points: list[tuple[int, float]],
+    colour: str,
+    *,
+    bold: bool = False,
+    faint: bool = False,
+    broken: bool = False,
+) -> None:
+    rounds, scores = zip(*points, strict=True)
+    marker = "o" if len(points) <= 25 else None
+    axes.plot(
+        rounds,
+        scores,
+        color=colour,
+        linestyle="--" if broken else "-",
+        linewidth=2.6 if bold else 1.0 if faint else 1.7,
+        alpha=0.5 if faint else 1.0,
+        marker=marker,
+        markersize=4 if bold else 3,
+        zorder=2,
+    )
+
+
+def _worth_a_label(ends: list[End]) -> list[End]:
+    """Of too many lines: the union, the best and the worst."""
+    others = sorted(end for end in ends if end[1] != "union")
+    if not others:
+        return ends
+    worst, best = others[0], others[-1]
+    marked = [(best[0], f"best: {best[1]}", best[2]), (worst[0], f"worst: {worst[1]}", worst[2])]
+    return [*marked, *(end for end in ends if end[1] == "union")]
+
+
+def _label_ends(axes: Axes, ends: list[End]) -> None:
+    """Names the lines at their right ends, moved apart where they would overlap."""
+    if not ends:
+        return
+    low, high = axes.get_ylim()
+    gap = (high - low) * 0.052
+    ends = sorted(ends)
+    places = [score for score, _, _ in ends]
+    for i in range(1, len(places)):
+        places[i] = max(places[i], places[i - 1] + gap)
+    places[-1] = min(places[-1], high)
+    for i in reversed(range(len(places) - 1)):
+        places[i] = min(places[i], places[i + 1] - gap)
+    for place, (score, name, colour) in zip(places, ends, strict=True):
+        axes.annotate(
+            f"{short(name)} {percent(score)}",
+            (1.02, place),
+            xycoords=axes.get_yaxis_transform(),
+            color=colour,
+            fontsize=9,
+            fontweight="bold" if name == "union" else "normal",
+            va="center",
+            annotation_clip=False,
+        )
+
+
+def _whole_rounds(axes: Axes, rounds: list[int]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+    if len(set(rounds)) == 1:
+        axes.set_xlim(rounds[0] - 1, rounds[0] + 1)

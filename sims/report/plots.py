@@ -1,0 +1,191 @@
+"""The pictures of a run: accuracy over the rounds, what forgetting changed, every network on every domain.
+
+Each is drawn on its own Figure with the Agg canvas; matplotlib is imported only when something is drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sims.report.canvas import GREY, INK, PALETTE, new_figure, percent_axis, plain, save, score_of, short
+from sims.report.curves import Records, accuracy_figure
+from sims.report.tables import accuracies, before_forgetting, domains, homes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from numpy.typing import NDArray
+
+MAX_PANELS = 6
+MAX_DOTS = 14
+MAX_NUMBERS = 24
+MAX_FRAMES = 65
+Grid = list[list[float]]
+
+
+def draw_all(
+    folder: Path, metrics: list[dict[str, Any]], summary: dict[str, Any], baselines: Mapping[str, Records] | None = None
+) -> list[Path]:
+    """Draws what the results allow into `folder`/plots and returns the PNGs' paths, `accuracy.png` first.
+
+    `baselines`: their metrics, by name.
+    """
+    target = folder / "plots"
+    target.mkdir(parents=True, exist_ok=True)
+    figures = {
+        "accuracy.png": accuracy_figure(metrics, baselines),
+        "forgetting.png": forgetting_figure(summary),
+        "sites.png": sites_figure(summary),
+    }
+    return [save(figure, target / name) for name, figure in figures.items() if figure is not None]
+
+
+def forgetting_figure(summary: Mapping[str, Any]) -> Figure | None:
+    """Test accuracy per domain before and after each site was forgotten; None if no site was."""
+    forgotten, before = summary.get("forgotten") or {}, before_forgetting(summary)
+    if not forgotten or not before:
+        return None
+    columns = [*domains(summary), "union"]
+    if len(forgotten) <= MAX_PANELS and len(columns) <= MAX_DOTS:
+        return _forgetting_panels(forgotten, before, columns, homes(summary))
+    changes = [[score_of(scores, name) - score_of(before, name) for name in columns] for scores in forgotten.values()]
+    return _heat_map(changes, list(forgotten), columns, homes(summary), "What forgetting a site changes", change=True)
+
+
+def sites_figure(summary: Mapping[str, Any]) -> Figure | None:
+    """Test accuracy of every network on every domain as a heat map; None if none was measured."""
+    scores = accuracies(summary)
+    if not scores:
+        return None
+    columns = [*domains(summary), "union"]
+    grid = [[score_of(row, name) for name in columns] for row in scores.values()]
+    return _heat_map(grid, list(scores), columns, homes(summary), "Test accuracy of every network")
+
+
+def _forgetting_panels(
+    forgotten: Mapping[str, Mapping[str, float]], before: Mapping[str, float], names: list[str], held: Mapping[str, str]
+) -> Figure:
+    """A panel per forgotten site: for each domain a hollow dot before, a filled one after, and what lies between."""
+    across = min(3, len(forgotten))
+    down = math.ceil(len(forgotten) / across)
+    height = down * (0.9 + 0.34 * len(names)) + 0.9
+    figure, _ = new_figure(max(5.0, 1.6 + 3.3 * across), height, empty=True)
+    panels = figure.subplots(down, across, sharey=True, squeeze=False)
+    for panel, (site, after) in zip(panels.flat, forgotten.items(), strict=False):
+        for place, name in enumerate(names):
+            colour = PALETTE[1] if name == held.get(site) else INK if name == "union" else PALETTE[0]
+            _dots(panel, place, score_of(before, name), score_of(after, name), colour)
+        panel.set_yticks(range(len(names)), [short(name) for name in names])
+        panel.set_ylim(len(names) - 0.4, -0.6)
+        panel.set_xlim(-0.04, 1.04)
+        panel.set_xticks([0, 0.25, 0.5, 0.75, 1])
+        percent_axis(panel.xaxis)
+        panel.set_title(f"without {short(site)}", loc="left", fontsize=10, color=INK)
+        plain(panel)
+    for panel in list(panels.flat)[len(forgotten) :]:
+        panel.set_visible(False)
+    _legend(figure)
+    figure.suptitle("Test accuracy before and after forgetting a site", x=0.01, ha="left", fontsize=12, color=INK)
+    return figure
+
+
+def _dots(axes: Axes, place: int, before: float, after: float, colour: str) -> None:
+    axes.plot([before, after], [place, place], color=colour, linewidth=2, alpha=0.45, zorder=1)
+    axes.scatter([before], [place], s=52, facecolor="white", edgecolor=colour, linewidth=1.5, zorder=2)
+    axes.scatter([after], [place], s=26, color=colour, zorder=3)
+
+
+def _legend(figure: Figure) -> None:
+    from matplotlib.lines import Line2D
+
+    def dot(colour: str, inside: str, label: str) -> Line2D:
+        return Line2D([], [], linestyle="", marker="o", color=colour, markerfacecolor=inside, label=label)
+
+    entries = [
+        dot(GREY, "white", "before"),
+        dot(GREY, GREY, "after"),
+        dot(PALETTE[1], PALETTE[1], "the forgotten site's domain"),
+        dot(PALETTE[0], PALETTE[0], "other domains"),
+        dot(INK, INK, "union"),
+    ]
+    figure.legend(handles=entries, loc="outside lower left", ncols=5, frameon=False, fontsize=8.5, handletextpad=0.1)
+
+
+def alignment_figure(
+    cost: NDArray, rows: list[str], columns: list[str], pairs: Mapping[int, int], groups: Sequence[int], path: Path
+) -> Path:
+    """Costs between layers in colours, the chosen map framed, lines between groups; writes the PNG."""
+    figure, axes = new_figure(max(6.0, 2.6 + 0.5 * len(columns)), max(3.0, 1.7 + 0.34 * len(rows)))
+    picture = axes.imshow(cost, cmap="Blues", vmin=0.0, aspect="auto", interpolation="nearest")
+    _tick(axes, rows, columns)
+    _frames(axes, [(column, row) for row, column in pairs.items()], PALETTE[1])
+    for row in range(1, len(rows)):
+        if groups[row] != groups[row - 1]:
+            axes.axhline(row - 0.5, color=GREY, linewidth=0.8)
+    bar = figure.colorbar(picture, ax=axes, pad=0.02)
+    bar.outline.set(visible=False)
+    figure.suptitle("Cost between layers", x=0.01, ha="left", fontsize=12, color=INK)
+    figure.supxlabel("framed: the map; lines: groups that it may not cross", x=0.01, ha="left", fontsize=8.5, color=INK)
+    return save(figure, path)
+
+
+def _heat_map(
+    grid: Grid, rows: list[str], names: list[str], held: Mapping[str, str], title: str, change: bool = False
+) -> Figure:
+    """`grid` in colours, with numbers where they fit; a frame marks each site's own domain. `change`: of both signs."""
+    numbers = len(rows) <= MAX_NUMBERS and len(names) <= MAX_NUMBERS
+    width = min(16.0, 2.6 + (0.74 if numbers else 0.4) * len(names))
+    figure, axes = new_figure(max(6.0, width), min(14.0, 1.7 + (0.34 if numbers else 0.2) * len(rows)))
+    there = [abs(value) for row in grid for value in row if not math.isnan(value)]
+    reach = (max(there, default=0.0) or 1.0) if change else 1.0
+    low, colours = (-reach, "RdBu") if change else (0.0, "Blues")
+    picture = axes.imshow(grid, cmap=colours, vmin=low, vmax=reach, aspect="auto", interpolation="nearest")
+    _tick(axes, rows, names)
+    if numbers:
+        _numbers(axes, grid, reach, "+.1f" if change else ".1f")
+    if len(rows) <= MAX_FRAMES:
+        places = [(names.index(held[row]), y) for y, row in enumerate(rows) if held.get(row) in names]
+        _frames(axes, places, INK if change else PALETTE[4])
+    bar = figure.colorbar(picture, ax=axes, shrink=min(1.0, 6 / figure.get_figheight()), pad=0.02)
+    percent_axis(bar.ax.yaxis, "" if change else "%")
+    bar.outline.set(visible=False)
+    bar.ax.tick_params(length=0, labelsize=8.5)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK)
+    unit = "test accuracy after - before, in percentage points" if change else "test accuracy in %"
+    framed = "; framed: the site's own domain" if len(rows) <= MAX_FRAMES else ""
+    figure.supxlabel(unit + framed, x=0.01, ha="left", fontsize=8.5, color=INK)
+    return figure
+
+
+def _numbers(axes: Axes, grid: Grid, reach: float, form: str) -> None:
+    for y, row in enumerate(grid):
+        for x, value in enumerate(row):
+            colour = "white" if abs(value) > 0.6 * reach else INK
+            text = "-" if math.isnan(value) else format(100 * value, form)
+            axes.text(x, y, text, ha="center", va="center", fontsize=8.5, color=colour)
+
+
+def _frames(axes: Axes, places: list[tuple[int, int]], colour: str) -> None:
+    from matplotlib.patches import Rectangle
+
+    for x, y in places:
+        frame = Rectangle((x - 0.46, y - 0.44), 0.92, 0.88, fill=False, edgecolor=colour, linewidth=1.5, zorder=3)
+        axes.add_patch(frame)
+
+
+def _tick(axes: Axes, rows: list[str], names: list[str]) -> None:
+    """Names at the left and on top; of very many, as many as can be read."""
+    for axis, labels, room in ((axes.yaxis, rows, 65), (axes.xaxis, names, 40)):
+        step = math.ceil(len(labels) / room)
+        axis.set_ticks(range(0, len(labels), step), [short(label) for label in labels[::step]])
+    axes.xaxis.tick_top()
+    long = max(len(short(name)) for name in names) > 7
+    axes.tick_params(axis="x", length=0, labelsize=8.5, labelrotation=35 if long else 0)
+    for label in axes.get_xticklabels() if long else ():
+        label.set(ha="left", rotation_mode="anchor")
+    axes.tick_params(axis="y", length=0, labelsize=8.5)
+    axes.spines[:].set_visible(False)
+    axes.grid(False)

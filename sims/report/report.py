@@ -1,0 +1,306 @@
+"""report.html: what a run did and found, in one file that needs nothing else."""
+
+import base64
+import html
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UserError
+from server.runfolder import RunFolder
+from sims.report import plots
+from sims.report.forgotten import Forgotten, forgotten_sentence, forgotten_sites, forgotten_table
+from sims.report.tables import (
+    Holders,
+    Table,
+    accuracy_table,
+    before_forgetting,
+    clean,
+    cut,
+    forgetting_table,
+    homes,
+    mean,
+    percent,
+)
+
+SUMMARY_KEYS = {
+    "experiment": str, "method": str, "seed": int, "rounds": int, "engine": str, "seconds": int | float,
+    "sites": list, "status": str,
+}  # fmt: skip
+CAPTIONS = {
+    "accuracy.png": "How well the aggregated network did on held-out validation images, round by round.",
+    "forgetting.png": "What subtracting a site changes: its own domain should fall, the others should stay.",
+    "sites.png": "What each network knows: a site's own is good at home, the aggregated one should be good everywhere.",
+}
+BROKEN = " The broken lines are the baselines', on the union of all domains."
+GUARANTEE = (
+    "What subtraction guarantees: the sums are exact integers, so S - φ_k is bit-identical to the sum never having "
+    "held φ_k, the contribution of site k."
+)
+LIMITS = (
+    "What it does not: the shared head and the other sites' networks were trained in the presence of site k, and "
+    "subtraction does not touch them. What they learned from its presence stays. The accuracies above are measurements "
+    "on test images; they prove no absence."
+)
+NO_TRACES = (
+    "Each site started from a network that had seen no data and knows of no other site: what is left without site k is what "
+    "training without it would have given."
+)
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff }
+body { max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bottom: 1px solid #ddd }
+h1 + p { font-size: 1.1rem } .scroll { overflow-x: auto; margin: 1rem 0 }
+table { border-collapse: collapse; font-size: .92rem }
+caption { text-align: left; font-weight: 600; padding-bottom: .3rem }
+th, td { padding: .22rem .8rem; border-bottom: 1px solid #e4e4e4; text-align: left }
+.whole { white-space: nowrap } .digest { overflow-wrap: anywhere }
+.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums }
+figure { margin: 1.2rem 0 } img { max-width: 100%; height: auto } figcaption, .note { color: #555; font-size: .9rem }
+pre { background: #f6f6f6; padding: .8rem; overflow-x: auto; font-size: .85rem } summary { cursor: pointer }
+"""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A PNG file and one sentence that explains it."""
+
+    path: Path
+    caption: str
+
+
+@dataclass(frozen=True)
+class Details:
+    """Text that the reader unfolds, shown as it is."""
+
+    title: str
+    text: str
+
+
+Part = str | Table | Picture | Details  # a str is a paragraph
+
+
+def write_page(path: Path, title: str, sections: Sequence[tuple[str, Sequence[Part]]]) -> Path:
+    """Writes one self-contained HTML page: sections of (heading, parts), an empty heading for none.
+
+    Raises UserError if a picture cannot be read or the page cannot be written.
+    """
+    body = "".join(_section(heading, parts) for heading, parts in sections)
+    page = (
+        f'<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8">\n<title>{_escape(title)}</title>\n'
+        f"<style>{STYLE}</style></head>\n<body>\n<h1>{_escape(title)}</h1>\n{body}</body>\n</html>\n"
+    )
+    fresh = path.with_name(f".{path.name}.new")
+    try:
+        fresh.write_text(page, encoding="utf-8")
+        fresh.replace(path)
+    except OSError as error:
+        reason = f"{error.strerror}; is the folder there, and is there space?"
+        raise UserError(f"{path}: cannot be written ({reason})") from None
+    return path
+
+
+def write_report(folder: Path) -> Path:
+    """Draws the plots of the run in `folder` and writes its report.html, whose path it returns.
+
+    Raises UserError naming the file if config.yaml, metrics.jsonl or summary.json is missing or damaged.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such run folder; give the folder of a run, such as runs/digits")
+    summary, metrics = _read_summary(folder / "summary.json"), _read_metrics(folder / "metrics.jsonl")
+    config, gone = _read(folder / "config.yaml"), forgotten_sites(folder, summary)
+    summary["unlearned"], baselines = [one.site for one in gone], _baselines(folder)
+    captions = {**CAPTIONS, "accuracy.png": CAPTIONS["accuracy.png"] + (BROKEN if baselines else "")}
+    try:
+        drawn = plots.draw_all(folder, metrics, summary, baselines)
+        pictures = {path.name: Picture(path, captions[path.name]) for path in drawn}
+        sections = _sections(summary, metrics, config, pictures, gone)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{folder}: the run's results are damaged ({error!r}); run the experiment again") from None
+    except OSError as error:
+        raise UserError(f"{folder / 'plots'}: cannot be written ({error.strerror})") from None
+    return write_page(folder / "report.html", f"Fedloom: {summary['experiment']}", sections)
+
+
+def _baselines(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """The metrics of the run's baselines, by their modes."""
+    found = {path.name: list(RunFolder(path).metrics().values()) for path in sorted((folder / "baselines").glob("*"))}
+    return {mode: records for mode, records in found.items() if records}
+
+
+def headline(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> str:
+    """The run's main numbers in a sentence or two."""
+    sites, done = len(homes(summary)), metrics[-1]["round"] if metrics else 0
+    run = f"{summary['method']} on {sites} site{'s' if sites != 1 else ''}"
+    ended = f"{summary['status']} after round {done} of {summary['rounds']}"
+    before, gone = before_forgetting(summary), forgotten_sentence(summary.get("unlearned") or [])
+    if before:
+        union = percent(before.get("union"))
+        text = f"{run}, {ended}: the aggregated network reaches {union} test accuracy on the union of all domains."
+        return " ".join(filter(None, [text, gone, _forgetting_sentence(summary)]))
+    last = next((record["accuracy"].get("union") for record in reversed(metrics) if record.get("accuracy")), None)
+    watched = f"; the last validation accuracy on the union was {percent(last)}" if last is not None else ""
+    return f"{run}, {ended}: test accuracy was not measured{watched}. {gone}".strip()
+
+
+def _forgetting_sentence(summary: Mapping[str, Any]) -> str:
+    """What forgetting changes, over the sites that hold their domain alone (over all, where no site does)."""
+    forgotten, before = summary.get("forgotten") or {}, before_forgetting(summary)
+    holders = Holders(summary)
+    alone = {site: after for site, after in forgotten.items() if not holders.others(site)}
+    told = alone or forgotten
+    if not told:
+        return ""
+    own_before, kept_before = _own_and_retained(holders, dict.fromkeys(told, before))
+    own_after, kept_after = _own_and_retained(holders, told)
+    start = f"Forgetting {next(iter(told))}" if len(told) == 1 else f"Forgetting a site (mean of {len(told)})"
+    stay = f"the mean of the retained domains goes from {percent(kept_before)} to {percent(kept_after)}"
+    if not alone:
+        return f"{start}: {stay}; each forgotten domain is also held by another site."
+    return f"{start}: its own domain goes from {percent(own_before)} to {percent(own_after)}, {stay}."
+
+
+def _own_and_retained(holders: Holders, scores: Mapping[str, Mapping[str, float]]) -> tuple[float | None, float | None]:
+    """Means over sites of the accuracy on the site's own domain and on the domains retained without it."""
+    own = mean([row.get(holders.home.get(site, "")) for site, row in scores.items()])
+    return own, mean([holders.retained_mean(row, site) for site, row in scores.items()])
+
+
+def _sections(
+    summary: Mapping[str, Any],
+    metrics: Sequence[Mapping[str, Any]],
+    config: str,
+    pictures: Mapping[str, Picture],
+    gone: list[Forgotten],
+) -> list[tuple[str, list[Part]]]:
+    accuracy: list[Part] = [accuracy_table(summary)] if summary.get("accuracy") else []
+    forgotten: list[Part] = [forgetting_table(summary)] if summary.get("forgotten") else []
+    sections: list[tuple[str, list[Part]]] = [
+        ("", [headline(summary, metrics), *_failed_checks(summary)]),
+        (
+            "What was run",
+            [_run_table(summary), _sites_table(summary), *_gone(gone), Details("The whole configuration", config)],
+        ),
+        ("Training", [*_pictures(pictures, "accuracy.png"), *_dropped(metrics)]),
+        ("Test accuracy", [*accuracy, *_pictures(pictures, "sites.png")]),
+        ("Forgetting", [*forgotten, *_pictures(pictures, "forgetting.png")]),
+        ("What is exact, and what is not", [*_checks(summary), *_guarantee(summary)]),
+        ("Digest", _digest(summary)),
+    ]
+    return [(heading, parts) for heading, parts in sections if parts]
+
+
+def _run_table(summary: Mapping[str, Any]) -> Table:
+    rows = [[key, str(summary[key])] for key in ("experiment", "method", "seed", "rounds", "engine", "status")]
+    return Table("", ["what", "value"], [*rows, ["seconds", f"{summary['seconds']:.1f}"]])
+
+
+def _sites_table(summary: Mapping[str, Any]) -> Table:
+    rows, note = cut([[site["name"], site["domain"], site["samples"]] for site in summary["sites"]], "sites")
+    return Table("Sites", ["site", "domain", "training images"], rows, note)
+
+
+def _gone(gone: list[Forgotten]) -> list[Part]:
+    return [forgotten_table(gone)] if gone else []
+
+
+def _dropped(metrics: Sequence[Mapping[str, Any]]) -> list[Part]:
+    lost = [(r["round"], site, why) for r in metrics for site, why in (r.get("dropped") or {}).items()]
+    rows, note = cut([[round, site, why] for round, site, why in lost], "dropped replies")
+    return [Table("Dropped replies", ["round", "site", "reason"], rows, note)] if rows else []
+
+
+def _checks(summary: Mapping[str, Any]) -> list[Part]:
+    rows = [[name.replace("_", " "), "holds" if ok else "FAILED"] for name, ok in (summary.get("checks") or {}).items()]
+    return [Table("Checked in this run", ["check", "result"], rows)] if rows else []
+
+
+def _guarantee(summary: Mapping[str, Any]) -> list[Part]:
+    if not summary.get("forgotten"):
+        return []
+    exact = (summary.get("checks") or {}).get("subtraction_exact", True)
+    limits = NO_TRACES if summary.get("traces") == {} else LIMITS
+    return [GUARANTEE, limits] if exact else [LIMITS]
+
+
+def _failed_checks(summary: Mapping[str, Any]) -> list[Part]:
+    failed = [name.replace("_", " ") for name, ok in (summary.get("checks") or {}).items() if not ok]
+    return [f"Warning: a check FAILED: {', '.join(failed)}. Do not rely on this run's exactness."] if failed else []
+
+
+def _digest(summary: Mapping[str, Any]) -> list[Part]:
+    rows = [[name, str(value)] for name, value in (summary.get("digest") or {}).items()]
+    note = "Two runs with the same digest ended in the same bits."
+    return [Table("", ["state", "SHA-256"], rows, note)] if rows else []
+
+
+def _pictures(pictures: Mapping[str, Picture], name: str) -> list[Part]:
+    return [pictures[name]] if name in pictures else []
+
+
+def _section(heading: str, parts: Sequence[Part]) -> str:
+    return (f"<h2>{_escape(heading)}</h2>\n" if heading else "") + "".join(map(_part, parts))
+
+
+def _part(part: Part) -> str:
+    if isinstance(part, Table):
+        return f'<div class="scroll">{part.html()}</div>\n'
+    if isinstance(part, Picture):
+        return _picture(part)
+    if isinstance(part, Details):
+        text = html.escape(_printable(part.text))
+        return f"<details><summary>{_escape(part.title)}</summary><pre>{text}</pre></details>\n"
+    return f"<p>{_escape(part)}</p>\n"
+
+
+def _picture(picture: Picture) -> str:
+    try:
+        data = base64.b64encode(picture.path.read_bytes()).decode("ascii")
+    except OSError as error:
+        raise UserError(f"{picture.path}: the picture cannot be read ({error.strerror})") from None
+    caption = _escape(picture.caption)
+    image = f'<img alt="{caption}" src="data:image/png;base64,{data}">'
+    return f"<figure>{image}<figcaption>{caption}</figcaption></figure>\n"
+
+
+def _escape(text: str) -> str:
+    return html.escape(clean(text))
+
+
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else " " for letter in text)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path}: missing; let the run finish, or run the experiment again") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"{path}: cannot be read ({reason})") from None
+
+
+def _object(text: str, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{where}: damaged JSON ({error}); run the experiment again") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: takes a JSON object; run the experiment again")
+    return value
+
+
+def _read_summary(path: Path) -> dict[str, Any]:
+    summary = _object(_read(path), str(path))
+    for key, kind in SUMMARY_KEYS.items():
+        if not isinstance(summary.get(key), kind):
+            raise UserError(f"{path}: '{key}' is missing or of the wrong type; is this a run's summary?")
+    return summary
+
+
+def _read_metrics(path: Path) -> list[dict[str, Any]]:
+    lines = enumerate(_read(path).splitlines(), start=1)
+    return [_object(line, f"{path} line {number}") for number, line in lines if line.strip()]

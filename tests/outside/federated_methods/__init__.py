@@ -1,0 +1,1 @@
+"""Three published methods as an outside package would bring them: both halves of each in one file."""

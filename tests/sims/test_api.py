@@ -1,0 +1,121 @@
+"""Experiments from Python: what a notebook does."""
+
+import _thread
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from conf.errors import UserError
+from sims import Result, resume, run
+from tests.sims.commands import ONE, SMALL
+
+TREE = {
+    "sites": [{"domain": "digits", "samples": 40, "name": "clinic"}, {"domain": "digits", "samples": 40, "invert": True}],
+    "rounds": 1,
+    "data": {"size": 8, "test_limit": 60},
+    "network": {"name": "mlp", "widths": [16]},
+    "objective": {"name": "sum_aggregation"},
+    "strategy": {"name": "sum_aggregation"},
+    "engine": {"name": "inline"},
+}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    return f"run.root={tmp_path / 'user'}"
+
+
+def test_a_shipped_experiment_says_nothing_and_comes_back_as_a_result(root: str, capfd: pytest.CaptureFixture[str]):
+    threads = torch.get_num_threads()
+    capfd.readouterr()
+    result = run("digits", *SMALL, "rounds=2", "baselines=[fedavg]", root)
+    assert capfd.readouterr() == ("", "")
+    assert torch.get_num_threads() == threads
+    assert result.folder.is_absolute() and result.report.is_file()
+    assert [record["round"] for record in result.metrics] == [1, 2]
+    table = result.table()
+    assert list(table.index) == [1, 2] and {"train_loss", "accuracy.union", "dropped"} <= set(table.columns)
+    assert list(result.accuracy) == list(result.networks) == ["sum", "site-0000", ONE, "site-0002", "fedavg"]
+    for name, network in result.networks.items():
+        assert not network.training
+        assert result.measure(network) == result.accuracy[name]
+    assert "sum" in result._repr_html_() and str(result.folder) in result._repr_html_()
+    with result.open_ledger() as ledger:
+        assert [event.kind for event in ledger.events()][-1] == "finished"
+    assert Result(str(result.folder)) == result
+
+
+def test_a_site_is_forgotten(run_folder: Path):
+    result = Result(run_folder)
+    digest = result.summary["digest"]
+    certificate = result.unlearn(ONE, request_id="r1", reason="consent withdrawn")
+    assert certificate["sites"] == [ONE] and (result.folder / "certificates/r1.json").is_file()
+    assert result.summary["digest"] != digest
+    assert ONE not in result.networks and ONE not in result.accuracy
+    with pytest.raises(KeyError, match="unknown network"):
+        result.networks[ONE]
+    with pytest.raises(UserError, match="unknown site"):
+        result.unlearn(["site-0009"])
+
+
+@pytest.fixture
+def run_folder(request: pytest.FixtureRequest) -> Path:
+    """The fixture `run`, whose name is taken here."""
+    return request.getfixturevalue("run")
+
+
+def test_a_dictionary_is_a_configuration(root: str):
+    result = run(TREE, "training.rate=1e-4", "run.name=mine", root)
+    assert result.folder.name == "mine"
+    assert result.config.training.rate == 1e-4
+    assert set(result.accuracy) == {"sum", "clinic", "site-0001"}
+    with pytest.raises(UserError, match="exists"):
+        run(TREE, "run.name=mine", root)
+    assert run(TREE, "run.name=mine", root, overwrite=True).summary["status"] == "finished"
+
+
+def test_a_network_of_any_origin_is_measured_and_stays_as_it_is(run_folder: Path):
+    own = nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.BatchNorm1d(10)).train()
+    before = {name: tensor.clone() for name, tensor in own.state_dict().items()}
+    assert 0 <= Result(run_folder).measure(own)["union"] <= 1
+    assert own.training and all(torch.equal(tensor, before[name]) for name, tensor in own.state_dict().items())
+
+
+def test_what_cannot_work_is_refused_before_anything_starts(root: str, tmp_path: Path):
+    for bad, told in [("digts", "did you mean 'digits'"), ({**TREE, "round": 1}, "unknown key 'round'"),
+                      ({**TREE, "rounds": Path()}, "cannot represent"), (tmp_path / "no.yaml", "not found")]:  # fmt: skip
+        with pytest.raises(UserError, match=told):
+            run(bad, root)
+    with pytest.raises(UserError, match="is no run"):
+        Result(tmp_path)
+    assert not (tmp_path / "user").exists()
+
+
+def test_an_interrupted_run_keeps_its_rounds_and_is_resumed(root: str, tmp_path: Path):
+    metrics = tmp_path / "user/stopped/metrics.jsonl"
+
+    def interrupt() -> None:
+        while not (metrics.is_file() and metrics.stat().st_size):
+            time.sleep(0.01)
+        _thread.interrupt_main()
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        run(TREE, "run.name=stopped", "rounds=60", "evaluation.every=60", root)
+    thread.join()
+    stopped = Result(metrics.parent)
+    assert stopped.summary["status"] == "interrupted" and 1 <= len(stopped.metrics) < 60
+    assert resume(metrics.parent).summary["status"] == "finished" and len(stopped.metrics) == 60
+
+
+def test_the_package_is_imported_at_once():
+    code = "import sys, sims; print([name for name in ('torch', 'flwr', 'numpy') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,125 @@
+"""A user's own images, network and way to divide, by configuration alone: `fedloom run` in the folder that holds them."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from server.ledger.audit import check
+from tests.sims.commands import FEDLOOM, Command, refused
+
+MINE = """
+sites:
+  - domain: images:photos        # photos/CLASS/*.png
+    count: 2
+    partition: {name: "mine.ways:uneven", options: {share: 0.3}}
+  - domain: npz:more.npz
+    name: archive
+rounds: 2
+data: {size: 8, grey: false}
+network: {name: "mine.nets:TinyNet", hidden: 8}
+objective: {name: sum_aggregation, mode: exact}
+strategy: {name: sum_aggregation}
+"""
+
+NETS = """
+from torch import nn
+
+
+class TinyNet(nn.Module):
+    def __init__(self, hidden, num_classes, in_channels):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(in_channels, hidden, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+            nn.Linear(hidden, num_classes),
+        )
+
+    def forward(self, images):
+        return self.layers(images)
+"""
+
+WAYS = """
+def uneven(labels, parts, generator, share):
+    order = generator.permutation(len(labels))
+    return [order[: int(share * len(labels))], order[int(share * len(labels)) :]]
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's folder: images, arrays, a package, a configuration."""
+    root = tmp_path_factory.mktemp("user")
+    random = np.random.default_rng(0)
+    for place, name in enumerate(("ants", "bees", "crickets")):
+        (root / "photos" / name).mkdir(parents=True)
+        for number in range(40):
+            pixels = random.integers(0, 60, (9, 10 + number % 2, 3), np.uint8)
+            pixels[..., place] += 150
+            Image.fromarray(pixels).save(root / "photos" / name / f"{number}.png")
+    images = random.integers(0, 60, (60, 8, 8, 3), np.uint8)
+    labels = np.arange(60) % 3
+    images[np.arange(60), ..., labels] += np.uint8(150)
+    np.savez(root / "more.npz", x=images, y=labels)
+    (root / "mine").mkdir()
+    (root / "mine" / "__init__.py").write_text("")
+    (root / "mine" / "nets.py").write_text(NETS)
+    (root / "mine" / "ways.py").write_text(WAYS)
+    (root / "mine.yaml").write_text(MINE)
+    return root
+
+
+def process(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([FEDLOOM, *words], cwd=folder, capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.slow
+def test_a_users_own_images_network_and_way_to_divide_run_on_both_engines(folder: Path):
+    summaries = {}
+    for engine, workers in (("inline", 1), ("ray", 2)):
+        words = [f"engine.name={engine}", f"engine.workers={workers}", f"run.name={engine}", "--json", "--quiet"]
+        done = process(folder, "run", "mine.yaml", *words)
+        assert done.returncode == 0, done.stderr
+        summaries[engine] = json.loads(done.stdout.splitlines()[-1])
+    inline, ray = summaries["inline"], summaries["ray"]
+    assert inline["digest"] == ray["digest"] and inline["accuracy"] == ray["accuracy"]
+    assert [(site["domain"], site["samples"]) for site in inline["sites"]] == [("photos", 25), ("photos", 61), ("more", 43)]
+    assert inline["accuracy"].keys() >= {"sum", "site-0000", "archive"}
+    assert all(inline["checks"].values())
+    assert f"images:{folder}/photos" in (folder / "runs" / "ray" / "config.yaml").read_text()
+
+
+@pytest.mark.slow
+def test_forgetting_resuming_and_the_report_work_without_a_line_about_what_is_the_users_own(folder: Path):
+    words = ["engine.name=inline", "run.name=again", "--json", "--quiet"]
+    assert process(folder, "run", "mine.yaml", *words).returncode == 0
+    done = process(folder, "unlearn", "runs/again", "archive", "--repair", "1", "--quiet")
+    assert done.returncode == 0, done.stderr
+    assert check(folder / "runs" / "again") == []
+    assert "photos" in (folder / "runs" / "again" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (
+            ["network={name: 'mine.nets:TineNet'}"],
+            "network.name: 'mine.nets:TineNet' has no 'TineNet'; did you mean 'TinyNet'?",
+        ),
+        (["network.hiden=3"], "unknown option of 'mine.nets:TinyNet' 'network.hiden'; did you mean 'network.hidden'?"),
+        (["network.name=mine.net:TinyNet"], "network.name: there is no module 'mine.net'"),
+        (["sites.0.domain=images:fotos"], "there is no"),
+        (["sites.0.domain=image:photos"], "domain: there is no module 'image'"),
+        (["sites.0.partition.name=mine.ways:evn"], "partition.name: 'mine.ways:evn' has no 'evn'; did you mean 'uneven'?"),
+        (["sites.0.partition.options.shar=1"], "'partition.options.shar'; did you mean 'partition.options.share'?"),
+    ],
+)
+def test_a_slip_is_told_in_one_line_before_anything_starts(
+    folder: Path, fedloom: Command, monkeypatch: pytest.MonkeyPatch, words: list[str], told: str
+):
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    refused(fedloom("run", "mine.yaml", "run.name=slip", "engine.name=inline", *words), told)
+    assert not (folder / "runs" / "slip").exists()
