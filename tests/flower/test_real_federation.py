@@ -62,7 +62,7 @@ def wait_for(port: int, seconds: float = 60.0) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(900)
 def test_flwr_run_gives_the_bits_of_the_inline_engine(tmp_path: Path):
     with open_engine(load("digits", [*SMALL, "engine.name=inline", f"run.root={tmp_path}", "run.name=inline"])) as grid:
         config = load("digits", [*SMALL, "engine.name=inline", f"run.root={tmp_path}", "run.name=inline"])
@@ -105,7 +105,7 @@ def test_flwr_run_gives_the_bits_of_the_inline_engine(tmp_path: Path):
                 env=environment,
                 capture_output=True,
                 text=True,
-                timeout=240,
+                timeout=400,
                 cwd=tmp_path,
             )
             return done.stdout + done.stderr + (tmp_path / "superlink.log").read_text()
