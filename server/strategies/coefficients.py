@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from clients.data import label
-from conf.errors import UserError
+from conf.errors import UserError, unknown
 from conf.schema import Config
 from conf.sites import UNION, Site
 from conf.typed import value
@@ -48,6 +48,15 @@ class SearchOptions:
             check_grid(self.steps or GRID, sites)
         if not self.low < self.high:
             raise UserError(f"strategy.search.low: got {self.low:g}, takes less than strategy.search.high={self.high:g}")
+
+
+def check_given(coefficients: Mapping[str, Any], sites: Sequence[str]) -> None:
+    """UserError for a coefficient of an unknown site, and for one that is no number or too large."""
+    for name, alpha in coefficients.items():
+        if name not in sites:
+            raise unknown("strategy.coefficients: site", name, sites)
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= LARGEST:
+            raise UserError(f"strategy.coefficients.{name}: got {alpha!r}, takes a number of at most {LARGEST:g}")
 
 
 class Search:
