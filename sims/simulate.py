@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from clients.data import absolute
+from clients.data.domains import data_folder
+from conf.errors import UserError
 from conf.schema import Config, SiteConfig
 from server.experiment import check, run_experiment
 from server.runfolder import RunFolder, holds, refuse_existing
@@ -24,6 +26,7 @@ def simulate(config: Config, *, quiet: bool = False, json_output: bool = False) 
     refuse_engine(config)
     refuse_existing(config)
     check(config)
+    _check_shipping(config)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(listener_for(quiet, json_output=json_output))
         grid = stack.enter_context(open_engine(config))
@@ -46,6 +49,16 @@ def simulate_once(config: Config, *, quiet: bool = False) -> dict[str, Any]:
             return summary
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, overwrite=True))
     return simulate(config, quiet=quiet)
+
+
+def _check_shipping(config: Config) -> None:
+    """UserError if a cluster is to be sent a data folder that is not there, even where no site reads from it."""
+    engine, folder = config.engine, data_folder(config.data)
+    if engine.name == "ray" and engine.address and engine.ship_data and not folder.is_dir():
+        raise UserError(
+            f"engine.ship_data: there is no data folder {folder} to send; set data.root (or FEDLOOM_DATA) to it, "
+            "or leave engine.ship_data out"
+        )
 
 
 def _absolute(config: Config) -> Config:

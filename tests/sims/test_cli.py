@@ -160,3 +160,11 @@ def in_session(session: int) -> list[str]:
     listed = subprocess.run(["ps", "-e", "-o", "sid=,stat=,args="], capture_output=True, text=True, check=True).stdout
     rows = [line.split(None, 2) for line in listed.splitlines()]
     return [row[2] for row in rows if row[0] == str(session) and not row[1].startswith("Z")]
+
+
+def test_a_data_folder_that_is_not_there_is_not_sent_to_a_cluster(
+    fedloom: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "absent"))
+    said = fedloom("run", "engine.name=ray", "engine.address=127.0.0.1:1", "engine.ship_data=true", f"run.root={tmp_path}")
+    refused(said, "engine.ship_data", str(tmp_path / "absent"), "data.root")
