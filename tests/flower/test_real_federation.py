@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,11 +19,15 @@ from conf import load
 from server.experiment import run_experiment
 from server.ledger import Ledger
 from server.listener import LogListener
+from server.runfolder import CONFIG
 from sims.engines import open_engine
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 REPOSITORY = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-SMALL = ["rounds=2", "sites.0.samples=100", "sites.1.samples=100", "data.size=8", "baselines=[]", "seed=3"]
+SMALL = ["sites.0.samples=100", "sites.1.samples=100", "data.size=8", "baselines=[]", "seed=3"]
+PLACES = (0, 1, 1)  # of the nodes; the last one says that it is site-0001, too
 
 
 def free_port() -> int:
@@ -61,20 +67,49 @@ def wait_for(port: int, seconds: float = 60.0) -> None:
     raise AssertionError(f"nothing listens on port {port}")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_flwr_run_gives_the_bits_of_the_inline_engine(tmp_path: Path):
-    with open_engine(load("digits", [*SMALL, "engine.name=inline", f"run.root={tmp_path}", "run.name=inline"])) as grid:
-        config = load("digits", [*SMALL, "engine.name=inline", f"run.root={tmp_path}", "run.name=inline"])
-        expected = run_experiment(grid, config, LogListener())
+@dataclass(frozen=True)
+class Flower:
+    """A SuperLink and its SuperNodes at work, and the folder of their logs, stores and runs."""
 
-    home = tmp_path / "flwr"
+    root: Path
+    environment: dict[str, str]
+
+    def run(self, *words: str) -> str:
+        """`flwr run` with these overrides; all that it and the SuperLink said."""
+        overrides = " ".join([*SMALL, f"run.root={self.root}", *words])
+        command = [str(BIN / "flwr"), "run", str(REPOSITORY), "here", "--stream"]
+        done = subprocess.run(
+            [*command, "--run-config", f'experiment="digits" overrides="{overrides}"'],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=400,
+            cwd=self.root,
+        )
+        return done.stdout + done.stderr + (self.root / "superlink.log").read_text()
+
+    def summary(self, name: str, log: str) -> dict[str, Any]:
+        path = self.root / name / "summary.json"
+        assert path.is_file(), log
+        return json.loads(path.read_text())
+
+    def holders(self, name: str) -> dict[str, list[int]]:
+        """Which nodes keep a state of which of the run's sites."""
+        with Ledger.open(self.root / name, server=False) as ledger:
+            run, sites = ledger.run().run, ledger.sites()
+        places = range(len(PLACES))
+        return {site: [at for at in places if any((self.store(at) / run / site).glob("*"))] for site in sites}
+
+    def store(self, place: int) -> Path:
+        return self.root / f"node-{place}"
+
+
+def environment_of(home: Path, port: int) -> dict[str, str]:
+    """That of Flower's programs, which find the SuperLink under the name `here`."""
     home.mkdir()
-    port = free_port()
-    (home / "config.toml").write_text(
-        f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
-    )
-    environment = {
+    here = f'[superlink.here]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+    (home / "config.toml").write_text(f'[superlink]\ndefault = "here"\n\n{here}')
+    return {
         **os.environ,
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",
@@ -82,52 +117,62 @@ def test_flwr_run_gives_the_bits_of_the_inline_engine(tmp_path: Path):
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
     }
+
+
+@pytest.fixture(scope="module")
+def flower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flower]:
+    root, port = tmp_path_factory.mktemp("federation"), free_port()
+    flower = Flower(root, environment_of(root / "flwr", port))
     with contextlib.ExitStack() as stack:
 
         def start(name: str, *words: str) -> None:
-            stack.enter_context(process(tmp_path / f"{name}.log", environment, *words))
+            stack.enter_context(process(root / f"{name}.log", flower.environment, *words))
 
         start("superlink", "flower-superlink", "--insecure", "--port", str(port))
         wait_for(port)
-        for number, place in enumerate((0, 1, 1)):  # the last one says that it is site-0001, too
-            node = f'partition-id={place} store="{tmp_path}/node-{number}"'
+        for number, place in enumerate(PLACES):
             start(
                 f"node-{number}",
                 *("flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{port}", "--port", str(free_port())),
-                *("--node-config", node),
+                *("--node-config", f'partition-id={place} store="{flower.store(number)}"'),
             )
+        yield flower
 
-        def flwr_run(*words: str) -> str:
-            overrides = " ".join([*SMALL, f"run.root={tmp_path}", "run.name=flower", *words])
-            run = [str(BIN / "flwr"), "run", str(REPOSITORY), "here", "--stream"]
-            done = subprocess.run(
-                [*run, "--run-config", f'experiment="digits" overrides="{overrides}"'],
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=400,
-                cwd=tmp_path,
-            )
-            return done.stdout + done.stderr + (tmp_path / "superlink.log").read_text()
 
-        log = flwr_run()
-        path = tmp_path / "flower" / "summary.json"
-        assert path.is_file(), log
-        summary = json.loads(path.read_text())
-        assert summary["status"] == "finished", log
-        told = flwr_run()  # once more: the run exists
-        log = flwr_run("run.name=there", "evaluation.where=sites")  # sites measure; the server reads no image
-    assert summary["engine"] == "flower"
+def inline(root: Path, *words: str) -> dict[str, Any]:
+    """The summary of the same run on the inline engine."""
+    config = load("digits", [*SMALL, "engine.name=inline", f"run.root={root}", "run.name=inline", *words])
+    with open_engine(config) as grid:
+        return run_experiment(grid, config, LogListener())
+
+
+def test_flwr_run_gives_the_bits_of_the_inline_engine(flower: Flower, tmp_path: Path):
+    expected = inline(tmp_path, "rounds=2")
+    log = flower.run("rounds=2", "run.name=flower")
+    summary = flower.summary("flower", log)
+    assert (summary["status"], summary["engine"]) == ("finished", "flower"), log
     assert summary["digest"] == expected["digest"]
     assert summary["accuracy"] == expected["accuracy"]
-    there = json.loads((tmp_path / "there" / "summary.json").read_text())
+    holders = flower.holders("flower")
+    assert holders["site-0000"] == [0] and holders["site-0001"] in ([1], [2])  # a name is one node's, the store its own
+    with Ledger.open(flower.root / "flower", server=False) as ledger:
+        bound = ledger.bound()
+    assert bound.keys() == {"site-0000", "site-0001"} and len(set(bound.values())) == 2
+
+
+def test_sites_measure_what_the_server_would_and_it_reads_no_image(flower: Flower, tmp_path: Path):
+    words = ["rounds=1", "evaluation.sites=1"]  # each network that is measured is a message
+    expected = inline(tmp_path, *words)
+    log = flower.run(*words, "run.name=there", "evaluation.where=sites")
+    there = flower.summary("there", log)
     assert (there["status"], there["digest"]) == ("finished", expected["digest"]), log
     assert there["accuracy"] == expected["accuracy"]
     assert [site["samples"] for site in there["sites"]] == ["at the site"] * 2
-    stores = [list(Path(tmp_path / f"node-{number}").rglob("*.safetensors")) for number in range(3)]
-    assert stores[0] and bool(stores[1]) != bool(stores[2]), "a name is one node's, which keeps its state in its own store"
-    with Ledger.open(tmp_path / "flower", server=False) as ledger:
-        bound = ledger.bound()
-    assert bound.keys() == {"site-0000", "site-0001"} and len(set(bound.values())) == 2
-    assert "RunFailed: the run 'flower' exists" in told
+
+
+def test_a_run_that_exists_is_refused_in_one_line(flower: Flower):
+    (flower.root / "taken").mkdir()
+    (flower.root / "taken" / CONFIG).write_text("")
+    told = flower.run("run.name=taken")
+    assert "RunFailed: the run 'taken' exists" in told
     assert "Traceback" not in told, told
