@@ -20,7 +20,7 @@ def encode(tensor: Tensor) -> Array:
     """The tensor (any shape and device, a dtype that NumPy has) as flwr.app.Array makes it, byte for byte."""
     array = tensor.detach().cpu().contiguous().numpy()
     dtype, shape = array.dtype.name, tuple(array.shape)
-    return Array(dtype, shape, NUMPY, b"".join((_header(dtype, shape), array.tobytes())))
+    return Array(dtype, shape, NUMPY, b"".join((_header(dtype, shape), array.data)))
 
 
 def decode(array: Array) -> Tensor:

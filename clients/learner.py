@@ -81,7 +81,7 @@ def descend(
     fixed: dict[str, Any] = {"momentum": training.momentum, "weight_decay": training.weight_decay, "dampening": 0.0}
     for rate, inputs, labels in steps:
         value = loss(inputs, labels)
-        gradients = list(torch.autograd.grad(value.sum(), moving, materialize_grads=True))
+        gradients = list(torch.autograd.grad(value.sum() if value.ndim else value, moving, materialize_grads=True))
         if training.clip > 0:
             gradients = clip(gradients, training.clip)
         with torch.no_grad():

@@ -75,14 +75,16 @@ class Order:
         return ConfigRecord({"json": json.dumps(asdict(self), separators=(",", ":"))})
 
 
+_KINDS = {name: get_origin(kind) or kind for name, kind in Order.__annotations__.items()}
+
+
 def read_order(content: RecordDict) -> Order:
     """The inverse of Order.record, from a message's content. Raises UserError: some parts name files here."""
     try:
         order = Order(**json.loads(str(content.config_records[ORDER]["json"])))
     except (KeyError, TypeError, ValueError):
         raise UserError("order: cannot be read; server and site need the same version of fedloom") from None
-    kinds = {name: get_origin(kind) or kind for name, kind in Order.__annotations__.items()}
-    if not all(type(getattr(order, name)) is kind for name, kind in kinds.items()):
+    if not all(type(getattr(order, name)) is kind for name, kind in _KINDS.items()):
         raise UserError("order: a part is of another type; server and site need the same version of fedloom")
     if not all(isinstance(part, str) for pair in order.sums.items() for part in pair) or len(order.sums) > MOST_RECORDS:
         raise UserError("order.sums: takes names of records")

@@ -36,7 +36,10 @@ def quantise(state: Mapping[str, Tensor], bits: int) -> State:
 
 def flat(state: Mapping[str, Tensor]) -> Tensor:
     """All entries as one vector of float64, on the CPU."""
-    return torch.cat([torch.empty(0, dtype=torch.float64), *(t.detach().cpu().flatten().double() for t in state.values())])
+    parts = [tensor.detach().cpu().flatten() for tensor in state.values()]
+    if len({part.dtype for part in parts}) == 1:
+        return torch.cat(parts).double()
+    return torch.cat([torch.empty(0, dtype=torch.float64), *(part.double() for part in parts)])
 
 
 def check_range(state: Mapping[str, Tensor], bits: int) -> None:
@@ -120,9 +123,12 @@ class ExactSum:
         totals = {name: tensor.clone() for name, tensor in self.totals.items()}
         return ExactSum(self.bits, totals, self.addends, dict(self._bounds))
 
+    def check(self, quantised: Mapping[str, Tensor], times: int = 1) -> None:
+        """Raises the ExactSumError that adding would raise."""
+        self._bounded(quantised, times)
+
     def _accumulate(self, quantised: Mapping[str, Tensor], times: int) -> None:
-        self._check(quantised)
-        bounds = {name: self._bound(name, tensor, times) for name, tensor in quantised.items()}  # all, before any change
+        bounds = self._bounded(quantised, times)  # of all, before any change
         for name, tensor in quantised.items():
             if name not in self.totals:
                 self.totals[name] = tensor * times
@@ -130,6 +136,10 @@ class ExactSum:
                 self.totals[name].add_(tensor, alpha=times)
         self._bounds = bounds
         self.addends += times
+
+    def _bounded(self, quantised: Mapping[str, Tensor], times: int) -> dict[str, int]:
+        self._check(quantised)
+        return {name: self._bound(name, tensor, times) for name, tensor in quantised.items()}
 
     def _check(self, quantised: Mapping[str, Tensor]) -> None:
         for name, tensor in quantised.items():

@@ -42,7 +42,12 @@ class NetworkSpec(ABC):
         if not isinstance(network, Network):
             built = f"{type(self).__name__}.build gave a {type(network).__name__}"
             raise UserError(f"network: {built}, takes a clients.networks.Network(extractor, head)")
-        return network.to_empty(device="cpu")
+        return network._apply(_real)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Memory on the CPU for a tensor that has none. (Module.to_empty would import torch's compiler, half a second.)"""
+    return torch.empty(tensor.size(), dtype=tensor.dtype)
 
 
 class Starting(ABC):

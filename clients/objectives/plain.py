@@ -20,6 +20,7 @@ class PlainSession(Session):
         self.outputs = outputs(task.config, task.site.spec)
         self.network = task.network
         self.network.load_state_dict(self.start())
+        self.parts = dict(self.network.named_parameters())
 
     def start(self) -> State:
         """Where the network starts: at the aggregate."""
@@ -27,7 +28,7 @@ class PlainSession(Session):
 
     def weights(self) -> dict[str, nn.Parameter]:
         """What the optimiser moves, by name."""
-        return dict(self.network.named_parameters())
+        return self.parts
 
     def draw(self) -> tuple[State, ...]:
         """What the loss of the next batch needs beside the weights; a random choice is made here."""
@@ -45,7 +46,9 @@ class PlainSession(Session):
 
     def cross_entropy(self, weights: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> Tensor:
         """The loss of the network with these weights, all of them, over the outputs of the site's domain."""
-        return F.cross_entropy(functional_call(self.network, dict(weights), (images,))[:, self.outputs], labels)
+        as_it_is = all(weights[name] is weight for name, weight in self.parts.items())
+        scores = self.network(images) if as_it_is else functional_call(self.network, dict(weights), (images,))
+        return F.cross_entropy(scores[:, self.outputs], labels)
 
 
 def state_of(module: nn.Module) -> State:

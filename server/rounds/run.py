@@ -200,16 +200,17 @@ class Run(View):
 
     def _put_all(self, reply: Reply, expected: Mapping[str, Expected], means: dict[str, ExactSum]) -> None:
         """Into the slots and means: all of the reply or, with an ExactSumError, nothing."""
-        added = {record: mean.copy() for record, mean in means.items()}
-        for record, mean in added.items():
-            mean.add(reply.integers[record], reply.samples if expected[record].mean == SAMPLES else 1)
+        times = {record: reply.samples if expected[record].mean == SAMPLES else 1 for record in means}
+        for record, mean in means.items():
+            mean.check(reply.integers[record], times[record])
         puts = [
             Put(one.slot, reply.site.name, reply[record], reply.samples, reply.integers[record])
             for record, one in expected.items()
             if one.slot
         ]
         self.slots.put(puts, self.number)
-        means |= added
+        for record, mean in means.items():
+            mean.add(reply.integers[record], times[record])
 
     def _took(self, kind: str, reply: Reply) -> None:
         if kind == TRAIN:

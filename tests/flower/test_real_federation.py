@@ -161,7 +161,7 @@ def test_flwr_run_gives_the_bits_of_the_inline_engine(flower: Flower, tmp_path: 
 
 
 def test_sites_measure_what_the_server_would_and_it_reads_no_image(flower: Flower, tmp_path: Path):
-    words = ["rounds=1", "evaluation.sites=1"]  # each network that is measured is a message
+    words = ["rounds=1", "evaluation.sites=0"]  # each network that is measured is a message to each site
     expected = inline(tmp_path, *words)
     log = flower.run(*words, "run.name=there", "evaluation.where=sites")
     there = flower.summary("there", log)
