@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from clients.data import site_sizes
 from conf import UserError
 from conf.sites import roster
-from sims.benchmarks import engine_cases, engine_watch, engines, soak, soak_plan, soak_watch
+from sims.benchmarks import engine_cases, engine_watch, engines, soak, soak_plan, soak_watch, unlearning
 from sims.benchmarks.engine_cases import CASES, FLOWER, Case
 from sims.benchmarks.engine_job import Job, keep, read_job, read_measured
 from sims.benchmarks.engine_measure import Row, measure
@@ -227,3 +227,8 @@ def test_a_soak_that_fails_says_no():
     row |= {"rounds_timed_out": 1, "rounds_repeated": 0, "nodes_killed": 1, "sites": 2, "rounds": 3, "growth": None}
     row |= {"mib": dict.fromkeys(WHAT, 1.0), "verdicts": {"good": True, "bad": False, "unknown": None}}
     assert [line[1] for line in soak.table([row]).rows[-3:]] == ["yes", "NO", "-"]
+
+
+def test_subtraction_and_commit_of_a_removal_are_parts_of_one_and_the_same(tmp_path: Path):
+    found = unlearning.measure(8, 0.25, tmp_path)
+    assert min(found.values()) > 0 and found["total_s"] >= max(found["subtract_s"], found["commit_s"])
