@@ -11,17 +11,14 @@ from sqlite3 import Connection
 from typing import Any
 
 from conf.errors import UserError
-from server.ledger.blobs import Blobs, LedgerError, told
-from server.ledger.database import LEDGER, Database, make
-from server.ledger.rows import Contribution, Request, RoundRow, RunRow
-from server.ledger.sums import ONE, SumRow, sum_rows
+from server.ledger.blobs import LedgerError, told
+from server.ledger.database import LEDGER, make
+from server.ledger.records import BOUND, REQUESTS, Records
+from server.ledger.rows import Contribution, Request
+from server.ledger.sums import ONE
 from server.ledger.tables import (
-    EVENTS,
     FORMAT,
-    LATEST,
-    OLDEST,
     WRITING,
-    Event,
     append,
     check_move,
     check_repeated,
@@ -29,25 +26,13 @@ from server.ledger.tables import (
     check_sites,
     referenced,
     schema,
-    to_event,
     unreferenced,
     watch,
 )
 
-_ROUNDS = "SELECT round, time, record, states, digest FROM rounds"
-_HISTORY = "SELECT blob, samples, round, bits FROM contributions WHERE site = ? ORDER BY round"
-_REQUESTS = "SELECT id, kind, sites, reason, options, state, result FROM requests"
-BOUND = "bound"  # an event
-_PAGE = 1000  # events read at a time
 
-
-class Ledger:
+class Ledger(Records):
     """The ledger in a run's folder: `create` or `open` one. As a context manager it is closed at the end."""
-
-    def __init__(self, folder: Path, server: bool) -> None:
-        self.folder = Path(folder)
-        self.blobs = Blobs(self.folder / "blobs")
-        self._database = Database(self.folder / LEDGER, server)
 
     @classmethod
     def create(
@@ -91,11 +76,6 @@ class Ledger:
             ledger._database.close()
             raise
         return ledger
-
-    @property
-    def server(self) -> bool:
-        """Whether it was opened to be written."""
-        return self._database.server
 
     def __enter__(self) -> "Ledger":
         return self
@@ -142,41 +122,6 @@ class Ledger:
             check_round(db, round)
             check_sites(db, contributions, forgotten=False)
             append(db, "round", {**body, "record": record, "keep": keep})
-
-    def latest(self, site: str) -> Contribution | None:
-        """The site's last contribution; None if it has none (any more)."""
-        rows = self._query(f"{_HISTORY} DESC LIMIT 1", site)
-        return Contribution(*rows[0]) if rows else None
-
-    def all_latest(self) -> dict[str, Contribution]:
-        """The last contribution of each site that has one, in the sites' order."""
-        return {site: Contribution(*row) for site, *row in self._query(LATEST)}
-
-    def history(self, site: str) -> list[Contribution]:
-        """All contributions of a site that are kept, oldest first."""
-        return [Contribution(*row) for row in self._query(_HISTORY, site)]
-
-    def last_round(self) -> RoundRow | None:
-        """The last committed round; None before the start."""
-        rows = self._query(f"{_ROUNDS} ORDER BY round DESC LIMIT 1")
-        return RoundRow.of(rows[0]) if rows else None
-
-    def rounds(self) -> list[RoundRow]:
-        """All committed rounds, oldest first."""
-        return [RoundRow.of(row) for row in self._query(f"{_ROUNDS} ORDER BY round")]
-
-    def sites(self) -> dict[str, bool]:
-        """All sites in their order, and whether each is forgotten."""
-        return {name: bool(gone) for name, gone in self._query("SELECT name, forgotten FROM sites ORDER BY place")}
-
-    def sums(self) -> list[SumRow]:
-        """The sums of the method that are kept."""
-        last = self.last_round()
-        return sum_rows(next(self.events("created")).body, last.states if last else {})
-
-    def run(self) -> RunRow:
-        """The run that this is the ledger of."""
-        return RunRow(*self._query("SELECT run, config, bits, created, format FROM runs")[0])
 
     # Forgetting
 
@@ -268,23 +213,13 @@ class Ledger:
             if not db.execute("SELECT 1 FROM requests WHERE id = ?", (id,)).fetchone():
                 check_sites(db, sites)
                 append(db, "received", body)
-            return Request.of(db.execute(f"{_REQUESTS} WHERE id = ?", (id,)).fetchone())
+            return Request.of(db.execute(f"{REQUESTS} WHERE id = ?", (id,)).fetchone())
 
     def set_request(self, id: str, state: str, result: dict[str, Any] | None) -> None:
         """Move a request on: received, applied, verified; or received, refused. Raises LedgerError for other moves."""
         with self._database.transaction() as db:
             check_move(db, id, state)
             append(db, state, {"id": id, "result": result})
-
-    def request(self, id: str) -> Request | None:
-        """The request of that id, if there is one."""
-        rows = self._query(f"{_REQUESTS} WHERE id = ?", id)
-        return Request.of(rows[0]) if rows else None
-
-    def waiting(self, *, applied: bool = False) -> list[Request]:
-        """The requests that were received and not applied, oldest first; `applied`: also those that are not verified yet."""
-        sql = f"{_REQUESTS} WHERE state = 'received' OR (? AND state = 'applied') ORDER BY rowid"
-        return [Request.of(row) for row in self._query(sql, applied)]
 
     # Nodes
 
@@ -294,13 +229,6 @@ class Ledger:
             check_sites(db, nodes)
             append(db, BOUND, {"nodes": dict(nodes), "by": by})
 
-    def bound(self) -> dict[str, int]:
-        """To which node each site's contributions belong, as it was noted last."""
-        found: dict[str, int] = {}
-        for event in self.events(BOUND):
-            found |= event.body["nodes"]
-        return found
-
     # Events and upkeep
 
     def note(self, kind: str, body: dict[str, Any]) -> None:
@@ -309,19 +237,6 @@ class Ledger:
             raise LedgerError(f"an event '{kind}' changes the ledger's tables: it cannot be noted")
         with self._database.transaction() as db:
             append(db, kind, body)
-
-    def events(self, kind: str = "", after: int = 0) -> Iterator[Event]:
-        """The events, oldest first; of one kind, if it is given, and with ids above `after`."""
-        which, values = (" AND kind = ?", [kind]) if kind else ("", [])
-        while rows := self._query(f"{EVENTS} WHERE id > ?{which} ORDER BY id LIMIT {_PAGE}", after, *values):
-            yield from map(to_event, rows)
-            after = rows[-1][0]
-
-    def newest(self, kind: str = "") -> Event | None:
-        """The last event; of one kind, if it is given."""
-        which, values = (" WHERE kind = ?", [kind]) if kind else ("", [])
-        rows = self._query(f"{EVENTS}{which} ORDER BY id DESC LIMIT 1", *values)
-        return to_event(rows[0]) if rows else None
 
     def prune(self) -> list[str]:
         """Remove what a crash left: blobs that no row refers to, and temporaries; their names. Not while sites reply."""
@@ -336,9 +251,6 @@ class Ledger:
 
     # How it is done
 
-    def _query(self, sql: str, *values: Any) -> list[tuple]:
-        return self._database.query(sql, *values)
-
     @contextmanager
     def _replacing(self) -> Iterator[Connection]:
         """A transaction after which the blobs that it left without a reference go."""
@@ -347,15 +259,6 @@ class Ledger:
             yield db
             gone = unreferenced(db)
         self.blobs.remove_all(gone)
-
-    def _check_format(self) -> None:
-        try:
-            ((version,),) = self._query("SELECT format FROM runs")
-        except (LedgerError, ValueError) as error:
-            raise LedgerError(f"{self._database.path}: holds no run ({error}); put it back from a copy of the run") from None
-        if not isinstance(version, int) or not OLDEST <= version <= FORMAT:
-            known = f"this fedloom reads {OLDEST} to {FORMAT}"
-            raise LedgerError(f"{self._database.path}: has format {version}, {known}; use the fedloom that wrote it")
 
 
 def _plain(contributions: Mapping[str, Contribution]) -> dict[str, dict[str, Any]]:

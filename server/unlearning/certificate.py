@@ -125,7 +125,7 @@ class Finding:
 def verify(path: Path, ledger: Ledger) -> list[Finding]:
     """Compare a certificate with the run's ledger and folder. Raises UserError if either cannot be read."""
     given = read(path)
-    return [_as_written(path, given["request"], ledger), *_findings(given, ledger)]
+    return [_as_written(path, given["request"], ledger), *ledger.steady(lambda: list(_findings(given, ledger)))]
 
 
 def _as_written(path: Path, request: str, ledger: Ledger) -> Finding:

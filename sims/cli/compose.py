@@ -1,10 +1,9 @@
 """The command `fedloom compose`: a network of some of a run's sites, made from what they contributed, without training."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from clients.networks import Architecture, Model, NetworkName, save_network
 from clients.states import read_state
@@ -12,16 +11,13 @@ from conf.errors import UserError, unknown
 from fusion.arithmetic import GRADIENTS, WEIGHTS, Alpha, check_shapes
 from fusion.exact import ExactSumError, State, digest
 from server.evaluate import Evaluator
-from server.ledger import Ledger, LedgerError
+from server.ledger import Ledger
 from server.method import Method
 from server.rounds.aggregation import Aggregation
 from server.runfolder import RunFolder, read_config
 from server.strategies import ArithmeticStrategy
 from server.strategies.arithmetic import start_of
 from sims.report.tables import Table, percent
-
-T = TypeVar("T")
-TRIES = 5  # to read a run that a server is at work on
 
 
 @dataclass(frozen=True)
@@ -47,9 +43,7 @@ def compose(run: Path, order: Order, out: Path) -> list[Table]:
     with Ledger.open(run, server=False) as ledger:
         if ledger.last_round() is None:
             raise UserError(f"{run}: nothing is committed yet; wait for the first round")
-        model, parts = steady(
-            ledger, lambda: _composed(Method(config, RunFolder(run), ledger, evaluator).aggregation, order)
-        )
+        model, parts = ledger.steady(lambda: _composed(Method(config, RunFolder(run), ledger, evaluator).aggregation, order))
     model = evaluator.settled(model)
     save_network(out, evaluator.loaded(model), name_of(model.architecture))
     tables = [Table("Made of", ["site", "coefficient"], parts)]
@@ -64,21 +58,6 @@ def name_of(architecture: Architecture) -> NetworkName:
     options = architecture.options
     name = options.pop("name")
     return NetworkName(name, options, architecture.channels, architecture.size, architecture.classes)
-
-
-def steady(ledger: Ledger, make: Callable[[], T]) -> T:
-    """What `make` makes of one and the same round: again, if a server has committed another one meanwhile."""
-    for _ in range(TRIES):
-        before = ledger.last_round()
-        try:
-            found = make()
-        except LedgerError:  # it has just replaced a blob
-            if ledger.last_round() == before:
-                raise
-            continue
-        if ledger.last_round() == before:
-            return found
-    raise UserError(f"{ledger.folder}: a server is at work and commits round after round; compose again when it is done")
 
 
 def _check(order: Order, run: Path, out: Path) -> None:

@@ -129,7 +129,8 @@ def verify_certificate(certificate: Path, path: Path) -> tuple[Table, bool]:
 
 def _accuracy_now(config: Config, path: Path, ledger: Ledger) -> dict[str, float]:
     evaluator = Evaluator(config)
-    return evaluator.accuracy(Method(config, RunFolder(path), ledger, evaluator).aggregation.aggregate(), "test")
+    model = ledger.steady(lambda: Method(config, RunFolder(path), ledger, evaluator).aggregation.aggregate())
+    return evaluator.accuracy(model, "test")
 
 
 def audit(path: Path) -> dict[str, Any]:

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from conf import Config
+from fusion.exact import ExactSum
 from server.ledger import Ledger
 from server.ledger.audit import check
 from server.runfolder import RunFolder
-from server.unlearning.certificate import CERTIFICATES, read
+from server.unlearning.certificate import CERTIFICATES, read, sums_of
 from server.unlearning.requests import KIND
 from tests.server.parts import Recorder, WatchedApp, folder
 from tests.server.runs import copied, findings, method_of, to_resume, verdicts
@@ -35,6 +36,24 @@ def test_a_run_that_goes_on_takes_up_what_a_crash_has_left(finished: Config, tmp
     assert not list((folder(config) / "sites").glob(f"*/{ONE}"))
     assert all(finding.verdict == "match" for finding in findings(config))
     assert check(folder(config)) == []
+
+
+def test_a_certificate_is_verified_beside_a_server_that_commits_meanwhile(
+    finished: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = copied(finished, tmp_path)
+    with method_of(config) as method:
+        unlearning = method.unlearning()
+        unlearning.certify(unlearning.apply(asked(unlearning, "r1", [ONE])))
+
+        def late(ledger: Ledger) -> dict[str, ExactSum]:
+            monkeypatch.undo()
+            method.aggregation.forget([TWO], {})
+            return sums_of(ledger)
+
+        monkeypatch.setattr("server.unlearning.certificate.sums_of", late)
+        assert verdicts(config) == {"match", "not checkable"}
+        assert len(method.aggregation.members()) == SITES - 2
 
 
 class Asking(Recorder):

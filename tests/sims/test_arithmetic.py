@@ -14,7 +14,7 @@ from conf import UserError, load
 from server.ledger import Ledger
 from server.strategies.coefficients import Search
 from sims.benchmarks import grid
-from sims.cli.compose import Order, compose, steady
+from sims.cli.compose import Order, compose
 from sims.cli.unlearn import Wish, unlearn
 from sims.experiments import arithmetic, arithmetic_runs
 from sims.report.tables import Table
@@ -120,7 +120,7 @@ def test_a_network_is_made_of_one_and_the_same_round(run: Path, tmp_path: Path) 
         return seen[-1]
 
     with Ledger.open(path, server=False) as ledger:
-        assert steady(ledger, make) == 1
+        assert ledger.steady(make) == 1
     assert seen == [2, 1]
 
 
