@@ -41,11 +41,10 @@ class Dozing(SumAggregation):
 
 @pytest.fixture(scope="module")
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A module outside the project that registers an objective, where every Python process of ours finds it."""
+    """A module outside the project that registers an objective; workers are told where it is."""
     folder = tmp_path_factory.mktemp("plugin")
     (folder / "my_objectives.py").write_text(MODULE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(folder))
         patch.syspath_prepend(folder)
         importlib.import_module("my_objectives")
         yield "my_objectives"
@@ -58,6 +57,7 @@ def small(root: Path, *words: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_ray")
 def test_an_objectives_own_default_counts_for_both_halves_and_workers_know_it(tmp_path: Path, plugin: str):
     """The server took another default than the sites; and Ray's workers did not know the objective."""
     summaries = []
@@ -72,6 +72,7 @@ def test_an_objectives_own_default_counts_for_both_halves_and_workers_know_it(tm
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_ray")
 def test_a_site_that_hangs_while_several_are_trained_as_one_is_found_and_dropped(tmp_path: Path, plugin: str):
     """Once nobody's time was up there."""
     words = [
@@ -79,14 +80,14 @@ def test_a_site_that_hangs_while_several_are_trained_as_one_is_found_and_dropped
         "engine.name=ray",
         "engine.workers=1",
         "engine.vectorise=2",
-        "engine.task_timeout=10",
+        "engine.task_timeout=4",
     ]
     config, records = load("digits", small(tmp_path, *words)), []
     listener = LogListener()
     listener.round_done = records.append  # type: ignore[method-assign]
     with open_engine(config) as grid:
         run_experiment(grid, config, listener)
-    assert records[0]["dropped"] == {"site-0001": "took longer than engine.task_timeout=10 s"}
+    assert records[0]["dropped"] == {"site-0001": "took longer than engine.task_timeout=4 s"}
     assert records[0]["replies"] == 1
 
 

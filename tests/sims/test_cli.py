@@ -132,8 +132,17 @@ def test_show_prints_the_merged_configuration(fedloom: Command, monkeypatch: pyt
 def test_an_interruption_ends_within_seconds_and_leaves_nothing_behind(
     fedloom: Command, tmp_path: Path, kind: signal.Signals
 ):
-    words = [FEDLOOM, "run", "rounds=1000", "sites.0.samples=100", "sites.1.samples=100", "data.size=8", "engine.name=ray"]
-    child = subprocess.Popen(words, cwd=tmp_path, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    words = [
+        "rounds=1000",
+        "sites.0.samples=100",
+        "sites.1.samples=100",
+        "data.size=8",
+        "engine.name=ray",
+        "engine.workers=1",
+    ]
+    child = subprocess.Popen(
+        [FEDLOOM, "run", *words], cwd=tmp_path, start_new_session=True, stderr=subprocess.PIPE, text=True
+    )
     metrics = tmp_path / "runs/digits/metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.is_file() and len(metrics.read_text().splitlines()) >= 2):

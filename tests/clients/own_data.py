@@ -1,0 +1,40 @@
+"""Parts of the tests of own data: configurations, what they read, folders of images."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from clients import data
+from clients.data.images import Images
+from conf import Config
+from conf.load import from_mapping
+from conf.sites import roster
+
+COLOURS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
+
+
+def config(*sites: dict[str, Any], grey: bool = False, size: int = 6, **more: Any) -> Config:
+    return from_mapping({"experiment": "test", "sites": list(sites), "data": {"size": size, "grey": grey}, **more})
+
+
+def images(domain: str, **more: Any) -> Images:
+    settings = config({"domain": domain}, **more)
+    return data.site_images(settings, roster(settings)[0])
+
+
+def colours(root: Path, count: int, size: int = 6, suffix: str = ".png") -> Path:
+    """A folder of `count` images of one colour in each class folder."""
+    for name, colour in COLOURS.items():
+        (root / name / "deeper").mkdir(parents=True)
+        for number in range(count):
+            place = root / name / ("deeper" if number % 2 else "") / f"{number}{suffix}"
+            Image.new("RGB", (size + number % 3, size), colour).save(place)
+    return root
+
+
+def right(found: Images) -> bool:
+    """Whether each image has the colour of its class."""
+    channel = torch.tensor([2, 1, 0])[found.y]
+    return bool((found.x.float().mean((2, 3)).argmax(1) == channel).all())

@@ -1,0 +1,134 @@
+"""Domains of the user's own that are functions of another package; what is refused."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from clients import data
+from clients.data import domains
+from clients.data.own import contents
+from conf import UserError
+from conf.sites import roster
+from tests.clients.own_data import config, images
+
+MODULE = '''
+import numpy as np
+import torch
+from PIL import Image
+
+X = np.repeat(np.arange(60, dtype=np.uint8) % 3 * 100, 36).reshape(60, 6, 6)
+Y = np.arange(60) % 3
+
+
+class Set:
+    """As torch has them: PIL images and labels."""
+
+    classes = ["none", "some", "much"]
+
+    def __init__(self, train=True):
+        self.count = 60 if train else 30
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, place):
+        return Image.fromarray(X[place]), int(Y[place])
+
+
+def arrays():
+    return X, Y
+
+
+def split(split):
+    return (X, Y) if split == "train" else (X[:30], Y[:30])
+
+
+def mapping():
+    return {"train": (X, Y), "test": (X[:30], Y[:30])}
+
+
+def batches():
+    for start in range(0, 60, 20):
+        yield torch.from_numpy(X[start : start + 20, None] / 255), torch.from_numpy(Y[start : start + 20])
+
+
+def samples():
+    return ((np.tile(X[place][..., None], 3), f"class {Y[place]}") for place in range(60))
+
+
+def nothing():
+    return None
+
+
+def other():
+    return {"a": 1}
+
+
+def needing(folder):
+    return X, Y
+
+
+def failing():
+    raise RuntimeError("the disk is gone\\nreally")
+
+
+number = 3
+'''
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module outside of this project, on the search path."""
+    (tmp_path / "my_images.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    contents.cache_clear()
+    domains._outside.cache_clear()
+    yield "my_images"
+    sys.modules.pop("my_images", None)
+
+
+@pytest.mark.parametrize("name", ["arrays", "split", "mapping", "batches", "samples", "Set"])
+def test_a_function_of_another_package_gives_images(package: str, name: str):
+    domain = f"{package}:{name}"
+    found = images(domain, grey=True)
+    assert len(found) == (43 if name in ("arrays", "batches", "samples") else 54)
+    assert torch.equal(found.x[:, 0, 0, 0].long(), found.y * 100)
+    spec = roster(config({"domain": domain}))[0].spec
+    assert data.label(spec) == name
+    expected = {"Set": ("none", "some", "much"), "samples": ("class 0", "class 1", "class 2")}
+    assert data.class_names(spec) == expected.get(name, ("0", "1", "2"))
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("nothing", r"domain 'nothing': my_images:nothing gave a NoneType; takes arrays \(images, labels\)"),
+        ("other", r"gave a; takes train and test"),
+        ("needing", r"domain\.folder: missing; 'my_images:needing' needs it"),
+        ("failing", r"domain: 'my_images:failing' failed \(RuntimeError: the disk is gone\)"),
+        ("number", r"domain 'my_images:number': is of the type int, takes a function"),
+        ("array", r"domain: 'my_images:array' has no 'array'; did you mean 'arrays'\?"),
+    ],
+)
+def test_a_function_that_gives_none_is_told_in_one_line(package: str, name: str, message: str):
+    with pytest.raises(UserError, match=message) as caught:
+        data.num_classes(config({"domain": f"{package}:{name}"}))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_package_offers_a_domain_by_entry_point(package: str, tmp_path: Path):
+    info = tmp_path / "my_images-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-images\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[fedloom.domains]\nthrees = my_images:arrays\n")
+    sys.path.append(str(tmp_path / "nowhere"))  # what is offered is looked up once for each search path
+    try:
+        assert data.num_classes(config({"domain": "threes"})) == 3
+        assert data.label(roster(config({"domain": "threes"}))[0].spec) == "threes"
+        with pytest.raises(UserError, match=r"unknown domain 'threse'; did you mean 'threes'"):
+            data.num_classes(config({"domain": "threse"}))
+    finally:
+        sys.path.remove(str(tmp_path / "nowhere"))
