@@ -1,0 +1,79 @@
+"""Runs that go on although sites have lost their stores: what is told, from where they begin, and how to stop instead."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from clients.store import SiteStore
+from conf import UserError
+from fusion.exact import dequantise, digest, exact
+from server.ledger import Ledger
+from server.ledger.audit import check
+from sims.engines.adapter import store_folder
+from tests.server.parts import Recorder, WatchedApp, folder
+from tests.server.resumes import configured, results, resumed, stopped
+
+
+@pytest.mark.parametrize("mode", ["exact", "regularised", "independent"])
+def test_a_site_that_lost_its_store_begins_at_its_contribution_and_that_is_told(tmp_path: Path, mode):
+    """As if the contribution, and the head that all share, were what its store held."""
+    lost, given = (stopped(configured(tmp_path / name, f"objective.mode={mode}"), 2) for name in ("lost", "given"))
+    with Ledger.open(folder(given)) as ledger:
+        last = ledger.last_round()
+        assert last is not None
+        shared = ledger.blobs.get(last.states["shared"])
+        mine = dequantise(exact(ledger.blobs.get(ledger.all_latest()["site-0001"].blob), 32), 32)
+        store = SiteStore(store_folder(given), ledger.run().run, "site-0001")
+    before = digest(store.load(2))
+    store.save(2, 1, {**shared, **mine})
+    assert digest(store.load(2)) != before  # its own head is gone, or at least what is below 2 ** -32
+    with Ledger.open(folder(lost)) as ledger:
+        shutil.rmtree(store_folder(lost) / ledger.run().run / "site-0001")
+    client, listener = WatchedApp(), Recorder()
+    summary = resumed(lost, listener, client)
+    (told,) = listener.messages
+    assert told == "round 3: site-0001: its own state is lost: that after round 2; it begins again at its contribution"
+    assert summary["status"] == "finished" and all(summary["checks"].values())
+    assert [(order.round, order.base) for order in client.orders if order.site == 1] == [(3, 2), (3, 2), (4, 3)]
+    assert all(record["replies"] == 3 and not record["dropped"] for record in listener.records)
+    resumed(given)
+    assert results(folder(lost)) == results(folder(given))
+    assert check(folder(lost)) == []
+
+
+@pytest.mark.parametrize("mode", ["exact", "regularised", "independent"])
+def test_all_sites_may_lose_their_stores(tmp_path: Path, mode):
+    config = stopped(configured(tmp_path, f"objective.mode={mode}"), 2)
+    shutil.rmtree(store_folder(config))
+    listener = Recorder()
+    summary = resumed(config, listener)
+    assert len(listener.messages) == 3
+    assert [record["replies"] for record in listener.records] == [3, 3]
+    assert all(summary["checks"].values())
+
+
+def test_fedavg_has_nothing_to_lose(tmp_path: Path, undisturbed):
+    config = stopped(configured(tmp_path, "objective.mode=fedavg"), 2)
+    shutil.rmtree(store_folder(config), ignore_errors=True)
+    listener = Recorder()
+    resumed(config, listener)
+    assert listener.messages == []
+    assert results(folder(config)) == undisturbed("objective.mode=fedavg")
+
+
+def test_a_lost_store_may_stop_the_run_and_put_back_it_goes_on(tmp_path: Path, undisturbed):
+    words = "federation.lost_store=stop"
+    config = stopped(configured(tmp_path, words), 2)
+    shutil.move(store_folder(config), tmp_path / "away")
+    with pytest.raises(
+        UserError, match=r"round 3: .*site-000\d: its own state is lost.*federation\.lost_store=restart"
+    ) as told:
+        resumed(config)
+    assert "\n" not in str(told.value)
+    with Ledger.open(folder(config)) as ledger:
+        last = ledger.last_round()
+    assert last is not None and last.round == 2
+    shutil.move(tmp_path / "away", store_folder(config))
+    resumed(config)
+    assert results(folder(config)) == undisturbed(words)
