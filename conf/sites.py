@@ -11,10 +11,10 @@ from conf.once import once
 from conf.schema import Config, SiteConfig
 from conf.typed import build_many
 
-METHOD_ROWS = {"sum", "star", "composed", "half", "mean", "fused"}
-MODE_ROWS = {"exact", "regularised", "independent", "fedavg", "together", "sequential_ab", "sequential_ba"}
-RESULT_NAMES = {"aggregate", "personal"} | METHOD_ROWS | MODE_ROWS  # rows and files beside the sites' own
-UNION = "union"  # the row of all domains together
+METHOD_NAMES = {"sum", "star", "composed", "half", "mean", "fused"}
+MODE_NAMES = {"exact", "regularised", "independent", "fedavg", "together", "sequential_ab", "sequential_ba"}
+RESULT_NAMES = {"aggregate", "personal"} | METHOD_NAMES | MODE_NAMES  # of tables and files, beside the sites' own
+UNION = "union"  # the display name of all domains together
 MOST_NAME_BYTES = 100  # folders are made of a site's name
 
 

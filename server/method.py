@@ -107,7 +107,7 @@ class Method:
 
     def _announce(self, loop: RoundLoop) -> None:
         """Tell what is trained now: other sites than before, or up to another round."""
-        run, sites = f"{self.config.run.name} ({self.aggregation.row})", len(self.aggregation.members())
+        run, sites = f"{self.config.run.name} ({self.aggregation.display_name})", len(self.aggregation.members())
         loop.listener.started(run, sites, loop.last, str(self.folder.path))
 
     def _resumed(self, loop: RoundLoop) -> None:
@@ -147,45 +147,54 @@ class Method:
 
         Every contribution is read once, and checked against the sums.
         """
-        aggregation, evaluator = self.aggregation, self.evaluator
-        models, row = aggregation.models(), aggregation.row
-        members = [site.name for site in aggregation.members()]
-        looked_at = set(members[: self.config.evaluation.sites])
-        accuracy: dict[str, dict[str, float]] = {}
-        forgotten: dict[str, dict[str, float]] = {}
-        facts: dict[str, Any] = {}
-
-        def write(name: str) -> None:
-            model = evaluator.settled(models[name])
-            self.folder.write_network("aggregate" if name == row else name, model, row=name)
-            if found := self.accuracy(model):
-                accuracy[name] = found
-            facts.update(model.facts)
-
-        def look(site: Site) -> None:
-            if site.name in looked_at and site.name in models:
-                write(site.name)
-            if site.name in looked_at and (rest := aggregation.without([site.name])) is not None:
-                forgotten[site.name] = self.accuracy(rest)
-
-        for name in models:
+        aggregation, found = self.aggregation, Measured(self)
+        members = {site.name for site in aggregation.members()}
+        for name in found.models:
             if name not in members:
-                write(name)
-        checks, again = aggregation.checks(look)
-        backwards = self.accuracy(aggregation.aggregate(again)) if again is not None and row else {}
-        if not models:
-            found = self.accuracy(None)
-            accuracy |= {PERSONAL: found} if found else {}
+                found.network(name)
+        checks, again = aggregation.checks(found.site)
+        backwards = self.accuracy(aggregation.aggregate(again)) if again is not None and found.aggregate else {}
+        if not found.models and (personal := self.accuracy(None)):
+            found.accuracy[PERSONAL] = personal
         return {
-            "aggregate": row,
-            "accuracy": accuracy,
+            "aggregate": found.aggregate,
+            "accuracy": found.accuracy,
             "reversed": backwards,
-            "forgotten": forgotten,
+            "forgotten": found.forgotten,
             "digest": aggregation.digest(),
             "checks": checks,
             "traces": {one.where: one.why for one in aggregation.residue()},
-            **facts,
+            **found.facts,
         }
+
+
+class Measured:
+    """What is found of a method's networks as they are looked at one by one; each is written into the run's folder."""
+
+    def __init__(self, method: Method) -> None:
+        self.method, self.models, self.aggregate = method, method.aggregation.models(), method.aggregation.display_name
+        self.accuracy: dict[str, dict[str, float]] = {}
+        self.forgotten: dict[str, dict[str, float]] = {}
+        self.facts: dict[str, Any] = {}
+        members = [site.name for site in method.aggregation.members()]
+        self._sites = set(members[: method.config.evaluation.sites])
+
+    def network(self, name: str) -> None:
+        """Look at a network by its display name."""
+        model = self.method.evaluator.settled(self.models[name])
+        self.method.folder.write_network("aggregate" if name == self.aggregate else name, model, display_name=name)
+        if found := self.method.accuracy(model):
+            self.accuracy[name] = found
+        self.facts |= model.facts
+
+    def site(self, site: Site) -> None:
+        """Look at a site's own network, and at the aggregate without it, if it is one of those to be looked at."""
+        if site.name not in self._sites:
+            return
+        if site.name in self.models:
+            self.network(site.name)
+        if (rest := self.method.aggregation.without([site.name])) is not None:
+            self.forgotten[site.name] = self.method.accuracy(rest)
 
 
 def open_ledger(config: Config, folder: RunFolder, run: str = "", sites: Sequence[str] = ()) -> Ledger:

@@ -91,22 +91,22 @@ class Aggregation:
         return self.strategy.models(view or self.view())
 
     @property
-    def row(self) -> str:
-        """The aggregate's name in tables; empty if the method has none."""
+    def display_name(self) -> str:
+        """What tables call the aggregate; empty if the method has none."""
         first = next(iter(self.models()), "")
         return "" if first in {site.name for site in self.setup.sites} else first
 
     def aggregate(self, view: View | None = None) -> Model:
         """The aggregated network. UserError if the method has none."""
-        if not self.row:
+        if not self.display_name:
             raise UserError(
                 f"strategy '{self.config.strategy['name']}': its networks are the sites' own; it has no aggregate"
             )
-        return self.models(view)[self.row]
+        return self.models(view)[self.display_name]
 
     def without(self, names: Sequence[str]) -> Model | None:
         """The aggregated network without these sites; None if the method has no such network."""
-        if not self.slots.totals or not self.row or len(self.members()) <= len(names):
+        if not self.slots.totals or not self.display_name or len(self.members()) <= len(names):
             return None
         return self.aggregate(self.view().without(names))
 

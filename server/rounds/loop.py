@@ -90,7 +90,7 @@ class RoundLoop:
         number = record["round"]
         if number % self.config.evaluation.every and number != self.last:
             return record
-        model = self.aggregation.aggregate() if self.aggregation.row else None
+        model = self.aggregation.aggregate() if self.aggregation.display_name else None
         return {**record, "accuracy": self.accuracy(model, "validation")}
 
     def accuracy(self, model: Model | None, split: str) -> dict[str, float]:

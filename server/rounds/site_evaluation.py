@@ -10,7 +10,7 @@ from clients.replies import ReplyError, check_numbers
 from conf.sites import UNION, Site
 from server.rounds.questions import Questions
 
-PERSONAL = "personal"  # the row of the sites' own networks, each measured at its site
+PERSONAL = "personal"  # the display name of the sites' own networks, each measured at its site
 
 
 @dataclass

@@ -148,7 +148,7 @@ class Unlearning:
 
     def _aggregate(self) -> Model | None:
         """What is measured before and after; None if the method's networks are the sites' own."""
-        return self.aggregation.aggregate() if self.aggregation.row else None
+        return self.aggregation.aggregate() if self.aggregation.display_name else None
 
     def _refuse(self, request: Request) -> None:
         """RefusedError, which is noted, for a request that cannot be fulfilled."""

@@ -85,7 +85,7 @@ def _composed(aggregation: Aggregation, order: Order) -> tuple[Model, list[list[
         return Model(view.architecture(), state), rows
     if order.coefficients or order.how or order.start:
         raise UserError("--coefficients, --how and --start are for runs of the strategy arithmetic; leave them out")
-    if not aggregation.slots.totals or not aggregation.row:
+    if not aggregation.slots.totals or not aggregation.display_name:
         raise UserError("this run's method keeps no contributions of its sites: nothing can be composed from it")
     return aggregation.aggregate(view), [[name, "1"] for name in order.sites]
 

@@ -155,7 +155,7 @@ def test_files_of_a_run_say_which_flag_to_give(tmp_path, section, text):
     path = tmp_path / "aggregate.safetensors"
     built = parse_name(text, 1, 32, 7).build()
     initialise(built, torch.Generator().manual_seed(0))
-    write_state(path, built.state_dict(), network=json.dumps(section), row="sum")
+    write_state(path, built.state_dict(), network=json.dumps(section), display_name="sum")
     with pytest.raises(UserError) as caught:
         load_network(path)
     assert str(caught.value).endswith(f"say --network {text}")

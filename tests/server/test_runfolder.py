@@ -207,10 +207,10 @@ def test_a_summary_replaces_the_one_before(tmp_path: Path):
 
 def test_networks_are_written_as_safetensors_with_what_they_are(tmp_path: Path):
     made = opened(tmp_path)
-    made.write_network("aggregate", model(torch.tensor([1.5])), row="sum")
+    made.write_network("aggregate", model(torch.tensor([1.5])), display_name="sum")
     path = made.path / "states" / "aggregate.safetensors"
     assert torch.equal(read_state(path)["w"], torch.tensor([1.5]))
-    assert read_metadata(path)["row"] == "sum"
+    assert read_metadata(path)["display_name"] == "sum"
 
 
 def test_a_folder_of_ones_own_with_a_config_yaml_is_never_deleted(tmp_path: Path):

@@ -276,7 +276,7 @@ def test_fedavg_is_the_mean_of_the_replies_and_can_forget_nobody(tmp_path: Path)
         assert torch.allclose(tensor, torch.stack([reply[name] for reply in replies]).mean(0), atol=1e-6)
     assert aggregate.without(["site-0000"]) is None
     assert list(aggregate.models()) == ["fedavg"]
-    assert aggregate.row == "fedavg"
+    assert aggregate.display_name == "fedavg"
 
 
 def test_the_last_site_cannot_be_forgotten(tmp_path: Path):
