@@ -24,7 +24,7 @@ BAR = 0.55  # of a task's own accuracy, on both tasks at once
 DATA = ("small", "medium", "large")
 NOTE = (
     "Test accuracy in %, mean and standard deviation over seeds. Coefficients are chosen on validation images. The paper's "
-    "cells could not be looked up, nor which of its tables 1 to 4 and 7 to 19 is which; give its grids with --paper "
+    "cells are not shipped; give its grids with --paper "
     "(YAML: 'residual gradients cifar10': 11 rows of 11 percents, alpha by beta) to see rank correlations with ours."
 )
 

@@ -6,7 +6,8 @@ import pytest
 
 from conf.errors import UserError
 from sims.experiments import cla
-from sims.experiments.cla import METHODS, TUNED, Pair, ablation_results, pair_results, reproduce
+from sims.experiments.cla import METHODS, TUNED, WAYS, Pair, ablation_results, ablations, pair_results, reproduce
+from sims.experiments.cla_paper import BALANCED
 from sims.experiments.pairs import Recipe, Task
 
 TINY = Pair(
@@ -55,3 +56,17 @@ def test_what_it_does_not_take_is_refused() -> None:
         reproduce("paper", 1, [], None, quiet=True)
     with pytest.raises(UserError, match="pairs=NAME"):
         reproduce("cpu", 1, ["pairs=nothing"], None, quiet=True)
+
+
+def test_the_papers_cells_stand_beside_ours() -> None:
+    ways = [0.5] * len(WAYS)
+    nine, ten = ablations([{"9": {"cka": [[0, 1, 4], *ways]}, "10": {"[1, 2, 5]": ways, "[1, 9, 9]": ways}}])
+    assert nine.rows[0][:3] == ["cka", "[1, 2, 5]", "[1, 2, 5]"]
+    assert ten.rows[0][1:5] == ["50.0 ± 0.0", "92.5 ± 2.6", "50.0 ± 0.0", "94.0 ± 1.4"]
+    assert ten.rows[1][2::2] == ["-"] * len(WAYS)
+
+
+@pytest.mark.parametrize(("map", "merged"), [("[1, 2, 5]", (94.0, 1.36)), ("[2, 3, 4]", (51.26, 6.41))])
+def test_table_10_of_the_paper_is_whole(map: str, merged: tuple[float, float]) -> None:
+    assert len(BALANCED) == 10 and all(cells.keys() <= set(WAYS) for cells in BALANCED.values())
+    assert BALANCED[map]["merged, sum"] == merged
