@@ -202,28 +202,24 @@ def ablations(found: Sequence[Mapping[str, Any]]) -> list[Table]:
         nine.append([name, maps, cla_paper.MAPS[name], *ways])
     for name in found[0]["10"]:
         theirs = cla_paper.BALANCED.get(name, {})
-        ours = {way: _mean([one["10"][name][k] for one in found]) for k, way in enumerate(WAYS)}
-        ten.append([name, *(cell for way in WAYS for cell in (ours[way], cla_paper.shown(theirs.get(way))))])
-    beside = [head for way in WAYS for head in (way, f"{way} (paper)")]
+        ways = [_mean([one["10"][name][k] for one in found]) for k in range(len(WAYS))]
+        ten.append([name, *ways, *(cla_paper.shown(theirs.get(way)) for way in cla_paper.WAYS)])
     return [
         Table("Table 9: how layers are compared (MLP pair, one-shot)",
               ["comparison", "maps found", "map (paper)", *WAYS], nine, NOTE + PAPER_NOTE),
-        Table("Table 10: every map (MLP pair, one-shot)", ["map", *beside], ten, NOTE + PAPER_NOTE),
+        Table("Table 10: every map (MLP pair, one-shot)", ["map", *WAYS, *(f"{way} (paper)" for way in cla_paper.WAYS)], ten, NOTE + PAPER_NOTE),
     ]  # fmt: skip
 
 
 def _pair_table(name: str, found: Sequence[Mapping[str, Any]]) -> Table:
-    theirs = cla_paper.NETWORKS.get(name)
-    head, rows = ["method", "one-shot", *(f"+{epochs} epochs" for epochs in FINE)], []
+    theirs, rows = cla_paper.NETWORKS.get(name, {}), []
     for method in found[0]:
         each = [one[method]["accuracy"] for one in found]
-        rows.append([method, *(_mean([run[k] for run in each]) if k < len(each[0]) else "-" for k in range(1 + len(FINE)))])
-        if theirs is not None:
-            rows[-1] += [cla_paper.shown(cell) for cell in theirs.get(method, (None, None))]
+        ours = [_mean([run[k] for run in each]) if k < len(each[0]) else "-" for k in range(1 + len(FINE))]
+        rows.append([method, *ours, *(cla_paper.shown(cells.get(method)) for cells in theirs.values())])
     title = f"{name}: {PAIRS[name].deep} and {PAIRS[name].shallow}, {len(found)} seeds"
-    if theirs is None:
-        return Table(title, head, rows, NOTE)
-    return Table(title, [*head, "one-shot (paper)", "fine-tuned (paper)"], rows, NOTE + PAPER_NOTE)
+    head = ["method", "one-shot", *(f"+{epochs} epochs" for epochs in FINE), *(f"{stage} (paper)" for stage in theirs)]
+    return Table(title, head, rows, NOTE + PAPER_NOTE if theirs else NOTE)
 
 
 def _mean(shares: Sequence[float]) -> str:

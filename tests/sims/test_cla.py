@@ -62,8 +62,8 @@ def test_the_papers_cells_stand_beside_ours() -> None:
     ways = [0.5] * len(WAYS)
     nine, ten = ablations([{"9": {"cka": [[0, 1, 4], *ways]}, "10": {"[1, 2, 5]": ways, "[1, 9, 9]": ways}}])
     assert nine.rows[0][:3] == ["cka", "[1, 2, 5]", "[1, 2, 5]"]
-    assert ten.rows[0][1:5] == ["50.0 ± 0.0", "92.5 ± 2.6", "50.0 ± 0.0", "94.0 ± 1.4"]
-    assert ten.rows[1][2::2] == ["-"] * len(WAYS)
+    assert ten.rows[0][4:] == ["50.0 ± 0.0", "92.5 ± 2.6", "94.0 ± 1.4", "92.4 ± 2.9"]
+    assert ten.rows[1][5:] == ["-"] * 3
 
 
 @pytest.mark.parametrize(("map", "merged"), [("[1, 2, 5]", (94.0, 1.36)), ("[2, 3, 4]", (51.26, 6.41))])
