@@ -201,14 +201,15 @@ def ablations(found: Sequence[Mapping[str, Any]]) -> list[Table]:
         ways = [_mean([one["9"][name][1 + k] for one in found]) for k in range(len(WAYS))]
         nine.append([name, maps, cla_paper.MAPS[name], *ways])
     for name in found[0]["10"]:
-        theirs = cla_paper.BALANCED.get(name, {})
+        cells = cla_paper.BALANCED.get(name, {})
         ways = [_mean([one["10"][name][k] for one in found]) for k in range(len(WAYS))]
-        ten.append([name, *ways, *(cla_paper.shown(theirs.get(way)) for way in cla_paper.WAYS)])
+        ten.append([name, *ways, *(cla_paper.shown(cells.get(way)) for way in cla_paper.WAYS)])
+    note, theirs = NOTE + PAPER_NOTE, [f"{way} (paper)" for way in cla_paper.WAYS]
+    head = ["comparison", "maps found", "map (paper)", *WAYS]
     return [
-        Table("Table 9: how layers are compared (MLP pair, one-shot)",
-              ["comparison", "maps found", "map (paper)", *WAYS], nine, NOTE + PAPER_NOTE),
-        Table("Table 10: every map (MLP pair, one-shot)", ["map", *WAYS, *(f"{way} (paper)" for way in cla_paper.WAYS)], ten, NOTE + PAPER_NOTE),
-    ]  # fmt: skip
+        Table("Table 9: how layers are compared (MLP pair, one-shot)", head, nine, note),
+        Table("Table 10: every map (MLP pair, one-shot)", ["map", *WAYS, *theirs], ten, note),
+    ]
 
 
 def _pair_table(name: str, found: Sequence[Mapping[str, Any]]) -> Table:
