@@ -29,6 +29,7 @@ class EngineConfig:
     num_cpus: float = value(1.0, "CPU cores per worker", low=0.0)
     num_gpus: float = value(0.0, "GPUs per worker (a fraction shares one)", low=0.0)
     vectorise: int = value(1, "ray: sites of one shape trained as one (results then agree up to rounding only)", low=1)
+    compile: bool = value(False, "torch.compile of full batches: needs a C++ compiler; agrees up to rounding only")
     task_timeout: float = value(0.0, "ray: seconds one site may take for one message; 0: no limit", low=0.0)
     threads: int = value(1, "torch threads per worker; results are bit-identical only for the same number", low=1, high=256)
     device: str = value("auto", "auto: a GPU if the worker sees one", choices=("auto", "cpu", "cuda"))

@@ -28,8 +28,10 @@ def quantise(state: Mapping[str, Tensor], bits: int) -> State:
     finite and for |w| >= 2**(62 - bits).
     """
     whole = flat(state).mul_(2.0**bits)
-    if len(whole) and not float(whole.abs().max()) < 2.0**62:
-        check_range(state, bits)
+    if len(whole):
+        low, high = torch.aminmax(whole)
+        if not max(-float(low), float(high)) < 2.0**62:
+            check_range(state, bits)
     integers = whole.round_().to(torch.int64).split([tensor.numel() for tensor in state.values()])
     return {name: part.view(tensor.shape) for (name, tensor), part in zip(state.items(), integers, strict=True)}
 
@@ -123,12 +125,9 @@ class ExactSum:
         totals = {name: tensor.clone() for name, tensor in self.totals.items()}
         return ExactSum(self.bits, totals, self.addends, dict(self._bounds))
 
-    def check(self, quantised: Mapping[str, Tensor], times: int = 1) -> None:
-        """Raises the ExactSumError that adding would raise."""
-        self._bounded(quantised, times)
-
     def _accumulate(self, quantised: Mapping[str, Tensor], times: int) -> None:
-        bounds = self._bounded(quantised, times)  # of all, before any change
+        self._check(quantised)
+        bounds = {name: self._bound(name, tensor, times) for name, tensor in quantised.items()}  # all, before any change
         for name, tensor in quantised.items():
             if name not in self.totals:
                 self.totals[name] = tensor * times
@@ -136,10 +135,6 @@ class ExactSum:
                 self.totals[name].add_(tensor, alpha=times)
         self._bounds = bounds
         self.addends += times
-
-    def _bounded(self, quantised: Mapping[str, Tensor], times: int) -> dict[str, int]:
-        self._check(quantised)
-        return {name: self._bound(name, tensor, times) for name, tensor in quantised.items()}
 
     def _check(self, quantised: Mapping[str, Tensor]) -> None:
         for name, tensor in quantised.items():

@@ -26,7 +26,7 @@ def simulate(config: Config, *, quiet: bool = False, json_output: bool = False) 
     refuse_engine(config)
     refuse_existing(config)
     check(config)
-    _check_shipping(config)
+    _check_engine(config)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(listener_for(quiet, json_output=json_output))
         grid = stack.enter_context(open_engine(config))
@@ -51,9 +51,11 @@ def simulate_once(config: Config, *, quiet: bool = False) -> dict[str, Any]:
     return simulate(config, quiet=quiet)
 
 
-def _check_shipping(config: Config) -> None:
-    """UserError if a cluster is to be sent a data folder that is not there, even where no site reads from it."""
+def _check_engine(config: Config) -> None:
+    """UserError for options that exclude each other, or a data folder to send that is not there, read by a site or not."""
     engine, folder = config.engine, data_folder(config.data)
+    if engine.compile and engine.vectorise > 1:
+        raise UserError("engine.compile: sites trained as one (engine.vectorise) cannot be compiled; choose one of the two")
     if engine.name == "ray" and engine.address and engine.ship_data and not folder.is_dir():
         raise UserError(
             f"engine.ship_data: there is no data folder {folder} to send; set data.root (or FEDLOOM_DATA) to it, "

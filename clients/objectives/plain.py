@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from clients.compiled import compiled_loss
 from clients.data import outputs
 from clients.messages import MEAN
 from clients.objectives.base import Session, Task
@@ -46,6 +47,9 @@ class PlainSession(Session):
 
     def cross_entropy(self, weights: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> Tensor:
         """The loss of the network with these weights, all of them, over the outputs of the site's domain."""
+        config = self.task.config
+        if config.engine.compile and len(images) == config.training.batch:
+            return compiled_loss(self.network, self.outputs.start, self.outputs.stop)(weights, images, labels)
         as_it_is = all(weights[name] is weight for name, weight in self.parts.items())
         scores = self.network(images) if as_it_is else functional_call(self.network, dict(weights), (images,))
         return F.cross_entropy(scores[:, self.outputs], labels)

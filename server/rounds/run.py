@@ -3,6 +3,7 @@
 Nothing that a round does is valid before the loop commits it; a round that fails leaves no trace.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -201,16 +202,17 @@ class Run(View):
     def _put_all(self, reply: Reply, expected: Mapping[str, Expected], means: dict[str, ExactSum]) -> None:
         """Into the slots and means: all of the reply or, with an ExactSumError, nothing."""
         times = {record: reply.samples if expected[record].mean == SAMPLES else 1 for record in means}
-        for record, mean in means.items():
-            mean.check(reply.integers[record], times[record])
         puts = [
             Put(one.slot, reply.site.name, reply[record], reply.samples, reply.integers[record])
             for record, one in expected.items()
             if one.slot
         ]
-        self.slots.put(puts, self.number)
-        for record, mean in means.items():
-            mean.add(reply.integers[record], times[record])
+        with contextlib.ExitStack() as undo:
+            for record, mean in means.items():
+                mean.add(reply.integers[record], times[record])
+                undo.callback(mean.subtract, reply.integers[record], times[record])
+            self.slots.put(puts, self.number)
+            undo.pop_all()
 
     def _took(self, kind: str, reply: Reply) -> None:
         if kind == TRAIN:

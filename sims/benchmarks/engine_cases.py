@@ -10,9 +10,9 @@ from conf.sites import roster
 
 DIRECT = ("inline", "ray")
 FLOWER = (*DIRECT, "stock")
-SUMS = "ray-sums"
-VARIANTS = {SUMS: ["federation.partial_sums=true"]}
-"""Engines with options: what each adds to a case's configuration."""
+SUMS, COMPILED = "ray-sums", "ray-compiled"
+VARIANTS = {SUMS: ["federation.partial_sums=true"], COMPILED: ["engine.compile=true"]}
+"""The Ray engine with options: what each adds to a case's configuration."""
 
 LOOPS = {"loop-1": 1, "loop-2": 2}
 """Plain loops without Flower, and how many processes each has."""
@@ -82,5 +82,5 @@ CASES = (
     Case("messages-1mb", "100 sites, 1 MB each way", "messages", 100, 100, (15, 6), (5, 3), floats=250_000, window=32),
     Case("messages-40mb", "40 sites, 40 MB each way", "messages", 40, 40, (5, 3), (3, 2), floats=10_000_000, window=6),
     Case("training", "20 of 100 sites train 72,000 parameters on 60 images each", "training", 100, 20, (30, 10), (15, 4),
-         window=32, engines=(*FLOWER, SUMS, *LOOPS)),
+         window=32, engines=(*FLOWER, *VARIANTS, *LOOPS)),
 )  # fmt: skip

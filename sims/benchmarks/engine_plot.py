@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sims.benchmarks.engine_cases import SUMS
+from sims.benchmarks.engine_cases import COMPILED, SUMS
 from sims.benchmarks.engine_measure import Row
 from sims.report.canvas import INK, LIGHT, PALETTE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = dict(zip(("ray", "stock", "inline", "loop-1", "loop-2", SUMS), PALETTE, strict=False))
+COLOURS = dict(zip(("ray", "stock", "inline", "loop-1", "loop-2", SUMS, COMPILED), PALETTE, strict=False))
 PANELS = (
     ("tasks_per_s", "tasks per second", "log"),
     ("startup_s", "seconds from launch to the end of round 1", "linear"),

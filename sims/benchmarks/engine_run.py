@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from conf.sites import roster
-from sims.benchmarks.engine_cases import LOOPS, SUMS
+from sims.benchmarks.engine_cases import LOOPS, VARIANTS
 from sims.benchmarks.engine_job import Job, keep, read_job
 from sims.benchmarks.engine_loop import loop_rounds
 from sims.benchmarks.engine_server import CLIENTS, ROUNDS
@@ -42,7 +42,7 @@ def _ray(job: Job) -> LocalGrid:
     return ray.start(job.config(), CLIENTS[job.case.kind])
 
 
-GRIDS: dict[str, Callable[[Job], LocalGrid]] = {"inline": _inline, "ray": _ray, SUMS: _ray}
+GRIDS: dict[str, Callable[[Job], LocalGrid]] = {"inline": _inline, "ray": _ray, **dict.fromkeys(VARIANTS, _ray)}
 
 if __name__ == "__main__":
     run(read_job(Path(sys.argv[1])))
