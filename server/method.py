@@ -17,7 +17,7 @@ from conf.sites import Site, roster
 from server.evaluate import Evaluator
 from server.ledger import Ledger, Request
 from server.ledger.database import LEDGER, begun
-from server.ledger.slots import declared_sums
+from server.ledger.declared import declared_sums
 from server.listener import Listener
 from server.rounds.aggregation import Aggregation
 from server.rounds.exchange import Federation

@@ -7,48 +7,14 @@ commits, crashes, digests and requests.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from conf.errors import UserError, unknown
 from conf.sites import Site
 from fusion.exact import ExactSum, ExactSumError, State, digest, exact, quantise
-from server.ledger.contributions import Contributions, prefixes
+from server.ledger.contributions import Contributions
+from server.ledger.declared import Slot, Sum
 from server.ledger.ledger import Ledger
 from server.ledger.rows import Contribution
-
-
-def everything(state: State) -> State:
-    """All of it."""
-    return state
-
-
-@dataclass(frozen=True)
-class Sum:
-    """The exact sum of what sites put, each site's last put. `part`: of a put, what is summed; the rest is only kept.
-
-    `weighted`: each counts as many times as the site has samples, so that the mean is a weighted one.
-    `resumable`: a site that lost its own state can begin again at what it put.
-    """
-
-    part: Callable[[State], State] = everything
-    weighted: bool = False
-    resumable: bool = False
-
-
-@dataclass(frozen=True)
-class Catalogue:
-    """What each site put last, never summed: it is the site's own. `resumable`: as for `Sum`."""
-
-    resumable: bool = False
-
-
-Slot = Sum | Catalogue
-
-
-def declared_sums(slots: Mapping[str, Slot]) -> dict[str, dict[str, Any]]:
-    """The sums of a method as its ledger's first event says them."""
-    start = prefixes(list(slots))
-    return {name: {"prefix": start[name], "weighted": one.weighted} for name, one in slots.items() if isinstance(one, Sum)}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from conf.errors import UserError
 from conf.sites import Site
 from fusion.exact import ExactSum, State, digest
 from server.ledger import Ledger
-from server.ledger.slots import Slots, declared_sums
+from server.ledger.declared import declared_sums
+from server.ledger.slots import Slots
 from server.rounds.exchange import Reply
 from server.rounds.run import Exchange, Run
 from server.rounds.schedules import Participation

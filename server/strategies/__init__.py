@@ -3,7 +3,7 @@
 from clients.messages import MEAN, MODEL, ROUND, SITE, TRAIN
 from clients.networks import Model
 from fusion.exact import State
-from server.ledger.slots import Catalogue, Slot, Sum
+from server.ledger.declared import Catalogue, Slot, Sum
 from server.rounds.run import ONCE, SAMPLES, Expected, Reply, Run
 from server.rounds.schedules import OneByOne, Participation, Sampling, Schedule
 from server.rounds.view import Models, View

@@ -21,7 +21,7 @@ from conf.sites import roster
 from conf.typed import value
 from fusion.arithmetic import GRADIENTS, WEIGHTS, Alpha, composed, evenly, is_statistic, to_state
 from fusion.exact import State, quantise
-from server.ledger.slots import Slot, Sum
+from server.ledger.declared import Slot, Sum
 from server.rounds.run import Expected, Run
 from server.rounds.view import Models, View
 from server.strategies.base import STRATEGIES, Residue, Strategy, check_objective, counter

@@ -1,7 +1,7 @@
 """The interface of a strategy, the server's half of a method, and the registry of strategies.
 
-A method's round reads like the algorithm in its paper. All that is durable is in named slots (server.ledger.slots), and what
-can be measured is a function of them: forgetting, readmitting, rolling back, digests, checks, partial sums, compositions and
+A method's round reads like the algorithm in its paper. All that is durable is in named slots (server.ledger.declared), and
+what can be measured is a function of them: forgetting, readmitting, rolling back, digests, checks, partial sums, compositions and
 certificates are therefore not a method's business.
 """
 
@@ -16,7 +16,7 @@ from clients.objectives import OBJECTIVES, objective_of
 from conf.errors import UserError
 from conf.registry import Registry
 from conf.schema import Config
-from server.ledger.slots import Slot
+from server.ledger.declared import Slot
 from server.rounds.run import Run
 from server.rounds.schedules import Sampling, Schedule
 from server.rounds.view import Models, View

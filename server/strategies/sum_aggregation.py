@@ -18,7 +18,7 @@ from conf.errors import UserError
 from conf.schema import Config
 from conf.typed import value
 from fusion.exact import State, dequantise, quantise
-from server.ledger.slots import Slot, Sum
+from server.ledger.declared import Slot, Sum
 from server.rounds.run import ONCE, SAMPLES, Expected, Run
 from server.rounds.view import Models, View
 from server.strategies.base import STRATEGIES, Residue, Strategy, check_objective, counter

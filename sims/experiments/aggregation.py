@@ -9,7 +9,7 @@ import yaml
 
 from conf import UserError, load
 from conf.schema import Config
-from sims.report.report import write_page
+from sims.report.page import write_page
 from sims.report.tables import Table, domains, mean_and_spread
 from sims.simulate import simulate_once
 

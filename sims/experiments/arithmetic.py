@@ -16,7 +16,7 @@ from fusion.arithmetic import GRADIENTS, WEIGHTS
 from server.strategies.coefficients import worth
 from sims.experiments import arithmetic_runs as runs
 from sims.experiments.arithmetic_plot import draw
-from sims.report.report import Part, Picture, write_page
+from sims.report.page import Part, Picture, write_page
 from sims.report.tables import Table, mean, mean_and_spread, show
 from sims.simulate import simulate_once
 

@@ -24,7 +24,7 @@ from fusion.search import best_weights
 from sims.experiments import cla_paper
 from sims.experiments.cla_plot import draw
 from sims.experiments.pairs import Recipe, Task, accuracy, probe_set, train, trained
-from sims.report.report import Picture, write_page
+from sims.report.page import Picture, write_page
 from sims.report.tables import Table
 
 FOLDER = Path("runs/cla")

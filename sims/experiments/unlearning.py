@@ -15,7 +15,7 @@ from conf.sites import roster
 from server.ledger import Ledger
 from server.runfolder import RunFolder, read_config
 from sims.cli.unlearn import Wish, unlearn
-from sims.report.report import write_page
+from sims.report.page import write_page
 from sims.report.tables import Table
 from sims.simulate import simulate_once
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from server.unlearning.certificate import CERTIFICATES, one_digest, read
-from sims.report.report import Part, write_page
+from sims.report.page import Part, write_page
 from sims.report.tables import Table, percent
 
 

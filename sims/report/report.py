@@ -1,10 +1,7 @@
 """report.html: what a run did and found, in one file that needs nothing else."""
 
-import base64
-import html
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +9,12 @@ from conf.errors import UserError
 from server.runfolder import RunFolder
 from sims.report import plots
 from sims.report.forgotten import Forgotten, forgotten_sentence, forgotten_sites, forgotten_table
+from sims.report.page import Details, Part, Picture, write_page
 from sims.report.tables import (
     Holders,
     Table,
     accuracy_table,
     before_forgetting,
-    clean,
     cut,
     forgetting_table,
     homes,
@@ -48,58 +45,6 @@ NO_TRACES = (
     "Each site started from a network that had seen no data and knows of no other site: what is left without site k is what "
     "training without it would have given."
 )
-STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff }
-body { max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bottom: 1px solid #ddd }
-h1 + p { font-size: 1.1rem } .scroll { overflow-x: auto; margin: 1rem 0 }
-table { border-collapse: collapse; font-size: .92rem }
-caption { text-align: left; font-weight: 600; padding-bottom: .3rem }
-th, td { padding: .22rem .8rem; border-bottom: 1px solid #e4e4e4; text-align: left }
-.whole { white-space: nowrap } .digest { overflow-wrap: anywhere }
-.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums }
-figure { margin: 1.2rem 0 } img { max-width: 100%; height: auto } figcaption, .note { color: #555; font-size: .9rem }
-pre { background: #f6f6f6; padding: .8rem; overflow-x: auto; font-size: .85rem } summary { cursor: pointer }
-"""
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A PNG file and one sentence that explains it."""
-
-    path: Path
-    caption: str
-
-
-@dataclass(frozen=True)
-class Details:
-    """Text that the reader unfolds, shown as it is."""
-
-    title: str
-    text: str
-
-
-Part = str | Table | Picture | Details  # a str is a paragraph
-
-
-def write_page(path: Path, title: str, sections: Sequence[tuple[str, Sequence[Part]]]) -> Path:
-    """Writes one self-contained HTML page: sections of (heading, parts), an empty heading for none.
-
-    Raises UserError if a picture cannot be read or the page cannot be written.
-    """
-    body = "".join(_section(heading, parts) for heading, parts in sections)
-    page = (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8">\n<title>{_escape(title)}</title>\n'
-        f"<style>{STYLE}</style></head>\n<body>\n<h1>{_escape(title)}</h1>\n{body}</body>\n</html>\n"
-    )
-    fresh = path.with_name(f".{path.name}.new")
-    try:
-        fresh.write_text(page, encoding="utf-8")
-        fresh.replace(path)
-    except OSError as error:
-        reason = f"{error.strerror}; is the folder there, and is there space?"
-        raise UserError(f"{path}: cannot be written ({reason})") from None
-    return path
 
 
 def write_report(folder: Path) -> Path:
@@ -238,39 +183,6 @@ def _digest(summary: Mapping[str, Any]) -> list[Part]:
 
 def _pictures(pictures: Mapping[str, Picture], name: str) -> list[Part]:
     return [pictures[name]] if name in pictures else []
-
-
-def _section(heading: str, parts: Sequence[Part]) -> str:
-    return (f"<h2>{_escape(heading)}</h2>\n" if heading else "") + "".join(map(_part, parts))
-
-
-def _part(part: Part) -> str:
-    if isinstance(part, Table):
-        return f'<div class="scroll">{part.html()}</div>\n'
-    if isinstance(part, Picture):
-        return _picture(part)
-    if isinstance(part, Details):
-        text = html.escape(_printable(part.text))
-        return f"<details><summary>{_escape(part.title)}</summary><pre>{text}</pre></details>\n"
-    return f"<p>{_escape(part)}</p>\n"
-
-
-def _picture(picture: Picture) -> str:
-    try:
-        data = base64.b64encode(picture.path.read_bytes()).decode("ascii")
-    except OSError as error:
-        raise UserError(f"{picture.path}: the picture cannot be read ({error.strerror})") from None
-    caption = _escape(picture.caption)
-    image = f'<img alt="{caption}" src="data:image/png;base64,{data}">'
-    return f"<figure>{image}<figcaption>{caption}</figcaption></figure>\n"
-
-
-def _escape(text: str) -> str:
-    return html.escape(clean(text))
-
-
-def _printable(text: str) -> str:
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else " " for letter in text)
 
 
 def _read(path: Path) -> str:

@@ -13,8 +13,9 @@ from PIL import Image
 from rich.console import Console
 
 from conf.errors import UserError
+from sims.report.page import Details, Picture, write_page
 from sims.report.plots import draw_all
-from sims.report.report import Details, Picture, headline, write_page, write_report
+from sims.report.report import headline, write_report
 from sims.report.tables import MAX_ROWS, Holders, Link, Table, accuracy_table, forgetting_table, percent
 from tests.sims.pages import checked
 
