@@ -1,8 +1,8 @@
 """The interface of a strategy, the server's half of a method, and the registry of strategies.
 
 A method's round reads like the algorithm in its paper. All that is durable is in named slots (server.ledger.declared), and
-what can be measured is a function of them: forgetting, readmitting, rolling back, digests, checks, partial sums, compositions and
-certificates are therefore not a method's business.
+what can be measured is a function of them: forgetting, readmitting, rolling back, digests, checks, partial sums,
+compositions and certificates are therefore not a method's business.
 """
 
 from abc import ABC, abstractmethod

@@ -1,0 +1,71 @@
+"""The commands on files of networks: `fedloom align` and `fedloom fuse`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer()
+
+Probe = Annotated[str, typer.Option(help="The domain whose training images the layers are compared on.")]
+Samples = Annotated[int, typer.Option(help="How many of them.", min=2)]
+Size = Annotated[int, typer.Option(help="Images' size, for networks that are named here.", min=4)]
+Grey = Annotated[bool, typer.Option("--grey", help="One channel, for networks that are named here.")]
+Data = Annotated[str, typer.Option("--data", help="The folder with the data (data.root).")]
+
+
+@app.command()
+def align(
+    a: Annotated[Path, typer.Argument(help="A network's .safetensors file.")],
+    b: Annotated[Path, typer.Argument(help="Another's.")],
+    network_a: Annotated[str, typer.Option(help="Its name, where the file does not say it: vgg13:norm=batch.")] = "",
+    network_b: Annotated[str, typer.Option(help="The other's, such as torchvision:resnet18.")] = "",
+    probe: Probe = "cifar10",
+    samples: Samples = 200,
+    comparison: Annotated[str, typer.Option(help="cka, wasserstein (pre-activations) or neurons.")] = "cka",
+    free_first: Annotated[bool, typer.Option("--free-first", help="First layers need not correspond.")] = False,
+    free_last: Annotated[bool, typer.Option("--free-last", help="Nor last ones.")] = False,
+    size: Size = 32,
+    grey: Grey = False,
+    root: Data = "",
+    out: Annotated[Path, typer.Option(help="The picture of the costs and the map.")] = Path("alignment.png"),
+) -> None:
+    """Which layer of one network corresponds to which of another."""
+    from sims.cli import align_fuse
+
+    names = [network_a, network_b]
+    files = align_fuse.Files([a, b], names, probe, samples, size, grey, root)
+    typer.echo(align_fuse.align(files, comparison, not free_first, not free_last, out).markdown())
+    typer.echo(f"written: {out}")
+
+
+@app.command()
+def fuse(
+    networks: Annotated[list[Path], typer.Argument(help="Two or more networks' .safetensors files.")],
+    into: Annotated[str, typer.Option(help="The file (or its number) whose widths the result has.")],
+    depth: Annotated[str, typer.Option(help="The file (or its number) whose layers it has; default: --into.")] = "",
+    network: Annotated[list[str] | None, typer.Option(help="Names in the files' order, where they lack them.")] = None,
+    weights: Annotated[str, typer.Option(help="Of the networks in the average: 0.3,0.7, or search. Default: equal.")] = "",
+    probe: Probe = "cifar10",
+    samples: Samples = 200,
+    labels: Annotated[str, typer.Option(help="Measure accuracies on this domain's test images.")] = "",
+    reference: Annotated[bool, typer.Option("--reference", help="As the public code of CLAFusion does.")] = False,
+    size: Size = 32,
+    grey: Grey = False,
+    root: Data = "",
+    out: Annotated[Path, typer.Option(help="Where the fused network goes.")] = Path("fused.safetensors"),
+    report: Annotated[bool, typer.Option("--report", help="Write the tables beside it, too, as Markdown.")] = False,
+) -> None:
+    """Fuse networks of equal or different depth and width into one."""
+    from fusion.fusing import FusionSettings
+    from sims.cli import align_fuse
+
+    files = align_fuse.Files(networks, network or [], probe, samples, size, grey, root)
+    settings = FusionSettings.reference() if reference else FusionSettings()
+    tables = align_fuse.fuse_files(files, align_fuse.Order(into, depth, weights, out, labels), settings)
+    text = "\n".join(table.markdown() for table in tables)
+    typer.echo(text)
+    typer.echo(f"written: {out}")
+    if report:
+        out.with_suffix(".md").write_text(text, encoding="utf-8")
+        typer.echo(f"written: {out.with_suffix('.md')}")
