@@ -37,7 +37,7 @@ def test_a_round_that_timed_out_leaves_nothing_to_the_next_one(tmp_path: Path, s
     with open_engine(load("digits", words)) as grid:
         run_experiment(grid, load("digits", [*words, "run.name=quick", "rounds=2"]), listener)
         whole = listener.records[-1]["seconds"]  # of a round, once the worker is warm
-        epochs = max(1, math.ceil(4.0 / whole))  # the time to reply is at least a second
+        epochs = max(1, math.ceil(2.2 / whole))  # the time to reply is at least a second
         short = [f"training.epochs={epochs}", f"federation.timeout={0.5 * whole * epochs}", "federation.window=30"]
         listener = Rounds()
         summary = run_experiment(grid, load("digits", [*words, *short, "run.name=late", "rounds=3"]), listener)

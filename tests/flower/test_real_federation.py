@@ -147,27 +147,20 @@ def inline(root: Path, *words: str) -> dict[str, Any]:
 
 
 def test_flwr_run_gives_the_bits_of_the_inline_engine(flower: Flower, tmp_path: Path):
-    expected = inline(tmp_path, "rounds=2")
-    log = flower.run("rounds=2", "run.name=flower")
+    """And sites measure what the server would, which reads no image."""
+    words = ["rounds=2", "evaluation.every=2", "evaluation.sites=0"]  # what is measured is a message to each site
+    expected = inline(tmp_path, *words)
+    log = flower.run(*words, "run.name=flower", "evaluation.where=sites")
     summary = flower.summary("flower", log)
     assert (summary["status"], summary["engine"]) == ("finished", "flower"), log
     assert summary["digest"] == expected["digest"]
     assert summary["accuracy"] == expected["accuracy"]
+    assert [site["samples"] for site in summary["sites"]] == ["at the site"] * 2
     holders = flower.holders("flower")
     assert holders["site-0000"] == [0] and holders["site-0001"] in ([1], [2])  # a name is one node's, the store its own
     with Ledger.open(flower.root / "flower", server=False) as ledger:
         bound = ledger.bound()
     assert bound.keys() == {"site-0000", "site-0001"} and len(set(bound.values())) == 2
-
-
-def test_sites_measure_what_the_server_would_and_it_reads_no_image(flower: Flower, tmp_path: Path):
-    words = ["rounds=1", "evaluation.sites=0"]  # each network that is measured is a message to each site
-    expected = inline(tmp_path, *words)
-    log = flower.run(*words, "run.name=there", "evaluation.where=sites")
-    there = flower.summary("there", log)
-    assert (there["status"], there["digest"]) == ("finished", expected["digest"]), log
-    assert there["accuracy"] == expected["accuracy"]
-    assert [site["samples"] for site in there["sites"]] == ["at the site"] * 2
 
 
 def test_a_run_that_exists_is_refused_in_one_line(flower: Flower):

@@ -3,8 +3,6 @@
 import _thread
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 from torch import nn
 
 from conf.errors import UserError
+from server.rounds.loop import RoundLoop
 from sims import Result, resume, run
 from tests.sims.commands import ONE, SMALL
 
@@ -97,22 +96,20 @@ def test_what_cannot_work_is_refused_before_anything_starts(root: str, tmp_path:
     assert not (tmp_path / "user").exists()
 
 
-def test_an_interrupted_run_keeps_its_rounds_and_is_resumed(root: str, tmp_path: Path):
-    metrics = tmp_path / "user/stopped/metrics.jsonl"
+def test_an_interrupted_run_keeps_its_rounds_and_is_resumed(root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    whole = RoundLoop.one
 
-    def interrupt() -> None:
-        while not (metrics.is_file() and metrics.stat().st_size):
-            time.sleep(0.01)
-        _thread.interrupt_main()
+    def interrupted(loop: RoundLoop, round: int) -> dict:
+        if round == 3:
+            _thread.interrupt_main()  # as Ctrl-C does
+        return whole(loop, round)
 
-    thread = threading.Thread(target=interrupt, daemon=True)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        run(TREE, "run.name=stopped", "rounds=60", "evaluation.every=60", root)
-    thread.join()
-    stopped = Result(metrics.parent)
-    assert stopped.summary["status"] == "interrupted" and 1 <= len(stopped.metrics) < 60
-    assert resume(metrics.parent).summary["status"] == "finished" and len(stopped.metrics) == 60
+    with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
+        broken.setattr(RoundLoop, "one", interrupted)
+        run(TREE, "run.name=stopped", "rounds=5", root)
+    stopped = Result(tmp_path / "user/stopped")
+    assert stopped.summary["status"] == "interrupted" and len(stopped.metrics) == 2
+    assert resume(stopped.folder).summary["status"] == "finished" and len(stopped.metrics) == 5
 
 
 def test_the_package_is_imported_at_once():

@@ -13,8 +13,8 @@ from sims.experiments.pairs import Recipe, Task
 TINY = Pair(
     "mlp:widths=[24,20,16,12],bias=false",
     "mlp:widths=[24,20],bias=false",
-    Task("digits", 8, True, samples=400),
-    Recipe(epochs=4, rate=0.1),
+    Task("digits", 8, True, samples=200),
+    Recipe(epochs=2, rate=0.1),
     Recipe(epochs=0, rate=0.02, cosine=False),
 )
 
