@@ -5,6 +5,7 @@ NumPy takes some 70 microseconds to write or read the header of a .npy file, mor
 
 import functools
 import io
+import math
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ def decode(array: Array) -> Tensor:
     except TypeError:  # no dtype of NumPy's: it will say so
         header = b""
     dtype, begin = np.dtype(array.dtype) if header else None, len(header)
-    fits = dtype and len(array.data) == begin + dtype.itemsize * int(np.prod(array.shape, dtype=np.int64))
+    fits = dtype and len(array.data) == begin + dtype.itemsize * math.prod(array.shape)
     if not fits or array.data[:begin] != header:  # another writer's header, or damage
         return torch.from_numpy(array.numpy())
     return torch.from_numpy(np.frombuffer(array.data, dtype, offset=begin).reshape(array.shape).copy())

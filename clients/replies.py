@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from flwr.app import RecordDict
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from clients.messages import METRICS
 from conf.schema import FederationConfig
@@ -35,12 +34,15 @@ class Bounds:
     def check(self, kind: str, given: Mapping[str, Tensor], start: Mapping[str, Tensor], *, change: bool = True) -> None:
         """Raises ReplyError if a record's floating-point weights are too large, or (`change`) too far from its start's."""
         floats = {name: tensor for name, tensor in given.items() if tensor.dtype.is_floating_point and tensor.numel()}
-        if self.largest_weight and self.largest_weight < float(get_total_norm(floats.values(), math.inf)) < math.inf:
+        if not floats:
+            return
+        whole = torch.cat([tensor.flatten() for tensor in floats.values()])
+        if self.largest_weight and self.largest_weight < float(whole.abs().max()) < math.inf:
             name, largest = max(((name, float(one.abs().max())) for name, one in floats.items()), key=lambda pair: pair[1])
             told = f"record '{kind}', tensor '{name}' has an entry of size {largest:.3g}"
             raise ReplyError(f"{told}, more than federation.largest_weight={self.largest_weight:g}")
         if self.largest_change and change:
-            moved = float(get_total_norm([tensor - start[name] for name, tensor in floats.items()]))
+            moved = float(torch.dist(whole, torch.cat([start[name].flatten() for name in floats])))
             if self.largest_change < moved < math.inf:
                 told = f"record '{kind}' moved by {moved:.3g} (L2 norm) in a round"
                 raise ReplyError(f"{told}, more than federation.largest_change={self.largest_change:g}")

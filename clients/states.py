@@ -1,7 +1,7 @@
 """States on disk: safetensors, written to a temporary file and renamed, so that a reader sees all of a file or none."""
 
 import os
-import tempfile
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,17 +21,16 @@ def round_file(root: Path, name: str, round: int) -> Path:
 def write_bytes(path: Path, content: bytes, durable: bool = True) -> None:
     """Replace the file at `path` in one step: temporary file beside it, fsync (if `durable`), rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(temporary, "xb") as file:
             file.write(content)
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
