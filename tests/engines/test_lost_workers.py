@@ -44,6 +44,14 @@ def far(tmp_path_factory: pytest.TempPathFactory, one_ray: None) -> Iterator[Ray
     assert socket.gethostname() != "elsewhere"
 
 
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory, one_ray: None) -> Iterator[RayGrid]:
+    """One worker."""
+    grid = opened(tmp_path_factory.mktemp("single"), "engine.workers=1")
+    yield grid
+    grid.close()
+
+
 def test_a_message_that_kills_its_worker_while_it_is_unpacked_is_charged_and_nobody_else(grid: RayGrid):
     """Once it was charged to nobody, and sent again for ever."""
     sent = messages({})
@@ -127,20 +135,17 @@ def test_a_chunk_that_is_given_up_ends_after_its_present_message_and_keeps_its_w
     assert before and before <= workers()
 
 
-def test_what_was_given_up_because_it_took_too_long_goes_in_smaller_chunks_next_time(tmp_path: Path):
+def test_what_was_given_up_because_it_took_too_long_goes_in_smaller_chunks_next_time(single: RayGrid):
     """Once nothing was learnt from calls that were cancelled: sites that had become slow never answered in time again."""
-    grid = opened(tmp_path, "engine.workers=1")
-    try:
-        for _ in range(5):
-            assert_good(ask(grid, {}), set())  # so that all go into one chunk
-        slow = messages({site: {"kind": "slow"} for site in range(SITES)})
-        keys = list(grid.push_messages(slow))
-        assert answers(grid, keys, 3) == []
-        grid.cancel(keys)
-        keys = list(grid.push_messages(messages({site: {"kind": "slow"} for site in range(SITES)})))
-        assert answers(grid, keys, 3)
-    finally:
-        grid.close()
+    for _ in range(5):
+        assert_good(ask(single, {}), set())  # so that all go into one chunk
+    slow = messages({site: {"kind": "slow"} for site in range(SITES)})
+    keys = list(single.push_messages(slow))
+    assert answers(single, keys, 3) == []
+    single.cancel(keys)
+    keys = list(single.push_messages(messages({site: {"kind": "slow"} for site in range(SITES)})))
+    assert answers(single, keys, 3)
+    single.cancel(keys)
 
 
 def test_whatever_goes_wrong_in_the_pool_is_heard_by_whoever_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -153,17 +158,13 @@ def test_whatever_goes_wrong_in_the_pool_is_heard_by_whoever_waits(tmp_path: Pat
         grid.close()
 
 
-def test_a_message_that_kills_the_only_worker_is_tried_again_after_all_others(tmp_path: Path):
+def test_a_message_that_kills_the_only_worker_is_tried_again_after_all_others(single: RayGrid):
     """Once it came first, and two deaths in a row could cost a whole round its replies."""
-    grid = opened(tmp_path, "engine.workers=1")
-    try:
-        keys = list(grid.push_messages(messages({0: {"kind": "kill"}})))
-        replies = answers(grid, keys, 100)
-        assert_good(by_site(replies), {0})
-        assert len(replies) == SITES
-        assert [reply.has_error() for reply in replies].index(True) == SITES - 1
-    finally:
-        grid.close()
+    keys = list(single.push_messages(messages({0: {"kind": "kill"}})))
+    replies = answers(single, keys, 100)
+    assert_good(by_site(replies), {0})
+    assert len(replies) == SITES
+    assert [reply.has_error() for reply in replies].index(True) == SITES - 1
 
 
 def test_workers_that_cannot_import_what_they_need_say_so_at_once(tmp_path: Path):
