@@ -18,7 +18,7 @@ Loss = Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor]
 
 @functools.lru_cache(maxsize=16)
 def compiled_loss(network: nn.Module, start: int, stop: int) -> Loss:
-    """Cross-entropy over outputs start to stop, at given weights (all, by name), images [n, c, h, w] and labels [n].
+    """Cross-entropy over outputs start to stop, at given weights by name, images [n, c, h, w] and labels [n].
 
     UserError where nothing can be compiled: torch.compile needs a C++ compiler.
     """

@@ -12,7 +12,21 @@ from clients.device import pick_device
 from clients.guard import SIMULATED
 from clients.learner import Outcome, learn
 from clients.measure import count_right
-from clients.messages import ENROL, EVALUATE, MEAN, METRICS, OWN, TRAIN, Order, read_order, to_arrays, to_states
+from clients.messages import (
+    ENROL,
+    EVALUATE,
+    MEAN,
+    METRICS,
+    MODEL,
+    OWN,
+    TOTAL,
+    TRAIN,
+    Order,
+    read_order,
+    right_of,
+    to_arrays,
+    to_states,
+)
 from clients.networks import Architecture, HeadView, Network, architecture_of
 from clients.objectives import Answer, Session, Task, objective_of
 from clients.policy import Policy, followed
@@ -94,30 +108,39 @@ class Job:
         """What the site says to a question."""
         if self.order.kind == TRAIN:
             return self.train()
-        task = self.task(workbench(self.config, architecture_of(self.config, self.site)))
         if self.order.kind == ENROL:
             found = Answer(metrics={"samples": site_size(self.config, self.policy.source(self.config, self.site))})
         elif self.order.kind == EVALUATE:
-            found = self._measured(task)
+            found = self._measured()
         else:
-            found = objective_of(self.config).answer(self.order.kind, task, self.images())
+            found = objective_of(self.config).answer(self.order.kind, self._ready(), self.images())
         reply = RecordDict({name: to_arrays(state) for name, state in found.records.items()})
         reply[METRICS] = MetricRecord({**found.metrics})
         return reply
 
-    def _measured(self, task: Task) -> Answer:
-        """Right answers on the site's own images: of the network that was sent, or of the site's own."""
+    def _ready(self) -> Task:
+        return self.task(workbench(self.config, architecture_of(self.config, self.site)))
+
+    def _measured(self) -> Answer:
+        """Right answers on the site's own images: of each network that was sent, or of the site's own."""
         if self.order.split not in ("validation", "test"):
             raise UserError("order.split: takes validation or test")
-        state = objective_of(self.config).network(task, self.images())
         images = own_images(self.config, self.policy.source(self.config, self.site), self.order.split)
+        sent = {name: record for name, record in self.content.array_records.items() if name.startswith(MODEL)}
+        each = {name: replace(self, content=RecordDict({MODEL: record})) for name, record in sent.items()} or {MODEL: self}
+        return Answer(metrics={**{right_of(name): job._right(images) for name, job in each.items()}, TOTAL: len(images)})
+
+    def _right(self, images: Images) -> int:
+        """How many of the images the network MODEL, or else the site's own, classifies rightly."""
+        task = self._ready()
+        state = objective_of(self.config).network(task, self.images())
         if state is None:
             raise UserError(f"{self.site.name}: has no network of its own yet; it has not trained")
         task.network.load_state_dict(state)
         view = HeadView(task.network, outputs(self.config, self.site.spec), self.config.evaluation.statistics).eval()
         right = count_right(view, images, self.config.evaluation.batch, self.device) if len(images) else 0
         task.network.train()
-        return Answer(metrics={"right": right, "total": len(images)})
+        return right
 
 
 @once

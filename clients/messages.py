@@ -24,7 +24,7 @@ EXPECTED = "expected"  # down: what the records that are added up on the way mus
 TEXTS = (CONFIG, EXPECTED)
 METRICS = "metrics"
 TRAIN = "train"
-EVALUATE = "evaluate"  # a kind of question: how good is MODEL, or else the site's own network, on the site's images
+EVALUATE = "evaluate"  # a kind of question: how good are the networks sent, or else the site's own, on the site's images
 ENROL = "enrol"  # a kind of question: how many images the site has
 QUERY = "query"
 ASK = "query.ask"  # Flower's type of messages with a question other than TRAIN
@@ -40,7 +40,8 @@ MEAN = "mean"  # down: the aggregate (of sum aggregation: the mean extractor and
 STAR = "star"  # down and up: the free aggregated network N*
 SUBSET = "subset/"  # down: + site name: the mean without that site
 OWN = "own"  # down, to a site that lost its store: its last contribution
-MODEL = "model"  # down: a network to measure
+MODEL = "model"  # down: a network to measure; of several: + / and their number
+RIGHT, TOTAL = "right", "total"  # up: right answers of the site's own network (right/ and a number: of one that was sent)
 LOST = "lost"  # up, alone: the site has no own state after the round that it should go on from
 UNKNOWN = "unknown"  # up, alone: the site has no configuration of that digest
 SITE = "site"  # up: what the server keeps for this site and can subtract
@@ -99,6 +100,16 @@ def read_order(content: RecordDict) -> Order:
     if order.rounds < 1:
         raise UserError(f"order.rounds: got {order.rounds}, takes at least 1")
     return order
+
+
+def measured_record(number: int) -> str:
+    """The record of one of several networks to measure."""
+    return f"{MODEL}/{number}"
+
+
+def right_of(record: str) -> str:
+    """The name of the number of right answers of the network in such a record."""
+    return RIGHT + record.removeprefix(MODEL)
 
 
 def text_record(text: str) -> ArrayRecord:

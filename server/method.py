@@ -28,6 +28,8 @@ from server.runfolder import RunFolder
 from server.strategies import strategy_of
 from server.unlearning.requests import RETRAINED, Unlearning
 
+QUESTION_BYTES = 64 * 2**20  # of networks that sites are sent in one question, about
+
 
 @dataclass
 class Method:
@@ -134,13 +136,12 @@ class Method:
             records[rows[-1].round] = measured(records[rows[-1].round])
         self.folder.write_metrics(records.values())
 
-    def accuracy(self, model: Model | None) -> dict[str, float]:
-        """Test accuracy by domain of a model, or (None) of the sites' own; empty where no site is there to measure it."""
+    def accuracies(self, models: Sequence[Model | None]) -> list[dict[str, float]]:
+        """Test accuracy by domain of each model, or (None) of the sites' own; empty where no site is there to measure it."""
         if self.loop is not None:
-            return self.loop.accuracy(model, "test")
-        if model is None or self.config.evaluation.where != "server":
-            return {}
-        return self.evaluator.accuracy(model, "test")
+            return self.loop.accuracies(models, "test")
+        here = self.config.evaluation.where == "server"
+        return [self.evaluator.accuracy(model, "test") if here and model is not None else {} for model in models]
 
     def measure(self) -> dict[str, Any]:
         """Test accuracy of all the method's networks, and of the aggregate without each site; all networks are written.
@@ -153,13 +154,16 @@ class Method:
             if name not in members:
                 found.network(name)
         checks, again = aggregation.checks(found.site)
-        backwards = self.accuracy(aggregation.aggregate(again)) if again is not None and found.aggregate else {}
-        if not found.models and (personal := self.accuracy(None)):
-            found.accuracy[PERSONAL] = personal
+        backwards: dict[str, dict[str, float]] = {}
+        if again is not None and found.aggregate:
+            found.measure(backwards, "", aggregation.aggregate(again))
+        if not found.models:
+            found.measure(found.accuracy, PERSONAL, None)
+        found.settle()
         return {
             "aggregate": found.aggregate,
-            "accuracy": found.accuracy,
-            "reversed": backwards,
+            "accuracy": {name: shares for name, shares in found.accuracy.items() if shares},
+            "reversed": backwards.get("", {}),
             "forgotten": found.forgotten,
             "digest": aggregation.digest(),
             "checks": checks,
@@ -169,7 +173,10 @@ class Method:
 
 
 class Measured:
-    """What is found of a method's networks as they are looked at one by one; each is written into the run's folder."""
+    """What is found of a method's networks as they are looked at one by one; each is written into the run's folder.
+
+    Where sites measure them, several travel in one question.
+    """
 
     def __init__(self, method: Method) -> None:
         self.method, self.models, self.aggregate = method, method.aggregation.models(), method.aggregation.display_name
@@ -177,14 +184,14 @@ class Measured:
         self.forgotten: dict[str, dict[str, float]] = {}
         self.facts: dict[str, Any] = {}
         members = [site.name for site in method.aggregation.members()]
+        self._waiting: list[tuple[dict[str, dict[str, float]], str, Model | None]] = []
         self._sites = set(members[: method.config.evaluation.sites])
 
     def network(self, name: str) -> None:
         """Look at a network by its display name."""
         model = self.method.evaluator.settled(self.models[name])
         self.method.folder.write_network("aggregate" if name == self.aggregate else name, model, display_name=name)
-        if found := self.method.accuracy(model):
-            self.accuracy[name] = found
+        self.measure(self.accuracy, name, model)
         self.facts |= model.facts
 
     def site(self, site: Site) -> None:
@@ -194,7 +201,21 @@ class Measured:
         if site.name in self.models:
             self.network(site.name)
         if (rest := self.method.aggregation.without([site.name])) is not None:
-            self.forgotten[site.name] = self.method.accuracy(rest)
+            self.measure(self.forgotten, site.name, rest)
+
+    def measure(self, into: dict[str, dict[str, float]], name: str, model: Model | None) -> None:
+        """Have a model's accuracy put into a table under a name, at once or with others (`settle`)."""
+        self._waiting.append((into, name, model))
+        size = sum(tensor.nbytes for *_, one in self._waiting if one is not None for tensor in one.state.values())
+        if self.method.config.evaluation.where == "server" or size > QUESTION_BYTES:
+            self.settle()
+
+    def settle(self) -> None:
+        """Measure what waits."""
+        waiting, self._waiting = self._waiting, []
+        found = self.method.accuracies([model for *_, model in waiting]) if waiting else []
+        for (into, name, _), shares in zip(waiting, found, strict=True):
+            into[name] = shares
 
 
 def open_ledger(config: Config, folder: RunFolder, run: str = "", sites: Sequence[str] = ()) -> Ledger:

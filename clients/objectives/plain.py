@@ -46,11 +46,11 @@ class PlainSession(Session):
         return self.loss_of(self.weights(), self.draw(), images, labels)
 
     def cross_entropy(self, weights: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> Tensor:
-        """The loss of the network with these weights, all of them, over the outputs of the site's domain."""
+        """The loss of the network with these weights (its own where there is none) over the outputs of the site's domain."""
         config = self.task.config
         if config.engine.compile and len(images) == config.training.batch:
             return compiled_loss(self.network, self.outputs.start, self.outputs.stop)(weights, images, labels)
-        as_it_is = all(weights[name] is weight for name, weight in self.parts.items())
+        as_it_is = all(weights.get(name, weight) is weight for name, weight in self.parts.items())
         scores = self.network(images) if as_it_is else functional_call(self.network, dict(weights), (images,))
         return F.cross_entropy(scores[:, self.outputs], labels)
 

@@ -91,13 +91,13 @@ class RoundLoop:
         if number % self.config.evaluation.every and number != self.last:
             return record
         model = self.aggregation.aggregate() if self.aggregation.display_name else None
-        return {**record, "accuracy": self.accuracy(model, "validation")}
+        return {**record, "accuracy": self.accuracies([model], "validation")[0]}
 
-    def accuracy(self, model: Model | None, split: str) -> dict[str, float]:
-        """Accuracy by domain of a model, or (None) of the sites' own networks, measured where the configuration says."""
-        if model is not None and self.config.evaluation.where == "server":
-            return self.evaluator.accuracy(model, split)
-        return self.sites.accuracy(model, split)
+    def accuracies(self, models: Sequence[Model | None], split: str) -> list[dict[str, float]]:
+        """Accuracy by domain of each model, or (None) of the sites' own networks, measured where the configuration says."""
+        if self.config.evaluation.where == "server" and None not in models:
+            return [self.evaluator.accuracy(model, split) for model in models if model is not None]
+        return self.sites.accuracies(models, split)
 
     # What a round's questions need (server.rounds.run.Exchange)
 
