@@ -1,12 +1,15 @@
 """The experiment on fusion, with small networks and the embedded digits."""
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from conf.errors import UserError
 from sims.experiments import cla
-from sims.experiments.cla import METHODS, TUNED, WAYS, Pair, ablation_results, ablations, pair_results, reproduce
+from sims.experiments.cla import METHODS, TUNED, WAYS, Pair, ablations, pair_results, reproduce
 from sims.experiments.cla_paper import BALANCED
 from sims.experiments.pairs import Recipe, Task
 
@@ -19,14 +22,27 @@ TINY = Pair(
 )
 
 
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cla, "PAIRS", {"mlp": TINY})
+@pytest.fixture(scope="module", autouse=True)
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A working directory for all tests, and this one pair."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("cla"))
+        patch.setattr(cla, "PAIRS", {"mlp": TINY})
+        yield Path.cwd()
 
 
-def test_a_pair_is_measured_by_every_method_and_the_same_way_again() -> None:
-    found = pair_results(TINY, 0)
+@pytest.fixture(scope="module")
+def folder(elsewhere: Path) -> Path:
+    """All of it, of two seeds."""
+    return elsewhere / reproduce("cpu", 2, ["pairs=mlp"], None, quiet=True)
+
+
+def results(folder: Path, name: str) -> dict[str, Any]:
+    return json.loads((folder / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def test_a_pair_is_measured_by_every_method_and_the_same_way_again(folder: Path) -> None:
+    found = results(folder, "mlp-0")
     assert set(found) == set(METHODS) - {"naive average"}  # the widths differ
     assert all(len(row["accuracy"]) == (3 if name in TUNED else 1) for name, row in found.items())
     assert found["shallower, layers added (Net2Net)"]["accuracy"][0] == found["shallower"]["accuracy"][0]
@@ -35,16 +51,15 @@ def test_a_pair_is_measured_by_every_method_and_the_same_way_again() -> None:
     }
 
 
-def test_the_ablations_try_every_comparison_and_every_map() -> None:
-    found = ablation_results(TINY, 0)
+def test_the_ablations_try_every_comparison_and_every_map(folder: Path) -> None:
+    found = results(folder, "ablation-0")
     assert list(found["9"]) == ["cka", "wasserstein", "neurons"]
     assert list(found["10"]) == ["[1, 2]", "[1, 3]", "[1, 4]", "[2, 3]", "[2, 4]", "[3, 4]"]
     best = [row + 1 for row in found["9"]["cka"][0]]
     assert found["10"][str(best)] == found["9"]["cka"][1:]
 
 
-def test_the_tables_and_the_picture_are_written() -> None:
-    folder = reproduce("cpu", 2, ["pairs=mlp"], None, quiet=True)
+def test_the_tables_and_the_picture_are_written(folder: Path) -> None:
     text = (folder / "tables.md").read_text(encoding="utf-8")
     assert "Table 9" in text and "Table 10" in text and "| reference |" in text
     assert (folder / "pairs.png").stat().st_size > 5000
