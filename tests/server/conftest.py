@@ -1,12 +1,15 @@
 """What all of the server's tests share."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from conf import Config
 from tests.server.parts import close_all, folder, one_thread
-from tests.server.resumes import configured, results, run
+from tests.server.resumes import configured, results, run, stopped
+from tests.server.runs import copied
 
 
 @pytest.fixture(autouse=True)
@@ -18,6 +21,20 @@ def _one_thread():
 def _closed() -> Iterator[None]:
     yield
     close_all()
+
+
+@pytest.fixture(scope="session")
+def halted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Config]:
+    """A copy of a run with these overrides that was stopped after a round. It is trained so far but once."""
+    known: dict[tuple[int | str, ...], Config] = {}
+
+    def of(root: Path, after: int, *overrides: str) -> Config:
+        key = (after, *overrides)
+        if key not in known:
+            known[key] = stopped(configured(tmp_path_factory.mktemp("stopped"), *overrides), after)
+        return copied(known[key], root)
+
+    return of
 
 
 @pytest.fixture(scope="session")

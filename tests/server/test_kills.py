@@ -32,7 +32,7 @@ WITHIN = [
     ("states", 1),
     ("files", 2),
 ]
-KILLS, RUNS = 12, 3
+KILLS, RUNS = 8, 2
 FEDLOOM = str(Path(sys.executable).parent / "fedloom")
 
 
@@ -123,7 +123,7 @@ def test_a_request_whose_server_is_killed_again_and_again_ends_as_if_it_had_not(
 
 
 RAY = ["sites=[{domain: digits, count: 3, samples: 300}]", "data.size=8", "network.width=0.25", "data.test_limit=60",
-       "rounds=8", "baselines=[]", "evaluation.every=4"]  # fmt: skip
+       "rounds=6", "baselines=[]", "evaluation.every=3"]  # fmt: skip
 
 
 def states(path: Path) -> dict[str, str]:

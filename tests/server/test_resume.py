@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from conf import Config
 from server.ledger import Ledger
 from server.ledger.audit import check
 from server.runfolder import METRICS, SUMMARY
 from tests.server.parts import Recorder, folder
 from tests.server.resumes import Stopped, configured, metrics, no_metrics, orphans, results, resumed, run, stopped
+from tests.server.runs import copied
 
 MODES = ["exact", "regularised", "independent", "fedavg"]
 
@@ -53,9 +55,9 @@ DAMAGE: list[Callable[[Path], None]] = [
 
 
 @pytest.mark.parametrize(("mode", "after"), [*(("exact", after) for after in (1, 2, 4)), *((mode, 1) for mode in MODES[1:])])
-def test_a_run_stopped_after_a_round_ends_as_one_that_was_not(tmp_path: Path, undisturbed, mode, after):
+def test_a_run_stopped_after_a_round_ends_as_one_that_was_not(tmp_path: Path, halted, undisturbed, mode, after):
     mode = f"objective.mode={mode}"
-    config = stopped(configured(tmp_path, mode), after)
+    config = halted(tmp_path, after, mode)
     assert json.loads((folder(config) / SUMMARY).read_text())["status"] == "failed"
     assert len(metrics(folder(config))) == after - 1  # the line of the round that was committed last is missing
     listener = Recorder()
@@ -65,14 +67,23 @@ def test_a_run_stopped_after_a_round_ends_as_one_that_was_not(tmp_path: Path, un
     assert check(folder(config)) == []
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_whatever_a_stop_leaves_the_run_ends_as_one_that_was_not_stopped(tmp_path: Path, undisturbed, damage):
-    config = configured(tmp_path)
+@pytest.fixture(scope="module")
+def between(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A run that was stopped between two rounds, which no test changes."""
+    config = configured(tmp_path_factory.mktemp("between"))
     listener = Recorder()
     listener.round_started = lambda round, asked: (_ for _ in ()).throw(Stopped()) if round == 3 else None
     with pytest.raises(Stopped):
         run(config, listener)
     assert len(metrics(folder(config))) == 2
+    return config
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_whatever_a_stop_leaves_the_run_ends_as_one_that_was_not_stopped(
+    tmp_path: Path, between: Config, undisturbed, damage
+):
+    config = copied(between, tmp_path)
     damage(folder(config))
     resumed(config)
     assert results(folder(config)) == undisturbed()
@@ -80,8 +91,10 @@ def test_whatever_a_stop_leaves_the_run_ends_as_one_that_was_not_stopped(tmp_pat
     assert check(folder(config)) == []
 
 
-def test_without_its_metrics_a_run_goes_on_and_the_ledger_has_all_but_the_older_accuracies(tmp_path: Path, undisturbed):
-    config = stopped(configured(tmp_path), 3)
+def test_without_its_metrics_a_run_goes_on_and_the_ledger_has_all_but_the_older_accuracies(
+    tmp_path: Path, halted, undisturbed
+):
+    config = halted(tmp_path, 3)
     no_metrics(folder(config))
     resumed(config)
     expected = undisturbed()
@@ -143,8 +156,8 @@ def test_baselines_that_were_half_done_are_finished(tmp_path: Path, undisturbed,
         assert check(path) == []
 
 
-def test_all_contributions_are_kept_on_demand_and_change_no_result(tmp_path: Path, undisturbed):
-    config = stopped(configured(tmp_path, "federation.history=all"), 3)
+def test_all_contributions_are_kept_on_demand_and_change_no_result(tmp_path: Path, halted, undisturbed):
+    config = halted(tmp_path, 3, "federation.history=all")
     resumed(config)
     ours, theirs = results(folder(config)), undisturbed()
     for same in ("metrics", "states"):

@@ -11,12 +11,12 @@ from server.ledger import Ledger, LedgerError
 from server.ledger.audit import check
 from server.runfolder import METRICS
 from tests.server.parts import WatchedApp, files, folder
-from tests.server.resumes import configured, metrics, results, resumed, run, stopped
+from tests.server.resumes import configured, metrics, results, resumed, run
 
 
 @pytest.mark.parametrize("other", ["seed=1", "rounds=5", "training.rate=0.5", "objective.mode=fedavg"])
-def test_another_configuration_is_not_resumed(tmp_path: Path, other):
-    config = stopped(configured(tmp_path), 2)
+def test_another_configuration_is_not_resumed(tmp_path: Path, halted, other):
+    config = halted(tmp_path, 2)
     before = files(folder(config))
     with pytest.raises(UserError, match=r"digits: was run with another configuration \(config\.yaml\); only that one"):
         resumed(configured(tmp_path, other))
@@ -57,8 +57,8 @@ def test_what_a_finished_run_has_lost_is_made_again(tmp_path: Path, undisturbed)
     assert check(folder(config)) == []
 
 
-def test_a_second_server_is_refused_in_one_line_and_changes_nothing(tmp_path: Path):
-    config = stopped(configured(tmp_path), 2)
+def test_a_second_server_is_refused_in_one_line_and_changes_nothing(tmp_path: Path, halted):
+    config = halted(tmp_path, 2)
     with Ledger.open(folder(config)):
         before = files(folder(config))
         with pytest.raises(LedgerError, match=r"digits: process \d+ is working on it; let it end, or stop it") as told:

@@ -12,13 +12,13 @@ from server.ledger import Ledger
 from server.ledger.audit import check
 from sims.engines.adapter import store_folder
 from tests.server.parts import Recorder, WatchedApp, folder
-from tests.server.resumes import configured, results, resumed, stopped
+from tests.server.resumes import results, resumed
 
 
 @pytest.mark.parametrize("mode", ["exact", "regularised", "independent"])
-def test_a_site_that_lost_its_store_begins_at_its_contribution_and_that_is_told(tmp_path: Path, mode):
+def test_a_site_that_lost_its_store_begins_at_its_contribution_and_that_is_told(tmp_path: Path, halted, mode):
     """As if the contribution, and the head that all share, were what its store held."""
-    lost, given = (stopped(configured(tmp_path / name, f"objective.mode={mode}"), 2) for name in ("lost", "given"))
+    lost, given = (halted(tmp_path / name, 2, f"objective.mode={mode}") for name in ("lost", "given"))
     with Ledger.open(folder(given)) as ledger:
         last = ledger.last_round()
         assert last is not None
@@ -43,8 +43,8 @@ def test_a_site_that_lost_its_store_begins_at_its_contribution_and_that_is_told(
 
 
 @pytest.mark.parametrize("mode", ["exact", "regularised", "independent"])
-def test_all_sites_may_lose_their_stores(tmp_path: Path, mode):
-    config = stopped(configured(tmp_path, f"objective.mode={mode}"), 2)
+def test_all_sites_may_lose_their_stores(tmp_path: Path, halted, mode):
+    config = halted(tmp_path, 2, f"objective.mode={mode}")
     shutil.rmtree(store_folder(config))
     listener = Recorder()
     summary = resumed(config, listener)
@@ -53,8 +53,8 @@ def test_all_sites_may_lose_their_stores(tmp_path: Path, mode):
     assert all(summary["checks"].values())
 
 
-def test_fedavg_has_nothing_to_lose(tmp_path: Path, undisturbed):
-    config = stopped(configured(tmp_path, "objective.mode=fedavg"), 2)
+def test_fedavg_has_nothing_to_lose(tmp_path: Path, halted, undisturbed):
+    config = halted(tmp_path, 2, "objective.mode=fedavg")
     shutil.rmtree(store_folder(config), ignore_errors=True)
     listener = Recorder()
     resumed(config, listener)
@@ -62,9 +62,9 @@ def test_fedavg_has_nothing_to_lose(tmp_path: Path, undisturbed):
     assert results(folder(config)) == undisturbed("objective.mode=fedavg")
 
 
-def test_a_lost_store_may_stop_the_run_and_put_back_it_goes_on(tmp_path: Path, undisturbed):
+def test_a_lost_store_may_stop_the_run_and_put_back_it_goes_on(tmp_path: Path, halted, undisturbed):
     words = "federation.lost_store=stop"
-    config = stopped(configured(tmp_path, words), 2)
+    config = halted(tmp_path, 2, words)
     shutil.move(store_folder(config), tmp_path / "away")
     with pytest.raises(
         UserError, match=r"round 3: .*site-000\d: its own state is lost.*federation\.lost_store=restart"
