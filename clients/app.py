@@ -6,7 +6,7 @@ from flwr.clientapp import ClientApp
 
 from clients.guard import guard
 from clients.job import read_job
-from clients.messages import WHO
+from clients.messages import PROTOCOL, WHO
 from conf.errors import UserError
 
 app = ClientApp(mods=[guard])
@@ -14,11 +14,11 @@ app = ClientApp(mods=[guard])
 
 @app.query()
 def identify(message: Message, context: Context) -> Message:
-    """Answer the site's name (node-config `site`) or its place (node-config `partition-id`)."""
+    """Answer the site's name (node-config `site`) or its place (node-config `partition-id`), and the protocol's version."""
     who = {key: str(context.node_config[key]) for key in ("site", "partition-id") if key in context.node_config}
     if not who:
         raise UserError("node-config has neither site nor partition-id: start the node with one of them")
-    return Message(RecordDict({WHO: ConfigRecord({**who})}), reply_to=message)
+    return Message(RecordDict({WHO: ConfigRecord({**who, "protocol": PROTOCOL})}), reply_to=message)
 
 
 @app.query("ask")

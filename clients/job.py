@@ -4,15 +4,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from flwr.app import Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 
 from clients.configurations import configuration, parsed
-from clients.data import Images, outputs, own_images, site_images, site_size
+from clients.data import Images, class_names, outputs, own_images, site_images, site_size
 from clients.device import pick_device
 from clients.guard import SIMULATED
 from clients.learner import Outcome, learn
 from clients.measure import count_right
 from clients.messages import (
+    CLASSES,
     ENROL,
     EVALUATE,
     MEAN,
@@ -108,14 +109,18 @@ class Job:
         """What the site says to a question."""
         if self.order.kind == TRAIN:
             return self.train()
+        source, classes = self.policy.source(self.config, self.site), None
         if self.order.kind == ENROL:
-            found = Answer(metrics={"samples": site_size(self.config, self.policy.source(self.config, self.site))})
+            found = Answer(metrics={"samples": site_size(self.config, source)})
+            classes = ConfigRecord({"names": list(class_names(source.spec))})
         elif self.order.kind == EVALUATE:
             found = self._measured()
         else:
             found = objective_of(self.config).answer(self.order.kind, self._ready(), self.images())
         reply = RecordDict({name: to_arrays(state) for name, state in found.records.items()})
         reply[METRICS] = MetricRecord({**found.metrics})
+        if classes is not None:
+            reply[CLASSES] = classes
         return reply
 
     def _ready(self) -> Task:

@@ -25,10 +25,12 @@ TEXTS = (CONFIG, EXPECTED)
 METRICS = "metrics"
 TRAIN = "train"
 EVALUATE = "evaluate"  # a kind of question: how good are the networks sent, or else the site's own, on the site's images
-ENROL = "enrol"  # a kind of question: how many images the site has
+ENROL = "enrol"  # a kind of question: how many images the site has, and of which classes
+CLASSES = "classes"  # up: the names of the site's classes, in the order of their numbers
 QUERY = "query"
 ASK = "query.ask"  # Flower's type of messages with a question other than TRAIN
 WHO = "who"
+PROTOCOL = 1  # rises when messages change: server and sites must have the same
 
 MOST_ROUNDS = 999_999
 MOST_RECORDS = 16  # that are added up on the way

@@ -5,13 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from flwr.app import RecordDict
+from flwr.app import ConfigRecord, RecordDict
 from torch import Tensor
 
-from clients.messages import METRICS
+from clients.messages import CLASSES, METRICS
 from conf.schema import FederationConfig
 
 MOST_LOSS = 1e30  # losses are averaged
+MOST_CLASSES, MOST_NAME = 100_000, 100  # of a site that enrols: names, and characters of each
 
 
 class ReplyError(ValueError):
@@ -87,6 +88,14 @@ def check_record(
             raise ReplyError(
                 f"record '{kind}', tensor '{name}': shape {list(tensor.shape)}, expected {list(expected[name].shape)}"
             )
+
+
+def read_names(content: RecordDict) -> tuple[str, ...]:
+    """The names of its classes that a site enrols with, in the order of their numbers; none if it says none. ReplyError."""
+    names = content.config_records.get(CLASSES, ConfigRecord()).get("names", [])
+    if not isinstance(names, list) or len(names) > MOST_CLASSES or not all(isinstance(one, str) for one in names):
+        raise ReplyError(f"its record '{CLASSES}' holds no list of at most {MOST_CLASSES} names")
+    return tuple(str(name)[:MOST_NAME] for name in names)
 
 
 def check_numbers(content: RecordDict, names: Sequence[str]) -> dict[str, float]:

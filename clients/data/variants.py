@@ -1,7 +1,8 @@
 """A variant: a domain and how its images are changed. It is what a label in tables and plots stands for."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, combinations
 
 from clients.data.domains import find
 from clients.data.own import short
@@ -77,6 +78,21 @@ def class_names(spec: SiteConfig) -> tuple[str, ...]:
     return tuple(names[number] for number in kept) if kept and spec.relabel else names
 
 
+def differing(names: Sequence[str], others: Sequence[str]) -> int | None:
+    """The first class number for which both have a name, and not the same one; a number is no name."""
+    pairs = enumerate(zip(names, others, strict=False))
+    return next((k for k, (one, other) in pairs if one != other and not one.isdigit() and not other.isdigit()), None)
+
+
+def _check_names(specs: Mapping[str, SiteConfig]) -> None:
+    """UserError if domains that share their outputs have different names for one of them."""
+    names = {name: class_names(spec) for name, spec in specs.items()}
+    for one, other in combinations(names, 2):
+        if (k := differing(names[one], names[other])) is not None:
+            told = f"class {k} is '{names[one][k]}' in {one} and '{names[other][k]}' in {other}"
+            raise UserError(f"data.heads: {told}; give both the same classes, or take data.heads=task or own")
+
+
 @once
 def num_classes(config: Config) -> int:
     """The number of a network's outputs. Raises UserError for an unknown domain."""
@@ -97,6 +113,7 @@ def _blocks(config: Config) -> dict[str, slice]:
         return dict.fromkeys(specs, slice(0, config.data.classes))
     counts = {name: class_count(spec) for name, spec in specs.items()}
     if config.data.heads != "task":
+        _check_names(specs)
         return dict.fromkeys(counts, slice(0, max(counts.values())))
     ends = list(accumulate(counts.values()))
     return {name: slice(end - counts[name], end) for name, end in zip(counts, ends, strict=True)}

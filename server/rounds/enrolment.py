@@ -12,18 +12,17 @@ from dataclasses import dataclass, field
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from clients.messages import QUERY, WHO
+from clients.messages import PROTOCOL, QUERY, WHO
 from conf.errors import UserError, plain
 from conf.sites import Site
 
 POLL_SECONDS = 0.2
 REFRESH_SECONDS = 15.0
-RETRY_SECONDS, LONGEST_RETRY_SECONDS = (
-    1.0,
-    60.0,
-)  # between questions to a node that does not say who it is: doubled each time
+RETRY_SECONDS, LONGEST_RETRY_SECONDS = 1.0, 60.0  # between questions to a node that says not who it is: doubled each time
 ANSWER_SECONDS = 60.0  # after which a question is taken for lost
 PATIENCE_SECONDS = 1.0  # for a first answer, however short the time to join
+REFUSED = "says so, too, and is refused: node {1} is {2}"
+NOT_OWNER = ", though not the one that gave what is kept ('fedloom readmit RUN {2} --node ID' says which one is)"
 
 
 @dataclass
@@ -158,6 +157,10 @@ class Enrolment:
 
     def _hear(self, node: int, reply: Message) -> None:
         who = None if reply.has_error() else reply.content.config_records.get(WHO)
+        if who is not None and who.get("protocol") != PROTOCOL:
+            self._asked[node].fail(time.monotonic())
+            self._failure = f"node {node} has another version of fedloom's messages; install the server's version there"
+            return
         if who is None:
             self._asked[node].fail(time.monotonic())
             self._failure = (last_line(reply) if reply.has_error() else "") or "a node did not say which site it is"
@@ -183,18 +186,8 @@ class Enrolment:
                            "that gave ('fedloom readmit RUN {2} --node {0}' allows it)")  # fmt: skip
             for other in here:
                 if other != chosen:
-                    self._warn(
-                        name,
-                        other,
-                        chosen,
-                        "says so, too, and is refused: node {1} is {2}"
-                        + (
-                            ""
-                            if chosen == bound.get(name, chosen)
-                            else ", though not the one that gave what is kept ('fedloom "
-                            "readmit RUN {2} --node ID' says which one is)"
-                        ),
-                    )
+                    owner = chosen == bound.get(name, chosen)
+                    self._warn(name, other, chosen, REFUSED if owner else REFUSED + NOT_OWNER)
         if new:
             self.bind(new)
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ class RoundLoop:
         self.federation.refresh()
         self._warn()
         participation = self.aggregation.schedule.participation(number, self.aggregation.members())
-        self.questions.enrol(participation.sites)
+        participation = replace(participation, sites=self.questions.enrol(participation.sites))
         self.listener.round_started(number, len(participation.sites))
         self._dropped = {}
         # rounds beyond the configured ones stretch the schedule of the rate

@@ -7,7 +7,7 @@ from typing import Any
 
 from flwr.app import ArrayRecord, RecordDict
 
-from clients.data import site_sizes
+from clients.data import differing, site_sizes
 from clients.messages import (
     CONFIG,
     ENROL,
@@ -23,9 +23,9 @@ from clients.messages import (
     to_arrays,
 )
 from clients.partial import expected_record
-from clients.replies import Bounds, ReplyError, check_numbers
+from clients.replies import Bounds, ReplyError, check_numbers, read_names
 from conf import to_json
-from conf.errors import UserError
+from conf.errors import UserError, plain
 from conf.schema import Config
 from conf.sites import Site
 from fusion.exact import State
@@ -56,6 +56,8 @@ class Questions:
     _text: ArrayRecord = field(init=False)
     _has: set[str] = field(default_factory=set)  # sites that have the configuration
     _sizes: dict[str, int] = field(default_factory=dict)  # training images of sites that have said so
+    _first: tuple[str, tuple[str, ...]] | None = None  # the first site that named its classes, with the names
+    _unlike: set[str] = field(default_factory=set)  # sites whose classes are others
 
     def __post_init__(self) -> None:
         text = to_json(self.config)
@@ -91,13 +93,29 @@ class Questions:
         """How many training images the site has: by the configuration, or where the server has no data as the site says."""
         return site_sizes(self.config)[site.index] if self._has_data else self._sizes.get(site.name, 0)
 
-    def enrol(self, sites: Sequence[Site]) -> None:
-        """Where the server has no data: hear from sites that have not said so how many images they have."""
+    def enrol(self, sites: Sequence[Site]) -> list[Site]:
+        """Where the server has no data: hear from sites that have not said so how many images they have, and of what.
+
+        The sites that fit. Where all share their outputs, one whose classes bear other names than those of the first site
+        that answered does not: what it learns of a class would be taken for another one.
+        """
         new = [site for site in sites if not self._has_data and site.name not in self._sizes]
-        for reply in self.ask(ENROL, 1, 1, new, {}):
+        for reply in sorted(self.ask(ENROL, 1, 1, new, {}), key=lambda reply: reply.site.index):
             if reply.content is not None:
                 with contextlib.suppress(ReplyError):  # its replies are dropped then, each with a reason
                     self._sizes[reply.site.name] = int(check_numbers(reply.content, ["samples"])["samples"])
+                    self._compare(reply.site, read_names(reply.content))
+        return [site for site in sites if site.name not in self._unlike]
+
+    def _compare(self, site: Site, names: tuple[str, ...]) -> None:
+        """Take a site out whose classes are not those of the first site that named its own."""
+        if self.config.data.heads != "shared" or all(name.isdigit() for name in names):
+            return
+        first, its = self._first = self._first or (site.name, names)
+        if (k := differing(its, names)) is not None:
+            self._unlike.add(site.name)
+            told = f"its class {k} is '{plain(names[k])}', that of {first} '{plain(its[k])}', and data.heads=shared"
+            self.listener.message(f"{site.name} is not asked: {told}")
 
     @property
     def _has_data(self) -> bool:

@@ -1,0 +1,84 @@
+"""Sites with images of their own: one whose classes are others is not asked; other versions of messages are refused."""
+
+from pathlib import Path
+
+import pytest
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from PIL import Image
+
+from clients.data import num_classes
+from clients.messages import WHO
+from conf import Config, UserError, load
+from conf.sites import roster
+from server.experiment import run_experiment
+from server.listener import LogListener
+from server.rounds.exchange import Federation
+from sims.engines.adapter import store_folder
+from sims.engines.inline import InlineGrid
+
+
+def folders(root: Path, *names: str) -> str:
+    """A domain of grey squares, 20 of each class."""
+    for shade, name in enumerate(names):
+        (root / name).mkdir(parents=True)
+        for number in range(20):
+            Image.new("L", (8, 8), 60 * shade + number).save(root / name / f"{number}.png")
+    return f"images:{root}"
+
+
+def federated(tmp_path: Path, *overrides: str) -> Config:
+    sites = "sites=[{domain: hospital-a}, {domain: hospital-b}, {domain: hospital-c}]"
+    small = ["rounds=1", "data.size=8", "network.width=0.25", "baselines=[]", "data.classes=3", "evaluation.where=sites"]
+    return load("digits", [sites, *small, f"run.root={tmp_path}", "run.name=run", "engine.name=flower", *overrides])
+
+
+class OwnGrid(InlineGrid):
+    """Nodes that are no simulation's: each reads the images that its own node-config names."""
+
+    simulated = False
+    domains: tuple[str, ...] = ()
+
+    def context(self, message: Message) -> Context:
+        context = super().context(message)
+        place = int(context.node_config["partition-id"])
+        context.node_config = {
+            "partition-id": place,
+            "store": str(context.node_config["store"]),
+            "domain": self.domains[place],
+        }
+        return context
+
+
+def test_a_site_whose_classes_are_others_is_not_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    config = federated(tmp_path)
+    names = ("cat", "dog", "owl"), ("cat", "elk", "owl"), ("cat", "dog", "owl")
+    grid = OwnGrid(3, store_folder(config))
+    grid.domains = tuple(folders(tmp_path / str(place), *each) for place, each in enumerate(names))
+    with caplog.at_level("INFO"):
+        summary = run_experiment(grid, config, LogListener())
+    assert "site-0001 is not asked: its class 1 is 'elk', that of site-0000 'dog'" in caplog.text
+    assert (summary["status"], [site["samples"] for site in summary["sites"]]) == ("finished", ["at the site"] * 3)
+    stores = store_folder(config)
+    assert [bool(list(stores.rglob(f"{site.name}/*.safetensors"))) for site in roster(config)] == [True, False, True]
+
+
+def test_domains_that_share_outputs_must_name_them_alike(tmp_path: Path):
+    domains = folders(tmp_path / "a", "cat", "dog"), folders(tmp_path / "b", "dog", "owl")
+    sites = f"sites=[{{domain: '{domains[0]}'}}, {{domain: '{domains[1]}'}}, {{domain: digits}}]"
+    with pytest.raises(UserError, match=r"data\.heads: class 0 is 'cat' in a and 'dog' in b; give both the same classes"):
+        num_classes(load("digits", [sites]))
+    assert num_classes(load("digits", [sites, "data.heads=task"])) == 14
+
+
+def test_a_node_of_another_version_is_refused(tmp_path: Path):
+    old = ClientApp()
+
+    @old.query()
+    def identify(message: Message, context: Context) -> Message:
+        return Message(RecordDict({WHO: ConfigRecord({"partition-id": "0", "protocol": 0})}), reply_to=message)
+
+    config = federated(tmp_path)
+    federation = Federation(InlineGrid(3, store_folder(config), old), roster(config), window=32)
+    with pytest.raises(UserError, match="another version of fedloom's messages; install the server's version there"):
+        federation.join(0.1)
