@@ -1,12 +1,14 @@
 """What all tests share."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from hypothesis.database import DirectoryBasedExampleDatabase
+from PIL import Image
 
 # Each of the workers that share the tests has a core of its own, and so have the processes that it starts: threads of tiny
 # operations that wait for a core are many times slower than one thread.
@@ -18,6 +20,11 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
 # Processes that tests start find all modules compiled, also where Python must not write them beside the sources.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
     os.environ["PYTHONPYCACHEPREFIX"] = str(Path(__file__).parents[1] / ".pytest_cache" / "compiled")
+
+# Runs wait for the disk at each commit: where there is memory for their folders, they are made there.
+MEMORY, ROOM = Path("/dev/shm"), 8 * 2**30
+if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ROOM:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 # The same examples in every run, so that CI fails for what was changed only. For a nightly run that draws new ones and keeps
 # what fails in .hypothesis: pytest --hypothesis-profile=random
@@ -49,3 +56,18 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         del os.environ["XDG_CACHE_HOME"]
     else:
         os.environ["XDG_CACHE_HOME"] = before
+
+
+@pytest.fixture(scope="module")
+def blank_pictures() -> Iterator[None]:
+    """Reports have one blank picture. To draw takes longer than a small run; the tests of reports look at what is drawn."""
+
+    def draw(folder: Path, *_: object) -> list[Path]:
+        picture = folder / "plots" / "accuracy.png"
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (1, 1)).save(picture)
+        return [picture]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sims.report.plots.draw_all", draw)
+        yield

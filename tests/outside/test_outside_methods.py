@@ -11,6 +11,8 @@ from server.ledger.audit import check
 from sims.cli.unlearn import Wish, resume, unlearn, verify_certificate
 from sims.simulate import simulate
 
+pytestmark = pytest.mark.usefixtures("blank_pictures")
+
 HERE = Path(__file__).parent
 METHODS = ["fedprox", "fedproto", "fedbabu"]
 MOST_LINES = 60

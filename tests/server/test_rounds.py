@@ -32,7 +32,7 @@ from tests.server.parts import (
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory) -> list[dict[str, State]]:
     """What three sites contribute in the first and in the second round, if nobody fails."""
-    run = set_up(small(tmp_path_factory.mktemp("healthy"), "rounds=3", sites=3, samples=20))
+    run = set_up(small(tmp_path_factory.mktemp("healthy"), "rounds=3", "evaluation.every=3", sites=3, samples=20))
     kept = []
     for round in (1, 2):
         run.loop.one(round)
@@ -44,7 +44,7 @@ def healthy(tmp_path_factory) -> list[dict[str, State]]:
 def test_a_faulty_site_is_dropped_with_its_reason_and_keeps_its_old_contribution(tmp_path: Path, healthy, what):
     fault, reason = REFUSED[what]
     client = WatchedApp(fault, place=1, rounds=(2,))
-    run = set_up(small(tmp_path, "rounds=3", sites=3, samples=20), client)
+    run = set_up(small(tmp_path, "rounds=3", "evaluation.every=3", sites=3, samples=20), client)
     run.loop.one(1)
     record = run.loop.one(2)
     assert record["replies"] == 2

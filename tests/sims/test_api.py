@@ -14,6 +14,8 @@ from server.rounds.loop import RoundLoop
 from sims import Result, resume, run
 from tests.sims.commands import ONE, SMALL
 
+pytestmark = pytest.mark.usefixtures("blank_pictures")
+
 TREE = {
     "sites": [{"domain": "digits", "samples": 40, "name": "clinic"}, {"domain": "digits", "samples": 40, "invert": True}],
     "rounds": 1,

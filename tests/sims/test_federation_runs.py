@@ -18,6 +18,8 @@ from sims.engines.adapter import store_folder
 from sims.engines.inline import InlineGrid
 from tests.server.parts import files, folder, small
 
+pytestmark = pytest.mark.usefixtures("blank_pictures")
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Config:

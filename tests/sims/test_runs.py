@@ -14,6 +14,8 @@ from server.ledger.blobs import Blobs
 from tests.server.test_ledger_crash import reading_only
 from tests.sims.commands import ONE, TWO, Command, events, last_line, refused
 
+pytestmark = pytest.mark.usefixtures("blank_pictures")
+
 
 def test_the_ledger_lists_its_events(fedloom: Command, finished_run: Path):
     said = fedloom("ledger", finished_run)

@@ -16,6 +16,8 @@ from server.ledger.audit import check
 from server.unlearning.requests import receive
 from tests.sims.commands import FEDLOOM, ONE, SMALL, TWO, Command, events, last_line, refused
 
+pytestmark = pytest.mark.usefixtures("blank_pictures")
+
 
 def test_a_site_is_forgotten_verified_and_readmitted(fedloom: Command, run: Path):
     said = fedloom("unlearn", run, ONE, "--request-id", "r1", "--reason", "asked by mail")
