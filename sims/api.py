@@ -45,6 +45,8 @@ def run(
     `key=value` words as on the command line. `overwrite`: replace a run of that name. `progress`: tell how it goes.
     Raises UserError before anything starts for what cannot work. After a KeyboardInterrupt `resume` goes on.
     """
+    if odd := [word for word in overrides if not isinstance(word, str)]:
+        raise UserError(f"overrides: got {odd[0]!r}, takes words such as run('digits', 'rounds=2', 'seed=1')")
     words = [*overrides, *(["run.overwrite=true"] if overwrite else [])]
     config = _config(experiment, words) if isinstance(experiment, Mapping) else load(os.fspath(experiment), words)
     with _own_threads():

@@ -1,7 +1,7 @@
 """The networks that sites train, each an extractor and a head; and networks by name, torchvision's too."""
 
 from clients.networks.architecture import Architecture, Model, architecture_of, common_architecture
-from clients.networks.base import NETWORKS, Network, NetworkSpec, build_network, initialise, parameter_count
+from clients.networks.base import NETWORKS, Network, NetworkSpec, initialise, parameter_count
 from clients.networks.head_view import HeadView
 from clients.networks.named import NetworkName, load_network, parse_name, save_network
 from clients.networks.own import OwnNetwork
@@ -24,7 +24,6 @@ __all__ = [
     "Vgg16",
     "WideResnet",
     "architecture_of",
-    "build_network",
     "common_architecture",
     "initialise",
     "load_network",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clients.data import class_count, label, num_classes
-from clients.networks.base import NETWORKS, Network, undefined
+from clients.networks.base import NETWORKS, Network
 from conf.errors import UserError
 from conf.schema import Config
 from conf.sites import Site, roster
@@ -25,7 +25,7 @@ class Architecture:
 
     def build(self) -> Network:
         """The network, its weights undefined. UserError if there is no such network, or an option does not fit."""
-        return undefined(_spec(self.network), self.channels, self.size, self.classes)
+        return _spec(self.network).empty(self.channels, self.size, self.classes)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -7,9 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from conf.once import once
 from conf.registry import Registry
-from conf.schema import Config
 
 
 class Network(nn.Module):
@@ -67,25 +65,6 @@ class SelfStarting(ABC):
 
 
 NETWORKS: Registry[NetworkSpec] = Registry("network", NetworkSpec)
-
-
-@once
-def network_spec(config: Config) -> NetworkSpec:
-    """The options of the configured network; UserError if there is no such network or option."""
-    return NETWORKS.build(config.network, "network")
-
-
-def build_network(config: Config, classes: int) -> Network:
-    """The configured network with `classes` outputs, its weights undefined: load a state or `initialise` it.
-
-    Built without drawing random numbers, so that torch's global generator is left alone.
-    """
-    return undefined(network_spec(config), 1 if config.data.grey else 3, config.data.size, classes)
-
-
-def undefined(spec: NetworkSpec, channels: int, size: int, classes: int) -> Network:
-    """The network that the options describe, its weights undefined, without drawing random numbers."""
-    return spec.empty(channels, size, classes)
 
 
 def initialise(network: nn.Module, generator: torch.Generator) -> None:

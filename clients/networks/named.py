@@ -11,7 +11,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from clients.networks.base import NETWORKS, undefined
+from clients.networks.base import NETWORKS
 from clients.states import read_metadata, read_state, write_state
 from conf.errors import UserError, plain, unknown
 from conf.plugins import is_reference
@@ -41,7 +41,7 @@ class NetworkName:
                 raise UserError(f"{key}: got {getattr(self, key)}, takes a number of at least 1")
         if self.name.startswith(FOREIGN):
             return _foreign(self)
-        return undefined(NETWORKS.create(self.name, self.options, "network"), self.channels, self.size, self.classes)
+        return NETWORKS.create(self.name, self.options, "network").empty(self.channels, self.size, self.classes)
 
 
 def parse_name(text: str, channels: int, size: int, classes: int) -> NetworkName:

@@ -19,8 +19,8 @@ class Mode:
 
     `sums`: the sites' extractors are kept and summed exactly. `convolutions_only`: of these, only the convolution weights.
     `own_head`: a site keeps a head of its own. `subsets`: leave-one-out sums are trained on.
-    `star`: there is a free network N* beside the sites' own, averaged over each round's replies (the paper's). `row`: the
-    aggregate's name in tables.
+    `star`: there is a free network N* beside the sites' own, averaged over each round's replies (the paper's).
+    `display_name`: the aggregate's, in tables.
     """
 
     sums: bool
@@ -28,7 +28,7 @@ class Mode:
     star: bool
     own_head: bool
     subsets: bool
-    row: str
+    display_name: str
 
     def summed(self, name: str, tensor: Tensor) -> bool:
         """Whether a site's tensor enters the exact sum."""
@@ -51,10 +51,10 @@ class Mode:
 
 
 MODES = {
-    "exact": Mode(sums=True, convolutions_only=False, star=False, own_head=False, subsets=True, row="sum"),
-    "regularised": Mode(sums=True, convolutions_only=True, star=True, own_head=False, subsets=False, row="sum"),
-    "independent": Mode(sums=True, convolutions_only=False, star=False, own_head=True, subsets=False, row="sum"),
-    "fedavg": Mode(sums=False, convolutions_only=False, star=False, own_head=False, subsets=False, row="fedavg"),
+    "exact": Mode(sums=True, convolutions_only=False, star=False, own_head=False, subsets=True, display_name="sum"),
+    "regularised": Mode(sums=True, convolutions_only=True, star=True, own_head=False, subsets=False, display_name="sum"),
+    "independent": Mode(sums=True, convolutions_only=False, star=False, own_head=True, subsets=False, display_name="sum"),
+    "fedavg": Mode(sums=False, convolutions_only=False, star=False, own_head=False, subsets=False, display_name="fedavg"),
 }
 
 

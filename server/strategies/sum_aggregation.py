@@ -83,7 +83,7 @@ class SumAggregationStrategy(Strategy):
         def own(site: str) -> State:
             return {**_part(shared, HEAD), **view.contribution(NETWORKS, site)}
 
-        found = {mode.row: aggregate, **({"star": lambda: shared} if mode.star else {})}
+        found = {mode.display_name: aggregate, **({"star": lambda: shared} if mode.star else {})}
         found |= {site.name: partial(own, site.name) for site in view.sites} if mode.sums else {}
         return Models({name: partial(_model, view, state) for name, state in found.items()})
 

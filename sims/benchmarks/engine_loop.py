@@ -11,9 +11,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from clients.data import num_classes, site_images
+from clients.data import site_images
 from clients.initial import initial_state
-from clients.networks import Network, build_network
+from clients.networks import Network, architecture_of
 from conf import from_json, to_json
 from conf.schema import Config
 from conf.sites import Site, roster
@@ -69,4 +69,4 @@ def _prepared(text: str) -> tuple[Config, list[Site], Network]:
     """What every task of this process needs."""
     config = from_json(text)
     torch.set_num_threads(config.engine.threads)
-    return config, roster(config), build_network(config, num_classes(config))
+    return config, roster(config), architecture_of(config).build()

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from clients.data import Images, num_classes, site_images, to_float
+from clients.data import Images, site_images, to_float
 from clients.initial import initial_state
 from clients.learner import DivergedError, Outcome, learn, rate_at
 from clients.messages import MEAN, ROUND
-from clients.networks import build_network
+from clients.networks import architecture_of
 from clients.objectives import OBJECTIVES, Session, Task
 from clients.randomness import torch_generator
 from conf import Config, load
@@ -43,7 +43,7 @@ def session(config: Config, index: int = 0, round: int = 1) -> Session:
         site=site,
         round=round,
         members=2,
-        network=build_network(config, num_classes(config)),
+        network=architecture_of(config).build(),
         incoming={MEAN: initial_state(config)},
         stored=lambda: None,
         generator=torch_generator(config.seed, site.name, str(round), "objective"),

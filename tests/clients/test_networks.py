@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from clients.networks import NETWORKS, Network, build_network, initialise, parameter_count
+from clients.networks import NETWORKS, Network, architecture_of, initialise, parameter_count
 from clients.networks.plain import StandardisedConv2d
 from conf import UserError, load
 from fusion.exact import State
@@ -21,7 +21,7 @@ def _one_thread():
 
 def network(*overrides: str, seed: int = 0) -> Network:
     """A conv6 for 8x8 grey digits, initialised by the seed."""
-    built = build_network(load("digits", ["data.size=8", *overrides]), 10)
+    built = architecture_of(load("digits", ["data.size=8", *overrides])).build()
     initialise(built, torch.Generator().manual_seed(seed))
     return built.eval()
 
@@ -39,8 +39,10 @@ def logits(built: Network, state: State) -> Tensor:
 @pytest.mark.parametrize("name", NETWORKS.names())
 @pytest.mark.parametrize("grey", ["true", "false"])
 def test_every_registered_network_is_an_extractor_and_a_head_and_gives_one_logit_per_class(name, grey):
-    config = dataclasses.replace(load("digits", ["data.size=32", f"data.grey={grey}"]), network={"name": name})
-    built = build_network(config, 7)
+    config = dataclasses.replace(
+        load("digits", ["data.size=32", "data.classes=7", f"data.grey={grey}"]), network={"name": name}
+    )
+    built = architecture_of(config).build()
     initialise(built, torch.Generator().manual_seed(0))
     built.eval()
     with torch.inference_mode():
@@ -53,7 +55,7 @@ def test_every_registered_network_is_an_extractor_and_a_head_and_gives_one_logit
 @pytest.mark.parametrize(("name", "low", "high"), [("conv6", 71_500, 73_500), ("vgg16", 14.65e6, 14.75e6)])
 def test_networks_have_as_many_parameters_as_they_say(name, low, high):
     config = load("digits", [f"network={{name: {name}}}", "data.size=32", "data.grey=false"])
-    assert low < parameter_count(build_network(config, 10)) < high
+    assert low < parameter_count(architecture_of(config).build()) < high
 
 
 def effective(layer: StandardisedConv2d) -> Tensor:
@@ -134,14 +136,14 @@ def test_initial_weights_depend_on_the_generator_alone():
 
 
 def test_initialise_draws_nothing_from_torchs_global_generator():
-    built = build_network(load("digits", ["data.size=8"]), 10)
+    built = architecture_of(load("digits", ["data.size=8"])).build()
     before = torch.get_rng_state()
     initialise(built, torch.Generator().manual_seed(0))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_initial_weights_have_the_spread_that_is_documented():
-    built = build_network(load("digits", ["network.affine=true", "network.standardise=false"]), 10)
+    built = architecture_of(load("digits", ["network.affine=true", "network.standardise=false"])).build()
     initialise(built, torch.Generator().manual_seed(0))
     for module in built.modules():
         if isinstance(module, nn.Conv2d) and module.in_channels > 1:
@@ -167,9 +169,9 @@ def test_initial_weights_have_the_spread_that_is_documented():
 )
 def test_options_that_cannot_be_are_refused_by_their_key(overrides, line):
     with pytest.raises(UserError, match=line):
-        build_network(load("digits", overrides), 10)
+        architecture_of(load("digits", overrides)).build()
 
 
 def test_a_network_without_a_name_is_refused_with_the_names_there_are():
     with pytest.raises(UserError, match=r"network\.name: missing \(one of: .*conv6"):
-        build_network(dataclasses.replace(load("digits"), network={"width": 1.0}), 10)
+        architecture_of(dataclasses.replace(load("digits"), network={"width": 1.0})).build()

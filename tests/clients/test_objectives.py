@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from clients.data import num_classes, site_images, to_float
+from clients.data import site_images, to_float
 from clients.initial import initial_state
 from clients.messages import MEAN, ROUND, SITE, STAR, SUBSET
-from clients.networks import build_network
+from clients.networks import architecture_of
 from clients.objectives import OBJECTIVES, Session, Task
 from clients.objectives.plain import PlainSession
 from clients.objectives.sum_aggregation import ExactSession, RegularisedSession
@@ -59,7 +59,7 @@ def opened(config: Config, incoming: dict[str, State], own: State | None = None,
         site=site,
         round=1,
         members=SITES,
-        network=build_network(config, num_classes(config)),
+        network=architecture_of(config).build(),
         incoming=incoming,
         stored=lambda: own,
         generator=torch_generator(config.seed, site.name, "1", "objective"),
@@ -76,7 +76,7 @@ def batch(n: int = 8) -> tuple[Tensor, Tensor]:
 
 def cross_entropy(config: Config, state: State) -> float:
     """The loss of a network of its own, with these weights, on `batch`."""
-    network = build_network(config, num_classes(config))
+    network = architecture_of(config).build()
     network.load_state_dict(state)
     images, labels = batch()
     with torch.no_grad():

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from clients.initial import initial_state
-from clients.networks import Network, NetworkName, build_network, initialise, load_network, parse_name, save_network
+from clients.networks import Network, NetworkName, architecture_of, initialise, load_network, parse_name, save_network
 from clients.randomness import torch_generator
 from conf import Config, UserError, load
 
@@ -132,7 +132,7 @@ def of(name: str, *words: str) -> Config:
 
 
 def built(name: str, *words: str) -> Network:
-    return build_network(of(name, *words), 10)
+    return architecture_of(of(name, *words)).build()
 
 
 def test_a_module_of_the_users_own_is_an_extractor_and_a_head():
@@ -164,7 +164,7 @@ def test_functions_and_specifications_of_other_packages_build_networks(name: str
 
 def test_it_starts_as_its_own_code_says_from_the_seed_and_leaves_torchs_generator_alone():
     config = of("my_package.nets:TinyNet", "network.hidden=4")
-    network = build_network(config, 10)
+    network = architecture_of(config).build()
     before = torch.get_rng_state()
     first, again = initial_state(config), initial_state(config)
     other = initial_state(of("my_package.nets:TinyNet", "network.hidden=4", "seed=1"))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from clients.data import to_float
 from clients.initial import initial_state
-from clients.networks import HeadView, Model, architecture_of, build_network
+from clients.networks import HeadView, Model, architecture_of
 from clients.randomness import torch_generator
 from conf import Config
 from conf.errors import UserError
@@ -56,7 +56,7 @@ def state_of(config: Config) -> State:
 
 
 def network_of(config: Config, state: State) -> nn.Module:
-    network = build_network(config, 10)
+    network = architecture_of(config).build()
     network.load_state_dict(state)
     return network.eval()
 
