@@ -21,6 +21,7 @@ from sims.cli.options import numbers
 from sims.report.tables import Table
 
 app = typer.Typer(
+    suggest_commands=False,  # click does it
     name="fedloom",
     help="Train many networks in a federation, weave them into one, and pull single threads out again.",
     no_args_is_help=True,
