@@ -60,14 +60,17 @@ def train_cohort(jobs: Sequence[Job]) -> list[RecordDict | Exception]:
     """The replies of jobs of one shape (same_shape), as Job.train gives them, agreeing up to rounding; all saved.
 
     In the place of a site that fails is its exception; the others are not touched by it. A job that is the only one, or
-    whose objective is not Functional, is trained alone.
+    whose objective is not Functional, is trained alone; so are all whose network vmap refuses, such as one with Dropout.
     """
     torch.set_num_threads(jobs[0].config.engine.threads)
     if len(jobs) == 1:
         return [_attempt(jobs[0].train)]
     opened = [_attempt(job.session) for job in jobs]
     pairs = [(job, session) for job, session in zip(jobs, opened, strict=True) if isinstance(session, Functional)]
-    losses = iter(_learn(*zip(*pairs, strict=True)).T) if pairs else iter(())  # one row per stacked site
+    found = _attempt(_learn, *zip(*pairs, strict=True)) if pairs else torch.empty(0, 0)
+    if isinstance(found, Exception):  # each will say so itself
+        return [_attempt(job.train) for job in jobs]
+    losses = iter(found.T)  # one row per stacked site
     replies: list[RecordDict | Exception] = []
     for job, session in zip(jobs, opened, strict=True):
         if isinstance(session, Exception):
@@ -86,7 +89,8 @@ def _close(job: Job, session: Session, losses: Tensor) -> RecordDict:
 def _learn(jobs: Sequence[Job], sessions: Sequence[Functional]) -> Tensor:
     """Train k sessions in place; the losses, [steps, k]."""
     first = jobs[0]
-    stacked = {name: nn.Parameter(weight) for name, weight in _stack([session.weights() for session in sessions]).items()}
+    each = [session.weights() for session in sessions]
+    stacked = {name: nn.Parameter(weight, each[0][name].requires_grad) for name, weight in _stack(each).items()}
     of_each = vmap(sessions[0].loss_of)
 
     def loss(images: Tensor, labels: Tensor) -> Tensor:

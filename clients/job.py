@@ -10,7 +10,7 @@ from clients.configurations import configuration, parsed
 from clients.data import Images, class_names, outputs, own_images, site_images, site_size
 from clients.device import pick_device
 from clients.guard import SIMULATED
-from clients.learner import Outcome, learn
+from clients.learner import Outcome, drawing, learn
 from clients.measure import count_right
 from clients.messages import (
     CLASSES,
@@ -67,7 +67,7 @@ class Job:
         return site_images(self.config, self.policy.source(self.config, self.site))
 
     def task(self, network: Network | None = None) -> Task:
-        """What its objective has at hand, in `network` or a new one."""
+        """What its objective has at hand, in `network` or a new one, which is in training mode."""
         order, config, site = self.order, self.config, self.site
         incoming = to_states(self.content)
         lost = incoming.pop(OWN, None)
@@ -76,7 +76,7 @@ class Job:
             site=site,
             round=order.round,
             members=order.members,
-            network=network or architecture_of(config, site).build().to(self.device),
+            network=(network or architecture_of(config, site).build().to(self.device)).train(),
             incoming=incoming,
             stored=lambda: self._own(incoming, lost),
             generator=torch_generator(config.seed, site.name, str(order.round), "objective"),
@@ -113,15 +113,19 @@ class Job:
         if self.order.kind == ENROL:
             found = Answer(metrics={"samples": site_size(self.config, source)})
             classes = ConfigRecord({"names": list(class_names(source.spec))})
-        elif self.order.kind == EVALUATE:
-            found = self._measured()
         else:
-            found = objective_of(self.config).answer(self.order.kind, self._ready(), self.images())
+            words = self.site.name, str(self.order.round), self.order.kind
+            with drawing(torch_generator(self.config.seed, *words).initial_seed(), self.device):
+                found = self._measured() if self.order.kind == EVALUATE else self._asked()
         reply = RecordDict({name: to_arrays(state) for name, state in found.records.items()})
         reply[METRICS] = MetricRecord({**found.metrics})
         if classes is not None:
             reply[CLASSES] = classes
         return reply
+
+    def _asked(self) -> Answer:
+        """What the objective says to a question of its method."""
+        return objective_of(self.config).answer(self.order.kind, self._ready(), self.images())
 
     def _ready(self) -> Task:
         return self.task(workbench(self.config, architecture_of(self.config, self.site)))
@@ -143,9 +147,10 @@ class Job:
             raise UserError(f"{self.site.name}: has no network of its own yet; it has not trained")
         task.network.load_state_dict(state)
         view = HeadView(task.network, outputs(self.config, self.site.spec), self.config.evaluation.statistics).eval()
-        right = count_right(view, images, self.config.evaluation.batch, self.device) if len(images) else 0
-        task.network.train()
-        return right
+        try:
+            return count_right(view, images, self.config.evaluation.batch, self.device) if len(images) else 0
+        finally:
+            view.train()  # the next site trains in it
 
 
 @once

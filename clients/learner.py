@@ -1,5 +1,6 @@
 """The local learner: some epochs of SGD on a session's loss."""
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,7 +40,19 @@ def rate_at(training: TrainingConfig, rounds: int, progress: float) -> float:
 def learn(session: Session, images: Images, config: Config, site: Site, round: int, device: torch.device) -> Outcome:
     """Train for config.training.epochs; all randomness from (seed, site, round). Raises DivergedError."""
     steps = batches(images, config, site, round, device)
-    return outcome(descend(session.parameters(), session.loss, steps, config.training), len(images), site, round)
+    with drawing(torch_generator(config.seed, site.name, str(round), "forward").initial_seed(), device):
+        losses = descend(session.parameters(), session.loss, steps, config.training)
+    return outcome(losses, len(images), site, round)
+
+
+@contextlib.contextmanager
+def drawing(seed: int, device: torch.device) -> Iterator[None]:
+    """Let what a network draws itself, such as Dropout, follow from a seed; torch's own generators are put back after it."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+        yield
 
 
 def batches(
@@ -74,10 +87,11 @@ def descend(
 ) -> Tensor:
     """SGD on `loss`; the losses of all steps, [steps], or [steps, k] for a loss [k] of k independent sites.
 
+    Parameters that are frozen (requires_grad=False) stay as they are.
     It is torch.optim.SGD's functional form: the class would import torch's compiler, a second for each new worker.
     """
-    losses, moving = [], cast("list[Tensor]", parameters)
-    buffers: list[Tensor | None] = [None] * len(parameters)
+    losses, moving = [], [cast("Tensor", one) for one in parameters if one.requires_grad]
+    buffers: list[Tensor | None] = [None] * len(moving)
     fixed: dict[str, Any] = {"momentum": training.momentum, "weight_decay": training.weight_decay, "dampening": 0.0}
     for rate, inputs, labels in steps:
         value = loss(inputs, labels)
