@@ -154,6 +154,8 @@ class Unlearning:
         """RefusedError, which is noted, for a request that cannot be fulfilled."""
         try:
             refuse(self.ledger, request.sites)
+            if request.options.get("retrain") and not self.aggregation.display_name:
+                raise UserError("--retrain: compares aggregates, and this method has none; ask without it")
             self.aggregation.check_forgetting(request.sites, rollback=bool(request.options.get("rollback")))
             check_sums(self.ledger)
         except LedgerError:  # that is not the request's fault

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from conf import load
+from conf import UserError, load
 from server.ledger.audit import check
 from sims.cli.unlearn import Wish, resume, unlearn, verify_certificate
 from sims.simulate import simulate
@@ -73,6 +73,15 @@ def test_a_run_that_was_cut_short_goes_on_to_the_same_bits(finished: dict[str, P
     assert certificate["options"]["repair"] == 1
     again = shutil.copytree(path, tmp_path / "again" / method)
     assert resume(again, quiet=True)["digest"] == summary(path)["digest"]
+
+
+def test_a_method_without_an_aggregate_cannot_be_compared_with_a_retrained_one(finished: dict[str, Path], tmp_path: Path):
+    path = shutil.copytree(finished["fedproto"], tmp_path / "fedproto")
+    with pytest.raises(UserError, match="'r1' was refused: --retrain: compares aggregates, and this method has none"):
+        unlearn(path, Wish(["site-0001"], id="r1", retrain=True), quiet=True)
+    assert "unlearned" not in summary(path) and not (path / "retrained").exists()
+    unlearn(path, Wish(["site-0001"], id="r2"), quiet=True)
+    assert check(path) == []
 
 
 def test_fedproto_has_two_different_networks(finished: dict[str, Path]):
