@@ -1,6 +1,6 @@
 """Other people's images and labels as this project has them: uint8 pixels, class numbers from 0, names of classes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,24 +92,51 @@ def _bytes(array: np.ndarray) -> Pixels:
     return np.round(array * 255).astype(np.uint8) if floats else array.astype(np.uint8)
 
 
-def numbered(found: Mapping[str, Named]) -> tuple[dict[str, Labels], tuple[str, ...]]:
-    """Class numbers from 0 for each part, and the names of all classes. Texts are numbered in their order.
+def numbered(found: Mapping[str, Named]) -> tuple[dict[str, Labels], int, tuple[str, ...]]:
+    """Class numbers from 0 for each part, how many classes there are, and their names (none: they are numbers).
 
-    Raises ValueError for labels that are no class numbers, or more of them than names.
+    Parts that name their classes differently have the classes of all, in the order of `in_order`, and so have labels that
+    are texts. Raises ValueError for labels that are no class numbers, more of them than names, or names in one part alone.
     """
-    labels = {part: _flat(np.asarray(one.labels)) for part, one in found.items()}
-    if any(array.dtype.kind in "US" for array in labels.values()):
-        names = np.unique(np.concatenate([array.astype(str) for array in labels.values()]))
-        return {part: np.searchsorted(names, array.astype(str)) for part, array in labels.items()}, tuple(map(str, names))
-    whole = {part: _whole(array) for part, array in labels.items()}
-    highest = max(int(array.max()) for array in whole.values())
-    given = next((one.names for one in found.values() if one.names), ())
-    if not 0 <= highest < (len(given) or MOST_CLASSES) or any(array.min() < 0 for array in whole.values()):
-        low = min(int(array.min()) for array in whole.values())
-        raise ValueError(
-            f"has labels from {low} to {highest}, takes class numbers from 0 to {(len(given) or MOST_CLASSES) - 1}"
-        )
-    return whole, given or tuple(map(str, range(highest + 1)))
+    labels, own = {}, {}
+    for part, one in found.items():
+        labels[part], own[part] = _numbered(one)
+    named = {part: bool(names) for part, names in own.items()}
+    if len(set(named.values())) > 1:
+        told = ", ".join(f"{'names' if is_named else 'numbers'} in {part}" for part, is_named in named.items())
+        raise ValueError(f"has classes that are {told}; give names in all parts, or numbers in all")
+    if not any(named.values()):
+        return labels, max(int(array.max()) for array in labels.values()) + 1, ()
+    if len(set(own.values())) == 1:
+        names = next(iter(own.values()))
+        return labels, len(names), names
+    names = in_order({name for names in own.values() for name in names})
+    place = {name: number for number, name in enumerate(names)}
+    moved = {part: np.asarray([place[name] for name in own[part]], np.int64)[array] for part, array in labels.items()}
+    return moved, len(names), names
+
+
+def in_order(names: Iterable[str]) -> tuple[str, ...]:
+    """Names of classes as they are numbered: as numbers if all are non-negative whole ones (2 before 10), else as texts."""
+    found = sorted(set(names))
+    if all(name.isascii() and name.isdigit() for name in found):
+        found.sort(key=lambda name: (len(name.lstrip("0")), name.lstrip("0")))
+    return tuple(found)
+
+
+def _numbered(one: Named) -> tuple[Labels, tuple[str, ...]]:
+    """A part's class numbers, and the names that it gives them."""
+    array = _flat(np.asarray(one.labels))
+    if array.dtype.kind in "US":
+        texts, numbers = np.unique(array.astype(str), return_inverse=True)
+        names = in_order(map(str, texts))
+        place = {name: number for number, name in enumerate(names)}
+        return np.asarray([place[str(text)] for text in texts], np.int64)[numbers], names
+    whole = _whole(array)
+    low, high, most = int(whole.min()), int(whole.max()), (len(one.names) or MOST_CLASSES) - 1
+    if low < 0 or high > most:
+        raise ValueError(f"has labels from {low} to {high}, takes class numbers from 0 to {most}")
+    return whole, one.names
 
 
 def _flat(array: np.ndarray) -> np.ndarray:

@@ -29,7 +29,10 @@ from conf.schema import DataConfig
 
 @dataclass(frozen=True)
 class Domain:
-    """`classes`: labels are 0 to classes - 1. `sources`: the first that has the domain is read. `names`: of the classes."""
+    """`classes`: labels are 0 to classes - 1. `sources`: the first that has the domain is read.
+
+    `names`: of the classes, in their order; none if they are numbers.
+    """
 
     classes: int
     sources: tuple[Source, ...]
@@ -120,7 +123,7 @@ def _outside(name: str) -> Domain:
         return found
     there = contents(name)
     source = OwnSplit(name) if "train" in there.labels else Own(name)
-    return Domain(len(there.names), (source,), there.names)
+    return Domain(there.classes, (source,), there.names)
 
 
 def data_folder(data: DataConfig) -> Path:

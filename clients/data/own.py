@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from clients.data.arrays import Named, as_pixels, image_of, numbered
+from clients.data.arrays import Named, as_pixels, image_of, in_order, numbered
 from clients.data.sources import OFFICIAL, WHOLE, Labels, Pixels, Positions
 from conf.errors import UserError
 from conf.plugins import call, is_reference, outside, parameters, told
@@ -28,10 +28,14 @@ Select = Callable[[Positions], Pixels | Iterable[Pixels]]
 
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """A domain as it was found. By part (train and test, or all): int64 labels, and the images at given positions."""
+    """A domain as it was found. By part (train and test, or all): int64 labels, and the images at given positions.
+
+    `names`: of its `classes`, in their order; none if they are numbers.
+    """
 
     labels: Mapping[str, Labels]
     images: Mapping[str, Select]
+    classes: int
     names: tuple[str, ...]
 
 
@@ -118,7 +122,7 @@ def _folder(path: Path, domain: str) -> Contents:
         raise _wrong(domain, f"has a folder train but no folder test; add it, or take images:{path / 'train'} alone")
     roots = {part: path / part for part in OFFICIAL} if split else {WHOLE[0]: path}
     found = {part: _classes(root) for part, root in roots.items()}
-    names = sorted({name for classes in found.values() for name in classes})
+    names = in_order(name for classes in found.values() for name in classes)
     if not names:
         raise _wrong(domain, "has no images in class folders (such as cats/1.png)")
     files = {part: [file for name in names for file in classes.get(name, [])] for part, classes in found.items()}
@@ -130,7 +134,7 @@ def _folder(path: Path, domain: str) -> Contents:
     def reader(part: str) -> Select:
         return lambda index: (_decoded(files[part][place], domain) for place in index)
 
-    return Contents(labels, {part: reader(part) for part in files}, tuple(names))
+    return Contents(labels, {part: reader(part) for part in files}, len(names), names)
 
 
 def _classes(root: Path) -> dict[str, list[Path]]:
@@ -168,14 +172,14 @@ def _npz(path: Path, domain: str) -> Contents:
 def _of_arrays(found: Mapping[str, Named], domain: str) -> Contents:
     """The contents of arrays, checked."""
     with _fitting(domain):
-        labels, names = numbered(found)
+        labels, classes, names = numbered(found)
         pixels = {part: as_pixels(one.images, len(labels[part])) for part, one in found.items()}
 
     def reader(part: str) -> Select:
         held = pixels[part]
         return lambda index: held[index] if isinstance(held, np.ndarray) else [held[place] for place in index]
 
-    return Contents(labels, {part: reader(part) for part in pixels}, names)
+    return Contents(labels, {part: reader(part) for part in pixels}, classes, names)
 
 
 @contextmanager
@@ -202,9 +206,13 @@ def _dataset(path: Path, domain: str) -> Contents:
     label = _column(features, (ClassLabel,), LABEL_COLUMNS)
     if image is None or label is None:
         raise _wrong(domain, f"has the columns {', '.join(features)}; takes one of images and one of class labels")
-    given = tuple(features[label].names) if isinstance(features[label], ClassLabel) else ()
+
+    def named(rows: Any) -> Named:
+        kind = rows.features[label]
+        return Named(None, np.asarray(rows[label][:]), tuple(kind.names) if isinstance(kind, ClassLabel) else ())
+
     with _fitting(domain):
-        labels, names = numbered({part: Named(None, np.asarray(rows[label][:]), given) for part, rows in parts.items()})
+        labels, classes, names = numbered({part: named(rows) for part, rows in parts.items()})
 
     def reader(part: str) -> Select:
         rows = parts[part].select_columns([image])
@@ -215,7 +223,7 @@ def _dataset(path: Path, domain: str) -> Contents:
 
         return lambda index: (decoded(int(place)) for place in index)
 
-    return Contents(labels, {part: reader(part) for part in parts}, names)
+    return Contents(labels, {part: reader(part) for part in parts}, classes, names)
 
 
 def _column(features: Mapping[str, Any], kinds: tuple[type, ...], names: tuple[str, ...]) -> str | None:

@@ -13,7 +13,7 @@ from clients.data.partition import check_way, divide
 from clients.data.sources import Positions
 from clients.data.splits import Selection, Split, at_most, labels, of_classes, split
 from clients.data.transforms import render
-from clients.data.variants import Variant, label, variant
+from clients.data.variants import Variant, check_shared, label, variant
 from clients.randomness import generator
 from conf.errors import UserError
 from conf.once import once
@@ -62,8 +62,10 @@ def site_sizes(config: Config) -> list[int]:
     """The number of training images of each site, in the order of the roster. Reads labels only.
 
     Raises UserError, naming the site and the option at fault: unknown or missing domain, missing data.root, a class
-    that is not the domain's, more sites than images, no such partition, `samples` or partition.min_samples not there.
+    that is not the domain's, more sites than images, no such partition, `samples` or partition.min_samples not there,
+    data.classes that are not the domains'.
     """
+    check_shared(config)
     return [_share(config, site)[2] for site in roster(config)]
 
 

@@ -72,16 +72,32 @@ def class_count(spec: SiteConfig) -> int:
 
 
 def class_names(spec: SiteConfig) -> tuple[str, ...]:
-    """The names of the classes 0 to class_count - 1, such as the folders' of `images:PATH`; numbers where there are none."""
-    domain, kept = find(spec.domain), variant(spec).classes
-    names = domain.names or tuple(map(str, range(domain.classes)))
-    return tuple(names[number] for number in kept) if kept and spec.relabel else names
+    """The names of the classes 0 to class_count - 1, such as the folders' of `images:PATH`; none if they are numbers."""
+    names, kept = find(spec.domain).names, variant(spec).classes
+    return tuple(names[number] for number in kept if number < len(names)) if kept and spec.relabel else names
 
 
 def differing(names: Sequence[str], others: Sequence[str]) -> int | None:
-    """The first class number for which both have a name, and not the same one; a number is no name."""
-    pairs = enumerate(zip(names, others, strict=False))
-    return next((k for k, (one, other) in pairs if one != other and not one.isdigit() and not other.isdigit()), None)
+    """The first class number for which both have a name, and not the same one."""
+    return next((k for k, (one, other) in enumerate(zip(names, others, strict=False)) if one != other), None)
+
+
+def check_shared(config: Config) -> None:
+    """UserError if domains that share data.classes outputs have more classes, or different ones. It looks them all up."""
+    if config.data.heads != "shared" or not config.data.classes:
+        return  # else the domains themselves say how many outputs there are
+    specs = domain_specs(config)
+    for name, spec in specs.items():
+        if (needed := _highest(spec) + 1) > config.data.classes:
+            told = f"got {config.data.classes}, but {name} has {needed} classes"
+            raise UserError(f"data.classes: {told}; take at least {needed}, or 0 for as many as the domains have")
+    _check_names(specs)
+
+
+def _highest(spec: SiteConfig) -> int:
+    """The highest class number of a site's images."""
+    kept = variant(spec).classes
+    return max(kept) if kept and not spec.relabel else class_count(spec) - 1
 
 
 def _check_names(specs: Mapping[str, SiteConfig]) -> None:

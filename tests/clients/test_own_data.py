@@ -39,6 +39,14 @@ def test_labels_may_be_names_and_the_label_in_tables_is_the_files(tmp_path: Path
     assert data.label(spec) == "pets.v1"
 
 
+def test_names_that_are_numbers_are_in_the_order_of_numbers(tmp_path: Path):
+    np.savez(tmp_path / "mine.npz", x=np.zeros((33, 4, 4), np.uint8), y=[str(number) for number in range(11)] * 3)
+    settings = config({"domain": f"npz:{tmp_path}/mine.npz"})
+    assert data.class_names(roster(settings)[0].spec) == tuple(map(str, range(11)))
+    np.savez(tmp_path / "mixed.npz", x=np.zeros((9, 4, 4), np.uint8), y=["2", "10", "x"] * 3)
+    assert data.class_names(roster(config({"domain": f"npz:{tmp_path}/mixed.npz"}))[0].spec) == ("10", "2", "x")
+
+
 @pytest.mark.parametrize(
     "arrays, message",
     [
@@ -60,6 +68,10 @@ def test_labels_may_be_names_and_the_label_in_tables_is_the_files(tmp_path: Path
         ({"x": np.zeros((9, 4, 4)), "y": np.eye(9)}, r"has labels of shape \[9, 9\], takes one for each image"),
         ({"x": np.zeros((0, 4, 4)), "y": np.zeros(0)}, r"has labels of shape \[0\]"),
         ({"images": np.zeros((9, 4, 4)), "y": np.zeros(9)}, r"has images, y; takes x and y, or x_train"),
+        (
+            {"x_train": np.zeros((9, 4, 4)), "y_train": ["a"] * 9, "x_test": np.zeros((9, 4, 4)), "y_test": np.zeros(9)},
+            r"has classes that are names in train, numbers in test",
+        ),
         (
             {"x": np.array([{}] * 9), "y": np.zeros(9)},
             r"mine\.npz cannot be read \(ValueError: Object arrays cannot be loaded",
@@ -101,6 +113,23 @@ def test_a_data_set_on_disk_is_read_by_the_types_of_its_columns(tmp_path: Path, 
     }.items():
         with pytest.raises(UserError, match=message):
             data.num_classes(config({"domain": f"dataset:{tmp_path}/{name}"}))
+
+
+def test_parts_of_a_data_set_whose_classes_are_named_in_another_order(tmp_path: Path, rows: dict[str, Any]):
+    from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+    from datasets import Image as Picture
+
+    def of(names: list[str]) -> Any:
+        kinds = Features({"number": Value("int64"), "picture": Picture(), "kind": ClassLabel(names=names)})
+        return Dataset.from_dict(
+            {**rows, "kind": [names.index(list(COLOURS)[kind]) for kind in rows["kind"]]}, features=kinds
+        )
+
+    DatasetDict({"train": of(list(COLOURS)), "test": of([*reversed(COLOURS)])}).save_to_disk(tmp_path / "turned")
+    settings = config({"domain": f"dataset:{tmp_path}/turned"})
+    spec = roster(settings)[0].spec
+    assert data.class_names(spec) == tuple(COLOURS)
+    assert right(data.site_images(settings, roster(settings)[0])) and right(data.test_images(settings, spec))
 
 
 def test_a_data_set_of_plain_columns_is_read_by_their_names(tmp_path: Path):

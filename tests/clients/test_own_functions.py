@@ -59,6 +59,14 @@ def samples():
     return ((np.tile(X[place][..., None], 3), f"class {Y[place]}") for place in range(60))
 
 
+def apart():
+    return {"train": (X, np.array(["b", "c", "d"])[Y]), "test": (X[:30], np.array(["a", "b", "d"])[Y[:30]])}
+
+
+def half_named(split):
+    return Set(train=True) if split == "train" else (X[:30], Y[:30])
+
+
 def nothing():
     return None
 
@@ -99,7 +107,16 @@ def test_a_function_of_another_package_gives_images(package: str, name: str):
     spec = roster(config({"domain": domain}))[0].spec
     assert data.label(spec) == name
     expected = {"Set": ("none", "some", "much"), "samples": ("class 0", "class 1", "class 2")}
-    assert data.class_names(spec) == expected.get(name, ("0", "1", "2"))
+    assert data.class_names(spec) == expected.get(name, ())
+
+
+def test_parts_that_name_their_classes_differently_have_those_of_both(package: str):
+    settings = config({"domain": f"{package}:apart"}, grey=True)
+    spec = roster(settings)[0].spec
+    assert data.class_names(spec) == ("a", "b", "c", "d") and data.num_classes(settings) == 4
+    found, test = data.site_images(settings, roster(settings)[0]), data.test_images(settings, spec)
+    assert torch.equal(found.x[:, 0, 0, 0].long(), (found.y - 1) * 100)
+    assert torch.equal(test.x[:, 0, 0, 0].long(), torch.tensor([0, 100, 0, 200])[test.y])
 
 
 @pytest.mark.parametrize(
@@ -107,6 +124,7 @@ def test_a_function_of_another_package_gives_images(package: str, name: str):
     [
         ("nothing", r"domain 'nothing': my_images:nothing gave a NoneType; takes arrays \(images, labels\)"),
         ("other", r"gave a; takes train and test"),
+        ("half_named", r"has classes that are names in train, numbers in test; give names in all parts, or numbers in all"),
         ("needing", r"domain\.folder: missing; 'my_images:needing' needs it"),
         ("failing", r"domain: 'my_images:failing' failed \(RuntimeError: the disk is gone\)"),
         ("number", r"domain 'my_images:number': is of the type int, takes a function"),
