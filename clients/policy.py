@@ -72,7 +72,7 @@ class Policy:
         """
         if not self.domain:
             return site
-        spec = replace(site.spec, domain=self.domain, partition=replace(site.spec.partition, name="iid"))
+        spec = replace(site.spec, domain=self.domain, partition=replace(site.spec.partition, name="iid", options={}))
         own = replace(site, spec=spec, part=0, parts=1)
         has, head = class_count(own.spec), outputs(config, site.spec)
         if has > (takes := head.stop - head.start):

