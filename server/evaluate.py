@@ -22,7 +22,7 @@ from clients.device import pick_device
 from clients.measure import count_right, pieces
 from clients.networks import Architecture, HeadView, Model, Network, architecture_of
 from clients.randomness import torch_generator
-from conf.errors import UserError
+from conf.errors import UserError, plain
 from conf.schema import Config
 from conf.sites import UNION, roster
 from fusion.repair import recompute_statistics
@@ -52,9 +52,16 @@ class Evaluator:
         return self._instances[architecture]
 
     def loaded(self, model: Model) -> Network:
-        """The instance of the model's architecture with its weights."""
+        """The instance of the model's architecture with its weights. UserError if they are another network's."""
+        told = f"strategy '{self.config.strategy['name']}': its models() must hold server.strategies.Model"
+        if not isinstance(model, Model):
+            raise UserError(f"{told}, one is a {type(model).__name__}")
         network = self.instance(model.architecture)
-        network.load_state_dict(model.state)
+        try:
+            network.load_state_dict(model.state)
+        except (RuntimeError, TypeError) as error:
+            why = " ".join(plain(str(error)).split())[:300]
+            raise UserError(f"{told} with the state of its architecture ({why})") from None
         return network
 
     def head_view(self, network: nn.Module, domain: str) -> nn.Module:

@@ -12,6 +12,7 @@ from flwr.serverapp import Grid
 
 from clients.networks import Model
 from conf import to_json
+from conf.errors import UserError
 from conf.schema import Config
 from conf.sites import Site, roster
 from server.evaluate import Evaluator
@@ -23,8 +24,8 @@ from server.rounds.aggregation import Aggregation
 from server.rounds.exchange import Federation
 from server.rounds.loop import RoundLoop
 from server.rounds.site_evaluation import PERSONAL
-from server.rounds.view import Setup
-from server.runfolder import RunFolder
+from server.rounds.view import Models, Setup
+from server.runfolder import AGGREGATE, RunFolder, is_file_name
 from server.strategies import strategy_of
 from server.unlearning.requests import RETRAINED, Unlearning
 
@@ -45,6 +46,7 @@ class Method:
     def __post_init__(self) -> None:
         self.folder.check(self.ledger.run().config)
         self.aggregation = Aggregation(Setup(self.config, self.sites(), self.folder.path, self.ledger, self.evaluator))
+        check_models(self.config, self.aggregation.models())
 
     def sites(self) -> list[Site]:
         """The sites that its ledger knows, forgotten ones included."""
@@ -179,7 +181,8 @@ class Measured:
     """
 
     def __init__(self, method: Method) -> None:
-        self.method, self.models, self.aggregate = method, method.aggregation.models(), method.aggregation.display_name
+        self.method, self.aggregate = method, method.aggregation.display_name
+        self.models = check_models(method.config, method.aggregation.models())
         self.accuracy: dict[str, dict[str, float]] = {}
         self.forgotten: dict[str, dict[str, float]] = {}
         self.facts: dict[str, Any] = {}
@@ -190,7 +193,7 @@ class Measured:
     def network(self, name: str) -> None:
         """Look at a network by its display name."""
         model = self.method.evaluator.settled(self.models[name])
-        self.method.folder.write_network("aggregate" if name == self.aggregate else name, model, display_name=name)
+        self.method.folder.write_network(AGGREGATE if name == self.aggregate else name, model, display_name=name)
         self.measure(self.accuracy, name, model)
         self.facts |= model.facts
 
@@ -216,6 +219,20 @@ class Measured:
         found = self.method.accuracies([model for *_, model in waiting]) if waiting else []
         for (into, name, _), shares in zip(waiting, found, strict=True):
             into[name] = shares
+
+
+def check_models(config: Config, models: Any) -> Models:
+    """What a strategy gives as its models. UserError unless all are named as files can be: they are written (RunFolder)."""
+    told = f"strategy '{config.strategy['name']}': its models()"
+    if not isinstance(models, Models):
+        raise UserError(f"{told} must give a server.strategies.Models, gave a {type(models).__name__}")
+    sites = {site.name for site in roster(config)}
+    for place, name in enumerate(models):
+        if name not in sites and not is_file_name(name):
+            raise UserError(f"{told} names a network {name!a}, which no file can be named; choose another name")
+        if place and name == AGGREGATE:
+            raise UserError(f"{told} names a network '{name}', as the first one's file is; choose another name")
+    return models
 
 
 def open_ledger(config: Config, folder: RunFolder, run: str = "", sites: Sequence[str] = ()) -> Ledger:

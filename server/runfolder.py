@@ -22,6 +22,7 @@ from conf.schema import Config, RunConfig
 from conf.yamls import read_yaml
 from server.ledger.database import acquire
 
+AGGREGATE, LONGEST = "aggregate", 100  # a network's file, and bytes of the name of any
 CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
 KEYS = {"experiment", "seed", "rounds", "sites", "population", "network", "objective", "strategy", "baselines", "run",
         "engine", "data", "training", "federation", "evaluation"}  # in every run's config.yaml, since version 1  # fmt: skip
@@ -124,10 +125,17 @@ class RunFolder:
         return float(found) if isinstance(found, int | float) else 0.0
 
     def write_network(self, name: str, model: Model, **metadata: str) -> None:
-        """Write a network's final state to states/<name>.safetensors."""
+        """Write a network's final state to states/<name>.safetensors; the name is one of a file (`is_file_name`)."""
         write_state(
             self.path / "states" / f"{name}.safetensors", model.state, network=model.architecture.network, **metadata
         )
+
+
+def is_file_name(name: object) -> bool:
+    """Whether a file in a folder can have this name: printable, short, no path and not hidden."""
+    if not isinstance(name, str) or not name.isprintable() or set(name) & {"/", "\\"}:
+        return False
+    return not name.startswith(".") and 0 < len(name.encode()) <= LONGEST
 
 
 def refuse_existing(config: Config, path: Path | None = None) -> None:
