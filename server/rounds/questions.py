@@ -1,13 +1,12 @@
 """Questions to sites: an order for each, made when it is sent; what sites lack is sent to them, and they are asked again."""
 
-import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from flwr.app import ArrayRecord, RecordDict
 
-from clients.data import differing, site_sizes
+from clients.data import site_sizes
 from clients.messages import (
     CONFIG,
     ENROL,
@@ -23,9 +22,9 @@ from clients.messages import (
     to_arrays,
 )
 from clients.partial import expected_record
-from clients.replies import Bounds, ReplyError, check_numbers, read_names
+from clients.replies import Bounds
 from conf import to_json
-from conf.errors import UserError, plain
+from conf.errors import UserError
 from conf.schema import Config
 from conf.sites import Site
 from fusion.exact import State
@@ -33,6 +32,7 @@ from server.evaluate import has_data
 from server.listener import Listener
 from server.rounds.aggregation import Aggregation
 from server.rounds.exchange import Federation, Reply
+from server.rounds.roll import Roll
 from server.rounds.run import Content, Expected
 
 STATE, CONFIGURATION = "its own state", "the configuration"  # what a site may lack
@@ -55,9 +55,8 @@ class Questions:
     _digest: str = field(init=False)
     _text: ArrayRecord = field(init=False)
     _has: set[str] = field(default_factory=set)  # sites that have the configuration
-    _sizes: dict[str, int] = field(default_factory=dict)  # training images of sites that have said so
-    _first: tuple[str, tuple[str, ...]] | None = None  # the first site that named its classes, with the names
-    _unlike: set[str] = field(default_factory=set)  # sites whose classes are others
+    _roll: Roll = field(default_factory=Roll)  # of sites whose data the server has not
+    _told: set[str] = field(default_factory=set)  # sites that are not asked, which was said
 
     def __post_init__(self) -> None:
         text = to_json(self.config)
@@ -86,36 +85,32 @@ class Questions:
             asked = again
 
     def bounds(self, site: Site) -> Bounds:
-        """How large what the site sends may be."""
+        """How large what the site sends may be. ReplyError if it did not enrol: nobody knows then."""
         return Bounds.of(self.config.federation, self.samples(site))
 
     def samples(self, site: Site) -> int:
-        """How many training images the site has: by the configuration, or where the server has no data as the site says."""
-        return site_sizes(self.config)[site.index] if self._has_data else self._sizes.get(site.name, 0)
+        """How many training images the site has: by the configuration, or where the server has no data as the site says.
+
+        ReplyError if it has not said so.
+        """
+        return site_sizes(self.config)[site.index] if self._has_data else self._roll.images(site.name)
 
     def enrol(self, sites: Sequence[Site]) -> list[Site]:
         """Where the server has no data: hear from sites that have not said so how many images they have, and of what.
 
-        The sites that fit. Where all share their outputs, one whose classes bear other names than those of the first site
-        that answered does not: what it learns of a class would be taken for another one.
+        The sites that fit. Where all share their outputs, one whose classes bear other names than at most of the sites that
+        answered does not: what it learns of a class would be taken for another one.
         """
-        new = [site for site in sites if not self._has_data and site.name not in self._sizes]
-        for reply in sorted(self.ask(ENROL, 1, 1, new, {}), key=lambda reply: reply.site.index):
-            if reply.content is not None:
-                with contextlib.suppress(ReplyError):  # its replies are dropped then, each with a reason
-                    self._sizes[reply.site.name] = int(check_numbers(reply.content, ["samples"])["samples"])
-                    self._compare(reply.site, read_names(reply.content))
-        return [site for site in sites if site.name not in self._unlike]
-
-    def _compare(self, site: Site, names: tuple[str, ...]) -> None:
-        """Take a site out whose classes are not those of the first site that named its own."""
-        if self.config.data.heads != "shared" or all(name.isdigit() for name in names):
-            return
-        first, its = self._first = self._first or (site.name, names)
-        if (k := differing(its, names)) is not None:
-            self._unlike.add(site.name)
-            told = f"its class {k} is '{plain(names[k])}', that of {first} '{plain(its[k])}', and data.heads=shared"
-            self.listener.message(f"{site.name} is not asked: {told}")
+        for reply in self.ask(
+            ENROL, 1, 1, [site for site in sites if not (self._has_data or self._roll.has(site.name))], {}
+        ):
+            self._roll.take(reply)
+        unlike = self._roll.unlike() if self.config.data.heads == "shared" else {}
+        for site in sites:
+            if site.name in unlike and site.name not in self._told:
+                self.listener.message(f"{site.name} is not asked: {unlike[site.name]}, and data.heads=shared")
+                self._told.add(site.name)
+        return [site for site in sites if site.name not in unlike]
 
     @property
     def _has_data(self) -> bool:

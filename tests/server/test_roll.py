@@ -1,0 +1,88 @@
+"""What sites say when they enrol: nonsense counts as nothing, and one that lies shuts nobody else out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from clients.app import app
+from clients.messages import CLASSES, ENROL, METRICS, ORDER, read_order
+from clients.replies import ReplyError
+from conf.sites import Site, roster
+from server.experiment import run_experiment
+from server.listener import LogListener
+from server.rounds.exchange import Reply
+from server.rounds.roll import Roll
+from sims.engines.adapter import store_folder
+from tests.server.test_site_classes import OwnGrid, federated, folders
+
+
+def answered(place: int, images: Any, names: Any = ()) -> Reply:
+    site = Site(place, f"site-{place:04d}", federated(Path()).sites[0], 0, 1)
+    content = RecordDict({METRICS: MetricRecord({} if images is None else {"samples": images})})
+    content[CLASSES] = ConfigRecord({"names": list(names) if isinstance(names, tuple) else names})
+    return Reply(site, content)
+
+
+@pytest.mark.parametrize("images", [None, float("nan"), 20.0, 0, -5, 2**31])
+def test_a_site_that_says_no_number_of_images_has_not_enrolled(images: Any):
+    roll = Roll()
+    roll.take(answered(0, images))
+    assert not roll.has("site-0000")
+    with pytest.raises(ReplyError, match="it did not enrol: it names no number of images from 1 to 2147483647"):
+        roll.images("site-0000")
+    roll.take(answered(0, 20))
+    assert roll.images("site-0000") == 20
+
+
+def test_neither_has_one_whose_names_are_no_names():
+    roll = Roll()
+    roll.take(answered(0, 20, [1, 2]))
+    with pytest.raises(ReplyError, match="holds no list of at most 100000 names"):
+        roll.images("site-0000")
+
+
+@pytest.mark.parametrize(("liars", "out"), [((0,), [0]), ((2,), [2]), ((0, 1), [2])])
+def test_sites_are_compared_with_most_of_them(liars: tuple[int, ...], out: list[int]):
+    roll = Roll()
+    for place in (2, 1, 0):
+        roll.take(answered(place, 20, ("elk", "cat") if place in liars else ("cat", "elk")))
+    assert list(roll.unlike()) == [f"site-{place:04d}" for place in out]
+
+
+def test_of_equally_many_the_first_counts_and_sites_that_name_nothing_do_not():
+    roll = Roll()
+    for place, names in enumerate([(), ("cat", "elk"), ("elk", "cat"), ("cat",)]):
+        roll.take(answered(place, 20, names))
+    assert roll.unlike() == {"site-0002": "its class 0 is 'elk', that of site-0001 'cat'"}
+
+
+class Confused(ClientApp):
+    """The real ClientApp; the second site does not know its number of images when it is asked first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[int] = []
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        reply = app(message, context)
+        if ORDER in message.content.config_records and (order := read_order(message.content)).kind == ENROL:
+            self.asked.append(order.site)
+            if order.site == 1 and self.asked.count(1) == 1:
+                reply.content[METRICS] = MetricRecord({"samples": float("nan")})
+        return reply
+
+
+def test_its_replies_are_dropped_until_it_has(tmp_path: Path):
+    config = federated(tmp_path, "rounds=2", "federation.min_replies=1")
+    client = Confused()
+    grid = OwnGrid(3, store_folder(config), client)
+    grid.domains = tuple(folders(tmp_path / site.name, "cat", "dog", "owl") for site in roster(config))
+    run_experiment(grid, config, LogListener())
+    assert sorted(client.asked) == [0, 1, 1, 2]
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    told = "it did not enrol: it names no number of images from 1 to 2147483647"
+    assert [json.loads(line)["dropped"] for line in lines] == [{"site-0001": told}, {}]
