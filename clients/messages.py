@@ -56,7 +56,8 @@ class Order:
 
     `rounds` is the length of the learning rate's schedule, `members` the number of sites in the aggregate, `split` the
     images that EVALUATE looks at. `sums`: records that are added up on the way, and how often each counts (once, samples);
-    `ledger` is the folder where whoever adds them up writes each contribution, `before` the file of the one in the sum now.
+    `ledger` is the folder where whoever adds them up writes each contribution, `before` the file of the one in the sum now,
+    which counts `weight` times.
     """
 
     config: str  # sha256 of the configuration's JSON (CONFIG)
@@ -72,6 +73,7 @@ class Order:
     slot: str = ""  # the record, of those in `sums`, that is the site's contribution
     ledger: str = ""
     before: str = ""
+    weight: int = 0
 
     def record(self) -> ConfigRecord:
         """As a Flower record."""

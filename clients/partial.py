@@ -114,10 +114,9 @@ class _Sums:
             bounds.check(record, given[record], dequantise(before, self.bits) if before else start)
             mine, times = quantise(given[record], self.bits), samples if counted == SAMPLES else 1
             changed[record] = self.sums[record].copy()
+            changed[record].add(mine, times)
             if before:
-                changed[record].merge({name: tensor - before[name] for name, tensor in mine.items()}, addends=1)
-            else:
-                changed[record].add(mine, times)
+                changed[record].add(before, -order.weight)
         if order.slot:
             write_state(round_file(Path(order.ledger), site.name, order.round), given[order.slot])
         self.sums, self.samples[site.name] = changed, samples

@@ -24,7 +24,7 @@ from server.rounds.exchange import Federation
 from server.rounds.loop import MOST_TOLD
 from server.rounds.schedules import sample_size
 from server.runfolder import SUMMARY, RunFolder, refuse_existing
-from server.strategies import STRATEGIES
+from server.strategies import STRATEGIES, slots_of
 
 NO_SUMS = ("median", "coordinate_median", "trimmed_mean", "krum")  # robust aggregations, by their usual names
 
@@ -40,6 +40,7 @@ def check(config: Config) -> None:
     for architecture in {architecture_of(config, site) for site in roster(config)}:
         architecture.build()
     STRATEGIES.build(config.strategy, "strategy").check(config)
+    slots_of(config)
     if config.evaluation.statistics == RECOMPUTED and not config.data.validation:
         raise UserError(f"evaluation.statistics={RECOMPUTED}: needs validation images; set data.validation above 0")
     if config.evaluation.statistics == BATCH and config.evaluation.batch < FEWEST:

@@ -128,7 +128,7 @@ class Contributions:
     def _part(self, whole: State, slot: str) -> State:
         start = prefixes(self.slots)[slot]
         found = {name[len(start) :]: tensor for name, tensor in whole.items() if name.startswith(start)}
-        if not found:
+        if not found and len(self.slots) > 1:
             raise KeyError(f"nothing was put into the slot '{slot}'")
         return found
 

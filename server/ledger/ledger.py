@@ -36,9 +36,12 @@ class Ledger(Records):
 
     @classmethod
     def create(
-        cls, folder: Path, run: str, config: str, bits: int, sites: Sequence[str], sums: Mapping[str, Any] = ONE
-    ) -> "Ledger":
-        """A new ledger, held as its one server. `sums`: the method's, as the ledger's first event says (server.ledger.sums).
+        cls, folder: Path, run: str, config: str, bits: int, sites: Sequence[str], sums: Mapping[str, Any] = ONE,
+        slots: Sequence[str] | None = None,
+    ) -> "Ledger":  # fmt: skip
+        """A new ledger, held as its one server. `sums`: the method's, as the ledger's first event says (server.ledger.sums);
+        `slots`: the names of all its slots.
+
 
         Raises LedgerError if there is one or the folder cannot be written.
         """
@@ -46,6 +49,7 @@ class Ledger(Records):
         make(Path(folder) / LEDGER)
         ledger = cls(folder, server=True)
         body = {"run": run, "config": config, "bits": bits, "format": FORMAT, "sites": list(sites), "sums": dict(sums)}
+        body |= {} if slots is None else {"slots": list(slots)}
         try:
             with told(ledger.blobs.folder):
                 ledger.blobs.folder.mkdir(exist_ok=True)
@@ -155,9 +159,11 @@ class Ledger(Records):
     def check_roll_back(self, round: int) -> None:
         """UserError if the state after a round, or a site's contribution to it, is not kept, or its sum lacks a member."""
         rows = {row.round: row for row in self.rounds()}
-        lost = [site for site, gone in self.sites().items() if not gone and not any(
+        before = (event.body for event in self.events("round") if event.body["round"] <= round)
+        gave = {site for body in before for site in body["contributions"]}
+        lost = [site for site, gone in self.sites().items() if site in gave and not gone and not any(
             one.round <= round for one in self.history(site))]  # fmt: skip
-        if round not in rows or not rows[round].states or (lost and self.all_latest()):
+        if round not in rows or not rows[round].states or lost:
             kept = "federation.history=all keeps it, until a site is forgotten"
             raise UserError(f"{self.folder}: the state after round {round} is not kept ({kept})")
         if self._readmitted_since(round):

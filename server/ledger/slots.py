@@ -46,7 +46,7 @@ class Slots:
         self._kept: dict[str, State] = {}
         self.totals = {name: ExactSum(self.bits) for name, slot in self.declared.items() if isinstance(slot, Sum)}
         for name, total in self.totals.items():
-            if states.get(name):
+            if name in states:
                 total.merge(states[name], addends=sum(self.weight(name, site) for site in self._names(name)))
         self.kept = {name: state for name, state in states.items() if name not in self.totals}
 
@@ -78,10 +78,14 @@ class Slots:
         declared = self.declared[slot]
         return declared.part(state) if isinstance(declared, Sum) else {}
 
+    def weighted(self, slot: str) -> bool:
+        """Whether contributions to the slot count as many times as the site has samples."""
+        declared = self.declared[slot]
+        return isinstance(declared, Sum) and declared.weighted
+
     def times(self, slot: str, samples: int) -> int:
         """How many times a contribution of so many samples counts."""
-        declared = self.declared[slot]
-        return max(1, samples) if isinstance(declared, Sum) and declared.weighted else 1
+        return max(1, samples) if self.weighted(slot) else 1
 
     def sum_of(self, slot: str, names: Iterable[str]) -> ExactSum:
         """The sum of these sites' contributions, read again and added up in this order."""
@@ -113,7 +117,9 @@ class Slots:
     # Staging a round
 
     def put(self, puts: Sequence[Put], round: int) -> None:
-        """Replace what sites put before: all or, with an ExactSumError, nothing."""
+        """Replace what sites put before: all or, with an ExactSumError, nothing. Of two for one slot the later counts."""
+        puts = list({(one.slot, one.site): one for one in puts}.values())
+        samples = {site: self._samples([one for one in puts if one.site == site]) for site in {one.site for one in puts}}
         before, sums = dict(self._totals), [one for one in puts if one.slot in self.totals]
         try:
             for one in sums:
@@ -124,12 +130,15 @@ class Slots:
         for site in dict.fromkeys(one.site for one in puts):
             mine = [one for one in puts if one.site == site]
             parts = {one.slot: _stored(one.state, self.bits) for one in mine}
-            self.contributions.stage(site, round, parts, max(one.samples for one in mine))
+            self.contributions.stage(site, round, parts, samples[site])
 
     def put_all(self, slot: str, state: State, round: int) -> None:
         """Let every site put the same, before any has put anything."""
         names = [site.name for site in self.members]
-        self._next(slot).add(self.summed(slot, exact(_stored(state, self.bits), self.bits)), times=len(names))
+        if any(self.has(slot, name) for name in names):
+            raise UserError(f"slot '{slot}': put_all is for before any site has put anything, and once")
+        if slot in self.totals:
+            self._next(slot).add(self.summed(slot, exact(_stored(state, self.bits), self.bits)), times=len(names))
         self.contributions.stage_all(names, round, {slot: _stored(state, self.bits)})
 
     def merge(self, slot: str, change: State, samples: Mapping[str, int], round: int) -> None:
@@ -246,6 +255,20 @@ class Slots:
         """How many times a site's contribution counts in the slot's sum."""
         one = self.contributions.here(site)
         return self.times(slot, one.samples if one else 0)
+
+    def _samples(self, puts: Sequence[Put]) -> int:
+        """What a site's contribution says of its samples: by that number all its weighted slots count. ExactSumError."""
+        site, weighted = puts[0].site, [one for one in puts if self.weighted(one.slot)]
+        before = self.contributions.here(site)
+        if not weighted:
+            keeps = before is not None and any(map(self.weighted, self.declared))
+            return before.samples if before is not None and keeps else max(one.samples for one in puts)
+        number = weighted[0].samples
+        others = {slot for slot in self.declared if self.weighted(slot)} - {one.slot for one in weighted}
+        elsewhere = any(before.samples != number and self.has(slot, site) for slot in others) if before else False
+        if elsewhere or any(one.samples != number for one in weighted):
+            raise ExactSumError(f"{site} counts by one number of samples in all weighted slots; put into all at once")
+        return number
 
     def _next(self, slot: str) -> ExactSum:
         """The sum that this round changes."""

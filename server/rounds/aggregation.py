@@ -10,13 +10,13 @@ from conf.errors import UserError
 from conf.sites import Site
 from fusion.exact import ExactSum, State, digest
 from server.ledger import Ledger
-from server.ledger.declared import declared_sums
+from server.ledger.declared import Slot, declared_sums
 from server.ledger.slots import Slots
 from server.rounds.exchange import Reply
 from server.rounds.run import Exchange, Run
 from server.rounds.schedules import Participation
 from server.rounds.view import Models, Setup, View
-from server.strategies import Residue, strategy_of
+from server.strategies import Residue, slots_of, strategy_of
 
 
 class Nobody:
@@ -43,14 +43,23 @@ class Aggregation:
         self.strategy = strategy_of(self.config)
         self.schedule = self.strategy.schedule(self.config)
         bits, names = self.config.federation.scale_bits, [site.name for site in setup.sites]
-        declared = self.strategy.slots(self.config)
+        declared = slots_of(self.config)
         self.ledger = setup.ledger or Ledger.create(
-            setup.folder, "", to_yaml(self.config), bits, names, declared_sums(declared)
+            setup.folder, "", to_yaml(self.config), bits, names, declared_sums(declared), list(declared)
         )
+        self._check_slots(declared)
         self.slots = Slots(declared, setup.sites, self.ledger, bits, self.config.federation.history)
         if self.ledger.last_round() is None:
             self.strategy.begin(self.run())
             self.slots.commit(0, {})
+
+    def _check_slots(self, declared: Mapping[str, Slot]) -> None:
+        """UserError if the ledger was made with other slots: its sums would be read as what they are not."""
+        created = next(self.ledger.events("created")).body
+        now = {"sums": declared_sums(declared), "slots": list(declared)}
+        if any(key in created and created[key] != now[key] for key in now):
+            raise UserError(f"strategy '{self.config.strategy['name']}': declares other slots than when this run was made "
+                            f"({', '.join(declared) or 'none'}); go on with the code that it was made with")  # fmt: skip
 
     def members(self) -> list[Site]:
         """The sites that take part: all but those that are forgotten."""
@@ -185,8 +194,8 @@ class _Sums:
 
     def checks(self) -> Mapping[str, bool]:
         """What holds of the slot's sum."""
-        if self.last is None:
-            return {}
+        if self.last is None:  # nobody has put anything: then nothing is summed
+            return {"sum_of_contributions": False} if self.slots.total(self.slot).addends else {}
         whole, others = digest(self.slots.total(self.slot).totals), _merged(self.halves)
         ahead = others.copy()
         ahead.add(*self.last)

@@ -72,6 +72,7 @@ class RoundLoop:
         run = self.aggregation.run(number, participation, self)
         try:
             self.aggregation.strategy.round(run)
+            run.close()
             self.aggregation.strategy.settle(run)
         except BaseException:
             self.aggregation.abandon()

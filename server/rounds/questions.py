@@ -21,7 +21,7 @@ from clients.messages import (
     text_record,
     to_arrays,
 )
-from clients.partial import expected_record
+from clients.partial import ONCE, SAMPLES, expected_record
 from clients.replies import Bounds
 from conf import to_json
 from conf.errors import UserError
@@ -178,7 +178,9 @@ class _Question:
         config, slots = self.questions.config, self.questions.aggregation.slots
         summed = config.federation.partial_sums and bool(self.expected)
         self.slot = next((record for record, one in self.expected.items() if one.slot), "") if summed else ""
-        self.sums = {record: one.mean or "once" for record, one in self.expected.items()} if summed else {}
+        weighted = {record for record, one in self.expected.items() if one.slot and slots.weighted(one.slot)}
+        counted = {record: SAMPLES if record in weighted else one.mean or ONCE for record, one in self.expected.items()}
+        self.sums = counted if summed else {}
         self.staging = str(slots.contributions.staging.resolve()) if summed else ""
         self.members = len(slots.members)
         likes = {record: one.like for record, one in self.expected.items() if one.like is not None}
@@ -194,6 +196,7 @@ class _Question:
             base=0 if lost and own is None else self._base(site), members=self.members, kind=self.kind,
             split=self.split, sums=self.sums, slot=self.slot, ledger=self.staging,
             before=str(file.resolve()) if file else "",
+            weight=aggregation.slots.weight(self.expected[self.slot].slot, site.name) if file else 0,
         )  # fmt: skip
         records: dict[str, Any] = {ORDER: order.record(), **self._records(site), **self.likes}
         if own is not None:

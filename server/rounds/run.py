@@ -16,7 +16,7 @@ from clients.messages import TRAIN, to_states
 from clients.partial import ONCE, SAMPLES, PartialSum
 from clients.randomness import generator
 from clients.replies import Bounds, ReplyError, check_metrics, check_numbers, check_record
-from conf.errors import FailedError
+from conf.errors import FailedError, UserError, unknown
 from conf.sites import Site
 from fusion.exact import ExactSum, ExactSumError, State, quantise
 from server.ledger.slots import Put, Slots
@@ -94,6 +94,7 @@ class Run(View):
         self.losses: list[float] = []
         self.trained: set[str] = set()  # sites whose own state is that after this round
         self._puts: list[Put] | None = None  # of the reply that is at hand
+        self._left: list[tuple[str, int]] = []  # questions whose replies were not all heard, and how many were
 
     def rng(self, purpose: str) -> np.random.Generator:
         """NumPy's generator for this round and purpose: the same whenever the round is repeated."""
@@ -113,17 +114,35 @@ class Run(View):
         for received in self._exchange.ask(kind, self, asked, content, None):
             try:
                 reply = self._checked(kind, received, expected, metrics)
-                self._puts = []
-                yield reply
-                self.slots.put(self._puts, self.number)
             except (ReplyError, ExactSumError) as error:
                 self._drop(received.site, str(error))
                 continue
+            mine: list[Put] = []
+            outer, self._puts = self._puts, mine
+            try:
+                yield reply
+            except GeneratorExit:  # the method has heard enough
+                self._left.append((kind, replies + self._take(kind, reply, mine)))
+                raise
             finally:
-                self._puts = None
-            replies += 1
-            self._took(kind, reply)
+                self._puts = outer
+            replies += self._take(kind, reply, mine)
         self._exchange.enough(kind, self, replies)
+
+    def close(self) -> None:
+        """At the end of a round: TooFewRepliesError if a question that was left early had too few replies."""
+        for kind, replies in self._left:
+            self._exchange.enough(kind, self, replies)
+
+    def _take(self, kind: str, reply: Reply, puts: list[Put]) -> int:
+        """Take over what was put while the reply was at hand: all or, if a sum cannot take it, nothing; 1 or 0 replies."""
+        try:
+            self.slots.put(puts, self.number)
+        except ExactSumError as error:
+            self._drop(reply.site, str(error))
+            return 0
+        self._took(kind, reply)
+        return 1
 
     def gather(
         self, kind: str, content: Content, expected: Mapping[str, Expected], sites: Sequence[Site] | None = None
@@ -155,6 +174,10 @@ class Run(View):
 
         Raises ExactSumError, if no reply is at hand, for what the exact sum cannot take.
         """
+        if slot not in self.slots.declared:
+            raise unknown("slot", slot, self.slots.declared)
+        if not isinstance(samples, int) or samples < 0:
+            raise UserError(f"slot '{slot}': got {samples!r} samples of {site.name}, takes a whole number from 0")
         one = Put(slot, site.name, state, samples)
         if self._puts is None:
             self.slots.put([one], self.number)
@@ -167,6 +190,8 @@ class Run(View):
 
     def keep(self, name: str, state: State) -> None:
         """Keep a state that belongs to no site, in place of that of its name."""
+        if not isinstance(state, Mapping) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
+            raise UserError(f"keep('{name}', ...): takes a dictionary of tensors, got {type(state).__name__}")
         self.slots.keep(name, state)
 
     def _checked(

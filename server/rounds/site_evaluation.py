@@ -12,6 +12,7 @@ from conf.sites import UNION, Site
 from fusion.exact import State
 from server.rounds.questions import Questions
 
+MOST_IMAGES = 2**31  # that a site can have measured on
 PERSONAL = "personal"  # the display name of the sites' own networks, each measured at its site
 
 
@@ -64,10 +65,10 @@ class _Tally:
         self._total: dict[str, int] = {}
 
     def add(self, domain: str, right: float, total: float) -> None:
-        """Count what a site says, if it can be."""
-        if 0 <= right <= total:
-            self._right[domain] = self._right.get(domain, 0) + int(right)
-            self._total[domain] = self._total.get(domain, 0) + int(total)
+        """Count what a site says, if it can be: whole numbers of images, no more of them right than there are."""
+        if isinstance(right, int) and isinstance(total, int) and 0 <= right <= total <= MOST_IMAGES:
+            self._right[domain] = self._right.get(domain, 0) + right
+            self._total[domain] = self._total.get(domain, 0) + total
 
     def shares(self) -> dict[str, float]:
         """The fraction of right answers for each domain, and of all together; nothing where there are no images."""

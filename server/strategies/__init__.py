@@ -8,7 +8,7 @@ from server.rounds.run import ONCE, SAMPLES, Expected, Reply, Run
 from server.rounds.schedules import OneByOne, Participation, Sampling, Schedule
 from server.rounds.view import Models, View
 from server.strategies.arithmetic import ArithmeticStrategy
-from server.strategies.base import STRATEGIES, Residue, Strategy, strategy_of
+from server.strategies.base import STRATEGIES, Residue, Strategy, slots_of, strategy_of
 from server.strategies.sum_aggregation import SumAggregationStrategy
 
 __all__ = [
@@ -38,5 +38,6 @@ __all__ = [
     "Sum",
     "SumAggregationStrategy",
     "View",
+    "slots_of",
     "strategy_of",
 ]

@@ -5,6 +5,7 @@ what can be measured is a function of them: forgetting, readmitting, rolling bac
 compositions and certificates are therefore not a method's business.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +17,12 @@ from clients.objectives import OBJECTIVES, objective_of
 from conf.errors import UserError
 from conf.registry import Registry
 from conf.schema import Config
-from server.ledger.declared import Slot
+from server.ledger.declared import Catalogue, Slot, Sum
 from server.rounds.run import Run
 from server.rounds.schedules import Sampling, Schedule
 from server.rounds.view import Models, View
+
+PLAIN = re.compile(r"[A-Za-z0-9_.-]{1,100}")  # names of slots
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,18 @@ STRATEGIES: Registry[Strategy] = Registry("strategy", Strategy)
 def strategy_of(config: Config) -> Strategy:
     """The configured strategy. UserError if there is no such one, or an option does not fit."""
     return STRATEGIES.build(config.strategy, "strategy").at_work(config)
+
+
+def slots_of(config: Config) -> dict[str, Slot]:
+    """The slots that the configured strategy declares. UserError for odd ones, or ones that workers cannot add up."""
+    name, slots = config.strategy.get("name"), strategy_of(config).slots(config)
+    if not isinstance(slots, Mapping) or not all(isinstance(slot, Sum | Catalogue) for slot in slots.values()):
+        raise UserError(f"strategy '{name}': its slots() must give a dictionary of server.strategies.Sum and Catalogue")
+    if odd := [slot for slot in slots if not isinstance(slot, str) or not PLAIN.fullmatch(slot)]:
+        raise UserError(f"strategy '{name}': the slot {odd[0]!r} needs a name of letters, digits, '-', '_' and '.'")
+    if config.federation.partial_sums and (len(slots) > 1 or any(isinstance(slot, Catalogue) for slot in slots.values())):
+        raise UserError(f"federation.partial_sums: workers add up one sum alone; strategy '{name}' has other slots")
+    return dict(slots)
 
 
 def check_objective(config: Config, name: str) -> None:

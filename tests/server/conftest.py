@@ -18,7 +18,8 @@ def _one_thread():
 
 
 @pytest.fixture(autouse=True)
-def _closed() -> Iterator[None]:
+def _closed(tmp_path: Path) -> Iterator[None]:
+    """Before the folder goes, what is open in it is closed."""
     yield
     close_all()
 
