@@ -1,0 +1,98 @@
+"""Methods of one's own that treat their slots in unusual ways; FedProx but for their slots and rounds."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from clients.objectives import MEAN, SITE, Answer
+from server.strategies import TRAIN, Expected, Run, State, Sum
+from tests.outside.federated_methods.fedprox import FedProx, Prox
+
+SIZES: State = {"n": torch.zeros(2)}
+
+
+@dataclass(frozen=True)
+class Asked(Prox):
+    def answer(self, kind: str, task: Any, images: Any) -> Answer:
+        return Answer({"n": {"n": torch.ones(2)}})
+
+
+@dataclass(frozen=True)
+class Twice(FedProx):
+    def round(self, run: Run) -> None:
+        mean = self.mean(run)
+        for reply in run.ask(TRAIN, {MEAN: mean}, {SITE: Expected(mean)}):
+            run.put("networks", reply.site, {name: 2 * tensor for name, tensor in reply[SITE].items()}, reply.samples)
+            run.put("networks", reply.site, reply[SITE], reply.samples)
+
+
+@dataclass(frozen=True)
+class Enough(FedProx):
+    fewest: int = 2
+
+    def round(self, run: Run) -> None:
+        mean = self.mean(run)
+        for number, reply in enumerate(run.ask(TRAIN, {MEAN: mean}, {SITE: Expected(mean)}), start=1):
+            run.put("networks", reply.site, reply[SITE], reply.samples)
+            if number == self.fewest:
+                break
+
+
+@dataclass(frozen=True)
+class Second(FedProx):
+    def slots(self, config: Any) -> dict[str, Any]:
+        return {"networks": Sum(weighted=True), "n": Sum()}
+
+    def round(self, run: Run) -> None:
+        super().round(run)
+        run.gather("sizes", {}, {"n": Expected(SIZES, slot="n")})
+
+
+@dataclass(frozen=True)
+class Nested(FedProx):
+    def round(self, run: Run) -> None:
+        mean = self.mean(run)
+        for reply in run.ask(TRAIN, {MEAN: mean}, {SITE: Expected(mean)}):
+            run.put("networks", reply.site, reply[SITE], reply.samples)
+            assert len(list(run.ask("sizes", {}, {"n": Expected(SIZES)}, [reply.site]))) == 1
+
+
+@dataclass(frozen=True)
+class Unequal(FedProx):
+    def slots(self, config: Any) -> dict[str, Any]:
+        return {"networks": Sum(weighted=True), "again": Sum(weighted=True)}
+
+    def round(self, run: Run) -> None:
+        mean = self.mean(run)
+        for reply in run.ask(TRAIN, {MEAN: mean}, {SITE: Expected(mean)}):
+            run.put("networks", reply.site, reply[SITE], reply.samples)
+            run.put("again", reply.site, reply[SITE], 1)
+
+
+@dataclass(frozen=True)
+class Fraction(FedProx):
+    def round(self, run: Run) -> None:
+        mean = self.mean(run)
+        for reply in run.ask(TRAIN, {MEAN: mean}, {SITE: Expected(mean)}):
+            run.put("networks", reply.site, reply[SITE], 2.5)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Unknown(FedProx):
+    def round(self, run: Run) -> None:
+        mean = self.mean(run)
+        for reply in run.ask(TRAIN, {MEAN: mean}, {SITE: Expected(mean)}):
+            run.put("network", reply.site, reply[SITE], reply.samples)
+
+
+@dataclass(frozen=True)
+class Slashed(FedProx):
+    def slots(self, config: Any) -> dict[str, Any]:
+        return {"networks": Sum(weighted=True), "networks/x": Sum()}
+
+
+@dataclass(frozen=True)
+class NoSlots(FedProx):
+    def slots(self, config: Any) -> Any:
+        return ["networks"]

@@ -1,0 +1,89 @@
+"""What a method of one's own may do with its slots: every sum is that of the contributions, or the method is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conf import UserError, load
+from server.ledger.audit import check
+from server.rounds.loop import TooFewRepliesError
+from sims.cli.unlearn import Wish, unlearn
+from sims.simulate import simulate
+from tests.server import slot_methods
+
+pytestmark = pytest.mark.usefixtures("blank_pictures")
+
+HERE = "tests.server.slot_methods"
+SITES = "sites=[{domain: digits, samples: 60}, {domain: digits, samples: 50}, {domain: digits, samples: 40}]"
+WORDS = ["rounds=2", "data.size=8", "network={name: mlp, widths: [8]}", "data.test_limit=50", "baselines=[]", SITES]
+
+
+def trained(root: Path, strategy: str, *words: str, engine: str = "inline") -> dict[str, Any]:
+    """The summary of a run of a method of slot_methods."""
+    both = [f"strategy={{name: '{HERE}:{strategy}'}}", f"objective={{name: '{HERE}:Asked'}}"]
+    config = load("digits", [*WORDS, *both, f"engine.name={engine}", f"run.root={root}", f"run.name={strategy}", *words])
+    simulate(config, quiet=True)
+    return json.loads((root / strategy / "summary.json").read_text())
+
+
+def problems(path: Path) -> list[Any]:
+    """What is wrong in the ledger; files of sites that were put into twice in a round wait there to be pruned."""
+    return [problem for problem in check(path) if problem.severity == "problem"]
+
+
+@pytest.mark.parametrize("strategy", ["Twice", "Second", "Nested"])
+def test_every_sum_is_that_of_the_contributions(tmp_path: Path, strategy: str):
+    found = trained(tmp_path, strategy)
+    assert found["status"] == "finished" and found["checks"] and all(found["checks"].values())
+    assert problems(tmp_path / strategy) == []
+    same = trained(tmp_path, "FedProx")["digest"]["networks"]
+    assert found["digest"]["networks"] == same
+
+
+def test_of_a_question_left_early_what_was_put_counts(tmp_path: Path):
+    found = trained(tmp_path, "Enough")
+    assert all(found["checks"].values()) and problems(tmp_path / "Enough") == []
+    with pytest.raises(TooFewRepliesError, match=r"2 good replies, federation.min_replies=3"):
+        trained(tmp_path, "Enough", "federation.min_replies=3", "run.overwrite=true")
+
+
+def test_weighted_slots_of_a_site_count_by_one_number_of_samples(tmp_path: Path):
+    with pytest.raises(
+        TooFewRepliesError, match="counts by one number of samples in all weighted slots; put into all at once"
+    ):
+        trained(tmp_path, "Unequal")
+
+
+@pytest.mark.parametrize(("strategy", "told"), [
+    ("Fraction", r"slot 'networks': got 2\.5 samples of site-0000, takes a whole number from 0"),
+    ("Unknown", r"unknown slot 'network'.*did you mean 'networks'"),
+    ("Slashed", r"the slot 'networks/x' needs a name of letters"),
+    ("NoSlots", r"its slots\(\) must give a dictionary of server\.strategies\.Sum and Catalogue"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, strategy: str, told: str):
+    with pytest.raises(UserError, match=told):
+        trained(tmp_path, strategy)
+
+
+def test_workers_add_up_weighted_sums(tmp_path: Path):
+    partial = trained(tmp_path, "FedProx", "federation.partial_sums=true", "engine.workers=1", engine="ray")
+    assert partial["digest"] == trained(tmp_path, "FedProx", "run.overwrite=true")["digest"]
+    with pytest.raises(UserError, match=r"federation\.partial_sums: workers add up one sum alone"):
+        trained(tmp_path, "Second", "federation.partial_sums=true", engine="ray")
+
+
+def test_a_ledger_is_not_read_with_other_slots_than_it_was_made_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    trained(tmp_path, "FedProx")
+    monkeypatch.setattr(slot_methods.FedProx, "slots", lambda self, config: {"networks": slot_methods.Sum()})
+    with pytest.raises(UserError, match="declares other slots than when this run was made"):
+        unlearn(tmp_path / "FedProx", Wish(["site-0001"], "one"))
+    monkeypatch.undo()
+    assert problems(tmp_path / "FedProx") == []
+    unlearn(tmp_path / "FedProx", Wish(["site-0001"], "one"))
+
+
+def test_with_the_whole_history_a_run_goes_back_to_before_its_first_round(tmp_path: Path):
+    trained(tmp_path, "FedProx", "federation.history=all")
+    unlearn(tmp_path / "FedProx", Wish(["site-0001"], rollback=True))
