@@ -128,5 +128,7 @@ def _stack(states: Sequence[Mapping[str, Tensor]]) -> State:
 def _attempt(make: Callable[..., T], *given: object) -> T | Exception:
     try:
         return make(*given)
+    except SystemExit as error:  # of the user's own code
+        return RuntimeError(f"SystemExit: {error}")
     except Exception as error:
         return error

@@ -30,11 +30,11 @@ def guard(message: Message, context: Context, call_next: ClientAppCallable) -> M
     """A Flower mod: the app's reply, or one that says what kind of thing failed."""
     try:
         return call_next(message, context)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a site's own code may call exit
         return failed(error, message, full=bool(context.node_config.get(SIMULATED)))
 
 
-def failed(error: Exception, message: Message, full: bool) -> Message:
+def failed(error: BaseException, message: Message, full: bool) -> Message:
     """The reply to a message that raised. `full`: with the error's text, else of known parts."""
     if isinstance(error, LostStateError):  # the server can help
         return Message(RecordDict({LOST: ConfigRecord({"round": error.round})}), reply_to=message)
@@ -46,12 +46,12 @@ def failed(error: Exception, message: Message, full: bool) -> Message:
     return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
 
 
-def told_here(error: Exception) -> str:
+def told_here(error: BaseException) -> str:
     """An error in words: what it says, and its kind unless it was made for users."""
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
-def told_outside(error: Exception) -> str:
+def told_outside(error: BaseException) -> str:
     """What may be said of an error anywhere."""
     if isinstance(error, DivergedError):
         return str(error)

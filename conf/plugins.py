@@ -47,7 +47,7 @@ def imported(reference: str, key: str) -> Any:
     module, _, attribute = reference.partition(":")
     try:
         found: Any = importlib.import_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
             hint = "install it, or start fedloom in the folder that holds it"
             raise UserError(f"{key}: there is no module '{error.name}' (of '{reference}'); {hint}") from None
@@ -69,7 +69,7 @@ def call(function: Callable[..., Any], options: Mapping[str, Any], ours: Mapping
         return function(**{**ours, **options})
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{where}: '{name}' failed ({told(error)})") from error
 
 

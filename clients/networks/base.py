@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
+from conf.plugins import told
 from conf.registry import Registry
 
 
@@ -35,8 +36,13 @@ class NetworkSpec(ABC):
 
     def empty(self, channels: int, size: int, classes: int) -> Network:
         """The same with undefined weights, built without memory first so that no random numbers are drawn."""
-        with torch.device("meta"):
-            network = self.build(channels, size, classes)
+        try:
+            with torch.device("meta"):
+                network = self.build(channels, size, classes)
+        except UserError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise UserError(f"network: {type(self).__name__}.build failed ({told(error)})") from error
         if not isinstance(network, Network):
             built = f"{type(self).__name__}.build gave a {type(network).__name__}"
             raise UserError(f"network: {built}, takes a clients.networks.Network(extractor, head)")

@@ -145,7 +145,7 @@ def _forward(spec: OwnSpec, module: nn.Module, images: Tensor, passed: list[tupl
     try:
         with torch.no_grad():
             return module(images)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         shape = " x ".join(map(str, images.shape[1:]))
         raise spec.refused(f"fails on images of {shape} ({told(error)}); data.size and data.grey change them") from error
     finally:

@@ -20,6 +20,7 @@ POLL_SECONDS = 0.2
 REFRESH_SECONDS = 15.0
 RETRY_SECONDS, LONGEST_RETRY_SECONDS = 1.0, 60.0  # between questions to a node that says not who it is: doubled each time
 ANSWER_SECONDS = 60.0  # after which a question is taken for lost
+MOST_TOLD = 300  # characters of an error
 PATIENCE_SECONDS = 1.0  # for a first answer, however short the time to join
 REFUSED = "says so, too, and is refused: node {1} is {2}"
 NOT_OWNER = ", though not the one that gave what is kept ('fedloom readmit RUN {2} --node ID' says which one is)"
@@ -163,7 +164,7 @@ class Enrolment:
             return
         if who is None:
             self._asked[node].fail(time.monotonic())
-            self._failure = (last_line(reply) if reply.has_error() else "") or "a node did not say which site it is"
+            self._failure = (reason_of(reply) if reply.has_error() else "") or "a node did not say which site it is"
             return
         del self._asked[node]
         self._known.add(node)
@@ -197,7 +198,9 @@ class Enrolment:
             self.warnings.append(f"{name}: node {node} {text.format(node, other, name)}")
 
 
-def last_line(reply: Message) -> str:
-    """The last line of an error's text (where Python names the exception, unless it is one made for users), or its code."""
+def reason_of(reply: Message) -> str:
+    """The text of an error in one line, the exception's kind first unless it is one made for users; or its code."""
     lines = [line for line in plain(reply.error.reason or "", lines=True).splitlines() if line.strip()]
-    return lines[-1].strip().removeprefix("conf.errors.UserError: ")[:300] if lines else f"error code {reply.error.code}"
+    told = lines[-1:] if lines and lines[0].startswith("Traceback") else lines  # which names the exception at its end
+    words = " ".join(" ".join(told).split()).removeprefix("conf.errors.UserError: ")
+    return words[:MOST_TOLD] or f"error code {reply.error.code}"

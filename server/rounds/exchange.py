@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 from clients.messages import ASK, TRAIN
 from clients.partial import PartialSum
 from conf.sites import Site
-from server.rounds.enrolment import POLL_SECONDS, REFRESH_SECONDS, Enrolment, last_line
+from server.rounds.enrolment import POLL_SECONDS, REFRESH_SECONDS, Enrolment, reason_of
 
 WINDOW_BYTES = 256 * 2**20
 LEAST_UNDER_WAY, MOST_UNDER_WAY = 4, 1000
@@ -120,7 +120,7 @@ class Federation:
 
     def _reply(self, site: Site, message: Message) -> Reply:
         if message.has_error():
-            return Reply(site, None, last_line(message))
+            return Reply(site, None, reason_of(message))
         partial_sum: Any = getattr(self.grid, "partial_sum", None)  # of our own engines
         return Reply(site, message.content, "", partial_sum(message.metadata.reply_to_message_id) if partial_sum else None)
 

@@ -90,6 +90,10 @@ def nothing(classes):
     return None
 
 
+def leaving(classes):
+    raise SystemExit(0)
+
+
 def failing(classes):
     raise RuntimeError("no weights here\\nsecond line")
 
@@ -108,6 +112,12 @@ class Spec(NetworkSpec):
 
 
 @dataclass(frozen=True)
+class LeavingSpec(NetworkSpec):
+    def build(self, channels, size, classes):
+        raise SystemExit(0)
+
+
+@dataclass(frozen=True)
 class Bare(NetworkSpec):
     def build(self, channels, size, classes):
         return nn.Linear(3, 3)
@@ -121,6 +131,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "my_package" / "__init__.py").write_text("")
     (tmp_path / "my_package" / "nets.py").write_text(MODULE)
     (tmp_path / "my_package" / "broken.py").write_text("import a_module_that_nobody_has\n")
+    (tmp_path / "my_package" / "leaving.py").write_text("raise SystemExit(0)\n")
     monkeypatch.syspath_prepend(tmp_path)
     yield
     for name in [name for name in sys.modules if name.startswith("my_package")]:
@@ -188,6 +199,8 @@ def test_it_starts_as_its_own_code_says_from_the_seed_and_leaves_torchs_generato
         ("colour", [], r"fails on images of 1 x 8 x 8 \(RuntimeError: .*3 channels.*\); data\.size and data\.grey"),
         ("nothing", [], r"gave a NoneType, takes a torch\.nn\.Module"),
         ("failing", [], r"network: 'my_package.nets:failing' failed \(RuntimeError: no weights here\)"),
+        ("leaving", [], r"network: 'my_package.nets:leaving' failed \(SystemExit: 0\)"),
+        ("LeavingSpec", [], r"network: LeavingSpec\.build failed \(SystemExit: 0\)"),
         ("TinyNet", [], r"network\.hidden: missing; 'my_package\.nets:TinyNet' needs it"),
         ("TinyNet", ["network.hiden=4"], r"unknown option of .* 'network\.hiden'; did you mean 'network\.hidden'\?"),
         ("Spec", ["network.hiden=4"], r"unknown key 'network\.hiden'; did you mean 'network\.hidden'\?"),
@@ -213,6 +226,7 @@ def test_what_cannot_be_fitted_is_told_in_one_line(name: str, words: list[str], 
             "my_package.broken:TinyNet",
             r"'my_package\.broken' cannot be imported \(ModuleNotFoundError: .*a_module_that_nobody",
         ),
+        ("my_package.leaving:Net", r"'my_package\.leaving' cannot be imported \(SystemExit: 0\)"),
         ("my_package.nets.TinyNet", r"unknown network 'my_package\.nets\.TinyNet'"),
         ("my_package.nets:", r"unknown network"),
         ("conv7", r"unknown network 'conv7'; did you mean 'conv6'\?"),

@@ -168,13 +168,13 @@ def test_a_site_without_a_node_fails_alone(tmp_path: Path):
     assert replies == {"site-0000": "", "site-0001": "not connected"}
 
 
-def test_an_error_is_told_by_its_last_line(tmp_path: Path):
+def test_an_error_is_told_in_one_line_that_begins_with_its_kind(tmp_path: Path):
     def fail(reply: Message) -> Message:
         raise ValueError("a headline\n\n  the cause  \n")
 
     run = set_up(small(tmp_path, "rounds=1", samples=20), WatchedApp(fail, place=1, rounds=(1,)))
     listener: Recorder = run.all_rounds().listener
-    assert ("site-0001", False, "the cause") in listener.replies
+    assert ("site-0001", False, "ValueError: a headline the cause") in listener.replies
 
 
 def test_a_query_reaches_no_training(tmp_path: Path):

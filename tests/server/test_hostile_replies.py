@@ -4,10 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flwr.app import ConfigRecord, Message, MetricRecord
+from flwr.app import ConfigRecord, Context, Message, MetricRecord
+from flwr.clientapp import ClientApp
 
-from clients.messages import LOST, METRICS, ORDER, OWN, ROUND, SITE
+from clients.app import app, identify
+from clients.guard import guard
+from clients.messages import LOST, METRICS, ORDER, OWN, ROUND, SITE, read_order
 from conf import UserError
+from server.rounds.site_evaluation import _Tally
 from sims.benchmarks.soak_replies import ANSI, LAYER, LOST_STATE, PARTIALS, REFUSED, changed, edited, entry, raising
 from tests.server.parts import WatchedApp, set_up, small, sum_of_contributions
 
@@ -55,6 +59,34 @@ def test_what_steers_a_terminal_reaches_neither_records_nor_listeners(tmp_path: 
     assert reason.isprintable()
     assert "red" in reason
     assert all(text.isprintable() for text in run.listener.messages)
+
+
+def test_a_site_whose_code_leaves_is_dropped(tmp_path: Path):
+    """Once the run ended there, with exit code 0."""
+    run = set_up(small(tmp_path, "rounds=1", samples=20), LeavingApp(mods=[guard])).all_rounds()
+    assert run.listener.records[0]["dropped"] == {"site-0001": "SystemExit: 0"}
+
+
+class LeavingApp(ClientApp):
+    """The real ClientApp; the second site's own code calls exit."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.train()(self.leave)
+        self.query()(identify)
+
+    @staticmethod
+    def leave(message: Message, context: Context) -> Message:
+        if read_order(message.content).site == 1:
+            raise SystemExit(0)
+        return app(message, context)
+
+
+def test_what_a_site_measures_is_whole_numbers_of_no_more_images_than_there_are():
+    tally = _Tally()
+    for right, total in [(3, 4), (2.0, 4), (float("inf"), 1e25), (5, 4), (-1, 4), (1, 2**31 + 1), (0, 10**25)]:
+        tally.add("digits", right, total)
+    assert tally.shares() == {"digits": 0.75, "union": 0.75}
 
 
 def test_the_name_of_a_tensor_from_outside_is_told_short_and_printable(tmp_path: Path):
