@@ -10,15 +10,16 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from conf.errors import UserError, unknown
+from conf.errors import UserError, plain, unknown
 from conf.schema import Config
 from conf.sites import roster
 from conf.typed import build, checked
-from conf.yamls import read_yaml, write_yaml
+from conf.yamls import check_yaml, read_yaml, write_yaml
 
 FOLDER = Path(__file__).parent
 MOST_RUN_NAME_BYTES = 200
 MANY = 100  # sites
+MOST_TOLD = 100  # letters of an override
 
 VERSION = 3  # of what `to_yaml` writes; it rises when a key comes, goes or changes its meaning. Without one: version 1
 
@@ -43,27 +44,56 @@ def load(experiment: str, overrides: Sequence[str] = ()) -> Config:
     Raises UserError: unknown experiment, YAML that cannot be read, unknown key, wrong type, value out of range.
     """
     path = _find(experiment)
-    tree = _read(path)
-    changes = _parse(overrides)
-    presets, preset = tree.pop("presets", {}), tree.pop("preset", None)
-    preset = changes.pop("preset", preset)
-    if preset is not None and not (presets and isinstance(presets, Mapping)):
-        raise UserError(f"preset: {path.stem} has none")
-    if preset is not None and (not isinstance(preset, str) or preset not in presets):
-        raise unknown(f"preset of {path.stem}", preset, presets)
-    aside = _plain_sites(tree, {**changes, **(presets[preset] if preset is not None else {})})
-    merged = OmegaConf.create(tree)
+    return load_text(_text(path), path.stem, overrides, where=str(path))
+
+
+def load_text(text: str, name: str, overrides: Sequence[str] = (), where: str = "experiment") -> Config:
+    """As `load`, of the YAML text of an experiment of that name; `where` it stands, in words."""
+    tree, changes = _tree_of(text, where), _parse(overrides)
+    preset = _preset(tree, changes, name)
+    aside = _plain_sites(tree, {**changes, **preset})
     try:
-        if preset is not None:
-            merged = OmegaConf.merge(merged, OmegaConf.create(presets[preset]))
+        merged = OmegaConf.merge(OmegaConf.create(tree), OmegaConf.create(preset))
         for key, item in changes.items():
             _forget_options(merged, key, item)
-            OmegaConf.update(merged, key, item, merge=True, force_add=True)
-        plain = OmegaConf.to_container(merged, resolve=True)
-    except (OmegaConfBaseException, TypeError, IndexError) as error:
-        raise UserError(f"{path.stem} {' '.join(overrides)}: {str(error).splitlines()[0]}") from None
-    assert isinstance(plain, dict)
-    return from_mapping({"experiment": path.stem, **aside, **{str(key): item for key, item in plain.items()}})
+            _update(merged, key, item)
+        whole = OmegaConf.to_container(merged, resolve=True)
+    except UserError:
+        raise
+    except (OmegaConfBaseException, TypeError, LookupError, ValueError, RecursionError) as error:
+        raise UserError(f"{' '.join([name, *map(_short, overrides)])}: {_first_line(error)}") from None
+    assert isinstance(whole, dict)
+    return from_mapping({"experiment": name, **aside, **{str(key): item for key, item in whole.items()}})
+
+
+def _update(merged: Any, key: str, item: Any) -> None:
+    """Change one key. UserError for one that is no place in the list that it leads into."""
+    parts = key.split(".")
+    for number, part in enumerate(parts[1:], 1):
+        above = ".".join(parts[:number])
+        if OmegaConf.is_list(OmegaConf.select(merged, above)) and not part.isdecimal():
+            raise UserError(
+                f"override '{_short(key)}': {above} is a list; give a place in it, such as {above}.0, or all of it"
+            )
+    OmegaConf.update(merged, key, item, merge=True, force_add=True)
+
+
+def _preset(tree: dict[str, Any], changes: dict[str, Any], name: str) -> dict[str, Any]:
+    """The keys of the preset that is asked for, taken out of both; none: no keys. UserError for presets that are none."""
+    presets, asked = tree.pop("presets", None) or {}, tree.pop("preset", None)
+    asked = changes.pop("preset", asked)
+    for key, section in presets.items() if isinstance(presets, Mapping) else ():
+        if not isinstance(key, str):
+            raise UserError(f"presets: got the name {key!r}, takes texts; put it in quotes")
+        if not isinstance(section, Mapping):
+            raise UserError(f"presets.{key}: got {section!r}, takes a section of keys")
+    if asked is None:
+        return {}
+    if not (presets and isinstance(presets, Mapping)):
+        raise UserError(f"preset: {name} has none")
+    if not isinstance(asked, str) or asked not in presets:
+        raise unknown(f"preset of {name}", asked, presets)
+    return dict(presets[asked])
 
 
 def _plain_sites(tree: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,7 +128,7 @@ def from_mapping(tree: Mapping[str, Any]) -> Config:
     else:
         config = build(Config, filled if sites is None else {**filled, "sites": sites})
     if not _names_a_folder(config.run.name):
-        raise UserError(f"run.name: got '{config.run.name}', takes a plain folder name (run.root says where)")
+        raise UserError(f"run.name: got '{_short(config.run.name)}', takes a plain folder name (run.root says where)")
     roster(config)
     return config
 
@@ -112,8 +142,9 @@ def _check_version(version: Any) -> None:
 
 
 def _names_a_folder(name: str) -> bool:
-    """Whether it can: one part, not hidden, and short enough for what is written beside it."""
-    return Path(name).name == name and not name.startswith(".") and len(name.encode()) <= MOST_RUN_NAME_BYTES
+    """Whether it can: one part, not hidden, of letters that show, and short enough for what is written beside it."""
+    shown = Path(name).name == name and name.isprintable() and not name.startswith(".")
+    return shown and len(name.encode()) <= MOST_RUN_NAME_BYTES
 
 
 def to_json(config: Config) -> str:
@@ -146,22 +177,27 @@ def _find(experiment: str) -> Path:
     return FOLDER / f"{experiment}.yaml"
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _text(path: Path) -> str:
     try:
-        tree = read_yaml(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: is not UTF-8 text") from None
+
+
+def _tree_of(text: str, where: str) -> dict[str, Any]:
+    try:
+        tree = read_yaml(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         hint = " (YAML is indented with spaces, not tabs)" if "\\t" in str(error.problem) else ""
-        raise UserError(f"{path}:{place} {error.problem}{hint}") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"{path}: {' '.join(str(error).split())}") from None
+        raise UserError(f"{where}:{place} {_first_line(error.problem)}{hint}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise UserError(f"{where}: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
-        raise UserError(f"{path}: takes `key: value` lines at the top level")
+        raise UserError(f"{where}: takes `key: value` lines at the top level")
     return tree
 
 
@@ -171,11 +207,23 @@ def _parse(overrides: Sequence[str]) -> dict[str, Any]:
     for text in overrides:
         key, separator, item = text.partition("=")
         if not separator or not key or key.startswith("-"):
-            raise UserError(f"override '{text}': takes the form key=value, such as rounds=20")
+            raise UserError(f"override '{_short(text)}': takes the form key=value, such as rounds=20")
         try:
+            text.encode()
+            check_yaml(item)
             parsed[key] = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={item}"]))["value"]  # type: ignore[index,call-overload]
         except UnicodeEncodeError:
             raise UserError(f"override {text!a}: is not UTF-8 text") from None
-        except (OmegaConfBaseException, yaml.YAMLError) as error:
-            raise UserError(f"override '{text}': {str(error).splitlines()[0]}") from None
+        except yaml.MarkedYAMLError as error:
+            raise UserError(f"override '{_short(text)}': {_first_line(error.problem)}") from None
+        except (OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
+            raise UserError(f"override '{_short(text)}': {_first_line(error)}") from None
     return parsed
+
+
+def _short(text: str) -> str:
+    return plain(text if len(text) <= MOST_TOLD else f"{text[:MOST_TOLD]}...")
+
+
+def _first_line(told: object) -> str:
+    return plain((str(told).splitlines() or [type(told).__name__])[0])

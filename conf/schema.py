@@ -5,6 +5,9 @@ from typing import Any
 
 from conf.typed import value
 
+MOST_ROUNDS = 999_999
+MOST_SITES = 1_000_000
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -75,7 +78,7 @@ class SiteConfig:
     )
     label: str = value("", "name of this domain in tables; empty: made from the domain and its changes")
     name: str = value("", "the site's name; empty: site-0000, site-0001, ... by place")
-    count: int = value(1, "how many sites share this domain (divided by `partition`)", low=1)
+    count: int = value(1, "how many sites share this domain (divided by `partition`)", low=1, high=MOST_SITES)
     samples: int = value(0, "training images per site; 0: all there are", low=0)
     rotation: float = value(0.0, "degrees, counter-clockwise", low=-360.0, high=360.0)
     invert: bool = value(False, "black becomes white")
@@ -149,7 +152,7 @@ class Config:
 
     experiment: str = value("", "name of the YAML file")
     seed: int = value(0, "of everything that is random", low=0)
-    rounds: int = value(10, "federated rounds", low=1)
+    rounds: int = value(10, "federated rounds", low=1, high=MOST_ROUNDS)
     sites: Any = value(None, "a list of sites, or a number: that many sites dealt out over `population`")
     population: list[SiteConfig] = value([], "the entries that a number of `sites` is dealt out over, in turn")
     network: dict[str, Any] = value({}, "name: a registered network or module:attribute, and its options")

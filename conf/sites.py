@@ -8,7 +8,7 @@ from typing import Any
 
 from conf.errors import UserError
 from conf.once import once
-from conf.schema import Config, SiteConfig
+from conf.schema import MOST_SITES, Config, SiteConfig
 from conf.typed import build_many
 
 METHOD_NAMES = {"sum", "star", "composed", "half", "mean", "fused"}
@@ -61,9 +61,11 @@ def roster(config: Config) -> list[Site]:
     if isinstance(config.sites, bool) or not isinstance(config.sites, int | list):
         raise UserError(f"sites: got {config.sites!r}, takes a number or a list of sites")
     by_rule = isinstance(config.sites, int)
-    if (config.sites if isinstance(config.sites, int) else len(config.sites)) < 1:
+    if (number := config.sites if isinstance(config.sites, int) else len(config.sites)) < 1:
         raise UserError(f"sites: got {config.sites}, takes at least 1")
+    _check_number(number)
     entries = _dealt(config) if by_rule else parse_entries(config.sites)
+    _check_number(sum(entry.count for entry in entries))
     shares = [(entry, part) for entry in entries for part in range(entry.count)]
     if by_rule:  # in turn: first every entry's first site, then every entry's second one
         shares = [(entry, part) for part in range(entries[0].count) for entry in entries if part < entry.count]
@@ -72,6 +74,11 @@ def roster(config: Config) -> list[Site]:
     if double:
         raise UserError(f"sites: the name '{double[0]}' is given twice")
     return sites
+
+
+def _check_number(sites: int) -> None:
+    if sites > MOST_SITES:
+        raise UserError(f"sites: got {sites} in all, takes at most {MOST_SITES}")
 
 
 def _name(entry: SiteConfig, part: int, index: int) -> str:

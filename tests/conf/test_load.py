@@ -4,9 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from clients import messages
 from conf import UserError, experiment_names, from_json, load, to_json, to_yaml
 from conf.load import VERSION, experiment_lines
+from conf.schema import MOST_ROUNDS
 from conf.sites import roster
+from conf.yamls import LONG, read_yaml
 
 
 def test_every_shipped_experiment_loads_and_survives_the_journey():
@@ -33,7 +36,7 @@ def test_show_is_yaml_that_loads_again(tmp_path: Path):
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("rounds=-1", "rounds: got -1, takes a number of at least 1"),
+        ("rounds=-1", "rounds: got -1, takes a number from 1 to 999999"),
         ("rounds=abc", "rounds: Value 'abc'"),
         ("rounds=1.5", "rounds: Value '1.5'"),
         ("rounds=null", "rounds:"),
@@ -65,6 +68,15 @@ def test_show_is_yaml_that_loads_again(tmp_path: Path):
         ("sites=[{domain: digits, name: sum}]", r"sites\[0\].name: 'sum' is a row of the results"),
         ("sites=[{domain: digits, label: union}]", r"sites\[0\].label: 'union' stands for all domains"),
         ("rounds", "override 'rounds': takes the form key=value"),
+        (f"seed={'1' * 5001}", r"override 'seed=1+\.\.\.': is a number of 5001 digits, takes at most 300"),
+        ("sites.foo=3", r"override 'sites\.foo': sites is a list; give a place in it, such as sites\.0, or all of it"),
+        ("sites.foo.samples=3", r"override 'sites\.foo\.samples': sites is a list"),
+        (f"rounds={'[' * 3000}", "nested more than 100 deep"),
+        (f"rounds={10**26}", f"rounds: got {10**26}, takes a number from 1 to 999999"),
+        ("sites.0.count=100000000", r"sites\[0\]\.count: got 100000000, takes a number from 1 to 1000000"),
+        ("sites.0.count=1000000", "sites: got 1000001 in all, takes at most 1000000"),
+        ("sites=100000000", "sites: got 100000000 in all, takes at most 1000000"),
+        ('run.name="a\\nb"', "run.name: got 'a b', takes a plain folder name"),
         ("rounds=[1", "override 'rounds=.1'"),
     ],
 )
@@ -87,6 +99,20 @@ def test_unknown_experiment_suggests_the_nearest():
         ("- 1\n", "takes `key: value` lines"),
         ("rounds: \0 1\n", "bad.yaml: unacceptable character"),
         ("", "takes `key: value` lines"),
+        ("~: 4", "line 1, column 1 '~' is no key"),
+        ("rounds: 1\ndata: {size: 8, size: 9}\n", "line 2, column 17 the key 'size' is given twice"),
+        (f"sites: {'[' * 3000}", "nested more than 100 deep"),
+        (f"x: {'[' * 110_000}{']' * 110_000}", "nested more than 100 deep"),
+        (f"seed: {'1' * 5001}", "'seed' is a number of 5001 digits"),
+        ("network: &n {name: mlp, x: *n}", "'x' refers to itself"),
+        ("baselines: !!set {fedavg}", "'baselines' is !!set, takes texts, numbers, lists and sections"),
+        (
+            "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else 'x'] * 9)}]\n" for n in range(9)),
+            "aliases that stand for",
+        ),
+        ("".join(f"a{n}: &a{n} [{f'*a{n - 1}' if n else 'x'}]\n" for n in range(200)), "nested more than 100 deep"),
+        ("presets: {a: hello}", "presets.a: got 'hello', takes a section of keys"),
+        ("presets: {1: {seed: 3}}", "presets: got the name 1, takes texts"),
     ],
 )
 def test_bad_yaml_names_file_and_line(tmp_path: Path, text: str, line: str):
@@ -95,6 +121,16 @@ def test_bad_yaml_names_file_and_line(tmp_path: Path, text: str, line: str):
     with pytest.raises(UserError, match=line) as caught:
         load(str(path))
     assert "\n" not in str(caught.value)
+
+
+def test_long_files_are_read_as_short_ones_are():
+    text = "sites:\n" + "".join(f"- {{domain: digits, samples: {n}, when: 2024-01-01}}\n" for n in range(3000))
+    assert len(text) > LONG and read_yaml(text)["sites"] == [read_yaml(line[2:]) for line in text.splitlines()[1:]]
+    assert read_yaml("a: &a {b: 1}\nc: {<<: *a, when: 2024-01-01}")["c"] == {"b": 1, "when": "2024-01-01"}
+
+
+def test_rounds_are_as_many_as_messages_can_number():
+    assert MOST_ROUNDS == messages.MOST_ROUNDS
 
 
 def test_missing_file():
