@@ -10,12 +10,14 @@ from typing import Any
 from flwr.serverapp import Grid
 
 from clients.data import site_sizes
-from clients.networks import architecture_of
+from clients.networks import Architecture, architecture_of
+from clients.networks.base import SelfStarting
 from clients.networks.head_view import BATCH, FEWEST
 from clients.objectives import objective_of
 from conf.errors import FailedError, UserError, plain
 from conf.schema import Config
 from conf.sites import roster
+from fusion.exact import ExactSumError, check_range
 from server.evaluate import RECOMPUTED, Evaluator, has_data, site_rows
 from server.ledger import Ledger
 from server.listener import Listener
@@ -38,7 +40,7 @@ def check(config: Config) -> None:
     for one in [config, *(with_mode(config, mode) for mode in config.baselines)]:
         objective_of(one)
     for architecture in {architecture_of(config, site) for site in roster(config)}:
-        architecture.build()
+        _check_start(architecture, config.federation.scale_bits)
     STRATEGIES.build(config.strategy, "strategy").check(config)
     slots_of(config)
     if config.evaluation.statistics == RECOMPUTED and not config.data.validation:
@@ -47,6 +49,17 @@ def check(config: Config) -> None:
         raise UserError(f"evaluation.batch: got {config.evaluation.batch}, statistics={BATCH} takes at least {FEWEST}")
     if config.federation.min_replies > asked:
         raise UserError(f"federation.min_replies: got {config.federation.min_replies}, only {asked} sites are asked a round")
+
+
+def _check_start(architecture: Architecture, bits: int) -> None:
+    """UserError for a network of the user's own that starts with what the exact sums cannot hold."""
+    network = architecture.build()
+    if isinstance(network, SelfStarting):
+        try:
+            check_range(network.state_dict(), bits)
+        except ExactSumError as error:
+            told = f"network: '{architecture.options['name']}': {error}, and cannot be summed"
+            raise UserError(f"{told}; register it with persistent=False if it is a constant, or scale it") from None
 
 
 def _check_method(config: Config) -> None:

@@ -1,5 +1,6 @@
 """What a network is here, the registry of networks, and their initialisation from a generator."""
 
+import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -46,6 +47,10 @@ class NetworkSpec(ABC):
         if not isinstance(network, Network):
             built = f"{type(self).__name__}.build gave a {type(network).__name__}"
             raise UserError(f"network: {built}, takes a clients.networks.Network(extractor, head)")
+        needed = sum(tensor.nbytes for tensor in network.state_dict().values())
+        if needed > (there := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
+            told_size = f"needs {needed / 2**30:.0f} GiB for its weights, and this machine has {there / 2**30:.0f} GiB"
+            raise UserError(f"network: {told_size}; make it narrower, or data.classes and data.size smaller")
         return network._apply(_real)
 
 

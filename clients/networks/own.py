@@ -77,6 +77,7 @@ class OwnNetwork(Network, SelfStarting):
         super().__init__(extractor, head)
         for module in extractor.modules():
             _leave_out_counter(module)
+        _check_state(spec, self)
 
     def restart(self, seed: int) -> None:
         with torch.random.fork_rng(devices=[]):
@@ -120,6 +121,19 @@ def _fitted(spec: OwnSpec, channels: int, size: int, classes: int) -> tuple[nn.M
             f"gives other outputs with '{names[0]}' taken out and put behind it; use that layer once, at the end"
         )
     return module, head
+
+
+def _check_state(spec: OwnSpec, network: Network) -> None:
+    """UserError for what cannot be summed over sites, and for a network that cannot be trained."""
+    for name, item in network.state_dict().items():
+        if not isinstance(item, Tensor):
+            raise spec.refused(
+                f"keeps more than tensors in '{name}' (get_extra_state), which cannot be summed; leave it out"
+            )
+        if not item.dtype.is_floating_point and item.dtype != torch.int64:
+            raise spec.refused(f"has '{name}' of {item.dtype}, which cannot be summed; register it with persistent=False")
+    if not any(one.requires_grad for one in network.parameters()):
+        raise spec.refused("has nothing to train: requires_grad is False everywhere")
 
 
 def _leave_out_counter(module: nn.Module) -> None:

@@ -1,6 +1,7 @@
 """The sites as the server sees them: a windowed, timed exchange of messages with their nodes."""
 
 import itertools
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -95,7 +96,7 @@ class Federation:
         if first is None:
             return
         queue = itertools.chain([first], queue)
-        window = self.window or room(first[1].content)
+        window = min(self.window or room(first[1].content), sys.maxsize)
         pending: dict[str, Site] = {}
         deadline = time.monotonic() + timeout
         try:

@@ -47,7 +47,10 @@ class SumAggregationStrategy(Strategy):
         mode_of(config)
         common_architecture(config)
         if name := counter(config):
-            raise UserError(f"network.norm: the counter '{name}' cannot be averaged; take norm=group or norm=none")
+            if name.endswith(".num_batches_tracked"):
+                raise UserError(f"network.norm: the counter '{name}' cannot be averaged; take norm=group or norm=none")
+            raise UserError(f"network: '{name}' holds whole numbers, which cannot be averaged; register it with "
+                            "persistent=False if it is a constant")  # fmt: skip
 
     def begin(self, run: Run) -> None:
         """S_0 is the sum of the sites' initial networks; the head and N* start where the seed says."""

@@ -13,6 +13,7 @@ from clients.initial import initial_state
 from clients.networks import Network, NetworkName, architecture_of, initialise, load_network, parse_name, save_network
 from clients.randomness import torch_generator
 from conf import Config, UserError, load
+from server.experiment import check
 
 MODULE = '''
 from dataclasses import dataclass
@@ -88,6 +89,31 @@ def pair(classes):
 
 def nothing(classes):
     return None
+
+
+def kept(classes, kind, fill):
+    """A head with a buffer beside it."""
+    network = linear(1, 8, classes)
+    network.register_buffer("mask", torch.full((4,), fill, dtype=getattr(torch, kind)))
+    return network
+
+
+class Extra(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.head = nn.Linear(64, classes)
+
+    def get_extra_state(self):
+        return {"any": "thing"}
+
+    def set_extra_state(self, state): ...
+
+    def forward(self, x):
+        return self.head(x.flatten(1))
+
+
+def frozen(classes):
+    return linear(1, 8, classes).requires_grad_(False)
 
 
 def leaving(classes):
@@ -199,6 +225,10 @@ def test_it_starts_as_its_own_code_says_from_the_seed_and_leaves_torchs_generato
         ("colour", [], r"fails on images of 1 x 8 x 8 \(RuntimeError: .*3 channels.*\); data\.size and data\.grey"),
         ("nothing", [], r"gave a NoneType, takes a torch\.nn\.Module"),
         ("failing", [], r"network: 'my_package.nets:failing' failed \(RuntimeError: no weights here\)"),
+        ("kept", ["network.kind=bool", "network.fill=1"], r"'extractor\.mask' of torch\.bool, .*persistent=False"),
+        ("kept", ["network.kind=uint8", "network.fill=1"], r"'extractor\.mask' of torch\.uint8, which cannot be summed"),
+        ("Extra", [], r"keeps more than tensors in 'extractor\._extra_state' \(get_extra_state\)"),
+        ("frozen", [], r"has nothing to train"),
         ("leaving", [], r"network: 'my_package.nets:leaving' failed \(SystemExit: 0\)"),
         ("LeavingSpec", [], r"network: LeavingSpec\.build failed \(SystemExit: 0\)"),
         ("TinyNet", [], r"network\.hidden: missing; 'my_package\.nets:TinyNet' needs it"),
@@ -215,6 +245,31 @@ def test_what_cannot_be_fitted_is_told_in_one_line(name: str, words: list[str], 
     with pytest.raises(UserError, match=message) as caught:
         built(f"my_package.nets:{name}", *words)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["kind=float32", "fill=-.inf"],
+            r"'my_package\.nets:kept': tensor 'extractor\.mask' has entries that are not finite",
+        ),
+        (["kind=float32", "fill=1e30"], r"'extractor\.mask' has an entry of size 1e\+30, beyond 2\*\*30, and cannot"),
+        (["kind=int64", "fill=3"], r"^network: 'extractor\.mask' holds whole numbers, .*persistent=False"),
+    ],
+)
+def test_what_cannot_be_summed_is_refused_before_anything_starts(words: list[str], message: str):
+    own = [f"network.{word}" for word in words]
+    with pytest.raises(UserError, match=message):
+        check(of("my_package.nets:kept", "objective.mode=fedavg", "sites=[{domain: digits, count: 2}]", *own))
+
+
+@pytest.mark.parametrize("words", [["network.widths=[1000000000]"], ["data.classes=1000000000000"]])
+def test_a_network_that_no_memory_holds_is_refused(words: list[str]):
+    with pytest.raises(UserError, match=r"^network: needs \d+ GiB for its weights, and this machine has \d+ GiB"):
+        architecture_of(load("digits", ["network={name: mlp, widths: [100]}", "data.size=32", *words])).build()
+    with pytest.raises(UserError, match=r"^network: .*failed \(\w+: "):
+        architecture_of(load("digits", ["network={name: mlp, widths: [4000000000000000000]}"])).build()
 
 
 @pytest.mark.parametrize(
