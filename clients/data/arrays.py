@@ -53,11 +53,26 @@ def image_of(given: Any) -> Pixels:
     return stack[0]
 
 
+def check_image(image: Any) -> None:
+    """Raises what PIL raises, or ValueError, for an image just opened that is cut, damaged or unfit; far cheaper than to
+    read it: of a PNG the checksums, of a JPEG an eighth of the pixels."""
+    _check_mode(image)
+    if image.format == "PNG":
+        image.verify()
+    else:
+        image.draft(image.mode, (1, 1))
+        image.load()
+
+
+def _check_mode(image: Any) -> None:
+    if image.mode in ("I", "F"):
+        raise ValueError(f"its mode {image.mode} has no fixed range; save it with 8 or 16 bits")
+
+
 def _converted(image: Any) -> Pixels:
     if image.mode.startswith("I;16"):
         return np.round(np.asarray(image) / 257).astype(np.uint8)
-    if image.mode in ("I", "F"):
-        raise ValueError(f"its mode {image.mode} has no fixed range; save it with 8 or 16 bits")
+    _check_mode(image)
     return np.asarray(image.convert("L" if image.mode in ("1", "L", "LA", "La") else "RGB"))
 
 

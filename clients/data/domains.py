@@ -133,7 +133,7 @@ def data_folder(data: DataConfig) -> Path:
     """
     if shipped := os.environ.get(SHIPPED):
         return Path(shipped).absolute()
-    folder = Path(data.root or os.environ.get("FEDLOOM_DATA") or "data").expanduser().absolute()
+    folder = Path(os.path.expanduser(data.root or os.environ.get("FEDLOOM_DATA") or "data")).absolute()
     if data.root and not folder.is_dir() and (folder.exists() or not data.download):
         raise UserError(f"data.root: {folder} is not a folder; correct the path or leave data.root empty")
     return folder

@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from clients.data.arrays import Named, as_pixels, image_of, in_order, numbered
+from clients.data.arrays import Named, as_pixels, check_image, image_of, in_order, numbered
 from clients.data.sources import OFFICIAL, WHOLE, Labels, Pixels, Positions
 from conf.errors import UserError
 from conf.plugins import call, is_reference, outside, parameters, told
@@ -30,13 +31,14 @@ Select = Callable[[Positions], Pixels | Iterable[Pixels]]
 class Contents:
     """A domain as it was found. By part (train and test, or all): int64 labels, and the images at given positions.
 
-    `names`: of its `classes`, in their order; none if they are numbers.
+    `names`: of its `classes`, in their order; none if they are numbers. `files`: those that are opened one by one.
     """
 
     labels: Mapping[str, Labels]
     images: Mapping[str, Select]
     classes: int
     names: tuple[str, ...]
+    files: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,11 @@ def short(domain: str) -> str:
 def absolute(domain: str) -> str:
     """The same domain with a path that means the same wherever a process was started."""
     kind, _, rest = domain.partition(":")
-    return f"{kind}:{os.path.abspath(Path(rest).expanduser())}" if kind in READERS and rest else domain
+    return f"{kind}:{_path(rest)}" if kind in READERS and rest else domain
+
+
+def _path(text: str) -> Path:
+    return Path(os.path.abspath(os.path.expanduser(text)))  # as it is where there is no such user
 
 
 @lru_cache(maxsize=16)
@@ -87,11 +93,21 @@ def contents(domain: str) -> Contents:
     kind, _, rest = domain.partition(":")
     if kind not in READERS or not rest:
         return _function(domain)
-    path = Path(os.path.abspath(Path(rest).expanduser()))
+    path = _path(rest)
     if not path.exists():
         raise UserError(f"domain '{short(domain)}': there is no {path}; correct the path in '{domain}'")
     with legible(domain):
         return READERS[kind](path, domain)
+
+
+@lru_cache(maxsize=16)
+def check_files(domain: str) -> None:
+    """UserError naming the first image file of the user's own domain that is cut, damaged or too large to be opened."""
+    from PIL import Image
+
+    for file in contents(domain).files if domain.partition(":")[0] in READERS else ():
+        with legible(domain, str(file)), Image.open(file) as image:
+            check_image(image)
 
 
 @contextmanager
@@ -118,10 +134,10 @@ def _wrong(domain: str, why: str) -> UserError:
 def _folder(path: Path, domain: str) -> Contents:
     """Images in class folders, below train and test or not."""
     split = all((path / part).is_dir() for part in OFFICIAL)
-    if not split and (path / "train").is_dir() and not _files(path / "train", deep=False):
+    if not split and (path / "train").is_dir() and not _files(path / "train", domain, deep=False):
         raise _wrong(domain, f"has a folder train but no folder test; add it, or take images:{path / 'train'} alone")
     roots = {part: path / part for part in OFFICIAL} if split else {WHOLE[0]: path}
-    found = {part: _classes(root) for part, root in roots.items()}
+    found = {part: _classes(root, domain) for part, root in roots.items()}
     names = in_order(name for classes in found.values() for name in classes)
     if not names:
         raise _wrong(domain, "has no images in class folders (such as cats/1.png)")
@@ -134,17 +150,23 @@ def _folder(path: Path, domain: str) -> Contents:
     def reader(part: str) -> Select:
         return lambda index: (_decoded(files[part][place], domain) for place in index)
 
-    return Contents(labels, {part: reader(part) for part in files}, len(names), names)
+    return Contents(labels, {part: reader(part) for part in files}, len(names), names, tuple(chain(*files.values())))
 
 
-def _classes(root: Path) -> dict[str, list[Path]]:
+def _classes(root: Path, domain: str) -> dict[str, list[Path]]:
     folders = sorted(folder for folder in root.iterdir() if folder.is_dir() and not folder.name.startswith("."))
-    found = {folder.name: _files(folder, deep=True) for folder in folders}
+    found = {folder.name: _files(folder, domain, deep=True) for folder in folders}
     return {name: files for name, files in found.items() if files}
 
 
-def _files(folder: Path, deep: bool) -> list[Path]:
-    return sorted(path for path in (folder.rglob("*") if deep else folder.iterdir()) if path.suffix.lower() in SUFFIXES)
+def _files(folder: Path, domain: str, deep: bool) -> list[Path]:
+    """The images in a folder that are not hidden. UserError for what bears an image's name and is none."""
+    named = (path for path in (folder.rglob("*") if deep else folder.iterdir()) if path.suffix.lower() in SUFFIXES)
+    found = sorted(path for path in named if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+    for path in found:
+        if not path.is_file():
+            raise UserError(f"domain '{short(domain)}': {path} is no regular file, though its name is an image's; remove it")
+    return found
 
 
 def _decoded(file: Path, domain: str) -> Pixels:
@@ -156,6 +178,8 @@ def _decoded(file: Path, domain: str) -> Pixels:
 
 def _npz(path: Path, domain: str) -> Contents:
     """Arrays of images and labels, of train and test or of all."""
+    if not path.is_file():
+        raise _wrong(domain, "is no regular file; takes an npz file of images and labels (numpy.savez)")
     archive = np.load(path, allow_pickle=False)
     if isinstance(archive, np.ndarray):
         raise _wrong(domain, "is a single array; takes an npz file of images and labels (numpy.savez)")
@@ -196,6 +220,8 @@ def _dataset(path: Path, domain: str) -> Contents:
     """A Hugging Face data set that save_to_disk has written: its columns are found by their types, else by their names."""
     from datasets import Array2D, Array3D, ClassLabel, DatasetDict, Image, load_from_disk
 
+    if not path.is_dir():
+        raise _wrong(domain, "is no folder; takes one that save_to_disk has written")
     loaded: Any = load_from_disk(str(path))
     splits = {str(name): rows for name, rows in loaded.items()} if isinstance(loaded, DatasetDict) else {WHOLE[0]: loaded}
     if len(splits) > 1 and not set(OFFICIAL) <= splits.keys():

@@ -96,7 +96,7 @@ def _by_outside(labels: Labels, parts: int, how: PartitionConfig, random: np.ran
     if not isinstance(made, list | tuple) or len(made) != parts:
         got = f"{len(made)} parts" if isinstance(made, list | tuple) else f"a {type(made).__name__}"
         raise UserError(f"partition.name: '{how.name}' gave {got}, takes a list of positions for each of {parts} sites")
-    divided = tuple(np.sort(_positions(np.asarray(part), len(labels), how.name)) for part in made)
+    divided = tuple(np.sort(_positions(part, len(labels), how.name)) for part in made)
     everything = np.concatenate(divided)
     if len(np.unique(everything)) < len(everything):
         raise UserError(f"partition.name: '{how.name}' gave an image to two sites, or twice to one")
@@ -107,7 +107,11 @@ def _by_outside(labels: Labels, parts: int, how: PartitionConfig, random: np.ran
     return divided
 
 
-def _positions(part: np.ndarray, count: int, name: str) -> Positions:
+def _positions(given: Any, count: int, name: str) -> Positions:
+    try:
+        part = np.asarray(given)
+    except (ValueError, TypeError):  # lists of different lengths
+        part = np.empty((0, 0))
     if part.ndim != 1 or (len(part) and (part.dtype.kind not in "iu" or not 0 <= part.min() <= part.max() < count)):
         raise UserError(f"partition.name: '{name}' gave positions that are no whole numbers from 0 to {count - 1}")
     return part.astype(np.int64)

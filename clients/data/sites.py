@@ -9,6 +9,7 @@ import torch
 from clients.data.cache import ImageCache
 from clients.data.domains import Place, locate
 from clients.data.images import Images
+from clients.data.own import check_files
 from clients.data.partition import check_way, divide
 from clients.data.sources import Positions
 from clients.data.splits import Selection, Split, at_most, labels, of_classes, split
@@ -59,13 +60,15 @@ def site_images(config: Config, site: Site) -> Images:
 
 @once
 def site_sizes(config: Config) -> list[int]:
-    """The number of training images of each site, in the order of the roster. Reads labels only.
+    """The number of training images of each site, in the order of the roster. Reads labels, and whether images are whole.
 
     Raises UserError, naming the site and the option at fault: unknown or missing domain, missing data.root, a class
     that is not the domain's, more sites than images, no such partition, `samples` or partition.min_samples not there,
-    data.classes that are not the domains'.
+    data.classes that are not the domains', an image file that cannot be read.
     """
     check_shared(config)
+    for domain in {site.spec.domain: None for site in roster(config)}:
+        check_files(domain)
     return [_share(config, site)[2] for site in roster(config)]
 
 

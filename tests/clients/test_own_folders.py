@@ -1,5 +1,7 @@
 """Domains of the user's own: folders of images; their labels and places; what is damaged or missing."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +83,56 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path):
         f"dataset:{tmp_path}/flags": r"domain 'flags': .*flags cannot be read \(",
         "images:": r"unknown domain 'images:'; did you mean 'images:PATH'",
         "imges:/data": r"unknown domain 'imges:/data'; did you mean 'images:PATH'",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            data.num_classes(config({"domain": domain}))
+
+
+def cut(path: Path) -> None:
+    Image.linear_gradient("L").save(path)
+    path.write_bytes(path.read_bytes()[:-60])
+
+
+def dangling(path: Path) -> None:
+    path.symlink_to("/nowhere")
+
+
+def huge(path: Path) -> None:
+    Image.new("1", (20_000, 20_000)).save(path)
+
+
+@pytest.mark.parametrize(
+    "make, name, message",
+    [
+        (Path.mkdir, "x.png", "is no regular file"),
+        (dangling, "x.png", "is no regular file"),
+        (os.mkfifo, "x.png", "is no regular file"),
+        (Path.touch, "x.png", r"cannot be read \(UnidentifiedImageError"),
+        (cut, "x.png", r"cannot be read \("),
+        (cut, "x.jpg", r"cannot be read \(OSError: image file is truncated"),
+        (huge, "x.png", r"cannot be read \(DecompressionBombError"),
+    ],
+)
+def test_a_file_that_is_no_image_is_named_before_anything_starts(
+    tmp_path: Path, make: Callable[[Path], None], name: str, message: str
+):
+    path = colours(tmp_path / "flags", 3) / "green" / name
+    make(path)
+    with pytest.raises(UserError, match=rf"domain 'flags': {path} {message}"):
+        data.site_sizes(config({"domain": f"images:{tmp_path}/flags", "partition": {"min_samples": 1}}))
+
+
+def test_hidden_files_are_no_images_and_a_pipe_is_no_file(tmp_path: Path):
+    folder = colours(tmp_path / "flags", 20)
+    (folder / "green" / "._1.png").write_text("x")
+    (folder / "green" / ".thumbs").mkdir()
+    (folder / "green" / ".thumbs" / "1.png").write_text("x")
+    assert data.site_sizes(config({"domain": f"images:{folder}"})) == [43]
+    os.mkfifo(tmp_path / "pipe.npz")
+    for domain, message in {
+        f"npz:{tmp_path}/pipe.npz": "is no regular file",
+        f"dataset:{tmp_path}/pipe.npz": "is no folder",
+        "images:~nobody-of-this-name/x": r"there is no .*~nobody-of-this-name/x; correct the path",
     }.items():
         with pytest.raises(UserError, match=message):
             data.num_classes(config({"domain": domain}))

@@ -42,6 +42,10 @@ def floats(labels, parts):
     return [np.arange(100) + 100.0 * part for part in range(parts)]
 
 
+def ragged(labels, parts):
+    return [[[1], [2, 3]]] + [np.arange(20)] * (parts - 1)
+
+
 def few(labels, parts):
     return [np.arange(9) + 9 * part for part in range(parts)]
 
@@ -106,6 +110,7 @@ def test_a_function_need_not_take_the_generator_nor_give_arrays():
         ("twice", r"gave an image to two sites, or twice to one"),
         ("outside", r"gave positions that are no whole numbers from 0 to 1293"),
         ("floats", r"gave positions that are no whole numbers"),
+        ("ragged", r"gave positions that are no whole numbers from 0 to 1293"),
         ("few", r"'my_ways:few' gave site 0 of 4 9 images, fewer than partition\.min_samples=10"),
         ("one", r"gave 1 parts, takes a list of positions for each of 4 sites"),
         ("nothing", r"gave a NoneType, takes a list"),
