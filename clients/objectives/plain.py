@@ -56,5 +56,5 @@ class PlainSession(Session):
 
 
 def state_of(module: nn.Module) -> State:
-    """Parameters and buffers, on the CPU."""
-    return {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
+    """Parameters and buffers as they are now, on the CPU: a copy."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in module.state_dict().items()}

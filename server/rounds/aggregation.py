@@ -140,7 +140,10 @@ class Aggregation:
 
     def residue(self, names: Sequence[str] = ()) -> list[Residue]:
         """Where these forgotten sites (none named: any that will be) may leave traces that subtraction does not reach."""
-        return list(self.strategy.residue(self.view(), names))
+        found = list(self.strategy.residue(self.view(), names))
+        if not all(isinstance(one, Residue) for one in found):
+            raise UserError(f"strategy '{self.config.strategy['name']}': its residue() must give Residue(where, why) each")
+        return found
 
     def _settle(self) -> None:
         self.strategy.settle(self.run(self.view().round))

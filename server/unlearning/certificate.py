@@ -128,10 +128,22 @@ def verify(path: Path, ledger: Ledger) -> list[Finding]:
     return [_as_written(path, given["request"], ledger), *ledger.steady(lambda: list(_findings(given, ledger)))]
 
 
-def _as_written(path: Path, request: str, ledger: Ledger) -> Finding:
+def changed(ledger: Ledger) -> list[str]:
+    """The certificates in the run's folder that are not, byte by byte, what the server wrote."""
+    requests = dict.fromkeys(event.body["request"] for event in ledger.events(CERTIFIED))
+    files = {request: ledger.folder / CERTIFICATES / f"{request}.json" for request in requests}
+    return [path.name for request, path in files.items() if path.is_file() and not _written(path, request, ledger)]
+
+
+def _written(path: Path, request: str, ledger: Ledger) -> bool:
     """Whether the file is one that the server wrote, byte by byte: the ledger has its sha256."""
     made = [each.body["sha256"] for each in ledger.events(CERTIFIED) if each.body["request"] == request]
-    return _found("the file, as it was written", file_digest(path) in made, "it was changed: its sha256 is another one")
+    return file_digest(path) in made
+
+
+def _as_written(path: Path, request: str, ledger: Ledger) -> Finding:
+    told = "it was changed: its sha256 is another one"
+    return _found("the file, as it was written", _written(path, request, ledger), told)
 
 
 def verify_accuracy(path: Path, ledger: Ledger, measure: Callable[[], dict[str, float]]) -> list[Finding]:
@@ -191,7 +203,11 @@ def _findings(given: dict[str, Any], ledger: Ledger) -> Iterator[Finding]:
     yield _compared("digest before", given["exact"]["digest_before"], event.body["body"]["digest_before"])
     yield _compared("digest after, as committed", given["exact"]["digest_after"], event.body["digest"])
     states, last = ledger.sites(), ledger.last_round()
+    back = {site for each in ledger.events("readmitted", after=event.id) for site in each.body["sites"]}
     for site in event.body["sites"]:
+        if site in back:
+            yield Finding(f"{site} takes no part", "not checkable", "it was readmitted since, as the ledger says")
+            continue
         held = ledger.history(site) or list((ledger.folder / "sites").glob(f"*/{site}"))
         yield _found(f"{site} takes no part", states.get(site, False), "it does: readmitted?")
         yield _found(f"nothing is kept of {site}", not held, "contributions or its store are there")

@@ -19,7 +19,7 @@ from server.ledger.database import LEDGER, BusyError
 from server.listener import Listener
 from server.method import Method
 from server.runfolder import RunFolder, read_config
-from server.unlearning.certificate import CERTIFICATES, read, verify, verify_accuracy
+from server.unlearning.certificate import CERTIFICATES, changed, read, verify, verify_accuracy
 from server.unlearning.requests import receive, wants_training
 from sims.cli.progress import listener_for
 from sims.engines import MODULES, open_engine, refuse_engine
@@ -145,6 +145,7 @@ def audit(path: Path) -> dict[str, Any]:
     with contextlib.suppress(UserError), Ledger.open(path, server=False) as ledger:
         last = ledger.last_round()
         digest = last.digest if last else {}
+        told["problem"] += [f"{CERTIFICATES}/{name}: is not as the server wrote it" for name in changed(ledger)]
         told["note"] += [f"{LEDGER}: request '{each.id}' is {each.state}, not verified: the running server goes on with it;"
                          f" {WITHOUT_SERVER}" for each in ledger.waiting(applied=True)]  # fmt: skip
     return {"ok": not told["problem"], "digest": digest, "problems": told["problem"], "notes": told["note"]}
