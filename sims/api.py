@@ -4,7 +4,6 @@ import contextlib
 import copy
 import html
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import nn
 from clients.networks import architecture_of, load_network
 from conf import load
 from conf.errors import UserError, unknown
+from conf.load import load_text
 from conf.schema import Config
 from conf.sites import roster
 from server.evaluate import Evaluator
@@ -192,14 +192,14 @@ class Networks(Mapping[str, nn.Module]):
 
 def _config(experiment: Mapping[str, Any], overrides: Sequence[str]) -> Config:
     """Of a dictionary, read as if it were in a file."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "experiment.yaml"
-        try:
-            path.write_text(yaml.safe_dump(dict(experiment)), encoding="utf-8")
-        except yaml.YAMLError as error:
-            told = " ".join(map(str, error.args))
-            raise UserError(f"experiment: takes dictionaries, lists, texts and numbers, as YAML has them; {told}") from None
-        return load(str(path), overrides)
+    try:
+        text = yaml.safe_dump(dict(experiment))
+    except yaml.YAMLError as error:
+        told = " ".join(map(str, error.args))
+        raise UserError(f"experiment: takes dictionaries, lists, texts and numbers, as YAML has them; {told}") from None
+    except RecursionError:
+        raise UserError("experiment: its dictionaries and lists are nested too deep") from None
+    return load_text(text, "experiment", overrides)
 
 
 @contextlib.contextmanager

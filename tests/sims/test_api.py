@@ -93,6 +93,19 @@ def test_what_cannot_work_is_refused_before_anything_starts(root: str, tmp_path:
                       ({**TREE, "rounds": Path()}, "cannot represent"), (tmp_path / "no.yaml", "not found")]:  # fmt: skip
         with pytest.raises(UserError, match=told):
             run(bad, root)
+    within: dict = {"name": "mlp"}
+    within["within"] = within
+    for odd, told in [
+        ({"baselines": {"fedavg"}}, "'baselines' is !!set"),
+        ({"network": within}, "'within' refers to itself"),
+    ]:
+        with pytest.raises(UserError, match=f"^experiment: .*{told}"):
+            run({**TREE, **odd}, root)
+    deep: list = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(UserError, match=r"^experiment: .*nested"):
+        run({**TREE, "sites": deep}, root)
     with pytest.raises(UserError, match="is no run"):
         Result(tmp_path)
     assert not (tmp_path / "user").exists()
