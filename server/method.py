@@ -111,7 +111,8 @@ class Method:
 
     def _announce(self, loop: RoundLoop) -> None:
         """Tell what is trained now: other sites than before, or up to another round."""
-        run, sites = f"{self.config.run.name} ({self.aggregation.display_name})", len(self.aggregation.members())
+        named = f" ({self.aggregation.display_name})" if self.aggregation.display_name else ""
+        run, sites = f"{self.config.run.name}{named}", len(self.aggregation.members())
         loop.listener.started(run, sites, loop.last, str(self.folder.path))
 
     def _resumed(self, loop: RoundLoop) -> None:

@@ -179,7 +179,8 @@ def accuracy_table(summary: Mapping[str, Any]) -> Table:
         cells = [_marked(scores.get(domain), domain == sites.get(name)) for domain in shown]
         rows.append([name, *cells, percent(scores.get("union"))])
     kept, note = cut(rows, "networks")
-    mark = "* the site's own domain; union: the test images of all domains together."
+    starred = "* the site's own domain; " if sites.keys() & accuracies(summary).keys() else ""
+    mark = f"{starred}union: the test images of all domains together."
     few = f"The first {MAX_DOMAINS} of {len(columns)} domains are shown." if len(columns) > len(shown) else ""
     return Table("Test accuracy", ["network", *shown, "union"], kept, " ".join(filter(None, [mark, note, few])))
 
