@@ -47,6 +47,8 @@ def run(
     """
     if odd := [word for word in overrides if not isinstance(word, str)]:
         raise UserError(f"overrides: got {odd[0]!r}, takes words such as run('digits', 'rounds=2', 'seed=1')")
+    if not isinstance(experiment, str | os.PathLike | Mapping):
+        raise UserError(f"experiment: got {experiment!r}, takes a name such as 'digits', the path of a file or a dictionary")
     words = [*overrides, *(["run.overwrite=true"] if overwrite else [])]
     config = _config(experiment, words) if isinstance(experiment, Mapping) else load(os.fspath(experiment), words)
     with _own_threads():

@@ -49,7 +49,9 @@ class RoundLoop:
         self.questions = Questions(
             self.config, self.run, self.federation, self.aggregation, self.listener, self.config.rounds
         )
-        self.sites = SiteEvaluation(self.questions, self.aggregation.members, lambda: self.aggregation.view().round)
+        self.sites = SiteEvaluation(
+            self.questions, lambda: self.questions.fitting(self.aggregation.members()), lambda: self.aggregation.view().round
+        )
         torch.set_num_threads(self.config.engine.threads)  # the cores are the sites', and torch's idle threads spin
 
     def rounds(self) -> Iterator[dict[str, Any]]:

@@ -96,15 +96,16 @@ class Questions:
         return site_sizes(self.config)[site.index] if self._has_data else self._roll.images(site.name)
 
     def enrol(self, sites: Sequence[Site]) -> list[Site]:
-        """Where the server has no data: hear from sites that have not said so how many images they have, and of what.
-
-        The sites that fit. Where all share their outputs, one whose classes bear other names than at most of the sites that
-        answered does not: what it learns of a class would be taken for another one.
-        """
-        for reply in self.ask(
-            ENROL, 1, 1, [site for site in sites if not (self._has_data or self._roll.has(site.name))], {}
-        ):
+        """Where the server has no data: hear from sites that have not said so how many images they have; those that fit."""
+        new = [site for site in sites if not (self._has_data or self._roll.has(site.name))]
+        for reply in self.ask(ENROL, 1, 1, new, {}):
             self._roll.take(reply)
+        return self.fitting(sites)
+
+    def fitting(self, sites: Sequence[Site]) -> list[Site]:
+        """The sites that fit. Where all share their outputs, one whose classes bear other names than at most of the sites
+        that enrolled does not: what it learns of a class would be taken for another one.
+        """
         unlike = self._roll.unlike() if self.config.data.heads == "shared" else {}
         for site in sites:
             if site.name in unlike and site.name not in self._told:

@@ -71,6 +71,14 @@ def run_folder(request: pytest.FixtureRequest) -> Path:
     return request.getfixturevalue("run")
 
 
+def test_what_is_no_experiment_is_told():
+    for odd in (None, 3, ["digits"]):
+        with pytest.raises(UserError, match="takes a name such as 'digits', the path of a file or a dictionary"):
+            run(odd)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="takes words such as"):
+        run("digits", {"rounds": 5})  # type: ignore[arg-type]
+
+
 def test_a_dictionary_is_a_configuration(root: str):
     result = run(TREE, "training.rate=1e-4", "run.name=mine", root)
     assert result.folder.name == "mine"
