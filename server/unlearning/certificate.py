@@ -217,7 +217,7 @@ def _findings(given: dict[str, Any], ledger: Ledger) -> Iterator[Finding]:
     trained = any(given["options"].get(option) for option in ("repair", "rollback"))
     if now == given["exact"]["sum_of_remaining"] or (now == one_digest(given["exact"]["digest_after"]) and not trained):
         yield _compared("sum of the remaining contributions then", given["exact"]["sum_of_remaining"], summed)
-        here = {name: one.blob for name, one in ledger.all_latest().items()}
+        here = {name: one.blob for name, one in ledger.all_latest().items() if name not in back}
         yield _compared("remaining contributions", given["exact"]["remaining"], here)
     else:
         yield Finding("sum of the remaining contributions then", "not checkable", "the run went on; its chain still holds")
