@@ -81,9 +81,14 @@ class Contributions:
         self._staged[site] = Contribution(self.ledger.blobs.put(self._merged(before, parts)), samples, round, self.bits)
 
     def stage_all(self, sites: Iterable[str], round: int, parts: Mapping[str, State]) -> None:
-        """The same for sites that all put the same, before any of them has put anything: one file."""
-        blob = self.blob_of(parts)
-        self._staged |= {site: Contribution(blob, 0, round, self.bits) for site in sites}
+        """The same for sites that all put the same, before any of them has put anything there: one file for many."""
+        alike: dict[Contribution | None, list[str]] = {}
+        for site in sites:
+            alike.setdefault(self.here(site), []).append(site)
+        for here, names in alike.items():
+            merged = self._merged(self.ledger.blobs.get(here.blob) if here else {}, parts)
+            new = Contribution(self.ledger.blobs.put(merged), here.samples if here else 0, round, self.bits)
+            self._staged |= dict.fromkeys(names, new)
 
     def blob_of(self, parts: Mapping[str, State]) -> str:
         """The file of a contribution that puts this, and nothing else, into the slots."""

@@ -50,6 +50,14 @@ class Second(FedProx):
 
 
 @dataclass(frozen=True)
+class Begun(Second):
+    def begin(self, run: Run) -> None:
+        super().begin(run)
+        run.put_all("networks", run.initial())
+        run.put_all("n", SIZES)
+
+
+@dataclass(frozen=True)
 class Nested(FedProx):
     def round(self, run: Run) -> None:
         mean = self.mean(run)

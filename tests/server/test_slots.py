@@ -42,6 +42,11 @@ def test_every_sum_is_that_of_the_contributions(tmp_path: Path, strategy: str):
     assert found["digest"]["networks"] == same
 
 
+def test_what_all_sites_put_at_first_is_kept_in_every_slot(tmp_path: Path):
+    found = trained(tmp_path, "Begun", "federation.fraction=0.34")
+    assert len(found["checks"]) == 8 and all(found["checks"].values()) and problems(tmp_path / "Begun") == []
+
+
 def test_of_a_question_left_early_what_was_put_counts(tmp_path: Path):
     found = trained(tmp_path, "Enough")
     assert all(found["checks"].values()) and problems(tmp_path / "Enough") == []
