@@ -205,11 +205,9 @@ def _findings(given: dict[str, Any], ledger: Ledger) -> Iterator[Finding]:
     states, last = ledger.sites(), ledger.last_round()
     back = {site for each in ledger.events("readmitted", after=event.id) for site in each.body["sites"]}
     for site in event.body["sites"]:
-        if site in back:
-            yield Finding(f"{site} takes no part", "not checkable", "it was readmitted since, as the ledger says")
-            continue
         held = ledger.history(site) or list((ledger.folder / "sites").glob(f"*/{site}"))
-        yield _found(f"{site} takes no part", states.get(site, False), "it does: readmitted?")
+        told = "it was readmitted since, as the ledger says" if site in back else "it does"
+        yield _found(f"{site} takes no part", states.get(site, False), told)
         yield _found(f"nothing is kept of {site}", not held, "contributions or its store are there")
     now = one_digest(last.digest if last else {})
     summed = one_digest(_digests(sums_of(ledger)))
@@ -217,7 +215,7 @@ def _findings(given: dict[str, Any], ledger: Ledger) -> Iterator[Finding]:
     trained = any(given["options"].get(option) for option in ("repair", "rollback"))
     if now == given["exact"]["sum_of_remaining"] or (now == one_digest(given["exact"]["digest_after"]) and not trained):
         yield _compared("sum of the remaining contributions then", given["exact"]["sum_of_remaining"], summed)
-        here = {name: one.blob for name, one in ledger.all_latest().items() if name not in back}
+        here = {name: one.blob for name, one in ledger.all_latest().items()}
         yield _compared("remaining contributions", given["exact"]["remaining"], here)
     else:
         yield Finding("sum of the remaining contributions then", "not checkable", "the run went on; its chain still holds")

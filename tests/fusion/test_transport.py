@@ -82,7 +82,7 @@ def test_normalisations(shape, seed):
 
 
 @given(widths, seeds)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_sinkhorn_is_near_exact_for_little_regularisation(shape, seed):
     cost = costs(shape, seed)
     exact = solve(cost, TransportSettings()).cost

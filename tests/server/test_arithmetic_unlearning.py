@@ -187,4 +187,4 @@ def test_coefficients_are_searched_anew_for_other_sites_even_if_the_sum_is_the_s
         assert set(alphas_of(method.aggregation)) == set(SITES) - {idle[0]}
         method.aggregation.readmit(idle[:1])
         assert set(alphas_of(method.aggregation)) == set(SITES)
-    assert verdicts(config) == {"match", "not checkable"}  # it takes part again
+    assert verdicts(config) == {"match", "mismatch"}  # it takes part again

@@ -32,7 +32,7 @@ WITHIN = [
     ("states", 1),
     ("files", 2),
 ]
-KILLS, RUNS = 8, 2
+KILLS, RUNS = 20, 5
 FEDLOOM = str(Path(sys.executable).parent / "fedloom")
 
 

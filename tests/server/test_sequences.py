@@ -19,7 +19,7 @@ from server.rounds.view import Setup
 from tests.server.parts import given, staged
 from tests.server.test_strategy import everyone, many, records
 
-SEQUENCES = 1000 if settings.get_current_profile_name() == "random" else 150  # a nightly run draws more
+SEQUENCES = 1000
 SITES = everyone()
 NAMES = [site.name for site in SITES]
 CONFIG = many(Path("of-no-run"))  # read once: the folder is the ledger's
