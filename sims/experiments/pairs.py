@@ -18,7 +18,7 @@ from clients.networks import NetworkName, initialise, load_network, save_network
 from clients.randomness import torch_generator
 from conf import load
 from conf.schema import Config, SiteConfig, TrainingConfig
-from conf.sites import roster
+from conf.sites import Site, roster
 from server.evaluate import all_cores, count_right
 
 EVALUATION_BATCH = 500
@@ -42,10 +42,51 @@ class Task:
 
     def config(self) -> Config:
         """The configuration that describes them."""
-        site = f"{{domain: {self.domain}" + (f", samples: {self.samples}" if self.samples else "") + "}"
-        data = [f"data.size={self.size}", f"data.grey={str(self.grey).lower()}"]
+        data = [f"data.size={self.size}", f"data.grey={str(self.grey).lower()}", *self.options()]
         data += [f"data.root={self.root}"] if self.root else []
-        return load("digits", [f"sites=[{site}]", f"seed={self.seed}", *data])
+        return load("digits", [f"sites=[{self.entry()}]", f"seed={self.seed}", *data])
+
+    def options(self) -> list[str]:
+        """Further overrides."""
+        return []
+
+    def entry(self) -> str:
+        """The configuration's entry of `sites`."""
+        return f"{{domain: {self.domain}" + (f", samples: {self.samples}" if self.samples else "") + "}"
+
+    def site(self) -> Site:
+        """Whose images the training images are."""
+        return roster(self.config())[0]
+
+
+@dataclass(frozen=True)
+class Share(Task):
+    """What one of several sites has of a domain: images of some classes (none named: of all), or its part of a division.
+
+    `part` of `parts` by `partition`: "iid", or "dirichlet" over the labels with `alpha`; `samples` (> 0) of it. `held`
+    images are no site's (part "validation").
+    """
+
+    classes: tuple[int, ...] = ()
+    parts: int = 1
+    part: int = 0
+    partition: str = "iid"
+    alpha: float = 0.5
+    held: int = 1000
+
+    def options(self) -> list[str]:
+        """Further overrides."""
+        return [f"data.validation_limit={self.held}"]
+
+    def entry(self) -> str:
+        """The configuration's entry of `sites`."""
+        division = f"{{name: {self.partition}, alpha: {self.alpha}, min_samples: {self.samples}}}"
+        classes = f"classes: {list(self.classes)}, "
+        return f"{{domain: {self.domain}, samples: {self.samples}, {classes}count: {self.parts}, partition: {division}}}"
+
+    def site(self) -> Site:
+        """Whose images the training images are."""
+        return roster(self.config())[self.part]
 
 
 @dataclass(frozen=True)
@@ -67,7 +108,7 @@ def images(task: Task, part: str) -> Images:
     """Its "train", "validation" (of the training part, trained on by nobody) or "test" images, uint8 with labels."""
     config = task.config()
     if part == "train":
-        return site_images(config, roster(config)[0])
+        return site_images(config, task.site())
     return {"validation": validation_images, "test": test_images}[part](config, SiteConfig(domain=task.domain))
 
 

@@ -1,0 +1,115 @@
+"""Networks to be fused, trained apart on the same or on different images of CIFAR-10, and images that none of them saw."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from clients.data import Images, to_float
+from clients.networks import parse_name
+from clients.randomness import torch_generator
+from conf.errors import UserError
+from server.evaluate import count_right
+from sims.experiments import cla
+from sims.experiments.pairs import EVALUATION_BATCH, Recipe, Share, Task, images, trained
+
+FOLDER = Path("runs/fusion")
+SAME, OTHER = 200, 1000  # unlabelled images for parents of the same data, and of different data
+SITE = Share("cifar10", 32, False, samples=3000, held=3000)
+
+
+@dataclass(frozen=True)
+class Parents:
+    """Networks by name: the first gives the depth, the second the widths. `split`: how their data differ, of SPLITS; "":
+    all have the images of `task`, which is then what cla's pairs are trained on."""
+
+    networks: tuple[str, ...]
+    split: str = ""
+    task: Task = SITE
+    recipe: Recipe = cla.CNN
+    probe: int = OTHER
+
+    def tasks(self, seed: int) -> list[Task]:
+        """Of each network."""
+        if not self.split:
+            return [self.task] * len(self.networks)
+        assert isinstance(self.task, Share)
+        return [*SPLITS[self.split](replace(self.task, seed=seed), len(self.networks))]
+
+
+def _classes(task: Share, parts: int) -> list[Share]:
+    """Each has classes of its own, drawn by the seed, as many as the others."""
+    drawn = torch.randperm(10, generator=torch_generator(task.seed, task.domain, "classes")).tolist()
+    return [replace(task, classes=tuple(sorted(drawn[part::parts]))) for part in range(parts)]
+
+
+def _parts(task: Share, parts: int, way: str, alpha: float = 0.5) -> list[Share]:
+    return [replace(task, parts=parts, part=part, partition=way, alpha=alpha) for part in range(parts)]
+
+
+SPLITS = {"disjoint": _classes, "dirichlet": partial(_parts, way="dirichlet", alpha=0.3), "iid": partial(_parts, way="iid")}
+VGG = ("vgg13:width=0.25,norm=batch", "vgg11:width=0.25,norm=batch")
+RESNET = ("resnet34:width=0.125,norm=batch", "resnet18:width=0.125,norm=batch")
+
+
+def _same(*networks: str) -> Parents:
+    return Parents(networks, task=cla.CIFAR, probe=SAME)
+
+
+PAIRS = {
+    "vgg": _same("vgg13:width=0.25,norm=none", "vgg11:width=0.125,norm=none"),
+    "resnet": _same("resnet34:width=0.125,norm=none", "resnet18:width=0.125,norm=none"),
+    "vgg-batch": _same(*VGG),
+    "resnet-batch": _same(*RESNET),
+    "disjoint-vgg": Parents(VGG, "disjoint"),
+    "disjoint-resnet": Parents(RESNET, "disjoint"),
+    "dirichlet-vgg": Parents(VGG, "dirichlet"),
+    "dirichlet-resnet": Parents(RESNET, "dirichlet"),
+    "iid-vgg": Parents(VGG, "iid"),
+    "dirichlet3": Parents((*VGG, VGG[0]), "dirichlet"),
+    "dirichlet4": Parents((*VGG, *VGG), "dirichlet"),
+}
+
+
+def parents(pair: str, seed: int) -> list[nn.Module]:
+    """The trained networks in evaluation mode, from disk if they were trained before; those of the same data are cla's."""
+    chosen = PAIRS[pair]
+    folder = (FOLDER if chosen.split else cla.FOLDER) / "networks"
+    made = []
+    for place, (text, task) in enumerate(zip(chosen.networks, chosen.tasks(seed), strict=True)):
+        name = parse_name(text, task.channels, task.size, 10)
+        made.append(trained(folder, name, task, chosen.recipe, 1000 * place + seed))
+    return made
+
+
+def probe(pair: str, seed: int, samples: int = 0) -> Tensor:
+    """`samples` (0: as many as the pair is for) images that no parent saw, float32 [samples, c, size, size] in [-1, 1].
+
+    Those of fewer are among those of more; none is a validation image. Raises UserError if there are not so many.
+    """
+    public, wanted = _held(pair, seed)[0], samples or PAIRS[pair].probe
+    if wanted > len(public):
+        raise UserError(f"pair '{pair}': {wanted} probe images, but {len(public)} public ones are there")
+    return to_float(public.x[:wanted])
+
+
+def watched(pair: str, seed: int, part: str) -> Images:
+    """Labelled images that no parent saw: "validation" (settings are chosen on these alone) or "test"."""
+    return _held(pair, seed)[1] if part == "validation" else images(PAIRS[pair].tasks(seed)[0], part)
+
+
+def accuracy_of(network: nn.Module, pair: str, seed: int, part: str, most: int = 0) -> float:
+    """Fraction of right answers on the first `most` (0: all) of the "validation" or "test" images."""
+    whole = watched(pair, seed, part)
+    whole = Images(whole.x[:most], whole.y[:most]) if most else whole
+    return count_right(network.eval(), whole, EVALUATION_BATCH, torch.device("cpu")) / len(whole)
+
+
+def _held(pair: str, seed: int) -> tuple[Images, Images]:
+    """Images of the training part that no site has, in two: public ones, at most half and OTHER of them, and validation."""
+    whole = images(PAIRS[pair].tasks(seed)[0], "validation")
+    order = torch.randperm(len(whole), generator=torch_generator(seed, pair, "public"))
+    public, rest = order.split([count := min(OTHER, len(whole) // 2), len(whole) - count])
+    return Images(whole.x[public], whole.y[public]), Images(whole.x[rest], whole.y[rest])
