@@ -1,0 +1,251 @@
+"""What the comparators have in common: networks of one structure, what their layers take in and give, least squares."""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from conf.errors import UserError
+from fusion.channels import Layer, Wiring, wire
+from fusion.exact import State
+from fusion.fusing import FusionSettings, fuse
+from fusion.probe import CHUNK, Runner, observe
+from fusion.repair import Target, in_basis, mixture, repair, running, watched
+from fusion.resize import with_state
+from fusion.transport import Moves, moved
+
+ROWS = 20_000  # positions over all samples at which a layer is looked at
+RIDGE, FLOOR = 1e-2, 1e-3  # of the diagonal, and of its mean
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """Networks brought to one depth by `fuse`, each in its own basis.
+
+    `plans`: of each network by axis, [n, m], columns sum to 1, into the basis of `into` (which has none), as `fuse` finds
+    them. `shares`: of each network in the mean of a layer, by the layer's name: 0 where it has been added.
+    """
+
+    bodies: tuple[nn.Module, ...]
+    wirings: tuple[Wiring, ...]
+    into: int
+    depth: int
+    probe: Tensor
+    plans: tuple[Mapping[int, Tensor], ...]
+    shares: Mapping[str, list[float]]
+
+    @property
+    def structure(self) -> Wiring:
+        """All have the layers and axes of this one."""
+        return self.wirings[self.depth]
+
+    def size(self, axis: int) -> int:
+        """The number of channels that the result has on an axis."""
+        return self.wirings[self.into].axes[axis].size
+
+    def averaged(self, moves: Sequence[Moves], shares: Mapping[str, list[float]]) -> nn.Module:
+        """The mean of the networks, each moved first, by their shares in each layer; not repaired."""
+        states = [self.moved(place, move) for place, move in enumerate(moves)]
+        return with_state(self.bodies[self.into], {name: _mean(name, states, shares) for name in states[self.into]})
+
+    def repaired(self, network: nn.Module, moves: Sequence[Moves], shares: Mapping[str, list[float]]) -> nn.Module:
+        """The network itself, its statistics set right (fusion.repair) to the mixture of the bodies', moved by `moves`."""
+        seen, own = [], []
+        for wiring, move in zip(self.wirings, moves, strict=True):
+            nodes = watched(wiring)
+            found = observe(wiring, self.probe, moments=set(nodes.values())).moments
+            seen.append(in_basis({name: (found[node].mean, found[node].std) for name, node in nodes.items()}, move.outgoing))
+            kept = {name: running(wiring.graph.get_submodule(name)) for name in nodes}
+            own.append(in_basis({name: pair for name, pair in kept.items() if pair}, move.outgoing))
+        repair(network, Target(mixture(seen, shares), mixture(own, shares)), self.probe)
+        return network
+
+    def by_layer(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Moves:
+        """Moves from matrices [n, m] by axis."""
+        layers = self.structure.layers
+        return Moves({layer.name: outgoing[layer.outputs] for layer in layers if layer.outputs in outgoing},
+                     {layer.name: incoming[layer.inputs] for layer in layers if layer.inputs in incoming}, {})  # fmt: skip
+
+    def by_plans(self) -> list[Moves]:
+        """Of each network, by its plans."""
+        return [self.by_layer(plans, {axis: spread(plan) for axis, plan in plans.items()}) for plans in self.plans]
+
+    def moved(self, place: int, move: Moves) -> State:
+        """The state of one of the networks, moved."""
+        return moved(self.bodies[place].state_dict(), self.structure.layers, move)
+
+    def fold(self) -> None:
+        """Make all BatchNorms neutral, in place: their scale goes into the layers before them, their shift into their bias.
+
+        Raises UserError as `norms` does.
+        """
+        for body in self.bodies:
+            for name, norm in norms(self.structure, body).items():
+                if norm:
+                    _fold(body.get_submodule(name), body.get_submodule(norm))
+
+
+def _fold(module: Any, norm: Any) -> None:
+    scale = norm.weight / (norm.running_var + norm.eps).sqrt()
+    bias = -norm.running_mean if module.bias is None else module.bias - norm.running_mean
+    written(module, norm, torch.cat([module.weight.flatten(1).T * scale, (scale * bias + norm.bias)[None]]))
+
+
+def written(module: Any, norm: Any | None, found: Tensor) -> None:
+    """Write a layer's weights and, if there are any, a last row of biases [d (+ 1), m]; the BatchNorm behind it, if given,
+    takes the bias and is neutral else. A layer without bias gets one where it needs it."""
+    weight = module.weight
+    rows = weight[0].numel()
+    weight.copy_(found[:rows].T.reshape(weight.shape))
+    bias = found[rows:].flatten().to(weight) if len(found) > rows else None
+    if norm is not None:
+        norm.weight.fill_(1.0)
+        norm.bias.copy_(torch.zeros_like(norm.bias) if bias is None else bias)
+        norm.running_mean.fill_(0.0)
+        norm.running_var.fill_(1.0 - norm.eps)
+        bias = None if module.bias is None else weight.new_zeros(len(weight))
+    if bias is not None:
+        module.register_parameter("bias", nn.Parameter(bias))
+
+
+def _mean(name: str, states: Sequence[State], shares: Mapping[str, list[float]]) -> Tensor:
+    each = shares.get(name.rpartition(".")[0], [1.0] * len(states))
+    parts = [(share, state[name]) for share, state in zip(each, states, strict=True) if share and name in state]
+    if not parts[0][1].is_floating_point():
+        return parts[0][1].clone()
+    total = torch.stack([share * part.double() for share, part in parts]).sum(dim=0)
+    return (total / sum(share for share, _ in parts)).to(parts[0][1])
+
+
+def prepared(networks: Sequence[nn.Module], into: int, depth: int, probe: Tensor) -> Frame:
+    """Networks in the structure of `depth` (places in `networks`). Raises UserError as `fuse` does."""
+    fused = fuse(networks, into=into, depth=depth, probe=probe, settings=replace(FusionSettings(), repair=False))
+    bodies = tuple(copy.deepcopy(body).eval() for body in fused.balanced)
+    wirings = tuple(wire(body, probe[:1]) for body in bodies)
+    structure = wirings[depth]
+    added = []
+    for network, match in zip(networks, fused.alignment, strict=True):
+        fewer = len(wire(network, probe[:1]).units) <= len(structure.units)
+        lacking = [unit for place, unit in enumerate(structure.units) if fewer and place not in match]
+        added.append({name for unit in lacking for name in unit.layers})
+    names = {layer.name: None for layer in structure.layers}
+    shares = {name: [float(name not in lacks) for lacks in added] for name in names}
+    shares = {name: [share / sum(each) for share in each] for name, each in shares.items()}
+    plans = tuple({layer.outputs: plan[layer.name] for layer in structure.layers if layer.name in plan}
+                  for plan in fused.plans)  # fmt: skip
+    return Frame(bodies, wirings, into, depth, probe, plans, shares)
+
+
+def refuse_unequal_widths(frame: Frame, name: str) -> None:
+    """UserError for networks of other widths than `into`, naming the method and a layer."""
+    for axis in frame.structure.axes:
+        sizes = [wiring.axes[axis.index].size for wiring in frame.wirings]
+        if len(set(sizes)) > 1:
+            raise UserError(f"{name}: '{axis.slots[0].tensor}' has {sizes} channels in the networks; takes equal widths")
+
+
+def spread(plan: Tensor) -> Tensor:
+    """The incoming side [n, m] of a plan: of channels that are made of several, each takes its share of what is read."""
+    return plan / plan.sum(dim=1, keepdim=True).clamp(min=torch.finfo(plan.dtype).tiny)
+
+
+def weighted(wiring: Wiring) -> list[Layer]:
+    """Convolutions and linear layers, each at its first call. Raises UserError naming one that reads single channels."""
+    first: dict[str, Layer] = {}
+    for layer in wiring.layers:
+        if layer.kind == "depthwise":
+            raise UserError(f"layer '{layer.name}': a depthwise convolution, which this comparator cannot take")
+        if layer.kind != "norm":
+            first.setdefault(layer.name, layer)
+    return list(first.values())
+
+
+def norms(structure: Wiring, network: nn.Module) -> dict[str, str]:
+    """Of each convolution and linear layer the BatchNorm that alone reads it, by name; "" if there is none.
+
+    Raises UserError naming a norm that stands elsewhere, is no BatchNorm, or has no scale or running statistics.
+    """
+    kind = {layer.node: layer for layer in structure.layers}
+    readers = {node.name: [user.name for user in node.users] for node in structure.graph.graph.nodes}
+    found = {}
+    for layer in weighted(structure):
+        users = readers[layer.node]
+        norm = kind.get(users[0]) if len(users) == 1 else None
+        found[layer.name] = norm.name if norm and norm.kind == "norm" else ""
+    for name in (layer.name for layer in structure.layers if layer.kind == "norm"):
+        module = network.get_submodule(name)
+        if name not in found.values() or running(module) is None or module.weight is None:
+            raise UserError(f"layer '{name}': this comparator takes BatchNorm alone, with a scale and running statistics, "
+                            "right behind a convolution or linear layer")  # fmt: skip
+    return found
+
+
+def walk(wiring: Wiring, probe: Tensor) -> Iterator[tuple[fx.Node, dict[fx.Node, Tensor]]]:
+    """Run a network node by node: each node with the values of itself and of what it reads. Take copies: later nodes may
+    work in place. Under torch.no_grad, the network in eval mode."""
+    run = Runner(wiring.graph)
+    run.args_iter = iter((probe.clone(),))
+    for node in wiring.graph.graph.nodes:
+        if node.op != "output":
+            run.env[node] = run.run_node(node)
+            yield node, run.env
+        for old in run.user_to_last_uses.get(node, ()):
+            run.env.pop(old, None)
+
+
+def picked(value: Tensor, share: int = 0, first: int = 0) -> Tensor:
+    """Rows [k * share, c] of [k, c, ...], the same positions in all networks: at most `share` (0: all) of each sample,
+    spread evenly and shifted by the sample's place, from `first` on."""
+    value = value.flatten(2) if value.ndim > 2 else value[:, :, None]
+    samples, channels, count = value.shape
+    if 0 < share < count:
+        begin = torch.arange(first, first + samples, device=value.device)[:, None] * 7
+        places = (torch.arange(share, device=value.device) * count // share + begin) % count
+        value = value.gather(2, places[:, None].expand(-1, channels, -1))
+    return value.permute(0, 2, 1).reshape(-1, channels)
+
+
+def patches(name: str, module: Any, value: Tensor, share: int) -> Tensor:
+    """Rows [k * share, d] that a layer multiplies with weight.flatten(1).T, at the positions that `picked` takes of its
+    outputs. Raises UserError naming a layer that is no plain two-dimensional convolution."""
+    if isinstance(module, nn.Linear):
+        return value.clone()
+    plain = isinstance(module, nn.Conv2d) and module.groups == 1 and module.padding_mode == "zeros"
+    if not plain or isinstance(module.padding, str):
+        raise UserError(f"layer '{name}': {type(module).__name__} of this kind has no patches; takes plain Conv2d")
+    parts = []
+    for begin in range(0, len(value), CHUNK):
+        unfolded = F.unfold(value[begin : begin + CHUNK], module.kernel_size, module.dilation, module.padding, module.stride)
+        parts.append(picked(unfolded, share, begin))
+    return torch.cat(parts)
+
+
+def in_channels(rows: Tensor, matrix: Tensor | None) -> Tensor:
+    """Rows [r, n * q] of n channels with q entries each, in another basis: [r, m * q] by matrix [n, m]; None: unchanged."""
+    if matrix is None:
+        return rows
+    return torch.einsum("rnq,nm->rmq", rows.view(len(rows), len(matrix), -1), matrix.to(rows)).flatten(1)
+
+
+def products(x: Tensor, y: Tensor) -> Tensor:
+    """x'y [d, m] in float64 from [r, d] and [r, m], by pieces."""
+    pieces = zip(x.split(4096), y.split(4096), strict=True)
+    return sum((one.double().T @ other.double() for one, other in pieces), torch.zeros((), dtype=torch.float64))
+
+
+def ridge(gram: Tensor, cross: Tensor, start: Tensor | None = None) -> Tensor:
+    """[d, m] that solves gram [d, d] W = cross [d, m], drawn towards `start` (None: 0) by RIDGE of the diagonal."""
+    diagonal = gram.diagonal()
+    damped = gram + torch.diag(RIDGE * (diagonal + FLOOR * diagonal.mean().clamp(min=1e-12)))
+    rest = cross if start is None else cross - gram @ start
+    found = torch.linalg.solve(damped, rest)
+    return found if start is None else start + found
+
+
+def with_ones(rows: Tensor) -> Tensor:
+    """A column of ones appended, for the bias."""
+    return torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
