@@ -1,0 +1,84 @@
+"""Ridge regression toward weights that are there: from rows in memory, or from sums that several sites add up.
+
+A layer y = W x + b with inputs x [d] and targets t [m] becomes the one of least squared error, held to what it was:
+W + argmin_V |E - V X|^2 + penalty * |V D^(1/2)|^2, where E are the targets less what the layer gives, both centred, and D
+the inputs' variances. The bias is free. What the rows do not show stays as it was. Layers of several groups (grouped and
+depthwise convolutions, norms) have one such problem for each group, [g, ...].
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FLOOR = 1e-3  # of the mean variance, added to each input's in D: an input that hardly varies gets no large weight
+TINY = 1e-12
+PIECE = 2048  # rows that are multiplied at once; pieces are added up in float64
+
+
+@dataclass(frozen=True, eq=False)
+class LayerStatistics:
+    """Sums over rows of a layer's inputs x [g, d] and of what its outputs lack, e [g, m]; all float64.
+
+    `count`: rows; `inputs` [g, d] and `errors` [g, m]: sums; `gram` [g, d, d]: of x x'; `cross` [g, d, m]: of x e'. Those of
+    several sites, taken of the same layer, add up; a site's are removed by subtraction. They tell no single row, but are
+    not anonymous: of a site with few images they tell much.
+    """
+
+    count: int
+    inputs: Tensor
+    errors: Tensor
+    gram: Tensor
+    cross: Tensor
+
+    @classmethod
+    def of(cls, pieces: Iterable[tuple[Tensor, Tensor]]) -> "LayerStatistics":
+        """Of rows, piece by piece: inputs [g, n, d] and errors [g, n, m]."""
+        parts = (cls._of_piece(x, e) for whole in pieces for x, e in zip(*(t.split(PIECE, 1) for t in whole), strict=True))
+        total = next(parts)
+        for part in parts:
+            total = total + part
+        return total
+
+    @classmethod
+    def _of_piece(cls, x: Tensor, e: Tensor) -> "LayerStatistics":
+        gram, cross = (x.mT @ x).double(), (x.mT @ e).double()
+        return cls(x.shape[1], x.double().sum(1), e.double().sum(1), gram, cross)
+
+    def __add__(self, other: "LayerStatistics") -> "LayerStatistics":
+        return LayerStatistics(self.count + other.count, self.inputs + other.inputs, self.errors + other.errors,
+                               self.gram + other.gram, self.cross + other.cross)  # fmt: skip
+
+    def __sub__(self, other: "LayerStatistics") -> "LayerStatistics":
+        return LayerStatistics(self.count - other.count, self.inputs - other.inputs, self.errors - other.errors,
+                               self.gram - other.gram, self.cross - other.cross)  # fmt: skip
+
+    def change(self, penalty: float) -> tuple[Tensor, Tensor]:
+        """What to add to the layer's weight [g, m, d] and bias [g, m]."""
+        mean, lack = self.inputs / self.count, self.errors / self.count
+        gram = self.gram - self.count * mean[:, :, None] * mean[:, None, :]
+        cross = self.cross - self.count * mean[:, :, None] * lack[:, None, :]
+        gram.diagonal(dim1=1, dim2=2).add_(penalty * _spread(gram.diagonal(dim1=1, dim2=2)))
+        weight = torch.cholesky_solve(cross, torch.linalg.cholesky(gram)).mT
+        return weight, lack - (weight @ mean[:, :, None]).squeeze(2)
+
+
+def change_of_rows(inputs: Tensor, errors: Tensor, penalty: float) -> tuple[Tensor, Tensor]:
+    """LayerStatistics.change of rows in memory, [g, n, d] and [g, n, m]: by a matrix [n, n] where rows are fewer than inputs."""
+    if inputs.shape[1] >= inputs.shape[2]:
+        return LayerStatistics.of([(inputs, errors)]).change(penalty)
+    mean, lack = inputs.mean(1, keepdim=True), errors.mean(1, keepdim=True)
+    x = inputs - mean
+    root = _spread(x.square().sum(1)).sqrt()[:, None]
+    x = x / root
+    kernel = (x @ x.mT).double()
+    kernel.diagonal(dim1=1, dim2=2).add_(penalty)
+    dual = torch.cholesky_solve((errors - lack).double(), torch.linalg.cholesky(kernel))
+    weight = (dual.mT.to(x) @ (x / root)).double()
+    return weight, (lack.double() - (weight @ mean.mT.double()).mT).squeeze(1)
+
+
+def _spread(diagonal: Tensor) -> Tensor:
+    """D [g, d]: the inputs' variances times their number, none of them 0."""
+    return diagonal.clamp(min=0.0) + FLOOR * diagonal.mean(1, keepdim=True).clamp(min=0.0) + TINY

@@ -1,0 +1,112 @@
+"""What a layer reads, as rows: its weight as a matrix [g, m, d] for g groups, its inputs as rows [g, n, d].
+
+Of a convolution's outputs a few positions of each sample are taken, the same ones of every network; a row is then the patch
+that the output at this position is computed from.
+"""
+
+from collections.abc import Callable
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def places(samples: int, count: int, share: int | None) -> Tensor:
+    """The positions, of `count`, that are looked at in each sample: [samples, share], spread evenly and shifted by sample."""
+    if share is None or share >= count:
+        return torch.arange(count).expand(samples, count)
+    return (torch.arange(share) * count // share + torch.arange(samples)[:, None] * 7) % count
+
+
+def picked(value: Tensor, share: int | None, dim: int = 1) -> Tensor:
+    """[k, c, ...] -> [k * positions, c]; `dim`: that of the channels."""
+    value = value.movedim(dim, 1)
+    value = value.flatten(2) if value.ndim > 2 else value[:, :, None]
+    where = places(len(value), value.shape[2], share).to(value.device)
+    return value.gather(2, where[:, None].expand(-1, value.shape[1], -1)).transpose(1, 2).flatten(0, 1)
+
+
+def patches(module: Any, inputs: Tensor, share: int | None) -> Tensor:
+    """The rows [g, n, d] that a layer's outputs at these places are computed from."""
+    return next(rule for kind, rule in _ROWS.items() if isinstance(module, kind))(module, inputs, share)
+
+
+def matrix(module: Any, weight: Tensor) -> Tensor:
+    """The weight as [g, m, d], in the order of `patches`."""
+    if isinstance(module, TRANSPOSED):  # [in, out / g, ...]
+        split = weight.unflatten(0, (module.groups, -1))
+        return split.transpose(1, 2).flatten(2)
+    return weight.reshape(getattr(module, "groups", 1), -1, prod(weight.shape[1:]))
+
+
+def weight_of(module: Any, rows: Tensor) -> Tensor:
+    """The inverse of `matrix`: [g, m, d] in the shape of the module's weight."""
+    if isinstance(module, TRANSPOSED):
+        split = rows.unflatten(2, (module.in_channels // module.groups, *module.kernel_size))
+        return split.transpose(1, 2).flatten(0, 1)
+    return rows.reshape(module.weight.shape)
+
+
+def _linear(module: nn.Linear, inputs: Tensor, share: int | None) -> Tensor:
+    return picked(inputs, share, inputs.ndim - 1)[None]
+
+
+def _convolution(module: Any, inputs: Tensor, share: int | None) -> Tensor:
+    reach = _padding(module)
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    padded = F.pad(inputs, [width for pair in reversed(reach) for width in pair], mode=mode)
+    return _gathered(module, padded, module.stride, share)
+
+
+def _padding(module: Any) -> list[tuple[int, int]]:
+    if module.padding == "valid":
+        return [(0, 0)] * len(module.kernel_size)
+    if module.padding == "same":
+        totals = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+        return [(total // 2, total - total // 2) for total in totals]
+    return [(width, width) for width in module.padding]
+
+
+def _transposed(module: Any, inputs: Tensor, share: int | None) -> Tensor:
+    """A transposed convolution is a plain one with the kernel turned around, of inputs with zeros between them."""
+    sizes = [(size - 1) * s + 1 for size, s in zip(inputs.shape[2:], module.stride, strict=True)]
+    spread = inputs.new_zeros(*inputs.shape[:2], *sizes)
+    spread[(slice(None), slice(None), *(slice(None, None, s) for s in module.stride))] = inputs
+    pads = []
+    for k, d, p, out in zip(module.kernel_size, module.dilation, module.padding, module.output_padding, strict=True):
+        pads = [d * (k - 1) - p, d * (k - 1) - p + out, *pads]
+    return _gathered(module, F.pad(spread, pads), (1,) * len(sizes), share, turned=True)
+
+
+def _gathered(module: Any, padded: Tensor, stride: tuple[int, ...], share: int | None, turned: bool = False) -> Tensor:
+    kernel, dilation, sizes = module.kernel_size, module.dilation, padded.shape[2:]
+    grid = [(size - d * (k - 1) - 1) // s + 1 for size, k, d, s in zip(sizes, kernel, dilation, stride, strict=True)]
+    where = places(len(padded), prod(grid), share).to(padded.device)
+    steps, rest = [], where
+    for size in reversed(grid):
+        steps.insert(0, rest % size)
+        rest = rest // size
+    flat = padded.flatten(2)
+    columns = []
+    for offsets in product(*(range(k) for k in kernel)):
+        offsets = [k - 1 - o for o, k in zip(offsets, kernel, strict=True)] if turned else offsets
+        index = torch.zeros_like(where)
+        for at, s, o, d, size in zip(steps, stride, offsets, dilation, sizes, strict=True):
+            index = index * size + at * s + o * d
+        columns.append(flat.gather(2, index[:, None].expand(-1, flat.shape[1], -1)))
+    rows = torch.stack(columns, dim=2)  # [k, c, positions of the kernel, places]
+    rows = rows.permute(1, 2, 0, 3).flatten(2).unflatten(0, (module.groups, -1))
+    return rows.flatten(1, 2).transpose(1, 2)
+
+
+_ROWS: dict[type | tuple[type, ...], Callable[[Any, Tensor, int | None], Tensor]] = {
+    nn.Linear: _linear,
+    CONVOLUTIONS: _convolution,
+    TRANSPOSED: _transposed,
+}
