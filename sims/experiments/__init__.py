@@ -4,5 +4,6 @@ MODULES = {
     "aggregation": "sims.experiments.aggregation",
     "arithmetic": "sims.experiments.arithmetic",
     "cla": "sims.experiments.cla",
+    "fusion": "sims.experiments.fusion",
     "unlearning": "sims.experiments.unlearning",
 }

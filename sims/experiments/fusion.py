@@ -1,0 +1,236 @@
+"""One-shot fusion without labels: networks of the same and of different data, `fuse` beside what is published."""
+
+import json
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clients.states import write_bytes
+from conf.errors import UserError, unknown
+from fusion.baselines import Ensemble, naive_average
+from fusion.comparators import COMPARATORS
+from fusion.fusing import FusionSettings, fuse
+from fusion.repair import recompute_statistics
+from sims.experiments import fusion_pairs
+from sims.experiments.cla_plot import draw
+from sims.experiments.fusion_pairs import FOLDER, accuracy_of, parents, probe
+from sims.report.page import Picture, write_page
+from sims.report.tables import Table, mean_and_spread
+
+INTO, DEPTH = 1, 0  # places among the parents
+PARTS = ("test", "validation")
+Found = Mapping[str, Mapping[str, Any]]  # of a pair and seed: by method, {"accuracy": ..., "seconds": ...}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of the table: (networks, probe images) -> the network, None where there is no such one. `options`: settings of
+    `fuse` that are not the default's; None: it is another method."""
+
+    make: Callable[[list[nn.Module], Tensor], nn.Module | None]
+    options: Mapping[str, Any] | None = None
+
+    @property
+    def facts(self) -> Any:
+        """All settings, as JSON has them: what a result on disk holds for."""
+        return self.options is not None and json.loads(json.dumps(asdict(replace(FusionSettings(), **self.options))))
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is measured: `pairs` and `methods` by name, on the first `most` (0: all) images of `part`."""
+
+    pairs: tuple[str, ...]
+    methods: tuple[str, ...]
+    part: str = "test"
+    most: int = 0
+
+
+def _parent(place: int) -> Method:
+    return Method(lambda networks, images: networks[place] if place < len(networks) else None)
+
+
+def _naive(networks: list[nn.Module], images: Tensor) -> nn.Module:
+    mean = naive_average(_fuse(networks, images, {"repair": False}).balanced)
+    recompute_statistics(mean, [images])
+    return mean
+
+
+def _fuse(networks: list[nn.Module], images: Tensor, options: Mapping[str, Any], alone: bool = False) -> Any:
+    settings = replace(FusionSettings(), **options)
+    weights = [float(place == INTO) for place in range(len(networks))] if alone else None
+    return fuse(networks, into=INTO, depth=DEPTH, probe=images, weights=weights, settings=settings)
+
+
+def _fused(options: Mapping[str, Any], alone: bool = False) -> Method:
+    return Method(lambda networks, images: _fuse(networks, images, options, alone).network, options)
+
+
+def _published(name: str) -> Method:
+    return Method(lambda networks, images: COMPARATORS[name](networks, INTO, DEPTH, images))
+
+
+SETTINGS: dict[str, dict[str, Any]] = {"fuse": {}} | {
+    f"fuse, refit {refit}": {"refit": refit} for refit in ("none", "plans", "regression", "selection")
+}
+THERE = {each.name for each in fields(FusionSettings)}
+KNOWN = {name: options for name, options in SETTINGS.items() if options.keys() <= THERE}
+CONTROL = "fuse, refit regression"
+METHODS: dict[str, Method] = {
+    **{f"parent {place + 1}": _parent(place) for place in range(4)},
+    "ensemble": Method(lambda networks, images: Ensemble(networks)),
+    "naive average": Method(_naive),
+    **{name: _fused(options) for name, options in KNOWN.items()},
+    **({"control: parent 2 alone, refitted": _fused(KNOWN[CONTROL], alone=True)} if CONTROL in KNOWN else {}),
+    **{name: _published(name) for name in COMPARATORS},
+}
+BEST = "best parent"
+NOTE = (
+    "Accuracy in % on {images}, one-shot, mean ± standard deviation over seeds; parent 1 gives the depth, parent 2 the "
+    "widths. Best parent: the highest of each seed. No labels are used; probe images, that no parent saw: 200 for parents of "
+    "the same data, 1,000 for the others. naive average: of networks brought to one depth, BatchNorm measured again. -: the "
+    "method does not take such networks."
+)
+
+
+def reproduce(preset: str, seeds: int, overrides: Sequence[str], paper: Path | None, *, quiet: bool) -> Path:
+    """Train all parents with every seed (networks and results on disk are taken as they are), fuse, write tables.
+
+    `overrides`: pairs=vgg,resnet and methods=PLeaS;fuse measure these alone, most=2000 on so many images, part=validation on
+    images by which settings may be chosen. Returns the folder. Raises UserError for another preset or override.
+    """
+    if preset != "cpu" or paper is not None:
+        raise UserError("reproduce fusion: takes --preset cpu, without --paper")
+    request = _requested(overrides)
+    torch.set_num_threads(1)
+    results = {name: [_of_seed(request, name, seed, quiet) for seed in range(seeds)] for name in request.pairs}
+    accuracies = {name: [_accuracies(found) for found in each] for name, each in results.items()}
+    note = NOTE.format(images=f"{f'the first {request.most}' if request.most else 'all'} {request.part} images")
+    tables = [_table(f"One-shot fusion, {seeds} seed{'s' * (seeds > 1)}", accuracies, mean_and_spread, note),
+              _table("Seconds", _seconds(results), _mean_seconds, "Of making the network, on one thread.")]  # fmt: skip
+    pictures = [Picture(_drawn(accuracies, names, FOLDER / f"{kind}.png"), note) for kind, names in _kinds(request.pairs)]
+    (FOLDER / "tables.md").write_text("\n".join(table.markdown() for table in tables), encoding="utf-8")
+    write_page(FOLDER / "report.html", "One-shot fusion without labels", [("", [*pictures, *tables])])
+    return FOLDER
+
+
+def _of_seed(request: Request, pair: str, seed: int, quiet: bool) -> dict[str, Any]:
+    return {name: _kept(request, pair, seed, name, quiet) for name in request.methods}
+
+
+def _kept(request: Request, pair: str, seed: int, name: str, quiet: bool) -> dict[str, Any]:
+    """A method's result from disk, if it was measured with the same settings, or measured and put there."""
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    path = FOLDER / "results" / f"{request.part}-{request.most or 'all'}" / f"{pair}-{seed}-{slug}.json"
+    facts = METHODS[name].facts
+    if path.is_file() and (known := json.loads(path.read_text(encoding="utf-8")))["facts"] == facts:
+        return known
+    found = {**measured(request, pair, seed, name), "facts": facts}
+    write_bytes(path, json.dumps(found).encode())
+    if not quiet:
+        told = found["refused"] or f"{100 * found['accuracy']:.1f} % in {found['seconds']:.1f} s"
+        print(f"{pair} seed {seed}: {name}: {told}", flush=True)
+    return found
+
+
+def measured(request: Request, pair: str, seed: int, name: str) -> dict[str, Any]:
+    """Accuracy (a fraction; None where there is no such network) and seconds of making it; `refused`: why there is none."""
+    networks, images = parents(pair, seed), probe(pair, seed)
+    begin = time.perf_counter()
+    try:
+        network = METHODS[name].make(networks, images)
+    except UserError as error:
+        return {"accuracy": None, "seconds": None, "refused": str(error)}
+    seconds = time.perf_counter() - begin
+    if network is None:
+        return {"accuracy": None, "seconds": None, "refused": "no such parent"}
+    return {"accuracy": accuracy_of(network, pair, seed, request.part, request.most), "seconds": seconds, "refused": ""}
+
+
+def _accuracies(found: Found) -> dict[str, float]:
+    """By method, where there is a network, and the best parent's."""
+    reached = {name: row["accuracy"] for name, row in found.items() if row["accuracy"] is not None}
+    own = [reached[name] for name in reached if name.startswith("parent ")]
+    rows = {name: reached[name] for name in reached if name.startswith("parent ")}
+    return {**rows, **({BEST: max(own)} if own else {}), **{name: reached[name] for name in reached if name not in rows}}
+
+
+def _seconds(results: Mapping[str, Sequence[Found]]) -> dict[str, list[dict[str, float]]]:
+    made = [name for name in METHODS if not name.startswith(("parent ", "ensemble"))]
+    return {pair: [{name: found[name]["seconds"] for name in made if name in found and found[name]["accuracy"] is not None}
+                   for found in each] for pair, each in results.items()}  # fmt: skip
+
+
+def _mean_seconds(seconds: Sequence[float]) -> str:
+    return f"{sum(seconds) / len(seconds):.1f}"
+
+
+def _table(title: str, found: Mapping[str, Sequence[Mapping[str, float]]], shown: Callable[[list[float]], str],
+           note: str) -> Table:  # fmt: skip
+    """A row for each method, a column for each pair."""
+    order = [*(f"parent {place + 1}" for place in range(4)), BEST, *METHODS]
+    there = {name for each in found.values() for one in each for name in one}
+    rows = []
+    for name in dict.fromkeys(order):
+        if name in there:
+            values = [[one[name] for one in each if name in one] for each in found.values()]
+            rows.append([name, *(shown(each) if each else "-" for each in values)])
+    return Table(title, ["method", *found], rows, note)
+
+
+def _kinds(pairs: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Pairs of the same data and those of different data, for two pictures."""
+    same = [name for name in pairs if not fusion_pairs.PAIRS[name].split]
+    return [(kind, names) for kind, names in (("same", same), ("different", [n for n in pairs if n not in same])) if names]
+
+
+def _drawn(found: Mapping[str, Sequence[Mapping[str, float]]], pairs: Sequence[str], path: Path) -> Path:
+    def shown(reached: Mapping[str, float]) -> dict[str, Any]:
+        return {name: {"accuracy": [value]} for name, value in reached.items() if not name.startswith("parent ")}
+
+    chosen = {pair: [shown(reached) for reached in found[pair]] for pair in pairs}
+    return draw(chosen, ["one-shot"], path)
+
+
+def _requested(overrides: Sequence[str]) -> Request:
+    request = Request(tuple(fusion_pairs.PAIRS), tuple(METHODS))
+    for word in overrides:
+        key, _, text = word.partition("=")
+        if key not in TAKES:
+            raise UserError(f"override '{word}': takes {', '.join(f'{name}=...' for name in TAKES)}")
+        request = replace(request, **{key: TAKES[key](text)})
+    return request
+
+
+def _names(text: str, kind: str, separator: str, known: Mapping[str, Any]) -> tuple[str, ...]:
+    names = tuple(text.split(separator))
+    for name in names:
+        if name not in known:
+            raise unknown(kind, name, list(known))
+    return names
+
+
+def _part(text: str) -> str:
+    if text not in PARTS:
+        raise UserError(f"override 'part={text}': takes one of: {', '.join(PARTS)}")
+    return text
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise UserError(f"override 'most={text}': takes a number of images, or 0 for all")
+    return int(text)
+
+
+TAKES: dict[str, Callable[[str], Any]] = {
+    "pairs": lambda text: _names(text, "pair", ",", fusion_pairs.PAIRS),
+    "methods": lambda text: _names(text, "method", ";", METHODS),
+    "part": _part,
+    "most": _number,
+}
