@@ -16,7 +16,7 @@ from fusion.fusing import FusionSettings, fuse
 from fusion.probe import CHUNK, Runner, observe
 from fusion.repair import Target, in_basis, mixture, repair, running, watched
 from fusion.resize import with_state
-from fusion.transport import Moves, moved
+from fusion.transport import Moves, apply
 
 ROWS = 20_000  # positions over all samples at which a layer is looked at
 RIDGE, FLOOR = 1e-2, 1e-3  # of the diagonal, and of its mean
@@ -75,8 +75,15 @@ class Frame:
         return [self.by_layer(plans, {axis: spread(plan) for axis, plan in plans.items()}) for plans in self.plans]
 
     def moved(self, place: int, move: Moves) -> State:
-        """The state of one of the networks, moved."""
-        return moved(self.bodies[place].state_dict(), self.structure.layers, move)
+        """The state of one of the networks, moved: weights on both sides, vectors with the outputs."""
+        state = self.bodies[place].state_dict()
+        for name, tensor in state.items():
+            layer, sides = name.rpartition(".")[0], (move.outgoing, move.incoming)[: tensor.ndim]
+            for dim, side in enumerate(sides):
+                if layer in side:
+                    tensor = apply(tensor, side[layer], dim, name)
+            state[name] = tensor
+        return state
 
     def fold(self) -> None:
         """Make all BatchNorms neutral, in place: their scale goes into the layers before them, their shift into their bias.
@@ -122,7 +129,8 @@ def _mean(name: str, states: Sequence[State], shares: Mapping[str, list[float]])
 
 
 def prepared(networks: Sequence[nn.Module], into: int, depth: int, probe: Tensor) -> Frame:
-    """Networks in the structure of `depth` (places in `networks`). Raises UserError as `fuse` does."""
+    """Networks in the structure of `depth` (places in `networks`). Raises UserError as `fuse` and `weighted` do."""
+    weighted(wire(networks[depth], probe[:1]))
     fused = fuse(networks, into=into, depth=depth, probe=probe, settings=replace(FusionSettings(), repair=False))
     bodies = tuple(copy.deepcopy(body).eval() for body in fused.balanced)
     wirings = tuple(wire(body, probe[:1]) for body in bodies)
@@ -154,11 +162,11 @@ def spread(plan: Tensor) -> Tensor:
 
 
 def weighted(wiring: Wiring) -> list[Layer]:
-    """Convolutions and linear layers, each at its first call. Raises UserError naming one that reads single channels."""
+    """Convolutions and linear layers, each at its first call. Raises UserError naming a layer of another kind."""
     first: dict[str, Layer] = {}
     for layer in wiring.layers:
-        if layer.kind == "depthwise":
-            raise UserError(f"layer '{layer.name}': a depthwise convolution, which this comparator cannot take")
+        if layer.kind not in ("conv", "linear", "norm"):
+            raise UserError(f"layer '{layer.name}' is {layer.kind}: comparators take plain convolutions and linear layers")
         if layer.kind != "norm":
             first.setdefault(layer.name, layer)
     return list(first.values())

@@ -93,9 +93,9 @@ METHODS: dict[str, Method] = {
 BEST = "best parent"
 NOTE = (
     "Accuracy in % on {images}, one-shot, mean ± standard deviation over seeds; parent 1 gives the depth, parent 2 the "
-    "widths. Best parent: the highest of each seed. No labels are used; probe images, that no parent saw: 200 for parents of "
-    "the same data, 1,000 for the others. naive average: of networks brought to one depth, BatchNorm measured again. -: the "
-    "method does not take such networks."
+    "widths. Best parent: the highest of each seed. No labels are used; probe images, that no parent saw: 200 for parents "
+    "of the same data, 1,000 for the others. naive average: of networks brought to one depth, BatchNorm measured again. -: "
+    "the method does not take such networks."
 )
 
 

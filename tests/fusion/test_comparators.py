@@ -14,7 +14,7 @@ from fusion.comparators_channels import _assigned, _cca, _zipped
 from fusion.comparators_layers import patches, picked, products, ridge, with_ones
 from fusion.comparators_sequential import _kmeans
 from fusion.repair import recompute_statistics
-from tests.fusion.parts import apart, hidden, images, network, outputs
+from tests.fusion.parts import apart, hidden, images, network, outputs, randomised
 
 PROBE = images(24)
 TEST = images(6, seed=3)
@@ -78,6 +78,14 @@ def test_norms_that_a_method_cannot_take_are_refused(method):
     parents = [network("vgg11:width=0.125,norm=group,groups=4", seed) for seed in range(2)]
     with pytest.raises(UserError, match=r"'extractor\.[0-9.a-z]+'[ :].*(GroupNorm|takes BatchNorm alone)"):
         COMPARATORS[method](parents, 1, 1, PROBE)
+
+
+@pytest.mark.parametrize("method", COMPARATORS)
+def test_layers_that_read_single_channels_are_refused(method):
+    parents = [randomised(nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 6, 3, groups=6), nn.ReLU(), nn.Flatten(),
+                                        nn.Linear(6 * 4 * 4, 5)), seed) for seed in range(2)]  # fmt: skip
+    with pytest.raises(UserError, match=r"^layer '2' is depthwise: comparators take plain convolutions and linear layers$"):
+        COMPARATORS[method](parents, 1, 1, images(8, size=8))
 
 
 def test_regmean_weighs_each_network_by_what_its_layers_take_in(monkeypatch):
