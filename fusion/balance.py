@@ -16,6 +16,7 @@ from fusion.channels import Layer, Unit, Wiring
 from fusion.exact import State
 from fusion.resize import with_state
 
+BALANCED = ("conv", "linear", "depthwise", "norm")  # kinds of layers that networks of other depths may have
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.modules.instancenorm._InstanceNorm)
 
 
@@ -31,12 +32,13 @@ class Source:
 class Balanced:
     """A network with the structure asked for.
 
-    `added`: the tensors of layers that it did not have; `origins`: its other layers' names before. `sources`: its
-    pre-activations in the network it was made of; `stale`: they do not hold, since layers were merged or removed. `notes`:
-    what a user should know.
+    `complete`: the same network, with norms where they had to be left out: for wiring it. `added`: the tensors of layers
+    that it did not have; `origins`: its other layers' names before. `sources`: its pre-activations in the network it was made
+    of; `stale`: they do not hold, since layers were merged or removed. `notes`: what a user should know.
     """
 
     network: nn.Module
+    complete: nn.Module
     added: frozenset[str] = frozenset()
     origins: Mapping[str, str] = field(default_factory=dict)
     sources: Mapping[str, Source] = field(default_factory=dict)
@@ -47,9 +49,8 @@ class Balanced:
 def unchanged(network: nn.Module, wiring: Wiring) -> Balanced:
     """The network itself, where its depth is the one that is wanted."""
     layers = {layer.name: layer.name for layer in wiring.layers}
-    return Balanced(
-        network, origins=layers, sources={node: Source(node) for nodes in wiring.points.values() for node in nodes}
-    )
+    sources = {node: Source(node) for nodes in wiring.points.values() for node in nodes}
+    return Balanced(network, network, origins=layers, sources=sources)
 
 
 def balanced(
@@ -68,7 +69,34 @@ def balanced(
     of added blocks, as in the target ("own") or that of the stream ("stream", as the public code has it).
     Raises UserError, naming the layer, where neither is possible.
     """
+    if _one_structure(structure, wiring) and all(ours == theirs for ours, theirs in matches.items()):
+        for layer in wiring.layers:
+            _same_design(layer.name, target.get_submodule(layer.name), layer.name, network.get_submodule(layer.name))
+        return unchanged(network, wiring)
+    _check_known(structure, wiring)
     return _Builder(target, structure, network, wiring, dict(matches), signs or {}, inner).build()
+
+
+def _one_structure(one: Wiring, other: Wiring) -> bool:
+    """Whether two networks have the same layers under the same names, and the same tensors."""
+    nodes = [[(layer.name, layer.kind, layer.node, layer.weight) for layer in wiring.layers] for wiring in (one, other)]
+    tensors = [[name for axis in wiring.axes for name in ((slot.tensor, slot.dim) for slot in axis.slots)]
+               for wiring in (one, other)]  # fmt: skip
+    return nodes[0] == nodes[1] and sorted(tensors[0]) == sorted(tensors[1])
+
+
+def _check_known(*wirings: Wiring) -> None:
+    """Networks that have to be rebuilt consist of plain layers only."""
+    for wiring in wirings:
+        for layer in wiring.layers:
+            if layer.kind not in BALANCED or layer.weight not in ("", f"{layer.name}.weight"):
+                raise UserError(f"layer '{layer.name}' ({layer.kind}): networks with such layers are fused at one depth and one "
+                                "structure only; use networks of the same layers")  # fmt: skip
+        names = {layer.name for layer in wiring.layers}
+        for slot in (slot for axis in wiring.axes for slot in axis.slots):
+            if slot.tensor.rpartition(".")[0] not in names:
+                raise UserError(f"tensor '{slot.tensor}' is of no layer: networks with such tensors are fused at one depth and "
+                                "one structure only; use networks of the same layers")  # fmt: skip
 
 
 class _Builder:
@@ -83,6 +111,7 @@ class _Builder:
         self.goal, self.have = dict(target.named_modules()), dict(network.named_modules())
         self.state: State = {}
         self.dropped: set[str] = set()  # norms that have no identity
+        self.spare: State = {}  # the tensors of these, for wiring
         self.added: set[str] = set()
         self.origins: dict[str, str] = {}
         self.sources: dict[str, Source] = {}
@@ -105,8 +134,9 @@ class _Builder:
         self._merge(self.wiring.units[done:])
         self._copy(_outside(self.structure), _outside(self.wiring), None, None)
         network = with_state(self.target, {name: tensor.clone() for name, tensor in self.state.items()}, self.dropped)
+        complete = with_state(self.target, self.state | self.spare) if self.dropped else network
         notes = tuple(f"{name}: added without its norm, which has no identity" for name in sorted(self.dropped))
-        return Balanced(network, frozenset(self.added), self.origins, self.sources, self.stale, notes)
+        return Balanced(network, complete, frozenset(self.added), self.origins, self.sources, self.stale, notes)
 
     def _entries(self, place: int) -> int:
         """What the network's own next layer takes, after a place in the structure."""
@@ -205,6 +235,7 @@ class _Builder:
         """BatchNorm as an identity in eval mode; other norms have none and are left out."""
         if not isinstance(module, nn.modules.batchnorm._BatchNorm) or not module.track_running_stats:
             self.dropped.add(name)
+            self.spare |= {f"{name}.{key}": tensor.new_ones(width) for key, tensor in _tensors(module).items() if tensor.ndim}
             return
         neutral = {
             "weight": torch.ones(width),

@@ -18,11 +18,11 @@ from fusion.channels import Unit, Wiring, wire
 from fusion.checks import check_ends, check_finite, check_layers, given_map, mixing_weights
 from fusion.exact import State
 from fusion.matching import Pins, looked_at, match_seen, undecided, wired
-from fusion.plans import axis_moves, layer_moves
+from fusion.plans import Body, axis_moves, layer_moves
 from fusion.probe import Observation, features_of, observe
 from fusion.repair import Statistics, Target, in_basis, mixture, repair, running, watched
 from fusion.resize import with_state
-from fusion.transport import Moves, TransportSettings, moved
+from fusion.transport import Moves, TransportSettings, carried, moved
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class _Fusion:
         self.wirings = wired(networks, probe)
         self.structure = self.wirings[depth]
         for place, wiring in enumerate(self.wirings):
-            check_layers(place, networks[place], wiring)
+            check_layers(place, wiring)
             check_ends(self.wirings[0], wiring, place)
         self._lap("wire")
 
@@ -138,6 +138,7 @@ class _Fusion:
         matches = [self._matched(place, seen) for place in everyone]
         self._lap("align")
         bodies = [self._balanced(place, matches[place], seen[place]) for place in everyone]
+        self.bodies = [self._wired(place, bodies[place]) for place in everyone]
         views = [self._view(place, bodies[place], seen[place]) for place in everyone]
         del seen
         self._lap("balance")
@@ -146,7 +147,7 @@ class _Fusion:
                       for view, move in zip(views, moves, strict=True)]  # fmt: skip
         del views
         self._lap("transport")
-        aligned = [body.network if place == self.into else with_state(body.network, self._moved(body, moves[place]))
+        aligned = [body.network if place == self.into else with_state(body.network, self._moved(place, body, moves[place]))
                    for place, body in enumerate(bodies)]  # fmt: skip
         states = [network.state_dict() for network in aligned]
         shares = {name: self._shares(name, states, bodies, weights) for name in states[self.depth]}
@@ -223,21 +224,26 @@ class _Fusion:
     def _moves(self, bodies: list[Balanced], views: list[Mapping[str, Tensor]]) -> list[Moves]:
         """First of the network that gives the depth: where `into` lacks a layer, the others are brought into its basis."""
         settings, make = self.settings, layer_moves if self.settings.sequential else axis_moves
-        goal, values = bodies[self.into].network, views[self.into]
+        goal, values, wirings = bodies[self.into].network, views[self.into], self.bodies
         moves = {self.into: Moves({}, {}, {})}
         for place in sorted(range(len(bodies)), key=lambda place: place != self.depth):
             if place == self.into:
                 continue
-            body = bodies[place].network, views[place]
-            moves[place] = make(self.structure, body, (goal, values), settings.transport, settings.basis)
+            body, into = Body(bodies[place].network, wirings[place], views[place]), Body(goal, wirings[self.into], values)
+            moves[place] = make(self.structure, body, into, settings.transport, settings.basis)
             if place == self.depth and len(bodies) > 2 and bodies[self.into].added and not settings.sequential:
-                state = self._moved(bodies[place], moves[place])
+                state = self._moved(place, bodies[place], moves[place])
                 goal = with_state(goal, {name: state[name] for name in bodies[self.into].added})
                 values = {**views[place], **values}
         return [moves[place] for place in range(len(bodies))]
 
-    def _moved(self, body: Balanced, move: Moves) -> State:
-        return moved(body.network.state_dict(), self.structure.layers, move)
+    def _wired(self, place: int, body: Balanced) -> Wiring:
+        return self.wirings[place] if body.network is self.networks[place] else wire(body.complete, self.probe[:1])
+
+    def _moved(self, place: int, body: Balanced, move: Moves) -> State:
+        if move.plans is None:
+            return moved(body.network.state_dict(), self.structure.layers, move)
+        return carried(body.network.state_dict(), self.bodies[place], self.bodies[self.into], move.plans)
 
     def _shares(self, name: str, states: list[State], bodies: list[Balanced], weights: list[float]) -> list[float]:
         """Of each network in the mean of a tensor; 0 for those that have no such layer of their own."""

@@ -1,44 +1,54 @@
 """From what two networks of one structure do, or from their weights, to the moves that bring one into the other's basis."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from fusion.channels import Layer, Wiring
+from fusion.channels import Axis, Layer, Wiring
 from fusion.reference import sequential_moves
-from fusion.transport import GROUNDS, Moves, Plan, TransportSettings, apply, neutral_plan, solve
+from fusion.transport import (
+    GROUNDS,
+    Blocks,
+    Moves,
+    Plan,
+    TransportSettings,
+    across,
+    apply,
+    between_groups,
+    moved_along,
+    neutral_plan,
+    slots_of,
+    solve,
+)
+from fusion.units import WEIGHTED
 
-Body = tuple[nn.Module, Mapping[str, Tensor]]  # a network of the structure, and the values [channels, n] of its nodes
+OUTPUTS = {"transposed": 1, "embedding": 1}  # dimension of a layer's weight that it writes, by kind; else 0
+Pairs = list[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class Body:
+    """A network of the structure, its own wiring, and the values [channels, n] of its nodes."""
+
+    network: nn.Module
+    wiring: Wiring
+    values: Mapping[str, Tensor]
 
 
 def axis_moves(structure: Wiring, body: Body, into: Body, settings: TransportSettings, basis: str) -> Moves:
     """One plan for each axis but the input's and the output's, from all the pre-activations that lie on it.
 
     With `basis` "weights" from the first layer that writes the axis. The inside of a block that one of them lacks has
-    nothing to compare. Raises UserError, naming the layer, for pre-activations of different resolution and plans that cannot
-    be made.
+    nothing to compare. Groups go to groups as their members of all axes fit best. Raises UserError, naming the layer, for
+    pre-activations of different resolution and plans that cannot be made.
     """
-    plans: dict[int, Plan] = {}
-    for layer in _writers(structure):
-        axis = structure.axes[layer.outputs]
-        if axis.fixed or axis.index in plans:
-            continue
-        if basis == "weights":
-            pairs = _rows(layer, body, into, plans)
-        else:
-            nodes = [node for node in structure.points[axis.index] if node in body[1] and node in into[1]]
-            pairs = [(body[1][node], into[1][node]) for node in nodes]
-        importance = _importance(body, layer), _importance(into, layer)
-        if not pairs:
-            plans[axis.index] = neutral_plan(len(importance[0]), len(importance[1]), settings.normalisation)
-            continue
-        for one, other in pairs:
-            if one.shape[1] != other.shape[1]:
-                raise UserError(f"layer '{layer.name}': {one.shape[1]} values of a channel here, {other.shape[1]} there: "
-                                "the networks work at different resolutions")  # fmt: skip
-        plans[axis.index] = _solved(layer, pairs, settings, importance, axis.groups)
-    return _of_axes(structure, plans)
+    slots_of(body.wiring, into.wiring)  # the same structure
+    plans = _Planner(structure, body, into, settings, basis).run()
+    return _of_axes(structure, body.wiring, into.wiring, plans)
 
 
 def layer_moves(structure: Wiring, body: Body, into: Body, settings: TransportSettings, basis: str) -> Moves:
@@ -47,53 +57,204 @@ def layer_moves(structure: Wiring, body: Body, into: Body, settings: TransportSe
         raise UserError("sequential plans are made from activations; use basis='activations', or sequential=False")
     if any(layer.kind == "depthwise" for layer in structure.layers):
         raise UserError("sequential plans know no depthwise convolutions; use sequential=False")
+    for layer in structure.layers:
+        if layer.kind not in ("conv", "linear", "norm") or layer.weight not in ("", f"{layer.name}.weight"):
+            raise UserError(f"layer '{layer.name}': sequential plans know convolutions and linear layers, this is "
+                            f"'{layer.kind}'; use sequential=False")  # fmt: skip
     plans = {}
-    for layer in _writers(structure):
-        importance = _importance(body, layer), _importance(into, layer)
-        pairs = [(body[1][layer.node], into[1][layer.node])]
-        plans[layer.name] = _solved(layer, pairs, settings, importance)
+    for layer in structure.layers:
+        if layer.kind != "norm":
+            importance = tuple(one.network.get_parameter(layer.weight).detach().flatten(1).norm(dim=1) for one in (body, into))
+            pairs = [(body.values[layer.node], into.values[layer.node])]
+            with _named(layer.name):
+                cost = GROUNDS[settings.ground](pairs)
+                plans[layer.name] = solve(cost, settings, importance=importance)  # pyright: ignore[reportArgumentType]
     return sequential_moves(structure, plans)
 
 
-def _solved(
-    layer: Layer,
-    pairs: list[tuple[Tensor, Tensor]],
-    settings: TransportSettings,
-    importance: tuple[Tensor, Tensor],
-    groups: int = 1,
-) -> Plan:
-    """The plan between channels that the layer writes; errors name it."""
-    try:
-        return solve(GROUNDS[settings.ground](pairs), settings, groups=groups, importance=importance)
-    except UserError as error:
-        raise UserError(f"layer '{layer.name}': {error}") from error
+class _named:  # noqa: N801
+    """Errors name the layer."""
+
+    def __init__(self, layer: str) -> None:
+        self.layer = layer
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, UserError):
+            raise UserError(f"layer '{self.layer}': {error}") from error
 
 
-def _of_axes(structure: Wiring, plans: Mapping[int, Plan]) -> Moves:
-    outgoing = {layer.name: plans[layer.outputs].outgoing for layer in structure.layers if layer.outputs in plans}
-    incoming = {layer.name: plans[layer.inputs].incoming for layer in structure.layers if layer.inputs in plans}
-    costs = {layer.name: plans[layer.outputs].cost for layer in _writers(structure) if layer.outputs in plans}
-    return Moves(outgoing, incoming, costs)
+class _Planner:
+    """Plans of all axes, those of groups and their members together."""
+
+    def __init__(self, structure: Wiring, body: Body, into: Body, settings: TransportSettings, basis: str) -> None:
+        self.structure, self.body, self.into, self.settings, self.basis = structure, body, into, settings, basis
+        self.members: dict[int, list[Axis]] = {}
+        for axis in structure.axes:
+            if axis.parent is not None and not axis.fixed:
+                self.members.setdefault(axis.parent, []).append(axis)
+        self.writers = _writers(structure)
+        self.blocks: dict[int, Blocks] = {}
+        self.plans: dict[int, Plan] = {}
+
+    def run(self) -> dict[int, Plan]:
+        order = {layer.node: place for place, layer in enumerate(self.structure.layers)}
+        axes = [axis for axis in self.structure.axes if not axis.fixed]
+        first = {axis.index: order[self.writers[axis.index].node] for axis in axes if axis.index in self.writers}
+        for axis in sorted(axes, key=lambda axis: (first.get(axis.index, len(order)), axis.index)):
+            root = axis
+            while root.parent is not None and not self.structure.axes[root.parent].fixed:
+                root = self.structure.axes[root.parent]
+            if root.index not in self.plans:
+                self._plan(root)
+        return self.plans
+
+    def _plan(self, root: Axis) -> None:
+        with _named(self._name(root)):
+            table = self._table(root)
+            if root.parent is not None:  # its groups do not move
+                self.plans[root.index] = self._blocks(root, table).plan(np.eye(root.groups))
+            elif root.index in self.members and table is not None:
+                joint = torch.from_numpy(between_groups(table))
+                self.plans[root.index] = Plan(joint, float((joint.numpy() * table).sum()), self.settings.normalisation)
+            elif table is None:
+                self.plans[root.index] = neutral_plan(*self._sizes(root), self.settings.normalisation)
+            else:
+                self.plans[root.index] = solve(table, self.settings, importance=self._importance(root))
+            self._descend(root)
+
+    def _descend(self, axis: Axis) -> None:
+        """The plans of an axis's members, from its own."""
+        for member in self.members.get(axis.index, ()):
+            self.plans[member.index] = self.blocks[member.index].plan(self.plans[axis.index].joint.numpy())
+            self._descend(member)
+
+    def _table(self, axis: Axis) -> np.ndarray | None:
+        """Costs [n, m] of the channels of an axis, with those of their members; None if nothing tells them apart."""
+        pairs = self._pairs(axis)
+        table = GROUNDS[self._ground(axis)](pairs) if pairs else None
+        for member in self.members.get(axis.index, ()):
+            costs = self._blocks(member, self._table(member)).table
+            table = costs if table is None else table + costs
+        return table
+
+    def _ground(self, axis: Axis) -> str:
+        """What is the same for all inputs (an MLP of coordinates) is compared by its values: it may lie in few dimensions."""
+        nodes = self.structure.points[axis.index]
+        still = self.basis == "activations" and nodes and self.structure.still.issuperset(nodes)
+        return "squared" if still else self.settings.ground
+
+    def _blocks(self, axis: Axis, table: np.ndarray | None) -> Blocks:
+        n, m = self._sizes(axis)
+        if table is None:
+            table = 1.0 - np.eye(n) if n == m else np.zeros((n, m))
+        places = tuple(one.wiring.axes[axis.index].places.numpy() for one in (self.body, self.into))
+        self.blocks[axis.index] = Blocks(table, (places[0], places[1]), self.settings, self._importance(axis))
+        return self.blocks[axis.index]
+
+    def _sizes(self, axis: Axis) -> tuple[int, int]:
+        return self.body.wiring.axes[axis.index].size, self.into.wiring.axes[axis.index].size
+
+    def _name(self, axis: Axis) -> str:
+        """The layer that writes an axis, or the first tensor on it, or on its members."""
+        members = self.members.get(axis.index, ())
+        if axis.index in self.writers:
+            return self.writers[axis.index].name
+        return axis.slots[0].tensor if axis.slots else self._name(members[0])
+
+    def _pairs(self, axis: Axis) -> Pairs:
+        if self.basis == "weights":
+            return self._rows(axis)
+        nodes = [node for node in self.structure.points[axis.index] if node in self.body.values and node in self.into.values]
+        pairs = [(_values(self.body, node, axis.index), _values(self.into, node, axis.index)) for node in nodes]
+        for one, other in pairs:
+            if one.shape[1] != other.shape[1]:
+                raise UserError(f"{one.shape[1]} values of a channel here, {other.shape[1]} there: the networks work at "
+                                "different resolutions")  # fmt: skip
+        return pairs
+
+    def _importance(self, axis: Axis) -> tuple[Tensor, Tensor] | None:
+        """The norms of each channel's incoming weights, [n] and [m]."""
+        if axis.index not in self.writers:
+            return None
+        rows = (_written(one, self.writers[axis.index], axis.index)[0] for one in (self.body, self.into))
+        one, other = (row.norm(dim=1) for row in rows)
+        return one, other
+
+    def _rows(self, axis: Axis) -> Pairs:
+        """Weights of both networks as vectors of the channels that they write, what they read in one basis; none for zero
+        weights. In one family of groups both sides are unknown yet: then the vectors' sorted entries."""
+        if axis.index not in self.writers:
+            return []
+        layer = self.writers[axis.index]
+        (own, dim), (other, _) = (_written(one, layer, axis.index) for one in (self.body, self.into))
+        if not own.any() or not other.any():
+            return []
+        slots = [pair for pair in slots_of(self.body.wiring, self.into.wiring)[layer.weight] if pair[1].reads]
+        if any(not self.structure.axes[index].fixed and index not in self.plans for index, _, _ in slots):
+            return [(own.sort(dim=1).values, other.sort(dim=1).values)]
+        if slots and any(index in self.plans for index, _, _ in slots):
+            weight = _weight(self.body, layer)
+            if len(slots) == 1:
+                weight = apply(weight, self.plans[slots[0][0]].incoming, 1 - dim, layer.weight)
+            else:
+                size = _weight(self.into, layer).shape[1 - dim]
+                weight = moved_along(weight, 1 - dim, slots, self.plans, size, layer.weight)
+            own = _rows_of(weight, dim, self.body.wiring, layer, axis.index)
+        return [(own, other)]
 
 
-def _writers(structure: Wiring) -> list[Layer]:
-    return [layer for layer in structure.layers if layer.kind in ("conv", "linear")]
+def _values(body: Body, node: str, axis: int) -> Tensor:
+    """What a node shows of the channels of an axis, [size, values]."""
+    values, entries = body.values[node], body.wiring.layouts[node].entries[axis]
+    if len(entries) == len(values) and torch.equal(entries.flatten(), torch.arange(len(values))):
+        return values
+    return values[entries.flatten().to(values.device)].view(len(entries), -1)
+
+
+def _writers(structure: Wiring) -> dict[int, Layer]:
+    """The first layer that writes each axis."""
+    found: dict[int, Layer] = {}
+    layers = {layer.weight: layer for layer in reversed(structure.layers) if layer.kind in WEIGHTED}
+    order = {layer.node: place for place, layer in enumerate(structure.layers)}
+    for axis in structure.axes:
+        named = [layers[slot.tensor] for slot in axis.slots
+                 if slot.tensor in layers and slot.dim == OUTPUTS.get(layers[slot.tensor].kind, 0)]  # fmt: skip
+        if named and not axis.fixed:
+            found[axis.index] = min(named, key=lambda layer: order[layer.node])
+    return found
 
 
 def _weight(body: Body, layer: Layer) -> Tensor:
-    return body[0].get_parameter(f"{layer.name}.weight").detach()
+    return body.network.get_parameter(layer.weight).detach()
 
 
-def _importance(body: Body, layer: Layer) -> Tensor:
-    """The norm of each channel's incoming weights, [channels]."""
-    return _weight(body, layer).flatten(1).norm(dim=1)
+def _written(body: Body, layer: Layer, axis: int) -> tuple[Tensor, int]:
+    """The weights that a layer writes the channels of an axis with, [size, rest], and the dimension they lie on."""
+    dim = OUTPUTS.get(layer.kind, 0)
+    return _rows_of(_weight(body, layer), dim, body.wiring, layer, axis), dim
 
 
-def _rows(layer: Layer, body: Body, into: Body, plans: Mapping[int, Plan]) -> list[tuple[Tensor, Tensor]]:
-    """Weights of both networks as vectors of their output channels, the inputs in one basis; none for zero weights."""
-    own, other = _weight(body, layer), _weight(into, layer)
-    if not own.any() or not other.any():
-        return []
-    if layer.inputs in plans:
-        own = apply(own, plans[layer.inputs].incoming, 1, f"{layer.name}.weight")
-    return [(own.flatten(1), other.flatten(1))]
+def _rows_of(weight: Tensor, dim: int, wiring: Wiring, layer: Layer, axis: int) -> Tensor:
+    slot = next(slot for slot in wiring.axes[axis].slots if (slot.tensor, slot.dim) == (layer.weight, dim))
+    rows = weight.movedim(dim, 0).flatten(1)
+    return rows[slot.entries.flatten().to(rows.device)].view(len(slot.entries), -1)
+
+
+def _of_axes(structure: Wiring, source: Wiring, goal: Wiring, plans: Mapping[int, Plan]) -> Moves:
+    """With the moves of whole layers' outputs."""
+    slots, outgoing = slots_of(source, goal), dict[str, Tensor]()
+    for layer in structure.layers:
+        dim = OUTPUTS.get(layer.kind, 0)
+        here = [pair for pair in slots.get(layer.weight, ()) if pair[1].dim == dim]
+        if not here and layer.outputs in plans:  # a norm without weights
+            outgoing[layer.name] = plans[layer.outputs].outgoing
+        elif len(here) == 1 and here[0][0] in plans and here[0][1].repeat == 1:
+            outgoing[layer.name] = plans[here[0][0]].outgoing
+        elif any(index in plans for index, _, _ in here):
+            outgoing[layer.name] = across(here, plans)
+    costs = {layer.name: plans[layer.outputs].cost for layer in structure.layers
+             if layer.kind in WEIGHTED and layer.outputs in plans}  # fmt: skip
+    return Moves(outgoing, {}, costs, plans)

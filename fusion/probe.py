@@ -48,7 +48,7 @@ class Observation:
     """By the name of the node whose output was seen.
 
     `grams`: for each batch [k, k] float64, uncentred. `features`: [channels, values], the same samples and positions in
-    every network of the same resolution. `moments` of the channels.
+    every network of the same resolution; channels as the wiring's layout of the node has them. `moments` of the channels.
     """
 
     grams: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -76,9 +76,10 @@ def observe(
     """
     check_probe(wiring.graph, probe)
     share = max(1, positions // len(probe)) if positions else None
-    looker = _Looker(wiring.graph, (set(features), set(grams), set(moments)), share, every)
+    looker = _Looker(wiring, (set(features), set(grams), set(moments)), share, every)
     with torch.no_grad(), evaluating(wiring.graph):
         for batch in probe.split(BATCH):
+            looker.samples = len(batch)
             looker.run(batch.clone())
             looker.first = (looker.first - len(batch)) % every
     return looker.seen
@@ -129,12 +130,14 @@ class _Looker(Runner):
     """What is looked at is taken before a later in-place operation can change it."""
 
     def __init__(
-        self, graph: fx.GraphModule, wanted: tuple[set[str], set[str], set[str]], share: int | None, every: int
+        self, wiring: Wiring, wanted: tuple[set[str], set[str], set[str]], share: int | None, every: int
     ) -> None:
-        super().__init__(graph)
+        super().__init__(wiring.graph)
+        self.layouts = wiring.layouts
         self.extra_traceback = False
         self.features, self.grams, self.moments = wanted
         self.share, self.every, self.seen = share, every, Observation()
+        self.samples = 0  # of the batch
         self.first = 0  # the first sample of the batch whose moments are taken
 
     def run_node(self, n: fx.Node) -> Any:
@@ -147,8 +150,19 @@ class _Looker(Runner):
         if n.name in self.grams:
             seen.grams.setdefault(n.name, []).append(_gram(value.flatten(1)))
         if n.name in self.features:
-            seen.features.setdefault(n.name, []).append(_picked(value, self.share))
+            seen.features.setdefault(n.name, []).append(self._channels(n.name, value))
         return value
+
+
+    def _channels(self, node: str, value: Tensor) -> Tensor:
+        """[entries of the dimensions that carry channels, values]; as many values wherever channels lie."""
+        dims = self.layouts[node].dims if node in self.layouts else (1,)
+        if dims == (1,):
+            return _picked(value, self.share)
+        others = [dim for dim in range(1, value.ndim) if dim not in dims]
+        rows = value.permute(0, *dims, *others).reshape(len(value), -1, *(value.shape[dim] for dim in others))
+        share = self.share and max(1, self.share * self.samples // len(rows))
+        return _picked(rows, share)
 
 
 def _check_finite(node: fx.Node, value: Tensor) -> None:

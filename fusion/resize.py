@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fusion.tracing import TRANSPOSED
+
 
 def with_state(network: nn.Module, state: Mapping[str, Tensor], without: Collection[str] = ()) -> nn.Module:
     """A copy of the network that holds the tensors of `state` themselves; norms named in `without` become identities."""
@@ -34,8 +36,16 @@ def _fit(module: Any) -> None:
 
 
 def _of_convolution(module: Any, shape: tuple[int, ...]) -> dict[str, Any]:
-    groups = 1 if module.groups == 1 else shape[0]  # else depthwise
+    """Groups keep their width, if that is what the weight has, or their number."""
+    if isinstance(module, TRANSPOSED):
+        return {"in_channels": shape[0], "out_channels": shape[1] * module.groups}
+    narrow = module.groups > 1 and shape[1] * module.groups == module.in_channels
+    groups = shape[0] * module.groups // module.out_channels if narrow else module.groups
     return {"groups": groups, "out_channels": shape[0], "in_channels": shape[1] * groups}
+
+
+def _of_norm(module: Any, shape: tuple[int, ...]) -> dict[str, Any]:
+    return {"normalized_shape": shape}
 
 
 SIZES: dict[type[nn.Module], Callable[[Any, tuple[int, ...]], dict[str, Any]]] = {
@@ -43,5 +53,7 @@ SIZES: dict[type[nn.Module], Callable[[Any, tuple[int, ...]], dict[str, Any]]] =
     nn.Linear: lambda _, shape: {"out_features": shape[0], "in_features": shape[1]},
     nn.modules.batchnorm._NormBase: lambda _, shape: {"num_features": shape[0]},
     nn.GroupNorm: lambda _, shape: {"num_channels": shape[0]},
-    nn.LayerNorm: lambda _, shape: {"normalized_shape": shape},
+    nn.LayerNorm: _of_norm,
+    nn.RMSNorm: _of_norm,
+    nn.Embedding: lambda _, shape: {"num_embeddings": shape[0], "embedding_dim": shape[1]},
 }

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
-from fusion.channels import Layer
+from fusion.channels import Layer, Slot, Wiring
 from fusion.exact import State
+from fusion.grouped import dense, in_groups
 
 PIECE = 1024  # columns of a weight that are moved at once
 FEW = 4  # entries a row or column: plans with no more are taken as sparse
@@ -155,18 +156,57 @@ class Plan:
 def solve(
     cost: np.ndarray, settings: TransportSettings, *, groups: int = 1, importance: tuple[Tensor, Tensor] | None = None
 ) -> Plan:
-    """The plan for a cost matrix [n, m]. `groups`: of GroupNorm; whole groups then go to whole groups, of equal weight.
+    """The plan for a cost matrix [n, m]. `groups`: of consecutive channels; whole groups then go to whole groups, of equal
+    weight.
 
     `importance`: weights [n] and [m] of the channels, for settings.marginals "importance" (within each group, if there are
     any). Raises UserError if the costs are not finite or the solver does not converge.
     """
+    if groups == 1:
+        cost = scaled(cost, settings)
+        joint = SOLVERS[settings.solver](*marginals(cost.shape, settings, importance), cost, settings)
+        return Plan(torch.from_numpy(joint), float((joint * cost).sum()), settings.normalisation)
+    own, other = (np.arange(count).reshape(groups, -1) for count in cost.shape)
+    blocks = Blocks(cost, (own, other), settings, importance)
+    return blocks.plan(between_groups(blocks.table))
+
+
+class Blocks:
+    """The plans between any two groups of channels; table: their costs [groups, other groups]."""
+
+    def __init__(
+        self, cost: np.ndarray, places: tuple[np.ndarray, np.ndarray], settings: TransportSettings,
+        importance: tuple[Tensor, Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """places: channels of each group, [groups, size]; importance as in `solve`."""
+        self.cost, self.places, self.settings = scaled(cost, settings), places, settings
+        mu, nu = marginals(cost.shape, settings, importance)
+        self.plans = [[_block(self.cost, mu, nu, i, j, settings) for j in places[1]] for i in places[0]]
+        costs = [[float((plan * self.cost[np.ix_(i, j)]).sum()) for plan, j in zip(line, places[1], strict=True)]
+                 for line, i in zip(self.plans, places[0], strict=True)]  # fmt: skip
+        self.table = np.array(costs)
+
+    def plan(self, between: np.ndarray) -> Plan:
+        """The plan of all channels, for a plan between the groups."""
+        joint, groups = np.zeros_like(self.cost), len(between)
+        for a, b in np.argwhere(between > 0):
+            i, j = self.places[0][a], self.places[1][b]
+            share = 1.0 / groups if between.shape[0] == between.shape[1] else between[a, b]
+            joint[np.ix_(i, j)] = self.plans[a][b] * share
+        return Plan(torch.from_numpy(joint), float((joint * self.cost).sum()), self.settings.normalisation)
+
+
+def between_groups(table: np.ndarray) -> np.ndarray:
+    """The exact plan [n, m] between groups of equal weight, for the costs of their members."""
+    n, m = table.shape
+    return exact_plan(np.full(n, 1.0 / n), np.full(m, 1.0 / m), table)
+
+
+def scaled(cost: np.ndarray, settings: TransportSettings) -> np.ndarray:
+    """Costs over their scale; UserError if they are not finite."""
     if not np.isfinite(cost).all():
         raise UserError("transport: costs between channels are not finite; a network or the probe set holds NaN")
-    cost = cost / (SCALES[settings.scale](cost) or 1.0)
-    mu, nu = _marginals(cost.shape, settings, importance)
-    whole = SOLVERS[settings.solver]
-    joint = _grouped(cost, groups, mu, nu, settings) if groups > 1 else whole(mu, nu, cost, settings)
-    return Plan(torch.from_numpy(joint), float((joint * cost).sum()), settings.normalisation)
+    return cost / (SCALES[settings.scale](cost) or 1.0)
 
 
 def neutral_plan(rows: int, columns: int, normalisation: str = "both") -> Plan:
@@ -177,15 +217,20 @@ def neutral_plan(rows: int, columns: int, normalisation: str = "both") -> Plan:
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """Matrices [n, m] by layer name: how each layer's outputs and inputs move. A layer that is not named stays."""
+    """How a network's channels move: a plan for each axis, by index. Axes that are not named stay.
+
+    outgoing: by layer name, [n, m], how its outputs move; incoming: how its inputs do, where plans are of layers and not of
+    axes (fusion.reference); costs: of the plans, by layer.
+    """
 
     outgoing: Mapping[str, Tensor]
     incoming: Mapping[str, Tensor]
     costs: Mapping[str, float]
+    plans: Mapping[int, Plan] | None = None
 
 
 def moved(state: Mapping[str, Tensor], layers: Sequence[Layer], moves: Moves) -> State:
-    """A network's state in the basis that the moves lead to.
+    """A network's state in the basis that the moves of its layers lead to.
 
     Weights [out, in, ...] move on both sides, vectors (bias, norms and their statistics) with the outputs; a linear layer
     behind a flatten with its channels. Raises UserError naming a tensor whose size is not the plan's.
@@ -198,6 +243,73 @@ def moved(state: Mapping[str, Tensor], layers: Sequence[Layer], moves: Moves) ->
             if tensor.ndim > 1 and layer.kind != "depthwise" and layer.name in moves.incoming:
                 new[name] = apply(new[name], moves.incoming[layer.name], 1, name)
     return {name: tensor.clone() if tensor is state[name] else tensor for name, tensor in new.items()}
+
+
+def carried(state: Mapping[str, Tensor], source: Wiring, goal: Wiring, plans: Mapping[int, Plan]) -> State:
+    """A network's state in the basis, and of the widths, of another of the same structure.
+
+    source, goal: the wirings of both. Every slot moves with its axis: where a layer reads it, as what is read. Raises
+    UserError naming a tensor whose size is not the plan's.
+    """
+    new = {name: tensor.clone() for name, tensor in state.items()}
+    sizes = goal.graph.state_dict()
+    for name, pairs in slots_of(source, goal).items():
+        if name not in state or not any(index in plans for index, _, _ in pairs):
+            continue
+        blocks = max(ours.blocks for _, ours, _ in pairs), max(theirs.blocks for _, _, theirs in pairs)
+        tensor = dense(state[name], blocks[0]) if blocks[0] > 1 else state[name]
+        size = list(sizes[name].shape)
+        size[1:2] = [size[1] * blocks[1]] if len(size) > 1 else []
+        for dim in dict.fromkeys(ours.dim for _, ours, _ in pairs):
+            here = [pair for pair in pairs if pair[1].dim == dim]
+            tensor = moved_along(tensor, dim, here, plans, size[dim], name)
+        new[name] = in_groups(tensor, blocks[1]) if blocks[1] > 1 else tensor
+    return {name: tensor.contiguous() for name, tensor in new.items()}
+
+
+def slots_of(source: Wiring, goal: Wiring) -> dict[str, list[tuple[int, Slot, Slot]]]:
+    """By tensor: axis and slots in two wirings of one structure; UserError if they are not of one."""
+    found: dict[str, list[tuple[int, Slot, Slot]]] = {}
+    for ours, theirs in zip(source.axes, goal.axes, strict=False):
+        places = [[(slot.tensor, slot.dim) for slot in axis.slots] for axis in (ours, theirs)]
+        if places[0] != places[1] or len(source.axes) != len(goal.axes):
+            apart = next((one for one, other in zip(*places, strict=False) if one != other), (places[0] or places[1])[-1:])
+            raise UserError(f"the networks are of different design: their channels are tied otherwise at {apart}")
+        for one, other in zip(ours.slots, theirs.slots, strict=True):
+            found.setdefault(one.tensor, []).append((ours.index, one, other))
+    return found
+
+
+def moved_along(
+    tensor: Tensor, dim: int, pairs: list[tuple[int, Slot, Slot]], plans: Mapping[int, Plan], size: int, name: str
+) -> Tensor:
+    """One dimension, all axes that lie on it; what lies on none stays where it is."""
+    front = tensor.movedim(dim, 0)
+    new = front.clone() if size == len(front) else front.new_zeros(size, *front.shape[1:])
+    for index, ours, theirs in pairs:
+        rows = front.index_select(0, ours.entries.flatten().to(front.device))
+        if index in plans:
+            matrix = plans[index].incoming if ours.reads else plans[index].outgoing
+            if ours.entries.shape != (len(matrix), theirs.repeat) or len(theirs.entries) != matrix.shape[1]:
+                raise UserError(f"tensor '{name}': dimension {dim} has {ours.entries.numel()} entries, the plan {len(matrix)} "
+                                "channels")  # fmt: skip
+            rows = apply(rows.reshape(len(rows), -1), matrix, 0, name).view(-1, *front.shape[1:])
+        elif ours.entries.shape != theirs.entries.shape:
+            raise UserError(f"tensor '{name}': dimension {dim} does not move, and is {ours.entries.numel()} here and "
+                            f"{theirs.entries.numel()} there")  # fmt: skip
+        new[theirs.entries.flatten().to(front.device)] = rows
+    return new.movedim(0, dim)
+
+
+def across(pairs: list[tuple[int, Slot, Slot]], plans: Mapping[int, Plan]) -> Tensor:
+    """How all entries of one dimension move, [n, m], from the slots on it."""
+    n, m = (int(max(int(pair[side].entries.max()) for pair in pairs)) + 1 for side in (1, 2))
+    matrix = torch.zeros(n, m, dtype=torch.float64)
+    for index, ours, theirs in pairs:
+        block = plans[index].outgoing if index in plans else torch.eye(len(ours.entries), dtype=torch.float64)
+        for mine, other in zip(ours.entries.T, theirs.entries.T, strict=True):
+            matrix[mine[:, None], other] = block
+    return matrix
 
 
 def apply(tensor: Tensor, matrix: Tensor, dim: int, name: str = "") -> Tensor:
@@ -219,29 +331,14 @@ def _sparse(matrix: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda piece: piece.new_zeros(matrix.shape[1], piece.shape[1]).index_add_(0, columns, piece[rows] * entries)
 
 
-def _marginals(
+def marginals(
     shape: tuple[int, ...], settings: TransportSettings, importance: tuple[Tensor, Tensor] | None
 ) -> tuple[np.ndarray, np.ndarray]:
+    """Of the rows and the columns of a plan."""
     if settings.marginals == "uniform" or importance is None:
         return np.full(shape[0], 1.0 / shape[0]), np.full(shape[1], 1.0 / shape[1])
     mu, nu = (weight.double().cpu().numpy() + 1e-9 for weight in importance)
     return mu / mu.sum(), nu / nu.sum()
-
-
-def _grouped(cost: np.ndarray, groups: int, mu: np.ndarray, nu: np.ndarray, settings: TransportSettings) -> np.ndarray:
-    """First the plans between any two groups, then whole groups assigned by their costs."""
-    rows, columns = np.split(np.arange(len(mu)), groups), np.split(np.arange(len(nu)), groups)
-    blocks = [[_block(cost, mu, nu, i, j, settings) for j in columns] for i in rows]
-    each = np.full(groups, 1.0 / groups)
-    table = np.array([[float((plan * cost[np.ix_(i, j)]).sum()) for plan, j in zip(line, columns, strict=True)]
-                      for line, i in zip(blocks, rows, strict=True)])  # fmt: skip
-    chosen = exact_plan(each, each, table) > 0
-    joint = np.zeros_like(cost)
-    for a, i in enumerate(rows):
-        for b, j in enumerate(columns):
-            if chosen[a, b]:
-                joint[np.ix_(i, j)] = blocks[a][b] / groups
-    return joint
 
 
 def _block(

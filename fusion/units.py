@@ -6,7 +6,7 @@ from itertools import takewhile
 
 from torch.fx import Node
 
-WEIGHTED = ("conv", "linear")
+WEIGHTED = ("conv", "linear", "grouped", "transposed", "embedding")
 MIXING = (*WEIGHTED, "depthwise")
 
 
@@ -14,8 +14,10 @@ MIXING = (*WEIGHTED, "depthwise")
 class Layer:
     """A convolution, linear or norm layer, in one of its calls.
 
-    name: module path; kind: "linear", "conv", "depthwise" or "norm"; node: name of its fx node; inputs, outputs: axis
-    indices (equal for norm and depthwise); shape: of its output, without the batch dimension.
+    name: path of the module that has its weight; kind: "linear", "conv", "grouped" (in groups of several channels),
+    "depthwise", "transposed", "embedding" or "norm"; node: name of its fx node; inputs, outputs: axis indices (equal for norm
+    and depthwise; the first, where it reads or writes several); shape: of its output, without the batch dimension; weight:
+    name of its weight in the state dict, "" for none.
     """
 
     name: str
@@ -24,6 +26,7 @@ class Layer:
     inputs: int
     outputs: int
     shape: tuple[int, ...]
+    weight: str = ""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from clients.networks import NetworkName, parse_name
-from fusion.channels import Wiring, permuted, wire
+from fusion.channels import Wiring, wire
 from fusion.fusing import FusionSettings
 from fusion.matching import costs_between, match_units
 from fusion.probe import observe
@@ -64,9 +64,8 @@ def matches(deep: Wiring, shallow: Wiring, probe: Tensor) -> dict[int, int]:
 def hidden(network: nn.Module, example: Tensor, seed: int = 0) -> nn.Module:
     """The same function in another basis: all hidden channels permuted."""
     generator = torch.Generator().manual_seed(seed)
-    wiring, state = wire(network, example[:1]), network.state_dict()
-    for axis in wiring.axes:
-        state = permuted(state, axis, axis.permutation(generator))
+    wiring = wire(network, example[:1])
+    state = wiring.permuted(network.state_dict(), wiring.permutations(generator))
     twin = copy.deepcopy(network)
     twin.load_state_dict(state)
     return twin

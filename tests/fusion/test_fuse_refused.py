@@ -115,14 +115,15 @@ def test_a_map_across_resolutions():
     assert said.startswith("layer 'extractor.3': ") and said.endswith("the networks work at different resolutions")
 
 
-class Prelu(nn.Sequential):
+class Spare(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(nn.Linear(4, 6), nn.PReLU(6), nn.Linear(6, 2))
+        self.spare = nn.Parameter(torch.zeros(6))
 
 
-def test_tensors_of_no_known_layer():
-    said = refusal([randomised(Prelu()), randomised(Prelu(), 1)], probe=torch.randn(5, 4).double())
-    assert said == "network 0: tensor '1.weight' is of no convolution, linear or norm layer: cannot be fused"
+def test_tensors_on_no_axis():
+    said = refusal([randomised(Spare()), randomised(Spare(), 1)], probe=torch.randn(5, 4).double())
+    assert said.startswith("network 0: parameter 'spare' [6] lies on no axis: unused, or not channel by channel; takes ")
 
 
 def test_what_cannot_be_wired():

@@ -41,10 +41,9 @@ def check(network: nn.Module, example: Tensor, seed: int = 0, singly: int | None
     state = dict(network.state_dict())
     expected = outputs(network, state, example)
     hidden = [axis for axis in wiring.axes if not axis.fixed]
-    every = state
-    for axis in hidden:
-        every = permuted(every, axis, axis.permutation(generator))
-    changed = [every] + [permuted(state, axis, axis.permutation(generator)) for axis in hidden[:singly]]
+    every = wiring.permuted(state, wiring.permutations(generator))
+    alone = [axis for axis in hidden if all(other.parent != axis.index for other in hidden)][:singly]
+    changed = [every] + [permuted(state, axis, axis.permutation(generator)) for axis in alone]
     for other in changed:
         torch.testing.assert_close(outputs(network, other, example), expected, rtol=1e-9, atol=1e-9)
     assert expected.abs().max() > 1e-6 or singly is None  # small networks may be dead

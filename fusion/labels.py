@@ -1,0 +1,220 @@
+"""Labels: which channel each entry of a tensor belongs to, and what ties channels of several tensors to each other.
+
+A dimension of a weight creates an atom for each of its entries. Tensors computed from it carry the atoms along, by the very
+operations that move their entries. Atoms that are tied are one channel; channels may be members of groups that move whole.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+NONE, STILL = -1, -2  # no atom: a constant that is the same for all channels; a value of its own that never moves
+
+_SEED = 20_240_229  # of the colours; any will do
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """What is known of a tensor of this shape.
+
+    factors: label tensors int64 of its number of dimensions, each dimension as large as the tensor's or 1 (the same labels
+    all along); several factors move independently of each other. even: dimensions along which all entries are alike.
+    """
+
+    factors: tuple[Tensor, ...]
+    shape: tuple[int, ...]
+    even: frozenset[int]
+
+
+def value_of(factors: Iterable[Tensor], shape: Sequence[int], even: Iterable[int] = ()) -> Value:
+    """A value; dimensions of size 1 are even."""
+    alike = frozenset(even) | {dim for dim, size in enumerate(shape) if size == 1}
+    return Value(tuple(factors), tuple(shape), alike)
+
+
+def varied(factor: Tensor) -> frozenset[int]:
+    """The dimensions along which labels differ."""
+    return frozenset(dim for dim, size in enumerate(factor.shape) if size > 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Membership:
+    """Atoms `members` [n] of the groups `groups` [n] (atoms too), required at `place` of the network."""
+
+    members: np.ndarray
+    groups: np.ndarray
+    place: str
+
+
+class Atoms:
+    """Atoms with their ties (union-find), memberships, and colours: atoms of one colour occur alike in all tensors."""
+
+    def __init__(self) -> None:
+        self.root = np.empty(0, np.int64)
+        self.place = np.empty(0, np.int64)  # order among the entries of one channel; -1: not known
+        self.colour = np.empty(0, np.uint64)
+        self.block = np.empty(0, np.uint64)  # the colour in the beginning
+        self.pinned = np.empty(0, bool)
+        self.memberships: list[Membership] = []
+        self._random = np.random.default_rng(_SEED)
+
+    def new(self, count: int, pinned: bool = False) -> Tensor:
+        """So many new atoms of one colour, int64 [count]."""
+        first = len(self.root)
+        self.root = np.concatenate([self.root, np.arange(first, first + count)])
+        self.place = np.concatenate([self.place, np.full(count, -1)])
+        token = np.full(count, self._token())
+        self.colour, self.block = np.concatenate([self.colour, token]), np.concatenate([self.block, token])
+        self.pinned = np.concatenate([self.pinned, np.full(count, pinned)])
+        return torch.arange(first, first + count)
+
+    def _token(self) -> np.uint64:
+        return self._random.integers(1, 2**63, dtype=np.uint64)
+
+    def find(self, atoms: Tensor) -> Tensor:
+        """The representative (the oldest) of each atom's channel; negative labels stay."""
+        labels = atoms.numpy()
+        if not len(self.root):
+            return atoms
+        found = np.where(labels >= 0, self.root[np.maximum(labels, 0)], labels)
+        while True:
+            up = np.where(found >= 0, self.root[np.maximum(found, 0)], found)
+            if np.array_equal(up, found):
+                break
+            found = up
+        known = labels >= 0
+        self.root[labels[known]] = found[known]
+        return torch.from_numpy(found)
+
+    def tie(self, one: Tensor, other: Tensor) -> None:
+        """Make the channels of two label tensors of one shape the same, entry by entry; STILL pins the other."""
+        a, b = one.flatten(), other.flatten()
+        for mine, theirs in ((a, b), (b, a)):
+            self.pin(mine[theirs == STILL])
+        both = (a >= 0) & (b >= 0)
+        a, b = a[both], b[both]
+        for mine, theirs in ((a.numpy(), b.numpy()), (b.numpy(), a.numpy())):
+            unset = self.place[mine] < 0
+            self.place[mine[unset]] = self.place[theirs[unset]]
+        while True:
+            x, y = self.find(a).numpy(), self.find(b).numpy()
+            apart = x != y
+            if not apart.any():
+                return
+            low, high = np.minimum(x, y)[apart], np.maximum(x, y)[apart]
+            np.minimum.at(self.root, high, low)
+
+    def pin(self, atoms: Tensor) -> None:
+        """These never move."""
+        labels = atoms.flatten().numpy()
+        self.pinned[labels[labels >= 0]] = True
+
+    def is_pinned(self, factor: Tensor) -> bool:
+        """Whether none of the labels can move, as far as known by now."""
+        labels = np.unique(factor.numpy())
+        labels = labels[labels >= 0]
+        return bool(self.pinned[labels].all() or self.pinned[self.find(torch.from_numpy(labels)).numpy()].all())
+
+    def mark(self, factor: Tensor) -> None:
+        """Colour the atoms that occur in one tensor, as often as they do."""
+        labels = factor.numpy().ravel()
+        np.add.at(self.colour, labels[labels >= 0], self._token())
+
+    def belong(self, members: Tensor, groups: Tensor, place: str) -> None:
+        """The members [n] move with their groups [n] only."""
+        pairs = torch.stack([members.flatten(), groups.flatten()])
+        pairs = pairs[:, (pairs >= 0).all(dim=0)].unique(dim=1).numpy()
+        self.memberships.append(Membership(pairs[0], pairs[1], place))
+
+    def compressed(self, factor: Tensor) -> Tensor:
+        """The factor without dimensions along which channels, and the order of their entries, do not vary."""
+        for dim in range(factor.ndim):
+            if factor.shape[dim] == 1:
+                continue
+            roots = self.find(factor)
+            if bool((roots == roots.narrow(dim, 0, 1)).all()) and self._alike(factor, dim):
+                factor = factor.narrow(dim, 0, 1)
+        return factor
+
+    def _alike(self, factor: Tensor, dim: int) -> bool:
+        """Whether the order along a dimension, if there is one, is the same for all channels."""
+        places = torch.from_numpy(np.where(factor.numpy() >= 0, self.place[np.maximum(factor.numpy(), 0)], -1))
+        line = places
+        for other in range(factor.ndim):
+            if other != dim:
+                line = line.narrow(other, 0, 1)
+        return bool((places == places.narrow(dim, 0, 1)).all()) or bool((places == line).all())
+
+    def repeated(self, factor: Tensor) -> bool:
+        """Whether a channel has several entries."""
+        roots = self.find(factor)
+        roots = roots[roots >= 0]
+        return len(roots.unique()) < roots.numel()
+
+    def ordered(self, factor: Tensor, positions: Tensor) -> Tensor:
+        """The factor with an atom for each entry, tied to its channel; `positions` order the entries of each channel."""
+        for dim, size in enumerate(factor.shape):
+            positions = positions.narrow(dim, 0, size)
+        kept = factor >= 0
+        atoms, where = factor[kept], positions[kept]
+        before = torch.from_numpy(self.place[atoms.numpy()])
+        order = torch.stack([before, where]).unique(dim=1, return_inverse=True)[1]
+        pairs, inverse = torch.stack([atoms, order]).unique(dim=1, return_inverse=True)
+        fine = self.new(pairs.shape[1])
+        self.place[fine.numpy()] = pairs[1].numpy()
+        self.tie(fine, pairs[0])
+        self.pin(fine[torch.from_numpy(self.pinned[pairs[0].numpy()])])
+        result = factor.clone()
+        result[kept] = fine[inverse]
+        return result
+
+    def link(self, one: Tensor, other: Tensor, place: str) -> Tensor:
+        """Two factors that meet entry by entry: the same channels, or the ones members of the others. Returns their union."""
+        one, other = torch.broadcast_tensors(one, other)
+        self.pin(one[other == STILL])
+        self.pin(other[one == STILL])
+        both = (one >= 0) & (other >= 0)
+        a, b = one[both], other[both]
+        found = self.correspondence(one, other)
+        apart = {"left": (a, b), "right": (b, a)}.get(found)
+        if apart is None or self._are_parts(*apart):
+            self.tie(one, other)
+        elif found == "left":
+            self.belong(a, b, place)
+        else:
+            self.belong(b, a, place)
+            one, other = other, one
+        return self.compressed(torch.where(one >= 0, one, other))
+
+    def _are_parts(self, members: Tensor, groups: Tensor) -> bool:
+        """Whether no group has two members that were made together: parts of a tensor side by side, not heads of channels."""
+        pairs = torch.stack([self.find(groups), members]).unique(dim=1)
+        kinds = np.stack([pairs[0].numpy().astype(np.uint64), self.block[pairs[1].numpy()]])
+        return np.unique(kinds, axis=1).shape[1] == pairs.shape[1]
+
+    def slides(self, factor: Tensor, dim: int) -> bool:
+        """Whether channels that were made together lie along a dimension, not only parts of a tensor side by side."""
+        lines = self.find(factor).movedim(dim, -1).flatten(0, -2).numpy()
+        row = np.broadcast_to(np.arange(len(lines), dtype=np.uint64)[:, None], lines.shape)
+        known = lines >= 0
+        lines, row = lines[known], row[known]
+        kinds = np.unique(np.stack([row, self.block[lines]]), axis=1).shape[1]
+        return kinds < np.unique(np.stack([row, lines.astype(np.uint64)]), axis=1).shape[1]
+
+    def correspondence(self, one: Tensor, other: Tensor) -> str:
+        """How the channels of two factors that meet correspond: one to one ("same"), several of the one to each of the other
+        ("left") or the other way round ("right"), or several to several ("many")."""
+        one, other = torch.broadcast_tensors(one, other)
+        both = (one >= 0) & (other >= 0)
+        a, b = one[both], other[both]
+        return "same" if _ways(a, b) == "same" else _ways(self.find(a), self.find(b))
+
+
+def _ways(a: Tensor, b: Tensor) -> str:
+    """Of labels [n] and [n]."""
+    pairs = torch.stack([a, b]).unique(dim=1)
+    left, right = (len(side.unique()) == pairs.shape[1] for side in pairs)
+    return "same" if left and right else "left" if left else "right" if right else "many"

@@ -1,0 +1,254 @@
+"""Rules of operations entry by entry and of those that contract dimensions: sums, products, norms, attention."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from fusion.labels import Value, value_of, varied
+from fusion.tracing import place
+from fusion.walk import Refusal, Rule, Walk, argument
+
+
+def joined(walk: Walk, node: Node, operands: Sequence[Value]) -> Value:
+    """Broadcast and combined entry by entry: channels that meet are tied; what meets values that do not move is pinned."""
+    shape = tuple(torch.broadcast_shapes(*(operand.shape for operand in operands)))
+    operands = [_widened(operand, len(shape)) for operand in operands]
+    for operand in operands:
+        for factor in operand.factors:
+            for other in operands:
+                if other is not operand and _meets_still(walk, factor, other):
+                    walk.atoms.pin(factor)
+    factors: list[Tensor] = []
+    for operand in operands:
+        factors = _merged(walk, node, factors, list(operand.factors))
+    even = frozenset.intersection(*(operand.even for operand in operands))
+    return value_of(factors, shape, {dim for dim in even if all(shape[dim] == o.shape[dim] or dim in o.even for o in operands)})
+
+
+def _merged(walk: Walk, node: Node, factors: list[Tensor], more: list[Tensor]) -> list[Tensor]:
+    """The factors of two operands, those that meet as one; what meets several is what corresponds best."""
+    pairs = [(k, n) for k, one in enumerate(factors) for n, other in enumerate(more) if _meet(one, other)]
+    rank = {pair: walk.atoms.correspondence(factors[pair[0]], more[pair[1]]) == "many" for pair in pairs}
+    left, right, result = set[int](), set[int](), list(factors)
+    for k, n in sorted(pairs, key=rank.__getitem__):
+        if rank[k, n] and (k in left or n in right):
+            walk.atoms.pin(result[k] if n in right else more[n])
+        elif result[k] is not more[n]:
+            result[k] = walk.atoms.link(result[k], more[n], place(node))
+        left.add(k)
+        right.add(n)
+    return result + [other for n, other in enumerate(more) if n not in right]
+
+
+def _widened(value: Value, ndim: int) -> Value:
+    more = ndim - len(value.shape)
+    if not more:
+        return value
+    factors = [factor[(None,) * more] for factor in value.factors]
+    return value_of(factors, (1,) * more + value.shape, {dim + more for dim in value.even})
+
+
+def _meet(one: Tensor, other: Tensor) -> bool:
+    return bool(varied(one) & varied(other)) or not (varied(one) or varied(other))
+
+
+def _meets_still(walk: Walk, factor: Tensor, other: Value) -> bool:
+    """Whether the other has, where this factor's channels lie, values that differ but no channels."""
+    covered = frozenset[int]().union(*(varied(each) for each in other.factors))
+    return any(walk.atoms.slides(factor, dim) for dim in varied(factor) - other.even - covered)
+
+
+def contracted(walk: Walk, node: Node, value: Value, dims: Iterable[int], keep: bool = False) -> Value:
+    """A sum, mean or maximum over dimensions: what is left of channels that it takes together are their groups."""
+    gone = {dim % len(value.shape) for dim in dims}
+    factors = []
+    for factor in value.factors:
+        if varied(factor) & gone:
+            if varied(factor) <= gone or not walk.free(factor):
+                continue
+            factor = _groups(walk, node, factor, gone)
+        else:
+            factor = factor[tuple(slice(0, 1) if dim in gone else slice(None) for dim in range(factor.ndim))]
+        factors.append(factor)
+    shape = [1 if dim in gone else size for dim, size in enumerate(value.shape)]
+    result = value_of(factors, shape, value.even - gone)
+    return result if keep else squeezed(result, gone)
+
+
+def _groups(walk: Walk, node: Node, factor: Tensor, gone: set[int]) -> Tensor:
+    """A group for each remaining place of a factor."""
+    shape = [1 if dim in gone else size for dim, size in enumerate(factor.shape)]
+    groups = walk.atoms.new(int(torch.tensor(shape).prod())).view(shape)
+    walk.group(factor, groups.expand(factor.shape), node)
+    return groups
+
+
+def squeezed(value: Value, dims: Iterable[int]) -> Value:
+    """Without dimensions of size 1."""
+    gone = {dim % len(value.shape) for dim in dims}
+    left = [dim for dim in range(len(value.shape)) if dim not in gone]
+    factors = [factor.reshape([factor.shape[dim] for dim in left]) for factor in value.factors]
+    return value_of(factors, [value.shape[dim] for dim in left], {left.index(dim) for dim in value.even if dim in left})
+
+
+def closed(walk: Walk, node: Node, value: Value, dims: Iterable[int]) -> Value:
+    """Entries set in relation to others along dimensions (a norm): channels move only among those."""
+    gone = {dim % len(value.shape) for dim in dims}
+    for factor in value.factors:
+        if varied(factor) & gone and not varied(factor) <= gone and walk.free(factor):
+            _groups(walk, node, factor, gone)
+    return Value(value.factors, value.shape, value.even - gone)
+
+
+def operands_of(walk: Walk, node: Node) -> list[Value]:
+    """All tensors among the arguments."""
+    found = []
+    for given in (*node.args, *node.kwargs.values()):
+        value = walk.of(given) if isinstance(given, Node | Tensor) else None
+        if value is not None:
+            found.append(value)
+    return found
+
+
+def elementwise(walk: Walk, node: Node) -> Value:
+    """Of one tensor or several, with numbers."""
+    return joined(walk, node, operands_of(walk, node))
+
+
+def add(walk: Walk, node: Node) -> Value:
+    """A sum or difference; one of two tensors of one shape that depend on the input is where a block may end."""
+    first, second = (*node.args, *node.kwargs.values())[:2]
+    if first in walk.sources and second in walk.sources and first is not second:
+        if walk.shape(first) == walk.shape(second):
+            walk.sums.append(node)
+    return elementwise(walk, node)
+
+
+def dims_of(walk: Walk, node: Node, ndim: int, position: int = 1, name: str = "dim") -> list[int]:
+    """The dimensions that an argument names; all, if it is not given."""
+    given = argument(node, position, name)
+    given = walk.trace.constants.get(given, given) if isinstance(given, Node) else given
+    dims = range(ndim) if given is None or given == () or given == [] else [given] if isinstance(given, int) else given
+    return [dim % ndim for dim in dims]
+
+
+def reduction(walk: Walk, node: Node) -> Value:
+    """A mean, sum, maximum or the like."""
+    value = walk.known(node.args[0])
+    dims = dims_of(walk, node, len(value.shape))
+    return contracted(walk, node, value, dims, bool(argument(node, 2, "keepdim", False)))
+
+
+def softmax(walk: Walk, node: Node) -> Value:
+    """Over positions, or over the classes at the end."""
+    value = walk.known(node.args[0])
+    dim = walk.module(node).dim if node.op == "call_module" else argument(node, 1, "dim")
+    if not isinstance(dim, int):
+        raise Refusal(f"{walk.what(node)} over dimension {dim}; takes a number, try to say which dimension")
+    dim %= len(value.shape)
+    walk.softmax += [(node, factor) for factor in value.factors if dim in varied(factor)]
+    return closed(walk, node, value, [dim])
+
+
+def normalized(walk: Walk, node: Node) -> Value:
+    """F.normalize: divided by a norm over a dimension."""
+    value = walk.known(node.args[0])
+    return closed(walk, node, value, [argument(node, 2, "dim", 1)])
+
+
+def product(walk: Walk, node: Node, one: Value, other: Value) -> Value:
+    """A matrix product [..., m, k] @ [..., k, n]."""
+    if min(len(one.shape), len(other.shape)) < 2:
+        raise Refusal(f"a matrix product of {list(one.shape)} and {list(other.shape)}; takes matrices, try unsqueeze")
+    left, right = unsqueezed(one, len(one.shape)), unsqueezed(other, len(other.shape) - 2)
+    return contracted(walk, node, joined(walk, node, [left, right]), [-2])
+
+
+def unsqueezed(value: Value, dim: int) -> Value:
+    """With a dimension of size 1 before `dim`."""
+    shape = [*value.shape[:dim], 1, *value.shape[dim:]]
+    return value_of([factor.unsqueeze(dim) for factor in value.factors], shape, {d + (d >= dim) for d in value.even})
+
+
+def permuted_value(value: Value, order: Sequence[int]) -> Value:
+    """With dimensions in another order."""
+    shape = [value.shape[dim] for dim in order]
+    even = {place for place, dim in enumerate(order) if dim in value.even}
+    return value_of([factor.permute(list(order)) for factor in value.factors], shape, even)
+
+
+def matmul(walk: Walk, node: Node) -> Value:
+    """The matrix product of two tensors, one of which may be of the state: it then reads what it contracts."""
+    one, other = (walk.known(given) for given in node.args[:2])
+    for given, dim in ((node.args[0], -1), (node.args[1], -2)):
+        if isinstance(given, Node) and given.op == "get_attr":
+            tensor = walk.tensor(given)
+            walk.reads.add((id(tensor), dim % tensor.ndim))
+    return product(walk, node, one, other)
+
+
+def attention(walk: Walk, node: Node) -> Value:
+    """F.scaled_dot_product_attention: softmax(q k^T + mask) v."""
+    q, k, v = (walk.known(argument(node, place, name)) for place, name in enumerate(("query", "key", "value")))
+    if argument(node, 7, "enable_gqa", False):
+        raise Refusal("attention with fewer heads of keys than of queries; takes as many, try to repeat the keys")
+    turned = [*range(len(k.shape) - 2), len(k.shape) - 1, len(k.shape) - 2]
+    scores = product(walk, node, q, permuted_value(k, turned))
+    mask = walk.of(argument(node, 3, "attn_mask"))
+    scores = scores if mask is None else joined(walk, node, [scores, mask])
+    return product(walk, node, scores, v)
+
+
+def einsum(walk: Walk, node: Node) -> Value:
+    """Operands brought to one order of indices, multiplied, and summed over those that the result lacks."""
+    equation, *given = node.args
+    if not isinstance(equation, str) or "." in equation:
+        raise Refusal(f"einsum '{equation}'; takes indices without '...', try to write them out")
+    terms, _, result = equation.replace(" ", "").partition("->")
+    inputs = terms.split(",")
+    if "->" not in equation:
+        letters = terms.replace(",", "")
+        result = "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
+    order = "".join(dict.fromkeys(result + terms.replace(",", "")))
+    operands = [_spread(walk.known(one), term, order) for one, term in zip(given, inputs, strict=True)]
+    return contracted(walk, node, joined(walk, node, operands), range(len(result), len(order)))
+
+
+def _spread(value: Value, term: str, order: str) -> Value:
+    """[indices of term] -> [order], with size 1 for those that it lacks."""
+    if len(set(term)) < len(term):
+        raise Refusal(f"einsum over a diagonal ('{term}'); takes each index once, try diagonal()")
+    value = permuted_value(value, [term.index(letter) for letter in order if letter in term])
+    for place, letter in enumerate(order):
+        if letter not in term:
+            value = unsqueezed(value, place)
+    return value
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+def table(*rows: tuple[Rule, Iterable[Any]]) -> dict[Any, Rule]:
+    """A registry."""
+    return {key: rule for rule, keys in rows for key in keys}
+
+
+FUNCTIONS: dict[str, Rule] = table(
+    (add, ("add", "sub")),
+    (reduction, _names("mean sum amax amin norm logsumexp var std")),
+    (softmax, ("softmax", "log_softmax")),
+    (normalized, ("normalize",)),
+    (matmul, ("matmul", "bmm")),
+    (attention, ("scaled_dot_product_attention",)),
+    (einsum, ("einsum",)),
+    (elementwise, _names("mul truediv div pow maximum minimum where masked_fill lerp addcmul neg abs exp log square sqrt")),
+    (elementwise, _names("rsqrt reciprocal clamp clip sin cos erf sign floor round relu relu6 leaky_relu rrelu elu selu")),
+    (elementwise, _names("celu gelu silu mish threshold sigmoid logsigmoid hardsigmoid tanh tanhshrink hardtanh softplus")),
+    (elementwise, _names("softsign hardswish hardshrink softshrink dropout dropout1d dropout2d dropout3d alpha_dropout")),
+    (elementwise, _names("feature_alpha_dropout stochastic_depth contiguous clone detach float double half to type type_as")),
+    (elementwise, _names("gt lt ge le eq ne logical_not nan_to_num")),
+)

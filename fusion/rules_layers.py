@@ -1,0 +1,279 @@
+"""Rules of layers: convolutions, linear layers, embeddings and norms, as modules or as functions of parameters."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from fusion.labels import Value, value_of, varied
+from fusion.rules_entries import closed, elementwise, joined, table
+from fusion.rules_moves import mixed
+from fusion.tracing import CONVOLUTIONS, NORMS, TRANSPOSED
+from fusion.walk import Refusal, Rule, Walk, along, argument
+
+
+def _read(walk: Walk, value: Value, dim: int, entries: Tensor) -> tuple[Tensor, ...]:
+    """Tie the entries [size] of a weight to the channels that lie along a dimension; the other factors are returned."""
+    if value.shape[dim] != len(entries):
+        raise Refusal(f"reads {len(entries)} channels of {list(value.shape)}")
+    here = [f for f in value.factors if dim in varied(f) or (value.shape[dim] == 1 and not varied(f))]
+    chosen = [factor for factor in here if walk.free(factor)] or here[:1]
+    if len(chosen) > 1:
+        raise Refusal("reads two independent sets of channels in one dimension; takes one, try not to flatten both")
+    chosen = chosen or [factor for factor in value.factors if not varied(factor) and walk.free(factor)]  # one flat channel
+    if not chosen:
+        walk.atoms.pin(entries)
+        return tuple(value.factors)
+    given = chosen[0]
+    own = along(entries, dim, given.ndim).expand(torch.broadcast_shapes(given.shape, along(entries, dim, given.ndim).shape))
+    given = given.expand(own.shape)
+    walk.atoms.pin(own[given < 0])
+    walk.atoms.tie(own, given)
+    return tuple(factor for factor in value.factors if factor is not chosen[0] and not any(factor is one for one in here))
+
+
+def _sides(walk: Walk, given: Any, dims: tuple[int, int]) -> tuple[Tensor | None, Tensor, Tensor]:
+    """A weight of the state, or None if it is computed, and the entries [size] of two of its dimensions."""
+    if isinstance(given, Tensor) or given.op == "get_attr":
+        weight = walk.tensor(given)
+        return weight, *(walk.entries(weight, dim) for dim in dims)  # pyright: ignore[reportReturnType]
+    value = walk.known(given)
+    found = [next((f for f in value.factors if varied(f) == {dim}), None) for dim in dims]
+    if found[0] is None or found[1] is None:
+        raise Refusal(f"the weight '{given}' is computed in a way that mixes its channels; takes parameters, try a layer")
+    return None, *(factor.flatten() for factor in found if factor is not None)  # pyright: ignore[reportReturnType]
+
+
+def _bias(walk: Walk, given: Any, outputs: Tensor) -> None:
+    """Tie a bias, of the state or computed, to the outputs."""
+    if given is None:
+        return
+    if isinstance(given, Tensor) or given.op == "get_attr":
+        walk.atoms.tie(walk.entries(walk.tensor(given), 0), outputs)
+        return
+    for factor in walk.known(given).factors:
+        walk.atoms.tie(factor.expand(outputs.shape), outputs)
+
+
+def _dense(walk: Walk, node: Node, x: Value, weight: Any, bias: Any, dim: int, kind: str) -> Value:
+    """A layer that mixes all entries of a dimension; convolutions those behind it, too."""
+    dims = (0, 1) if kind == "transposed" else (1, 0)
+    tensor, inputs, outputs = _sides(walk, weight, dims)
+    if dim == 1:
+        x = mixed(walk, x, range(2, len(x.shape)), x.shape)
+    kept = _read(walk, x, dim, inputs)
+    _bias(walk, bias, outputs)
+    if tensor is not None:
+        walk.reads.add((id(tensor), dims[0]))
+    walk.layer(node, kind, tensor, inputs, outputs)
+    shape = tuple(walk.shape(node))
+    kept = [factor for factor in kept if not varied(factor) & {dim}]
+    return value_of([*kept, along(outputs, dim, len(shape))], shape)
+
+
+def _linear(walk: Walk, node: Node) -> Value:
+    module = walk.module(node)
+    value = walk.known(node.args[0])
+    return _dense(walk, node, value, module.weight, module.bias, len(value.shape) - 1, "linear")
+
+
+def _linear_function(walk: Walk, node: Node) -> Value:
+    value, weight, bias = walk.known(node.args[0]), argument(node, 1, "weight"), argument(node, 2, "bias")
+    return _dense(walk, node, value, weight, bias, len(value.shape) - 1, "linear")
+
+
+def _convolution(walk: Walk, node: Node) -> Value:
+    module = walk.module(node)
+    return _convolved(walk, node, walk.known(node.args[0]), module.weight, module.bias, module.groups, "conv")
+
+
+def _transposed(walk: Walk, node: Node) -> Value:
+    module = walk.module(node)
+    return _convolved(walk, node, walk.known(node.args[0]), module.weight, module.bias, module.groups, "transposed")
+
+
+def _convolution_function(walk: Walk, node: Node) -> Value:
+    weight, bias, groups = argument(node, 1, "weight"), argument(node, 2, "bias"), argument(node, 6, "groups", 1)
+    return _convolved(walk, node, walk.known(node.args[0]), weight, bias, groups, "conv")
+
+
+def _transposed_function(walk: Walk, node: Node) -> Value:
+    weight, bias, groups = argument(node, 1, "weight"), argument(node, 2, "bias"), argument(node, 6, "groups", 1)
+    return _convolved(walk, node, walk.known(node.args[0]), weight, bias, groups, "transposed")
+
+
+def _convolved(walk: Walk, node: Node, x: Value, weight: Any, bias: Any, groups: int, kind: str) -> Value:
+    known = walk.known(weight) if isinstance(weight, Node) else value_of([], weight.shape)
+    if len(x.shape) != len(known.shape):
+        raise Refusal(f"a convolution of {list(x.shape)}, which has no batch dimension")
+    if groups == 1:
+        return _dense(walk, node, x, weight, bias, 1, kind)
+    if kind == "transposed":
+        raise Refusal("a transposed convolution in groups cannot be wired; takes groups=1, try one for each group")
+    return _grouped(walk, node, x, walk.tensor(weight), bias, groups)
+
+
+def _grouped(walk: Walk, node: Node, x: Value, weight: Tensor, bias: Any, groups: int) -> Value:
+    """A convolution in groups: its inputs and outputs are members of the same groups, or the same channels."""
+    x = mixed(walk, x, range(2, len(x.shape)), x.shape)
+    count = x.shape[1]
+    inputs = walk.blocks_of.setdefault(id(weight), walk.atoms.new(count))
+    outputs = walk.entries(weight, 0)
+    _read(walk, x, 1, inputs)
+    _bias(walk, bias, outputs)
+    each, out = count // groups, len(outputs) // groups
+    if each == out == 1:
+        walk.atoms.tie(inputs, outputs)
+    else:
+        leaders = inputs if each == 1 else outputs if out == 1 else walk.atoms.new(groups)
+        for members, size in ((inputs, each), (outputs, out)):
+            if leaders is not members:
+                walk.group(members, leaders.repeat_interleave(size), node)
+    if each > 1:
+        walk.slots[id(weight), 1], walk.blocks[id(weight), 1] = inputs, groups
+        walk.reads.add((id(weight), 1))
+    walk.layer(node, "depthwise" if each == out == 1 else "grouped", weight, inputs, outputs)
+    shape = tuple(walk.shape(node))
+    return value_of([along(outputs, 1, len(shape))], shape)
+
+
+def _embedding(walk: Walk, node: Node) -> Value:
+    """Rows of a table, picked by the input or by constants."""
+    functional = node.op != "call_module"
+    weight = walk.tensor(argument(node, 1, "weight") if functional else walk.module(node).weight)
+    index, shape = walk.of(node.args[0]), tuple(walk.shape(node))
+    rows, outputs = walk.entries(weight, 0), walk.entries(weight, 1)
+    walk.atoms.pin(rows)
+    walk.layer(node, "embedding", weight, rows, outputs)
+    kept = [factor.unsqueeze(-1) for factor in index.factors] if index is not None else []
+    return value_of([*kept, along(outputs, len(shape) - 1, len(shape))], shape)
+
+
+def _affine(walk: Walk, node: Node, value: Value, tensors: list[Any], dim: int) -> Value:
+    """Weight, bias and statistics, all along the dimensions from `dim` on, or along that one alone."""
+    operands = [value]
+    for given in tensors:
+        if given is None:
+            continue
+        one = walk.of(given) if isinstance(given, Node) else walk.state_value(given)
+        assert one is not None
+        if dim == 1:
+            shape = (1, one.shape[0], *[1] * (len(value.shape) - 2))
+            one = value_of([factor.view(shape) for factor in one.factors], shape)
+            if value.shape[1] == 1:  # of one channel no dimension tells whose it is
+                atom = walk.entries(walk.tensor(given), 0)
+                one = value_of([atom.view(shape)], shape)
+        elif value.shape[-1] == 1 and isinstance(given, Tensor) and given.ndim == 1:
+            one = value_of([walk.entries(given, 0)], one.shape)
+        operands.append(one)
+    result = joined(walk, node, operands)
+    own = [one for one in operands[1:] if one.factors]
+    weight = next((given for given in tensors if given is not None), None)
+    weight = walk.tensor(weight) if weight is not None and _is_plain(weight) else None
+    channels = walk.atoms.compressed(own[0].factors[0]).flatten() if own else _channels(walk, value, dim)
+    walk.layer(node, "norm", weight, channels, channels)
+    return Value(result.factors, result.shape, frozenset(d for d, size in enumerate(result.shape) if size == 1))
+
+
+def _is_plain(given: Any) -> bool:
+    return isinstance(given, Tensor) or given.op == "get_attr"
+
+
+def _channels(walk: Walk, value: Value, dim: int) -> Tensor:
+    """The channels that a norm without weights works on."""
+    found = [factor for factor in value.factors if dim % len(value.shape) in varied(factor) or not varied(factor)]
+    return found[-1].flatten() if found else torch.empty(0, dtype=torch.int64)
+
+
+def _batch_norm(walk: Walk, node: Node) -> Value:
+    module, value = walk.module(node), walk.known(node.args[0])
+    names = ("weight", "bias", "running_mean", "running_var")
+    return _affine(walk, node, value, [getattr(module, name, None) for name in names], 1)
+
+
+def _batch_norm_function(walk: Walk, node: Node) -> Value:
+    value = walk.known(node.args[0])
+    names = ("running_mean", "running_var", "weight", "bias")
+    given = [argument(node, place + 1, name) for place, name in enumerate(names)]
+    return _affine(walk, node, value, [given[2], given[3], given[0], given[1]], 1)
+
+
+def _group_norm(walk: Walk, node: Node) -> Value:
+    module = walk.module(node)
+    return _in_groups(walk, node, walk.known(node.args[0]), module.num_groups, module.weight, module.bias)
+
+
+def _group_norm_function(walk: Walk, node: Node) -> Value:
+    groups, weight, bias = argument(node, 1, "num_groups"), argument(node, 2, "weight"), argument(node, 3, "bias")
+    return _in_groups(walk, node, walk.known(node.args[0]), groups, weight, bias)
+
+
+def _in_groups(walk: Walk, node: Node, value: Value, groups: int, weight: Any, bias: Any) -> Value:
+    if groups > 1:
+        value = mixed(walk, value, range(2, len(value.shape)), value.shape)
+        for factor in value.factors:
+            if 1 in varied(factor) and walk.free(factor):
+                leaders = walk.atoms.new(groups).repeat_interleave(value.shape[1] // groups)
+                walk.group(factor.flatten(), leaders, node)
+    return _affine(walk, node, value, [weight, bias], 1)
+
+
+def _layer_norm(walk: Walk, node: Node) -> Value:
+    module = walk.module(node)
+    given = [module.weight, getattr(module, "bias", None)]
+    return _over_last(walk, node, module.normalized_shape, given)
+
+
+def _layer_norm_function(walk: Walk, node: Node) -> Value:
+    return _over_last(walk, node, argument(node, 1, "normalized_shape"), [argument(node, 2, "weight"), argument(node, 3, "bias")])
+
+
+def _rms_norm_function(walk: Walk, node: Node) -> Value:
+    return _over_last(walk, node, argument(node, 1, "normalized_shape"), [argument(node, 2, "weight")])
+
+
+def _over_last(walk: Walk, node: Node, over: Any, given: list[Any]) -> Value:
+    """Normalised over the last dimensions."""
+    value = walk.known(node.args[0])
+    last = len(over)
+    value = closed(walk, node, value, range(len(value.shape) - last, len(value.shape)))
+    return _affine(walk, node, value, given, -1)
+
+
+def _prelu(walk: Walk, node: Node) -> Value:
+    weight = walk.module(node).weight
+    value = walk.known(node.args[0])
+    if weight.numel() == 1:
+        return value
+    shape = (1, -1, *[1] * (len(value.shape) - 2))
+    return joined(walk, node, [value, value_of([walk.entries(weight, 0).view(shape)], [1, len(weight), *shape[2:]])])
+
+
+ACTIVATIONS = (
+    *(nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
+    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.RReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Threshold),
+    *(nn.Sigmoid, nn.LogSigmoid, nn.Hardsigmoid, nn.Tanh, nn.Tanhshrink, nn.Hardtanh, nn.Softplus, nn.Softsign),
+    *(nn.Hardswish, nn.Hardshrink, nn.Softshrink),
+)
+MODULES: dict[type, Rule] = table(
+    (_linear, (nn.Linear,)),
+    (_convolution, CONVOLUTIONS),
+    (_transposed, TRANSPOSED),
+    (_embedding, (nn.Embedding,)),
+    (_batch_norm, NORMS),
+    (_group_norm, (nn.GroupNorm,)),
+    (_layer_norm, (nn.LayerNorm, nn.RMSNorm)),
+    (_prelu, (nn.PReLU,)),
+    (elementwise, ACTIVATIONS),
+)
+FUNCTIONS: dict[str, Rule] = table(
+    (_linear_function, ("linear",)),
+    (_convolution_function, ("conv1d", "conv2d", "conv3d")),
+    (_transposed_function, ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")),
+    (_embedding, ("embedding",)),
+    (_batch_norm_function, ("batch_norm",)),
+    (_group_norm_function, ("group_norm",)),
+    (_layer_norm_function, ("layer_norm",)),
+    (_rms_norm_function, ("rms_norm",)),
+)
