@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fusion.alignment import Alignment, align
-    from fusion.fusing import Fused, FusionSettings, fuse
+    from fusion.fusing import Fused, fuse
+    from fusion.settings import FusionSettings
     from fusion.transport import TransportSettings
 
 __all__ = ["Alignment", "Fused", "FusionSettings", "TransportSettings", "align", "fuse"]
 
-_MODULES = {"Alignment": "alignment", "align": "alignment", "Fused": "fusing", "FusionSettings": "fusing", "fuse": "fusing",
+_MODULES = {"Alignment": "alignment", "align": "alignment", "Fused": "fusing", "FusionSettings": "settings", "fuse": "fusing",
             "TransportSettings": "transport"}  # fmt: skip
 
 

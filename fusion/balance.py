@@ -33,8 +33,8 @@ class Balanced:
     """A network with the structure asked for.
 
     `complete`: the same network, with norms where they had to be left out: for wiring it. `added`: the tensors of layers
-    that it did not have; `origins`: its other layers' names before. `sources`: its pre-activations in the network it was made
-    of; `stale`: they do not hold, since layers were merged or removed. `notes`: what a user should know.
+    that it did not have; `origins`: its other layers' names before. `sources`: its pre-activations in the network it was
+    made of; `stale`: they do not hold, since layers were merged or removed. `notes`: what a user should know.
     """
 
     network: nn.Module
@@ -49,7 +49,8 @@ class Balanced:
 def unchanged(network: nn.Module, wiring: Wiring) -> Balanced:
     """The network itself, where its depth is the one that is wanted."""
     layers = {layer.name: layer.name for layer in wiring.layers}
-    sources = {node: Source(node) for nodes in wiring.points.values() for node in nodes}
+    nodes = {node for nodes in wiring.points.values() for node in nodes} | set(_nodes(wiring, tuple(layers), None))
+    sources = {node: Source(node) for node in nodes | {unit.sum for unit in wiring.units if unit.sum}}
     return Balanced(network, network, origins=layers, sources=sources)
 
 
@@ -90,13 +91,17 @@ def _check_known(*wirings: Wiring) -> None:
     for wiring in wirings:
         for layer in wiring.layers:
             if layer.kind not in BALANCED or layer.weight not in ("", f"{layer.name}.weight"):
-                raise UserError(f"layer '{layer.name}' ({layer.kind}): networks with such layers are fused at one depth and one "
-                                "structure only; use networks of the same layers")  # fmt: skip
+                raise UserError(
+                    f"layer '{layer.name}' ({layer.kind}): networks with such layers are fused at one depth and "
+                    "one structure only; use networks of the same layers"
+                )
         names = {layer.name for layer in wiring.layers}
         for slot in (slot for axis in wiring.axes for slot in axis.slots):
             if slot.tensor.rpartition(".")[0] not in names:
-                raise UserError(f"tensor '{slot.tensor}' is of no layer: networks with such tensors are fused at one depth and "
-                                "one structure only; use networks of the same layers")  # fmt: skip
+                raise UserError(
+                    f"tensor '{slot.tensor}' is of no layer: networks with such tensors are fused at one depth "
+                    "and one structure only; use networks of the same layers"
+                )
 
 
 class _Builder:
@@ -165,6 +170,8 @@ class _Builder:
                 self.state[f"{name}.{tensor}"] = self._after_merged(tensor, entry, self.have[other])
             if not isinstance(self.have[other], NORMS):
                 self.factor = None
+        for node, other in zip(_nodes(self.structure, ours, unit), _nodes(self.wiring, theirs, partner), strict=True):
+            self.sources[node] = Source(other)
         for node, other in zip(*points, strict=True):
             self.sources[node] = self.last = Source(other)
             self.end = node
@@ -235,7 +242,8 @@ class _Builder:
         """BatchNorm as an identity in eval mode; other norms have none and are left out."""
         if not isinstance(module, nn.modules.batchnorm._BatchNorm) or not module.track_running_stats:
             self.dropped.add(name)
-            self.spare |= {f"{name}.{key}": tensor.new_ones(width) for key, tensor in _tensors(module).items() if tensor.ndim}
+            known = {key: tensor for key, tensor in _tensors(module).items() if tensor.ndim}
+            self.spare |= {f"{name}.{key}": tensor.new_ones(width) for key, tensor in known.items()}
             return
         neutral = {
             "weight": torch.ones(width),
@@ -313,6 +321,12 @@ def _outside(wiring: Wiring) -> tuple[str, ...]:
     """The layers of no unit: those of the output."""
     inside = {name for unit in wiring.units for name in unit.layers}
     return tuple(layer.name for layer in wiring.layers if layer.name not in inside)
+
+
+def _nodes(wiring: Wiring, layers: tuple[str, ...], unit: Unit | None) -> list[str]:
+    """What these layers give, in order of execution, then a block's sum."""
+    nodes = [layer.node for layer in wiring.layers if layer.name in layers]
+    return [*nodes, unit.sum] if unit is not None and unit.kind == "block" else nodes
 
 
 def _points(wiring: Wiring, layers: tuple[str, ...], unit: Unit | None) -> list[str]:

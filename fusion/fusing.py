@@ -13,58 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from fusion.balance import SIGNS, Balanced, balanced, relu_signs, unchanged
+from fusion.balance import Balanced, balanced, relu_signs, unchanged
 from fusion.channels import Unit, Wiring, wire
 from fusion.checks import check_ends, check_finite, check_layers, given_map, mixing_weights
 from fusion.exact import State
+from fusion.fits import fits
 from fusion.matching import Pins, looked_at, match_seen, undecided, wired
 from fusion.plans import Body, axis_moves, layer_moves
+from fusion.pooling import chosen_channels, goal_of, selected_state
 from fusion.probe import Observation, features_of, observe
+from fusion.refit import refit
 from fusion.repair import Statistics, Target, in_basis, mixture, repair, running, watched
 from fusion.resize import with_state
-from fusion.transport import Moves, TransportSettings, carried, moved
-
-
-@dataclass(frozen=True)
-class FusionSettings:
-    """How networks are fused.
-
-    `comparison` of layers: "cka", "wasserstein" or "neurons"; `pin_first`, `pin_last`: the ends of every group of layers
-    correspond. `relu`: what stands for the ReLU of a merged layer, "sum", "majority" or "average". `basis`: plans from
-    "activations" or from "weights". `positions`: values of each channel that are kept for the plans (0: all). `keep_added`:
-    a layer that some networks lack is the others' alone. `repair`: channel statistics after averaging (fusion.repair),
-    measured on at most `repair_samples` of the probe set, in one forward pass that takes its memory (0: all).
-    `sequential`: one plan for each layer, each reading the one before (the public code), instead of one for each axis.
-    `map`: instead of comparing layers, for two networks: the alignment as fusion.matching.optimal_alignment returns it.
-    """
-
-    transport: TransportSettings = field(default_factory=TransportSettings)
-    comparison: str = "cka"
-    pin_first: bool = True
-    pin_last: bool = True
-    relu: str = "sum"
-    basis: str = "activations"
-    positions: int = 2048
-    keep_added: bool = True
-    repair: bool = True
-    repair_samples: int = 256
-    sequential: bool = False
-    map: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        takes = {"comparison": ("cka", "wasserstein", "neurons"), "relu": tuple(SIGNS), "basis": ("activations", "weights")}
-        for name, values in takes.items():
-            if getattr(self, name) not in values:
-                raise UserError(f"fusion {name}: got '{getattr(self, name)}', takes one of: {', '.join(values)}")
-        for name in ("positions", "repair_samples"):
-            if getattr(self, name) < 0:
-                raise UserError(f"fusion {name}: got {getattr(self, name)}, takes a number, or 0 for all")
-
-    @classmethod
-    def reference(cls) -> "FusionSettings":
-        """What the public code of CLAFusion and OTFusion does, its faults included."""
-        euclidean = TransportSettings(ground="euclidean", normalisation="columns")
-        return cls(transport=euclidean, positions=0, keep_added=False, repair=False, sequential=True)
+from fusion.settings import FusionSettings
+from fusion.targets import Mixture, Planned, Regressed, Selected, Targets
+from fusion.transport import Moves, carried, moved
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,29 +105,65 @@ class _Fusion:
         views = [self._view(place, bodies[place], seen[place]) for place in everyone]
         del seen
         self._lap("balance")
+        whole = [Body(body.network, wiring, view.features)
+                 for body, wiring, view in zip(bodies, self.bodies, views, strict=True)]  # fmt: skip
+        if self.settings.refit == "selection":
+            made = self._selected(whole, weights)
+        else:
+            made = self._averaged(bodies, views, weights)
+        result, notes = with_state(self.networks[self.depth], made.state), []
+        if self.settings.refit != "none":
+            notes = self._refitted(result, whole, made.mixture, weights)
+        elif self.settings.repair:
+            notes = self._repaired(result, made.statistics, made.shares)
+        notes = [f"network {place}: {note}" for place in everyone for note in bodies[place].notes] + notes
+        return Fused(
+            network=result,
+            alignment=tuple(self._alignment(place, match) for place, match in enumerate(matches)),
+            plans=made.plans,
+            balanced=tuple(body.network for body in bodies),
+            aligned=made.aligned,
+            costs=made.costs,
+            seconds=self.seconds,
+            notes=tuple(notes),
+        )
+
+    def _averaged(self, bodies: list[Balanced], views: list["_View"], weights: list[float]) -> "_Made":
+        """All networks in one basis, and their mean."""
         moves = self._moves(bodies, [view.features for view in views])
         statistics = [(in_basis(view.seen, move.outgoing), in_basis(view.own, move.outgoing))
                       for view, move in zip(views, moves, strict=True)]  # fmt: skip
-        del views
         self._lap("transport")
         aligned = [body.network if place == self.into else with_state(body.network, self._moved(place, body, moves[place]))
                    for place, body in enumerate(bodies)]  # fmt: skip
         states = [network.state_dict() for network in aligned]
         shares = {name: self._shares(name, states, bodies, weights) for name in states[self.depth]}
-        result = with_state(self.networks[self.depth], _average(states, shares))
+        state = _average(states, shares)
         self._lap("average")
-        notes = [f"network {place}: {note}" for place in everyone for note in bodies[place].notes]
-        notes += self._repaired(result, statistics, shares) if self.settings.repair else []
-        return Fused(
-            network=result,
-            alignment=tuple(self._alignment(place, match) for place, match in enumerate(matches)),
-            plans=tuple(move.outgoing for move in moves),
-            balanced=tuple(body.network for body in bodies),
-            aligned=tuple(aligned),
-            costs=tuple(move.costs for move in moves),
-            seconds=self.seconds,
-            notes=tuple(notes),
-        )
+        planned = Planned([{axis: plan.outgoing for axis, plan in (move.plans or {}).items()} for move in moves], weights)
+        told = Regressed(planned, self.into) if self.settings.refit == "regression" else planned
+        costs, plans = tuple(move.costs for move in moves), tuple(move.outgoing for move in moves)
+        return _Made(state, told, plans, costs, tuple(aligned), statistics, shares)
+
+    def _selected(self, bodies: list[Body], weights: list[float]) -> "_Made":
+        """The channels of all networks that are chosen."""
+        order = [self.into, *(place for place in range(len(bodies)) if place != self.into)]
+        first, shares = [bodies[place] for place in order], [weights[place] for place in order]
+        choices = chosen_channels(first, shares, self.settings.width, self.probe)
+        goal = goal_of(self.networks[self.depth], first[0], choices, self.probe)
+        state = selected_state(first, choices, shares, goal)
+        self._lap("select")
+        writers = {layer.name: layer.outputs for layer in self.structure.layers if layer.outputs in choices}
+        plans = [{name: choices[axis].rows(order.index(place))[0] for name, axis in writers.items()}
+                 for place in range(len(bodies))]  # fmt: skip
+        return _Made(state, Selected(choices, order), tuple(plans))
+
+    def _refitted(self, result: nn.Module, bodies: list[Body], mixture: Mixture, weights: list[float]) -> list[str]:
+        """Notes."""
+        wiring = wire(result, self.probe[:1])
+        done = refit(result, wiring, Targets(bodies, mixture, weights, wiring), self.probe, self.settings.positions)
+        self._lap("refit")
+        return [*mixture.notes(self.into), *done.notes()]
 
     def _lap(self, part: str) -> None:
         now = time.perf_counter()
@@ -180,10 +179,12 @@ class _Fusion:
 
     def _observed(self, wiring: Wiring, compared: Sequence[Unit] = ()) -> Observation:
         settings, looked = self.settings, looked_at(compared, self.settings.comparison)
-        points = {node for nodes in wiring.points.values() for node in nodes} if settings.basis == "activations" else set()
+        points = {node for nodes in wiring.points.values() for node in nodes}
+        points = points if settings.basis == "activations" or settings.refit != "none" else set()
+        points |= {fit.end for fit in fits(wiring).values()} if settings.refit != "none" else set()
         if settings.sequential:
             points |= {layer.node for layer in wiring.layers if layer.kind != "norm"}
-        nodes = watched(wiring) if settings.repair else {}
+        nodes = watched(wiring) if settings.repair and settings.refit == "none" else {}
         features = points | looked.get("features", set()) | {unit.node for unit in wiring.units if unit.kind == "layer"}
         return observe(wiring, self.probe, features=features, grams=looked.get("grams", ()),
                        moments=set(nodes.values()), positions=settings.positions, every=self.every)  # fmt: skip
@@ -270,6 +271,19 @@ class _Fusion:
         pairs = sorted(matches.items())
         deeper = len(self.wirings[place].units) > len(self.structure.units)
         return tuple(theirs if deeper else ours for ours, theirs in pairs)
+
+
+@dataclass(frozen=True, eq=False)
+class _Made:
+    """A fused network's tensors before refit or repair, what its channels should do, and how they were made."""
+
+    state: State
+    mixture: Mixture
+    plans: tuple[Mapping[str, Tensor], ...]
+    costs: tuple[Mapping[str, float], ...] = ()
+    aligned: tuple[nn.Module, ...] = ()
+    statistics: Sequence[tuple[Mapping[str, Statistics], Mapping[str, Statistics]]] = ()
+    shares: Mapping[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,18 +17,21 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
-def places(samples: int, count: int, share: int | None) -> Tensor:
-    """The positions, of `count`, that are looked at in each sample: [samples, share], spread evenly and shifted by sample."""
+def places(samples: int, count: int, share: int | None, first: int = 0) -> Tensor:
+    """The positions, of `count`, that are looked at in each sample: [samples, share], spread evenly and shifted by sample.
+
+    first: place of the first sample in the probe set.
+    """
     if share is None or share >= count:
         return torch.arange(count).expand(samples, count)
-    return (torch.arange(share) * count // share + torch.arange(samples)[:, None] * 7) % count
+    return (torch.arange(share) * count // share + torch.arange(first, first + samples)[:, None] * 7) % count
 
 
-def picked(value: Tensor, share: int | None, dim: int = 1) -> Tensor:
-    """[k, c, ...] -> [k * positions, c]; `dim`: that of the channels."""
-    value = value.movedim(dim, 1)
+def picked(value: Tensor, share: int | None, dims: tuple[int, ...] = (1,), first: int = 0) -> Tensor:
+    """[k, ...] -> [k * positions, c]; dims: those that, flattened, are the channels."""
+    value = value.movedim(dims, tuple(range(1, 1 + len(dims)))).flatten(1, len(dims))
     value = value.flatten(2) if value.ndim > 2 else value[:, :, None]
-    where = places(len(value), value.shape[2], share).to(value.device)
+    where = places(len(value), value.shape[2], share, first).to(value.device)
     return value.gather(2, where[:, None].expand(-1, value.shape[1], -1)).transpose(1, 2).flatten(0, 1)
 
 
@@ -54,7 +57,7 @@ def weight_of(module: Any, rows: Tensor) -> Tensor:
 
 
 def _linear(module: nn.Linear, inputs: Tensor, share: int | None) -> Tensor:
-    return picked(inputs, share, inputs.ndim - 1)[None]
+    return picked(inputs, share, (inputs.ndim - 1,))[None]
 
 
 def _convolution(module: Any, inputs: Tensor, share: int | None) -> Tensor:

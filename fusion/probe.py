@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from conf.errors import UserError
 from fusion.channels import Wiring
+from fusion.patches import picked
 from fusion.tracing import evaluating
 
 BATCH = 256  # samples that go through a network at once; Grams are taken within a batch
@@ -82,6 +83,7 @@ def observe(
             looker.samples = len(batch)
             looker.run(batch.clone())
             looker.first = (looker.first - len(batch)) % every
+            looker.done += len(batch)
     return looker.seen
 
 
@@ -129,15 +131,13 @@ class Runner(fx.Interpreter):
 class _Looker(Runner):
     """What is looked at is taken before a later in-place operation can change it."""
 
-    def __init__(
-        self, wiring: Wiring, wanted: tuple[set[str], set[str], set[str]], share: int | None, every: int
-    ) -> None:
+    def __init__(self, wiring: Wiring, wanted: tuple[set[str], set[str], set[str]], share: int | None, every: int) -> None:
         super().__init__(wiring.graph)
         self.layouts = wiring.layouts
         self.extra_traceback = False
         self.features, self.grams, self.moments = wanted
         self.share, self.every, self.seen = share, every, Observation()
-        self.samples = 0  # of the batch
+        self.samples, self.done = 0, 0  # of the batch; of those before it
         self.first = 0  # the first sample of the batch whose moments are taken
 
     def run_node(self, n: fx.Node) -> Any:
@@ -153,16 +153,14 @@ class _Looker(Runner):
             seen.features.setdefault(n.name, []).append(self._channels(n.name, value))
         return value
 
-
     def _channels(self, node: str, value: Tensor) -> Tensor:
         """[entries of the dimensions that carry channels, values]; as many values wherever channels lie."""
         dims = self.layouts[node].dims if node in self.layouts else (1,)
-        if dims == (1,):
-            return _picked(value, self.share)
-        others = [dim for dim in range(1, value.ndim) if dim not in dims]
-        rows = value.permute(0, *dims, *others).reshape(len(value), -1, *(value.shape[dim] for dim in others))
-        share = self.share and max(1, self.share * self.samples // len(rows))
-        return _picked(rows, share)
+        loose = self.layouts[node].others if node in self.layouts else ()
+        for dim in loose:  # their order is not that of another network
+            value = value.sort(dim=dim).values
+        share = self.share and max(1, self.share * self.samples // len(value))
+        return picked(value, share, dims, self.done * len(value) // self.samples).T.contiguous()
 
 
 def _check_finite(node: fx.Node, value: Tensor) -> None:
@@ -187,17 +185,6 @@ def _gram(rows: Tensor) -> Tensor:
         for begin in range(0, len(rows), BAND):  # the half below the diagonal
             total[begin:, begin : begin + BAND] += piece[begin:] @ piece[begin : begin + BAND].T
     return total.tril() + total.tril(-1).T
-
-
-def _picked(value: Tensor, share: int | None) -> Tensor:
-    """[k, c, ...] -> [c, k * positions], at most `share` positions of each sample, spread evenly and shifted by sample."""
-    value = value.flatten(2) if value.ndim > 2 else value[:, :, None]
-    samples, channels, count = value.shape
-    if share is not None and share < count:
-        begin = torch.arange(samples, device=value.device)[:, None] * 7
-        places = (torch.arange(share, device=value.device) * count // share + begin) % count
-        value = value.gather(2, places[:, None].expand(-1, channels, -1))
-    return value.permute(1, 0, 2).reshape(channels, -1).clone()
 
 
 def _centred(gram: Tensor) -> Tensor:

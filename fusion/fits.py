@@ -1,0 +1,114 @@
+"""Which layers of a network can be refitted, in which order, and where in the network each is told what it should give."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.fx import Node
+
+from fusion.channels import Wiring
+from fusion.patches import CONVOLUTIONS, TRANSPOSED
+from fusion.tracing import NORMS, operation
+
+PLAIN = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)  # these classes, no subclass: what they give is linear in their weights
+BATCH_NORM = nn.modules.batchnorm._BatchNorm
+SUMS, PASSED = ("add",), ("dropout", "dropout1d", "dropout2d", "dropout3d", "stochastic_depth", "contiguous")
+PASSED_MODULES = (nn.Identity, nn.modules.dropout._DropoutNd)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One layer to refit.
+
+    node: of its call; name: of its module; norm: that of the BatchNorm behind it, refitted with it ("" for none); end: the
+    node whose value is prescribed: of the layer, of that norm, or of the sum that ends there; other: the sum's other
+    operand, "" for none.
+    """
+
+    node: str
+    name: str
+    norm: str
+    end: str
+    other: str = ""
+
+
+def fits(wiring: Wiring) -> dict[str, Fit]:
+    """By the node of each layer that is linear in its weights and called once, and of each norm behind none of these.
+
+    Of two such layers whose outputs are added, the one on the shorter way (a shortcut's) has its own output prescribed, the
+    other one the sum.
+    """
+    work = _Fits(wiring)
+    found = {fit.node: fit for layer in wiring.layers if (fit := work.of(layer.node)) is not None}
+    found = {node: fit for node, fit in found.items() if fit.end in wiring.layouts and not wiring.layouts[fit.end].others}
+    ends: dict[str, list[str]] = {}
+    for fit in found.values():
+        if fit.other:
+            ends.setdefault(fit.end, []).append(fit.node)
+    for nodes in ends.values():
+        for shortcut in sorted(nodes, key=work.depth)[: len(nodes) - 1]:
+            found[shortcut] = work.of(shortcut, at_sum=False) or found[shortcut]
+    return found
+
+
+class _Fits:
+    def __init__(self, wiring: Wiring) -> None:
+        self.wiring, self.graph = wiring, wiring.graph
+        self.nodes = {node.name: node for node in wiring.graph.graph.nodes}
+        self.calls = [node.target for node in self.nodes.values() if node.op == "call_module"]
+        self.folded: set[str] = set()  # nodes of norms that go with a layer
+
+    def of(self, name: str, at_sum: bool = True) -> Fit | None:
+        node = self.nodes[name]
+        if node.op != "call_module" or self.calls.count(node.target) > 1 or name in self.folded:
+            return None
+        module = self.graph.get_submodule(str(node.target))
+        if isinstance(module, NORMS):
+            return Fit(name, str(node.target), "", name) if getattr(module, "weight", None) is not None else None
+        if type(module) not in PLAIN:
+            return None
+        end, norm = node, ""
+        user = self._only_user(node)
+        if user is not None and user.op == "call_module" and self.calls.count(user.target) == 1:
+            behind = self.graph.get_submodule(str(user.target))
+            if isinstance(behind, BATCH_NORM) and behind.running_var is not None:
+                end, norm = user, str(user.target)
+                self.folded.add(user.name)
+        total, other = self._sum(end) if at_sum else (None, "")
+        return Fit(name, str(node.target), norm, end.name if total is None else total.name, other)
+
+    def depth(self, name: str) -> int:
+        """Layers on the way to a node."""
+        seen, waiting = set(), [self.nodes[name]]
+        while waiting:
+            node = waiting.pop()
+            if node not in seen:
+                seen.add(node)
+                waiting += node.all_input_nodes
+        return sum(node.op == "call_module" for node in seen)
+
+    def _sum(self, end: Node) -> tuple[Node | None, str]:
+        """The sum that takes what ends here, perhaps through what does nothing in eval mode, and its other operand."""
+        while (user := self._only_user(end)) is not None and self._passes(user):
+            end = user
+        if user is None or user.op == "call_module" or operation(user) not in SUMS or user.kwargs:
+            return None, ""
+        others = [arg for arg in user.args if isinstance(arg, Node) and arg is not end]
+        if len(user.args) != 2 or len(others) != 1 or others[0].name not in self.wiring.layouts or others[0].op == "get_attr":
+            return None, ""
+        same = self._dims(others[0]) == self._dims(user) == self._dims(end)
+        return (user, others[0].name) if same else (None, "")
+
+    def _dims(self, node: Node) -> Sequence[int]:
+        layout = self.wiring.layouts.get(node.name)
+        return () if layout is None else layout.dims
+
+    def _passes(self, node: Node) -> bool:
+        if node.op == "call_module":
+            return isinstance(self.graph.get_submodule(str(node.target)), PASSED_MODULES)
+        return operation(node) in PASSED
+
+    def _only_user(self, node: Node) -> Node | None:
+        users = list(node.users)
+        return users[0] if len(users) == 1 else None
+

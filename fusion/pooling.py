@@ -1,0 +1,159 @@
+"""The channels of several networks of one structure side by side, and the network that is made of the chosen ones.
+
+The first of the networks gives the basis: its widths count, and where nothing can be chosen its own channels are kept.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from fusion.activations import activation_behind
+from fusion.channels import Axis, Wiring, wire
+from fusion.exact import State
+from fusion.plans import Body
+from fusion.resize import with_state
+from fusion.selection import Choice, Pool, best_groups, choose, importance, keeping, pooled, settled, side_by_side
+from fusion.sensitivity import sensitivities
+from fusion.transport import carried
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """How one network's channels of an axis go into the fused network: what writes them, what reads them; [n, m] each."""
+
+    outgoing: Tensor
+    incoming: Tensor
+
+
+def chosen_channels(bodies: Sequence[Body], weights: Sequence[float], width: float, probe: Tensor) -> dict[int, Choice]:
+    """What is kept of each axis that can move, by its index. weights: of the networks, adding up to 1; width: channels that
+    are kept, in those of the first network."""
+    pools = _Pools(bodies, weights, probe)
+    found: dict[int, Choice] = {}
+    axes = bodies[0].wiring.axes
+    for axis in axes:
+        if axis.fixed or (axis.parent is not None and not axes[axis.parent].fixed):
+            continue
+        members = [member for member in axes if member.parent == axis.index]
+        count = max(1, min(round(width * axis.size), sum(pools.sizes(axis))))
+        if members:
+            found |= _chosen_groups(pools, axis, members, count)
+        else:
+            pool = pools.of(axis) if axis.parent is None else None
+            found[axis.index] = keeping(pools.sizes(axis)) if pool is None else choose(pool, count)
+    return found
+
+
+def _chosen_groups(pools: "_Pools", axis: Axis, members: Sequence[Axis], count: int) -> dict[int, Choice]:
+    """Groups as wholes, for all axes of their members alike; those of the first network if they cannot be compared."""
+    found = [pools.of(member) for member in members]
+    if any(pool is None or pool.groups.shape[0] != sum(pools.sizes(axis)) for pool in found):
+        return {one.index: keeping(pools.sizes(one)) for one in (axis, *_below(pools, axis))}
+    several = [pool for pool in found if pool is not None]
+    blocks = best_groups(side_by_side(several), count)
+    chosen = {member.index: settled(pool, blocks) for member, pool in zip(members, several, strict=True)}
+    return {axis.index: keeping(pools.sizes(axis), blocks), **chosen}
+
+
+def _below(pools: "_Pools", axis: Axis) -> list[Axis]:
+    members = [member for member in pools.bodies[0].wiring.axes if member.parent == axis.index]
+    return [one for member in members for one in (member, *_below(pools, member))]
+
+
+class _Pools:
+    """Makes the pool of an axis."""
+
+    def __init__(self, bodies: Sequence[Body], weights: Sequence[float], probe: Tensor) -> None:
+        self.bodies, self.weights = bodies, weights
+        wiring = bodies[0].wiring
+        self.behind = {node: activation_behind(wiring.graph, node) for nodes in wiring.points.values() for node in nodes}
+        self.sensitivity = [self._sensitivity(body, probe) for body in bodies]
+
+    def _sensitivity(self, body: Body, probe: Tensor) -> dict[str, Tensor]:
+        layouts = body.wiring.layouts
+        return sensitivities(body.wiring.graph, probe, {name: layouts[name].dims for name, _ in self.behind.values()})
+
+    def sizes(self, axis: Axis) -> tuple[int, ...]:
+        """Channels that each network has."""
+        return tuple(body.wiring.axes[axis.index].size for body in self.bodies)
+
+    def of(self, axis: Axis) -> Pool | None:
+        """None where nothing is seen of an axis, or its groups are not as large in every network."""
+        own = [body.wiring.axes[axis.index] for body in self.bodies]
+        if len({one.places.shape[1] for one in own if one.parent is not None}) > 1:
+            return None
+        sizes = self.sizes(axis)
+        starts = [sum(sizes[:place]) for place in range(len(sizes))]
+        single = axis.parent is None
+        groups = [torch.arange(one.size)[:, None] if single else one.places for one in own]
+        points = [point for node in self.bodies[0].wiring.points.get(axis.index, ()) if (point := self._point(axis, node))]
+        whole = torch.cat([group + start for group, start in zip(groups, starts, strict=True)])
+        return pooled(points, sizes, whole) if points else None
+
+    def _point(self, axis: Axis, node: str) -> tuple[Tensor, Tensor] | None:
+        """Values [N, n] behind the activation, and importance [N]."""
+        name, activation = self.behind[node]
+        found = [body.values[node][body.wiring.layouts[node].entries[axis.index].T.flatten()] if node in body.values else None
+                 for body in self.bodies]  # fmt: skip
+        some = next((part for part in found if part is not None), None)
+        if some is None:
+            return None
+        values, weights = [], []
+        for place, (part, size) in enumerate(zip(found, self.sizes(axis), strict=True)):
+            copies = 1 if part is None else len(part) // size
+            rows = some.new_zeros(size, some.shape[1]) if part is None else part.view(copies, size, -1).transpose(0, 1).flatten(1)
+            values.append(activation(rows))
+            hangs = self._hangs(place, name, axis.index, size)
+            weights.append(importance(values[-1], hangs) * self.weights[place] ** 0.5)
+        return torch.cat(values), torch.cat(weights)
+
+    def _hangs(self, place: int, node: str, axis: int, size: int) -> Tensor:
+        found, layout = self.sensitivity[place].get(node), self.bodies[place].wiring.layouts[node]
+        if found is None or axis not in layout.entries:
+            return torch.zeros(size, dtype=torch.float64)
+        return found[layout.entries[axis]].sum(dim=1)
+
+
+def parts_of(choices: Mapping[int, Choice], place: int) -> dict[int, Part]:
+    """Those of the network at a place, by axis."""
+    return {axis: Part(*choice.rows(place)) for axis, choice in choices.items()}
+
+
+def goal_of(network: nn.Module, body: Body, choices: Mapping[int, Choice], probe: Tensor) -> Wiring:
+    """The wiring of a network of the structure with the chosen widths. Raises WiringError if it does not run with them."""
+    wiring = body.wiring
+    if all(choice.keeps.shape[1] == wiring.axes[axis].size for axis, choice in choices.items()):
+        return wiring
+    sizes = {name: list(tensor.shape) for name, tensor in body.network.state_dict().items()}
+    for axis, choice in choices.items():
+        for slot in wiring.axes[axis].slots:
+            more = (choice.keeps.shape[1] - len(slot.entries)) * slot.repeat
+            sizes[slot.tensor][slot.dim] += more if slot.dim != 1 else more // slot.blocks
+    state = body.network.state_dict()
+    return wire(with_state(network, {name: state[name].new_ones(size) for name, size in sizes.items()}), probe[:1])
+
+
+def selected_state(bodies: Sequence[Body], choices: Mapping[int, Choice], weights: Sequence[float], goal: Wiring) -> State:
+    """The fused network's tensors before it is refitted: each channel's writers are its own network's; its readers those of
+    all networks, for what its channels follow from; what writes no chosen channel (the last layer) is a weighted mean."""
+    written = {slot.tensor for axis in choices for slot in bodies[0].wiring.axes[axis].slots if not slot.reads}
+    total: State = {}
+    for place, (body, weight) in enumerate(zip(bodies, weights, strict=True)):
+        state = carried(_whole(body), body.wiring, goal, parts_of(choices, place))
+        for name, tensor in state.items():
+            if not tensor.is_floating_point():
+                total.setdefault(name, tensor)
+                continue
+            part = tensor if name in written else tensor * weight
+            total[name] = total[name] + part if name in total else part
+    return total
+
+
+def _whole(body: Body) -> State:
+    """A network's tensors, with neutral ones for norms that it lacks."""
+    state, wanted = body.network.state_dict(), body.wiring.graph.state_dict()
+    neutral = partial(torch.full_like, memory_format=torch.preserve_format)
+    return {name: state.get(name, neutral(like, float(name.endswith("weight")))) for name, like in wanted.items()}

@@ -1,0 +1,221 @@
+"""A fused network's layers fitted anew, one after the other, to what they should give (sequential least squares).
+
+Averaged weights are right for no network's inputs. So each layer, in order of execution, is fitted to its targets from the
+inputs that the layers before it, fitted already, really give it: an error is mended by the next layer instead of passed on.
+Without labels; a layer that gives what it should stays as it is. The last layer is fitted to class probabilities
+(fusion.head), all others by ridge regression toward their own weights (fusion.least_squares).
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from fusion.channels import Wiring
+from fusion.fits import Fit, fits
+from fusion.head import fitted_head, mixed
+from fusion.least_squares import change_of_rows
+from fusion.patches import matrix, patches, picked, weight_of
+from fusion.probe import Runner
+from fusion.targets import Targets
+from fusion.tracing import NORMS, evaluating
+
+WIDE = 2048  # inputs beyond which no more rows than this are used, spread evenly: the cost grows with their square
+PENALTY = 0.03  # of the inputs' variances, on the change of the weights
+ROUNDING = 1e-4  # standard deviations from its target within which a channel stays as it is
+
+
+@dataclass(frozen=True)
+class Refitted:
+    """What a refit did. `layers`: names of those that were changed; `biased`: of those that got a bias; `short`: of those
+    with more inputs than the probe set has rows: name, inputs, rows."""
+
+    layers: tuple[str, ...]
+    biased: tuple[str, ...]
+    short: tuple[tuple[str, int, int], ...]
+
+    def notes(self) -> list[str]:
+        """For users."""
+        told = [f"{len(self.biased)} layers without bias got one by refit, {self.biased[0]} the first"] if self.biased else []
+        if self.short:
+            name, inputs, rows = max(self.short, key=lambda one: one[1] / one[2])
+            told.append(f"the probe set is small for {len(self.short)} layers: of the {inputs} inputs of '{name}' it shows a rank "
+                        f"of at most {rows - 1}; in other directions its weights stay as they were (ridge); give more samples")  # fmt: skip
+        return told
+
+
+def refit(network: nn.Module, wiring: Wiring, targets: Targets, probe: Tensor, positions: int | None) -> Refitted:
+    """Fit the layers of a network, in place. wiring: its own; probe: [k, ...], the samples of the targets; positions: how
+    many of each channel's values count, over all samples (None: all)."""
+    share = max(1, positions // len(probe)) if positions else None
+    work = _Refit(wiring, targets, share)
+    with torch.no_grad(), evaluating(wiring.graph):
+        work.run_on(probe.clone())
+    return Refitted(tuple(work.changed), tuple(work.biased), tuple(work.short))
+
+
+class _Refit(Runner):
+    """Runs the network, and fits each layer before it is run."""
+
+    def __init__(self, wiring: Wiring, targets: Targets, share: int | None) -> None:
+        super().__init__(wiring.graph)
+        self.extra_traceback = False
+        self.wiring, self.targets, self.share = wiring, targets, share
+        self.fits = fits(wiring)
+        self.nodes = {node.name: node for node in wiring.graph.graph.nodes}
+        self.waiting = {node: len(node.users) for node in self.nodes.values()}  # users that have not run
+        self.done: set[Node] = set()
+        self.changed: list[str] = []
+        self.biased: list[str] = []
+        self.short: list[tuple[str, int, int]] = []
+
+    def run_on(self, probe: Tensor) -> None:
+        self.args_iter, self.samples = iter([probe]), len(probe)
+        for node in self.nodes.values():
+            self._step(node)
+
+    def _step(self, node: Node) -> None:
+        if node in self.done:
+            return
+        fit = self.fits.get(node.name)
+        if fit is not None and fit.other:
+            self._ahead(self.nodes[fit.other])
+        if fit is not None:
+            self._fit(fit, self.env[node.all_input_nodes[0]])
+        self.env[node] = self.run_node(node)
+        self.done.add(node)
+        for source in node.all_input_nodes:
+            self.waiting[source] -= 1
+            if not self.waiting[source]:
+                del self.env[source]
+
+    def _ahead(self, node: Node) -> None:
+        """Run a node, and before it what it needs."""
+        stack = [node]
+        while stack:
+            missing = [source for source in stack[-1].all_input_nodes if source not in self.done]
+            if missing and stack[-1] not in self.done:
+                stack.append(missing[0])
+            else:
+                self._step(stack.pop())
+
+    def _fit(self, fit: Fit, inputs: Tensor) -> None:
+        module = self.submodules[fit.name]
+        goal = self.targets.at(fit.end)
+        if goal is None:
+            return
+        if fit.other:
+            other = self.env[self.nodes[fit.other]]
+            goal = goal - picked(other, self._share(other), self.wiring.layouts[fit.other].dims)
+        if isinstance(module, NORMS):
+            changed = self._fit_norm(fit, module, inputs, goal)
+        elif self._is_head(fit, module, inputs):
+            changed = self._fit_head(fit, module, inputs)
+        else:
+            changed = self._fit_layer(fit, module, inputs, goal)
+        if changed:
+            self.changed.append(fit.name)
+
+    def _share(self, value: Tensor) -> int | None:
+        return self.share and max(1, self.share * self.samples // len(value))
+
+    def _is_head(self, fit: Fit, module: Any, inputs: Tensor) -> bool:
+        fixed = all(self.wiring.axes[axis].fixed for axis in self.wiring.layouts[fit.end].entries)
+        return fixed and isinstance(module, nn.Linear) and inputs.ndim == 2 and len(module.weight) > 1
+
+    def _fit_head(self, fit: Fit, module: Any, inputs: Tensor) -> bool:
+        bias = module.weight.new_zeros(len(module.weight)) if module.bias is None else module.bias
+        goal = mixed(self.targets.answers(fit.end), self.targets.weights)
+        found = fitted_head(inputs, module.weight, bias, goal)
+        if found is None:
+            return False
+        self._write(fit, module, *found)
+        return True
+
+    def _fit_layer(self, fit: Fit, module: Any, inputs: Tensor, goal: Tensor) -> bool:
+        rows = patches(module, inputs, self._share(inputs))
+        groups, norm = len(rows), self.submodules[fit.norm] if fit.norm else None
+        weight, bias = _folded(module, norm)
+        weight, bias = matrix(module, weight), bias.view(groups, -1)
+        errors = _in_groups(goal, groups) - (rows @ weight.mT + bias[:, None])
+        if not _wanting(errors, _in_groups(goal, groups)):
+            return False
+        if rows.shape[1] <= rows.shape[2]:
+            self.short.append((fit.name, rows.shape[2], rows.shape[1]))
+        used = slice(None, None, -(-rows.shape[1] // WIDE) if rows.shape[2] > WIDE else 1)
+        more, shift = change_of_rows(rows[:, used], errors[:, used], PENALTY)
+        weight, bias = weight + more.to(weight), bias + shift.to(bias)
+        if norm is not None:
+            _settle(norm, (rows @ weight.mT).transpose(0, 1).flatten(1), bias.flatten())
+        self._write(fit, module, weight_of(module, weight), None if norm is not None else bias.flatten())
+        return True
+
+    def _fit_norm(self, fit: Fit, module: Any, inputs: Tensor, goal: Tensor) -> bool:
+        """Scale and shift of each channel by itself."""
+        if module.weight.numel() != goal.shape[1]:
+            return False
+        plain = copy.copy(module)
+        plain._parameters = {"weight": torch.ones_like(module.weight), "bias": torch.zeros_like(module.weight)}
+        value = plain(inputs)
+        rows = picked(value, self._share(value), self.wiring.layouts[fit.end].dims).T[:, :, None]
+        weight = module.weight.flatten()[:, None, None]
+        bias = torch.zeros_like(weight) if module.bias is None else module.bias.flatten()[:, None, None]
+        errors = goal.T[:, :, None] - (rows * weight + bias)
+        if module.bias is None or not _wanting(errors, goal.T[:, :, None]):
+            return False
+        more, shift = change_of_rows(rows, errors, PENALTY)
+        module.weight.add_(more.to(weight).view_as(module.weight))
+        module.bias.add_(shift.to(weight).view_as(module.bias))
+        return True
+
+    def _write(self, fit: Fit, module: Any, weight: Tensor, bias: Tensor | None) -> None:
+        module.weight.copy_(weight)
+        if module.bias is None and bias is not None:
+            module.register_parameter("bias", nn.Parameter(bias.to(weight)))
+            self.biased.append(fit.name)
+        elif module.bias is not None:
+            module.bias.copy_(torch.zeros_like(module.bias) if bias is None else bias)
+
+
+def _in_groups(rows: Tensor, groups: int) -> Tensor:
+    """[n, c] -> [groups, n, c / groups]."""
+    return rows.unflatten(1, (groups, -1)).transpose(0, 1)
+
+
+def _wanting(errors: Tensor, goal: Tensor) -> bool:
+    """Whether any channel [g, n, m] is not as it should be but for rounding; those that are get an error of zero."""
+    bound = ROUNDING * goal.std(dim=1) + ROUNDING * ROUNDING * goal.std()
+    good = errors.square().mean(dim=1).sqrt() <= bound
+    errors.masked_fill_(good[:, None], 0.0)
+    return not bool(good.all())
+
+
+def _folded(module: Any, norm: Any) -> tuple[Tensor, Tensor]:
+    """Weight and bias [out] of a layer and the BatchNorm behind it as one."""
+    across = 1 if isinstance(module, nn.modules.conv._ConvTransposeNd) else 0
+    bias = module.weight.new_zeros(module.weight.shape[across] * (module.groups if across else 1))
+    bias = bias if module.bias is None else module.bias
+    if norm is None:
+        return module.weight, bias
+    scale = (norm.running_var + norm.eps).rsqrt() * (1.0 if norm.weight is None else norm.weight)
+    shift = (0.0 if norm.bias is None else norm.bias) - norm.running_mean * scale
+    if across:
+        spread = scale.view(module.groups, 1, -1).expand(-1, module.in_channels // module.groups, -1).flatten(0, 1)
+        return module.weight * spread.reshape(*spread.shape, *[1] * (module.weight.ndim - 2)), bias * scale + shift
+    return module.weight * scale.view(-1, *[1] * (module.weight.ndim - 1)), bias * scale + shift
+
+
+def _settle(norm: Any, outputs: Tensor, shift: Tensor) -> None:
+    """Give a BatchNorm the statistics of the layer before it, outputs [n, c], so that it adds `shift` and no more."""
+    if norm.weight is None:
+        norm.running_mean.copy_(-shift)
+        norm.running_var.fill_(1.0 - norm.eps)
+        return
+    mean, variance = outputs.double().mean(dim=0), outputs.double().var(dim=0, unbiased=False)
+    norm.running_mean.copy_(mean)
+    norm.running_var.copy_(variance)
+    norm.weight.copy_((norm.running_var + norm.eps).sqrt())
+    norm.bias.copy_(shift + norm.running_mean)

@@ -1,0 +1,188 @@
+"""Which channels of several networks a network of fewer keeps: those that explain best what all of them do.
+
+For each axis the channels of all networks are pooled, each weighted by how much the network's answers hang on it. Chosen
+greedily, one after the other (a group of channels that moves as a whole at once), are those from which the rest follows best
+by linear regression: column subset selection. A channel that several networks have alike counts once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+RIDGE = 1e-2  # of a kept channel's variance, where the channels that are not kept are regressed on the kept ones
+ALIKE = 1e-3  # of their size: channels that differ by no more are the same
+PRINTS = 8
+TINY = 1e-12
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """The channels of an axis in all networks, side by side: N of them.
+
+    `sizes`: how many each network has; `covariance` [N, N] float64 of what they hand on, summed over the places where the
+    axis is read; `weighted`: the same with each channel weighted by its importance; `prints` [N, PRINTS]: random sums of
+    each channel's values, by which the same channels are known; `groups`: the channels that are kept or dropped together,
+    int64 [blocks, channels of a block].
+    """
+
+    sizes: tuple[int, ...]
+    covariance: Tensor
+    weighted: Tensor
+    prints: Tensor
+    groups: Tensor
+
+    def twins(self) -> Tensor:
+        """For each channel the first one that is the same as it, int64 [N]."""
+        apart = torch.cdist(self.prints, self.prints, compute_mode="donot_use_mm_for_euclid_dist")
+        size = self.prints.norm(dim=1)
+        alike = apart <= ALIKE * torch.minimum(size[:, None], size) + TINY
+        return alike.int().argmax(dim=1)
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """What is kept of a pool: m channels of N. `sizes`: how many channels each network has; `kept` [m]: their places; `blocks`:
+    those of their groups; `keeps` [N, m]: 1 where channel n becomes channel m; `follows` [N, m]: how channel n follows from
+    those that are kept."""
+
+    sizes: tuple[int, ...]
+    kept: Tensor
+    blocks: Tensor
+    keeps: Tensor
+    follows: Tensor
+
+    def rows(self, place: int) -> tuple[Tensor, Tensor]:
+        """`keeps` and `follows` of the channels of the network at a place."""
+        start = sum(self.sizes[:place])
+        rows = slice(start, start + self.sizes[place])
+        return self.keeps[rows], self.follows[rows]
+
+    def taken(self) -> list[int]:
+        """How many channels are kept of each network."""
+        return [int(self.rows(place)[0].sum()) for place in range(len(self.sizes))]
+
+
+def keeping(sizes: Sequence[int], kept: Tensor | None = None) -> Choice:
+    """The given channels of a pool, by default the first network's, of which nothing else follows."""
+    kept = torch.arange(sizes[0]) if kept is None else kept
+    keeps = _ones(kept, sum(sizes))
+    return Choice(tuple(sizes), kept, kept, keeps, keeps)
+
+
+def side_by_side(pools: Sequence[Pool]) -> Pool:
+    """Pools of the same groups as one: a group has its channels of all of them."""
+    starts = [sum(len(pool.prints) for pool in pools[:place]) for place in range(len(pools))]
+    groups = torch.cat([pool.groups + start for pool, start in zip(pools, starts, strict=True)], dim=1)
+    return Pool((), torch.block_diag(*(pool.covariance for pool in pools)), torch.block_diag(*(pool.weighted for pool in pools)),
+                torch.cat([pool.prints for pool in pools]), groups)  # fmt: skip
+
+
+def importance(values: Tensor, sensitivity: Tensor) -> Tensor:
+    """[c] weights of the channels at one place: root of the mean squared gradient, so that all variances add up to 1.
+
+    values: [c, n]; sensitivity: [c], mean squared gradients there.
+    """
+    total = (values.double().var(dim=1, unbiased=False) * sensitivity).sum()
+    return (sensitivity / total.clamp(min=TINY)).sqrt()
+
+
+def pooled(points: Sequence[tuple[Tensor, Tensor]], sizes: Sequence[int], groups: Tensor) -> Pool:
+    """The pool of an axis. points: for each place where it is read the values [N, n] and the importance [N]."""
+    channels, generator = sum(sizes), torch.Generator().manual_seed(0)
+    covariance, weighted = (torch.zeros(channels, channels, dtype=torch.float64) for _ in range(2))
+    prints = torch.zeros(channels, PRINTS, dtype=torch.float64)
+    for values, weight in points:
+        prints += values.double() @ torch.randn(values.shape[1], PRINTS, generator=generator, dtype=torch.float64)
+        centred = values - values.mean(dim=1, keepdim=True)
+        part = (centred @ centred.T).double() / values.shape[1]
+        covariance += part
+        weighted += weight[:, None] * part * weight
+    return Pool(tuple(sizes), covariance, weighted, prints, groups)
+
+
+def choose(pool: Pool, blocks: int) -> Choice:
+    """Keep so many groups of a pool. With fewer channels that differ, the first network's others are kept as well."""
+    return settled(pool, best_groups(pool, blocks))
+
+
+def best_groups(pool: Pool, count: int) -> Tensor:
+    """The places of so many groups, int64 [count], rising."""
+    first = torch.arange(len(pool.prints))
+    candidates = (pool.twins()[pool.groups] == first[pool.groups]).any(dim=1)
+    order = _greedy(pool.weighted, pool.groups, candidates, count)
+    order += [block for block in range(len(pool.groups)) if block not in order][: count - len(order)]
+    return torch.tensor(sorted(order))
+
+
+def settled(pool: Pool, blocks: Tensor) -> Choice:
+    """The choice of these groups of a pool."""
+    kept = pool.groups[blocks].flatten()
+    return Choice(pool.sizes, kept, blocks, _ones(kept, len(pool.prints)), _followed(pool.covariance, kept, pool.twins()))
+
+
+def _greedy(covariance: Tensor, groups: Tensor, candidates: Tensor, count: int) -> list[int]:
+    """Groups that explain most of the covariance [N, N], each beside those before it."""
+    count = min(count, int(candidates.sum()))
+    if groups.shape[1] > 1:
+        return _greedy_groups(covariance, groups, candidates, count)
+    own = groups[:, 0]
+    return _greedy_channels(covariance[own][:, own], candidates, count)
+
+
+def _greedy_channels(covariance: Tensor, candidates: Tensor, count: int) -> list[int]:
+    """Single channels. What is left of the covariance is never formed (Farahat, Ghodsi and Kamel 2011, Alg. 1): `lead` are
+    its squared column norms, `rest` its diagonal."""
+    lead, rest = covariance.square().sum(dim=0), covariance.diagonal().clone()
+    floor, free = ALIKE**2 * rest + TINY, candidates.clone()
+    taken, chosen = covariance.new_zeros(count, len(covariance)), []
+    for step in range(count):
+        gains = torch.where(free, lead.clamp(min=0.0) / rest.clamp(min=0.0).add(floor), -1.0)
+        best = int(gains.argmax())
+        chosen.append(best)
+        free[best] = False
+        before = taken[:step]
+        column = covariance[best] - before[:, best] @ before
+        column = column / (column[best].clamp(min=0.0) + floor[best]).sqrt()
+        told = covariance @ column - (before @ column) @ before
+        lead = lead - 2.0 * column * told + column.square() * column.square().sum()
+        rest = rest - column.square()
+        taken[step] = column
+    return chosen
+
+
+def _greedy_groups(covariance: Tensor, groups: Tensor, candidates: Tensor, count: int) -> list[int]:
+    rest, chosen, free = covariance.clone(), [], candidates.clone()
+    for _ in range(count):
+        gains = torch.stack([(rest[:, block] @ _inverse(rest, block) * rest[:, block]).sum() for block in groups])
+        best = int(torch.where(free, gains, -1.0).argmax())
+        chosen.append(best)
+        free[best] = False
+        columns = rest[:, groups[best]]
+        rest = rest - columns @ _inverse(rest, groups[best]) @ columns.T
+    return chosen
+
+
+def _inverse(covariance: Tensor, block: Tensor) -> Tensor:
+    return torch.linalg.pinv(covariance[block][:, block], hermitian=True, rtol=ALIKE**2)
+
+
+def _ones(kept: Tensor, channels: int) -> Tensor:
+    keeps = torch.zeros(channels, len(kept), dtype=torch.float64)
+    keeps[kept, torch.arange(len(kept))] = 1.0
+    return keeps
+
+
+def _followed(covariance: Tensor, kept: Tensor, twins: Tensor) -> Tensor:
+    """[N, m]: by ridge regression; a kept channel and its twins by itself alone."""
+    own = covariance[kept][:, kept].clone()
+    own.diagonal().add_(RIDGE * (own.diagonal() + RIDGE * own.diagonal().mean()) + TINY)
+    follows = torch.linalg.solve(own, covariance[kept]).T
+    place = torch.full((len(twins),), -1)
+    place[twins[kept].flip(0)] = torch.arange(len(kept)).flip(0)
+    same = place[twins] >= 0
+    follows[same] = 0.0
+    follows[same, place[twins][same]] = 1.0
+    follows[kept] = torch.eye(len(kept), dtype=torch.float64)
+    return follows

@@ -1,0 +1,61 @@
+"""How much a network's answers hang on each of its channels: mean squared gradients, from a few of the probe's samples."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fusion.tracing import evaluating
+
+SAMPLES, BATCH = 32, 8
+
+
+class _Backward(fx.Interpreter):
+    """Runs a graph so that the gradients of the wanted nodes' values are seen on the way back."""
+
+    def __init__(self, graph: fx.GraphModule, dims: Mapping[str, tuple[int, ...]]) -> None:
+        super().__init__(graph)
+        self.extra_traceback = False
+        self.dims = dims
+        self.sums: dict[str, Tensor] = {}
+        self.leaves: list[Tensor] = []
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if n.op == "placeholder" and value.is_floating_point():
+            value = self._leaf(value)
+        if n.name in self.dims:
+            value = value if value.requires_grad else self._leaf(value)
+            value.register_hook(lambda gradient, name=n.name: self._add(name, gradient))
+        return value
+
+    def _leaf(self, value: Tensor) -> Tensor:
+        self.leaves.append(value.detach().requires_grad_())
+        return self.leaves[-1] * 1.0  # what follows may work in place
+
+    def _add(self, name: str, gradient: Tensor) -> None:
+        dims = self.dims[name]
+        rows = gradient.movedim(dims, tuple(range(len(dims)))).flatten(0, len(dims) - 1).flatten(1)
+        self.sums[name] = self.sums.get(name, torch.zeros(len(rows), dtype=torch.float64)) + rows.double().square().sum(1)
+
+
+def sensitivities(graph: fx.GraphModule, probe: Tensor, dims: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """For each node the sum of squared gradients of its channels [c], float64, over the first SAMPLES of [k, ...].
+
+    dims: by node's name the dimensions that, flattened, are its channels. Differentiated is the logarithm of the class probabilities, in a
+    random direction for each sample that makes the mean the trace of the Fisher information; no parameter's gradient is
+    touched. Nodes that the answer does not depend on are left out.
+    """
+    generator, found = torch.Generator().manual_seed(0), {}
+    with evaluating(graph), torch.enable_grad():
+        for batch in probe[:SAMPLES].split(BATCH):
+            run = _Backward(graph, dims)
+            answers = run.run(batch.clone()).flatten(1).log_softmax(dim=1)
+            noise = torch.randn(answers.shape, generator=generator, dtype=torch.float64).to(answers)
+            total = (answers * noise * answers.detach().mul(0.5).exp()).sum()
+            torch.autograd.grad(total, run.leaves, allow_unused=True)
+            for name, part in run.sums.items():
+                found[name] = found.get(name, 0.0) + part
+    return found
+

@@ -1,0 +1,155 @@
+"""What the channels of a fused network should do: how they are made of the channels of the networks that it comes from.
+
+`Planned` and `Regressed` write a mixture into the basis of one network; `Selected` takes channels over as they are.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fusion.channels import Wiring
+from fusion.plans import Body
+from fusion.selection import Choice
+
+RIDGE = 1e-2  # of the mean variance, where one network's channels are regressed on another's
+
+
+class Mixture(Protocol):
+    """The channels of an axis in the fused network, of those in all networks: [n_i, rows] each, None where one has none."""
+
+    def __call__(self, axis: int, parts: Sequence[Tensor | None]) -> Tensor | None:
+        """[m, rows]; None if nothing is prescribed."""
+        ...
+
+    def notes(self, into: int) -> list[str]:
+        """What is imitated, for users."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Selected:
+    """The chosen channels as they are; those of a network that lacks the layer are zero."""
+
+    choices: Mapping[int, Choice]
+    order: Sequence[int]  # of the networks in the choices
+
+    def notes(self, into: int) -> list[str]:
+        """How many channels are whose."""
+        taken = [choice.taken() for choice in self.choices.values()]
+        counts = {place: sum(each[k] for each in taken) for k, place in enumerate(self.order)}
+        told = ", ".join(f"{counts[place]} of network {place}" for place in sorted(counts))
+        return [f"refit by selection: the hidden channels are {told}; the last layer imitates the mixture of their answers"]
+
+    def __call__(self, axis: int, parts: Sequence[Tensor | None]) -> Tensor | None:
+        """[m, rows]."""
+        parts = [parts[place] for place in self.order]
+        some = next((part for part in parts if part is not None), None)
+        if some is None or axis not in self.choices:
+            return None
+        whole = [some.new_zeros(size, some.shape[1]) if part is None else part
+                 for size, part in zip(self.choices[axis].sizes, parts, strict=True)]  # fmt: skip
+        return torch.cat(whole)[self.choices[axis].kept]
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """The weighted mean of all networks' channels, moved by their plans (by network and axis, [n, m]; none: as they are)."""
+
+    plans: Sequence[Mapping[int, Tensor]]
+    weights: Sequence[float]
+
+    def __call__(self, axis: int, parts: Sequence[Tensor | None]) -> Tensor | None:
+        """[m, rows]."""
+        return _mean(self.weights, [self.moved(axis, place, part) for place, part in enumerate(parts)])
+
+    def notes(self, into: int) -> list[str]:
+        """The weights."""
+        return [f"refit by plans: every layer imitates {_told(self.weights)}, in the channels of network {into}"]
+
+    def moved(self, axis: int, place: int, part: Tensor | None) -> Tensor | None:
+        """A network's channels in the common basis."""
+        plan = self.plans[place].get(axis)
+        return part if part is None or plan is None else plan.to(part).T @ part
+
+
+@dataclass(frozen=True, eq=False)
+class Regressed:
+    """The weighted mean of the channels of one network, `into`, and of what the others say of them by ridge regression.
+
+    The regression starts from the plans, and keeps to them where the others' channels do not vary.
+    """
+
+    planned: Planned
+    into: int
+
+    def __call__(self, axis: int, parts: Sequence[Tensor | None]) -> Tensor | None:
+        """[m, rows]."""
+        goal = parts[self.into]
+        if goal is None:
+            return self.planned(axis, parts)
+        return _mean(self.planned.weights, [self._regressed(axis, place, part, goal) for place, part in enumerate(parts)])
+
+    def notes(self, into: int) -> list[str]:
+        """The weights."""
+        told = f"every layer imitates {_told(self.planned.weights)}, in the channels of network {into}"
+        return [f"refit by regression: {told}"]
+
+    def _regressed(self, axis: int, place: int, part: Tensor | None, goal: Tensor) -> Tensor | None:
+        moved = self.planned.moved(axis, place, part)
+        if part is None or moved is None or place == self.into:
+            return part
+        mean, lack = part.mean(1, keepdim=True), goal - moved
+        x = (part - mean).double()
+        gram = x @ x.T
+        gram.diagonal().add_(RIDGE * gram.diagonal().mean() + 1e-12)
+        change = torch.linalg.solve(gram, x @ (lack - lack.mean(1, keepdim=True)).double().T)
+        return moved + (change.T @ x).to(part) + lack.mean(1, keepdim=True)
+
+
+def _told(weights: Sequence[float]) -> str:
+    heeded = [place for place, weight in enumerate(weights) if weight > 0.0]
+    if len(heeded) == 1:
+        return f"network {heeded[0]} alone"
+    return "a mixture of the networks, " + ", ".join(f"{weights[place]:.2f} of {place}" for place in heeded)
+
+
+def _mean(weights: Sequence[float], parts: Sequence[Tensor | None]) -> Tensor | None:
+    pairs = [(weight, part) for weight, part in zip(weights, parts, strict=True) if part is not None and weight > 0.0]
+    total = sum(weight for weight, _ in pairs)
+    return torch.stack([part * (weight / total) for weight, part in pairs]).sum(0) if pairs else None
+
+
+class Targets:
+    """The values that a fused network's nodes should have over the probe set."""
+
+    def __init__(self, bodies: Sequence[Body], mixture: Mixture, weights: Sequence[float], fused: Wiring) -> None:
+        self.bodies, self.mixture, self.weights, self.fused = bodies, mixture, weights, fused
+
+    def at(self, node: str) -> Tensor | None:
+        """[rows, channels] in the fused network's order; None if no network knows them."""
+        found: Tensor | None = None
+        layout = self.fused.layouts[node]
+        size = max(int(entries.max()) for entries in layout.entries.values()) + 1
+        for axis, entries in layout.entries.items():
+            for copy, own in enumerate(entries.T):
+                parts = [_part(body, node, axis, copy) for body in self.bodies]
+                mixed = _mean(self.weights, parts) if self.fused.axes[axis].fixed else self.mixture(axis, parts)
+                if mixed is None:
+                    return None
+                found = mixed.new_zeros(mixed.shape[1], size) if found is None else found
+                found[:, own] = mixed.T
+        return found
+
+    def answers(self, node: str) -> list[Tensor]:
+        """Of all networks, [k, classes]."""
+        return [body.values[node].T for body in self.bodies]
+
+
+def _part(body: Body, node: str, axis: int, copy: int) -> Tensor | None:
+    if node not in body.values:
+        return None
+    layout = body.wiring.layouts[node]
+    return body.values[node][layout.entries[axis][:, copy]]
