@@ -72,7 +72,7 @@ class Axis:
         return order.view(self.groups, -1)
 
     def permutation(self, generator: torch.Generator, groups: Tensor | None = None) -> Tensor:
-        """A random allowed permutation, int64 [size]; the identity for a fixed axis. groups: that of the parent, [groups]."""
+        """A random allowed permutation, int64 [size]; the identity for a fixed axis. groups: the parent's, [groups]."""
         if self.fixed:
             return torch.arange(self.size)
         given = self.places if groups is None else self.places[groups]
@@ -84,10 +84,14 @@ class Axis:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where a node's tensor carries channels: `dims`, flattened, have entries `entries` [size, r] of the axis by index."""
+    """Where a node's tensor carries channels: `dims`, flattened, have entries `entries` [size, r] of the axis by index.
+
+    others: dimensions along which other channels lie, which may be in another order in another network.
+    """
 
     dims: tuple[int, ...]
     entries: Mapping[int, Tensor]
+    others: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +101,8 @@ class Wiring:
     graph: its trace, which shares the network's modules and parameters; layouts: of the nodes whose tensors carry channels;
     node_axes: axis of the channel dimension (dim 1) of each fx node that has one whole axis there, in its order; points: for
     each axis that is not fixed its pre-activations, the nodes that are outputs of a layer or sum and have a user that is
-    neither norm nor sum. The users of a point may overwrite it (ReLU in place). still: nodes that are the same for all inputs.
+    neither norm nor sum. The users of a point may overwrite it (ReLU in place). still: nodes that are the same for all
+    inputs.
     """
 
     axes: tuple[Axis, ...]
@@ -192,7 +197,7 @@ def _finished(walk: Walk, channels: Channels, axes: tuple[Axis, ...]) -> Wiring:
     live = {node: layer for node, layer in layers.items() if node in walk.sources}
     flow = Flow(walk.sources, live, frozenset(walk.sums), first, fixed)
     points = {axis.index: _points(walk, axis, layouts) for axis in axes if not axis.fixed}
-    whole = {node.name: first[node] for node, layout in layouts.items() if _is_whole(layout, axes[first[node]], walk.shape(node))}
+    whole = {node.name: first[node] for node in layouts if _is_whole(layouts[node], axes[first[node]], walk.shape(node))}
     still = frozenset(node.name for node in walk.values if node not in walk.sources)
     by_name = {node.name: layout for node, layout in layouts.items()}
     return Wiring(axes, tuple(layers.values()), find_units(flow), walk.trace.graph, whole, points, by_name, still)
@@ -221,7 +226,8 @@ def _layout(walk: Walk, channels: Channels, node: Node) -> Layout | None:
         dims = tuple(sorted(varied(factor))) or ((1,) if factor.ndim > 1 and walk.shape(node)[1] == 1 else ())
         entries = channels.split(factor.flatten())
         if entries and dims and 0 not in dims:
-            return Layout(dims, entries)
+            others = frozenset().union(*(varied(each) for each in factors if each is not factor and walk.free(each)))
+            return Layout(dims, entries, tuple(sorted(others - {*dims})))
     return None
 
 
@@ -239,8 +245,8 @@ def _points(walk: Walk, axis: Axis, layouts: Mapping[Node, Layout]) -> tuple[str
     def ends_here(node: Node) -> bool:
         return any(user not in walk.sums and not is_norm(user) for user in node.users)
 
-    found = [node for node in layouts if axis.index in layouts[node].entries and (node in walk.layers or node in walk.sums)]
-    found = [node for node in found if ends_here(node)]
+    linear = [node for node in layouts if node in walk.layers or node in walk.sums]
+    found = [node for node in linear if axis.index in layouts[node].entries and ends_here(node)]
     alone = [node for node in found if len(layouts[node].entries) == 1 or not is_norm(node)]
     return tuple(node.name for node in alone or found)
 
@@ -249,8 +255,10 @@ def _check_covered(network: nn.Module, walk: Walk) -> None:
     known = {tensor for tensor, _ in walk.slots}
     for name, parameter in network.named_parameters():
         if parameter.numel() > 1 and id(parameter) not in known:
-            raise WiringError(f"parameter '{name}' {list(parameter.shape)} lies on no axis: unused, or not channel by channel; "
-                              "takes what the output depends on, try to leave out what is for training only")  # fmt: skip
+            raise WiringError(
+                f"parameter '{name}' {list(parameter.shape)} lies on no axis: unused, or not channel by "
+                "channel; takes what the output depends on, try to leave out what is for training only"
+            )
 
 
 def _pin_unlearned(network: nn.Module, walk: Walk) -> None:
@@ -266,5 +274,7 @@ def _pin_unlearned(network: nn.Module, walk: Walk) -> None:
 def _check_softmax(walk: Walk) -> None:
     for node, factor in walk.softmax:
         if walk.free(factor):
-            raise WiringError(f"{place(node)}: softmax over hidden channels cannot be wired; takes it over positions or at the "
-                              "end, try another activation")  # fmt: skip
+            raise WiringError(
+                f"{place(node)}: softmax over hidden channels cannot be wired; takes it over positions or at "
+                "the end, try another activation"
+            )

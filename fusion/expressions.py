@@ -51,17 +51,18 @@ def multihead(
         raise NotImplementedError("attention with bias_k or add_zero_attn")
     mask = _mask(attn_mask, key_padding_mask, is_causal, query)
     turned = not module.batch_first
-    given = [x.transpose(0, 1) if turned else x for x in (query, key, value)]
+    first, second, third = (x.transpose(0, 1) if turned else x for x in (query, key, value))
     if module.in_proj_weight is not None and query is key is value:
-        packed = F.linear(given[0], module.in_proj_weight, module.in_proj_bias)
-        q, k, v = (packed.unflatten(-1, (3, module.num_heads, -1)).permute(2, 0, 3, 1, 4)[part] for part in range(3))
+        packed = F.linear(first, module.in_proj_weight, module.in_proj_bias)
+        parts = packed.unflatten(-1, (3, module.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = parts[0], parts[1], parts[2]
         found = F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
     else:
         weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
         if module.in_proj_weight is not None:
             weights = _thirds(module.in_proj_weight)
         biases = (None,) * 3 if module.in_proj_bias is None else _thirds(module.in_proj_bias)
-        found = _attended(*given, module.num_heads, weights, biases, mask)
+        found = _attended(first, second, third, module.num_heads, weights, biases, mask)
     found = F.linear(found, module.out_proj.weight, module.out_proj.bias)
     return (found.transpose(0, 1) if turned else found), None
 

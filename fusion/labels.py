@@ -172,7 +172,7 @@ class Atoms:
         return result
 
     def link(self, one: Tensor, other: Tensor, place: str) -> Tensor:
-        """Two factors that meet entry by entry: the same channels, or the ones members of the others. Returns their union."""
+        """Two factors that meet entry by entry: the same channels, or the ones members of the others. Returns both."""
         one, other = torch.broadcast_tensors(one, other)
         self.pin(one[other == STILL])
         self.pin(other[one == STILL])
@@ -190,7 +190,7 @@ class Atoms:
         return self.compressed(torch.where(one >= 0, one, other))
 
     def _are_parts(self, members: Tensor, groups: Tensor) -> bool:
-        """Whether no group has two members that were made together: parts of a tensor side by side, not heads of channels."""
+        """Whether no group has two members that were made together: parts of a tensor side by side, not heads."""
         pairs = torch.stack([self.find(groups), members]).unique(dim=1)
         kinds = np.stack([pairs[0].numpy().astype(np.uint64), self.block[pairs[1].numpy()]])
         return np.unique(kinds, axis=1).shape[1] == pairs.shape[1]
@@ -205,8 +205,8 @@ class Atoms:
         return kinds < np.unique(np.stack([row, lines.astype(np.uint64)]), axis=1).shape[1]
 
     def correspondence(self, one: Tensor, other: Tensor) -> str:
-        """How the channels of two factors that meet correspond: one to one ("same"), several of the one to each of the other
-        ("left") or the other way round ("right"), or several to several ("many")."""
+        """How the channels of two factors that meet correspond: one to one ("same"), several of the one to each of the
+        other ("left"), the other way round ("right"), or several to several ("many")."""
         one, other = torch.broadcast_tensors(one, other)
         both = (one >= 0) & (other >= 0)
         a, b = one[both], other[both]

@@ -1,6 +1,7 @@
 """From what two networks of one structure do, or from their weights, to the moves that bring one into the other's basis."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,26 +65,20 @@ def layer_moves(structure: Wiring, body: Body, into: Body, settings: TransportSe
     plans = {}
     for layer in structure.layers:
         if layer.kind != "norm":
-            importance = tuple(one.network.get_parameter(layer.weight).detach().flatten(1).norm(dim=1) for one in (body, into))
-            pairs = [(body.values[layer.node], into.values[layer.node])]
+            own, other = (_weight(one, layer).flatten(1).norm(dim=1) for one in (body, into))
             with _named(layer.name):
-                cost = GROUNDS[settings.ground](pairs)
-                plans[layer.name] = solve(cost, settings, importance=importance)  # pyright: ignore[reportArgumentType]
+                cost = GROUNDS[settings.ground]([(body.values[layer.node], into.values[layer.node])])
+                plans[layer.name] = solve(cost, settings, importance=(own, other))
     return sequential_moves(structure, plans)
 
 
-class _named:  # noqa: N801
+@contextmanager
+def _named(layer: str) -> Iterator[None]:
     """Errors name the layer."""
-
-    def __init__(self, layer: str) -> None:
-        self.layer = layer
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, UserError):
-            raise UserError(f"layer '{self.layer}': {error}") from error
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"layer '{layer}': {error}") from error
 
 
 class _Planner:
@@ -141,7 +136,7 @@ class _Planner:
         return table
 
     def _ground(self, axis: Axis) -> str:
-        """What is the same for all inputs (an MLP of coordinates) is compared by its values: it may lie in few dimensions."""
+        """What is the same for all inputs (an MLP of coordinates) is compared by its values: it lies in few dimensions."""
         nodes = self.structure.points[axis.index]
         still = self.basis == "activations" and nodes and self.structure.still.issuperset(nodes)
         return "squared" if still else self.settings.ground
@@ -150,8 +145,8 @@ class _Planner:
         n, m = self._sizes(axis)
         if table is None:
             table = 1.0 - np.eye(n) if n == m else np.zeros((n, m))
-        places = tuple(one.wiring.axes[axis.index].places.numpy() for one in (self.body, self.into))
-        self.blocks[axis.index] = Blocks(table, (places[0], places[1]), self.settings, self._importance(axis))
+        own, other = (one.wiring.axes[axis.index].places.numpy() for one in (self.body, self.into))
+        self.blocks[axis.index] = Blocks(table, (own, other), self.settings, self._importance(axis))
         return self.blocks[axis.index]
 
     def _sizes(self, axis: Axis) -> tuple[int, int]:
@@ -162,12 +157,13 @@ class _Planner:
         members = self.members.get(axis.index, ())
         if axis.index in self.writers:
             return self.writers[axis.index].name
-        return axis.slots[0].tensor if axis.slots else self._name(members[0])
+        return axis.slots[0].tensor if axis.slots else next(self._name(member) for member in members)
 
     def _pairs(self, axis: Axis) -> Pairs:
         if self.basis == "weights":
             return self._rows(axis)
-        nodes = [node for node in self.structure.points[axis.index] if node in self.body.values and node in self.into.values]
+        seen = self.body.values.keys() & self.into.values.keys()
+        nodes = [node for node in self.structure.points[axis.index] if node in seen]
         pairs = [(_values(self.body, node, axis.index), _values(self.into, node, axis.index)) for node in nodes]
         for one, other in pairs:
             if one.shape[1] != other.shape[1]:

@@ -25,7 +25,7 @@ def joined(walk: Walk, node: Node, operands: Sequence[Value]) -> Value:
     for operand in operands:
         factors = _merged(walk, node, factors, list(operand.factors))
     even = frozenset.intersection(*(operand.even for operand in operands))
-    return value_of(factors, shape, {dim for dim in even if all(shape[dim] == o.shape[dim] or dim in o.even for o in operands)})
+    return value_of(factors, shape, even)
 
 
 def _merged(walk: Walk, node: Node, factors: list[Tensor], more: list[Tensor]) -> list[Tensor]:
@@ -120,10 +120,9 @@ def elementwise(walk: Walk, node: Node) -> Value:
 
 def add(walk: Walk, node: Node) -> Value:
     """A sum or difference; one of two tensors of one shape that depend on the input is where a block may end."""
-    first, second = (*node.args, *node.kwargs.values())[:2]
-    if first in walk.sources and second in walk.sources and first is not second:
-        if walk.shape(first) == walk.shape(second):
-            walk.sums.append(node)
+    operands = [given for given in (*node.args, *node.kwargs.values()) if isinstance(given, Node) and given in walk.sources]
+    if len(set(operands)) == 2 and walk.shape(operands[0]) == walk.shape(operands[1]):
+        walk.sums.append(node)
     return elementwise(walk, node)
 
 
@@ -192,7 +191,7 @@ def matmul(walk: Walk, node: Node) -> Value:
 
 def attention(walk: Walk, node: Node) -> Value:
     """F.scaled_dot_product_attention: softmax(q k^T + mask) v."""
-    q, k, v = (walk.known(argument(node, place, name)) for place, name in enumerate(("query", "key", "value")))
+    q, k, v = (walk.known(argument(node, index, name)) for index, name in enumerate(("query", "key", "value")))
     if argument(node, 7, "enable_gqa", False):
         raise Refusal("attention with fewer heads of keys than of queries; takes as many, try to repeat the keys")
     turned = [*range(len(k.shape) - 2), len(k.shape) - 1, len(k.shape) - 2]
@@ -222,9 +221,9 @@ def _spread(value: Value, term: str, order: str) -> Value:
     if len(set(term)) < len(term):
         raise Refusal(f"einsum over a diagonal ('{term}'); takes each index once, try diagonal()")
     value = permuted_value(value, [term.index(letter) for letter in order if letter in term])
-    for place, letter in enumerate(order):
+    for dim, letter in enumerate(order):
         if letter not in term:
-            value = unsqueezed(value, place)
+            value = unsqueezed(value, dim)
     return value
 
 
@@ -247,8 +246,11 @@ FUNCTIONS: dict[str, Rule] = table(
     (einsum, ("einsum",)),
     (elementwise, _names("mul truediv div pow maximum minimum where masked_fill lerp addcmul neg abs exp log square sqrt")),
     (elementwise, _names("rsqrt reciprocal clamp clip sin cos erf sign floor round relu relu6 leaky_relu rrelu elu selu")),
-    (elementwise, _names("celu gelu silu mish threshold sigmoid logsigmoid hardsigmoid tanh tanhshrink hardtanh softplus")),
-    (elementwise, _names("softsign hardswish hardshrink softshrink dropout dropout1d dropout2d dropout3d alpha_dropout")),
-    (elementwise, _names("feature_alpha_dropout stochastic_depth contiguous clone detach float double half to type type_as")),
-    (elementwise, _names("gt lt ge le eq ne logical_not nan_to_num")),
+    (elementwise, _names("celu gelu silu mish threshold sigmoid logsigmoid hardsigmoid tanh tanhshrink hardtanh")),
+    (
+        elementwise,
+        _names("softplus softsign hardswish hardshrink softshrink dropout dropout1d dropout2d dropout3d alpha_dropout"),
+    ),
+    (elementwise, _names("feature_alpha_dropout stochastic_depth contiguous clone detach float double half to type")),
+    (elementwise, _names("type_as gt lt ge le eq ne logical_not nan_to_num")),
 )

@@ -226,7 +226,8 @@ def _layer_norm(walk: Walk, node: Node) -> Value:
 
 
 def _layer_norm_function(walk: Walk, node: Node) -> Value:
-    return _over_last(walk, node, argument(node, 1, "normalized_shape"), [argument(node, 2, "weight"), argument(node, 3, "bias")])
+    given = [argument(node, 2, "weight"), argument(node, 3, "bias")]
+    return _over_last(walk, node, argument(node, 1, "normalized_shape"), given)
 
 
 def _rms_norm_function(walk: Walk, node: Node) -> Value:

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from fusion.labels import NONE, STILL, Value, value_of, varied
 from fusion.rules_entries import joined, squeezed, table
-from fusion.walk import Refusal, Rule, Walk, linear_places
+from fusion.walk import Refusal, Rule, Walk, argument, linear_places
 
 
 def movement(walk: Walk, node: Node) -> Value:
@@ -111,7 +111,7 @@ def _filled(factor: Tensor | None, value: Value) -> Tensor:
 
 def spatial(walk: Walk, node: Node) -> Value:
     """Pooling, padding, resizing: over the dimensions behind the second, each channel by itself."""
-    value = walk.known(node.args[0] if node.args else next(iter(node.kwargs.values())))
+    value = walk.known([*node.args, *node.kwargs.values()][0])
     return mixed(walk, value, range(2, len(value.shape)), walk.shape(node))
 
 
@@ -138,10 +138,8 @@ def pad(walk: Walk, node: Node) -> Value:
     mode = node.args[2] if len(node.args) > 2 else node.kwargs.get("mode", "constant")
     if mode != "constant":
         return spatial(walk, node)
-    operand = node.args[0]
-    pads = node.args[1] if len(node.args) > 1 else node.kwargs["pad"]
-    value, factors = walk.known(operand), []
-    pads = [int(walk.trace.constants.get(p, p)) for p in pads]  # pyright: ignore
+    value, factors = walk.known(argument(node, 0, "input")), []
+    pads = [int(walk.trace.constants.get(p, p)) for p in argument(node, 1, "pad")]
     ndim = len(value.shape)
     touched = {ndim - 1 - place // 2 for place, count in enumerate(pads) if count}
     for factor in value.factors:

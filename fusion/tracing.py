@@ -69,8 +69,10 @@ def trace(network: nn.Module, example: Tensor) -> Trace:
                 "does not depend on data, try to move what depends on it out of the network"
             ) from error
         finally:
-            for name in set(vars(network)) - own:  # constants that torch.fx leaves behind
+            constants = set(vars(network)) - own  # torch.fx leaves them behind
+            for name in constants:
                 delattr(network, name)
+        graph._non_persistent_buffers_set |= constants
         run = _Run(graph)
         run.run(example.clone())
     graph.training = network.training
@@ -186,6 +188,8 @@ class _Run(fx.Interpreter):
     def _is_constant(self, node: Node, result: Any) -> bool:
         if node.op in ("placeholder", "get_attr"):
             return node.op == "get_attr" and id(result) not in self.state
+        if node.op == "call_module" and self.submodules[str(node.target)].state_dict():
+            return False
         parts = result if isinstance(result, list | tuple) else [result]
         if not any(isinstance(part, Tensor) for part in parts) or operation(node) in CONSTANTS:
             return node.op != "output"

@@ -291,8 +291,9 @@ def moved_along(
         if index in plans:
             matrix = plans[index].incoming if ours.reads else plans[index].outgoing
             if ours.entries.shape != (len(matrix), theirs.repeat) or len(theirs.entries) != matrix.shape[1]:
-                raise UserError(f"tensor '{name}': dimension {dim} has {ours.entries.numel()} entries, the plan {len(matrix)} "
-                                "channels")  # fmt: skip
+                raise UserError(
+                    f"tensor '{name}': dimension {dim} has {ours.entries.numel()} entries, the plan {len(matrix)} channels"
+                )
             rows = apply(rows.reshape(len(rows), -1), matrix, 0, name).view(-1, *front.shape[1:])
         elif ours.entries.shape != theirs.entries.shape:
             raise UserError(f"tensor '{name}': dimension {dim} does not move, and is {ours.entries.numel()} here and "
@@ -303,7 +304,8 @@ def moved_along(
 
 def across(pairs: list[tuple[int, Slot, Slot]], plans: Mapping[int, Plan]) -> Tensor:
     """How all entries of one dimension move, [n, m], from the slots on it."""
-    n, m = (int(max(int(pair[side].entries.max()) for pair in pairs)) + 1 for side in (1, 2))
+    n = max(int(ours.entries.max()) for _, ours, _ in pairs) + 1
+    m = max(int(theirs.entries.max()) for _, _, theirs in pairs) + 1
     matrix = torch.zeros(n, m, dtype=torch.float64)
     for index, ours, theirs in pairs:
         block = plans[index].outgoing if index in plans else torch.eye(len(ours.entries), dtype=torch.float64)

@@ -15,9 +15,9 @@ class Layer:
     """A convolution, linear or norm layer, in one of its calls.
 
     name: path of the module that has its weight; kind: "linear", "conv", "grouped" (in groups of several channels),
-    "depthwise", "transposed", "embedding" or "norm"; node: name of its fx node; inputs, outputs: axis indices (equal for norm
-    and depthwise; the first, where it reads or writes several); shape: of its output, without the batch dimension; weight:
-    name of its weight in the state dict, "" for none.
+    "depthwise", "transposed", "embedding" or "norm"; node: name of its fx node; inputs, outputs: axis indices (equal for
+    norm and depthwise; the first, where it reads or writes several); shape: of its output, without the batch dimension;
+    weight: name of its weight in the state dict, "" for none.
     """
 
     name: str

@@ -122,7 +122,10 @@ class Walk:
             raise Refusal("the output does not depend on the input")
         shape = self.shape(result)
         if len(shape) < 2 or shape[0] != 1:
-            raise Refusal(f"the output is {list(shape)} for one sample: the batch dimension is lost; takes [n, classes, ...]")
+            raise Refusal(
+                f"the output is {list(shape)} for one sample: the batch dimension is lost; takes [n, classes, ...], "
+                "try to keep the first dimension"
+            )
         for factor in self.values[result].factors:
             self.atoms.pin(factor)
 
@@ -171,7 +174,8 @@ class Walk:
         given = self.trace.constants.get(given) if isinstance(given, Node) else given
         if not isinstance(given, Tensor):
             return None
-        alike = [dim for dim in range(given.ndim) if bool((given == given.narrow(dim, 0, 1)).all())] if given.numel() else []
+        dims = range(given.ndim) if given.numel() else []
+        alike = [dim for dim in dims if bool((given == given.narrow(dim, 0, 1)).all())]
         return value_of([], given.shape, alike)
 
     def known(self, given: Any) -> Value:
@@ -184,8 +188,10 @@ class Walk:
     def entries(self, tensor: Tensor, dim: int) -> Tensor:
         """The atoms of a dimension of a tensor of the state, [size]."""
         if id(tensor) not in self.names:
-            raise Refusal("has a weight that is not in the state dict but computed from it (a parametrization?); takes plain "
-                          "parameters, try to remove the parametrization first")  # fmt: skip
+            raise Refusal(
+                "has a weight that is not in the state dict but computed from it (a parametrization?); takes plain "
+                "parameters, try to remove it first"
+            )
         if (id(tensor), dim) not in self.slots:
             self.slots[id(tensor), dim] = self.atoms.new(tensor.shape[dim])
         return self.slots[id(tensor), dim]

@@ -11,7 +11,6 @@ from torchvision import models
 from fusion.channels import WiringError, wire
 from tests.fusion.wirings import Dynamic, Merging, check, images
 
-
 MERGES = {
     "several outputs": lambda a, b, _: (a, b),
     "batch": lambda a, b, _: (a + b).flatten(),
@@ -28,7 +27,7 @@ def test_operations_that_mix_channels_are_refused_by_name(reason):
         wire(Merging(MERGES[reason]), images(4))
     assert re.search(r"node '\w+'", str(caught.value))
     assert "test_wiring_refused.py:" in str(caught.value) or reason in ("several outputs", "batch")
-    assert re.search(r"; takes .*try ", str(caught.value)) or reason == "batch"
+    assert re.search(r"; takes .*try ", str(caught.value))
 
 
 MERGES_IN_REACH = {
@@ -54,7 +53,7 @@ def test_operations_that_the_first_version_refused(name):
     ("network", "example", "message"),
     [
         (nn.Sequential(nn.Identity(), Dynamic()), images(8), r"module '1' .*wirings.py:\d+.* control flow"),
-        (nn.Sequential(nn.Conv2d(3, 4, 1), nn.ConvTranspose2d(4, 4, 2, groups=2)), images(8), "'1'.*transposed .* in groups"),
+        (nn.Sequential(nn.Conv2d(3, 4, 1), nn.ConvTranspose2d(4, 4, 2, groups=2)), images(8), "'1'.*transposed .*groups"),
         (nn.Sequential(nn.Conv2d(4, 4, 1)), images(8), "'0'.*does not run"),
         (nn.Sequential(nn.Linear(3, 4)), torch.randn(3), r"example of \[3\]"),
         (
