@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor, nn
 
-from fusion.fusing import FusionSettings
 from fusion.matching import layer_costs, match_units, wired
+from fusion.settings import FusionSettings
 
 
 @dataclass(frozen=True, eq=False)

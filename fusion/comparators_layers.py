@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,10 +12,11 @@ from torch import Tensor, fx, nn
 from conf.errors import UserError
 from fusion.channels import Layer, Wiring, wire
 from fusion.exact import State
-from fusion.fusing import FusionSettings, fuse
+from fusion.fusing import fuse
 from fusion.probe import CHUNK, Runner, observe
 from fusion.repair import Target, in_basis, mixture, repair, running, watched
 from fusion.resize import with_state
+from fusion.settings import FusionSettings
 from fusion.transport import Moves, apply
 
 ROWS = 20_000  # positions over all samples at which a layer is looked at
@@ -131,7 +132,7 @@ def _mean(name: str, states: Sequence[State], shares: Mapping[str, list[float]])
 def prepared(networks: Sequence[nn.Module], into: int, depth: int, probe: Tensor) -> Frame:
     """Networks in the structure of `depth` (places in `networks`). Raises UserError as `fuse` and `weighted` do."""
     weighted(wire(networks[depth], probe[:1]))
-    fused = fuse(networks, into=into, depth=depth, probe=probe, settings=replace(FusionSettings(), repair=False))
+    fused = fuse(networks, into=into, depth=depth, probe=probe, settings=FusionSettings(repair=False, refit="none"))
     bodies = tuple(copy.deepcopy(body).eval() for body in fused.balanced)
     wirings = tuple(wire(body, probe[:1]) for body in bodies)
     structure = wirings[depth]

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 CONFIDENCE = 2.0  # a parent's share falls by exp(-CONFIDENCE) for each nat of its answer's entropy
 PENALTY = 0.1  # on the change of the weights, inputs in standard deviations
-STEPS = 100
+STEPS = 20
 ROUNDING = 1e-6  # nats from the mixture that are rounding
 
 
@@ -37,17 +38,36 @@ def fitted_head(inputs: Tensor, weight: Tensor, bias: Tensor, goal: Tensor) -> t
     start = x @ (weight.double() * spread).T + weight.double() @ mean + bias.double()
     if float(F.kl_div(start.log_softmax(dim=1), goal, reduction="batchmean")) <= ROUNDING:
         return None
-    change, shift = (torch.zeros(size, dtype=torch.float64, device=x.device, requires_grad=True)
-                     for size in (weight.shape, bias.shape))  # fmt: skip
-    solver = torch.optim.LBFGS([change, shift], max_iter=STEPS, line_search_fn="strong_wolfe")
-
-    def loss() -> Tensor:
-        solver.zero_grad()
-        found = F.cross_entropy(start + x @ change.T + shift, goal) + 0.5 * PENALTY * change.square().sum()
-        found.backward()
-        return found
-
-    with torch.enable_grad():
-        solver.step(loss)
-    change, shift = change.detach() / spread, shift.detach()
+    change, shift = _descended(x, start, goal)
+    change = change / spread
     return weight + change.to(weight), bias + (shift - change @ mean).to(bias)
+
+
+def _descended(x: Tensor, start: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
+    """The change of the weights [m, d] and the bias [m] of least cross-entropy, by Newton's method."""
+    from scipy.optimize import minimize
+
+    x = torch.cat([x, torch.ones_like(x[:, :1])], dim=1)
+    held = torch.full_like(x[0], PENALTY)
+    held[-1] = 0.0  # the bias is free
+    shape = goal.shape[1], x.shape[1]
+
+    def matrix(flat: np.ndarray) -> Tensor:
+        return torch.from_numpy(flat).view(shape).to(x)
+
+    def loss(flat: np.ndarray) -> tuple[float, np.ndarray]:
+        change = matrix(flat)
+        log = (start + x @ change.T).log_softmax(dim=1)
+        slope = (log.exp() - goal).T @ x / len(x) + held * change
+        return float(0.5 * (held * change.square()).sum() - (goal * log).sum() / len(x)), slope.flatten().cpu().numpy()
+
+    def curved(flat: np.ndarray, direction: np.ndarray) -> np.ndarray:
+        chance, along = (start + x @ matrix(flat).T).softmax(dim=1), matrix(direction)
+        told = x @ along.T
+        bent = chance * (told - (chance * told).sum(dim=1, keepdim=True))
+        return (bent.T @ x / len(x) + held * along).flatten().cpu().numpy()
+
+    options = {"maxiter": STEPS}
+    found = minimize(loss, np.zeros(shape).ravel(), jac=True, hessp=curved, method="Newton-CG", options=options)
+    change = matrix(found.x)
+    return change[:, :-1], change[:, -1]

@@ -35,9 +35,9 @@ def picked(value: Tensor, share: int | None, dims: tuple[int, ...] = (1,), first
     return value.gather(2, where[:, None].expand(-1, value.shape[1], -1)).transpose(1, 2).flatten(0, 1)
 
 
-def patches(module: Any, inputs: Tensor, share: int | None) -> Tensor:
-    """The rows [g, n, d] that a layer's outputs at these places are computed from."""
-    return next(rule for kind, rule in _ROWS.items() if isinstance(module, kind))(module, inputs, share)
+def patches(module: Any, inputs: Tensor, share: int | None, every: int = 1) -> Tensor:
+    """The rows [g, n, d] that a layer's outputs at every so many of these places are computed from."""
+    return next(rule for kind, rule in _ROWS.items() if isinstance(module, kind))(module, inputs, share, every)
 
 
 def matrix(module: Any, weight: Tensor) -> Tensor:
@@ -56,15 +56,20 @@ def weight_of(module: Any, rows: Tensor) -> Tensor:
     return rows.reshape(module.weight.shape)
 
 
-def _linear(module: nn.Linear, inputs: Tensor, share: int | None) -> Tensor:
-    return picked(inputs, share, (inputs.ndim - 1,))[None]
+def thinned(rows: Tensor, samples: int, every: int) -> Tensor:
+    """Of rows [k * positions, c] of k samples those of every so many positions."""
+    return rows if every == 1 else rows.unflatten(0, (samples, -1))[:, ::every].flatten(0, 1)
 
 
-def _convolution(module: Any, inputs: Tensor, share: int | None) -> Tensor:
+def _linear(module: nn.Linear, inputs: Tensor, share: int | None, every: int) -> Tensor:
+    return thinned(picked(inputs, share, (inputs.ndim - 1,)), len(inputs), every)[None]
+
+
+def _convolution(module: Any, inputs: Tensor, share: int | None, every: int) -> Tensor:
     reach = _padding(module)
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
     padded = F.pad(inputs, [width for pair in reversed(reach) for width in pair], mode=mode)
-    return _gathered(module, padded, module.stride, share)
+    return _gathered(module, padded, module.stride, (share, every))
 
 
 def _padding(module: Any) -> list[tuple[int, int]]:
@@ -76,7 +81,7 @@ def _padding(module: Any) -> list[tuple[int, int]]:
     return [(width, width) for width in module.padding]
 
 
-def _transposed(module: Any, inputs: Tensor, share: int | None) -> Tensor:
+def _transposed(module: Any, inputs: Tensor, share: int | None, every: int) -> Tensor:
     """A transposed convolution is a plain one with the kernel turned around, of inputs with zeros between them."""
     sizes = [(size - 1) * s + 1 for size, s in zip(inputs.shape[2:], module.stride, strict=True)]
     spread = inputs.new_zeros(*inputs.shape[:2], *sizes)
@@ -84,13 +89,15 @@ def _transposed(module: Any, inputs: Tensor, share: int | None) -> Tensor:
     pads = []
     for k, d, p, out in zip(module.kernel_size, module.dilation, module.padding, module.output_padding, strict=True):
         pads = [d * (k - 1) - p, d * (k - 1) - p + out, *pads]
-    return _gathered(module, F.pad(spread, pads), (1,) * len(sizes), share, turned=True)
+    return _gathered(module, F.pad(spread, pads), (1,) * len(sizes), (share, every), turned=True)
 
 
-def _gathered(module: Any, padded: Tensor, stride: tuple[int, ...], share: int | None, turned: bool = False) -> Tensor:
+def _gathered(
+    module: Any, padded: Tensor, stride: tuple[int, ...], looked: tuple[int | None, int], turned: bool = False
+) -> Tensor:
     kernel, dilation, sizes = module.kernel_size, module.dilation, padded.shape[2:]
     grid = [(size - d * (k - 1) - 1) // s + 1 for size, k, d, s in zip(sizes, kernel, dilation, stride, strict=True)]
-    where = places(len(padded), prod(grid), share).to(padded.device)
+    where = places(len(padded), prod(grid), looked[0])[:, :: looked[1]].to(padded.device)
     steps, rest = [], where
     for size in reversed(grid):
         steps.insert(0, rest % size)
@@ -108,7 +115,7 @@ def _gathered(module: Any, padded: Tensor, stride: tuple[int, ...], share: int |
     return rows.flatten(1, 2).transpose(1, 2)
 
 
-_ROWS: dict[type | tuple[type, ...], Callable[[Any, Tensor, int | None], Tensor]] = {
+_ROWS: dict[type | tuple[type, ...], Callable[[Any, Tensor, int | None, int], Tensor]] = {
     nn.Linear: _linear,
     CONVOLUTIONS: _convolution,
     TRANSPOSED: _transposed,

@@ -18,13 +18,13 @@ from fusion.channels import Wiring
 from fusion.fits import Fit, fits
 from fusion.head import fitted_head, mixed
 from fusion.least_squares import change_of_rows
-from fusion.patches import matrix, patches, picked, weight_of
+from fusion.patches import matrix, patches, picked, thinned, weight_of
 from fusion.probe import Runner
 from fusion.targets import Targets
 from fusion.tracing import NORMS, evaluating
 
-WIDE = 2048  # inputs beyond which no more rows than this are used, spread evenly: the cost grows with their square
-PENALTY = 0.03  # of the inputs' variances, on the change of the weights
+WIDE, ROWS = 2048, 1024  # for layers of more inputs about so many rows do: the cost grows with their square
+PENALTY = 0.1  # of the inputs' variances, on the change of the weights
 ROUNDING = 1e-4  # standard deviations from its target within which a channel stays as it is
 
 
@@ -43,7 +43,7 @@ class Refitted:
         if self.short:
             name, inputs, rows = max(self.short, key=lambda one: one[1] / one[2])
             told.append(f"the probe set is small for {len(self.short)} layers: of the {inputs} inputs of '{name}' it shows a rank "
-                        f"of at most {rows - 1}; in other directions its weights stay as they were (ridge); give more samples")  # fmt: skip
+                        f"of {rows - 1} at most; in other directions its weights stay as they were (ridge); give more samples")  # fmt: skip
         return told
 
 
@@ -136,22 +136,27 @@ class _Refit(Runner):
         return True
 
     def _fit_layer(self, fit: Fit, module: Any, inputs: Tensor, goal: Tensor) -> bool:
-        rows = patches(module, inputs, self._share(inputs))
-        groups, norm = len(rows), self.submodules[fit.norm] if fit.norm else None
+        norm = self.submodules[fit.norm] if fit.norm else None
         weight, bias = _folded(module, norm)
-        weight, bias = matrix(module, weight), bias.view(groups, -1)
-        errors = _in_groups(goal, groups) - (rows @ weight.mT + bias[:, None])
-        if not _wanting(errors, _in_groups(goal, groups)):
+        weight = matrix(module, weight)
+        groups, every = len(weight), self._every(len(goal) // len(inputs), len(inputs), weight.shape[2])
+        rows = patches(module, inputs, self._share(inputs), every)
+        goal, bias = _in_groups(thinned(goal, len(inputs), every), groups), bias.view(groups, -1)
+        errors = torch.baddbmm((goal - bias[:, None]), rows, weight.mT, alpha=-1.0)
+        if not _wanting(errors, goal):
             return False
         if rows.shape[1] <= rows.shape[2]:
             self.short.append((fit.name, rows.shape[2], rows.shape[1]))
-        used = slice(None, None, -(-rows.shape[1] // WIDE) if rows.shape[2] > WIDE else 1)
-        more, shift = change_of_rows(rows[:, used], errors[:, used], PENALTY)
+        more, shift = change_of_rows(rows, errors, PENALTY)
         weight, bias = weight + more.to(weight), bias + shift.to(bias)
         if norm is not None:
             _settle(norm, (rows @ weight.mT).transpose(0, 1).flatten(1), bias.flatten())
         self._write(fit, module, weight_of(module, weight), None if norm is not None else bias.flatten())
         return True
+
+    def _every(self, positions: int, samples: int, inputs: int) -> int:
+        """Which positions of each sample count for a layer of so many inputs."""
+        return 1 if inputs <= WIDE else max(1, min(positions, positions * samples // ROWS))
 
     def _fit_norm(self, fit: Fit, module: Any, inputs: Tensor, goal: Tensor) -> bool:
         """Scale and shift of each channel by itself."""

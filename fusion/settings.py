@@ -49,10 +49,9 @@ class FusionSettings:
         for name in ("positions", "repair_samples"):
             if getattr(self, name) < 0:
                 raise UserError(f"fusion {name}: got {getattr(self, name)}, takes a number, or 0 for all")
-
         if not 0.0 < self.width < float("inf") or (self.width != 1.0 and self.refit != "selection"):
-            raise UserError(f"fusion width: got {self.width:g} with refit '{self.refit}', takes a number above 0, with refit "
-                            "'selection'; else 1")  # fmt: skip
+            raise UserError(f"fusion width: got {self.width:g} with refit '{self.refit}', takes a number above 0 with refit "
+                            "'selection', else 1")  # fmt: skip
         if self.sequential and self.refit != "none":
             raise UserError(f"fusion refit: got '{self.refit}' with sequential plans, takes 'none' with these")
 

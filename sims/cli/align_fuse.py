@@ -14,9 +14,10 @@ from clients.data.domains import find
 from clients.networks import NetworkName, load_network, parse_name, save_network
 from conf.errors import UserError
 from fusion.channels import wire
-from fusion.fusing import Fused, FusionSettings, fuse
+from fusion.fusing import Fused, fuse
 from fusion.matching import layer_costs, match_units
 from fusion.search import best_weights
+from fusion.settings import FusionSettings
 from sims.cli.options import numbers
 from sims.experiments.pairs import Task, accuracy, probe_set
 from sims.report.plots import alignment_figure

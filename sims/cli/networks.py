@@ -57,7 +57,7 @@ def fuse(
     report: Annotated[bool, typer.Option("--report", help="Write the tables beside it, too, as Markdown.")] = False,
 ) -> None:
     """Fuse networks of equal or different depth and width into one."""
-    from fusion.fusing import FusionSettings
+    from fusion.settings import FusionSettings
     from sims.cli import align_fuse
 
     files = align_fuse.Files(networks, network or [], probe, samples, size, grey, root)

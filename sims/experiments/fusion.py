@@ -4,7 +4,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from clients.states import write_bytes
 from conf.errors import UserError, unknown
 from fusion.baselines import Ensemble, naive_average
 from fusion.comparators import COMPARATORS
-from fusion.fusing import FusionSettings, fuse
+from fusion.fusing import fuse
 from fusion.repair import recompute_statistics
+from fusion.settings import FusionSettings
 from sims.experiments import fusion_pairs
 from sims.experiments.cla_plot import draw
 from sims.experiments.fusion_pairs import FOLDER, accuracy_of, parents, probe
@@ -57,7 +58,7 @@ def _parent(place: int) -> Method:
 
 
 def _naive(networks: list[nn.Module], images: Tensor) -> nn.Module:
-    mean = naive_average(_fuse(networks, images, {"repair": False}).balanced)
+    mean = naive_average(_fuse(networks, images, {"repair": False, "refit": "none"}).balanced)
     recompute_statistics(mean, [images])
     return mean
 
@@ -76,18 +77,19 @@ def _published(name: str) -> Method:
     return Method(lambda networks, images: COMPARATORS[name](networks, INTO, DEPTH, images))
 
 
-SETTINGS: dict[str, dict[str, Any]] = {"fuse": {}} | {
-    f"fuse, refit {refit}": {"refit": refit} for refit in ("none", "plans", "regression", "selection")
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fuse, no refit": {"refit": "none"},
+    "fuse, refit by plans": {"refit": "plans"},
+    "fuse, refit by regression": {"refit": "regression"},
+    "fuse": {},
+    "fuse, width 1.5": {"width": 1.5},
 }
-THERE = {each.name for each in fields(FusionSettings)}
-KNOWN = {name: options for name, options in SETTINGS.items() if options.keys() <= THERE}
-CONTROL = "fuse, refit regression"
 METHODS: dict[str, Method] = {
     **{f"parent {place + 1}": _parent(place) for place in range(4)},
     "ensemble": Method(lambda networks, images: Ensemble(networks)),
     "naive average": Method(_naive),
-    **{name: _fused(options) for name, options in KNOWN.items()},
-    **({"control: parent 2 alone, refitted": _fused(KNOWN[CONTROL], alone=True)} if CONTROL in KNOWN else {}),
+    **{name: _fused(options) for name, options in SETTINGS.items()},
+    "control: parent 2 alone": _fused({"refit": "regression"}, alone=True),
     **{name: _published(name) for name in COMPARATORS},
 }
 BEST = "best parent"
@@ -102,8 +104,8 @@ NOTE = (
 def reproduce(preset: str, seeds: int, overrides: Sequence[str], paper: Path | None, *, quiet: bool) -> Path:
     """Train all parents with every seed (networks and results on disk are taken as they are), fuse, write tables.
 
-    `overrides`: pairs=vgg,resnet and methods=PLeaS;fuse measure these alone, most=2000 on so many images, part=validation on
-    images by which settings may be chosen. Returns the folder. Raises UserError for another preset or override.
+    `overrides`: pairs=vgg,resnet and methods=PLeaS;RegMean measure these alone, most=2000 on so many images, part=validation
+    on images by which settings may be chosen. Returns the folder. Raises UserError for another preset or override.
     """
     if preset != "cpu" or paper is not None:
         raise UserError("reproduce fusion: takes --preset cpu, without --paper")

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from clients.networks import NetworkName, parse_name
 from fusion.channels import Wiring, wire
-from fusion.fusing import FusionSettings
 from fusion.matching import costs_between, match_units
 from fusion.probe import observe
+from fusion.settings import FusionSettings
 
 PLAIN = FusionSettings(repair=False)
 

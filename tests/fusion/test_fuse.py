@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from fusion.channels import wire
-from fusion.fusing import Fused, FusionSettings, fuse
+from fusion.fusing import Fused, fuse
+from fusion.settings import FusionSettings
 from tests.fusion.parts import PLAIN, apart, images, name_of, network, outputs, randomised
 
 PROBE, TEST = images(8), images(6, seed=1)

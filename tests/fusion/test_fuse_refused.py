@@ -8,7 +8,8 @@ from torch import nn
 
 from conf.errors import UserError
 from fusion.channels import WiringError
-from fusion.fusing import FusionSettings, fuse
+from fusion.fusing import fuse
+from fusion.settings import FusionSettings
 from tests.fusion.parts import images, network, randomised
 
 PROBE = images(4)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fusion.baselines import naive_average
 from fusion.channels import wire
-from fusion.fusing import FusionSettings, fuse
+from fusion.fusing import fuse
 from fusion.probe import observe
 from fusion.repair import (
     Statistics,
@@ -23,6 +23,7 @@ from fusion.repair import (
     running,
     watched,
 )
+from fusion.settings import FusionSettings
 from tests.fusion.parts import apart, images, network, outputs
 
 VGG = "vgg11:width=0.0625,norm=batch"

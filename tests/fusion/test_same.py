@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torchvision import models
 
-from fusion.fusing import FusionSettings, fuse
+from fusion.fusing import fuse
+from fusion.settings import FusionSettings
 from tests.fusion.parts import apart, images, network, randomised
 
 FAMILIES = [

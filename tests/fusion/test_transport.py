@@ -14,7 +14,8 @@ from torch import Tensor
 
 from conf.errors import UserError
 from fusion.channels import wire
-from fusion.fusing import FusionSettings, fuse
+from fusion.fusing import fuse
+from fusion.settings import FusionSettings
 from fusion.transport import TransportSettings, apply, correlation_cost, neutral_plan, solve, squared_cost
 from tests.fusion.parts import PLAIN, apart, hidden, images, network
 
