@@ -1,13 +1,13 @@
 """From atoms to axes: which channels are interchangeable, and in which groups they move."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fusion.labels import Atoms
-from fusion.tracing import WiringError
+from fusion.labels import Atoms, Membership, scrambled
 
 ROUNDS = 4  # of colours passed on between groups and members
 
@@ -39,6 +39,11 @@ class Channels:
             self.axis_of[axis.channels] = index
             self.place_in[axis.channels] = np.arange(len(axis.channels))
 
+    @cached_property
+    def entry_colours(self) -> np.ndarray:
+        """By atom: of the entries of one channel, each has its own, and the same as its like in other channels."""
+        return self.atoms.refined()
+
     def split(self, entries: Tensor) -> dict[int, Tensor]:
         """Of labels in a row, those of each axis: int64 [size, r], the places of each channel's r entries."""
         labels = entries.numpy()
@@ -51,22 +56,21 @@ class Channels:
             if axis < 0:
                 continue
             own = axes == axis
-            sort = np.lexsort((places[own], order[own], self.place_in[roots[own]]))
             counts = np.bincount(self.place_in[roots[own]])
             size = len(self.axes[axis].channels)
             if len(counts) == size and (counts == counts[0]).all():
+                apart = self.entry_colours[labels[own]] if counts[0] > 1 else order[own]
+                sort = np.lexsort((places[own], apart, order[own], self.place_in[roots[own]]))
                 found[axis] = torch.from_numpy(places[own][sort].reshape(size, -1))
         return found
 
     def _resolved(self) -> np.ndarray:
-        """The group of each channel, -1 for none; raises WiringError where groups contradict each other."""
-        atoms = self.atoms
-        while True:
-            relations = [_Relation(atoms, each.members, each.groups, each.place) for each in atoms.memberships]
-            relations = _of_several(relations)
+        """The group of each channel, -1 for none."""
+        atoms, changed, relations = self.atoms, True, list[_Relation]()
+        while changed:
+            relations = _of_several([_Relation(atoms, each.members, each.groups) for each in atoms.memberships])
             colours = self._colours()
-            if not any(each.simplified(atoms, colours) for each in relations) and not self._compared(relations):
-                break
+            changed = any(each.simplified(atoms, colours) for each in relations) or _reconciled(atoms, relations)
         parent = np.full(len(atoms.root), -1)
         for each in relations:
             parent[each.members] = np.where(parent[each.members] < 0, each.groups, parent[each.members])
@@ -79,22 +83,14 @@ class Channels:
             atoms.pinned[led] = True
         return parent
 
-    def _compared(self, relations: list["_Relation"]) -> bool:
-        """Whether two partitions of the same channels were made one, or one finer than the other was put into it."""
-        for index, one in enumerate(relations):
-            for other in relations[:index]:
-                if one.compared(other, self.atoms):
-                    return True
-        return False
-
     def _colours(self) -> np.ndarray:
         """A colour for each channel: of the atoms in it; of a pinned one, of the oldest of them only."""
         atoms = self.atoms
         roots = atoms.find(torch.arange(len(atoms.root))).numpy()
         colours, pinned = np.zeros(len(roots), np.uint64), np.zeros(len(roots), bool)
-        np.add.at(colours, roots, _mixed(atoms.colour))
+        np.add.at(colours, roots, scrambled(atoms.colour))
         np.logical_or.at(pinned, roots, atoms.pinned)
-        return _mixed(np.where(pinned, atoms.block + np.uint64(1), colours))
+        return scrambled(np.where(pinned, atoms.block + np.uint64(1), colours))
 
     def _spread(self, colours: np.ndarray) -> np.ndarray:
         """Members of groups of different colours are different, and so are groups of different members."""
@@ -103,9 +99,9 @@ class Channels:
         groups = self.parent[members]
         for _ in range(ROUNDS):
             new = colours.copy()
-            np.add.at(new, groups, _mixed(colours[members]))
-            new[members] += _mixed(colours[groups] + np.uint64(1))
-            colours = _mixed(new)
+            np.add.at(new, groups, scrambled(colours[members]))
+            new[members] += scrambled(colours[groups] + np.uint64(1))
+            colours = scrambled(new)
         return colours
 
     def _drawn(self, wanted: np.ndarray) -> list[Drawn]:
@@ -139,41 +135,41 @@ class Channels:
 class _Relation:
     """Channels and their groups, by representatives."""
 
-    def __init__(self, atoms: Atoms, members: np.ndarray, groups: np.ndarray, place: str) -> None:
-        self.place = place
+    def __init__(self, atoms: Atoms, members: np.ndarray, groups: np.ndarray) -> None:
         pairs = atoms.find(torch.from_numpy(np.stack([members, groups]))).numpy()
         pairs = np.unique(pairs[:, pairs[0] != pairs[1]], axis=1)
         self.members, self.groups = pairs
 
     def simplified(self, atoms: Atoms, colours: np.ndarray) -> bool:
-        """Whether groups were made one that have a member in common, or members the group that they are alone in."""
+        """Whether something changed: groups that a channel is in at once stay where they are; members that are alone in
+        their groups are one with them."""
         if not len(self.members):
             return False
         same = np.flatnonzero(self.members[1:] == self.members[:-1])
         if len(same):
-            _tie(atoms, self.groups[same], self.groups[same + 1])
+            _stop(atoms, np.concatenate([self.groups[same], self.groups[same + 1]]))
             return True
         kinds = np.stack([self.groups.astype(np.uint64), colours[self.members]])
-        if len(np.unique(kinds, axis=1).T) == len(self.members):
+        if np.unique(kinds, axis=1).shape[1] == len(self.members):
             _tie(atoms, self.members, self.groups)
             return True
         return False
 
-    def compared(self, other: "_Relation", atoms: Atoms) -> bool:
-        """Whether the two partitions of common members were reconciled."""
-        common, one, two = np.intersect1d(self.members, other.members, assume_unique=True, return_indices=True)
-        if not len(common):
-            return False
+    def reconciled(self, other: "_Relation", atoms: Atoms) -> bool:
+        """Whether something changed: two partitions of the same channels are one, or their groups stay where they are."""
+        _, one, two = np.intersect1d(self.members, other.members, assume_unique=True, return_indices=True)
         pairs = np.unique(np.stack([self.groups[one], other.groups[two]]), axis=1)
-        pairs_apart = pairs[:, pairs[0] != pairs[1]]
-        if not pairs_apart.size:
+        if not (pairs[0] != pairs[1]).any():
             return False
-        counts = [len(np.unique(side)) for side in pairs]
-        if counts[0] == counts[1] == pairs.shape[1]:
+        if all(len(np.unique(side)) == pairs.shape[1] for side in pairs):
             _tie(atoms, *pairs)
-            return True
-        raise WiringError(f"{self.place}: {counts[0]} groups of channels that another layer ({other.place}) puts into "
-                          f"{counts[1]} other groups; takes one number of groups, try the same for both")  # fmt: skip
+        else:
+            _stop(atoms, pairs.flatten())
+        return True
+
+
+def _reconciled(atoms: Atoms, relations: list[_Relation]) -> bool:
+    return any(one.reconciled(other, atoms) for index, one in enumerate(relations) for other in relations[:index])
 
 
 def _of_several(relations: list[_Relation]) -> list[_Relation]:
@@ -187,13 +183,16 @@ def _of_several(relations: list[_Relation]) -> list[_Relation]:
     return found
 
 
+def _stop(atoms: Atoms, groups: np.ndarray) -> None:
+    """These groups do not move: the members of each are of a colour of their own."""
+    for group in np.unique(groups):
+        token = atoms.token()
+        atoms.colour[group] += token
+        for place, each in enumerate(atoms.memberships):
+            own = atoms.find(torch.from_numpy(each.groups)).numpy() == group
+            atoms.colour[np.unique(each.members[own])] += token
+            atoms.memberships[place] = Membership(each.members[~own], each.groups[~own])
+
+
 def _tie(atoms: Atoms, one: np.ndarray, other: np.ndarray) -> None:
     atoms.tie(torch.from_numpy(one), torch.from_numpy(other))
-
-
-def _mixed(colours: np.ndarray) -> np.ndarray:
-    """Numbers scrambled one to one (Steele, Lea and Flood 2014, SplitMix64)."""
-    mixed = colours + np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))

@@ -42,11 +42,10 @@ def varied(factor: Tensor) -> frozenset[int]:
 
 @dataclass(frozen=True, eq=False)
 class Membership:
-    """Atoms `members` [n] of the groups `groups` [n] (atoms too), required at `place` of the network."""
+    """Atoms `members` [n] of the groups `groups` [n] (atoms too)."""
 
     members: np.ndarray
     groups: np.ndarray
-    place: str
 
 
 class Atoms:
@@ -59,6 +58,7 @@ class Atoms:
         self.block = np.empty(0, np.uint64)  # the colour in the beginning
         self.pinned = np.empty(0, bool)
         self.memberships: list[Membership] = []
+        self._ties: list[tuple[np.ndarray, np.ndarray, np.uint64]] = []
         self._random = np.random.default_rng(_SEED)
 
     def new(self, count: int, pinned: bool = False) -> Tensor:
@@ -66,12 +66,13 @@ class Atoms:
         first = len(self.root)
         self.root = np.concatenate([self.root, np.arange(first, first + count)])
         self.place = np.concatenate([self.place, np.full(count, -1)])
-        token = np.full(count, self._token())
+        token = np.full(count, self.token())
         self.colour, self.block = np.concatenate([self.colour, token]), np.concatenate([self.block, token])
         self.pinned = np.concatenate([self.pinned, np.full(count, pinned)])
         return torch.arange(first, first + count)
 
-    def _token(self) -> np.uint64:
+    def token(self) -> np.uint64:
+        """A random number, the same in every run."""
         return self._random.integers(1, 2**63, dtype=np.uint64)
 
     def find(self, atoms: Tensor) -> Tensor:
@@ -99,6 +100,7 @@ class Atoms:
         for mine, theirs in ((a.numpy(), b.numpy()), (b.numpy(), a.numpy())):
             unset = self.place[mine] < 0
             self.place[mine[unset]] = self.place[theirs[unset]]
+        self._ties.append((a.numpy(), b.numpy(), self.token()))
         while True:
             x, y = self.find(a).numpy(), self.find(b).numpy()
             apart = x != y
@@ -121,13 +123,27 @@ class Atoms:
     def mark(self, factor: Tensor) -> None:
         """Colour the atoms that occur in one tensor, as often as they do."""
         labels = factor.numpy().ravel()
-        np.add.at(self.colour, labels[labels >= 0], self._token())
+        np.add.at(self.colour, labels[labels >= 0], self.token())
 
-    def belong(self, members: Tensor, groups: Tensor, place: str) -> None:
+    def belong(self, members: Tensor, groups: Tensor) -> None:
         """The members [n] move with their groups [n] only."""
         pairs = torch.stack([members.flatten(), groups.flatten()])
         pairs = pairs[:, (pairs >= 0).all(dim=0)].unique(dim=1).numpy()
-        self.memberships.append(Membership(pairs[0], pairs[1], place))
+        self.memberships.append(Membership(pairs[0], pairs[1]))
+
+    def refined(self) -> np.ndarray:
+        """Colours that tell atoms of one channel apart by what they are tied to, and that by what it is tied to, and so on
+        (Weisfeiler and Leman 1968)."""
+        colours, count = self.colour, 0
+        sizes = [len(one) for one, _, _ in self._ties]
+        one, other = (np.concatenate([tie[side] for tie in self._ties]) for side in (0, 1))
+        token = np.repeat(np.array([tie[2] for tie in self._ties], np.uint64), sizes)
+        while (found := len(np.unique(colours))) > count:
+            count, new = found, scrambled(colours)
+            np.add.at(new, one, scrambled(colours[other] + token))
+            np.add.at(new, other, scrambled(colours[one] ^ token))
+            colours = new
+        return colours
 
     def compressed(self, factor: Tensor) -> Tensor:
         """The factor without dimensions along which channels, and the order of their entries, do not vary."""
@@ -171,7 +187,7 @@ class Atoms:
         result[kept] = fine[inverse]
         return result
 
-    def link(self, one: Tensor, other: Tensor, place: str) -> Tensor:
+    def link(self, one: Tensor, other: Tensor) -> Tensor:
         """Two factors that meet entry by entry: the same channels, or the ones members of the others. Returns both."""
         one, other = torch.broadcast_tensors(one, other)
         self.pin(one[other == STILL])
@@ -183,9 +199,9 @@ class Atoms:
         if apart is None or self._are_parts(*apart):
             self.tie(one, other)
         elif found == "left":
-            self.belong(a, b, place)
+            self.belong(a, b)
         else:
-            self.belong(b, a, place)
+            self.belong(b, a)
             one, other = other, one
         return self.compressed(torch.where(one >= 0, one, other))
 
@@ -211,6 +227,14 @@ class Atoms:
         both = (one >= 0) & (other >= 0)
         a, b = one[both], other[both]
         return "same" if _ways(a, b) == "same" else _ways(self.find(a), self.find(b))
+
+
+def scrambled(numbers: np.ndarray) -> np.ndarray:
+    """Numbers scrambled one to one (Steele, Lea and Flood 2014, SplitMix64)."""
+    mixed = numbers + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
 
 
 def _ways(a: Tensor, b: Tensor) -> str:

@@ -8,11 +8,10 @@ from torch import Tensor
 from torch.fx import Node
 
 from fusion.labels import Value, value_of, varied
-from fusion.tracing import place
 from fusion.walk import Refusal, Rule, Walk, argument
 
 
-def joined(walk: Walk, node: Node, operands: Sequence[Value]) -> Value:
+def joined(walk: Walk, operands: Sequence[Value]) -> Value:
     """Broadcast and combined entry by entry: channels that meet are tied; what meets values that do not move is pinned."""
     shape = tuple(torch.broadcast_shapes(*(operand.shape for operand in operands)))
     operands = [_widened(operand, len(shape)) for operand in operands]
@@ -23,12 +22,12 @@ def joined(walk: Walk, node: Node, operands: Sequence[Value]) -> Value:
                     walk.atoms.pin(factor)
     factors: list[Tensor] = []
     for operand in operands:
-        factors = _merged(walk, node, factors, list(operand.factors))
+        factors = _merged(walk, factors, list(operand.factors))
     even = frozenset.intersection(*(operand.even for operand in operands))
     return value_of(factors, shape, even)
 
 
-def _merged(walk: Walk, node: Node, factors: list[Tensor], more: list[Tensor]) -> list[Tensor]:
+def _merged(walk: Walk, factors: list[Tensor], more: list[Tensor]) -> list[Tensor]:
     """The factors of two operands, those that meet as one; what meets several is what corresponds best."""
     pairs = [(k, n) for k, one in enumerate(factors) for n, other in enumerate(more) if _meet(one, other)]
     rank = {pair: walk.atoms.correspondence(factors[pair[0]], more[pair[1]]) == "many" for pair in pairs}
@@ -37,7 +36,7 @@ def _merged(walk: Walk, node: Node, factors: list[Tensor], more: list[Tensor]) -
         if rank[k, n] and (k in left or n in right):
             walk.atoms.pin(result[k] if n in right else more[n])
         elif result[k] is not more[n]:
-            result[k] = walk.atoms.link(result[k], more[n], place(node))
+            result[k] = walk.atoms.link(result[k], more[n])
         left.add(k)
         right.add(n)
     return result + [other for n, other in enumerate(more) if n not in right]
@@ -61,7 +60,7 @@ def _meets_still(walk: Walk, factor: Tensor, other: Value) -> bool:
     return any(walk.atoms.slides(factor, dim) for dim in varied(factor) - other.even - covered)
 
 
-def contracted(walk: Walk, node: Node, value: Value, dims: Iterable[int], keep: bool = False) -> Value:
+def contracted(walk: Walk, value: Value, dims: Iterable[int], keep: bool = False) -> Value:
     """A sum, mean or maximum over dimensions: what is left of channels that it takes together are their groups."""
     gone = {dim % len(value.shape) for dim in dims}
     factors = []
@@ -69,7 +68,7 @@ def contracted(walk: Walk, node: Node, value: Value, dims: Iterable[int], keep: 
         if varied(factor) & gone:
             if varied(factor) <= gone or not walk.free(factor):
                 continue
-            factor = _groups(walk, node, factor, gone)
+            factor = _groups(walk, factor, gone)
         else:
             factor = factor[tuple(slice(0, 1) if dim in gone else slice(None) for dim in range(factor.ndim))]
         factors.append(factor)
@@ -78,11 +77,11 @@ def contracted(walk: Walk, node: Node, value: Value, dims: Iterable[int], keep: 
     return result if keep else squeezed(result, gone)
 
 
-def _groups(walk: Walk, node: Node, factor: Tensor, gone: set[int]) -> Tensor:
+def _groups(walk: Walk, factor: Tensor, gone: set[int]) -> Tensor:
     """A group for each remaining place of a factor."""
     shape = [1 if dim in gone else size for dim, size in enumerate(factor.shape)]
     groups = walk.atoms.new(int(torch.tensor(shape).prod())).view(shape)
-    walk.group(factor, groups.expand(factor.shape), node)
+    walk.group(factor, groups.expand(factor.shape))
     return groups
 
 
@@ -94,12 +93,12 @@ def squeezed(value: Value, dims: Iterable[int]) -> Value:
     return value_of(factors, [value.shape[dim] for dim in left], {left.index(dim) for dim in value.even if dim in left})
 
 
-def closed(walk: Walk, node: Node, value: Value, dims: Iterable[int]) -> Value:
+def closed(walk: Walk, value: Value, dims: Iterable[int]) -> Value:
     """Entries set in relation to others along dimensions (a norm): channels move only among those."""
     gone = {dim % len(value.shape) for dim in dims}
     for factor in value.factors:
         if varied(factor) & gone and not varied(factor) <= gone and walk.free(factor):
-            _groups(walk, node, factor, gone)
+            _groups(walk, factor, gone)
     return Value(value.factors, value.shape, value.even - gone)
 
 
@@ -115,7 +114,7 @@ def operands_of(walk: Walk, node: Node) -> list[Value]:
 
 def elementwise(walk: Walk, node: Node) -> Value:
     """Of one tensor or several, with numbers."""
-    return joined(walk, node, operands_of(walk, node))
+    return joined(walk, operands_of(walk, node))
 
 
 def add(walk: Walk, node: Node) -> Value:
@@ -138,7 +137,7 @@ def reduction(walk: Walk, node: Node) -> Value:
     """A mean, sum, maximum or the like."""
     value = walk.known(node.args[0])
     dims = dims_of(walk, node, len(value.shape))
-    return contracted(walk, node, value, dims, bool(argument(node, 2, "keepdim", False)))
+    return contracted(walk, value, dims, bool(argument(node, 2, "keepdim", False)))
 
 
 def softmax(walk: Walk, node: Node) -> Value:
@@ -149,21 +148,21 @@ def softmax(walk: Walk, node: Node) -> Value:
         raise Refusal(f"{walk.what(node)} over dimension {dim}; takes a number, try to say which dimension")
     dim %= len(value.shape)
     walk.softmax += [(node, factor) for factor in value.factors if dim in varied(factor)]
-    return closed(walk, node, value, [dim])
+    return closed(walk, value, [dim])
 
 
 def normalized(walk: Walk, node: Node) -> Value:
     """F.normalize: divided by a norm over a dimension."""
     value = walk.known(node.args[0])
-    return closed(walk, node, value, [argument(node, 2, "dim", 1)])
+    return closed(walk, value, [argument(node, 2, "dim", 1)])
 
 
-def product(walk: Walk, node: Node, one: Value, other: Value) -> Value:
+def product(walk: Walk, one: Value, other: Value) -> Value:
     """A matrix product [..., m, k] @ [..., k, n]."""
     if min(len(one.shape), len(other.shape)) < 2:
         raise Refusal(f"a matrix product of {list(one.shape)} and {list(other.shape)}; takes matrices, try unsqueeze")
     left, right = unsqueezed(one, len(one.shape)), unsqueezed(other, len(other.shape) - 2)
-    return contracted(walk, node, joined(walk, node, [left, right]), [-2])
+    return contracted(walk, joined(walk, [left, right]), [-2])
 
 
 def unsqueezed(value: Value, dim: int) -> Value:
@@ -186,7 +185,7 @@ def matmul(walk: Walk, node: Node) -> Value:
         if isinstance(given, Node) and given.op == "get_attr":
             tensor = walk.tensor(given)
             walk.reads.add((id(tensor), dim % tensor.ndim))
-    return product(walk, node, one, other)
+    return product(walk, one, other)
 
 
 def attention(walk: Walk, node: Node) -> Value:
@@ -195,10 +194,10 @@ def attention(walk: Walk, node: Node) -> Value:
     if argument(node, 7, "enable_gqa", False):
         raise Refusal("attention with fewer heads of keys than of queries; takes as many, try to repeat the keys")
     turned = [*range(len(k.shape) - 2), len(k.shape) - 1, len(k.shape) - 2]
-    scores = product(walk, node, q, permuted_value(k, turned))
+    scores = product(walk, q, permuted_value(k, turned))
     mask = walk.of(argument(node, 3, "attn_mask"))
-    scores = scores if mask is None else joined(walk, node, [scores, mask])
-    return product(walk, node, scores, v)
+    scores = scores if mask is None else joined(walk, [scores, mask])
+    return product(walk, scores, v)
 
 
 def einsum(walk: Walk, node: Node) -> Value:
@@ -213,7 +212,7 @@ def einsum(walk: Walk, node: Node) -> Value:
         result = "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
     order = "".join(dict.fromkeys(result + terms.replace(",", "")))
     operands = [_spread(walk.known(one), term, order) for one, term in zip(given, inputs, strict=True)]
-    return contracted(walk, node, joined(walk, node, operands), range(len(result), len(order)))
+    return contracted(walk, joined(walk, operands), range(len(result), len(order)))
 
 
 def _spread(value: Value, term: str, order: str) -> Value:

@@ -129,7 +129,7 @@ def _grouped(walk: Walk, node: Node, x: Value, weight: Tensor, bias: Any, groups
         leaders = inputs if each == 1 else outputs if out == 1 else walk.atoms.new(groups)
         for members, size in ((inputs, each), (outputs, out)):
             if leaders is not members:
-                walk.group(members, leaders.repeat_interleave(size), node)
+                walk.group(members, leaders.repeat_interleave(size))
     if each > 1:
         walk.slots[id(weight), 1], walk.blocks[id(weight), 1] = inputs, groups
         walk.reads.add((id(weight), 1))
@@ -167,7 +167,7 @@ def _affine(walk: Walk, node: Node, value: Value, tensors: list[Any], dim: int) 
         elif value.shape[-1] == 1 and isinstance(given, Tensor) and given.ndim == 1:
             one = value_of([walk.entries(given, 0)], one.shape)
         operands.append(one)
-    result = joined(walk, node, operands)
+    result = joined(walk, operands)
     own = [one for one in operands[1:] if one.factors]
     weight = next((given for given in tensors if given is not None), None)
     weight = walk.tensor(weight) if weight is not None and _is_plain(weight) else None
@@ -215,7 +215,7 @@ def _in_groups(walk: Walk, node: Node, value: Value, groups: int, weight: Any, b
         for factor in value.factors:
             if 1 in varied(factor) and walk.free(factor):
                 leaders = walk.atoms.new(groups).repeat_interleave(value.shape[1] // groups)
-                walk.group(factor.flatten(), leaders, node)
+                walk.group(factor.flatten(), leaders)
     return _affine(walk, node, value, [weight, bias], 1)
 
 
@@ -238,7 +238,7 @@ def _over_last(walk: Walk, node: Node, over: Any, given: list[Any]) -> Value:
     """Normalised over the last dimensions."""
     value = walk.known(node.args[0])
     last = len(over)
-    value = closed(walk, node, value, range(len(value.shape) - last, len(value.shape)))
+    value = closed(walk, value, range(len(value.shape) - last, len(value.shape)))
     return _affine(walk, node, value, given, -1)
 
 
@@ -248,7 +248,7 @@ def _prelu(walk: Walk, node: Node) -> Value:
     if weight.numel() == 1:
         return value
     shape = (1, -1, *[1] * (len(value.shape) - 2))
-    return joined(walk, node, [value, value_of([walk.entries(weight, 0).view(shape)], [1, len(weight), *shape[2:]])])
+    return joined(walk, [value, value_of([walk.entries(weight, 0).view(shape)], [1, len(weight), *shape[2:]])])
 
 
 ACTIVATIONS = (

@@ -179,7 +179,7 @@ def indexed(walk: Walk, node: Node) -> Value:
 
 def same(walk: Walk, node: Node) -> Value:
     """Nothing changes but the type or the place in memory."""
-    return joined(walk, node, [walk.known(node.args[0])])
+    return joined(walk, [walk.known(node.args[0])])
 
 
 def squeeze(walk: Walk, node: Node) -> Value:

@@ -103,7 +103,7 @@ class Walk:
     def _note(self, node: Node, value: Value) -> None:
         self._note_sources(node)
         factors = [self.atoms.compressed(factor) for factor in value.factors]
-        for factor in factors:
+        for factor in factors if node.op != "get_attr" else ():
             self.atoms.mark(factor)
         self.values[node] = Value(tuple(factors), value.shape, value.even)
         if value.shape != tuple(self.shape(node)):
@@ -201,10 +201,10 @@ class Walk:
         dims = [dim for dim in range(tensor.ndim) if tensor.shape[dim] > 1]
         return value_of([along(self.entries(tensor, dim), dim, tensor.ndim) for dim in dims], tensor.shape)
 
-    def group(self, members: Tensor, groups: Tensor, node: Node) -> None:
+    def group(self, members: Tensor, groups: Tensor) -> None:
         """The members' channels move with their groups; of one group that has them all nothing is said."""
         if len(groups.unique()) > 1:
-            self.atoms.belong(members, groups, place(node))
+            self.atoms.belong(members, groups)
 
     def layer(self, node: Node, kind: str, weight: Tensor | None, inputs: Tensor, outputs: Tensor) -> None:
         """Note a layer that reads these atoms and writes those."""

@@ -119,6 +119,13 @@ def test_groupnorm_resnet():
     assert {axis.size: axis.groups for axis in wiring.axes if axis.slots and not axis.fixed} == {8: 4, 16: 8}
 
 
+def test_groups_that_cross():
+    """Of 2 and of 3 groups: channels move within what both have in common."""
+    network = nn.Sequential(nn.Conv2d(3, 12, 1), nn.GroupNorm(2, 12), nn.GroupNorm(3, 12), nn.Conv2d(12, 2, 1))
+    wiring = check(network, images(8))
+    assert [axis.size for axis in wiring.axes if axis.slots and not axis.fixed] == [4, 2, 2, 4]
+
+
 def test_across_groups_or_in_one_tensor_only_the_outputs_change():
     network, example = randomise(resnet([8, 16], 2, "group")), images(16).double()
     wiring, state = wire(network, example), dict(network.state_dict())

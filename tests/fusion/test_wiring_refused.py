@@ -56,11 +56,6 @@ def test_operations_that_the_first_version_refused(name):
         (nn.Sequential(nn.Conv2d(3, 4, 1), nn.ConvTranspose2d(4, 4, 2, groups=2)), images(8), "'1'.*transposed .*groups"),
         (nn.Sequential(nn.Conv2d(4, 4, 1)), images(8), "'0'.*does not run"),
         (nn.Sequential(nn.Linear(3, 4)), torch.randn(3), r"example of \[3\]"),
-        (
-            nn.Sequential(nn.Conv2d(3, 12, 1), nn.GroupNorm(2, 12), nn.GroupNorm(3, 12), nn.Conv2d(12, 2, 1)),
-            images(8),
-            "'2'.*groups .* '1'",
-        ),
         (nn.Sequential(nn.Conv2d(3, 4, 1), nn.LocalResponseNorm(2)), images(8), "'1'.*LocalResponseNorm"),
         (nn.Sequential(nn.Linear(3, 4), nn.Softmax(1), nn.Linear(4, 2)), torch.randn(2, 3), "'1'.*softmax"),
         (nn.Sequential(nn.Linear(3, 4), nn.GRU(4, 4)), torch.randn(2, 3), "'1'.*GRU"),
