@@ -265,10 +265,12 @@ def _pin_unlearned(network: nn.Module, walk: Walk) -> None:
     """Channels that no parameter writes, but a buffer of numbers (coordinates), never move."""
     learned = {id(parameter) for parameter in network.parameters()}
     moving = [atoms for key, atoms in walk.slots.items() if key[0] in learned and key not in walk.reads]
-    roots = walk.atoms.find(torch.cat([*moving, torch.empty(0, dtype=torch.int64)]))
+    written = torch.zeros(len(walk.atoms.root), dtype=torch.bool)
+    for atoms in moving:
+        written[walk.atoms.find(atoms)] = True
     for (tensor, _), atoms in walk.slots.items():
         if tensor not in learned:
-            walk.atoms.pin(atoms[~torch.isin(walk.atoms.find(atoms), roots)])
+            walk.atoms.pin(atoms[~written[walk.atoms.find(atoms)]])
 
 
 def _check_softmax(walk: Walk) -> None:

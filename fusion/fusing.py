@@ -163,7 +163,7 @@ class _Fusion:
         wiring = wire(result, self.probe[:1])
         done = refit(result, wiring, Targets(bodies, mixture, weights, wiring), self.probe, self.settings.positions)
         self._lap("refit")
-        return [*mixture.notes(self.into), *done.notes()]
+        return [*mixture.notes(self.into), *done.notes()] if done.layers else []
 
     def _lap(self, part: str) -> None:
         now = time.perf_counter()

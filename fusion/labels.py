@@ -57,19 +57,22 @@ class Atoms:
         self.colour = np.empty(0, np.uint64)
         self.block = np.empty(0, np.uint64)  # the colour in the beginning
         self.pinned = np.empty(0, bool)
+        self._held = {name: np.zeros(1024, vars(self)[name].dtype) for name in vars(self)}  # what these are the fronts of
         self.memberships: list[Membership] = []
         self._ties: list[tuple[np.ndarray, np.ndarray, np.uint64]] = []
         self._random = np.random.default_rng(_SEED)
 
     def new(self, count: int, pinned: bool = False) -> Tensor:
         """So many new atoms of one colour, int64 [count]."""
-        first = len(self.root)
-        self.root = np.concatenate([self.root, np.arange(first, first + count)])
-        self.place = np.concatenate([self.place, np.full(count, -1)])
-        token = np.full(count, self.token())
-        self.colour, self.block = np.concatenate([self.colour, token]), np.concatenate([self.block, token])
-        self.pinned = np.concatenate([self.pinned, np.full(count, pinned)])
-        return torch.arange(first, first + count)
+        first, total, token = len(self.root), len(self.root) + count, self.token()
+        for name, value in (("root", 0), ("place", -1), ("colour", token), ("block", token), ("pinned", pinned)):
+            held = self._held[name]
+            if total > len(held):
+                held = self._held[name] = np.resize(held, 2 * total)
+            held[first:total] = value
+            setattr(self, name, held[:total])
+        self.root[first:] = np.arange(first, total)
+        return torch.arange(first, total)
 
     def token(self) -> np.uint64:
         """A random number, the same in every run."""

@@ -26,6 +26,7 @@ from fusion.tracing import NORMS, evaluating
 WIDE, ROWS = 2048, 1024  # for layers of more inputs about so many rows do: the cost grows with their square
 PENALTY = 0.1  # of the inputs' variances, on the change of the weights
 ROUNDING = 1e-4  # standard deviations from its target within which a channel stays as it is
+FLOAT = 1e-5  # of its size: what float32 does not tell apart
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,7 @@ def _in_groups(rows: Tensor, groups: int) -> Tensor:
 
 def _wanting(errors: Tensor, goal: Tensor) -> bool:
     """Whether any channel [g, n, m] is not as it should be but for rounding; those that are get an error of zero."""
-    bound = ROUNDING * goal.std(dim=1) + ROUNDING * ROUNDING * goal.std()
+    bound = ROUNDING * goal.std(dim=1, correction=0) + FLOAT * (goal.square().mean(dim=1) + goal.square().mean()).sqrt()
     good = errors.square().mean(dim=1).sqrt() <= bound
     errors.masked_fill_(good[:, None], 0.0)
     return not bool(good.all())

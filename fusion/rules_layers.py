@@ -169,8 +169,7 @@ def _affine(walk: Walk, node: Node, value: Value, tensors: list[Any], dim: int) 
         operands.append(one)
     result = joined(walk, operands)
     own = [one for one in operands[1:] if one.factors]
-    weight = next((given for given in tensors if given is not None), None)
-    weight = walk.tensor(weight) if weight is not None and _is_plain(weight) else None
+    weight = walk.tensor(tensors[0]) if tensors[0] is not None and _is_plain(tensors[0]) else None
     channels = walk.atoms.compressed(own[0].factors[0]).flatten() if own else _channels(walk, value, dim)
     walk.layer(node, "norm", weight, channels, channels)
     return Value(result.factors, result.shape, frozenset(d for d, size in enumerate(result.shape) if size == 1))

@@ -22,23 +22,16 @@ class Pool:
     """The channels of an axis in all networks, side by side: N of them.
 
     `sizes`: how many each network has; `covariance` [N, N] float64 of what they hand on, summed over the places where the
-    axis is read; `weighted`: the same with each channel weighted by its importance; `prints` [N, PRINTS]: random sums of
-    each channel's values, by which the same channels are known; `groups`: the channels that are kept or dropped together,
-    int64 [blocks, channels of a block].
+    axis is read; `weighted`: the same with each channel weighted by its importance; `twins` [N]: for each channel the one
+    that stands for it and those that are the same; `groups`: the channels that are kept or dropped together, int64
+    [blocks, channels of a block].
     """
 
     sizes: tuple[int, ...]
     covariance: Tensor
     weighted: Tensor
-    prints: Tensor
+    twins: Tensor
     groups: Tensor
-
-    def twins(self) -> Tensor:
-        """For each channel the first one that is the same as it, int64 [N]."""
-        apart = torch.cdist(self.prints, self.prints, compute_mode="donot_use_mm_for_euclid_dist")
-        size = self.prints.norm(dim=1)
-        alike = apart <= ALIKE * torch.minimum(size[:, None], size) + TINY
-        return alike.int().argmax(dim=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,10 +66,11 @@ def keeping(sizes: Sequence[int], kept: Tensor | None = None) -> Choice:
 
 def side_by_side(pools: Sequence[Pool]) -> Pool:
     """Pools of the same groups as one: a group has its channels of all of them."""
-    starts = [sum(len(pool.prints) for pool in pools[:place]) for place in range(len(pools))]
-    groups = torch.cat([pool.groups + start for pool, start in zip(pools, starts, strict=True)], dim=1)
-    return Pool((), torch.block_diag(*(pool.covariance for pool in pools)), torch.block_diag(*(pool.weighted for pool in pools)),
-                torch.cat([pool.prints for pool in pools]), groups)  # fmt: skip
+    starts = [sum(len(pool.twins) for pool in pools[:place]) for place in range(len(pools))]
+    groups, twins = ([getattr(pool, name) + start for pool, start in zip(pools, starts, strict=True)]
+                     for name in ("groups", "twins"))  # fmt: skip
+    covariance, weighted = (torch.block_diag(*(getattr(pool, name) for pool in pools)) for name in ("covariance", "weighted"))
+    return Pool((), covariance, weighted, torch.cat(twins), torch.cat(groups, dim=1))
 
 
 def importance(values: Tensor, sensitivity: Tensor) -> Tensor:
@@ -99,7 +93,22 @@ def pooled(points: Sequence[tuple[Tensor, Tensor]], sizes: Sequence[int], groups
         part = (centred @ centred.T).double() / values.shape[1]
         covariance += part
         weighted += weight[:, None] * part * weight
-    return Pool(tuple(sizes), covariance, weighted, prints, groups)
+    return Pool(tuple(sizes), covariance, weighted, _twins(prints, sizes), groups)
+
+
+def _twins(prints: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Channels are known by random sums of their values, [N, PRINTS]. Of those that are the same, the k-th of each network
+    is the k-th of the first network that has so many."""
+    apart, size = torch.cdist(prints, prints, compute_mode="donot_use_mm_for_euclid_dist"), prints.norm(dim=1)
+    kinds = (apart <= ALIKE * torch.minimum(size[:, None], size) + TINY).int().argmax(dim=1)
+    first: dict[tuple[int, int], int] = {}
+    twins: list[int] = []
+    for own in kinds.split(list(sizes)):
+        seen: dict[int, int] = {}
+        for kind in own.tolist():
+            seen[kind] = seen.get(kind, -1) + 1
+            twins.append(first.setdefault((kind, seen[kind]), len(twins)))
+    return torch.tensor(twins)
 
 
 def choose(pool: Pool, blocks: int) -> Choice:
@@ -108,9 +117,8 @@ def choose(pool: Pool, blocks: int) -> Choice:
 
 
 def best_groups(pool: Pool, count: int) -> Tensor:
-    """The places of so many groups, int64 [count], rising."""
-    first = torch.arange(len(pool.prints))
-    candidates = (pool.twins()[pool.groups] == first[pool.groups]).any(dim=1)
+    """The places of so many groups of a pool, int64 [count], rising."""
+    candidates = (pool.twins[pool.groups] == pool.groups).any(dim=1)
     order = _greedy(pool.weighted, pool.groups, candidates, count)
     order += [block for block in range(len(pool.groups)) if block not in order][: count - len(order)]
     return torch.tensor(sorted(order))
@@ -119,7 +127,7 @@ def best_groups(pool: Pool, count: int) -> Tensor:
 def settled(pool: Pool, blocks: Tensor) -> Choice:
     """The choice of these groups of a pool."""
     kept = pool.groups[blocks].flatten()
-    return Choice(pool.sizes, kept, blocks, _ones(kept, len(pool.prints)), _followed(pool.covariance, kept, pool.twins()))
+    return Choice(pool.sizes, kept, blocks, _ones(kept, len(pool.twins)), _followed(pool.covariance, kept, pool.twins))
 
 
 def _greedy(covariance: Tensor, groups: Tensor, candidates: Tensor, count: int) -> list[int]:

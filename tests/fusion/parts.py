@@ -11,7 +11,8 @@ from fusion.matching import costs_between, match_units
 from fusion.probe import observe
 from fusion.settings import FusionSettings
 
-PLAIN = FusionSettings(repair=False)
+AVERAGED = FusionSettings(refit="none")
+PLAIN = FusionSettings(refit="none", repair=False)
 
 
 def name_of(text: str, channels: int = 3, size: int = 32, classes: int = 10) -> NetworkName:

@@ -141,5 +141,5 @@ def test_what_the_public_code_cannot():
     reference = FusionSettings.reference()
     mobile = network("torchvision:mobilenet_v2")
     assert "know no depthwise convolutions" in refusal([mobile, mobile], probe=PROBE[:2], settings=reference)
-    by_weights = FusionSettings(sequential=True, basis="weights")
+    by_weights = FusionSettings(sequential=True, refit="none", basis="weights")
     assert "sequential plans are made from activations" in refusal([network(MLP)] * 2, settings=by_weights)

@@ -108,7 +108,7 @@ def test_layers_merged(relu, name):
 
 def test_ours_keeps_the_scale_that_the_public_code_loses():
     """Column sums on both sides scale the aligned logits by the product of the widths' ratios, here 32."""
-    a, settings = Mlp("A"), replace(FusionSettings(), repair=False)
+    a, settings = Mlp("A"), FusionSettings(refit="none", repair=False)
     ours = fuse([a, Mlp("B")], into=1, depth=0, probe=probe(), settings=settings)
     with torch.no_grad():
         wanted = a(probe()).std()

@@ -11,6 +11,7 @@ from fusion.fusing import fuse
 from fusion.settings import FusionSettings
 from tests.fusion.parts import apart, images, network, randomised
 
+REFITS = ("none", "plans", "regression", "selection")
 FAMILIES = [
     *("mlp:widths=[12,9,7],bias=false", "lenet:width=0.5", "conv6:norm=batch,width=0.5"),
     *("vgg13:width=0.125,norm=batch", "vgg11:width=0.125,norm=none", "vgg11:width=0.125,norm=batch,affine=false"),
@@ -30,10 +31,13 @@ def is_returned(built: nn.Module, probe: torch.Tensor, settings: FusionSettings 
     assert fused.notes == ()
 
 
-@given(st.sampled_from(FAMILIES), st.integers(0, 2**31), st.integers(2, 24), st.sampled_from([torch.float32, torch.float64]))
+kinds = st.sampled_from([torch.float32, torch.float64])
+
+
+@given(st.sampled_from(FAMILIES), st.integers(0, 2**31), st.integers(2, 24), kinds, st.sampled_from(REFITS))
 @settings(max_examples=15, deadline=None)
-def test_with_random_weights_and_statistics(text, seed, samples, dtype):
-    is_returned(network(text, seed).to(dtype), images(samples).to(dtype))
+def test_with_random_weights_and_statistics(text, seed, samples, dtype, refit):
+    is_returned(network(text, seed).to(dtype), images(samples).to(dtype), FusionSettings(refit=refit))
 
 
 @pytest.mark.parametrize("name", ["resnet18", "vgg11_bn", "mobilenet_v2"])
@@ -45,8 +49,8 @@ def test_torchvisions_networks(name):
 
 
 @pytest.mark.parametrize("text", ["vgg13:width=0.125,norm=batch", "resnet20:norm=batch", "conv6:norm=batch", "lenet"])
-@pytest.mark.parametrize("samples", [0, 5])
-def test_trained_for_a_few_steps(text, samples):
+@pytest.mark.parametrize("options", [{"repair_samples": 0}, {"repair_samples": 5}, {"refit": "selection"}])
+def test_trained_for_a_few_steps(text, options):
     """Then running statistics are no set's: they are still on their way."""
     built = network(text).float().train()
     for name, tensor in built.named_buffers():
@@ -56,14 +60,15 @@ def test_trained_for_a_few_steps(text, samples):
         steps.zero_grad()
         nn.functional.cross_entropy(built(images(16, seed=seed).float()), torch.arange(16) % 10).backward()
         steps.step()
-    is_returned(built.eval(), images(40, seed=9).float() + 0.3, FusionSettings(repair_samples=samples))
+    is_returned(built.eval(), images(40, seed=9).float() + 0.3, FusionSettings(**{"refit": "none", **options}))
 
 
+@pytest.mark.parametrize("refit", REFITS)
 @pytest.mark.parametrize("text", ["mlp:widths=[8,6]", "vgg11:width=0.125,norm=batch"])
-def test_channels_that_nothing_tells_apart_stay(text):
+def test_channels_that_nothing_tells_apart_stay(text, refit):
     built = network(text)
     weight = next(tensor for tensor in built.parameters() if tensor.ndim > 1)
     with torch.no_grad():
         weight[1:4] = 0.0
         weight[5] = weight[6]
-    is_returned(built, images(20))
+    is_returned(built, images(20), FusionSettings(refit=refit))

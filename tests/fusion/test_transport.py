@@ -265,7 +265,7 @@ def test_unequal_widths(family, basis):
 def test_group_norm_plans_of_a_network_keep_groups():
     texts = ("vgg11:width=0.125,norm=group,groups=4", "vgg11:width=0.25,norm=group,groups=4")
     one, other = (network(text, seed) for seed, text in enumerate(texts))
-    fused = fuse([other, one], into=1, probe=images(8))
+    fused = fuse([other, one], into=1, probe=images(8), settings=replace(PLAIN, repair=True))
     assert all(axis.groups == 4 for axis in wire(one, images(1)).axes if axis.slots and not axis.fixed)
     for plan in fused.plans[0].values():
         n, m = plan.shape
