@@ -29,9 +29,9 @@ class Step(nn.Module):
         self.one, self.two = nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.Conv1d(WIDTH, WIDTH, 1, bias=False)
         build = MODULES.get(kind)
         self.extra = build() if build else None
-        if "one" not in USES.get(kind, "one two"):
+        if kind in NONE:
             self.one = None
-        if "two" not in USES.get(kind, "one two"):
+        if kind in (*ONE, *NONE):
             self.two = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -89,8 +89,17 @@ STEPS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "masked": lambda s, x: s.one(x) * torch.arange(1, LENGTH + 1) + torch.tril(torch.ones(LENGTH, LENGTH))[-1],
     "uneven": lambda s, x: s.one(x) * torch.arange(1, WIDTH + 1)[:, None],
 }
-USES: dict[str, str] = dict.fromkeys(("plain", "halves", "folded", "rolled", "masked", "uneven"), "one") | dict.fromkeys(
-    ("shuffled", "mixed up", "pieces", "grouped", "group norm", "other groups", "layer norm", "positions"), ""
+# steps with one layer, and with none but its own
+ONE = ("plain", "halves", "folded", "rolled", "masked", "uneven")
+NONE = (
+    "shuffled",
+    "mixed up",
+    "pieces",
+    "grouped",
+    "group norm",
+    "other groups",
+    "layer norm",
+    "positions",
 )
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "mixed up": lambda: nn.Linear(WIDTH * LENGTH, WIDTH * LENGTH),
