@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Alignment", "Fused", "FusionSettings", "TransportSettings", "align", "fuse"]
 
-_MODULES = {"Alignment": "alignment", "align": "alignment", "Fused": "fusing", "FusionSettings": "settings", "fuse": "fusing",
-            "TransportSettings": "transport"}  # fmt: skip
+_MODULES = {"Alignment": "alignment", "align": "alignment", "Fused": "fusing", "fuse": "fusing",
+            "FusionSettings": "settings", "TransportSettings": "transport"}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

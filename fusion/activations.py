@@ -1,6 +1,7 @@
 """The activation that the values of a node go through before they are read."""
 
 from collections.abc import Callable
+from operator import methodcaller
 
 from torch import Tensor, fx, nn
 
@@ -17,16 +18,19 @@ FUNCTIONS = frozenset(("relu", "relu6", "leaky_relu", "elu", "selu", "celu", "ge
 def activation_behind(graph: fx.GraphModule, name: str) -> tuple[str, Callable[[Tensor], Tensor]]:
     """The node of the activation that reads a node, and what it does, entry by entry; the node itself if there is none."""
     node = next(node for node in graph.graph.nodes if node.name == name)
-    for user in node.users:
-        if user.op == "call_module" and isinstance(module := graph.get_submodule(str(user.target)), MODULES):
-            return user.name, lambda values: module(values.clone())
-        if user.op == "call_function" and operation(user) in FUNCTIONS and user.args[:1] == (node,):
-            return user.name, lambda values: _applied(user, values)
-        if user.op == "call_method" and operation(user) in FUNCTIONS:
-            return user.name, lambda values: getattr(values.clone(), str(user.target))()
-    return name, lambda values: values
+    found = next(((user, call) for user in node.users if (call := _call(graph, node, user)) is not None), None)
+    return (name, lambda values: values) if found is None else (found[0].name, lambda values: found[1](values.clone()))
 
 
-def _applied(node: fx.Node, values: Tensor) -> Tensor:
-    assert callable(node.target)
-    return node.target(values.clone(), *node.args[1:], **node.kwargs)
+def _call(graph: fx.GraphModule, node: fx.Node, user: fx.Node) -> Callable[[Tensor], Tensor] | None:
+    """What a user of a node does, if it is an activation."""
+    if user.op == "call_module":
+        module = graph.get_submodule(str(user.target))
+        return module if isinstance(module, MODULES) else None
+    if operation(user) not in FUNCTIONS or user.args[:1] != (node,):
+        return None
+    if user.op == "call_method":
+        return methodcaller(str(user.target), *user.args[1:], **user.kwargs)
+    assert callable(user.target)
+    function = user.target
+    return lambda values: function(values, *user.args[1:], **user.kwargs)

@@ -40,7 +40,7 @@ def fits(wiring: Wiring) -> dict[str, Fit]:
     """
     work = _Fits(wiring)
     found = {fit.node: fit for layer in wiring.layers if (fit := work.of(layer.node)) is not None}
-    found = {node: fit for node, fit in found.items() if fit.end in wiring.layouts and not wiring.layouts[fit.end].others}
+    found = {node: fit for node, fit in found.items() if work.is_plain(fit)}
     ends: dict[str, list[str]] = {}
     for fit in found.values():
         if fit.other:
@@ -77,6 +77,14 @@ class _Fits:
         total, other = self._sum(end) if at_sum else (None, "")
         return Fit(name, str(node.target), norm, end.name if total is None else total.name, other)
 
+    def is_plain(self, fit: Fit) -> bool:
+        """Whether the channels of what is prescribed are those that the layer writes, in one dimension."""
+        layout, module = self.wiring.layouts.get(fit.end), self.graph.get_submodule(fit.name)
+        if layout is None or layout.others or fit.end in self.wiring.still:
+            return False
+        shape = next(layer.shape for layer in self.wiring.layers if layer.node == fit.node)
+        return isinstance(module, NORMS) or layout.dims == ((len(shape),) if isinstance(module, nn.Linear) else (1,))
+
     def depth(self, name: str) -> int:
         """Layers on the way to a node."""
         seen, waiting = set(), [self.nodes[name]]
@@ -94,9 +102,10 @@ class _Fits:
         if user is None or user.op == "call_module" or operation(user) not in SUMS or user.kwargs:
             return None, ""
         others = [arg for arg in user.args if isinstance(arg, Node) and arg is not end]
-        if len(user.args) != 2 or len(others) != 1 or others[0].name not in self.wiring.layouts or others[0].op == "get_attr":
+        if len(user.args) != 2 or len(others) != 1 or others[0].op == "get_attr":
             return None, ""
-        same = self._dims(others[0]) == self._dims(user) == self._dims(end)
+        dims = self._dims(end)
+        same = bool(dims) and self._dims(others[0]) == self._dims(user) == dims
         return (user, others[0].name) if same else (None, "")
 
     def _dims(self, node: Node) -> Sequence[int]:
@@ -111,4 +120,3 @@ class _Fits:
     def _only_user(self, node: Node) -> Node | None:
         users = list(node.users)
         return users[0] if len(users) == 1 else None
-

@@ -1,4 +1,4 @@
-"""What a fused network's last layer should say, without labels: a mixture of what its parents say, each heeded where it is sure."""
+"""What a fused network's last layer should say, without labels: what its parents say, each heeded where it is sure."""
 
 from collections.abc import Sequence
 
@@ -19,12 +19,11 @@ def mixed(answers: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     A parent that has not seen an image's class is less sure of it, so that parents of different classes or skewed data are
     each heeded on what they know; where all are equally sure it is their plain mean.
     """
-    shares, parts = [], []
-    for logits, weight in zip(answers, weights, strict=True):
-        log = logits.double().log_softmax(dim=1)
-        shares.append(weight * torch.exp(CONFIDENCE * (log.exp() * log).sum(dim=1, keepdim=True)))
-        parts.append(log.exp())
-    return sum(share * part for share, part in zip(shares, parts, strict=True)) / sum(shares)
+    logs = torch.stack([logits.double().log_softmax(dim=1) for logits in answers])
+    entropies = -(logs.exp() * logs).sum(dim=2, keepdim=True)
+    shares = torch.tensor(weights, dtype=torch.float64, device=logs.device)[:, None, None]
+    shares = shares * torch.exp(-CONFIDENCE * entropies)
+    return (shares * logs.exp()).sum(dim=0) / shares.sum(dim=0)
 
 
 def fitted_head(inputs: Tensor, weight: Tensor, bias: Tensor, goal: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -65,7 +65,7 @@ class LayerStatistics:
 
 
 def change_of_rows(inputs: Tensor, errors: Tensor, penalty: float) -> tuple[Tensor, Tensor]:
-    """LayerStatistics.change of rows in memory, [g, n, d] and [g, n, m]: by a matrix [n, n] where rows are fewer than inputs."""
+    """LayerStatistics.change of rows in memory, [g, n, d] and [g, n, m]; by a matrix [n, n] where rows are the fewer."""
     if inputs.shape[1] >= inputs.shape[2]:
         return LayerStatistics.of([(inputs, errors)]).change(penalty)
     mean, lack = inputs.mean(1, keepdim=True), errors.mean(1, keepdim=True)

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from conf.errors import UserError
 from fusion.activations import activation_behind
 from fusion.channels import Axis, Wiring, wire
 from fusion.exact import State
@@ -96,15 +97,19 @@ class _Pools:
     def _point(self, axis: Axis, node: str) -> tuple[Tensor, Tensor] | None:
         """Values [N, n] behind the activation, and importance [N]."""
         name, activation = self.behind[node]
-        found = [body.values[node][body.wiring.layouts[node].entries[axis.index].T.flatten()] if node in body.values else None
-                 for body in self.bodies]  # fmt: skip
+        found = [_values(body, node, axis.index) for body in self.bodies]
         some = next((part for part in found if part is not None), None)
         if some is None:
             return None
+        counts = {part.shape[1] for part in found if part is not None}
+        if len(counts) > 1:
+            told = " and ".join(map(str, sorted(counts)))
+            layers = self.bodies[0].wiring.layers
+            layer = next((layer.name for layer in layers if layer.outputs == axis.index and layer.kind != "norm"), node)
+            raise UserError(f"layer '{layer}': {told} values of a channel: the networks work at different resolutions")
         values, weights = [], []
         for place, (part, size) in enumerate(zip(found, self.sizes(axis), strict=True)):
-            copies = 1 if part is None else len(part) // size
-            rows = some.new_zeros(size, some.shape[1]) if part is None else part.view(copies, size, -1).transpose(0, 1).flatten(1)
+            rows = some.new_zeros(size, some.shape[1]) if part is None else part
             values.append(activation(rows))
             hangs = self._hangs(place, name, axis.index, size)
             weights.append(importance(values[-1], hangs) * self.weights[place] ** 0.5)
@@ -115,6 +120,13 @@ class _Pools:
         if found is None or axis not in layout.entries:
             return torch.zeros(size, dtype=torch.float64)
         return found[layout.entries[axis]].sum(dim=1)
+
+
+def _values(body: Body, node: str, axis: int) -> Tensor | None:
+    """Of the channels of an axis at a node [size, n], of several entries of a channel one after the other."""
+    if node not in body.values:
+        return None
+    return body.values[node][body.wiring.layouts[node].entries[axis]].flatten(1)
 
 
 def parts_of(choices: Mapping[int, Choice], place: int) -> dict[int, Part]:

@@ -40,11 +40,14 @@ class Refitted:
 
     def notes(self) -> list[str]:
         """For users."""
-        told = [f"{len(self.biased)} layers without bias got one by refit, {self.biased[0]} the first"] if self.biased else []
+        told = []
+        if self.biased:
+            told.append(f"{len(self.biased)} layers without bias got one by refit, {self.biased[0]} the first")
         if self.short:
             name, inputs, rows = max(self.short, key=lambda one: one[1] / one[2])
-            told.append(f"the probe set is small for {len(self.short)} layers: of the {inputs} inputs of '{name}' it shows a rank "
-                        f"of {rows - 1} at most; in other directions its weights stay as they were (ridge); give more samples")  # fmt: skip
+            told.append(f"the probe set is small for {len(self.short)} layers: of the {inputs} inputs of '{name}' it shows "
+                        f"a rank of {rows - 1} at most; in other directions its weights stay as they were (ridge); give "
+                        "more samples")  # fmt: skip
         return told
 
 

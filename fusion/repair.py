@@ -74,7 +74,8 @@ def watched(wiring: Wiring) -> dict[str, str]:
         nodes = {node.name: node for node in wiring.graph.graph.nodes}
         first = first_calls(wiring, [layer.name for layer in norms if running(wiring.graph.get_submodule(layer.name))])
         return {name: nodes[node].all_input_nodes[0].name for name, node in first.items()}
-    hidden = [layer.name for layer in wiring.layers if layer.node in wiring.node_axes and not wiring.axes[layer.outputs].fixed]
+    layers = [layer for layer in wiring.layers if layer.node in wiring.node_axes]
+    hidden = [layer.name for layer in layers if not wiring.axes[layer.outputs].fixed]
     return first_calls(wiring, [name for name in hidden if type(wiring.graph.get_submodule(name)) in PLAIN])
 
 

@@ -36,9 +36,11 @@ class Pool:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """What is kept of a pool: m channels of N. `sizes`: how many channels each network has; `kept` [m]: their places; `blocks`:
-    those of their groups; `keeps` [N, m]: 1 where channel n becomes channel m; `follows` [N, m]: how channel n follows from
-    those that are kept."""
+    """What is kept of a pool: m channels of N.
+
+    `sizes`: how many channels each network has; `kept` [m]: their places; `blocks`: those of their groups; `keeps`
+    [N, m]: 1 where channel n becomes channel m; `follows` [N, m]: how channel n follows from those that are kept.
+    """
 
     sizes: tuple[int, ...]
     kept: Tensor
@@ -69,7 +71,8 @@ def side_by_side(pools: Sequence[Pool]) -> Pool:
     starts = [sum(len(pool.twins) for pool in pools[:place]) for place in range(len(pools))]
     groups, twins = ([getattr(pool, name) + start for pool, start in zip(pools, starts, strict=True)]
                      for name in ("groups", "twins"))  # fmt: skip
-    covariance, weighted = (torch.block_diag(*(getattr(pool, name) for pool in pools)) for name in ("covariance", "weighted"))
+    covariance = torch.block_diag(*(pool.covariance for pool in pools))
+    weighted = torch.block_diag(*(pool.weighted for pool in pools))
     return Pool((), covariance, weighted, torch.cat(twins), torch.cat(groups, dim=1))
 
 

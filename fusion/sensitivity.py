@@ -43,9 +43,9 @@ class _Backward(fx.Interpreter):
 def sensitivities(graph: fx.GraphModule, probe: Tensor, dims: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """For each node the sum of squared gradients of its channels [c], float64, over the first SAMPLES of [k, ...].
 
-    dims: by node's name the dimensions that, flattened, are its channels. Differentiated is the logarithm of the class probabilities, in a
-    random direction for each sample that makes the mean the trace of the Fisher information; no parameter's gradient is
-    touched. Nodes that the answer does not depend on are left out.
+    dims: by node's name the dimensions that, flattened, are its channels. Differentiated is the logarithm of the
+    class probabilities, in a random direction for each sample, so that the mean is the Fisher information's trace; no
+    parameter's gradient is touched. Nodes that the answer does not depend on are left out.
     """
     generator, found = torch.Generator().manual_seed(0), {}
     with evaluating(graph), torch.enable_grad():
@@ -58,4 +58,3 @@ def sensitivities(graph: fx.GraphModule, probe: Tensor, dims: Mapping[str, tuple
             for name, part in run.sums.items():
                 found[name] = found.get(name, 0.0) + part
     return found
-

@@ -9,6 +9,7 @@ and uniform marginals T is a permutation, and both are the same.
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import ot
@@ -245,7 +246,17 @@ def moved(state: Mapping[str, Tensor], layers: Sequence[Layer], moves: Moves) ->
     return {name: tensor.clone() if tensor is state[name] else tensor for name, tensor in new.items()}
 
 
-def carried(state: Mapping[str, Tensor], source: Wiring, goal: Wiring, plans: Mapping[int, Plan]) -> State:
+class Movement(Protocol):
+    """How the channels of an axis move, [n, m]: where they are written, and where they are read."""
+
+    @property
+    def outgoing(self) -> Tensor: ...
+
+    @property
+    def incoming(self) -> Tensor: ...
+
+
+def carried(state: Mapping[str, Tensor], source: Wiring, goal: Wiring, plans: Mapping[int, Movement]) -> State:
     """A network's state in the basis, and of the widths, of another of the same structure.
 
     source, goal: the wirings of both. Every slot moves with its axis: where a layer reads it, as what is read. Raises
@@ -281,7 +292,7 @@ def slots_of(source: Wiring, goal: Wiring) -> dict[str, list[tuple[int, Slot, Sl
 
 
 def moved_along(
-    tensor: Tensor, dim: int, pairs: list[tuple[int, Slot, Slot]], plans: Mapping[int, Plan], size: int, name: str
+    tensor: Tensor, dim: int, pairs: list[tuple[int, Slot, Slot]], plans: Mapping[int, Movement], size: int, name: str
 ) -> Tensor:
     """One dimension, all axes that lie on it; what lies on none stays where it is."""
     front = tensor.movedim(dim, 0)

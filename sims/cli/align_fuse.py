@@ -1,7 +1,7 @@
 """The commands `fedloom align` and `fedloom fuse`: networks from files, a probe set from a domain, tables and pictures."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from clients.data.domains import find
 from clients.networks import NetworkName, load_network, parse_name, save_network
 from conf.errors import UserError
+from fusion.baselines import Ensemble
 from fusion.channels import wire
 from fusion.fusing import Fused, fuse
 from fusion.matching import layer_costs, match_units
@@ -117,12 +118,17 @@ def fuse_files(files: Files, order: Order, settings: FusionSettings) -> list[Tab
                                       lambda network: accuracy(network, task, "validation"), len(networks))  # fmt: skip
         fused = run(weights=weights)
     save_network(order.out, fused.network, _name(fused.network, names[depth], names[into]))
-    tables = [_costs(fused, files), _seconds(fused)]
+    tables = [_made(fused, settings), *([_costs(fused, files)] if any(fused.costs) else []), _seconds(fused)]
     if order.weights == SEARCH:
         tables.insert(0, Table("Weights", [path.name for path in files.paths], [[f"{share:.2f}" for share in weights or []]],
                                f"chosen on validation images of {order.labels}"))  # fmt: skip
     if order.labels:
-        tables.insert(0, _accuracies(networks, fused, files, files.task(names[0], order.labels)))
+        control = fuse(networks, into=into, depth=depth, probe=probe, settings=settings,
+                       weights=[float(place == into) for place in range(len(networks))]).network  # fmt: skip
+        rows = {path.name: network for path, network in zip(files.paths, networks, strict=True)}
+        rows |= {"all of them (ensemble)": Ensemble(networks), "fused": fused.network,
+                 f"control: {files.paths[into].name} alone, fused like that": control}  # fmt: skip
+        tables.insert(0, _accuracies(rows, files.task(names[0], order.labels)))
     return tables
 
 
@@ -140,23 +146,26 @@ def _name(network: nn.Module, depth: NetworkName, into: NetworkName) -> NetworkN
                     "both, and its file could not be read back; leave --depth out")  # fmt: skip
 
 
-def _accuracies(networks: Sequence[nn.Module], fused: Fused, files: Files, task: Task) -> Table:
+def _accuracies(networks: Mapping[str, nn.Module], task: Task) -> Table:
     with working("measuring"):
-        rows = [
-            [path.name, percent(accuracy(network, task, "test"))]
-            for path, network in zip(files.paths, networks, strict=True)
-        ]
-        rows.append(["fused", percent(accuracy(fused.network, task, "test"))])
+        rows = [[name, percent(accuracy(network, task, "test"))] for name, network in networks.items()]
     return Table(f"Accuracy on {task.domain}", ["network", "test images"], rows)
+
+
+def _made(fused: Fused, settings: FusionSettings) -> Table:
+    rows = [
+        ["refit", settings.refit],
+        ["parameters", f"{fused.parameters:,}"],
+        ["seconds", f"{sum(fused.seconds.values()):.1f}"],
+    ]
+    return Table("The fused network", ["", ""], rows, ". ".join(fused.notes))
 
 
 def _costs(fused: Fused, files: Files) -> Table:
     moving = [k for k, costs in enumerate(fused.costs) if costs]
     layers = fused.costs[moving[0]] if moving else {}
     rows = [[layer, *(f"{fused.costs[k].get(layer, math.nan):.4g}" for k in moving)] for layer in layers]
-    return Table(
-        "Transport cost of each axis", ["written by", *(files.paths[k].name for k in moving)], rows, " ".join(fused.notes)
-    )
+    return Table("Transport cost of each axis", ["written by", *(files.paths[k].name for k in moving)], rows)
 
 
 def _seconds(fused: Fused) -> Table:

@@ -49,6 +49,10 @@ def fuse(
     probe: Probe = "cifar10",
     samples: Samples = 200,
     labels: Annotated[str, typer.Option(help="Measure accuracies on this domain's test images.")] = "",
+    refit: Annotated[
+        str, typer.Option(help="What layers are fitted to: selection, regression, plans or none.")
+    ] = "selection",
+    width: Annotated[float, typer.Option(help="Of the result, in widths of --into: 1, 1.25, 1.5.")] = 1.0,
     reference: Annotated[bool, typer.Option("--reference", help="As the public code of CLAFusion does.")] = False,
     size: Size = 32,
     grey: Grey = False,
@@ -61,7 +65,7 @@ def fuse(
     from sims.cli import align_fuse
 
     files = align_fuse.Files(networks, network or [], probe, samples, size, grey, root)
-    settings = FusionSettings.reference() if reference else FusionSettings()
+    settings = FusionSettings.reference() if reference else FusionSettings(refit=refit, width=width)
     tables = align_fuse.fuse_files(files, align_fuse.Order(into, depth, weights, out, labels), settings)
     text = "\n".join(table.markdown() for table in tables)
     typer.echo(text)
