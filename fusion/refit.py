@@ -58,6 +58,7 @@ def refit(network: nn.Module, wiring: Wiring, targets: Targets, probe: Tensor, p
     work = _Refit(wiring, targets, share)
     with torch.no_grad(), evaluating(wiring.graph):
         work.run_on(probe.clone())
+        work.complete()
     return Refitted(tuple(work.changed), tuple(work.biased), tuple(work.short))
 
 
@@ -80,6 +81,14 @@ class _Refit(Runner):
         self.args_iter, self.samples = iter([probe]), len(probe)
         for node in self.nodes.values():
             self._step(node)
+
+    def complete(self) -> None:
+        """If one layer got a bias, all have one: networks are built with or without."""
+        if self.biased:
+            for fit in self.fits.values():
+                module = self.submodules[fit.name]
+                if not fit.norm and not isinstance(module, NORMS) and module.bias is None:
+                    self._write(fit, module, module.weight, module.weight.new_zeros(_outputs(module)))
 
     def _step(self, node: Node) -> None:
         if node in self.done:
@@ -202,11 +211,14 @@ def _wanting(errors: Tensor, goal: Tensor) -> bool:
     return not bool(good.all())
 
 
+def _outputs(module: Any) -> int:
+    return module.out_features if isinstance(module, nn.Linear) else module.out_channels
+
+
 def _folded(module: Any, norm: Any) -> tuple[Tensor, Tensor]:
     """Weight and bias [out] of a layer and the BatchNorm behind it as one."""
-    across = 1 if isinstance(module, nn.modules.conv._ConvTransposeNd) else 0
-    bias = module.weight.new_zeros(module.weight.shape[across] * (module.groups if across else 1))
-    bias = bias if module.bias is None else module.bias
+    across = isinstance(module, nn.modules.conv._ConvTransposeNd)
+    bias = module.weight.new_zeros(_outputs(module)) if module.bias is None else module.bias
     if norm is None:
         return module.weight, bias
     scale = (norm.running_var + norm.eps).rsqrt() * (1.0 if norm.weight is None else norm.weight)

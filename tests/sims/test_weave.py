@@ -11,6 +11,7 @@ from PIL import Image
 
 from clients.networks import initialise, load_network, parse_name, save_network
 from clients.states import write_state
+from fusion.baselines import Ensemble
 from sims.experiments.pairs import Task, accuracy
 from tests.sims.commands import FEDLOOM, Command
 
@@ -122,7 +123,7 @@ def test_fuse_writes_a_network_that_can_be_read_back(weave, folder, one, other, 
     shapes = {key: tensor.shape for key, tensor in network.state_dict().items()}
     assert {key: tensor.shape for key, tensor in expected.state_dict().items()}.items() <= shapes.items()
     assert ("layers without bias got one" in out) is (shapes.keys() != expected.state_dict().keys())
-    assert {"wire", "transport", "all"} <= set(column(out, 0))
+    assert {"wire", "select", "refit", "parameters", "all"} <= set(column(out, 0))
 
 
 def test_other_depth_than_widths(weave, folder):
@@ -138,11 +139,12 @@ def test_accuracies_weights_and_report(weave, folder):
     assert code == 0
     assert out.endswith("written: made.safetensors\nwritten: made.md\n")
     assert (folder / "made.md").read_text() + "\n" == out.partition("written: ")[0]
-    assert column(out, 0)[:4] == ["network", "a.safetensors", "b.safetensors", "fused"]
-    task = Task("digits", 8, True)
-    for stem, share in zip(("a", "b", "made"), column(out, 1)[1:4], strict=True):
-        network, _ = load_network(folder / f"{stem}.safetensors")
-        assert share == f"{100 * accuracy(network, task, 'test'):.1f}%"
+    control = "control: a.safetensors alone, fused like that"
+    assert column(out, 0)[:6] == ["network", "a.safetensors", "b.safetensors", "all of them (ensemble)", "fused", control]
+    networks = [load_network(folder / f"{stem}.safetensors")[0] for stem in ("a", "b", "made")]
+    shown = Ensemble(networks[:2]), networks[2], networks[0]
+    for network, share in zip((*networks[:2], *shown), column(out, 1)[1:6], strict=True):
+        assert share == f"{100 * accuracy(network, Task('digits', 8, True), 'test'):.1f}%"
     states = []
     for weights in ("0.3,0.7", "0.7,0.3"):
         weave(*words, "--weights", weights)
@@ -170,10 +172,18 @@ def test_as_the_public_code_does(weave, folder):
 
 
 def test_three_networks(weave, folder):
-    code, out, _ = weave("fuse", "a", "b", "a", "--into", "2", *GIVEN, "--weights", "1,2,1", "--out", "made.safetensors")
+    code, out, _ = weave(
+        "fuse", "a", "b", "a", "--into", "2", *GIVEN, "--weights", "1,2,1", "--refit", "plans", "--out", "made.safetensors"
+    )
     assert code == 0
     assert load_network(folder / "made.safetensors")[1].options == {"widths": [8, 6]}
-    assert column(out, 0)[1:3] == ["extractor.1", "extractor.3"]
+    assert {"extractor.1", "extractor.3"} <= set(column(out, 0))
+
+
+def test_wider(weave, folder):
+    code, out, _ = weave("fuse", "a", "b", "--into", "1", *GIVEN, "--width", "1.5", "--out", "made.safetensors")
+    assert code == 0 and "| parameters |" in out
+    assert load_network(folder / "made.safetensors")[1].options["widths"] == [18, 15, 12]  # 1.5 x 12, 10, 8
 
 
 BAD = [
@@ -200,6 +210,8 @@ BAD = [
     (["fuse", "a", "--into", "1"], "takes two or more"),
     (["fuse", "a", "b", "--into", "1", "--weights", "a,b"], "--weights: got 'a,b', takes numbers such as 0.3,0.7"),
     (["fuse", "a", "b", "--into", "1", "--weights", "search"], "--weights search: needs --labels"),
+    (["fuse", "a", "b", "--into", "1", "--refit", "all"], "fusion refit: got 'all', takes one of: none, plans, regression"),
+    (["fuse", "a", "b", "--into", "1", "--width", "2", "--refit", "plans"], "fusion width: got 2 with refit 'plans'"),
     (["fuse", "a", "b", "--into", "1", "--weights", "1"], "weights [1.0] for 2 networks"),
     (["fuse", "a", "b", "--into", "1", "--weights", "-1,2"], "weights [-1.0, 2.0] for 2 networks"),
     (["fuse", "a", "b", "--into", "1", "--out", "nowhere/f.safetensors"], "--out: the folder nowhere is not there"),
