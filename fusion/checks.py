@@ -45,4 +45,5 @@ def check_ends(one: Wiring, other: Wiring, place: int) -> None:
             "classes": (one.layers[-1].outputs, other.layers[-1].outputs)}  # fmt: skip
     for what, (ours, theirs) in ends.items():
         if one.axes[ours].size != other.axes[theirs].size:
-            raise UserError(f"network {place} has {other.axes[theirs].size} {what}, the others {one.axes[ours].size}")
+            told = f"network {place} has {other.axes[theirs].size} {what}, the others {one.axes[ours].size}"
+            raise UserError(told + ("; name them with classes=" if what == "classes" else ""))

@@ -7,7 +7,7 @@ repaired. FusionSettings.reference() does what the public code does.
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from conf.errors import UserError
 from fusion.balance import Balanced, balanced, relu_signs, unchanged
 from fusion.channels import Unit, Wiring, wire
 from fusion.checks import check_ends, check_finite, check_layers, given_map, mixing_weights
+from fusion.classes import in_classes, united
 from fusion.exact import State
 from fusion.fits import fits
 from fusion.matching import Pins, looked_at, match_seen, undecided, wired
@@ -39,7 +40,8 @@ class Fused:
     network's own n; empty for the network `into`; of a selection: 1 where output m is the network's own n. `balanced`: the
     network in the result's depth; `aligned`: and in its basis, not averaged (of a selection: none); where nothing has to
     change it is the input itself.
-    `costs`: transport costs by layer. `seconds`: of each part. `notes`: what a user should know.
+    `costs`: transport costs by layer. `seconds`: of each part. `notes`: what a user should know. `classes`:
+    the names of the network's outputs, where names were given.
     """
 
     network: nn.Module
@@ -50,6 +52,7 @@ class Fused:
     costs: tuple[Mapping[str, float], ...]
     seconds: Mapping[str, float]
     notes: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -64,19 +67,23 @@ def fuse(
     depth: int | None = None,
     probe: Tensor,
     weights: Sequence[float] | None = None,
+    classes: Sequence[Sequence[str]] | None = None,
     settings: FusionSettings | None = None,
 ) -> Fused:
     """Fuse two or more networks into one with the widths of `into` and the layers of `depth` (default: `into`).
 
     Both are places in `networks`; inside of blocks that `into` lacks the widths are those of `depth`. The networks stay
     as they are. probe: [k, ...] inputs, unlabelled. `weights`: of the networks in the average, not negative (default:
-    equal). Repair gives layers a bias in networks without norm (noted). CLA+OT, Alg. 2.
+    equal). `classes`: the names of each network's outputs; the result answers for all of them (`Fused.classes`), those of
+    `into` first. Repair and refit give layers a bias in networks without norm (noted). CLA+OT, Alg. 2.
     Raises UserError, naming what is at fault, for networks of different families, input sizes or numbers of classes, weights
     that are not finite, and probe sets that cannot be used.
     """
     shares = mixing_weights(weights, len(networks))
-    work = _Fusion(list(networks), into, into if depth is None else depth, probe, settings or FusionSettings())
-    return work.run(shares)
+    names = () if classes is None else united(classes, into)
+    given = list(networks) if classes is None else in_classes(networks, classes, names, probe)
+    work = _Fusion(given, into, into if depth is None else depth, probe, settings or FusionSettings())
+    return replace(work.run(shares), classes=names)
 
 
 class _Fusion:

@@ -122,7 +122,8 @@ def choose(pool: Pool, blocks: int) -> Choice:
 def best_groups(pool: Pool, count: int) -> Tensor:
     """The places of so many groups of a pool, int64 [count], rising."""
     candidates = (pool.twins[pool.groups] == pool.groups).any(dim=1)
-    order = _greedy(pool.weighted, pool.groups, candidates, count)
+    few = int(candidates.sum()) <= count  # nothing to choose
+    order = candidates.nonzero()[:, 0].tolist() if few else _greedy(pool.weighted, pool.groups, candidates, count)
     order += [block for block in range(len(pool.groups)) if block not in order][: count - len(order)]
     return torch.tensor(sorted(order))
 
@@ -135,7 +136,6 @@ def settled(pool: Pool, blocks: Tensor) -> Choice:
 
 def _greedy(covariance: Tensor, groups: Tensor, candidates: Tensor, count: int) -> list[int]:
     """Groups that explain most of the covariance [N, N], each beside those before it."""
-    count = min(count, int(candidates.sum()))
     if groups.shape[1] > 1:
         return _greedy_groups(covariance, groups, candidates, count)
     own = groups[:, 0]

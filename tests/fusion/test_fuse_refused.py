@@ -59,7 +59,7 @@ def test_other_image_sizes():
 
 @pytest.mark.parametrize("text", [MLP, RESNET])
 def test_other_classes(text):
-    assert refusal([network(text), network(text, classes=7)]) == "network 1 has 7 classes, the others 10"
+    assert refusal([network(text), network(text, classes=7)]).startswith("network 1 has 7 classes, the others 10; ")
 
 
 @pytest.mark.parametrize("tensor", ["extractor.stem.0.weight", "extractor.stem.1.running_var", "head.bias"])
