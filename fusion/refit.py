@@ -86,7 +86,7 @@ class _Refit(Runner):
         """If one layer got a bias, all have one: networks are built with or without."""
         if self.biased:
             for fit in self.fits.values():
-                module = self.submodules[fit.name]
+                module: Any = self.submodules[fit.name]
                 if not fit.norm and not isinstance(module, NORMS) and module.bias is None:
                     self._write(fit, module, module.weight, module.weight.new_zeros(_outputs(module)))
 
