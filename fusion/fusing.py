@@ -101,6 +101,8 @@ class _Fusion:
             check_finite(place, network)
         self.wirings = wired(networks, probe)
         self.structure = self.wirings[depth]
+        outputs = self.structure.axes[self.structure.layers[-1].outputs].size
+        self.classes = settings.answers == "classes" and outputs > 1
         for place, wiring in enumerate(self.wirings):
             check_layers(place, wiring)
             check_ends(self.wirings[0], wiring, place)
@@ -162,7 +164,7 @@ class _Fusion:
         """The channels of all networks that are chosen."""
         order = [self.into, *(place for place in range(len(bodies)) if place != self.into)]
         first, shares = [bodies[place] for place in order], [weights[place] for place in order]
-        choices = chosen_channels(first, shares, self.settings.width, self.probe)
+        choices = chosen_channels(first, shares, self.settings.width, self.probe, self.classes)
         goal = goal_of(self.networks[self.depth], first[0], choices, self.probe)
         state = selected_state(first, choices, shares, goal)
         self._lap("select")
@@ -174,7 +176,8 @@ class _Fusion:
     def _refitted(self, result: nn.Module, bodies: list[Body], mixture: Mixture, weights: list[float]) -> list[str]:
         """Notes."""
         wiring = wire(result, self.probe[:1])
-        done = refit(result, wiring, Targets(bodies, mixture, weights, wiring), self.probe, self.settings.positions)
+        targets = Targets(bodies, mixture, weights, wiring)
+        done = refit(result, wiring, targets, self.probe, self.settings.positions, self.classes)
         self._lap("refit")
         return [*mixture.notes(self.into), *done.notes()] if done.layers else []
 

@@ -29,10 +29,12 @@ class Part:
     incoming: Tensor
 
 
-def chosen_channels(bodies: Sequence[Body], weights: Sequence[float], width: float, probe: Tensor) -> dict[int, Choice]:
+def chosen_channels(
+    bodies: Sequence[Body], weights: Sequence[float], width: float, probe: Tensor, classes: bool = True
+) -> dict[int, Choice]:
     """What is kept of each axis that can move, by its index. weights: of the networks, adding up to 1; width: channels that
-    are kept, in those of the first network."""
-    pools = _Pools(bodies, weights, probe)
+    are kept, in those of the first network; classes: whether the networks' answers are logits."""
+    pools = _Pools(bodies, weights, probe, classes)
     found: dict[int, Choice] = {}
     axes = bodies[0].wiring.axes
     for axis in axes:
@@ -67,15 +69,16 @@ def _below(pools: "_Pools", axis: Axis) -> list[Axis]:
 class _Pools:
     """Makes the pool of an axis."""
 
-    def __init__(self, bodies: Sequence[Body], weights: Sequence[float], probe: Tensor) -> None:
-        self.bodies, self.weights = bodies, weights
+    def __init__(self, bodies: Sequence[Body], weights: Sequence[float], probe: Tensor, classes: bool) -> None:
+        self.bodies, self.weights, self.classes = bodies, weights, classes
         wiring = bodies[0].wiring
         self.behind = {node: activation_behind(wiring.graph, node) for nodes in wiring.points.values() for node in nodes}
         self.sensitivity = [self._sensitivity(body, probe) for body in bodies]
 
     def _sensitivity(self, body: Body, probe: Tensor) -> dict[str, Tensor]:
         layouts = body.wiring.layouts
-        return sensitivities(body.wiring.graph, probe, {name: layouts[name].dims for name, _ in self.behind.values()})
+        return sensitivities(body.wiring.graph, probe, {name: layouts[name].dims for name, _ in self.behind.values()},
+                             self.classes)  # fmt: skip
 
     def sizes(self, axis: Axis) -> tuple[int, ...]:
         """Channels that each network has."""
@@ -110,7 +113,7 @@ class _Pools:
         values, weights = [], []
         for place, (part, size) in enumerate(zip(found, self.sizes(axis), strict=True)):
             rows = some.new_zeros(size, some.shape[1]) if part is None else part
-            values.append(activation(rows))
+            values.append(activation(rows).cpu())
             hangs = self._hangs(place, name, axis.index, size)
             weights.append(importance(values[-1], hangs) * self.weights[place] ** 0.5)
         return torch.cat(values), torch.cat(weights)

@@ -51,11 +51,13 @@ class Refitted:
         return told
 
 
-def refit(network: nn.Module, wiring: Wiring, targets: Targets, probe: Tensor, positions: int | None) -> Refitted:
+def refit(
+    network: nn.Module, wiring: Wiring, targets: Targets, probe: Tensor, positions: int | None, classes: bool = True
+) -> Refitted:
     """Fit the layers of a network, in place. wiring: its own; probe: [k, ...], the samples of the targets; positions: how
-    many of each channel's values count, over all samples (None: all)."""
+    many of each channel's values count, over all samples (None: all); classes: whether the answers are logits."""
     share = max(1, positions // len(probe)) if positions else None
-    work = _Refit(wiring, targets, share)
+    work = _Refit(wiring, targets, share, classes)
     with torch.no_grad(), evaluating(wiring.graph):
         work.run_on(probe.clone())
         work.complete()
@@ -65,10 +67,10 @@ def refit(network: nn.Module, wiring: Wiring, targets: Targets, probe: Tensor, p
 class _Refit(Runner):
     """Runs the network, and fits each layer before it is run."""
 
-    def __init__(self, wiring: Wiring, targets: Targets, share: int | None) -> None:
+    def __init__(self, wiring: Wiring, targets: Targets, share: int | None, classes: bool) -> None:
         super().__init__(wiring.graph)
         self.extra_traceback = False
-        self.wiring, self.targets, self.share = wiring, targets, share
+        self.wiring, self.targets, self.share, self.classes = wiring, targets, share, classes
         self.fits = fits(wiring)
         self.nodes = {node.name: node for node in wiring.graph.graph.nodes}
         self.waiting = {node: len(node.users) for node in self.nodes.values()}  # users that have not run
@@ -137,7 +139,7 @@ class _Refit(Runner):
 
     def _is_head(self, fit: Fit, module: Any, inputs: Tensor) -> bool:
         fixed = all(self.wiring.axes[axis].fixed for axis in self.wiring.layouts[fit.end].entries)
-        return fixed and isinstance(module, nn.Linear) and inputs.ndim == 2 and len(module.weight) > 1
+        return self.classes and fixed and isinstance(module, nn.Linear) and inputs.ndim == 2
 
     def _fit_head(self, fit: Fit, module: Any, inputs: Tensor) -> bool:
         bias = module.weight.new_zeros(len(module.weight)) if module.bias is None else module.bias

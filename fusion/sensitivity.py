@@ -37,23 +37,30 @@ class _Backward(fx.Interpreter):
     def _add(self, name: str, gradient: Tensor) -> None:
         dims = self.dims[name]
         rows = gradient.movedim(dims, tuple(range(len(dims)))).flatten(0, len(dims) - 1).flatten(1)
-        self.sums[name] = self.sums.get(name, torch.zeros(len(rows), dtype=torch.float64)) + rows.double().square().sum(1)
+        self.sums[name] = (
+            self.sums.get(name, torch.zeros(len(rows), dtype=torch.float64)) + rows.double().square().sum(1).cpu()
+        )
 
 
-def sensitivities(graph: fx.GraphModule, probe: Tensor, dims: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+def sensitivities(
+    graph: fx.GraphModule, probe: Tensor, dims: Mapping[str, tuple[int, ...]], classes: bool = True
+) -> dict[str, Tensor]:
     """For each node the sum of squared gradients of its channels [c], float64, over the first SAMPLES of [k, ...].
 
     dims: by node's name the dimensions that, flattened, are its channels. Differentiated is the logarithm of the
-    class probabilities, in a random direction for each sample, so that the mean is the Fisher information's trace; no
-    parameter's gradient is touched. Nodes that the answer does not depend on are left out.
+    class probabilities, in a random direction for each sample, so that the mean is the Fisher information's trace;
+    classes=False: the answers themselves. No parameter's gradient is touched. Nodes that the answer does not depend on are
+    left out.
     """
     generator, found = torch.Generator().manual_seed(0), {}
     with evaluating(graph), torch.enable_grad():
         for batch in probe[:SAMPLES].split(BATCH):
             run = _Backward(graph, dims)
-            answers = run.run(batch.clone()).flatten(1).log_softmax(dim=1)
+            answers = run.run(batch.clone()).flatten(1)
+            answers = answers.log_softmax(dim=1) if classes else answers
             noise = torch.randn(answers.shape, generator=generator, dtype=torch.float64).to(answers)
-            total = (answers * noise * answers.detach().mul(0.5).exp()).sum()
+            noise = noise * answers.detach().mul(0.5).exp() if classes else noise
+            total = (answers * noise).sum()
             torch.autograd.grad(total, run.leaves, allow_unused=True)
             for name, part in run.sums.items():
                 found[name] = found.get(name, 0.0) + part

@@ -22,6 +22,7 @@ class FusionSettings:
     `refit`: what the layers are fitted to afterwards, instead of repair: the mixture of all networks that the "plans" or a
     "regression" write into the channels of `into`, or a "selection" of all networks' channels, which no plan moves
     (fusion.refit); or "none". `width`: channels of the result, in those of `into`; needs a selection, unless it is 1.
+    `answers`: what the networks' last layer gives, logits of "classes", or "values" of which the mean is meant.
     `map`: instead of comparing layers, for two networks: the alignment as fusion.matching.optimal_alignment returns it.
     """
 
@@ -38,11 +39,12 @@ class FusionSettings:
     sequential: bool = False
     refit: str = "selection"
     width: float = 1.0
+    answers: str = "classes"
     map: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         takes = {"comparison": ("cka", "wasserstein", "neurons"), "relu": tuple(SIGNS), "basis": ("activations", "weights"),
-                 "refit": REFITS}  # fmt: skip
+                 "refit": REFITS, "answers": ("classes", "values")}  # fmt: skip
         for name, values in takes.items():
             if getattr(self, name) not in values:
                 raise UserError(f"fusion {name}: got '{getattr(self, name)}', takes one of: {', '.join(values)}")

@@ -3,6 +3,7 @@
 import copy
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -179,3 +180,23 @@ def test_a_small_probe_set_is_said_with_its_rank():
 def test_settings_that_do_not_go_together(options, told):
     with pytest.raises(UserError, match=told):
         replace(FusionSettings(), **options)
+
+
+@pytest.mark.parametrize("outputs_", [1, 3])
+@pytest.mark.parametrize("refit", REFITS)
+def test_networks_that_give_values_are_fitted_to_their_mean(refit, outputs_):
+    """Also those of a single output, which is no logit of several classes."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 5, generator=generator, dtype=torch.float64)
+    networks = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        networks.append(
+            nn.Sequential(nn.Linear(5, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, outputs_)).double()
+        )
+    options: dict[str, Any] = {} if outputs_ == 1 else {"answers": "values"}
+    made = {name: fuse(networks, into=0, probe=x[:300], settings=FusionSettings(refit=name, **options)).network
+            for name in ("none", refit)}  # fmt: skip
+    mean = torch.stack([outputs(one, x[300:]) for one in networks]).mean(dim=0)
+    apart_ = {name: float((outputs(one, x[300:]) - mean).square().mean()) for name, one in made.items()}
+    assert apart_[refit] < 0.6 * apart_["none"] and apart_[refit] < 0.2 * float(mean.var())
