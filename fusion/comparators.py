@@ -14,8 +14,6 @@ from fusion.comparators_channels import cca_merge, git_rebasin, zipit
 from fusion.comparators_layers import (
     ROWS,
     in_channels,
-    patches,
-    picked,
     prepared,
     products,
     ridge,
@@ -25,6 +23,7 @@ from fusion.comparators_layers import (
     written,
 )
 from fusion.comparators_sequential import hungarian, kmeans
+from fusion.patches import patches, picked
 from fusion.repair import BATCH_NORM, recompute_statistics
 
 KEPT = 0.9  # RegMean: of the Gram matrices' off-diagonals
@@ -46,7 +45,7 @@ def regmean(networks: Sequence[nn.Module], into: int, depth: int, probe: Tensor)
         for place, (node, env) in enumerate(steps):
             if part := frame.shares[layer.name][place]:
                 module = frame.bodies[place].get_submodule(layer.name)
-                x = patches(layer.name, module, env[node.all_input_nodes[0]], share)
+                x = patches(module, env[node.all_input_nodes[0]], share)[0]
                 x = in_channels(x, frame.plans[place].get(layer.inputs))
                 gram = products(x, x)
                 gram = part * (KEPT * gram + (1.0 - KEPT) * torch.diag(gram.diagonal()))
@@ -79,7 +78,7 @@ def pleas(networks: Sequence[nn.Module], into: int, depth: int, probe: Tensor) -
         given, wanted = [], []
         for place, (node, env) in enumerate(steps):
             module = frame.bodies[place].get_submodule(layer.name)
-            x = patches(layer.name, module, env[node.all_input_nodes[0]], share)
+            x = patches(module, env[node.all_input_nodes[0]], share)[0]
             given.append(in_channels(x, frame.plans[place].get(layer.inputs)))
             y = in_channels(picked(env[node], share), frame.plans[place].get(layer.outputs))
             wanted.append(frame.shares[layer.name][place] * y)

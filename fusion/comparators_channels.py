@@ -13,7 +13,6 @@ from fusion.comparators_layers import (
     Frame,
     in_channels,
     norms,
-    picked,
     prepared,
     refuse_unequal_widths,
     spread,
@@ -21,6 +20,7 @@ from fusion.comparators_layers import (
     weighted,
 )
 from fusion.exact import State
+from fusion.patches import picked
 from fusion.probe import features_of, observe
 from fusion.repair import recompute_statistics, rescale
 from fusion.transport import Moves, apply, correlation_cost
@@ -175,7 +175,7 @@ def cca_merge(networks: Sequence[nn.Module], into: int, depth: int, probe: Tenso
         layer = ends.get(steps[0][0].name)
         if layer is None or frame.structure.axes[layer.outputs].fixed:
             continue
-        rows = [in_channels(picked(env[node]), turn.get(layer.outputs)).double()
+        rows = [in_channels(picked(env[node], None), turn.get(layer.outputs)).double()
                 for (node, env), turn in zip(steps, turns, strict=True)]  # fmt: skip
         parts = list(zip(frame.shares[layer.name], rows, strict=True))
         targets[layer.name] = (sum(part * row.mean(dim=0) for part, row in parts if part),

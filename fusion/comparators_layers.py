@@ -6,18 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from conf.errors import UserError
 from fusion.channels import Layer, Wiring, wire
 from fusion.exact import State
 from fusion.fusing import fuse
-from fusion.probe import CHUNK, Runner, observe
+from fusion.probe import Runner, observe
 from fusion.repair import Target, in_basis, mixture, repair, running, watched
 from fusion.resize import with_state
 from fusion.settings import FusionSettings
-from fusion.transport import Moves, apply
+from fusion.transport import Moves, moved
 
 ROWS = 20_000  # positions over all samples at which a layer is looked at
 RIDGE, FLOOR = 1e-2, 1e-3  # of the diagonal, and of its mean
@@ -77,14 +76,7 @@ class Frame:
 
     def moved(self, place: int, move: Moves) -> State:
         """The state of one of the networks, moved: weights on both sides, vectors with the outputs."""
-        state = self.bodies[place].state_dict()
-        for name, tensor in state.items():
-            layer, sides = name.rpartition(".")[0], (move.outgoing, move.incoming)[: tensor.ndim]
-            for dim, side in enumerate(sides):
-                if layer in side:
-                    tensor = apply(tensor, side[layer], dim, name)
-            state[name] = tensor
-        return state
+        return moved(self.bodies[place].state_dict(), self.structure.layers, move)
 
     def fold(self) -> None:
         """Make all BatchNorms neutral, in place: their scale goes into the layers before them, their shift into their bias.
@@ -204,33 +196,6 @@ def walk(wiring: Wiring, probe: Tensor) -> Iterator[tuple[fx.Node, dict[fx.Node,
             yield node, run.env
         for old in run.user_to_last_uses.get(node, ()):
             run.env.pop(old, None)
-
-
-def picked(value: Tensor, share: int = 0, first: int = 0) -> Tensor:
-    """Rows [k * share, c] of [k, c, ...], the same positions in all networks: at most `share` (0: all) of each sample,
-    spread evenly and shifted by the sample's place, from `first` on."""
-    value = value.flatten(2) if value.ndim > 2 else value[:, :, None]
-    samples, channels, count = value.shape
-    if 0 < share < count:
-        begin = torch.arange(first, first + samples, device=value.device)[:, None] * 7
-        places = (torch.arange(share, device=value.device) * count // share + begin) % count
-        value = value.gather(2, places[:, None].expand(-1, channels, -1))
-    return value.permute(0, 2, 1).reshape(-1, channels)
-
-
-def patches(name: str, module: Any, value: Tensor, share: int) -> Tensor:
-    """Rows [k * share, d] that a layer multiplies with weight.flatten(1).T, at the positions that `picked` takes of its
-    outputs. Raises UserError naming a layer that is no plain two-dimensional convolution."""
-    if isinstance(module, nn.Linear):
-        return value.clone()
-    plain = isinstance(module, nn.Conv2d) and module.groups == 1 and module.padding_mode == "zeros"
-    if not plain or isinstance(module.padding, str):
-        raise UserError(f"layer '{name}': {type(module).__name__} of this kind has no patches; takes plain Conv2d")
-    parts = []
-    for begin in range(0, len(value), CHUNK):
-        unfolded = F.unfold(value[begin : begin + CHUNK], module.kernel_size, module.dilation, module.padding, module.stride)
-        parts.append(picked(unfolded, share, begin))
-    return torch.cat(parts)
 
 
 def in_channels(rows: Tensor, matrix: Tensor | None) -> Tensor:

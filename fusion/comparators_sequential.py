@@ -15,8 +15,6 @@ from fusion.comparators_layers import (
     Frame,
     in_channels,
     norms,
-    patches,
-    picked,
     prepared,
     products,
     refuse_unequal_widths,
@@ -26,6 +24,7 @@ from fusion.comparators_layers import (
     with_ones,
     written,
 )
+from fusion.patches import patches, picked
 
 LLOYD = 50  # most steps of k-means
 
@@ -68,7 +67,7 @@ def _interpolated(frame: Frame, grouping: Grouping) -> nn.Module:
         if (layer := layers.get(node.name)) is None:
             continue
         module, source, end = result.get_submodule(layer.name), node.all_input_nodes[0], ends[layer.name]
-        x = with_ones(patches(layer.name, module, env[source], share))
+        x = with_ones(patches(module, env[source], share)[0])
         total, branch = sums.get(end, (end, ""))
         if layer.outputs not in groups:
             groups[layer.outputs] = _grouped(frame, layer, x, [each[total] for each in seen], grouping)

@@ -7,11 +7,10 @@ from torch import nn
 from torch.fx import Node
 
 from fusion.channels import Wiring
-from fusion.patches import CONVOLUTIONS, TRANSPOSED
-from fusion.tracing import NORMS, operation
+from fusion.repair import BATCH_NORM
+from fusion.tracing import CONVOLUTIONS, NORMS, TRANSPOSED, operation
 
 PLAIN = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)  # these classes, no subclass: what they give is linear in their weights
-BATCH_NORM = nn.modules.batchnorm._BatchNorm
 SUMS, PASSED = ("add",), ("dropout", "dropout1d", "dropout2d", "dropout3d", "stochastic_depth", "contiguous")
 PASSED_MODULES = (nn.Identity, nn.modules.dropout._DropoutNd)
 

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+from fusion.tracing import CONVOLUTIONS, TRANSPOSED
 
 
 def places(samples: int, count: int, share: int | None, first: int = 0) -> Tensor:

@@ -122,9 +122,9 @@ class Walk:
             raise Refusal("the output does not depend on the input")
         shape = self.shape(result)
         if len(shape) < 2 or shape[0] != 1:
-            raise Refusal(
-                f"the output is {list(shape)} for one sample: the batch dimension is lost; takes [n, classes, ...], "
-                "try to keep the first dimension"
+            raise WiringError(
+                f"{place(result)}: the output is {list(shape)} for one sample: the batch dimension is lost; takes "
+                "[n, classes, ...], try to keep the first dimension"
             )
         for factor in self.values[result].factors:
             self.atoms.pin(factor)

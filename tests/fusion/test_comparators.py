@@ -11,8 +11,9 @@ from conf.errors import UserError
 from fusion import comparators_layers as parts
 from fusion.comparators import COMPARATORS
 from fusion.comparators_channels import _assigned, _cca, _zipped
-from fusion.comparators_layers import patches, picked, products, ridge, with_ones
+from fusion.comparators_layers import products, ridge, with_ones
 from fusion.comparators_sequential import _kmeans
+from fusion.patches import patches, picked
 from fusion.repair import recompute_statistics
 from tests.fusion.parts import apart, hidden, images, network, outputs, randomised
 
@@ -105,9 +106,9 @@ def test_regmean_weighs_each_network_by_what_its_layers_take_in(monkeypatch):
 @pytest.mark.parametrize("share", [7, 10_000])
 def test_patches_times_weights_are_the_outputs_at_the_picked_positions(layer, share):
     layer, given = layer.double(), images(50, size=9)
-    x = with_ones(patches("layer", layer, given, share))
+    x = with_ones(patches(layer, given, share or None)[0])
     weights = torch.cat([layer.weight.flatten(1).T, layer.bias[None]])
-    torch.testing.assert_close(x @ weights, picked(layer(given), share))
+    torch.testing.assert_close(x @ weights, picked(layer(given), share or None))
 
 
 def test_least_squares_keeps_to_the_start_where_nothing_is_known():
