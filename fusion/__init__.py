@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fusion.alignment import Alignment, align
+    from fusion.cla_ot.transport import TransportSettings
     from fusion.fusing import Fused, fuse
     from fusion.settings import FusionSettings
-    from fusion.transport import TransportSettings
 
 __all__ = ["Alignment", "Fused", "FusionSettings", "TransportSettings", "align", "fuse"]
 
 _MODULES = {"Alignment": "alignment", "align": "alignment", "Fused": "fusing", "fuse": "fusing",
-            "FusionSettings": "settings", "TransportSettings": "transport"}  # fmt: skip
+            "FusionSettings": "settings", "TransportSettings": "cla_ot.transport"}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

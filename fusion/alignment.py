@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor, nn
 
-from fusion.matching import layer_costs, match_units, wired
+from fusion.cla_ot.matching import layer_costs, match_units, wired
 from fusion.settings import FusionSettings
 
 

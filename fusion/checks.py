@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from conf.errors import UserError
-from fusion.channels import Wiring
+from fusion.graph.channels import Wiring
 
 
 def mixing_weights(weights: Sequence[float] | None, number: int) -> list[float]:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from fusion.channels import Wiring
+from fusion.cla_ot.matching import wired
 from fusion.exact import State
-from fusion.matching import wired
-from fusion.resize import with_state
+from fusion.graph.channels import Wiring
+from fusion.graph.resize import with_state
 
 UNKNOWN = -20.0  # the answer for a class that a network does not know: a chance of about e^-20
 

@@ -13,22 +13,22 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from fusion.balance import Balanced, balanced, relu_signs, unchanged
-from fusion.channels import Unit, Wiring, wire
 from fusion.checks import check_ends, check_finite, check_layers, given_map, mixing_weights
+from fusion.cla_ot.balance import Balanced, balanced, relu_signs, unchanged
+from fusion.cla_ot.matching import Pins, looked_at, match_seen, undecided, wired
+from fusion.cla_ot.moves import Moves, carried, moved
+from fusion.cla_ot.plans import Body, axis_moves, layer_moves
+from fusion.cla_ot.repair import Statistics, Target, in_basis, mixture, repair, running, watched
 from fusion.classes import in_classes, united
 from fusion.exact import State
-from fusion.fits import fits
-from fusion.matching import Pins, looked_at, match_seen, undecided, wired
-from fusion.plans import Body, axis_moves, layer_moves
-from fusion.pooling import chosen_channels, goal_of, selected_state
+from fusion.graph.channels import Unit, Wiring, wire
+from fusion.graph.resize import with_state
 from fusion.probe import Observation, features_of, observe
-from fusion.refit import refit
-from fusion.repair import Statistics, Target, in_basis, mixture, repair, running, watched
-from fusion.resize import with_state
+from fusion.refit.fits import fits
+from fusion.refit.pooling import chosen_channels, goal_of, selected_state
+from fusion.refit.refit import refit
+from fusion.refit.targets import Mixture, Planned, Regressed, Selected, Targets
 from fusion.settings import FusionSettings
-from fusion.targets import Mixture, Planned, Regressed, Selected, Targets
-from fusion.transport import Moves, carried, moved
 
 
 @dataclass(frozen=True, eq=False)

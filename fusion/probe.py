@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from conf.errors import UserError
-from fusion.channels import Wiring
-from fusion.patches import picked
-from fusion.tracing import evaluating
+from fusion.graph.channels import Wiring
+from fusion.graph.tracing import evaluating
+from fusion.refit.patches import picked
 
 BATCH = 256  # samples that go through a network at once; Grams are taken within a batch
 LARGE, CHUNK = 2**26, 40  # convolutions take inputs of more bytes by so many samples at once

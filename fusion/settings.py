@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from conf.errors import UserError
-from fusion.balance import SIGNS
-from fusion.transport import TransportSettings
+from fusion.cla_ot.balance import SIGNS
+from fusion.cla_ot.transport import TransportSettings
 
 REFITS = ("none", "plans", "regression", "selection")
 
@@ -16,14 +16,14 @@ class FusionSettings:
     `comparison` of layers: "cka", "wasserstein" or "neurons"; `pin_first`, `pin_last`: the ends of every group of layers
     correspond. `relu`: what stands for the ReLU of a merged layer, "sum", "majority" or "average". `basis`: plans from
     "activations" or from "weights". `positions`: values of each channel that are kept for the plans (0: all). `keep_added`:
-    a layer that some networks lack is the others' alone. `repair`: channel statistics after averaging (fusion.repair),
+    a layer that some networks lack is the others' alone. `repair`: channel statistics after averaging (REPAIR),
     measured on at most `repair_samples` of the probe set, in one forward pass that takes its memory (0: all).
     `sequential`: one plan for each layer, each reading the one before (the public code), instead of one for each axis.
     `refit`: what the layers are fitted to afterwards, instead of repair: the mixture of all networks that the "plans" or a
     "regression" write into the channels of `into`, or a "selection" of all networks' channels, which no plan moves
-    (fusion.refit); or "none". `width`: channels of the result, in those of `into`; needs a selection, unless it is 1.
+    (fusion.refit.refit); or "none". `width`: channels of the result, in those of `into`; needs a selection, unless it is 1.
     `answers`: what the networks' last layer gives, logits of "classes", or "values" of which the mean is meant.
-    `map`: instead of comparing layers, for two networks: the alignment as fusion.matching.optimal_alignment returns it.
+    `map`: instead of comparing layers, for two networks: the alignment as cla_ot.matching.optimal_alignment returns it.
     """
 
     transport: TransportSettings = field(default_factory=TransportSettings)

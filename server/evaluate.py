@@ -25,7 +25,7 @@ from clients.randomness import torch_generator
 from conf.errors import UserError, plain
 from conf.schema import Config
 from conf.sites import UNION, roster
-from fusion.repair import recompute_statistics
+from fusion.cla_ot.repair import recompute_statistics
 
 RECOMPUTED = "recomputed"
 

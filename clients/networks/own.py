@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from clients.networks.base import NETWORKS, Network, NetworkSpec, SelfStarting
 from conf.errors import UserError
 from conf.plugins import call, parameters, told
-from fusion.repair import BATCH_NORM
+from fusion.cla_ot.repair import BATCH_NORM
 
 SPELLINGS = {
     "classes": ("classes", "num_classes", "n_classes"),

@@ -15,7 +15,7 @@ from torch import nn
 
 from clients.networks import initialise, parse_name
 from clients.randomness import torch_generator
-from fusion import transport
+from fusion.cla_ot import transport
 from fusion.fusing import fuse
 from sims.report.tables import Table
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from clients.data.domains import find
 from clients.networks import NetworkName, load_network, parse_name, save_network
 from conf.errors import UserError
-from fusion.baselines import Ensemble
-from fusion.channels import wire
+from fusion.cla_ot.matching import layer_costs, match_units
+from fusion.comparators.baselines import Ensemble
 from fusion.fusing import Fused, fuse
-from fusion.matching import layer_costs, match_units
+from fusion.graph.channels import wire
 from fusion.search import best_weights
 from fusion.settings import FusionSettings
 from sims.cli.options import numbers

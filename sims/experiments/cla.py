@@ -17,9 +17,9 @@ from torch import nn
 from clients.networks import NetworkName, parse_name
 from clients.states import write_bytes
 from conf import UserError
-from fusion.baselines import Ensemble, naive_average
+from fusion.cla_ot.matching import layer_costs, optimal_alignment
+from fusion.comparators.baselines import Ensemble, naive_average
 from fusion.fusing import Fused, fuse
-from fusion.matching import layer_costs, optimal_alignment
 from fusion.search import best_weights
 from fusion.settings import FusionSettings
 from sims.experiments import cla_paper

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from clients.states import write_bytes
 from conf.errors import UserError, unknown
-from fusion.baselines import Ensemble, naive_average
+from fusion.cla_ot.repair import recompute_statistics
 from fusion.comparators import COMPARATORS
+from fusion.comparators.baselines import Ensemble, naive_average
 from fusion.fusing import fuse
-from fusion.repair import recompute_statistics
 from fusion.settings import FusionSettings
 from sims.experiments import fusion_pairs
 from sims.experiments.cla_plot import draw

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from clients.networks import NetworkName, parse_name
-from fusion.channels import Wiring, wire
-from fusion.matching import costs_between, match_units
+from fusion.cla_ot.matching import costs_between, match_units
+from fusion.graph.channels import Wiring, wire
 from fusion.probe import observe
 from fusion.settings import FusionSettings
 

@@ -12,8 +12,8 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from fusion.channels import WiringError, wire
-from fusion.matching import layer_costs, match_units, optimal_alignment
+from fusion.cla_ot.matching import layer_costs, match_units, optimal_alignment
+from fusion.graph.channels import WiringError, wire
 from fusion.probe import cka
 from tests.fusion.parts import images, network
 

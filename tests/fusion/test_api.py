@@ -10,7 +10,7 @@ import torch
 import fusion
 from conf.errors import UserError
 from fusion import FusionSettings, align, fuse
-from fusion.matching import optimal_alignment
+from fusion.cla_ot.matching import optimal_alignment
 from tests.fusion.parts import images, network
 
 PROBE = images(8)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from fusion.balance import Balanced, balanced, relu_signs
-from fusion.channels import Wiring, wire
+from fusion.cla_ot.balance import Balanced, balanced, relu_signs
+from fusion.graph.channels import Wiring, wire
 from fusion.probe import features_of, observe
 from tests.fusion.parts import apart, images, matches, network, outputs, randomised
 

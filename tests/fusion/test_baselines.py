@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from conf.errors import UserError
-from fusion.baselines import Ensemble, naive_average
+from fusion.comparators.baselines import Ensemble, naive_average
 from fusion.search import STEPS, best_weights
 from tests.fusion.parts import apart, images, network, outputs
 

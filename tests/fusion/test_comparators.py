@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from conf.errors import UserError
-from fusion import comparators_layers as parts
+from fusion.cla_ot.repair import recompute_statistics
 from fusion.comparators import COMPARATORS
-from fusion.comparators_channels import _assigned, _cca, _zipped
-from fusion.comparators_layers import products, ridge, with_ones
-from fusion.comparators_sequential import _kmeans
-from fusion.patches import patches, picked
-from fusion.repair import recompute_statistics
+from fusion.comparators import layers as parts
+from fusion.comparators.channels import _assigned, _cca, _zipped
+from fusion.comparators.layers import products, ridge, with_ones
+from fusion.comparators.sequential import _kmeans
+from fusion.refit.patches import patches, picked
 from tests.fusion.parts import apart, hidden, images, network, outputs, randomised
 
 PROBE = images(24)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from fusion.channels import wire
 from fusion.fusing import Fused, fuse
+from fusion.graph.channels import wire
 from fusion.settings import FusionSettings
 from tests.fusion.parts import AVERAGED, PLAIN, apart, images, name_of, network, outputs, randomised
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from conf.errors import UserError
-from fusion.channels import WiringError
 from fusion.fusing import fuse
+from fusion.graph.channels import WiringError
 from fusion.settings import FusionSettings
 from tests.fusion.parts import images, network, randomised
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from fusion.channels import Wiring, wire
+from fusion.cla_ot.matching import layer_costs
 from fusion.fusing import fuse
-from fusion.matching import layer_costs
+from fusion.graph.channels import Wiring, wire
+from fusion.graph.tracing import evaluating
 from fusion.probe import BATCH, Moments, check_probe, features_of, moments_of, observe
-from fusion.tracing import evaluating
 from tests.fusion.parts import apart, images, network
 
 VGG = "vgg11:width=0.0625,norm=batch"

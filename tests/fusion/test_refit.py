@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from fusion.fusing import fuse
-from fusion.head import fitted_head, mixed
-from fusion.least_squares import LayerStatistics, change_of_rows
-from fusion.patches import matrix, patches, picked, weight_of
+from fusion.refit.head import fitted_head, mixed
+from fusion.refit.least_squares import LayerStatistics, change_of_rows
+from fusion.refit.patches import matrix, patches, picked, weight_of
 from fusion.settings import FusionSettings
 from tests.fusion.parts import apart, hidden, images, network, outputs
 

@@ -6,11 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fusion.baselines import naive_average
-from fusion.channels import wire
-from fusion.fusing import fuse
-from fusion.probe import observe
-from fusion.repair import (
+from fusion.cla_ot.repair import (
     Statistics,
     Target,
     in_basis,
@@ -23,6 +19,10 @@ from fusion.repair import (
     running,
     watched,
 )
+from fusion.comparators.baselines import naive_average
+from fusion.fusing import fuse
+from fusion.graph.channels import wire
+from fusion.probe import observe
 from fusion.settings import FusionSettings
 from tests.fusion.parts import apart, images, network, outputs
 

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from conf.errors import UserError
-from fusion.channels import wire
+from fusion.cla_ot.moves import apply
+from fusion.cla_ot.transport import TransportSettings, correlation_cost, neutral_plan, solve, squared_cost
 from fusion.fusing import fuse
+from fusion.graph.channels import wire
 from fusion.settings import FusionSettings
-from fusion.transport import TransportSettings, apply, correlation_cost, neutral_plan, solve, squared_cost
 from tests.fusion.parts import PLAIN, apart, hidden, images, network
 
 widths = st.tuples(st.integers(1, 9), st.integers(1, 9))

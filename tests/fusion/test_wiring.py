@@ -13,7 +13,7 @@ from torchvision.models import vgg
 
 from clients.networks.base import NETWORKS
 from clients.networks.plain import StandardisedConv2d
-from fusion.channels import permuted, wire
+from fusion.graph.channels import permuted, wire
 from tests.fusion.wirings import (
     LeNet,
     Merging,

@@ -11,7 +11,7 @@ from PIL import Image
 
 from clients.networks import initialise, load_network, parse_name, save_network
 from clients.states import write_state
-from fusion.baselines import Ensemble
+from fusion.comparators.baselines import Ensemble
 from sims.experiments.pairs import Task, accuracy
 from tests.sims.commands import FEDLOOM, Command
 

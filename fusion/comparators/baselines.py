@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from fusion.resize import with_state
+from fusion.graph.resize import with_state
 
 
 def naive_average(networks: Sequence[nn.Module]) -> nn.Module:

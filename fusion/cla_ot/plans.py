@@ -9,23 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from fusion.channels import Axis, Layer, Wiring
-from fusion.reference import sequential_moves
-from fusion.transport import (
-    GROUNDS,
-    Blocks,
-    Moves,
-    Plan,
-    TransportSettings,
-    across,
-    apply,
-    between_groups,
-    moved_along,
-    neutral_plan,
-    slots_of,
-    solve,
-)
-from fusion.units import WEIGHTED
+from fusion.cla_ot.moves import Moves, across, apply, moved_along, slots_of
+from fusion.cla_ot.reference import sequential_moves
+from fusion.cla_ot.transport import GROUNDS, Blocks, Plan, TransportSettings, between_groups, neutral_plan, solve
+from fusion.graph.channels import Axis, Layer, Wiring
+from fusion.graph.units import WEIGHTED
 
 OUTPUTS = {"transposed": 1, "embedding": 1}  # dimension of a layer's weight that it writes, by kind; else 0
 Pairs = list[tuple[Tensor, Tensor]]
@@ -53,7 +41,7 @@ def axis_moves(structure: Wiring, body: Body, into: Body, settings: TransportSet
 
 
 def layer_moves(structure: Wiring, body: Body, into: Body, settings: TransportSettings, basis: str) -> Moves:
-    """One plan for each layer, the output's too, from its own outputs: the public code (fusion.reference)."""
+    """One plan for each layer, the output's too, from its own outputs: the public code (fusion.cla_ot.reference)."""
     if basis == "weights":
         raise UserError("sequential plans are made from activations; use basis='activations', or sequential=False")
     if any(layer.kind == "depthwise" for layer in structure.layers):

@@ -3,7 +3,7 @@
 Averaged weights are right for no network's inputs. So each layer, in order of execution, is fitted to its targets from the
 inputs that the layers before it, fitted already, really give it: an error is mended by the next layer instead of passed on.
 Without labels; a layer that gives what it should stays as it is. The last layer is fitted to class probabilities
-(fusion.head), all others by ridge regression toward their own weights (fusion.least_squares).
+(fusion.refit.head), all others by ridge regression toward their own weights (fusion.refit.least_squares).
 """
 
 import copy
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from fusion.channels import Wiring
-from fusion.fits import Fit, fits
-from fusion.head import fitted_head, mixed
-from fusion.least_squares import change_of_rows
-from fusion.patches import matrix, patches, picked, thinned, weight_of
+from fusion.graph.channels import Wiring
+from fusion.graph.tracing import NORMS, evaluating
 from fusion.probe import Runner
-from fusion.targets import Targets
-from fusion.tracing import NORMS, evaluating
+from fusion.refit.fits import Fit, fits
+from fusion.refit.head import fitted_head, mixed
+from fusion.refit.least_squares import change_of_rows
+from fusion.refit.patches import matrix, patches, picked, thinned, weight_of
+from fusion.refit.targets import Targets
 
 WIDE, ROWS = 2048, 1024  # for layers of more inputs about so many rows do: the cost grows with their square
 PENALTY = 0.1  # of the inputs' variances, on the change of the weights

@@ -1,7 +1,7 @@
 """Wiring is derived, not written by hand: which entries of a network's state carry the same channels.
 
 An axis is a set of channels; a permutation of one, applied to all its slots, leaves the network's outputs unchanged. Labels
-run through the operations of the network (fusion.walk) and say which entries these are.
+run through the operations of the network (fusion.graph.walk) and say which entries these are.
 """
 
 from collections.abc import Mapping
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx import Node
 
-from fusion import rules_entries, rules_layers, rules_moves
-from fusion.axes import Channels
-from fusion.grouped import dense, in_groups
-from fusion.labels import varied
-from fusion.tracing import WiringError, place
-from fusion.units import Flow, Layer, Unit, find_units
-from fusion.walk import Rules, Walk
+from fusion.graph import rules_entries, rules_layers, rules_moves
+from fusion.graph.axes import Channels
+from fusion.graph.grouped import dense, in_groups
+from fusion.graph.labels import varied
+from fusion.graph.tracing import WiringError, place
+from fusion.graph.units import Flow, Layer, Unit, find_units
+from fusion.graph.walk import Rules, Walk
 
 __all__ = ["Axis", "Layer", "Layout", "Slot", "Unit", "Wiring", "WiringError", "permuted", "wire"]
 
@@ -33,7 +33,7 @@ class Slot:
     """Where the channels of an axis are in a tensor of the state dict: entries `entries` [size, r] of dimension `dim`.
 
     reads: the tensor's layer reads these channels there. blocks: a convolution in so many groups; the entries are those of
-    its weight made dense (fusion.grouped).
+    its weight made dense (fusion.graph.grouped).
     """
 
     tensor: str

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from conf.errors import UserError
-from fusion.channels import Layer, Wiring, wire
+from fusion.cla_ot.moves import Moves, moved
+from fusion.cla_ot.repair import Target, in_basis, mixture, repair, running, watched
 from fusion.exact import State
 from fusion.fusing import fuse
+from fusion.graph.channels import Layer, Wiring, wire
+from fusion.graph.resize import with_state
 from fusion.probe import Runner, observe
-from fusion.repair import Target, in_basis, mixture, repair, running, watched
-from fusion.resize import with_state
 from fusion.settings import FusionSettings
-from fusion.transport import Moves, moved
 
 ROWS = 20_000  # positions over all samples at which a layer is looked at
 RIDGE, FLOOR = 1e-2, 1e-3  # of the diagonal, and of its mean
@@ -53,7 +53,7 @@ class Frame:
         return with_state(self.bodies[self.into], {name: _mean(name, states, shares) for name in states[self.into]})
 
     def repaired(self, network: nn.Module, moves: Sequence[Moves], shares: Mapping[str, list[float]]) -> nn.Module:
-        """The network itself, its statistics set right (fusion.repair) to the mixture of the bodies', moved by `moves`."""
+        """The network itself, its statistics set right (REPAIR) to the mixture of the bodies', moved by `moves`."""
         seen, own = [], []
         for wiring, move in zip(self.wirings, moves, strict=True):
             nodes = watched(wiring)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fusion.tracing import TRANSPOSED
+from fusion.graph.tracing import TRANSPOSED
 
 
 def with_state(network: nn.Module, state: Mapping[str, Tensor], without: Collection[str] = ()) -> nn.Module:

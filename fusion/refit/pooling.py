@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from fusion.activations import activation_behind
-from fusion.channels import Axis, Wiring, wire
+from fusion.cla_ot.moves import carried
+from fusion.cla_ot.plans import Body
 from fusion.exact import State
-from fusion.plans import Body
-from fusion.resize import with_state
-from fusion.selection import Choice, Pool, best_groups, choose, importance, keeping, pooled, settled, side_by_side
-from fusion.sensitivity import sensitivities
-from fusion.transport import carried
+from fusion.graph.channels import Axis, Wiring, wire
+from fusion.graph.resize import with_state
+from fusion.refit.activations import activation_behind
+from fusion.refit.selection import Choice, Pool, best_groups, choose, importance, keeping, pooled, settled, side_by_side
+from fusion.refit.sensitivity import sensitivities
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from fusion.labels import Value, value_of, varied
-from fusion.rules_entries import closed, elementwise, joined, table
-from fusion.rules_moves import mixed
-from fusion.tracing import CONVOLUTIONS, NORMS, TRANSPOSED
-from fusion.walk import Refusal, Rule, Walk, along, argument
+from fusion.graph.labels import Value, value_of, varied
+from fusion.graph.rules_entries import closed, elementwise, joined, table
+from fusion.graph.rules_moves import mixed
+from fusion.graph.tracing import CONVOLUTIONS, NORMS, TRANSPOSED
+from fusion.graph.walk import Refusal, Rule, Walk, along, argument
 
 
 def _read(walk: Walk, value: Value, dim: int, entries: Tensor) -> tuple[Tensor, ...]:

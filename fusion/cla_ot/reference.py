@@ -9,8 +9,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fusion.channels import Layer, Wiring
-from fusion.transport import Moves, Plan
+from fusion.cla_ot.moves import Moves
+from fusion.cla_ot.transport import Plan
+from fusion.graph.channels import Layer, Wiring
 
 
 def sequential_moves(wiring: Wiring, plans: Mapping[str, Plan]) -> Moves:

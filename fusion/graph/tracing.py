@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.fx import Node
 
 from conf.errors import UserError
-from fusion.expressions import FUNCTIONS, MODULES
+from fusion.graph.expressions import FUNCTIONS, MODULES
 
 NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
@@ -152,7 +152,7 @@ class _Tracer(fx.Tracer):
 
 
 def _expression(module: nn.Module) -> Callable[..., Any] | None:
-    """What stands for a module's forward in the trace (fusion.expressions), if it has not been overridden."""
+    """What stands for a module's forward in the trace (fusion.graph.expressions), if it has not been overridden."""
     return next((MODULES[kind] for kind in MODULES if type(module).forward is kind.forward), None)
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from fusion.channels import Layer, Unit, Wiring
 from fusion.exact import State
-from fusion.resize import with_state
+from fusion.graph.channels import Layer, Unit, Wiring
+from fusion.graph.resize import with_state
 
 BALANCED = ("conv", "linear", "depthwise", "norm")  # kinds of layers that networks of other depths may have
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.modules.instancenorm._InstanceNorm)
@@ -63,7 +63,7 @@ def balanced(
     signs: Mapping[str, Tensor] | None = None,
     inner: str = "own",
 ) -> Balanced:
-    """`network` in the structure of `target`; `matches`: its units by those of the structure (fusion.matching.match_units).
+    """`network` in the structure of `target`; `matches`: its units by those of the structure (matching.match_units).
 
     Units of the structure without a partner are added; units of the network without one are merged (linear layers; `signs`
     holds for the node of each the diagonal D that stands for its ReLU) or removed (residual blocks). `inner`: width inside

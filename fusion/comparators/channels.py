@@ -8,8 +8,10 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from fusion.channels import Axis
-from fusion.comparators_layers import (
+from fusion.cla_ot.moves import Moves, apply
+from fusion.cla_ot.repair import recompute_statistics, rescale
+from fusion.cla_ot.transport import correlation_cost
+from fusion.comparators.layers import (
     Frame,
     in_channels,
     norms,
@@ -20,10 +22,9 @@ from fusion.comparators_layers import (
     weighted,
 )
 from fusion.exact import State
-from fusion.patches import picked
+from fusion.graph.channels import Axis
 from fusion.probe import features_of, observe
-from fusion.repair import recompute_statistics, rescale
-from fusion.transport import Moves, apply, correlation_cost
+from fusion.refit.patches import picked
 
 SWEEPS = 50  # most passes of weight matching over all axes
 AGAIN = 0.3  # ZipIt: what a merged group's correlations count
@@ -32,7 +33,7 @@ CCA = 0.1  # share of the mean variance added to the variances
 
 @torch.no_grad()
 def git_rebasin(networks: Sequence[nn.Module], into: int, depth: int, probe: Tensor) -> nn.Module:
-    """Weight matching (Ainsworth et al. 2023, Alg. 1) onto `into`, the average, its statistics repaired (fusion.repair).
+    """Weight matching (Ainsworth et al. 2023, Alg. 1) onto `into`, the average, its statistics repaired (REPAIR).
 
     Axis by axis in random order, the assignment of channels that maximises the inner product of all weights on the axis,
     until none changes. Of a wider network the channels that find no partner are dropped, of a narrower one some are taken
@@ -108,7 +109,7 @@ def _assigned(gain: np.ndarray) -> Tensor:
 def zipit(networks: Sequence[nn.Module], into: int, depth: int, probe: Tensor) -> nn.Module:
     """ZipIt (Stoica et al. 2024, Sec. 4): the channels of all networks together, of the highest correlation first, within
     and across networks, are merged to their means until as many are left as `into` has; what reads them is given each
-    group's mean for all its members (the pseudo-inverse). No layers kept apart; statistics repaired (fusion.repair).
+    group's mean for all its members (the pseudo-inverse). No layers kept apart; statistics repaired (REPAIR).
 
     One merge for each axis, from all its pre-activations. A merged group's correlations are the smaller of its members',
     times 0.3. Any widths.

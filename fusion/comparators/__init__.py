@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from fusion.comparators_channels import cca_merge, git_rebasin, zipit
-from fusion.comparators_layers import (
+from fusion.cla_ot.repair import BATCH_NORM, recompute_statistics
+from fusion.comparators.channels import cca_merge, git_rebasin, zipit
+from fusion.comparators.layers import (
     ROWS,
     in_channels,
     prepared,
@@ -22,9 +23,8 @@ from fusion.comparators_layers import (
     with_ones,
     written,
 )
-from fusion.comparators_sequential import hungarian, kmeans
-from fusion.patches import patches, picked
-from fusion.repair import BATCH_NORM, recompute_statistics
+from fusion.comparators.sequential import hungarian, kmeans
+from fusion.refit.patches import patches, picked
 
 KEPT = 0.9  # RegMean: of the Gram matrices' off-diagonals
 
@@ -32,7 +32,7 @@ KEPT = 0.9  # RegMean: of the Gram matrices' off-diagonals
 @torch.no_grad()
 def regmean(networks: Sequence[nn.Module], into: int, depth: int, probe: Tensor) -> nn.Module:
     """RegMean (Jin et al. 2023, Eq. 2) in the aligned basis: W = (sum G_i)^-1 sum G_i W_i, G_i = X_i'X_i of the inputs'
-    patches, off-diagonals times 0.9; all other parameters averaged; statistics repaired (fusion.repair)."""
+    patches, off-diagonals times 0.9; all other parameters averaged; statistics repaired (REPAIR)."""
     frame = prepared(networks, into, depth, probe)
     moves, share = frame.by_plans(), max(1, ROWS // len(probe))
     result = frame.averaged(moves, frame.shares)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx import Node
 
-from fusion.labels import NONE, STILL, Value, value_of, varied
-from fusion.rules_entries import joined, squeezed, table
-from fusion.walk import Refusal, Rule, Walk, argument, linear_places
+from fusion.graph.labels import NONE, STILL, Value, value_of, varied
+from fusion.graph.rules_entries import joined, squeezed, table
+from fusion.graph.walk import Refusal, Rule, Walk, argument, linear_places
 
 
 def movement(walk: Walk, node: Node) -> Value:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from fusion.labels import Atoms, Value, value_of, varied
-from fusion.tracing import WiringError, operation, place, trace
+from fusion.graph.labels import Atoms, Value, value_of, varied
+from fusion.graph.tracing import WiringError, operation, place, trace
 
 
 class Refusal(ValueError):

@@ -14,9 +14,9 @@ from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from fusion.channels import Unit, Wiring, wire
+from fusion.cla_ot.transport import exact_plan
+from fusion.graph.channels import Unit, Wiring, wire
 from fusion.probe import Observation, check_probe, cka, features_of, observe
-from fusion.transport import exact_plan
 
 
 def optimal_alignment(cost: ArrayLike, *, pin_first: bool = True, pin_last: bool = True) -> tuple[int, ...]:

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
-from fusion.channels import Layer, Wiring, wire
-from fusion.comparators_layers import (
+from fusion.comparators.layers import (
     ROWS,
     Frame,
     in_channels,
@@ -24,7 +23,8 @@ from fusion.comparators_layers import (
     with_ones,
     written,
 )
-from fusion.patches import patches, picked
+from fusion.graph.channels import Layer, Wiring, wire
+from fusion.refit.patches import patches, picked
 
 LLOYD = 50  # most steps of k-means
 

@@ -1,0 +1,1 @@
+"""The steps of CLA+OT: which layers correspond, one depth, one basis, statistics set right."""

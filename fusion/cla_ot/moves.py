@@ -1,0 +1,149 @@
+"""Networks moved into another basis: every tensor along the axes that it lies on, by a plan for each.
+
+Where an axis is written, a plan's columns sum to 1, so that each new channel is a mean of old ones; where it is read, its
+rows do, so that the scale of what follows is kept (fusion.cla_ot.transport).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
+from fusion.cla_ot.transport import Plan
+from fusion.exact import State
+from fusion.graph.channels import Layer, Slot, Wiring
+from fusion.graph.grouped import dense, in_groups
+
+PIECE = 1024  # columns of a weight that are moved at once
+FEW = 4  # entries a row or column: plans with no more are taken as sparse
+
+
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """How a network's channels move: a plan for each axis, by index. Axes that are not named stay.
+
+    outgoing: by layer name, [n, m], how its outputs move; incoming: how its inputs do, where plans are of layers and not of
+    axes (fusion.cla_ot.reference); costs: of the plans, by layer.
+    """
+
+    outgoing: Mapping[str, Tensor]
+    incoming: Mapping[str, Tensor]
+    costs: Mapping[str, float]
+    plans: Mapping[int, Plan] | None = None
+
+
+def moved(state: Mapping[str, Tensor], layers: Sequence[Layer], moves: Moves) -> State:
+    """A network's state in the basis that the moves of its layers lead to.
+
+    Weights [out, in, ...] move on both sides, vectors (bias, norms and their statistics) with the outputs; a linear layer
+    behind a flatten with its channels. Raises UserError naming a tensor whose size is not the plan's.
+    """
+    new = dict(state)
+    for layer in {layer.name: layer for layer in layers}.values():
+        for name, tensor in ((name, state[name]) for name in state if name.rpartition(".")[0] == layer.name):
+            if tensor.ndim and layer.name in moves.outgoing:
+                new[name] = apply(new[name], moves.outgoing[layer.name], 0, name)
+            if tensor.ndim > 1 and layer.kind != "depthwise" and layer.name in moves.incoming:
+                new[name] = apply(new[name], moves.incoming[layer.name], 1, name)
+    return {name: tensor.clone() if tensor is state[name] else tensor for name, tensor in new.items()}
+
+
+class Movement(Protocol):
+    """How the channels of an axis move, [n, m]: where they are written, and where they are read."""
+
+    @property
+    def outgoing(self) -> Tensor: ...
+
+    @property
+    def incoming(self) -> Tensor: ...
+
+
+def carried(state: Mapping[str, Tensor], source: Wiring, goal: Wiring, plans: Mapping[int, Movement]) -> State:
+    """A network's state in the basis, and of the widths, of another of the same structure.
+
+    source, goal: the wirings of both. Every slot moves with its axis: where a layer reads it, as what is read. Raises
+    UserError naming a tensor whose size is not the plan's.
+    """
+    new = {name: tensor.clone() for name, tensor in state.items()}
+    sizes = goal.graph.state_dict()
+    for name, pairs in slots_of(source, goal).items():
+        if name not in state or not any(index in plans for index, _, _ in pairs):
+            continue
+        blocks = max(ours.blocks for _, ours, _ in pairs), max(theirs.blocks for _, _, theirs in pairs)
+        tensor = dense(state[name], blocks[0]) if blocks[0] > 1 else state[name]
+        size = list(sizes[name].shape)
+        size[1:2] = [size[1] * blocks[1]] if len(size) > 1 else []
+        for dim in dict.fromkeys(ours.dim for _, ours, _ in pairs):
+            here = [pair for pair in pairs if pair[1].dim == dim]
+            tensor = moved_along(tensor, dim, here, plans, size[dim], name)
+        new[name] = in_groups(tensor, blocks[1]) if blocks[1] > 1 else tensor
+    return {name: tensor.contiguous() for name, tensor in new.items()}
+
+
+def slots_of(source: Wiring, goal: Wiring) -> dict[str, list[tuple[int, Slot, Slot]]]:
+    """By tensor: axis and slots in two wirings of one structure; UserError if they are not of one."""
+    found: dict[str, list[tuple[int, Slot, Slot]]] = {}
+    for ours, theirs in zip(source.axes, goal.axes, strict=False):
+        places = [[(slot.tensor, slot.dim) for slot in axis.slots] for axis in (ours, theirs)]
+        if places[0] != places[1] or len(source.axes) != len(goal.axes):
+            apart = next((one for one, other in zip(*places, strict=False) if one != other), (places[0] or places[1])[-1:])
+            raise UserError(f"the networks are of different design: their channels are tied otherwise at {apart}")
+        for one, other in zip(ours.slots, theirs.slots, strict=True):
+            found.setdefault(one.tensor, []).append((ours.index, one, other))
+    return found
+
+
+def moved_along(
+    tensor: Tensor, dim: int, pairs: list[tuple[int, Slot, Slot]], plans: Mapping[int, Movement], size: int, name: str
+) -> Tensor:
+    """One dimension, all axes that lie on it; what lies on none stays where it is."""
+    front = tensor.movedim(dim, 0)
+    new = front.clone() if size == len(front) else front.new_zeros(size, *front.shape[1:])
+    for index, ours, theirs in pairs:
+        rows = front.index_select(0, ours.entries.flatten().to(front.device))
+        if index in plans:
+            matrix = plans[index].incoming if ours.reads else plans[index].outgoing
+            if ours.entries.shape != (len(matrix), theirs.repeat) or len(theirs.entries) != matrix.shape[1]:
+                raise UserError(
+                    f"tensor '{name}': dimension {dim} has {ours.entries.numel()} entries, the plan {len(matrix)} channels"
+                )
+            rows = apply(rows.reshape(len(rows), -1), matrix, 0, name).view(-1, *front.shape[1:])
+        elif ours.entries.shape != theirs.entries.shape:
+            raise UserError(f"tensor '{name}': dimension {dim} does not move, and is {ours.entries.numel()} here and "
+                            f"{theirs.entries.numel()} there")  # fmt: skip
+        new[theirs.entries.flatten().to(front.device)] = rows
+    return new.movedim(0, dim)
+
+
+def across(pairs: list[tuple[int, Slot, Slot]], plans: Mapping[int, Plan]) -> Tensor:
+    """How all entries of one dimension move, [n, m], from the slots on it."""
+    n = max(int(ours.entries.max()) for _, ours, _ in pairs) + 1
+    m = max(int(theirs.entries.max()) for _, _, theirs in pairs) + 1
+    matrix = torch.zeros(n, m, dtype=torch.float64)
+    for index, ours, theirs in pairs:
+        block = plans[index].outgoing if index in plans else torch.eye(len(ours.entries), dtype=torch.float64)
+        for mine, other in zip(ours.entries.T, theirs.entries.T, strict=True):
+            matrix[mine[:, None], other] = block
+    return matrix
+
+
+def apply(tensor: Tensor, matrix: Tensor, dim: int, name: str = "") -> Tensor:
+    """The tensor with dimension `dim` (n channels; n * r entries behind a flatten) mapped by matrix [n, m] float64."""
+    repeat, rest = divmod(tensor.shape[dim], len(matrix))
+    if rest or (repeat > 1 and tensor.ndim > 2):
+        raise UserError(f"tensor '{name}': dimension {dim} has {tensor.shape[dim]} entries, the plan {len(matrix)} channels")
+    front = tensor.movedim(dim, 0)
+    pieces = front.reshape(len(matrix), -1).split(PIECE, dim=1)
+    times = _sparse(matrix) if matrix.count_nonzero() <= FEW * sum(matrix.shape) else matrix.T.matmul
+    new = torch.cat([times(piece.to(matrix)).to(tensor) for piece in pieces], dim=1)
+    return new.reshape(matrix.shape[1] * repeat, *front.shape[1:]).movedim(0, dim).contiguous()
+
+
+def _sparse(matrix: Tensor) -> Callable[[Tensor], Tensor]:
+    """Multiplication by the transposed matrix, entry by entry: an exact plan has at most n + m - 1."""
+    rows, columns = matrix.nonzero(as_tuple=True)
+    entries = matrix[rows, columns][:, None]
+    return lambda piece: piece.new_zeros(matrix.shape[1], piece.shape[1]).index_add_(0, columns, piece[rows] * entries)
