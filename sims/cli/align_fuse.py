@@ -1,7 +1,7 @@
 """The commands `fedloom align` and `fedloom fuse`: networks from files, a probe set from a domain, tables and pictures."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +14,7 @@ from clients.data.domains import find
 from clients.networks import NetworkName, load_network, parse_name, save_network
 from conf.errors import UserError
 from fusion.cla_ot.matching import layer_costs, match_units
+from fusion.classes import in_classes, united
 from fusion.comparators.baselines import Ensemble
 from fusion.fusing import Fused, fuse
 from fusion.graph.channels import wire
@@ -32,7 +33,10 @@ SEARCH = "search"  # instead of weights
 
 @dataclass(frozen=True)
 class Files:
-    """Networks in files: their names where the files do not say them, and the images that all of them are for."""
+    """Networks in files: their names where the files do not say them, and the images that all of them are for.
+
+    `classes`: of each network the names of its outputs, with commas between; none: all have the probe domain's.
+    """
 
     paths: Sequence[Path]
     names: Sequence[str]
@@ -41,14 +45,23 @@ class Files:
     size: int
     grey: bool
     root: str = ""
+    classes: Sequence[str] = ()
+
+    @property
+    def named(self) -> list[list[str]] | None:
+        """The outputs' names by network. Raises UserError unless there are some for each, or for none."""
+        if self.classes and len(self.classes) != len(self.paths):
+            raise UserError(f"--classes: {len(self.classes)} lists of names for {len(self.paths)} files; takes one for each")
+        return [[name.strip() for name in text.split(",")] for text in self.classes] or None
 
     def load(self) -> tuple[list[nn.Module], list[NetworkName], Tensor]:
         """The networks, their names and the probe set. Raises UserError naming the file or option at fault."""
-        classes = find(self.domain).classes
-        sizes = 1 if self.grey else 3, self.size, classes
+        channels, count, named = 1 if self.grey else 3, find(self.domain).classes, self.named
         if len(self.names) > len(self.paths):
             raise UserError(f"--network: {len(self.names)} names for {len(self.paths)} files")
-        given = [parse_name(name, *sizes) if name else None for name in self.names]
+        counts = [len(names) for names in named] if named else [count] * len(self.paths)
+        given = [parse_name(name, channels, self.size, outputs) if name else None
+                 for name, outputs in zip(self.names, counts, strict=False)]  # fmt: skip
         loaded = [load_network(path, given[k] if k < len(given) else None) for k, path in enumerate(self.paths)]
         networks, names = [network for network, _ in loaded], [name for _, name in loaded]
         for path, name in zip(self.paths, names, strict=True):
@@ -60,6 +73,16 @@ class Files:
     def task(self, name: NetworkName, domain: str = "") -> Task:
         """The images of a domain as a network takes them."""
         return Task(domain or self.domain, name.size, name.channels == 1, root=self.root)
+
+    def answering(self, network: nn.Module, own: Sequence[str], domain: str, probe: Tensor) -> nn.Module:
+        """A network, whose outputs have these names, with those of the domain. UserError for names that it does not have."""
+        found = find(domain)
+        wanted = found.names or tuple(str(label) for label in range(found.classes))
+        for name in own:
+            if name not in wanted:
+                raise UserError(f"--classes: '{name}' is no class of {domain}, on which accuracies are measured; it has "
+                                f"{', '.join(wanted[:12])}{', ...' * (len(wanted) > 12)}")  # fmt: skip
+        return in_classes([network], [own], wanted, probe)[0]
 
 
 def align(files: Files, comparison: str, pin_first: bool, pin_last: bool, out: Path) -> Table:
@@ -110,26 +133,52 @@ def fuse_files(files: Files, order: Order, settings: FusionSettings) -> list[Tab
     elif order.weights == SEARCH:
         raise UserError(f"--weights {SEARCH}: needs --labels, the domain whose validation images choose them")
     networks, names, probe = files.load()
+    if order.labels and not files.classes:
+        _check_answers(files.paths, names, order.labels)
+    run = partial(fuse, networks, into=into, depth=depth, probe=probe, classes=files.named, settings=settings)
+    measured = _Measured(files, files.task(names[0], order.labels), probe, united(files.named or [], into))
     with working("aligning and fusing"):
-        run = partial(fuse, networks, into=into, depth=depth, probe=probe, settings=settings)
         if order.weights == SEARCH:
-            task = files.task(names[0], order.labels)
-            weights, _ = best_weights(lambda tried: run(weights=tried).network,
-                                      lambda network: accuracy(network, task, "validation"), len(networks))  # fmt: skip
+            weights, _ = best_weights(lambda tried: run(weights=tried).network, measured.validation, len(networks))
         fused = run(weights=weights)
-    save_network(order.out, fused.network, _name(fused.network, names[depth], names[into]))
+    named = replace(names[depth], classes=len(fused.classes) or names[depth].classes)
+    save_network(order.out, fused.network, _name(fused.network, named, names[into]))
     tables = [_made(fused, settings), *([_costs(fused, files)] if any(fused.costs) else []), _seconds(fused)]
     if order.weights == SEARCH:
         tables.insert(0, Table("Weights", [path.name for path in files.paths], [[f"{share:.2f}" for share in weights or []]],
                                f"chosen on validation images of {order.labels}"))  # fmt: skip
     if order.labels:
-        control = fuse(networks, into=into, depth=depth, probe=probe, settings=settings,
-                       weights=[float(place == into) for place in range(len(networks))]).network  # fmt: skip
-        rows = {path.name: network for path, network in zip(files.paths, networks, strict=True)}
-        rows |= {"all of them (ensemble)": Ensemble(networks), "fused": fused.network,
-                 f"control: {files.paths[into].name} alone, fused like that": control}  # fmt: skip
-        tables.insert(0, _accuracies(rows, files.task(names[0], order.labels)))
+        control = run(weights=[float(place == into) for place in range(len(networks))]).network
+        tables.insert(0, measured.table(networks, fused.network, control, files.paths[into].name))
     return tables
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """Accuracies on the images of `task` of networks whose outputs have the names of `files`, of fused ones `united`."""
+
+    files: Files
+    task: Task
+    probe: Tensor
+    united: Sequence[str]
+
+    def validation(self, network: nn.Module) -> float:
+        """Of a fused network."""
+        return accuracy(self._answering(network, self.united), self.task, "validation")
+
+    def table(self, networks: Sequence[nn.Module], fused: nn.Module, control: nn.Module, name: str) -> Table:
+        """`control`: made like the fused network, of the network `name` alone."""
+        own = self.files.named or [()] * len(networks)
+        answering = [self._answering(network, names) for network, names in zip(networks, own, strict=True)]
+        rows = [(path.name, network) for path, network in zip(self.files.paths, answering, strict=True)]
+        rows += [("all of them (ensemble)", Ensemble(answering)), ("fused", self._answering(fused, self.united)),
+                 (f"control: {name} alone, fused like that", self._answering(control, self.united))]  # fmt: skip
+        with working("measuring"):
+            cells = [[name, percent(accuracy(network, self.task, "test"))] for name, network in rows]
+        return Table(f"Accuracy on {self.task.domain}", ["network", "test images"], cells)
+
+    def _answering(self, network: nn.Module, own: Sequence[str]) -> nn.Module:
+        return self.files.answering(network, own, self.task.domain, self.probe) if own else network
 
 
 def _name(network: nn.Module, depth: NetworkName, into: NetworkName) -> NetworkName:
@@ -146,10 +195,11 @@ def _name(network: nn.Module, depth: NetworkName, into: NetworkName) -> NetworkN
                     "both, and its file could not be read back; leave --depth out")  # fmt: skip
 
 
-def _accuracies(networks: Mapping[str, nn.Module], task: Task) -> Table:
-    with working("measuring"):
-        rows = [[name, percent(accuracy(network, task, "test"))] for name, network in networks.items()]
-    return Table(f"Accuracy on {task.domain}", ["network", "test images"], rows)
+def _check_answers(paths: Sequence[Path], names: Sequence[NetworkName], domain: str) -> None:
+    for path, name in zip(paths, names, strict=True):
+        if name.classes != find(domain).classes:
+            raise UserError(f"{path}: answers for {name.classes} classes, --labels {domain} has {find(domain).classes}; "
+                            "name each network's by --classes, or leave --labels out")  # fmt: skip
 
 
 def _made(fused: Fused, settings: FusionSettings) -> Table:
@@ -157,6 +207,7 @@ def _made(fused: Fused, settings: FusionSettings) -> Table:
         ["refit", settings.refit],
         ["parameters", f"{fused.parameters:,}"],
         ["seconds", f"{sum(fused.seconds.values()):.1f}"],
+        *([["classes", ", ".join(fused.classes)]] if fused.classes else []),
     ]
     return Table("The fused network", ["", ""], rows, ". ".join(fused.notes))
 

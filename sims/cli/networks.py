@@ -45,6 +45,10 @@ def fuse(
     into: Annotated[str, typer.Option(help="The file (or its number) whose widths the result has.")],
     depth: Annotated[str, typer.Option(help="The file (or its number) whose layers it has; default: --into.")] = "",
     network: Annotated[list[str] | None, typer.Option(help="Names in the files' order, where they lack them.")] = None,
+    classes: Annotated[
+        list[str] | None,
+        typer.Option(help="Names of each network's outputs, cat,dog, in the files' order, where they differ."),
+    ] = None,
     weights: Annotated[str, typer.Option(help="Of the networks in the average: 0.3,0.7, or search. Default: equal.")] = "",
     probe: Probe = "cifar10",
     samples: Samples = 200,
@@ -64,7 +68,7 @@ def fuse(
     from fusion.settings import FusionSettings
     from sims.cli import align_fuse
 
-    files = align_fuse.Files(networks, network or [], probe, samples, size, grey, root)
+    files = align_fuse.Files(networks, network or [], probe, samples, size, grey, root, classes or [])
     settings = FusionSettings.reference() if reference else FusionSettings(refit=refit, width=width)
     tables = align_fuse.fuse_files(files, align_fuse.Order(into, depth, weights, out, labels), settings)
     text = "\n".join(table.markdown() for table in tables)

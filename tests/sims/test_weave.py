@@ -186,6 +186,16 @@ def test_wider(weave, folder):
     assert load_network(folder / "made.safetensors")[1].options["widths"] == [18, 15, 12]  # 1.5 x 12, 10, 8
 
 
+def test_networks_of_different_classes_answer_for_all_of_them(weave, folder):
+    names = ["--classes", "0,1,2,3,4,5,6", "--classes", "6,7,8,9,0,1,2"]
+    code, out, _ = weave(
+        "fuse", "seven", "seven", "--into", "1", *GIVEN, *names, "--labels", "digits", "--out", "made.safetensors"
+    )
+    assert code == 0 and "| classes | 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 |" in out
+    assert column(out, 0)[:4] == ["network", "seven.safetensors", "seven.safetensors", "all of them (ensemble)"]
+    assert load_network(folder / "made.safetensors")[1].classes == 10
+
+
 BAD = [
     (["align", "a", "nowhere.safetensors"], "nowhere.safetensors: no such file"),
     (["align", "nowhere", "b"], "nowhere: no such file; give the path of a network's .safetensors file"),
@@ -216,6 +226,15 @@ BAD = [
     (["fuse", "a", "b", "--into", "1", "--weights", "-1,2"], "weights [-1.0, 2.0] for 2 networks"),
     (["fuse", "a", "b", "--into", "1", "--out", "nowhere/f.safetensors"], "--out: the folder nowhere is not there"),
     (["fuse", "a", "b", "--into", "1", "--labels", "digit"], "unknown domain 'digit'"),
+    (
+        ["fuse", "seven", "seven", "--into", "1", "--labels", "digits"],
+        "seven.safetensors: answers for 7 classes, --labels digits",
+    ),
+    (["fuse", "a", "b", "--into", "1", "--classes", "0,1"], "--classes: 1 lists of names for 2 files; takes one for each"),
+    (
+        ["fuse", "a", "b", "--into", "1", "--classes", "0,1", "--classes", "0,1"],
+        "network 0: 2 class names, 2 different, for 10",
+    ),
     (["fuse", "v11", "v13", "--into", "1"], "cannot be merged into the next one"),
     (["fuse", "r18", "r34", "--into", "1", "--depth", "2"], "no named network has both"),
 ]
