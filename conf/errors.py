@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable
 
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])")
+MOST_TOLD = 40  # names that an error lists
 
 
 class UserError(ValueError):
@@ -22,8 +23,10 @@ def plain(text: str, lines: bool = False) -> str:
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> UserError:
-    """The error for a name that is not among `known`: suggests the nearest one and lists them all."""
+    """The error for a name that is not among `known`: suggests the nearest one and lists them, unless they are many."""
     names = sorted(known)
     near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     hint = f"; did you mean '{near[0]}'?" if near else ""
+    if len(names) > MOST_TOLD:
+        names = [*difflib.get_close_matches(str(name), names, 8, 0.3), f"{len(names)} in all"]
     return UserError(f"unknown {kind} '{name}'{hint} (known: {', '.join(names)})")

@@ -8,6 +8,8 @@ from torch import nn
 from conf.errors import UserError
 from fusion.graph.channels import Wiring
 
+TYPES = (torch.float32, torch.float64)
+
 
 def mixing_weights(weights: Sequence[float] | None, number: int) -> list[float]:
     """Weights that add up to 1."""
@@ -27,16 +29,29 @@ def given_map(chosen: tuple[int, ...], own: int, other: int, networks: int) -> d
     return {(row if own == many else column): (column if own == many else row) for column, row in enumerate(chosen)}
 
 
-def check_finite(place: int, network: nn.Module) -> None:
+def check_places(networks: int, into: int, depth: int) -> None:
+    if networks < 2 or any(type(place) is not int or not 0 <= place < networks for place in (into, depth)):
+        raise UserError(f"fuse: {networks} networks, into={into}, depth={depth}; takes two or more, places from 0")
+
+
+def check_numbers(place: int, network: nn.Module) -> None:
+    """All numbers are finite, and of a type in which sums over a probe set can be taken."""
     for name, tensor in network.state_dict().items():
         if tensor.is_floating_point() and tensor.numel() and not bool(torch.isfinite(torch.stack(tensor.aminmax())).all()):
             raise UserError(f"network {place}: tensor '{name}' holds values that are not finite")
+        if tensor.is_floating_point() and tensor.dtype not in TYPES:
+            raise UserError(f"network {place}: tensor '{name}' is {tensor.dtype}: too coarse; call float() on the network")
 
 
 def check_layers(place: int, wiring: Wiring) -> None:
-    """There are hidden layers; that all their tensors lie on axes, wiring has checked."""
+    """There are hidden layers, none of which shares its weight; that all tensors lie on axes, wiring has checked."""
     if not wiring.units or not wiring.layers:
         raise UserError(f"network {place} has no hidden layers: nothing to fuse")
+    first: dict[str, str] = {}
+    for layer in wiring.layers:
+        if layer.weight and (other := first.setdefault(layer.weight, layer.name)) != layer.name:
+            raise UserError(f"network {place}: the layers '{other}' and '{layer.name}' have one weight, which a fused one "
+                            "cannot keep; give each its own")  # fmt: skip
 
 
 def check_ends(one: Wiring, other: Wiring, place: int) -> None:
@@ -46,4 +61,4 @@ def check_ends(one: Wiring, other: Wiring, place: int) -> None:
     for what, (ours, theirs) in ends.items():
         if one.axes[ours].size != other.axes[theirs].size:
             told = f"network {place} has {other.axes[theirs].size} {what}, the others {one.axes[ours].size}"
-            raise UserError(told + ("; name them with classes=" if what == "classes" else ""))
+            raise UserError(told + ("; name them with classes= (--classes)" if what == "classes" else ""))

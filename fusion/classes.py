@@ -10,8 +10,10 @@ from fusion.cla_ot.matching import wired
 from fusion.exact import State
 from fusion.graph.channels import Wiring
 from fusion.graph.resize import with_state
+from fusion.graph.tracing import evaluating
+from fusion.probe import BATCH
 
-UNKNOWN = -20.0  # the answer for a class that a network does not know: a chance of about e^-20
+UNKNOWN = -20.0  # the logarithm of the chance, at most, that a network gives a class that it does not know
 
 
 def united(classes: Sequence[Sequence[str]], first: int) -> tuple[str, ...]:
@@ -30,30 +32,41 @@ def in_classes(
     """
     if len(classes) != len(networks):
         raise UserError(f"fuse: classes of {len(classes)} networks for {len(networks)}; takes the names of each's outputs")
+    if not all(isinstance(names, Sequence) for names in classes):
+        raise UserError("fuse: classes: takes for each network a list of names, in the order of its outputs")
     pairs = zip(networks, wired(networks, probe), classes, strict=True)
-    return [_reordered(place, *pair, wanted) for place, pair in enumerate(pairs)]
+    return [_reordered(place, *pair, wanted, probe) for place, pair in enumerate(pairs)]
 
 
-def _reordered(place: int, network: nn.Module, wiring: Wiring, own: Sequence[str], wanted: Sequence[str]) -> nn.Module:
+def _reordered(
+    place: int, network: nn.Module, wiring: Wiring, own: Sequence[str], wanted: Sequence[str], probe: Tensor
+) -> nn.Module:
     outputs = wiring.axes[wiring.layers[-1].outputs]
     if len(own) != outputs.size or len(set(own)) != len(own):
         raise UserError(f"network {place}: {len(own)} class names, {len(set(own))} different, for {outputs.size} outputs; "
                         "takes one name for each, all different")  # fmt: skip
     if tuple(own) == tuple(wanted):
         return network
-    state, new = network.state_dict(), {}
+    state, new, unknown = network.state_dict(), {}, [name for name in wanted if name not in own]
+    never = _least(wiring, probe) + UNKNOWN if unknown else 0.0
     for slot in outputs.slots:
         if slot.repeat != 1 or slot.dim != 0:
             raise UserError(f"network {place}: its outputs are not the rows of '{slot.tensor}': they cannot be put in order")
-        new[slot.tensor] = _rows(state[slot.tensor], own, wanted)
-    unknown = [name for name in wanted if name not in own]
+        new[slot.tensor] = _rows(state[slot.tensor], own, wanted, never)
     if unknown and not any(tensor.ndim == 1 for tensor in new.values()):
         raise UserError(f"network {place}: its last layer has no bias, by which it would never answer '{unknown[0]}'")
     whole: State = {**state, **new}
     return with_state(network, whole)
 
 
-def _rows(tensor: Tensor, own: Sequence[str], wanted: Sequence[str]) -> Tensor:
+@torch.no_grad()
+def _least(wiring: Wiring, probe: Tensor) -> float:
+    """The smallest over the probe set of the logarithm of the sum of exp(logits)."""
+    with evaluating(wiring.graph):
+        return min(float(wiring.graph(batch.clone()).flatten(1).logsumexp(dim=1).min()) for batch in probe.split(BATCH))
+
+
+def _rows(tensor: Tensor, own: Sequence[str], wanted: Sequence[str], never: float) -> Tensor:
     known = {name: tensor[place] for place, name in enumerate(own)}
-    missing = torch.full_like(tensor[0], UNKNOWN if tensor.ndim == 1 else 0.0)
+    missing = torch.full_like(tensor[0], never if tensor.ndim == 1 else 0.0)
     return torch.stack([known.get(name, missing) for name in wanted])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from fusion.checks import check_ends, check_finite, check_layers, given_map, mixing_weights
+from fusion.checks import check_ends, check_layers, check_numbers, check_places, given_map, mixing_weights
 from fusion.cla_ot.balance import Balanced, balanced, relu_signs, unchanged
 from fusion.cla_ot.matching import Pins, looked_at, match_seen, undecided, wired
 from fusion.cla_ot.moves import Moves, carried, moved
@@ -29,6 +29,8 @@ from fusion.refit.pooling import chosen_channels, goal_of, selected_state
 from fusion.refit.refit import refit
 from fusion.refit.targets import Mixture, Planned, Regressed, Selected, Targets
 from fusion.settings import FusionSettings
+
+LARGE = "the inputs' or the networks' values are too large for their type; scale them, or convert all to float64"
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,33 +81,50 @@ def fuse(
     Raises UserError, naming what is at fault, for networks of different families, input sizes or numbers of classes, weights
     that are not finite, and probe sets that cannot be used.
     """
+    networks, depth = list(networks), into if depth is None else depth
+    check_places(len(networks), into, depth)
     shares = mixing_weights(weights, len(networks))
     names = () if classes is None else united(classes, into)
-    given = list(networks) if classes is None else in_classes(networks, classes, names, probe)
-    work = _Fusion(given, into, into if depth is None else depth, probe, settings or FusionSettings())
-    return replace(work.run(shares), classes=names)
+    with torch.inference_mode(False):
+        networks, probe = [_usable(network) for network in networks], probe.clone() if _inference(probe) else probe
+        given = networks if classes is None else in_classes(networks, classes, names, probe)
+        fused = _Fusion(given, into, depth, probe, settings or FusionSettings()).run(shares)
+    for name, tensor in fused.network.state_dict().items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise UserError(f"fuse: '{name}' of the fused network is not finite: {LARGE}")
+    return replace(fused, classes=names)
+
+
+def _inference(probe: object) -> bool:
+    return isinstance(probe, Tensor) and probe.is_inference()
+
+
+def _usable(network: nn.Module) -> nn.Module:
+    """The network, or a copy of one that was made in inference mode, which no gradient can be taken of."""
+    state = network.state_dict()
+    if not any(tensor.is_inference() for tensor in state.values()):
+        return network
+    return with_state(network, {name: tensor.clone() for name, tensor in state.items()})
 
 
 class _Fusion:
     """The steps of one fusion and what they share."""
 
     def __init__(self, networks: list[nn.Module], into: int, depth: int, probe: Tensor, settings: FusionSettings) -> None:
-        if len(networks) < 2 or not 0 <= into < len(networks) or not 0 <= depth < len(networks):
-            raise UserError(f"fuse: {len(networks)} networks, into={into}, depth={depth}; takes two or more, places from 0")
         self.networks, self.into, self.depth, self.probe, self.settings = networks, into, depth, probe, settings
         self.pins = Pins(settings.pin_first, settings.pin_last)
         self.every = -(-len(probe) // settings.repair_samples) if settings.repair_samples else 1
         self.seconds: dict[str, float] = {}
         self._clock = time.perf_counter()
         for place, network in enumerate(networks):
-            check_finite(place, network)
+            check_numbers(place, network)
         self.wirings = wired(networks, probe)
-        self.structure = self.wirings[depth]
-        outputs = self.structure.axes[self.structure.layers[-1].outputs].size
-        self.classes = settings.answers == "classes" and outputs > 1
         for place, wiring in enumerate(self.wirings):
             check_layers(place, wiring)
             check_ends(self.wirings[0], wiring, place)
+        self.structure = self.wirings[depth]
+        outputs = self.structure.axes[self.structure.layers[-1].outputs].size
+        self.classes = settings.answers == "classes" and outputs > 1
         self._lap("wire")
 
     def run(self, weights: list[float]) -> Fused:
@@ -126,7 +145,7 @@ class _Fusion:
             made = self._selected(whole, weights)
         else:
             made = self._averaged(bodies, views, weights)
-        result, notes = with_state(self.networks[self.depth], made.state), []
+        result, notes = with_state(self.networks[self.depth], made.state, like=whole[self.into].network).eval(), []
         if self.settings.refit != "none":
             notes = self._refitted(result, whole, made.mixture, weights)
         elif self.settings.repair:
@@ -171,7 +190,7 @@ class _Fusion:
         writers = {layer.name: layer.outputs for layer in self.structure.layers if layer.outputs in choices}
         plans = [{name: choices[axis].rows(order.index(place))[0] for name, axis in writers.items()}
                  for place in range(len(bodies))]  # fmt: skip
-        return _Made(state, Selected(choices, order), tuple(plans))
+        return _Made(state, Selected(choices, order, weights), tuple(plans))
 
     def _refitted(self, result: nn.Module, bodies: list[Body], mixture: Mixture, weights: list[float]) -> list[str]:
         """Notes."""

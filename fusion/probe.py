@@ -102,6 +102,8 @@ def cka(one: list[Tensor], other: list[Tensor]) -> float:
 
 def check_probe(network: nn.Module, probe: Tensor) -> None:
     """UserError unless the probe set can be run: at least two finite samples of the network's type, on its device."""
+    if not isinstance(probe, Tensor) or probe.layout is not torch.strided:
+        raise UserError(f"the probe set is a {type(probe).__name__}, takes a dense torch.Tensor [k, ...]")
     if probe.ndim < 2 or len(probe) < 2:
         raise UserError(f"the probe set has the shape {list(probe.shape)}; takes [k, ...] with k >= 2 (200 is usual)")
     like = next(network.parameters(), probe)

@@ -1,11 +1,12 @@
 """The choices of a fusion."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from conf.errors import UserError
 from fusion.cla_ot.balance import SIGNS
 from fusion.cla_ot.transport import TransportSettings
 
+KINDS: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (float, int), str: (str,)}
 REFITS = ("none", "plans", "regression", "selection")
 
 
@@ -48,6 +49,12 @@ class FusionSettings:
         for name, values in takes.items():
             if getattr(self, name) not in values:
                 raise UserError(f"fusion {name}: got '{getattr(self, name)}', takes one of: {', '.join(values)}")
+        for one in fields(self):
+            kinds = KINDS.get(type(one.default))
+            if kinds and type(getattr(self, one.name)) not in kinds:
+                raise UserError(f"fusion {one.name}: got {getattr(self, one.name)!r}, takes {kinds[0].__name__}")
+        if not isinstance(self.transport, TransportSettings):
+            raise UserError(f"fusion transport: got {self.transport!r}, takes TransportSettings")
         for name in ("positions", "repair_samples"):
             if getattr(self, name) < 0:
                 raise UserError(f"fusion {name}: got {getattr(self, name)}, takes a number, or 0 for all")

@@ -84,7 +84,10 @@ def load_network(path: Path, name: NetworkName | None = None) -> tuple[nn.Module
         raise UserError(f"{path}: no such file; give the path of a network's .safetensors file")
     name = name or _read_name(path)
     state = read_state(path)
-    network = name.build()
+    try:
+        network = name.build()
+    except UserError as error:
+        raise UserError(f"{path}: {plain(str(error))}") from None
     _check(path, state, network.state_dict(), name.name)
     network.load_state_dict(state)
     for key, tensor in network.state_dict().items():
@@ -115,7 +118,7 @@ def _read_name(path: Path) -> NetworkName:
     try:
         fields = json.loads(metadata[KEY])
         name = NetworkName(**fields)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         fields, name = {}, None
     numbers = all(isinstance(fields.get(key), int) for key in ("channels", "size", "classes"))
     if name is None or not numbers or not isinstance(name.name, str) or not isinstance(name.options, dict):
@@ -133,7 +136,7 @@ def _hint(section: str) -> str:
     try:
         options = dict(json.loads(section))
         name = options.pop("name")
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         return "NAME[:KEY=VALUE,...]"
     given = ",".join(f"{key}={json.dumps(item, separators=(',', ':')).strip(chr(34))}" for key, item in options.items())
     return f"{name}:{given}" if given else str(name)
@@ -146,6 +149,8 @@ def _check(path: Path, state: Mapping[str, Tensor], wanted: Mapping[str, Tensor]
             raise UserError(f"{path}: tensor '{key}' {list(tensor.shape)} is missing; {other}")
         if state[key].shape != tensor.shape:
             raise UserError(f"{path}: tensor '{key}' is {list(state[key].shape)}, takes {list(tensor.shape)}; {other}")
+        if state[key].dtype != tensor.dtype and not (tensor.is_floating_point() and state[key].is_floating_point()):
+            raise UserError(f"{path}: tensor '{key}' holds {state[key].dtype}, takes {tensor.dtype}; {other}")
     for key, tensor in state.items():
         if key not in wanted:
             raise UserError(f"{path}: tensor '{key}' {list(tensor.shape)} is unknown; {other}")

@@ -156,6 +156,16 @@ def match_seen(
     return _match(deep, shallow, cost, pins)
 
 
+def match_evenly(deep: Wiring, shallow: Wiring) -> dict[int, int]:
+    """match_units by place alone: in each group the first to the first, the last to the last, the others evenly spread."""
+
+    def cost(i: Sequence[int], j: Sequence[int]) -> np.ndarray:
+        places = [np.arange(len(each)) / max(1, len(each) - 1) for each in (i, j)]
+        return np.square(places[0][:, None] - places[1])
+
+    return _match(deep, shallow, cost, Pins())
+
+
 def undecided(deep: Wiring, shallow: Wiring, pins: Pins) -> tuple[list[Unit], list[Unit]]:
     """The units of both networks that have to be compared."""
     found: tuple[list[Unit], list[Unit]] = [], []

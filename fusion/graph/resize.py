@@ -6,30 +6,41 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from conf.errors import UserError
 from fusion.graph.tracing import TRANSPOSED
 
 
-def with_state(network: nn.Module, state: Mapping[str, Tensor], without: Collection[str] = ()) -> nn.Module:
-    """A copy of the network that holds the tensors of `state` themselves; norms named in `without` become identities."""
+def with_state(
+    network: nn.Module, state: Mapping[str, Tensor], without: Collection[str] = (), like: nn.Module | None = None
+) -> nn.Module:
+    """A copy of the network that holds the tensors of `state` themselves; norms named in `without` become identities.
+
+    like: a network of the same structure whose attention has the heads that are wanted. UserError for tensors of sizes that
+    attention cannot have.
+    """
     replaced = {id(tensor): tensor for name, tensor in network.state_dict(keep_vars=True).items() if name in state}
     twin = copy.deepcopy(network, memo=dict(replaced))  # these are not copied twice
     for name in without:
         parent, _, child = name.rpartition(".")
         setattr(twin.get_submodule(parent), child, nn.Identity())
+    for name, module in like.named_modules() if like is not None else ():
+        if isinstance(module, nn.MultiheadAttention):
+            vars(twin.get_submodule(name)).update(num_heads=module.num_heads, head_dim=module.head_dim)
     for key, tensor in state.items():
         parent, _, child = key.rpartition(".")
         module = twin.get_submodule(parent)
         if child in module._buffers:
             module._buffers[child] = tensor.detach()
         else:
-            module.register_parameter(child, nn.Parameter(tensor.detach()))
+            before = module._parameters.get(child)
+            module.register_parameter(child, nn.Parameter(tensor.detach(), before is None or before.requires_grad))
         _fit(module)
     return twin
 
 
 def _fit(module: Any) -> None:
     """Set the sizes that a module keeps beside its weights."""
-    weight = module._parameters.get("weight")
+    weight = module._parameters.get("in_proj_weight" if isinstance(module, nn.MultiheadAttention) else "weight")
     sizes = [SIZES[kind] for kind in SIZES if isinstance(module, kind)]
     if weight is not None and sizes:
         vars(module).update(sizes[0](module, tuple(weight.shape)))
@@ -48,6 +59,15 @@ def _of_norm(module: Any, shape: tuple[int, ...]) -> dict[str, Any]:
     return {"normalized_shape": shape}
 
 
+def _of_attention(module: Any, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Heads keep their width, if that is what the weight has, or their number."""
+    inner = shape[0] // 3
+    if inner != shape[1]:
+        raise UserError(f"attention over {shape[1]} channels has heads of {inner}: take a width at which they agree")
+    heads = inner // module.head_dim if inner % module.head_dim == 0 else module.num_heads
+    return {"embed_dim": shape[1], "kdim": shape[1], "vdim": shape[1], "num_heads": heads, "head_dim": inner // heads}
+
+
 SIZES: dict[type[nn.Module], Callable[[Any, tuple[int, ...]], dict[str, Any]]] = {
     nn.modules.conv._ConvNd: _of_convolution,
     nn.Linear: lambda _, shape: {"out_features": shape[0], "in_features": shape[1]},
@@ -55,5 +75,6 @@ SIZES: dict[type[nn.Module], Callable[[Any, tuple[int, ...]], dict[str, Any]]] =
     nn.GroupNorm: lambda _, shape: {"num_channels": shape[0]},
     nn.LayerNorm: _of_norm,
     nn.RMSNorm: _of_norm,
+    nn.MultiheadAttention: _of_attention,
     nn.Embedding: lambda _, shape: {"num_embeddings": shape[0], "embedding_dim": shape[1]},
 }

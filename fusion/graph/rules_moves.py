@@ -44,6 +44,17 @@ def _moved(walk: Walk, node: Node, apply: Callable[[dict[Node, Tensor]], Any]) -
     return value_of(factors, walk.shape(node))
 
 
+def unfolded(walk: Walk, node: Node) -> Value:
+    """F.unfold, nn.Unfold: windows side by side; torch takes them of floating-point numbers only."""
+    apply = _operation(walk, node)
+    if node.op == "call_method":  # Tensor.unfold
+        return _moved(walk, node, apply)
+    padding = walk.module(node).padding if node.op == "call_module" else argument(node, 3, "padding", 0)
+    if padding not in (0, (0, 0), [0, 0]):
+        raise Refusal(f"{walk.what(node)} with padding {padding}; takes none, try F.pad before it")
+    return _moved(walk, node, lambda given: apply({one: labels.double() for one, labels in given.items()}).long())
+
+
 def getitem(walk: Walk, node: Node) -> Value:
     """A part of a tensor, or one of the parts of a list."""
     source = node.args[0]
@@ -199,7 +210,8 @@ def _names(text: str) -> tuple[str, ...]:
 FUNCTIONS: dict[str, Rule] = table(
     (movement, _names("flatten view reshape view_as reshape_as unflatten unsqueeze permute transpose swapaxes swapdims")),
     (movement, _names("movedim moveaxis t mT roll flip narrow select chunk tile repeat repeat_interleave")),
-    (movement, _names("pixel_shuffle pixel_unshuffle channel_shuffle unfold tril triu rot90 diagonal")),
+    (movement, _names("pixel_shuffle pixel_unshuffle channel_shuffle tril triu rot90 diagonal")),
+    (unfolded, ("unfold",)),
     (merged_windows, ("_merged",)),
     (padded_windows, ("windows", "unwindowed")),
     (indexed, _names("index_select")),
@@ -213,7 +225,8 @@ FUNCTIONS: dict[str, Rule] = table(
     (spatial, _names("adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d")),
 )
 MODULES: dict[type, Rule] = table(
-    (movement, (nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, nn.Unfold)),
+    (movement, (nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle)),
+    (unfolded, (nn.Unfold,)),
     (spatial, (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.LPPool2d)),
     (spatial, (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)),
     (spatial, (nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d)),

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from conf.errors import UserError
+
 FLOOR = 1e-3  # of the mean variance, added to each input's in D: an input that hardly varies gets no large weight
-TINY = 1e-12
+TINY = 1e-30
+JITTER, MOST = 1e-7, 1e3
 PIECE = 2048  # rows that are multiplied at once; pieces are added up in float64
 
 
@@ -60,7 +63,7 @@ class LayerStatistics:
         gram = self.gram - self.count * mean[:, :, None] * mean[:, None, :]
         cross = self.cross - self.count * mean[:, :, None] * lack[:, None, :]
         gram.diagonal(dim1=1, dim2=2).add_(penalty * _spread(gram.diagonal(dim1=1, dim2=2)))
-        weight = torch.cholesky_solve(cross, torch.linalg.cholesky(gram)).mT
+        weight = _solved(gram, cross, self.gram.diagonal(dim1=1, dim2=2).mean(1)).mT
         return weight, lack - (weight @ mean[:, :, None]).squeeze(2)
 
 
@@ -74,9 +77,23 @@ def change_of_rows(inputs: Tensor, errors: Tensor, penalty: float) -> tuple[Tens
     x = x / root
     kernel = (x @ x.mT).double()
     kernel.diagonal(dim1=1, dim2=2).add_(penalty)
-    dual = torch.cholesky_solve((errors - lack).double(), torch.linalg.cholesky(kernel))
+    dual = _solved(kernel, (errors - lack).double(), kernel.diagonal(dim1=1, dim2=2).mean(1))
     weight = (dual.mT.to(x) @ (x / root)).double()
     return weight, (lack.double() - (weight @ mean.mT.double()).mT).squeeze(1)
+
+
+def _solved(matrix: Tensor, right: Tensor, size: Tensor) -> Tensor:
+    """matrix^-1 right, [g, n, m]. Inputs that are constant but for rounding leave a matrix that is not quite positive: as
+    much more of their size [g] is then added to its diagonal as it takes."""
+    added = JITTER
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    while bool(failed.any()):
+        if not added <= MOST:
+            raise UserError("refit: a layer's inputs are too large for their type; scale them, or convert all to float64")
+        matrix.diagonal(dim1=1, dim2=2).add_(added * size[:, None] + TINY)
+        factor, failed = torch.linalg.cholesky_ex(matrix)
+        added *= 10.0
+    return torch.cholesky_solve(right, factor)
 
 
 def _spread(diagonal: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 The first of the networks gives the basis: its widths count, and where nothing can be chosen its own channels are kept.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +19,8 @@ from fusion.graph.resize import with_state
 from fusion.refit.activations import activation_behind
 from fusion.refit.selection import Choice, Pool, best_groups, choose, importance, keeping, pooled, settled, side_by_side
 from fusion.refit.sensitivity import sensitivities
+
+FIXED = "its code or its heads fix numbers of channels; fuse networks of equal widths, with width=1"
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +99,8 @@ class _Pools:
         whole = torch.cat([group + start for group, start in zip(groups, starts, strict=True)])
         return pooled(points, sizes, whole) if points else None
 
-    def _point(self, axis: Axis, node: str) -> tuple[Tensor, Tensor] | None:
-        """Values [N, n] behind the activation, and importance [N]."""
+    def _point(self, axis: Axis, node: str) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Values [N, n] behind the activation, of a mean square of 1, importance [N], and the values before it."""
         name, activation = self.behind[node]
         found = [_values(body, node, axis.index) for body in self.bodies]
         some = next((part for part in found if part is not None), None)
@@ -110,13 +112,16 @@ class _Pools:
             layers = self.bodies[0].wiring.layers
             layer = next((layer.name for layer in layers if layer.outputs == axis.index and layer.kind != "norm"), node)
             raise UserError(f"layer '{layer}': {told} values of a channel: the networks work at different resolutions")
-        values, weights = [], []
+        values, weights, before = [], [], []
         for place, (part, size) in enumerate(zip(found, self.sizes(axis), strict=True)):
             rows = some.new_zeros(size, some.shape[1]) if part is None else part
+            before.append(rows.cpu())
             values.append(activation(rows).cpu())
             hangs = self._hangs(place, name, axis.index, size)
             weights.append(importance(values[-1], hangs) * self.weights[place] ** 0.5)
-        return torch.cat(values), torch.cat(weights)
+        whole = torch.cat(values)
+        scale = float(whole.double().square().mean().sqrt()) or 1.0
+        return whole / scale, torch.cat(weights) * scale, torch.cat(before) / scale
 
     def _hangs(self, place: int, node: str, axis: int, size: int) -> Tensor:
         found, layout = self.sensitivity[place].get(node), self.bodies[place].wiring.layouts[node]
@@ -129,7 +134,10 @@ def _values(body: Body, node: str, axis: int) -> Tensor | None:
     """Of the channels of an axis at a node [size, n], of several entries of a channel one after the other."""
     if node not in body.values:
         return None
-    return body.values[node][body.wiring.layouts[node].entries[axis]].flatten(1)
+    entries = body.wiring.layouts[node].entries.get(axis)
+    if entries is None:
+        raise UserError(f"the networks are of different design: their channels are tied otherwise at '{node}'")
+    return body.values[node][entries].flatten(1)
 
 
 def parts_of(choices: Mapping[int, Choice], place: int) -> dict[int, Part]:
@@ -138,7 +146,7 @@ def parts_of(choices: Mapping[int, Choice], place: int) -> dict[int, Part]:
 
 
 def goal_of(network: nn.Module, body: Body, choices: Mapping[int, Choice], probe: Tensor) -> Wiring:
-    """The wiring of a network of the structure with the chosen widths. Raises WiringError if it does not run with them."""
+    """The wiring of a network of the structure with the chosen widths. Raises UserError if it does not run with them."""
     wiring = body.wiring
     if all(choice.keeps.shape[1] == wiring.axes[axis].size for axis, choice in choices.items()):
         return wiring
@@ -148,7 +156,24 @@ def goal_of(network: nn.Module, body: Body, choices: Mapping[int, Choice], probe
             more = (choice.keeps.shape[1] - len(slot.entries)) * slot.repeat
             sizes[slot.tensor][slot.dim] += more if slot.dim != 1 else more // slot.blocks
     state = body.network.state_dict()
-    return wire(with_state(network, {name: state[name].new_ones(size) for name, size in sizes.items()}), probe[:1])
+    ones = {name: state[name].new_ones(size) for name, size in sizes.items()}
+    goal = _run(lambda: with_state(network, ones, like=body.network), probe)
+    for axis, choice in choices.items():
+        if axis >= len(goal.axes) or goal.axes[axis].size != choice.keeps.shape[1]:
+            told = f"{choice.keeps.shape[1]} channels written by {_writer(wiring, axis)}"
+            raise UserError(f"the fused network cannot have {told} of {wiring.axes[axis].size}: {FIXED}")
+    return goal
+
+
+def _run(make: Callable[[], nn.Module], probe: Tensor) -> Wiring:
+    try:
+        return wire(make(), probe[:1])
+    except UserError as error:
+        raise UserError(f"the fused network does not run ({error}): {FIXED}") from None
+
+
+def _writer(wiring: Wiring, axis: int) -> str:
+    return next((f"'{layer.name}'" for layer in wiring.layers if layer.outputs == axis and layer.kind != "norm"), "no layer")
 
 
 def selected_state(bodies: Sequence[Body], choices: Mapping[int, Choice], weights: Sequence[float], goal: Wiring) -> State:

@@ -81,17 +81,20 @@ def importance(values: Tensor, sensitivity: Tensor) -> Tensor:
 
     values: [c, n]; sensitivity: [c], mean squared gradients there.
     """
-    total = (values.double().var(dim=1, unbiased=False) * sensitivity).sum()
-    return (sensitivity / total.clamp(min=TINY)).sqrt()
+    spread = values.double().var(dim=1, unbiased=False)
+    if not 0.0 < float((spread * sensitivity).sum()) < float("inf"):
+        sensitivity = torch.ones_like(spread)  # answers beyond doubt hang on nothing
+    return (sensitivity / (spread * sensitivity).sum().clamp(min=TINY)).sqrt()
 
 
-def pooled(points: Sequence[tuple[Tensor, Tensor]], sizes: Sequence[int], groups: Tensor) -> Pool:
-    """The pool of an axis. points: for each place where it is read the values [N, n] and the importance [N]."""
+def pooled(points: Sequence[tuple[Tensor, Tensor, Tensor]], sizes: Sequence[int], groups: Tensor) -> Pool:
+    """The pool of an axis. points: for each place where it is read the values [N, n] behind the activation, the importance
+    [N], and the values before the activation, by which channels are known."""
     channels, generator = sum(sizes), torch.Generator().manual_seed(0)
     covariance, weighted = (torch.zeros(channels, channels, dtype=torch.float64) for _ in range(2))
     prints = torch.zeros(channels, PRINTS, dtype=torch.float64)
-    for values, weight in points:
-        prints += values.double() @ torch.randn(values.shape[1], PRINTS, generator=generator, dtype=torch.float64)
+    for values, weight, before in points:
+        prints += before.double() @ torch.randn(values.shape[1], PRINTS, generator=generator, dtype=torch.float64)
         centred = values - values.mean(dim=1, keepdim=True)
         part = (centred @ centred.T).double() / values.shape[1]
         covariance += part
@@ -121,7 +124,8 @@ def choose(pool: Pool, blocks: int) -> Choice:
 
 def best_groups(pool: Pool, count: int) -> Tensor:
     """The places of so many groups of a pool, int64 [count], rising."""
-    candidates = (pool.twins[pool.groups] == pool.groups).any(dim=1)
+    heeded = pool.weighted.diagonal()[pool.groups].sum(dim=1) > 0.0
+    candidates = (pool.twins[pool.groups] == pool.groups).any(dim=1) & heeded
     few = int(candidates.sum()) <= count  # nothing to choose
     order = candidates.nonzero()[:, 0].tolist() if few else _greedy(pool.weighted, pool.groups, candidates, count)
     order += [block for block in range(len(pool.groups)) if block not in order][: count - len(order)]

@@ -35,13 +35,14 @@ class Selected:
 
     choices: Mapping[int, Choice]
     order: Sequence[int]  # of the networks in the choices
+    weights: Sequence[float]  # of all networks
 
     def notes(self, into: int) -> list[str]:
         """How many channels are whose."""
         taken = [choice.taken() for choice in self.choices.values()]
         counts = {place: sum(each[k] for each in taken) for k, place in enumerate(self.order)}
         told = ", ".join(f"{counts[place]} of network {place}" for place in sorted(counts))
-        return [f"refit by selection: the hidden channels are {told}; the last layer imitates the mixture of their answers"]
+        return [f"refit by selection: the hidden channels are {told}; the last layer imitates {_told(self.weights)}"]
 
     def __call__(self, axis: int, parts: Sequence[Tensor | None]) -> Tensor | None:
         """[m, rows]."""
@@ -113,7 +114,7 @@ def _told(weights: Sequence[float]) -> str:
     heeded = [place for place, weight in enumerate(weights) if weight > 0.0]
     if len(heeded) == 1:
         return f"network {heeded[0]} alone"
-    return "a mixture of the networks, " + ", ".join(f"{weights[place]:.2f} of {place}" for place in heeded)
+    return "a mixture of all, " + ", ".join(f"{weights[place]:.2f} of {place}" for place in heeded)
 
 
 def _mean(weights: Sequence[float], parts: Sequence[Tensor | None]) -> Tensor | None:

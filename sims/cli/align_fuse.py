@@ -1,6 +1,8 @@
 """The commands `fedloom align` and `fedloom fuse`: networks from files, a probe set from a domain, tables and pictures."""
 
 import math
+import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -26,7 +28,7 @@ from sims.report.plots import alignment_figure
 from sims.report.tables import Table, percent
 
 PICTURES = (".png", ".pdf", ".svg")
-
+LONGEST = 200  # bytes of a file's name: a temporary one is longer
 
 SEARCH = "search"  # instead of weights
 
@@ -127,7 +129,7 @@ def fuse_files(files: Files, order: Order, settings: FusionSettings) -> list[Tab
     into = _place(files.paths, order.into, "--into")
     depth = _place(files.paths, order.depth, "--depth") if order.depth else into
     weights = numbers(order.weights, "--weights") if order.weights != SEARCH else None
-    _check_out(order.out)
+    _check_out(order.out, taken=files.paths)
     if order.labels:
         find(order.labels)
     elif order.weights == SEARCH:
@@ -135,6 +137,7 @@ def fuse_files(files: Files, order: Order, settings: FusionSettings) -> list[Tab
     networks, names, probe = files.load()
     if order.labels and not files.classes:
         _check_answers(files.paths, names, order.labels)
+    names[into] = _widened(names[into], settings.width)
     run = partial(fuse, networks, into=into, depth=depth, probe=probe, classes=files.named, settings=settings)
     measured = _Measured(files, files.task(names[0], order.labels), probe, united(files.named or [], into))
     with working("aligning and fusing"):
@@ -143,7 +146,7 @@ def fuse_files(files: Files, order: Order, settings: FusionSettings) -> list[Tab
         fused = run(weights=weights)
     named = replace(names[depth], classes=len(fused.classes) or names[depth].classes)
     save_network(order.out, fused.network, _name(fused.network, named, names[into]))
-    tables = [_made(fused, settings), *([_costs(fused, files)] if any(fused.costs) else []), _seconds(fused)]
+    tables = [_made(fused, settings, files), *([_costs(fused, files)] if any(fused.costs) else []), _seconds(fused)]
     if order.weights == SEARCH:
         tables.insert(0, Table("Weights", [path.name for path in files.paths], [[f"{share:.2f}" for share in weights or []]],
                                f"chosen on validation images of {order.labels}"))  # fmt: skip
@@ -202,14 +205,15 @@ def _check_answers(paths: Sequence[Path], names: Sequence[NetworkName], domain: 
                             "name each network's by --classes, or leave --labels out")  # fmt: skip
 
 
-def _made(fused: Fused, settings: FusionSettings) -> Table:
+def _made(fused: Fused, settings: FusionSettings, files: Files) -> Table:
     rows = [
         ["refit", settings.refit],
         ["parameters", f"{fused.parameters:,}"],
         ["seconds", f"{sum(fused.seconds.values()):.1f}"],
         *([["classes", ", ".join(fused.classes)]] if fused.classes else []),
     ]
-    return Table("The fused network", ["", ""], rows, ". ".join(fused.notes))
+    notes = [re.sub(r"\bnetwork (\d+)", lambda found: files.paths[int(found[1])].name, note) for note in fused.notes]
+    return Table("The fused network", ["", ""], rows, ". ".join(notes))
 
 
 def _costs(fused: Fused, files: Files) -> Table:
@@ -224,9 +228,41 @@ def _seconds(fused: Fused) -> Table:
     return Table("Seconds", ["part", "s"], [*rows, ["all", f"{sum(fused.seconds.values()):.3f}"]])
 
 
-def _check_out(out: Path, endings: Sequence[str] = ()) -> None:
+def _widened(name: NetworkName, width: float) -> NetworkName:
+    """The name of a network of `width` times the channels. UserError if there is none: its file could not be read back."""
+    if width == 1.0:
+        return name
+    own = {key: tensor.shape for key, tensor in name.build().state_dict().items()}
+    options = {key: value for key, value in name.options.items() if key not in ("width", "widths")}
+    factor = {"width": width * float(name.options.get("width", 1.0))}
+    if "widths" in name.options:
+        factor = {"widths": [round(width * size) for size in name.options["widths"]]}
+    wider = replace(name, options=options | factor)
+    with suppress(UserError):
+        new = wider.build().state_dict()
+        if all(size in (old, round(width * old)) for key in own for old, size in zip(own[key], new[key].shape, strict=True)):
+            return wider
+    raise UserError(f"--width {width:g}: no named network has {width:g} times the channels of {name.name} (scaled widths "
+                    "are multiples of 8), and its file could not be read back; take another, or fuse in Python")  # fmt: skip
+
+
+def check_report(out: Path) -> Path:
+    """Where the report goes. Raises UserError if that is no place for it."""
+    path = out.with_suffix(".md") if out.suffix else out.with_name(f"{out.name}.md")
+    if path == out or path.is_dir():
+        raise UserError(f"--report: would be written to {path}, which is taken; give --out another name")
+    return path
+
+
+def _check_out(out: Path, endings: Sequence[str] = (), taken: Sequence[Path] = ()) -> None:
     if not out.parent.is_dir():
         raise UserError(f"--out: the folder {out.parent} is not there")
+    if out.is_dir() or not out.name or (out.exists() and not out.is_file()):
+        raise UserError(f"--out: {out} is no place for a file; give the name of a new one")
+    if any(out.resolve() == path.resolve() for path in taken):
+        raise UserError(f"--out: {out} is one of the networks that are fused; give another name")
+    if not os.access(out.parent, os.W_OK) or len(os.fsencode(out.name)) > LONGEST or Path("/proc") in out.resolve().parents:
+        raise UserError(f"--out: {out} cannot be written; give another place, and a name of at most {LONGEST} bytes")
     if endings and out.suffix not in endings:
         raise UserError(f"--out: got '{out.name}', takes a name that ends in {', '.join(endings)}")
 

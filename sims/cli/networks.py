@@ -5,7 +5,10 @@ from typing import Annotated
 
 import typer
 
+from conf.errors import UserError
+
 app = typer.Typer()
+SELECTION = "selection"
 
 Probe = Annotated[str, typer.Option(help="The domain whose training images the layers are compared on.")]
 Samples = Annotated[int, typer.Option(help="How many of them.", min=2)]
@@ -42,9 +45,11 @@ def align(
 @app.command()
 def fuse(
     networks: Annotated[list[Path], typer.Argument(help="Two or more networks' .safetensors files.")],
-    into: Annotated[str, typer.Option(help="The file (or its number) whose widths the result has.")],
+    into: Annotated[str, typer.Option(help="The file (or its number: 1, 2, ...) whose widths the result has.")],
     depth: Annotated[str, typer.Option(help="The file (or its number) whose layers it has; default: --into.")] = "",
-    network: Annotated[list[str] | None, typer.Option(help="Names in the files' order, where they lack them.")] = None,
+    network: Annotated[
+        list[str] | None, typer.Option(help="What is in each file, in order, 'vgg13:norm=batch'; '' for one that says it.")
+    ] = None,
     classes: Annotated[
         list[str] | None,
         typer.Option(help="Names of each network's outputs, cat,dog, in the files' order, where they differ."),
@@ -53,9 +58,7 @@ def fuse(
     probe: Probe = "cifar10",
     samples: Samples = 200,
     labels: Annotated[str, typer.Option(help="Measure accuracies on this domain's test images.")] = "",
-    refit: Annotated[
-        str, typer.Option(help="What layers are fitted to: selection, regression, plans or none.")
-    ] = "selection",
+    refit: Annotated[str, typer.Option(help="What layers are fitted to: selection, regression, plans or none.")] = SELECTION,
     width: Annotated[float, typer.Option(help="Of the result, in widths of --into: 1, 1.25, 1.5.")] = 1.0,
     reference: Annotated[bool, typer.Option("--reference", help="As the public code of CLAFusion does.")] = False,
     size: Size = 32,
@@ -69,11 +72,14 @@ def fuse(
     from sims.cli import align_fuse
 
     files = align_fuse.Files(networks, network or [], probe, samples, size, grey, root, classes or [])
+    if reference and (refit != SELECTION or width != 1.0):
+        raise UserError("--reference: the public code knows no --refit and no --width; leave these out")
     settings = FusionSettings.reference() if reference else FusionSettings(refit=refit, width=width)
+    written = align_fuse.check_report(out) if report else None
     tables = align_fuse.fuse_files(files, align_fuse.Order(into, depth, weights, out, labels), settings)
     text = "\n".join(table.markdown() for table in tables)
     typer.echo(text)
     typer.echo(f"written: {out}")
-    if report:
-        out.with_suffix(".md").write_text(text, encoding="utf-8")
-        typer.echo(f"written: {out.with_suffix('.md')}")
+    if written:
+        written.write_text(text, encoding="utf-8")
+        typer.echo(f"written: {written}")

@@ -184,6 +184,9 @@ def test_wider(weave, folder):
     code, out, _ = weave("fuse", "a", "b", "--into", "1", *GIVEN, "--width", "1.5", "--out", "made.safetensors")
     assert code == 0 and "| parameters |" in out
     assert load_network(folder / "made.safetensors")[1].options["widths"] == [18, 15, 12]  # 1.5 x 12, 10, 8
+    code, out, _ = weave("fuse", "r18", "r18", "--into", "1", *GIVEN, "--width", "2", "--out", "made.safetensors")
+    assert code == 0 and "of r18.safetensors" in out
+    assert load_network(folder / "made.safetensors")[1].options["width"] == 0.125
 
 
 def test_networks_of_different_classes_answer_for_all_of_them(weave, folder):
@@ -235,6 +238,11 @@ BAD = [
         ["fuse", "a", "b", "--into", "1", "--classes", "0,1", "--classes", "0,1"],
         "network 0: 2 class names, 2 different, for 10",
     ),
+    (["fuse", "a", "b", "--into", "1", "--out", "a"], "--out: a.safetensors is one of the networks that are fused"),
+    (["fuse", "a", "b", "--into", "1", "--out", "."], "--out: . is no place for a file"),
+    (["fuse", "a", "b", "--into", "1", "--out", "x.md", "--report"], "--report: would be written to x.md, which is taken"),
+    (["fuse", "a", "b", "--into", "1", "--reference", "--width", "2"], "--reference: the public code knows no --refit"),
+    (["fuse", "r18", "r34", "--into", "1", "--width", "1.3"], "--width 1.3: no named network has 1.3 times the channels"),
     (["fuse", "v11", "v13", "--into", "1"], "cannot be merged into the next one"),
     (["fuse", "r18", "r34", "--into", "1", "--depth", "2"], "no named network has both"),
 ]
