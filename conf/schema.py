@@ -86,6 +86,7 @@ class SiteConfig:
     classes: list[int] = value([], "only these classes; empty: all", low=0)
     relabel: bool = value(False, "count the classes from 0 again, in ascending order")
     network: dict[str, Any] = value({}, "the site's own network: name and options; empty: the configuration's `network`")
+    networks: list[dict[str, Any]] = value([], "networks of the entry's sites, dealt out in turn; instead of `network`")
     partition: PartitionConfig = value(PartitionConfig, "how the sites of this entry divide the domain")
 
 

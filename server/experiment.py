@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ def work(grid: Grid, config: Config, folder: RunFolder, listener: Listener) -> d
                 listener.note(f"networks measured and sums checked in {time.monotonic() - began:.1f} s")
                 check_sums(folder.path, summary)
                 for mode in config.baselines:
-                    summary["accuracy"][mode] = _run_baseline(with_mode(config, mode), method, federation, listener)
+                    summary["accuracy"] |= _run_baseline(with_mode(config, mode), method, federation, listener)
             summary["status"] = "finished"
         except Exception as error:
             summary |= {"status": "failed", "error": plain(f"{type(error).__name__}: {error}")[:MOST_TOLD]}
@@ -138,15 +138,25 @@ def _untouched(ledger: Ledger, folder: RunFolder) -> bool:
     return last.kind == "finished" and SUMMARY in last.body["files"] and last.body["files"] == folder.results()
 
 
-def _run_baseline(config: Config, main: Method, federation: Federation, listener: Listener) -> dict[str, float]:
-    """Run a baseline into a folder of its own; the accuracy of its aggregate."""
-    with main.beside(config, f"baselines/{config.objective['mode']}") as method:
+def _run_baseline(config: Config, main: Method, federation: Federation, listener: Listener) -> dict[str, dict[str, float]]:
+    """Run a baseline into a folder of its own; the accuracy of its aggregate under the name of its mode, and of further
+    networks that are no site's. Without an aggregate: the mean of the sites' own."""
+    mode = config.objective["mode"]
+    with main.beside(config, f"baselines/{mode}") as method:
         method.train(federation, listener)
         found = method.measure()
         check_sums(method.folder.path, found)
         method.folder.write_summary({**head(config, method.ledger), **found})
         method.ledger.note("finished", {"files": method.folder.results()})
-    return next(iter(found["accuracy"].values()))
+    sites = {site.name for site in roster(config)}
+    shared = [name for name in found["accuracy"] if name not in sites]
+    if shared:
+        return {f"{mode}: {name}" if place else mode: found["accuracy"][name] for place, name in enumerate(shared)}
+    return {mode: _mean(list(found["accuracy"].values()))}
+
+
+def _mean(accuracies: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {key: sum(one[key] for one in accuracies) / len(accuracies) for key in accuracies[0]}
 
 
 def head(config: Config, ledger: Ledger | None = None) -> dict[str, Any]:

@@ -55,8 +55,14 @@ def architecture_of(config: Config, site: Site | None = None) -> Architecture:
     """The architecture of a site, or (None) that of the configuration's own `network`."""
     own = site is not None and config.data.heads == "own"
     classes = class_count(site.spec) if site is not None and own else num_classes(config)
-    options = (site.spec.network if site is not None else {}) or config.network
+    options = (_own(site) if site is not None else {}) or config.network
     return Architecture(json.dumps(options, sort_keys=True), 1 if config.data.grey else 3, config.data.size, classes)
+
+
+def _own(site: Site) -> dict[str, Any]:
+    """What the configuration says of the site's own network."""
+    several = site.spec.networks
+    return several[site.part % len(several)] if several else site.spec.network
 
 
 def common_architecture(config: Config) -> Architecture:

@@ -138,12 +138,44 @@ class ResnetSpec(ResidualSpec):
         return Network(nn.Sequential(extractor), nn.Linear(widths[-1], classes))
 
 
+@NETWORKS.register("resnet10")
+@dataclass(frozen=True)
+class Resnet10(ResnetSpec):
+    """A block a stage: 4.9 million parameters."""
+
+    blocks = (1, 1, 1, 1)
+
+
+@NETWORKS.register("resnet14")
+@dataclass(frozen=True)
+class Resnet14(ResnetSpec):
+    """Between ResNet-10 and ResNet-18."""
+
+    blocks = (1, 2, 2, 1)
+
+
 @NETWORKS.register("resnet18")
 @dataclass(frozen=True)
 class Resnet18(ResnetSpec):
     """ResNet-18 with a 3x3 stem for small images: 11.2 million parameters."""
 
     blocks = (2, 2, 2, 2)
+
+
+@NETWORKS.register("resnet22")
+@dataclass(frozen=True)
+class Resnet22(ResnetSpec):
+    """Between ResNet-18 and ResNet-26."""
+
+    blocks = (2, 3, 3, 2)
+
+
+@NETWORKS.register("resnet26")
+@dataclass(frozen=True)
+class Resnet26(ResnetSpec):
+    """Three blocks a stage: 17.4 million parameters."""
+
+    blocks = (3, 3, 3, 3)
 
 
 @NETWORKS.register("resnet34")

@@ -3,6 +3,7 @@
 from clients.data import Images, to_float
 from clients.messages import MEAN, MODEL, ROUND, SITE, TRAIN
 from clients.objectives.base import OBJECTIVES, Answer, Objective, Session, Task, objective_of
+from clients.objectives.heterogeneous import Heterogeneous
 from clients.objectives.local import Local
 from clients.objectives.plain import PlainSession, state_of
 from clients.objectives.sum_aggregation import SumAggregation
@@ -17,6 +18,7 @@ __all__ = [
     "SITE",
     "TRAIN",
     "Answer",
+    "Heterogeneous",
     "Images",
     "Local",
     "Objective",

@@ -160,8 +160,8 @@ def match_evenly(deep: Wiring, shallow: Wiring) -> dict[int, int]:
     """match_units by place alone: in each group the first to the first, the last to the last, the others evenly spread."""
 
     def cost(i: Sequence[int], j: Sequence[int]) -> np.ndarray:
-        places = [np.arange(len(each)) / max(1, len(each) - 1) for each in (i, j)]
-        return np.square(places[0][:, None] - places[1])
+        ours, theirs = (np.arange(len(each)) * max(1, len(other) - 1) for each, other in ((i, j), (j, i)))
+        return np.square(ours[:, None] - theirs).astype(np.float64)  # of whole numbers: equal ones are equal
 
     return _match(deep, shallow, cost, Pins())
 

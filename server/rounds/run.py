@@ -101,10 +101,11 @@ class Run(View):
         return generator(self.config.seed, purpose, str(self.number))
 
     def ask(
-        self, kind: str, content: Content, expected: Mapping[str, Expected],
+        self, kind: str, content: Content, expected: Mapping[str, Expected] | Callable[[Site], Mapping[str, Expected]],
         sites: Sequence[Site] | None = None, metrics: Sequence[str] = (),
     ) -> Iterator[Reply]:  # fmt: skip
-        """Ask the participants (or `sites`) a question; yield the replies that hold what is expected, as they come.
+        """Ask the participants (or `sites`) a question; yield the replies that hold what is expected (of all, or of each
+        site), as they come.
 
         What is put while a reply is at hand is taken over when the next one is asked for: all of it or, if a sum cannot
         take it, nothing, and the reply is dropped. `metrics`: numbers that a reply must have (of TRAIN: loss and samples).
@@ -113,7 +114,8 @@ class Run(View):
         asked, replies = self.participants if sites is None else sites, 0
         for received in self._exchange.ask(kind, self, asked, content, None):
             try:
-                reply = self._checked(kind, received, expected, metrics)
+                wanted = expected(received.site) if callable(expected) else expected
+                reply = self._checked(kind, received, wanted, metrics)
             except (ReplyError, ExactSumError) as error:
                 self._drop(received.site, str(error))
                 continue

@@ -131,6 +131,11 @@ class View:
         """Whether a site has put something into a slot."""
         return self.slots.has(slot, site)
 
+    def last_put(self, site: str) -> int:
+        """The round in which a site put something last; 0 if it has put nothing."""
+        one = self.slots.contributions.here(site)
+        return one.round if one else 0
+
     def integers(self, slot: str, site: str) -> State:
         """What a site put into a slot last, int64 in units of 2**-bits. KeyError if it has put nothing."""
         return self.slots.contribution(slot, site)

@@ -9,6 +9,8 @@ from server.rounds.schedules import OneByOne, Participation, Sampling, Schedule
 from server.rounds.view import Models, View
 from server.strategies.arithmetic import ArithmeticStrategy
 from server.strategies.base import STRATEGIES, Residue, Strategy, slots_of, strategy_of
+from server.strategies.cla_ot import ClaOt
+from server.strategies.exclusive import Alone, Exclusive
 from server.strategies.sum_aggregation import SumAggregationStrategy
 
 __all__ = [
@@ -20,8 +22,11 @@ __all__ = [
     "SITE",
     "STRATEGIES",
     "TRAIN",
+    "Alone",
     "ArithmeticStrategy",
     "Catalogue",
+    "ClaOt",
+    "Exclusive",
     "Expected",
     "Model",
     "Models",

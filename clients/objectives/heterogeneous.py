@@ -1,0 +1,38 @@
+"""Sites of different networks: each trains the one of its own architecture that the server sent."""
+
+from dataclasses import dataclass
+
+from clients.initial import initial_state
+from clients.objectives.base import OBJECTIVES, Session, Task
+from clients.objectives.local import Local, LocalSession
+from clients.objectives.plain import state_of
+from conf.typed import value
+from fusion.exact import State
+
+FUSED, EXCLUSIVE, ALONE = "fused", "exclusive", "alone"
+
+
+@OBJECTIVES.register("heterogeneous")
+@dataclass(frozen=True)
+class Heterogeneous(Local):
+    """Cross-entropy. `mode` is for the server: whose networks are brought together."""
+
+    mode: str = value(
+        FUSED,
+        "networks of all architectures are fused, or averaged with those of their own (exclusive), or not at all (alone)",
+        choices=(FUSED, EXCLUSIVE, ALONE),
+    )
+
+    def session(self, task: Task) -> Session:
+        """Start on a task."""
+        return AloneSession(task) if self.mode == ALONE else LocalSession(task)
+
+
+class AloneSession(LocalSession):
+    """From the site's own network on, which starts as its name draws it; the server is told, and tells nothing."""
+
+    def start(self) -> State:
+        return self.task.own or initial_state(self.task.config, self.task.site.name, self.task.site)
+
+    def own(self) -> State | None:
+        return state_of(self.network)

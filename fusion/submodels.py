@@ -1,0 +1,222 @@
+"""Smaller networks as parts of a larger one, and the mean of networks of which each has some of the layers and channels.
+
+A smaller network's units (layers, residual blocks) are brought to units of the larger one's, in order; its channels are the
+first of the larger one's, or (FedRolex) the first after turning them round. A layer that it lacks counts, where one wants it
+to, as the layer that leaves the function as it is: the identity, or a block whose branch is zero (CLA+OT, Sec. 3.2).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from conf.errors import UserError
+from fusion.cla_ot.matching import match_evenly
+from fusion.exact import State
+from fusion.graph.channels import Slot, Unit, Wiring
+
+BATCH_NORM = nn.modules.batchnorm._BatchNorm
+Index = tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Submodel:
+    """Where a smaller network's tensors lie in a larger one's.
+
+    places: by tensor of the smaller, the larger one's tensor and, for each dimension, the entries of it (None: all);
+    neutral: of the larger one's layers that the smaller lacks, tensors that leave its function as it is.
+    """
+
+    places: Mapping[str, tuple[str, Index]]
+    neutral: Mapping[str, Tensor]
+
+    def taken(self, state: Mapping[str, Tensor]) -> State:
+        """The smaller network's state as part of the larger one's."""
+        return {name: _picked(state[own], index).clone() for name, (own, index) in self.places.items()}
+
+    def spread(self, state: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> Iterator[tuple[str, Index, Tensor]]:
+        """A state of the smaller as parts of the larger one's `whole`: name, entries, and what lies there."""
+        for name, (own, index) in self.places.items():
+            if own in whole:
+                yield own, index, state[name]
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A state of a network that is part of a larger one, its weight in means, and that of the layers that it lacks."""
+
+    submodel: Submodel
+    state: Mapping[str, Tensor]
+    weight: float
+    lacking: float = 0.0
+
+
+def mean_over_holders(held: Sequence[Held], before: Mapping[str, Tensor]) -> State:
+    """Every entry of the larger network as the weighted mean over those who hold it; where none does, what it was `before`.
+
+    Of networks with one and the same architecture it is their weighted mean, bit for bit.
+    """
+    total = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in before.items()}
+    for name, index, weight, _ in _parts(held, before):
+        _add(total[name], index, torch.as_tensor(weight, dtype=torch.float64))
+    mean = {name: torch.zeros_like(tensor) for name, tensor in total.items()}
+    for name, index, weight, part in _parts(held, before):
+        share = torch.tensor(weight, dtype=torch.float64).div(_picked(total[name], index))
+        _add(mean[name], index, part.double() * share)
+    return {
+        name: _as(torch.where(total[name] > 0.0, mean[name], tensor.double()), tensor) for name, tensor in before.items()
+    }
+
+
+def _parts(held: Sequence[Held], whole: Mapping[str, Tensor]) -> Iterator[tuple[str, Index, float, Tensor]]:
+    for one in held:
+        for name, index, part in one.submodel.spread(one.state, whole):
+            yield name, index, one.weight, part
+        for name, tensor in one.submodel.neutral.items() if one.lacking > 0.0 else ():
+            yield name, (None,) * tensor.ndim, one.weight * one.lacking, tensor
+
+
+def submodel(
+    large: Wiring,
+    small: Wiring,
+    *,
+    matches: Mapping[int, int] | None = None,
+    turn: int = 0,
+    names: tuple[str, str] = ("", ""),
+) -> Submodel:
+    """A smaller network in a larger one. matches: units of the larger by those of the smaller (default: evenly spread in
+    every group of layers); turn: by how many places the larger one's channels are turned round before the first are taken;
+    names: of both, for errors. Raises UserError where the one is no part of the other, naming the layer."""
+    told = f"{names[1] or 'a network'} is no part of {names[0] or 'another'}"
+    try:
+        pairs = match_evenly(large, small) if matches is None else {ours: theirs for theirs, ours in matches.items()}
+        if len(pairs) < len(small.units):
+            raise UserError("it has more layers")
+        layers = _layer_pairs(large, small, pairs)
+        state = large.graph.state_dict()
+        places = {
+            name: place for theirs, ours in layers for name, place in _places(large, small, theirs, ours, turn).items()
+        }
+        left = [name for name in small.graph.state_dict() if name not in places]
+        if left:
+            raise UserError(f"'{left[0]}' has no counterpart")
+    except UserError as error:
+        raise UserError(f"{told}: {error}") from None
+    lacking = [unit for place, unit in enumerate(large.units) if place not in pairs]
+    return Submodel(places, {name: tensor for unit in lacking for name, tensor in neutral(large, unit, state).items()})
+
+
+def neutral(wiring: Wiring, unit: Unit, state: Mapping[str, Tensor]) -> State:
+    """Tensors with which a unit leaves what it is given as it is (behind a ReLU); none where there are no such."""
+    modules = dict(wiring.graph.named_modules())
+    if unit.kind == "block":
+        last = unit.layers[-1]
+        mine = {name: torch.zeros_like(state[name]) for name in (f"{last}.weight", f"{last}.bias") if name in state}
+        return mine if unit.identity_skip else {}
+    found: State = {}
+    for layer in unit.layers:
+        module = modules[layer]
+        own = _identity(module)
+        if own is None:
+            return {}
+        found |= {f"{layer}.{name}": tensor for name, tensor in own.items()}
+    return found
+
+
+def _identity(module: Any) -> State | None:
+    if isinstance(module, BATCH_NORM) and module.running_var is not None:
+        size = module.num_features
+        new = {"running_mean": torch.zeros(size), "running_var": torch.ones(size)}
+        scale = {"weight": torch.full_like(module.weight, (1.0 + module.eps) ** 0.5), "bias": torch.zeros_like(module.bias)}
+        return new | (scale if module.affine else {})
+    if not isinstance(module, nn.Linear | nn.Conv2d) or _changes_size(module):
+        return None
+    weight = module.weight
+    new = torch.zeros_like(weight)
+    middle = tuple(size // 2 for size in weight.shape[2:])
+    new[(slice(None), slice(None), *middle)] = torch.eye(len(weight), dtype=weight.dtype)
+    return {"weight": new, **({} if module.bias is None else {"bias": torch.zeros_like(module.bias)})}
+
+
+def _changes_size(module: nn.Linear | nn.Conv2d) -> bool:
+    weight = module.weight
+    odd = isinstance(module, nn.Conv2d) and (max(module.stride) > 1 or module.groups > 1 or weight.shape[-1] % 2 == 0)
+    return odd or weight.shape[0] != weight.shape[1]
+
+
+def _layer_pairs(large: Wiring, small: Wiring, pairs: Mapping[int, int]) -> list[tuple[str, str]]:
+    """Layers of the larger network with those of the smaller: of units that correspond, and of those in no unit."""
+    found: list[tuple[str, str]] = []
+    for theirs, ours in sorted(pairs.items()):
+        found += _zipped(large.units[theirs].layers, small.units[ours].layers)
+    rest = []
+    for wiring in (large, small):
+        inside = {name for unit in wiring.units for name in unit.layers}
+        rest.append(list(dict.fromkeys(layer.name for layer in wiring.layers if layer.name not in inside)))
+    return found + _zipped(*rest)
+
+
+def _zipped(theirs: Sequence[str], ours: Sequence[str]) -> list[tuple[str, str]]:
+    if len(theirs) != len(ours):
+        raise UserError(f"{' + '.join(ours) or 'nothing'} there, {' + '.join(theirs) or 'nothing'} here")
+    return list(zip(theirs, ours, strict=True))
+
+
+def _places(large: Wiring, small: Wiring, theirs: str, ours: str, turn: int) -> dict[str, tuple[str, Index]]:
+    """Of the tensors of a layer."""
+    states = large.graph.state_dict(), small.graph.state_dict()
+    names = [{name.rpartition(".")[2]: name for name in state if name.rpartition(".")[0] == layer}
+             for state, layer in zip(states, (theirs, ours), strict=True)]  # fmt: skip
+    if odd := sorted(names[0].keys() ^ names[1].keys()):
+        raise UserError(f"of '{ours}' and '{theirs}' only one has a {odd[0]}")
+    found: dict[str, tuple[str, Index]] = {}
+    for kind, name in names[1].items():
+        if states[0][names[0][kind]].ndim != states[1][name].ndim:
+            raise UserError(f"'{name}' and '{names[0][kind]}' are of different kinds")
+        index = tuple(_index(large, small, names[0][kind], name, dim, turn) for dim in range(states[1][name].ndim))
+        found[name] = names[0][kind], index
+    return found
+
+
+def _index(large: Wiring, small: Wiring, theirs: str, ours: str, dim: int, turn: int) -> Tensor | None:
+    """The entries of one dimension of the larger network's tensor; None: all of them, in order."""
+    sizes = large.graph.state_dict()[theirs].shape[dim], small.graph.state_dict()[ours].shape[dim]
+    index = torch.arange(sizes[1])
+    pairs = list(zip(_slots(large, theirs, dim), _slots(small, ours, dim), strict=False))
+    for (free, one), (_, other) in pairs:
+        size = len(other.entries)
+        short = size < len(one.entries) and (not free or one.blocks > 1)
+        if one.repeat != other.repeat or size > len(one.entries) or short:
+            raise UserError(f"'{ours}' has {size} channels, '{theirs}' {len(one.entries)}, along dimension {dim}")
+        kept = (torch.arange(size) - (turn if free else 0)) % len(one.entries)
+        index[other.entries.flatten()] = one.entries[kept].flatten()
+    if not pairs and sizes[0] != sizes[1]:
+        raise UserError(f"'{ours}' has {sizes[1]} entries, '{theirs}' {sizes[0]}, along dimension {dim}")
+    return None if torch.equal(index, torch.arange(sizes[0])) else index
+
+
+def _slots(wiring: Wiring, tensor: str, dim: int) -> list[tuple[bool, Slot]]:
+    """On each axis: whether its channels may be chosen from, and the slot."""
+    return [(not axis.fixed and axis.groups == 1, slot)
+            for axis in wiring.axes for slot in axis.slots if (slot.tensor, slot.dim) == (tensor, dim)]  # fmt: skip
+
+
+def _picked(tensor: Tensor, index: Index) -> Tensor:
+    for dim, entries in enumerate(index):
+        tensor = tensor if entries is None else tensor.index_select(dim, entries)
+    return tensor
+
+
+def _add(total: Tensor, index: Index, part: Tensor) -> None:
+    if all(entries is None for entries in index):
+        total += part
+        return
+    places = [torch.arange(size) if entries is None else entries for size, entries in zip(total.shape, index, strict=True)]
+    shape = [len(place) for place in places]
+    total.index_put_(torch.meshgrid(*places, indexing="ij"), part.expand(shape), accumulate=True)
+
+
+def _as(value: Tensor, like: Tensor) -> Tensor:
+    return value.to(like.dtype) if like.is_floating_point() else value.round().to(like.dtype)

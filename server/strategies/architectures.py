@@ -1,0 +1,87 @@
+"""The architectures of a run: sites of one architecture are a group, whose networks can be averaged as they are."""
+
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from clients.networks import Architecture, architecture_of, initialise
+from conf.errors import UserError, unknown
+from conf.once import once
+from conf.schema import Config
+from conf.sites import Site, roster
+from fusion.graph.channels import Wiring, wire
+
+
+@dataclass(frozen=True)
+class Group:
+    """The sites of one architecture, by their names. `name`: of the architecture, in slots and tables."""
+
+    name: str
+    architecture: Architecture
+    sites: frozenset[str]
+    site: Site  # one of them
+
+
+@once
+def groups_of(config: Config) -> tuple[Group, ...]:
+    """The architectures of a run, in the order in which the roster names them."""
+    sites: dict[Architecture, list[Site]] = {}
+    for site in roster(config):
+        sites.setdefault(architecture_of(config, site), []).append(site)
+    names = _names(list(sites))
+    return tuple(Group(name, architecture, frozenset(site.name for site in members), members[0])
+                 for name, (architecture, members) in zip(names, sites.items(), strict=True))  # fmt: skip
+
+
+@once
+def group_by_site(config: Config) -> dict[str, Group]:
+    """The group of each site, by its name."""
+    return {site: group for group in groups_of(config) for site in group.sites}
+
+
+def reference_of(config: Config, name: str = "") -> Group:
+    """The group of that name, or (empty) the one whose network has most layers, of these most parameters.
+
+    UserError for a name that no architecture has.
+    """
+    groups = {group.name: group for group in groups_of(config)}
+    if name and name not in groups:
+        raise unknown("architecture", name, groups)
+    return groups[name] if name else max(groups.values(), key=lambda group: size_of(group.architecture))
+
+
+def size_of(architecture: Architecture) -> tuple[int, int]:
+    """Layers (or residual blocks) and parameters."""
+    wiring = wiring_of(architecture)
+    return len(wiring.units), sum(weight.numel() for weight in wiring.graph.parameters())
+
+
+@functools.lru_cache(maxsize=64)
+def wiring_of(architecture: Architecture) -> Wiring:
+    """The channel graph of a network of this architecture. UserError, naming it, for one that cannot be traced."""
+    network = architecture.build().eval()
+    initialise(network, torch.Generator().manual_seed(0))
+    try:
+        return wire(network, torch.zeros(1, architecture.channels, architecture.size, architecture.size))
+    except UserError as error:
+        raise UserError(f"network '{architecture.options['name']}': {error}") from None
+
+
+def _names(architectures: Sequence[Architecture]) -> list[str]:
+    """Short names: the network's, and where several have it the options by which they differ."""
+    found = []
+    for one in architectures:
+        name = str(one.options["name"])
+        same = [other.options for other in architectures if other.options["name"] == name]
+        differs = [value for key, value in sorted(one.options.items()) if any(other.get(key) != value for other in same)]
+        words = [name.rpartition(":")[2], *map(str, differs), *([str(one.classes)] if _alike(one, architectures) else [])]
+        found.append(re.sub(r"[^A-Za-z0-9_.]+", "-", "-".join(words)).strip("-")[:60])
+    earlier = [found[:place].count(name) for place, name in enumerate(found)]
+    return [name if found.count(name) == 1 else f"{name}-{before + 1}" for name, before in zip(found, earlier, strict=True)]
+
+
+def _alike(one: Architecture, others: Sequence[Architecture]) -> bool:
+    return sum(other.network == one.network for other in others) > 1

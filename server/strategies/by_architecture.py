@@ -1,0 +1,141 @@
+"""What methods for sites of different networks have in common: a slot for each architecture, and a network for each.
+
+A method says how the networks of all architectures follow from the sites' (`combined`). Sums are weighted by the sites'
+numbers of images. Where only some sites are asked in a round, those asked last count, as in the published rules.
+"""
+
+import functools
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from clients.messages import MEAN, SITE, TRAIN
+from clients.networks import Model
+from conf.errors import UserError
+from conf.schema import Config
+from conf.sites import Site, roster
+from fusion.exact import State, dequantise, quantise
+from server.ledger.declared import Slot, Sum
+from server.rounds.run import Expected, Run
+from server.rounds.view import Models, View
+from server.strategies.architectures import Group, group_by_site, groups_of, reference_of
+from server.strategies.base import Residue, Strategy, check_objective
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """The weighted mean of the networks of one architecture, and its weight: the number of images behind it."""
+
+    group: Group
+    state: State
+    weight: float
+
+
+@dataclass(frozen=True)
+class ByArchitecture(Strategy):
+    """A method for sites of different networks."""
+
+    def check(self, config: Config) -> None:
+        """UserError for another objective, and for a site that has the name of an architecture."""
+        check_objective(config, "heterogeneous")
+        groups = [group.name for group in groups_of(config)]
+        if odd := next((site.name for site in roster(config) if site.name in groups), ""):
+            raise UserError(f"sites: '{odd}' is the name of an architecture in the results; give the site another one")
+
+    def slots(self, config: Config) -> Mapping[str, Slot]:
+        """The sites' networks, by architecture."""
+        return {group.name: Sum(weighted=True, resumable=True) for group in groups_of(config)}
+
+    def begin(self, run: Run) -> None:
+        """What the networks of each architecture start from."""
+        for name, state in self.start(run).items():
+            run.keep(kept(name), cast(dequantise(quantise(state, run.bits), run.bits), state))
+
+    def round(self, run: Run) -> None:
+        """Send every site its architecture's network; put what it makes of it."""
+        groups = group_by_site(run.config)
+        sent = {group.name: run.kept(kept(group.name)) for group in groups_of(run.config)}
+
+        def content(site: Site) -> dict[str, State]:
+            return {MEAN: sent[groups[site.name].name]}
+
+        for reply in run.ask(TRAIN, content, lambda site: {SITE: Expected(sent[groups[site.name].name])}):
+            run.put(groups[reply.site.name].name, reply.site, reply[SITE], reply.samples)
+
+    def settle(self, run: Run) -> None:
+        """The architectures' networks, from what the sites put."""
+        for name, state in self.combined(run).items():
+            run.keep(kept(name), state)
+
+    def models(self, view: View) -> Models:
+        """The networks of all architectures, the reference's first; each site's own."""
+        found = functools.lru_cache(maxsize=1)(lambda: self.combined(view))
+
+        def shared(group: Group) -> Model:
+            state = view.kept(kept(group.name)) if view.whole else found()[group.name]
+            return Model(group.architecture, state)
+
+        def own(site: Site) -> Model:
+            group = group_by_site(view.config)[site.name]
+            return Model(group.architecture, cast(view.contribution(group.name, site.name), view.kept(kept(group.name))))
+
+        first = reference_of(view.config, self.reference_name)
+        groups = [first, *(group for group in groups_of(view.config) if group is not first)]
+        makers: dict[str, Callable[[], Model]] = {group.name: functools.partial(shared, group) for group in groups}
+        return Models(makers | {site.name: functools.partial(own, site) for site in view.sites if has(view, site)})
+
+    @property
+    def reference_name(self) -> str:
+        """The architecture that counts as the aggregate's; empty: the deepest."""
+        return ""
+
+    def start(self, run: Run) -> Mapping[str, State]:
+        """By architecture, what its first networks are."""
+        return {group.name: run.initial(site=group.site) for group in groups_of(run.config)}
+
+    @abstractmethod
+    def combined(self, view: View) -> Mapping[str, State]:
+        """By architecture, the network that follows from what the sites have put."""
+
+    def residue(self, view: View, names: Sequence[str] = ()) -> Sequence[Residue]:
+        """The networks of all other sites: what they started from held the forgotten ones."""
+        if view.rounds_with(names) < 2:
+            return ()  # the others started from networks that have seen no data
+        why = "after round 1 they start from networks in which those of the forgotten sites were"
+        return (Residue("other sites' networks, of all architectures", why),)
+
+
+def kept(group: str) -> str:
+    """The name under which an architecture's network is kept."""
+    return f"shared.{group}"
+
+
+def has(view: View, site: Site) -> bool:
+    """Whether a site has put its network."""
+    return view.has(group_by_site(view.config)[site.name].name, site.name)
+
+
+def averaged(view: View) -> list[Averaged]:
+    """The mean of each architecture of which some site has trained: in the last round, if not all are asked in each."""
+    counted, found = _counted(view), []
+    for group in groups_of(view.config):
+        total = counted.total(group.name)
+        if total.addends:
+            state = cast(total.mean(), view.kept(kept(group.name)))
+            found.append(Averaged(group, state, float(total.addends)))
+    return found
+
+
+def _counted(view: View) -> View:
+    if view.config.federation.fraction >= 1.0:
+        return view
+    rounds = {site.name: view.last_put(site.name) for site in view.sites}
+    last = max(rounds.values(), default=0)
+    return view.subset([name for name, number in rounds.items() if number == last])
+
+
+def cast(state: State, like: Mapping[str, object]) -> State:
+    """A mean with the types of a network's tensors: counters are rounded."""
+    types = {name: tensor.dtype for name, tensor in like.items()}  # pyright: ignore[reportAttributeAccessIssue]
+    return {name: tensor.to(types[name]) if types[name].is_floating_point else tensor.round().to(types[name])
+            for name, tensor in state.items()}  # fmt: skip

