@@ -190,7 +190,7 @@ def _index(large: Wiring, small: Wiring, theirs: str, ours: str, dim: int, turn:
         short = size < len(one.entries) and (not free or one.blocks > 1)
         if one.repeat != other.repeat or size > len(one.entries) or short:
             raise UserError(f"'{ours}' has {size} channels, '{theirs}' {len(one.entries)}, along dimension {dim}")
-        kept = (torch.arange(size) - (turn if free else 0)) % len(one.entries)
+        kept = (torch.arange(size) - (turn if free and size < len(one.entries) else 0)) % len(one.entries)
         index[other.entries.flatten()] = one.entries[kept].flatten()
     if not pairs and sizes[0] != sizes[1]:
         raise UserError(f"'{ours}' has {sizes[1]} entries, '{theirs}' {sizes[0]}, along dimension {dim}")

@@ -11,6 +11,9 @@ from server.strategies.arithmetic import ArithmeticStrategy
 from server.strategies.base import STRATEGIES, Residue, Strategy, slots_of, strategy_of
 from server.strategies.cla_ot import ClaOt
 from server.strategies.exclusive import Alone, Exclusive
+from server.strategies.feddf import FedDF
+from server.strategies.fedrolex import FedRolex
+from server.strategies.inco import InCo
 from server.strategies.sum_aggregation import SumAggregationStrategy
 
 __all__ = [
@@ -28,6 +31,9 @@ __all__ = [
     "ClaOt",
     "Exclusive",
     "Expected",
+    "FedDF",
+    "FedRolex",
+    "InCo",
     "Model",
     "Models",
     "OneByOne",

@@ -115,9 +115,10 @@ def has(view: View, site: Site) -> bool:
     return view.has(group_by_site(view.config)[site.name].name, site.name)
 
 
-def averaged(view: View) -> list[Averaged]:
-    """The mean of each architecture of which some site has trained: in the last round, if not all are asked in each."""
-    counted, found = _counted(view), []
+def averaged(view: View, fresh: bool = False) -> list[Averaged]:
+    """The mean of each architecture of which some site has trained: in the last round, if not all are asked in each, or
+    `fresh` ones alone count."""
+    counted, found = _counted(view, fresh), []
     for group in groups_of(view.config):
         total = counted.total(group.name)
         if total.addends:
@@ -126,8 +127,8 @@ def averaged(view: View) -> list[Averaged]:
     return found
 
 
-def _counted(view: View) -> View:
-    if view.config.federation.fraction >= 1.0:
+def _counted(view: View, fresh: bool) -> View:
+    if view.config.federation.fraction >= 1.0 and not fresh:
         return view
     rounds = {site.name: view.last_put(site.name) for site in view.sites}
     last = max(rounds.values(), default=0)

@@ -143,7 +143,7 @@ def test_a_map_says_which_layers_correspond(tmp_path):
     config = configured(tmp_path, f"strategy.maps={{{MIDDLE}: [0, 2, 3]}}")
     with method_of(config) as method:
         assert isinstance(method.aggregation.strategy, ClaOt)
-        part = method.aggregation.strategy._submodels(config)[MIDDLE]
+        part = method.aggregation.strategy.parts(config)[MIDDLE]
     assert part.places["extractor.3.weight"][0] == "extractor.5.weight" and "extractor.3.weight" in part.neutral
 
 

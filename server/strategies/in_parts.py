@@ -1,0 +1,111 @@
+"""Methods that keep all architectures as parts of one network, the reference, whose entries are shared by their holders."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from conf.errors import UserError, unknown
+from conf.schema import Config
+from conf.typed import value
+from fusion.exact import State
+from fusion.submodels import Held, Submodel, mean_over_holders, submodel
+from server.rounds.run import Run
+from server.rounds.view import View
+from server.strategies.architectures import Group, groups_of, reference_of, wiring_of
+from server.strategies.by_architecture import ByArchitecture, averaged, kept
+
+REFERENCE = "reference"  # what is kept: the network in which all others lie
+
+
+@dataclass(frozen=True)
+class InParts(ByArchitecture):
+    """The mean over the holders of every entry, in the reference; every architecture goes on from its part of it."""
+
+    reference: str = value("", "the architecture that all others are parts of; empty: the deepest")
+    maps: dict[str, Any] = value(
+        {}, "an architecture's name: for each of its layers (or blocks) the place of the reference's, from 0; else even"
+    )
+
+    fresh: ClassVar[bool] = False  # whether networks of the last round alone count, even where all sites are asked
+
+    @property
+    def reference_name(self) -> str:
+        return self.reference
+
+    def check(self, config: Config) -> None:
+        """UserError for networks that are no parts of the reference, and for maps that are none."""
+        super().check(config)
+        groups = [group.name for group in groups_of(config)]
+        for name in self.maps:
+            if name not in groups:
+                raise unknown("architecture of strategy.maps", name, groups)
+        self.parts(config)
+
+    def parts(self, config: Config, turn: int = 0) -> dict[str, Submodel]:
+        """Every architecture as a part of the reference, whose channels are turned round by so many places."""
+        large = reference_of(config, self.reference)
+        return {group.name: _part(large, group, self._map(group.name), turn) for group in groups_of(config)}
+
+    def turn(self, number: int) -> int:
+        """By how many places the channels are turned round before a round's parts are taken."""
+        return 0
+
+    def start(self, run: Run) -> Mapping[str, State]:
+        """Parts of the reference's first network."""
+        run.keep(REFERENCE, state := self.first_reference(run))
+        return {name: part.taken(state) for name, part in self.parts(run.config, self.turn(1)).items()}
+
+    def first_reference(self, run: Run) -> State:
+        """The reference's first network."""
+        return run.initial(site=reference_of(run.config, self.reference).site)
+
+    def settle(self, run: Run) -> None:
+        """Keep the reference, and of it what every architecture goes on from."""
+        whole = self.fused(run)
+        run.keep(REFERENCE, whole)
+        for name, state in self.taken(run, whole).items():
+            run.keep(kept(name), state)
+
+    def combined(self, view: View) -> Mapping[str, State]:
+        """Every architecture's part of the reference."""
+        return self.taken(view, self.fused(view))
+
+    def fused(self, view: View) -> State:
+        """The reference as it follows from the networks of all architectures."""
+        return mean_over_holders(self.held(view), view.kept(REFERENCE))
+
+    def held(self, view: View, lacking: float = 0.0) -> Sequence[Held]:
+        """The means of all architectures as parts of the reference."""
+        parts = self.parts(view.config, self.turn(max(1, _number(view))))
+        return [Held(parts[one.group.name], one.state, one.weight, lacking) for one in averaged(view, self.fresh)]
+
+    def taken(self, view: View, whole: State) -> Mapping[str, State]:
+        """What every architecture goes on from."""
+        parts = self.parts(view.config, self.turn(_number(view) + 1))
+        return {name: part.taken(whole) for name, part in parts.items()}
+
+    def _map(self, name: str) -> tuple[int, ...] | None:
+        places = self.maps.get(name)
+        if places is not None and not (isinstance(places, list) and all(type(place) is int for place in places)):
+            raise UserError(f"strategy.maps.{name}: got {places!r}, takes a list of places such as [0, 2, 3]")
+        return None if places is None else tuple(places)
+
+
+def _number(view: View) -> int:
+    """The round under way, or the last one."""
+    return view.number if isinstance(view, Run) else view.round
+
+
+@functools.lru_cache(maxsize=256)
+def _part(large: Group, small: Group, places: tuple[int, ...] | None, turn: int) -> Submodel:
+    """An architecture as a part of the reference. UserError naming both where it is none."""
+    wirings = wiring_of(large.architecture), wiring_of(small.architecture)
+    if places is not None:
+        few, many = len(wirings[1].units), len(wirings[0].units)
+        rising = len(places) == few and all(a < b for a, b in zip(places, (*places[1:], many), strict=True))
+        if not rising or (places and places[0] < 0):
+            raise UserError(f"strategy.maps.{small.name}: {list(places)} is no map of its {few} layers into the {many} of "
+                            f"{large.name}; takes {few} rising places from 0")  # fmt: skip
+    matches = None if places is None else dict(enumerate(places))
+    return submodel(*wirings, matches=matches, turn=turn, names=(large.name, small.name))

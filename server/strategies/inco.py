@@ -1,0 +1,60 @@
+"""InCo Aggregation (Chan et al. 2023): deep layers, which few sites have, learn from one of the same shape before them."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fusion.exact import State
+from fusion.graph.channels import Wiring
+from fusion.submodels import mean_over_holders
+from server.rounds.view import View
+from server.strategies.architectures import reference_of, wiring_of
+from server.strategies.base import STRATEGIES
+from server.strategies.in_parts import REFERENCE, InParts
+
+
+@STRATEGIES.register("inco")
+@dataclass(frozen=True)
+class InCo(InParts):
+    """Averages over the holders of each layer; of layers that not all architectures have, the update becomes
+    (g0 / |g0| + gk / |gk|) (|g0| + |gk|) / 2, where g0 is the update of the stage's first layer of the same shape, and gk
+    its own, less what of it is against g0 (Sec. 4)."""
+
+    def fused(self, view: View) -> State:
+        held, before = self.held(view), view.kept(REFERENCE)
+        mean = mean_over_holders(held, before)
+        lacking = {name for one in held for name in one.submodel.neutral}
+        wiring = wiring_of(reference_of(view.config, self.reference).architecture)
+        new = dict(mean)
+        for first, later in _alike(wiring, mean):
+            if later in lacking or any(later not in _held(one.submodel.places) for one in held):
+                new[later] = before[later] + _crossed(mean[first] - before[first], mean[later] - before[later])
+        return new
+
+
+def _held(places: Mapping[str, tuple[str, object]]) -> set[str]:
+    return {name for name, _ in places.values()}
+
+
+def _alike(wiring: Wiring, state: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """Weights of one stage and one shape: the first, and each of the others."""
+    first: dict[tuple[object, ...], str] = {}
+    for unit in wiring.units:
+        for layer in unit.layers:
+            name = f"{layer}.weight"
+            if name in state and state[name].ndim > 1:
+                key = unit.group, tuple(state[name].shape)
+                if first.setdefault(key, name) != name:
+                    yield first[key], name
+
+
+def _crossed(first: Tensor, own: Tensor) -> Tensor:
+    """The update of a layer, with that of the first like it."""
+    agree, length = (first * own).sum(), first.square().sum()
+    if float(agree) < 0.0:
+        own = own - agree / length * first
+    sizes = first.norm(), own.norm()
+    if not float(sizes[0]) or not float(sizes[1]):
+        return own
+    return (first / sizes[0] + own / sizes[1]) * (sizes[0] + sizes[1]) / 2

@@ -1,0 +1,68 @@
+"""Distillation: the student comes nearer to the teachers, stays where it is right already, and bad settings are told."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from conf.errors import UserError
+from fusion.distillation import Distillation, distil
+
+
+def network(seed: int) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4)).eval()
+
+
+def drawn() -> Tensor:
+    return torch.randn(65, 6, generator=torch.Generator().manual_seed(0))
+
+
+def apart(student: nn.Module, teacher: nn.Module) -> float:
+    """KL(teacher || student)."""
+    with torch.no_grad():
+        goal, given = teacher(drawn()).log_softmax(1), student(drawn()).log_softmax(1)
+    return float((goal.exp() * (goal - given)).sum(1).mean())
+
+
+def taught(settings: Distillation, seed: int = 0) -> tuple[float, float, nn.Module]:
+    student, teacher = network(1), network(2)
+    before = apart(student, teacher)
+    with torch.no_grad():
+        answers = teacher(drawn())
+    distil(student, drawn(), answers, settings, torch.Generator().manual_seed(seed))
+    return before, apart(student, teacher), student
+
+
+@pytest.mark.parametrize("temperature", [1.0, 4.0])
+def test_the_student_comes_nearer_and_is_in_the_mode_in_which_it_was(temperature):
+    before, after, student = taught(Distillation(steps=150, rate=0.01, batch=16, temperature=temperature))
+    assert after < 0.3 * before and not student.training
+
+
+def test_the_same_seed_gives_the_same_bits():
+    settings = Distillation(steps=7, batch=16)
+    one, other, third = (taught(settings, seed)[2].state_dict() for seed in (0, 0, 1))
+    assert all(torch.equal(one[name], other[name]) for name in one) and not torch.equal(one["0.weight"], third["0.weight"])
+
+
+def test_who_is_right_stays_right():
+    plain = nn.Sequential(*[layer for layer in network(1) if not isinstance(layer, nn.BatchNorm1d)])
+    twin = copy.deepcopy(plain)
+    with torch.no_grad():
+        answers = plain(drawn())
+    distil(twin, drawn(), answers, Distillation(steps=20, rate=1e-4), torch.Generator())
+    assert apart(twin, plain) < 1e-5
+
+
+@pytest.mark.parametrize("options", [{"steps": 0}, {"batch": 0}, {"rate": 0.0}, {"temperature": float("inf")}])
+def test_settings_out_of_range_are_refused(options):
+    with pytest.raises(UserError, match=f"distillation {next(iter(options))}: got"):
+        Distillation(**options)
+
+
+def test_other_numbers_of_inputs_and_answers_are_refused():
+    with pytest.raises(UserError, match="65 inputs and 64 answers"):
+        distil(network(0), drawn(), torch.zeros(64, 4), Distillation(), torch.Generator())
