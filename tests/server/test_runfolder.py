@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from clients.networks import Architecture, Model
+from clients.objectives.heterogeneous import ALONE, EXCLUSIVE
 from clients.objectives.local import BACKWARD, FORWARD, TOGETHER
 from clients.objectives.modes import MODES
 from clients.states import read_metadata, read_state
@@ -223,5 +224,5 @@ def test_a_folder_of_ones_own_with_a_config_yaml_is_never_deleted(tmp_path: Path
 
 
 def test_no_site_may_be_called_what_the_results_call_something_else():
-    rows = {*MODES, *(mode.display_name for mode in MODES.values()), TOGETHER, FORWARD, BACKWARD}
+    rows = {*MODES, *(mode.display_name for mode in MODES.values()), TOGETHER, FORWARD, BACKWARD, ALONE, EXCLUSIVE}
     assert rows | {"aggregate", "star", "composed", "half", "mean", "fused", PERSONAL} == RESULT_NAMES
