@@ -60,7 +60,7 @@ def load_text(text: str, name: str, overrides: Sequence[str] = (), where: str = 
         for key, item in changes.items():
             _check_places(merged, key)
             _forget_options(merged, key, item)
-            OmegaConf.update(merged, key, item, merge=True, force_add=True)
+            OmegaConf.update(merged, key, item, merge=_alike(OmegaConf.select(merged, key), item), force_add=True)
         whole = OmegaConf.to_container(merged, resolve=True)
     except UserError:
         raise
@@ -79,6 +79,11 @@ def _check_places(merged: Any, key: str) -> None:
             raise UserError(
                 f"override '{_short(key)}': {above} is a list; give a place in it, such as {above}.0, or all of it"
             )
+
+
+def _alike(there: Any, item: Any) -> bool:
+    """Whether a value can be merged into what is there; else it takes its place, and is refused by what the key takes."""
+    return OmegaConf.is_list(there) == isinstance(item, list) and OmegaConf.is_dict(there) == isinstance(item, dict)
 
 
 def _preset(tree: dict[str, Any], changes: dict[str, Any], name: str) -> dict[str, Any]:

@@ -5,12 +5,12 @@ import functools
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from conf.errors import UserError, unknown
+from conf.errors import UserError, plain, unknown
 from conf.plugins import told
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ def build(schema: type[T], given: Mapping[str, Any], where: str = "") -> T:
         merged = OmegaConf.merge(_base(schema), OmegaConf.create(dict(given)))
         result = OmegaConf.to_object(merged)
     except (OmegaConfBaseException, TypeError) as error:
-        raise UserError(_in_one_line(error, where)) from None
+        raise _misfit(schema, given, where) or UserError(_in_one_line(error, where)) from None
     except UserError:
         raise
     except Exception as error:  # of the class's own checks
@@ -106,10 +106,20 @@ def _check_keys(schema: type, given: Mapping[str, Any], where: str) -> None:
     for key, item in given.items():
         if key not in fields:
             raise unknown("key", _join(where, str(key)), [_join(where, name) for name in fields])
-        if _nested(fields[key]):
-            if not isinstance(item, Mapping):
-                raise UserError(f"{_join(where, key)}: got {item!r}, takes a section of keys")
-            _check_keys(fields[key].type, item, _join(where, key))  # type: ignore[arg-type]
+        for section, content, place in _sections(fields[key], item, _join(where, key)):
+            if not isinstance(content, Mapping):
+                raise UserError(f"{place}: got {_short(content)}, takes a section of keys")
+            _check_keys(section, content, place)
+
+
+def _sections(field: dataclasses.Field[Any], item: Any, key: str) -> list[tuple[type, Any, str]]:
+    """What was given for a field's own dataclass, or for each entry of its list of them: class, what it is, its key."""
+    if _nested(field):
+        return [(field.type, item, key)]  # type: ignore[list-item]
+    (entry,) = get_args(field.type) if get_origin(field.type) is list else (None,)
+    if not (dataclasses.is_dataclass(entry) and isinstance(item, list)):
+        return []
+    return [(entry, content, f"{key}[{place}]") for place, content in enumerate(item)]  # type: ignore[misc]
 
 
 def _check_literal(item: Any, where: str) -> None:
@@ -125,6 +135,51 @@ def _check_literal(item: Any, where: str) -> None:
         raise UserError(
             f"{where}: holds '{'${' if '${' in item else item}', which is not interpolated here; give the value itself"
         )
+
+
+def _misfit(schema: type, given: Mapping[str, Any], where: str) -> UserError | None:
+    """The error for the first key whose value is not of its field's type: what it got, what it takes, what it is."""
+    for field in dataclasses.fields(schema):
+        if field.name not in given or _fits(schema, field.name, item := given[field.name]):
+            continue
+        key = _join(where, field.name)
+        for section, content, place in _sections(field, item, key):
+            if error := _misfit(section, content, place):
+                return error
+        about = f" ({field.metadata['help']})" if field.metadata.get("help") else ""
+        return UserError(f"{key}: got {_short(item)}, takes {_taken(field, item)}{about}")
+    return None
+
+
+def _fits(schema: type, name: str, item: Any) -> bool:
+    try:
+        OmegaConf.merge(_base(schema), OmegaConf.create({name: item}))
+    except (OmegaConfBaseException, TypeError):
+        return False
+    return True
+
+
+def _taken(field: dataclasses.Field[Any], item: Any) -> str:
+    """What a field takes, in words, where `item` is none of it."""
+    if choices := field.metadata.get("choices"):
+        return f"one of: {', '.join(choices)}"
+    kind = get_origin(field.type) or field.type
+    if kind is list:
+        entry = next(iter(get_args(field.type)), Any)
+        return f"a list of {ENTRIES.get(get_origin(entry) or entry, 'sections')}"
+    if kind in KINDS:
+        return _bounded(KINDS[kind], field.metadata.get("low"), field.metadata.get("high"))
+    return "a section of keys" + (" that are texts; put them in quotes" if isinstance(item, Mapping) else "")
+
+
+KINDS: dict[Any, str] = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+ENTRIES: dict[Any, str] = {int: "whole numbers", float: "numbers", str: "texts", bool: "truth values", Any: "values"}
+MOST_TOLD = 100  # letters of what was given
+
+
+def _short(item: Any) -> str:
+    told = repr(item)
+    return plain(told if len(told) <= MOST_TOLD else f"{told[:MOST_TOLD]}...")
 
 
 def _in_one_line(error: Exception, where: str) -> str:
@@ -151,12 +206,12 @@ def _check_values(instance: Any, where: str) -> None:
 
 def _check_range(key: str, number: float, low: float | None, high: float | None) -> None:
     if not math.isfinite(number) or (low is not None and number < low) or (high is not None and number > high):
-        if low is None and high is None:
-            takes = "a finite number"
-        elif high is None:
-            takes = f"a number of at least {low}"
-        elif low is None:
-            takes = f"a number of at most {high}"
-        else:
-            takes = f"a number from {low} to {high}"
-        raise UserError(f"{key}: got {number}, takes {takes}")
+        raise UserError(f"{key}: got {number}, takes {_bounded('a number', low, high)}")
+
+
+def _bounded(kind: str, low: float | None, high: float | None) -> str:
+    if low is None and high is None:
+        return "a finite number" if kind == "a number" else kind
+    if high is None:
+        return f"{kind} of at least {low}"
+    return f"{kind} of at most {high}" if low is None else f"{kind} from {low} to {high}"

@@ -10,7 +10,7 @@ from typing import Any
 from flwr.serverapp import Grid
 
 from clients.data import site_sizes
-from clients.networks import Architecture, architecture_of
+from clients.networks import NETWORKS, Architecture, architecture_of
 from clients.networks.base import SelfStarting
 from clients.networks.head_view import BATCH, FEWEST
 from clients.objectives import objective_of
@@ -41,6 +41,8 @@ def check(config: Config) -> None:
         objective_of(one)
     for architecture in {architecture_of(config, site) for site in roster(config)}:
         _check_start(architecture, config.federation.scale_bits)
+    if config.network:
+        NETWORKS.build(config.network, "network")  # no site may have it
     STRATEGIES.build(config.strategy, "strategy").check(config)
     slots_of(config)
     if config.evaluation.statistics == RECOMPUTED and not config.data.validation:
