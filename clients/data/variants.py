@@ -73,7 +73,18 @@ def class_count(spec: SiteConfig) -> int:
 
 def class_names(spec: SiteConfig) -> tuple[str, ...]:
     """The names of the classes 0 to class_count - 1, such as the folders' of `images:PATH`; none if they are numbers."""
-    names, kept = find(spec.domain).names, variant(spec).classes
+    return _of_kept(spec, find(spec.domain).names)
+
+
+def class_things(spec: SiteConfig) -> tuple[str, ...]:
+    """What the classes 0 to class_count - 1 are: their names, or what the numbers of a shipped data set stand for; none if
+    that is not known."""
+    domain = find(spec.domain)
+    return _of_kept(spec, domain.names or domain.things)
+
+
+def _of_kept(spec: SiteConfig, names: tuple[str, ...]) -> tuple[str, ...]:
+    kept = variant(spec).classes
     return tuple(names[number] for number in kept if number < len(names)) if kept and spec.relabel else names
 
 

@@ -40,11 +40,13 @@ class InParts(ByArchitecture):
         for name in self.maps:
             if name not in groups:
                 raise unknown("architecture of strategy.maps", name, groups)
-        try:
-            self.parts(config)
-        except UserError as error:
-            large = reference_of(config, self.reference).name
-            raise UserError(f"{error} (strategy.reference, of which all are parts: {large})") from None
+        large = reference_of(config, self.reference)
+        for group in groups_of(config):
+            try:
+                _part(large, group, self._map(group.name), 0)
+            except UserError as error:
+                told = f"strategy.reference, of which all are parts: {large.name}, that of {large.site.name}"
+                raise UserError(f"{error} ({told}; {group.name}: of {group.site.name})") from None
 
     def parts(self, config: Config, turn: int = 0) -> dict[str, Submodel]:
         """Every architecture as a part of the reference, whose channels are turned round by so many places."""
@@ -63,6 +65,10 @@ class InParts(ByArchitecture):
     def first_reference(self, run: Run) -> State:
         """The reference's first network."""
         return run.initial(site=reference_of(run.config, self.reference).site)
+
+    def one_basis(self, view: View) -> bool:
+        """All lie in the reference."""
+        return True
 
     def settle(self, run: Run) -> None:
         """Keep the reference, and of it what every architecture goes on from."""

@@ -69,7 +69,8 @@ def part_of(
 
 
 def check_fusing(reference: Group, groups: Iterable[Group], probe: bool) -> None:
-    """UserError, naming both, for an architecture that cannot be fused into the reference's: tried with random weights."""
+    """UserError, naming both and a site of it, for an architecture that cannot be fused into the reference's: tried with
+    random weights."""
     for group in groups:
         generator = torch.Generator().manual_seed(0)
         own = [_drawn(architecture, generator) for architecture in (reference.architecture, group.architecture)]
@@ -81,7 +82,8 @@ def check_fusing(reference: Group, groups: Iterable[Group], probe: bool) -> None
                 noise if probe else None,
             )
         except UserError as error:
-            raise UserError(f"strategy.start=own: {group.name} cannot be fused into {reference.name}: {error}") from None
+            told = f"{group.name} (of {group.site.name}) cannot be fused into {reference.name}"
+            raise UserError(f"strategy.start=own: {told}: {error}") from None
 
 
 def _fused(apart: list[Apart], probe: Tensor | None) -> State:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from clients.data import class_count, to_float
+from clients.data import class_count, class_things, differing, domain_specs, label, to_float
 from clients.networks import Model
 from clients.randomness import torch_generator
 from conf.errors import UserError
@@ -14,6 +14,7 @@ from conf.schema import Config, SiteConfig
 from conf.typed import value
 from fusion.distillation import Distillation, distil
 from fusion.exact import State
+from server.evaluate import has_data
 from server.rounds.view import View
 from server.strategies.architectures import group_by_site, groups_of
 from server.strategies.by_architecture import cast, has, kept
@@ -49,10 +50,14 @@ class ServerTraining:
             raise UserError(
                 f"{key}: its labels are those of one output layer; data.heads={config.data.heads} takes weight=1"
             )
-        classes = groups_of(config)[0].architecture.classes
-        if self.images.domain and (count := class_count(SiteConfig(domain=self.images.domain))) != classes:
-            told = f"'{self.images.domain}' has {count} classes and the networks have {classes} outputs"
+        classes, public = groups_of(config)[0].architecture.classes, SiteConfig(domain=self.images.domain)
+        if not public.domain:
+            return
+        if (count := class_count(public)) != classes:
+            told = f"'{public.domain}' has {count} classes and the networks have {classes} outputs"
             raise UserError(f"{key}.domain: {told}; its labels need as many, weight=1 needs none")
+        if told := _other_classes(config, public):
+            raise UserError(f"{key}.domain: {told}; its labels need to be of the same classes, weight=1 needs none")
 
     def trained(self, view: View, states: Mapping[str, State], key: str) -> dict[str, State]:
         """The networks of the architectures, by their names, trained further."""
@@ -72,6 +77,17 @@ class ServerTraining:
                 distil(network, images, answers, settings, generator, labels)
                 found[group.name] = {name: tensor.cpu().clone() for name, tensor in network.state_dict().items()}
         return found
+
+
+def _other_classes(config: Config, public: SiteConfig) -> str:
+    """In which class a public domain differs from those of all sites; empty if it does not, or nobody knows."""
+    theirs, told = class_things(public), ""
+    for name, spec in domain_specs(config).items() if has_data(config) else ():
+        ours = class_things(spec)
+        if (k := differing(ours, theirs)) is None:
+            return ""
+        told = told or f"class {k} is '{theirs[k]}' in {label(public)} and '{ours[k]}' in {name}"
+    return told
 
 
 @torch.no_grad()

@@ -80,17 +80,19 @@ class Unlearning:
         told: Callable[[str], None],
         retrain: Callable[[Request], Model] | None = None,
         can: Callable[[Request], bool] = lambda request: True,
+        mine: str = "",
     ) -> bool:
         """Between rounds: apply the requests that wait, certify those that are due, and tell of it; whether there were any.
 
         `retrain`: trains a network without a request's sites; without it, those that ask for one are not certified.
         `can`: whether a request can be fulfilled here; others are left as they are.
+        `mine`: the request whose refusal the caller tells.
         Requests that come after a rollback wait until its rounds are trained: before, there is little to measure.
         """
         changed = False
         for request in filter(can, self.under_way()):
             if request.state == "received":
-                request = self._taken(request, told)
+                request = self._taken(request, told, mine)
                 changed |= request.state == "applied"
             if request.state != "applied":
                 continue
@@ -103,14 +105,15 @@ class Unlearning:
                 changed = True
         return changed
 
-    def screen(self, told: Callable[[str], None]) -> None:
-        """Refuse what cannot be fulfilled of the requests that wait, before anything is started for them."""
+    def screen(self, told: Callable[[str], None], mine: str = "") -> None:
+        """Refuse what cannot be fulfilled of the requests that wait, before anything starts for them; `mine` as above."""
         for request in self.under_way():
             if request.state == "received":
                 try:
                     self._refuse(request)
                 except RefusedError as error:
-                    told(str(error))
+                    if request.id != mine:
+                        told(str(error))
 
     def tidy(self) -> None:
         """Erase what a crash has left of sites that are forgotten, where a request is under way."""
@@ -126,12 +129,13 @@ class Unlearning:
         evidence = UnlearningEvaluation(self.config, self.evaluator, request.sites).of(self._aggregate())
         return {"digest_before": self.aggregation.digest(), "evidence": evidence, "round": self.last_round()}
 
-    def _taken(self, request: Request, told: Callable[[str], None]) -> Request:
+    def _taken(self, request: Request, told: Callable[[str], None], mine: str) -> Request:
         """Apply a request that waits, if it is not refused."""
         try:
             request = self.apply(request)
         except RefusedError as error:
-            told(str(error))
+            if request.id != mine:
+                told(str(error))
             return request
         if (due := self._due(request)) > self.last_round():
             told(f"request '{request.id}' applied: {', '.join(request.sites)} forgotten; certified after round {due}")

@@ -75,7 +75,7 @@ def unlearn(path: Path, wish: Wish, *, quiet: bool = False) -> tuple[str, dict[s
         if request.state == "refused" or (request.state == "verified" and not _cut_off(ledger)):
             return _first_result(path, request, wish)
         method = Method(config, RunFolder(path), ledger, Evaluator(config))
-        _fulfil(method, listener)
+        _fulfil(method, listener, id)
         request = ledger.request(id) or request
     write_pages(path)
     write_report(path)
@@ -97,9 +97,12 @@ def readmit(path: Path, sites: Sequence[str], node: int | None = None) -> str:
             if under_way := set(sites) & set(request.sites):
                 raise UserError(f"request '{request.id}' is not done with '{min(under_way)}' yet: resume the run first")
         method.aggregation.readmit(sites)
+        view = method.aggregation.view()
+        summed = all(any(view.has(slot, site) for slot in view.slots.declared) for site in sites)
         left = max(0, method.aggregation.length(config.rounds) - method.unlearning().last_round())
     rounds = f"'fedloom resume' trains the {left} rounds left" if left else "no round is left that would train them"
-    return f"{', '.join(sites)} may take part again, from the initial network on, which is in the sum; {rounds}"
+    begins = "from the initial network on, which is in the sum" if summed else "as sites that have given nothing yet"
+    return f"{', '.join(sites)} may take part again, {begins}; {rounds}"
 
 
 def _vouch(path: Path, sites: Sequence[str], node: int) -> str:
@@ -214,24 +217,25 @@ def _cut_off(ledger: Ledger) -> bool:
     return deque(ledger.events(), maxlen=1)[0].kind == "verified"
 
 
-def _fulfil(method: Method, listener: Listener) -> None:
+def _fulfil(method: Method, listener: Listener, mine: str) -> None:
     """Apply and certify all requests, also those that come meanwhile, train what they ask for, and measure again.
 
-    Where sites can only be trained by a real federation, requests that want that are left to it as they are.
+    Where sites can only be trained by a real federation, requests that want that are left to it as they are. `mine`: the
+    request whose refusal the caller tells.
     """
     unlearning, engine = method.unlearning(), method.config.engine.name
 
     def can(request: Request) -> bool:
         return engine in MODULES or not wants_training(request.options)
 
-    unlearning.screen(listener.note)
+    unlearning.screen(listener.note, mine)
     while (due := list(filter(can, unlearning.under_way()))) or _cut_off(method.ledger):
         changed = False
         if any(wants_training(request.options) for request in due):
             with open_engine(method.config) as grid:  # before anything is subtracted: it may not start
                 method.train(method.joined(grid), listener, rounds=unlearning.last_round())
         else:
-            changed = unlearning.take(listener.note, can=can)
+            changed = unlearning.take(listener.note, can=can, mine=mine)
         if changed or _cut_off(method.ledger):
             _measure_again(method, listener)
 

