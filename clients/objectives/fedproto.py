@@ -12,11 +12,13 @@ from clients.data import Images, to_float
 from clients.measure import pieces
 from clients.objectives.base import OBJECTIVES, Answer, Session, Task
 from clients.objectives.heterogeneous import FUSED, AloneSession, Heterogeneous
+from clients.replies import ReplyError
 from conf.typed import value
 from fusion.exact import State
 
 PROTOTYPES = "prototypes"  # a question, and the record of prototypes, up and down
 SUMS, COUNTS = "sums", "counts"  # up: of every class the sum of features, and images, both as shares of the site's images
+ROUNDING = 1e-3  # what half precision may lose of shares
 MEANS, KNOWN = "means", "known"  # down: of every class the mean feature, and 1 where there is one
 
 
@@ -43,6 +45,20 @@ class FedProto(Heterogeneous):
             for pixels, one in zip(images.x.tensor_split(parts), classes.tensor_split(parts), strict=True):
                 total = total + one.T @ session.network.extractor(to_float(pixels.to(task.device))).cpu()
         return Answer({PROTOTYPES: {SUMS: total / len(images), COUNTS: classes.mean(0)}})
+
+
+def check_prototypes(given: State, samples: int, largest: float) -> None:
+    """Raises ReplyError for sums that no `samples` images have, or features larger than `largest` (0: any)."""
+    sums, counts = given[SUMS].double(), given[COUNTS].double()
+    least = counts[counts != 0].min() if counts.any() else 0.0
+    if abs(float(counts.sum()) - 1.0) > ROUNDING or least < (1.0 - ROUNDING) / samples:
+        raise ReplyError(f"record '{PROTOTYPES}': '{COUNTS}' are no shares of {samples} images, which add up to 1")
+    size = sums.abs().amax(1)
+    if bool((size[counts == 0] > 0).any()):
+        raise ReplyError(f"record '{PROTOTYPES}': '{SUMS}' has features of a class without images")
+    if largest and bool((size > largest * counts).any()):
+        told = f"'{SUMS}' and '{COUNTS}' make a feature larger than federation.largest_weight={largest:g}"
+        raise ReplyError(f"record '{PROTOTYPES}': {told}")
 
 
 class ProtoSession(AloneSession):

@@ -12,6 +12,7 @@ from clients.networks import architecture_of
 from clients.objectives.base import OBJECTIVES, Answer, Session, Task
 from clients.objectives.heterogeneous import Heterogeneous
 from clients.objectives.local import LocalSession
+from clients.replies import ReplyError
 from fusion.exact import State
 
 LABELS = "labels"  # the question which labels a site has, and a record
@@ -35,6 +36,13 @@ class HeteroFL(Heterogeneous):
         held = torch.zeros(architecture_of(task.config, task.site).classes)
         held[outputs(task.config, task.site.spec).start + images.y.unique()] = 1.0
         return Answer({LABELS: {HELD: held}})
+
+
+def check_labels(given: State) -> None:
+    """Raises ReplyError for labels that no images have: every output is held (1) or not (0), and some are."""
+    held = given[HELD]
+    if not bool(((held == 0) | (held == 1)).all() and held.any()):
+        raise ReplyError(f"record '{LABELS}': '{HELD}' takes 1 for labels that a site has, 0 for others, and some 1")
 
 
 class HeteroFLSession(LocalSession):

@@ -33,7 +33,7 @@ class Expected:
 
     Where it goes, if `Run.gather` is to see to it: into a `slot`, or into a mean over the replies in which it counts ONCE or
     as often as the site has SAMPLES. `bounded`: how far it is from `like` is limited (federation.largest_change). `check`:
-    raises ReplyError for a record that cannot be true.
+    raises ReplyError for a record that cannot be true; it sees finite numbers only.
     """
 
     like: Mapping[str, Tensor] | None = None
@@ -104,14 +104,14 @@ class Run(View):
 
     def ask(
         self, kind: str, content: Content, expected: Mapping[str, Expected] | Callable[[Site], Mapping[str, Expected]],
-        sites: Sequence[Site] | None = None, metrics: Sequence[str] = (),
+        sites: Sequence[Site] | None = None, metrics: Sequence[str] = (), needed: bool = True,
     ) -> Iterator[Reply]:  # fmt: skip
         """Ask the participants (or `sites`) a question; yield the replies that hold what is expected (of all, or of each
         site), as they come.
 
         What is put while a reply is at hand is taken over when the next one is asked for: all of it or, if a sum cannot
         take it, nothing, and the reply is dropped. `metrics`: numbers that a reply must have (of TRAIN: loss and samples).
-        Raises TooFewRepliesError.
+        Raises TooFewRepliesError, unless no answer is `needed`: then the method goes on with those that it has.
         """
         asked, replies = self.participants if sites is None else sites, 0
         for received in self._exchange.ask(kind, self, asked, content, None):
@@ -126,12 +126,14 @@ class Run(View):
             try:
                 yield reply
             except GeneratorExit:  # the method has heard enough
-                self._left.append((kind, replies + self._take(kind, reply, mine)))
+                heard = replies + self._take(kind, reply, mine)
+                self._left += [(kind, heard)] if needed else []
                 raise
             finally:
                 self._puts = outer
             replies += self._take(kind, reply, mine)
-        self._exchange.enough(kind, self, replies)
+        if needed:
+            self._exchange.enough(kind, self, replies)
 
     def close(self) -> None:
         """At the end of a round: TooFewRepliesError if a question that was left early had too few replies."""
@@ -222,8 +224,8 @@ class Run(View):
             like = self._like(one, site)
             check_record(record, records.get(record), like, integers)
             bounds.check(record, records[record], like, change=one.bounded)
-            one.check(records[record])
             exact[record] = quantise(records[record], self.bits)
+            one.check(records[record])
         return Reply(site, records, numbers, exact)
 
     def _like(self, one: Expected, site: Site) -> Mapping[str, Tensor]:

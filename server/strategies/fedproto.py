@@ -1,14 +1,16 @@
 """FedProto (Tan et al. 2022): only prototypes of classes travel, so that every site may have whatever network it likes."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
 
 from clients.messages import TRAIN
 from clients.networks import Architecture
-from clients.objectives.fedproto import COUNTS, KNOWN, MEANS, PROTOTYPES, SUMS
+from clients.objectives.fedproto import COUNTS, KNOWN, MEANS, PROTOTYPES, SUMS, check_prototypes
 from conf.errors import UserError
 from conf.schema import Config
+from conf.sites import Site
 from fusion.exact import State
 from server.ledger.declared import Slot, Sum
 from server.rounds.run import Expected, Run
@@ -50,10 +52,14 @@ class FedProto(Strategy):
         like = {SUMS: torch.zeros(classes, features), COUNTS: torch.zeros(classes)}
         samples = {reply.site.name: reply.samples for reply in run.ask(TRAIN, self.prototypes(run), {})}
         trained = [site for site in run.participants if site.name in samples]
-        for reply in run.ask(PROTOTYPES, {}, {PROTOTYPES: Expected(like, bounded=False)}, trained):
-            counts = reply[PROTOTYPES][COUNTS].clamp(0.0, 1.0)
-            sums = reply[PROTOTYPES][SUMS] * (counts > 0)[:, None]
-            run.put(PROTOTYPES, reply.site, {SUMS: sums, COUNTS: counts}, samples[reply.site.name])
+        largest = run.config.federation.largest_weight
+
+        def expected(site: Site) -> dict[str, Expected]:
+            check = functools.partial(check_prototypes, samples=samples[site.name], largest=largest)
+            return {PROTOTYPES: Expected(like, bounded=False, check=check)}
+
+        for reply in run.ask(PROTOTYPES, {}, expected, trained):
+            run.put(PROTOTYPES, reply.site, reply[PROTOTYPES], samples[reply.site.name])
 
     def prototypes(self, view: View) -> dict[str, State]:
         """The record of all that are known; none before the first round."""

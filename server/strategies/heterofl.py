@@ -7,7 +7,7 @@ import torch
 
 from clients.messages import MEAN, SITE, TRAIN
 from clients.networks import Network
-from clients.objectives.heterofl import HELD, LABELS, RATES
+from clients.objectives.heterofl import HELD, LABELS, RATES, check_labels
 from conf.errors import UserError
 from conf.schema import Config
 from conf.sites import Site
@@ -75,15 +75,16 @@ class HeteroFL(InParts):
         return found
 
     def _labels(self, run: Run) -> dict[str, State]:
-        """Which rows every participant holds: as it said in its first round, or is asked now."""
+        """Which rows participants hold: as they said in their first round, or are asked now; of those that answer."""
         groups, found = group_by_site(run.config), {}
         like = {HELD: torch.zeros(reference_of(run.config, self.reference).architecture.classes)}
         for site in run.participants:
             if run.has(slot := rows_of(groups[site.name].name), site.name):
                 found[site.name] = run.contribution(slot, site.name)
         new = [site for site in run.participants if site.name not in found]
-        for reply in run.ask(LABELS, {}, {LABELS: Expected(like, bounded=False)}, new) if new else ():
-            found[reply.site.name] = {HELD: (reply[LABELS][HELD] > 0).float()}
+        expected = {LABELS: Expected(like, bounded=False, check=check_labels)}
+        for reply in run.ask(LABELS, {}, expected, new, needed=False):
+            found[reply.site.name] = {HELD: reply[LABELS][HELD].float()}
         return found
 
     def _rates(self, config: Config) -> dict[str, State]:
