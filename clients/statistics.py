@@ -24,12 +24,10 @@ ROUNDING = 1e-3  # what float32 and fixed point may lose of these sums
 MEAN_OF, SQUARE_OF = "mean of ", "square of "
 
 
-def linear_head(network: nn.Module) -> nn.Linear:
-    """The network's last layer. UserError if it is none that a discriminant can take the place of."""
+def linear_head(network: nn.Module) -> nn.Linear | None:
+    """The network's last layer; None if it is none that a discriminant can take the place of."""
     head = getattr(network, "head", None)
-    if not isinstance(head, nn.Linear) or head.bias is None:
-        raise UserError("recalibration: takes networks whose head is one linear layer with a bias")
-    return head
+    return head if isinstance(head, nn.Linear) and head.bias is not None else None
 
 
 def running_norms(network: nn.Module) -> dict[str, Any]:
@@ -45,7 +43,8 @@ def class_statistics(network: nn.Module, images: Images, first: int, batch: int,
     {count: [classes], sum: [classes, d], square: [d, d]}, float64. `first`: the output of the site's class 0. The network is
     in evaluation mode.
     """
-    head = linear_head(network)
+    if (head := linear_head(network)) is None:
+        raise UserError("class statistics: takes networks whose head is one linear layer with a bias")
     count = torch.zeros(head.out_features, dtype=torch.float64)
     total = torch.zeros(head.out_features, head.in_features, dtype=torch.float64)
     square = torch.zeros(head.in_features, head.in_features, dtype=torch.float64)

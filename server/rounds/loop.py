@@ -19,7 +19,7 @@ from server.listener import Listener
 from server.rounds.aggregation import Aggregation
 from server.rounds.exchange import Federation, Reply
 from server.rounds.questions import Questions
-from server.rounds.recalibration import aggregates, end, recalibrate
+from server.rounds.recalibration import Told, aggregates, end, recalibrate
 from server.rounds.run import Content, Expected, Run
 from server.rounds.schedules import Participation
 from server.rounds.site_evaluation import SiteEvaluation
@@ -84,10 +84,10 @@ class RoundLoop:
         beyond = number > self.aggregation.length(self.config.rounds)
         self.questions.rounds = self.last if beyond else self.config.rounds
         run = self.aggregation.run(number, participation, self)
-        recalibrated = 0
+        told: Told | None = None
         try:
             if recalibration:
-                recalibrated = recalibrate(run, self.aggregation.models(run))
+                told = recalibrate(run, self.aggregation.models(run), self.aggregation.strategy.one_basis(run))
             else:
                 end(run)
                 self.aggregation.strategy.round(run)
@@ -96,9 +96,12 @@ class RoundLoop:
         except BaseException:
             self.aggregation.abandon()
             raise
-        record: dict[str, Any] = {"round": number, "replies": recalibrated or len(run.losses), "dropped": self._dropped}
-        if recalibration:
+        replies = told.replies if told else len(run.losses)
+        record: dict[str, Any] = {"round": number, "replies": replies, "dropped": self._dropped}
+        if told:
             record["recalibrated"] = True
+            for name, why in told.left.items():
+                self.listener.message(f"round {number}: {name} stays as it is: {why}")
         if run.losses:
             record["train_loss"] = sum(sorted(run.losses)) / len(run.losses)  # sorted: whatever the order of arrival
         self.aggregation.commit(number, record)

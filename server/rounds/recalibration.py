@@ -4,15 +4,18 @@ When a site has been subtracted, the head was still made for the network that he
 their images (clients.statistics), which are added up in exact integers; of these follow BatchNorm's running statistics and a
 new head (fusion.discriminant). It is kept beside the sums, which stay as they are, for the aggregate as it is now: the next
 round, and whoever is forgotten or readmitted, ends it.
+
+Each network is asked of the sites that have its architecture. Where the inputs of several heads correspond (`one_basis`),
+the sums are added up over them, so that every head knows of all sites' images.
 """
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from clients.messages import MODEL
-from clients.networks import Model
+from clients.networks import Architecture, Model
 from clients.statistics import (
     CHECKS,
     CLASS_STATISTICS,
@@ -26,48 +29,81 @@ from clients.statistics import (
     running_norms,
 )
 from conf.errors import FailedError, UserError
-from fusion.discriminant import discriminant
+from conf.sites import Site
+from fusion.discriminant import NEVER, discriminant
 from fusion.exact import ExactSum, ExactSumError, State
 from server.rounds.run import Expected, Run
 from server.rounds.view import Models, View
 
+HEAD = "head.weight", "head.bias"
 KEPT = "recalibrated."  # before the network's name: what is kept of it
 
 
-def recalibrate(run: Run, models: Models) -> int:
-    """Ask the participants about every aggregate, and keep what follows; how many answered.
+@dataclass(frozen=True)
+class Told:
+    """What follows from the sites' answers. `parts`: by network, tensors in the place of its own (HEAD's are float64);
+    `replies`: how many sites answered; `left`: networks that stay as they are, and why."""
 
-    UserError for networks that it cannot be done with, FailedError if nobody answers.
-    """
-    answers = 0
+    parts: Mapping[str, State]
+    replies: int
+    left: Mapping[str, str]
+
+
+def recalibrate(run: Run, models: Models, one_basis: bool) -> Told:
+    """Ask the participants about every aggregate, and keep what follows. Raises as `ask`."""
+    told = ask(run, models, one_basis)
+    for name, parts in told.parts.items():
+        run.keep(KEPT + name, {key: tensor.float() for key, tensor in parts.items()})
+    return told
+
+
+def ask(run: Run, models: Models, one_basis: bool, never: float = NEVER) -> Told:
+    """Ask the participants about every aggregate. one_basis: whether the inputs of heads of one shape correspond; never: as
+    in `discriminant`. UserError for networks that it cannot be done with, FailedError if nobody answers."""
+    parts, sums, left, answered = dict[str, State](), dict[str, ExactSum](), dict[str, str](), set[str]()
     for name in aggregates(run, models):
         model = models[name]
-        network = model.architecture.build()
-        head, parts = linear_head(network), State()
-        if norms := running_norms(network):
-            sizes = {size: len(norm.get_buffer("running_mean")) for size, norm in norms.items()}
-            like = {key + norm: torch.zeros(size) for norm, size in sizes.items() for key in (MEAN_OF, SQUARE_OF)}
-            parts |= _statistics(_asked(run, MOMENTS, model.state, like)[0], list(norms))
-        like = {COUNT: torch.zeros(head.out_features), SUM: torch.zeros(head.out_features, head.in_features),
-                SQUARE: torch.zeros(head.in_features, head.in_features)}  # fmt: skip
-        found, answers = _asked(run, CLASS_STATISTICS, {**model.state, **parts}, like)
-        weight, bias = discriminant(found[COUNT], found[SUM], found[SQUARE])
-        run.keep(KEPT + name, {**parts, "head.weight": weight.float(), "head.bias": bias.float()})
-    return answers
+        try:
+            parts[name], sums[name] = _told(run, model, answered)
+        except FailedError as error:
+            left[name] = str(error)
+    if not sums:
+        raise FailedError("; ".join(f"{name}: {why}" for name, why in left.items()))
+    for name, own in sums.items():
+        alike = [one for one in sums.values() if one is own or (one_basis and _shapes(one) == _shapes(own))]
+        found = _together(alike).mean()
+        weight, bias = discriminant(found[COUNT], found[SUM], found[SQUARE], never)
+        parts[name] |= dict(zip(HEAD, (weight, bias), strict=True))
+    return Told(parts, len(answered), left)
 
 
 def check(view: View, models: Models) -> None:
-    """UserError if there is no aggregate of one architecture that all sites have."""
+    """UserError, naming the network, if there is no aggregate of which sites can tell."""
     found = aggregates(view, models)
     if not found:
         raise UserError("recalibration: its method has no aggregate; ask without --recalibrate")
     for name in found:
         model = models[name]
-        linear_head(model.architecture.build())
-        odd = [site.name for site in view.sites if view.architecture(site) != model.architecture]
-        if odd or model.domains is not None:
-            told = f"recalibration: takes one network for all sites; {odd[0] if odd else name} has another one"
-            raise UserError(f"{told}; ask without --recalibrate")
+        if model.domains is not None:
+            told = f"'{name}' is read on {', '.join(model.domains)} alone"
+            raise UserError(f"recalibration: takes networks for all domains, and {told}; ask without --recalibrate")
+        try:
+            check_head(name, model.architecture)
+        except UserError as error:
+            raise UserError(f"recalibration: {error}; ask without --recalibrate") from None
+    if not any(holders(view, view.sites, models[name].architecture) for name in found):
+        raise UserError(f"recalibration: no site is left that has the network of {found[0]}; ask without --recalibrate")
+
+
+def check_head(name: str, architecture: Architecture) -> None:
+    """UserError, naming the network, if its head cannot be replaced by a discriminant."""
+    if linear_head(architecture.build()) is None:
+        raise UserError(f"the head of '{name}' is not one linear layer with a bias")
+
+
+def holders(view: View, sites: Sequence[Site], architecture: Architecture) -> list[Site]:
+    """Those of the sites whose network has this architecture."""
+    return [site for site in sites if view.architecture(site) == architecture]
 
 
 def aggregates(view: View, models: Models) -> list[str]:
@@ -95,19 +131,51 @@ def _with(model: Model, parts: Mapping[str, torch.Tensor]) -> Model:
     return replace(model, state={**model.state, **parts}) if parts else model
 
 
-def _asked(run: Run, kind: str, state: State, like: Mapping[str, torch.Tensor]) -> tuple[State, int]:
-    """The mean of the sites' answers, weighted by their images, and how many there are."""
-    total, answers = ExactSum(run.bits), 0
-    expected = {kind: Expected(like, bounded=False, check=CHECKS[kind])}
-    for reply in run.ask(kind, {MODEL: state}, expected, metrics=["samples"]):
+def _told(run: Run, model: Model, answered: set[str]) -> tuple[State, ExactSum]:
+    """BatchNorm's statistics and the sum of the class statistics, of the sites that have the network."""
+    network = model.architecture.build()
+    head, parts, sites = linear_head(network), State(), holders(run, run.participants, model.architecture)
+    if head is None:
+        raise UserError(f"recalibration: network '{model.architecture.options['name']}' has no linear head with a bias")
+    if norms := running_norms(network):
+        sizes = {size: len(norm.get_buffer("running_mean")) for size, norm in norms.items()}
+        like = {key + norm: torch.zeros(size) for norm, size in sizes.items() for key in (MEAN_OF, SQUARE_OF)}
+        parts = _statistics(_asked(run, MOMENTS, model.state, like, sites, answered).mean(), list(norms))
+    like = {COUNT: torch.zeros(head.out_features), SUM: torch.zeros(head.out_features, head.in_features),
+            SQUARE: torch.zeros(head.in_features, head.in_features)}  # fmt: skip
+    return parts, _asked(run, CLASS_STATISTICS, {**model.state, **parts}, like, sites, answered)
+
+
+def _asked(
+    run: Run, kind: str, state: State, like: Mapping[str, torch.Tensor], sites: Sequence[Site], answered: set[str]
+) -> ExactSum:
+    """The sum of the sites' answers, weighted by their images; those that answer are noted. FailedError if none does."""
+    total, expected = ExactSum(run.bits), {kind: Expected(like, bounded=False, check=CHECKS[kind])}
+    if not sites:
+        raise FailedError("no site that has this network takes part")
+    for reply in run.ask(kind, {MODEL: state}, expected, sites, metrics=["samples"]):
         try:
             total.add(reply.integers[kind], reply.samples)
         except ExactSumError as error:
-            raise FailedError(f"recalibration: the sites' statistics cannot be added up ({error})") from None
-        answers += 1
+            raise FailedError(f"the sites' statistics cannot be added up ({error})") from None
+        answered.add(reply.site.name)
     if not total.addends:
-        raise FailedError("recalibration: no site has answered")
-    return total.mean(), answers
+        raise FailedError("no site that has images has answered")
+    return total
+
+
+def _together(sums: Sequence[ExactSum]) -> ExactSum:
+    total = sums[0].copy()
+    try:
+        for one in sums[1:]:
+            total.merge(one.totals, one.addends)
+    except ExactSumError as error:
+        raise FailedError(f"recalibration: the sites' statistics cannot be added up ({error})") from None
+    return total
+
+
+def _shapes(one: ExactSum) -> list[torch.Size]:
+    return [tensor.shape for tensor in one.totals.values()]
 
 
 def _statistics(found: State, norms: list[str]) -> State:

@@ -69,6 +69,10 @@ class Strategy(ABC):
         """By slot, what a site that is readmitted begins with."""
         return {}
 
+    def one_basis(self, view: View) -> bool:
+        """Whether the inputs of the heads of all its aggregates correspond, channel by channel."""
+        return False
+
     def residue(self, view: View, names: Sequence[str] = ()) -> Sequence[Residue]:
         """Where these forgotten sites (none named: any that will be) may have left traces."""
         if not view.rounds_with(names):

@@ -55,7 +55,7 @@ class ByArchitecture(Strategy):
     def begin(self, run: Run) -> None:
         """What the networks of each architecture start from."""
         for name, state in self.initial_states(run).items():
-            run.keep(kept(name), cast(dequantise(quantise(state, run.bits), run.bits), state))
+            run.keep(kept(name), _rounded(state, run.bits))
 
     def round(self, run: Run) -> None:
         """Send every site its architecture's network; put what it makes of it."""
@@ -70,16 +70,16 @@ class ByArchitecture(Strategy):
 
     def settle(self, run: Run) -> None:
         """The architectures' networks, from what the sites put."""
-        for name, state in self.combined(run).items():
+        for name, state in self._combined(run).items():
             run.keep(kept(name), state)
 
     def models(self, view: View) -> Models:
         """The networks of all architectures, the reference's first; each site's own."""
-        found = functools.lru_cache(maxsize=1)(lambda: self.combined(view))
+        found = functools.lru_cache(maxsize=1)(lambda: self._combined(view))
 
         def shared(group: Group) -> Model:
-            state = view.kept(kept(group.name)) if view.whole else found()[group.name]
-            return Model(group.architecture, state)
+            state = {} if view.whole else found().get(group.name, {})
+            return Model(group.architecture, state or view.kept(kept(group.name)))
 
         def own(site: Site) -> Model:
             group = group_by_site(view.config)[site.name]
@@ -102,6 +102,14 @@ class ByArchitecture(Strategy):
     @abstractmethod
     def combined(self, view: View) -> Mapping[str, State]:
         """By architecture, the network that follows from what the sites have put."""
+
+    def _combined(self, view: View) -> Mapping[str, State]:
+        """The same; an architecture of which no site's network is left is what it was before all rounds."""
+        found = dict(self.combined(view))
+        for group in groups_of(view.config):
+            if group.name not in found and not view.total(group.name).addends:
+                found[group.name] = _rounded(view.initial(site=group.site), view.bits)
+        return found
 
     def residue(self, view: View, names: Sequence[str] = ()) -> Sequence[Residue]:
         """The networks of all other sites: what they started from held the forgotten ones."""
@@ -146,6 +154,11 @@ def counted(view: View, fresh: bool = False) -> View:
     rounds = {site.name: view.last_put(site.name) for site in view.sites}
     last = max(rounds.values(), default=0)
     return view.subset([name for name, number in rounds.items() if number == last])
+
+
+def _rounded(state: State, bits: int) -> State:
+    """As exact sums hold it."""
+    return cast(dequantise(quantise(state, bits), bits), state)
 
 
 def cast(state: State, like: Mapping[str, object]) -> State:

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from conf.errors import UserError
 from conf.schema import Config
 from conf.typed import value
+from fusion.discriminant import scaled
 from fusion.exact import State
 from fusion.submodels import mean_over_holders
+from server.rounds.recalibration import HEAD, ask, check_head
 from server.rounds.run import Run
 from server.rounds.view import View
 from server.strategies.architectures import group_by_site, groups_of, reference_of
@@ -28,6 +31,7 @@ from server.strategies.server_training import ServerTraining
 
 SHARED, OWN = "shared", "own"
 PROBE, SERVER = "strategy.probe", "strategy.server.images"
+UNSEEN = 10.0  # nats by which a head starts below all others for a class that no site has
 
 
 @STRATEGIES.register("cla_ot")
@@ -41,6 +45,9 @@ class ClaOt(InParts):
         choices=(SHARED, OWN),
     )
     probe: PublicImages = value(PublicImages, "start=own: unlabelled images to compare and fit networks on; samples=0: none")
+    recalibrate: bool = value(
+        True, "start=own: after the first fusion, heads and BatchNorm's statistics follow from sums over the sites' images"
+    )
     lacking: float = value(
         0.3, "weight with which a layer that a network lacks counts as one that changes nothing", low=0.0, high=1.0
     )
@@ -60,6 +67,7 @@ class ClaOt(InParts):
             if self.probe.samples:
                 self.probe.check(config, PROBE)
             check_fusing(reference_of(config, self.reference), groups_of(config), bool(self.probe.samples))
+            self._check_heads(config)
 
     def first_reference(self, run: Run) -> State:
         """Layers that not all have leave the function as it is."""
@@ -74,6 +82,18 @@ class ClaOt(InParts):
             ask_alone(run)
         else:
             super().round(run)
+
+    def settle(self, run: Run) -> None:
+        """As all; networks that were just trained apart are set right by what their sites tell."""
+        super().settle(run)
+        if self.recalibrate and run.participants and self._first(run):
+            first = {group.name: run.initial(site=group.site)[HEAD[0]] for group in groups_of(run.config)}
+            for name, parts in ask(run, self.models(run), self.one_basis(run), UNSEEN).parts.items():
+                run.keep(kept(name), _set_right(run.kept(kept(name)), parts, float(first[name].norm())))
+
+    def one_basis(self, view: View) -> bool:
+        """Not of networks that were fused without having seen what they do."""
+        return bool(self.probe.samples) or not self._first(view)
 
     def fused(self, view: View) -> State:
         """The reference as the mean over all architectures, balanced, weighted by images; networks trained apart, fused."""
@@ -100,6 +120,13 @@ class ClaOt(InParts):
         means = {one.group.name: one.state for one in averaged(view)}
         return {name: _mixed(state, means[name], mix) if name in means else state for name, state in found.items()}
 
+    def _check_heads(self, config: Config) -> None:
+        for group in groups_of(config) if self.recalibrate else ():
+            try:
+                check_head(group.name, group.architecture)
+            except UserError as error:
+                raise UserError(f"strategy.recalibrate: {error}; set it to false") from None
+
     def _mix(self, view: View) -> float:
         """The fused network's share after this round: the last one and every so many are fused."""
         return self.server_mix if number_of(view) % self.every == 0 or number_of(view) >= view.config.rounds else 0.0
@@ -120,6 +147,12 @@ def _apart(view: View) -> Iterator[Apart]:
         if has(view, site):
             state = cast(view.contribution(group.name, site.name), view.kept(kept(group.name)))
             yield Apart(group.architecture, state, float(view.slots.weight(group.name, site.name)))
+
+
+def _set_right(before: State, parts: State, norm: float) -> State:
+    """A network with what follows from the sites' sums, its head of a norm from which they can train on."""
+    head = scaled(parts[HEAD[0]], parts[HEAD[1]], norm)
+    return cast({**before, **parts, **dict(zip(HEAD, head, strict=True))}, before)
 
 
 def _mixed(fused: State, own: State, share: float) -> State:

@@ -10,11 +10,14 @@ import pytest
 import torch
 
 from clients.app import app
+from clients.data import Images, site_images
 from clients.states import read_state
+from clients.statistics import COUNT, SQUARE, SUM, class_statistics
 from conf import Config, load
 from conf.errors import UserError
 from conf.sites import roster
-from fusion.exact import ExactSum, State, quantise
+from fusion.discriminant import discriminant
+from fusion.exact import ExactSum, State, dequantise, quantise
 from server.evaluate import Evaluator
 from server.experiment import check, run_experiment
 from server.ledger.audit import check as audit
@@ -219,9 +222,41 @@ def test_between_fusions_every_architecture_goes_on_from_its_own_mean(tmp_path):
             assert same(found[SHALLOW].state, part) == (number > 1)  # the last one is fused, too
 
 
-def test_recalibration_is_refused_where_sites_have_different_networks(done, tmp_path):
-    with method_of(copied(done.config, tmp_path)) as method, pytest.raises(UserError, match="takes one network for all"):
-        method.aggregation.check_recalibration(["site-0001"])
+@pytest.mark.parametrize("strategy", ["cla_ot", "exclusive"])
+def test_recalibration_asks_every_architecture_of_its_sites_and_the_sums_stay(done, tmp_path, strategy):
+    shared = strategy == "cla_ot"
+    given = done.config if shared else run(configured(tmp_path / "run", "strategy.name=exclusive")).config
+    config, gone = copied(given, tmp_path / "a"), ["site-0000", "site-0001"]
+    with method_of(copied(given, tmp_path / "b")) as plain:
+        plain.aggregation.forget(gone, {})
+        digest, before, members = plain.aggregation.digest(), plain.aggregation.models(), plain.aggregation.members()
+        told, states = {}, {name: before[name].state for name in (SHALLOW, MIDDLE, DEEP)}
+        for name in (SHALLOW, DEEP):
+            images = [site_images(config, site) for site in members if group_by_site(config)[site.name].name == name]
+            whole = Images(torch.cat([one.x for one in images]), torch.cat([one.y for one in images]))
+            found = class_statistics(plain.evaluator.loaded(before[name]), whole, 0, 500, torch.device("cpu"))
+            told[name] = {key: tensor * len(whole) for key, tensor in found.items()}
+    listener = Recorder()
+    with method_of(config) as method:
+        receive(method.ledger, "r1", gone, "", {"recalibrate": True})
+        federation = Federation(InlineGrid(5, store_folder(config), app), roster(config), 0)
+        federation.join(5.0)
+        method.train(federation, listener, rounds=0)
+        assert method.aggregation.digest() == digest and audit(folder(config)) == []
+        models = method.aggregation.models()
+        assert same(models[MIDDLE].state, states[MIDDLE])  # its only site is forgotten
+        first = method.aggregation.view().initial(site=roster(config)[1])
+        assert same(states[MIDDLE], dequantise(quantise(first, 32), 32)) == (not shared)  # nothing of it is left
+        for name in told:
+            sums = [told[SHALLOW], told[DEEP]] if shared else [told[name]]
+            images = sum(float(one[COUNT].sum()) for one in sums)
+            weight, _ = discriminant(*(sum(one[key] for one in sums) / images for key in (COUNT, SUM, SQUARE)))  # pyright: ignore
+            state = models[name].state
+            assert torch.allclose(state["head.weight"].double(), weight, rtol=1e-2, atol=1e-2)
+            assert same({k: v for k, v in state.items() if not k.startswith("head.")},
+                        {k: v for k, v in states[name].items() if not k.startswith("head.")})  # fmt: skip
+    assert listener.records[-1]["replies"] == 3
+    assert f"round 4: {MIDDLE} stays as it is: no site that has this network takes part" in listener.messages
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.5, 1.0])

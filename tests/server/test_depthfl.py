@@ -111,3 +111,10 @@ def test_the_loss_is_the_published_one(tmp_path, place):
 def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, words, told):
     with pytest.raises(UserError, match=re.escape(told)):
         check(of_depths(tmp_path, *words))
+
+
+def test_recalibration_is_refused_with_the_network_s_name(done):
+    with method_of(done.config) as method, pytest.raises(UserError) as refused:
+        method.aggregation.check_recalibration(["site-0001"])
+    told = "recalibration: the head of 'exits-3' is not one linear layer with a bias; ask without --recalibrate"
+    assert str(refused.value) == told

@@ -7,11 +7,14 @@ import pytest
 import torch
 
 from clients.app import app
+from clients.data import Images, site_images
 from clients.networks import Model
+from clients.statistics import COUNT, SQUARE, SUM, class_statistics
 from conf import Config, load
 from conf.errors import UserError
 from conf.sites import roster
 from fusion.cla_ot.transport import same_plan
+from fusion.discriminant import discriminant, scaled
 from fusion.fusing import fuse
 from fusion.settings import FusionSettings
 from server.experiment import check, run_experiment
@@ -85,6 +88,24 @@ def test_without_any_network_of_the_reference_the_others_make_one(done, tmp_path
         assert accuracy > 0.5 * method.evaluator.accuracy(found["site-0000"], "test")["union"]
 
 
+def test_without_a_probe_heads_follow_from_what_the_sites_of_each_architecture_tell(tmp_path):
+    config = configured(tmp_path, "strategy.probe.samples=0", "training.epochs=3")
+    run(config)
+    with method_of(config) as method:
+        models, view = method.aggregation.models(), method.aggregation.view()
+        for group in groups_of(config):
+            state, first = models[group.name].state, view.initial(site=group.site)["head.weight"]
+            images = [site_images(config, site) for site in roster(config) if site.name in group.sites]
+            whole = Images(torch.cat([one.x for one in images]), torch.cat([one.y for one in images]))
+            found = class_statistics(method.evaluator.loaded(models[group.name]), whole, 0, 500, torch.device("cpu"))
+            weight, bias = scaled(*discriminant(found[COUNT], found[SUM], found[SQUARE]), float(first.norm()))
+            assert torch.allclose(state["head.weight"].double(), weight, rtol=1e-2, atol=1e-3)
+            assert torch.allclose(state["head.bias"].double(), bias, rtol=1e-2, atol=1e-3)
+        accuracy = method.evaluator.accuracy(models[DEEP], "test")["union"]
+        method.aggregation.forget(["site-0002"], {})
+        assert method.evaluator.accuracy(method.aggregation.models()[DEEP], "test")["union"] < 0.5 * accuracy
+
+
 def test_later_rounds_go_on_in_the_common_basis(tmp_path):
     config = configured(tmp_path, "rounds=3", "training.epochs=2")
     run(config)
@@ -153,7 +174,8 @@ def test_networks_are_fused_without_a_probe_from_their_weights(tmp_path):
     ("overrides", "told"),
     [
         (["data.validation=0"], "strategy.probe: needs held-out images"),
-        (["strategy.probe.domain=nothing"], "nothing"),
+        (["strategy.probe.domain=nothing"], "strategy.probe.domain: unknown domain 'nothing'"),
+        (["strategy.probe.domain=stl10", "data.root=."], "strategy.probe.domain: domain 'stl10': nothing at"),
         (["strategy.probe.samples=1"], "takes a number of at least 2"),
         (["strategy.server={steps: 5, weight: 0, images: {domain: cifar100}}"], "'cifar100' has 100 classes"),
         (
