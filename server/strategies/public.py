@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from clients.data import Images, to_float, validation_images
-from clients.data.domains import find
+from clients.data.domains import locate
 from conf.errors import UserError
 from conf.schema import Config, SiteConfig
 from conf.typed import value
@@ -21,11 +21,14 @@ class PublicImages:
     samples: int = value(1000, "how many at most", low=0)
 
     def check(self, config: Config, key: str) -> None:
-        """UserError, naming the option `key`, for an unknown domain, and where the server has no images."""
+        """UserError, naming the option `key`, for a domain that is not here, and where the server has no images."""
         if self.samples < 2:
             raise UserError(f"{key}.samples: got {self.samples}, takes a number of at least 2")
         if self.domain:
-            find(self.domain)
+            try:
+                locate(self.domain, config.data)
+            except UserError as error:
+                raise UserError(f"{key}.domain: {error}") from None
         elif not config.data.validation:
             raise UserError(f"{key}: needs held-out images; set data.validation above 0, or name a domain")
 
