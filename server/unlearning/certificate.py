@@ -175,6 +175,8 @@ def read(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
         whole = _checked(found, _PARTS)
         _checked(whole["exact"], _EXACT_PARTS)
+    except FileNotFoundError:
+        raise UserError(f"{path}: there is no such certificate; a run's are in its folder {CERTIFICATES}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: is no certificate of fedloom ({type(error).__name__}: {error})") from None
     if whole["format"] != FORMAT:

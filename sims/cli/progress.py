@@ -101,7 +101,7 @@ class RichListener(QuietListener):
 
     def _begin(self, run: str, rounds: int) -> None:
         self._run, self._rounds, self._round, self._done = run, rounds, 0, 0
-        self._asked = self._good = self._failed = 0
+        self._asked, self._heard, self._failed = 0, set[str](), set[str]()
         self._accuracy: float | None = None
         self._replies, self._memory, self._looked = 0, 0, 0.0
         self._since, self._first = self._clock(), 0.0
@@ -125,17 +125,23 @@ class RichListener(QuietListener):
     def round_started(self, round: int, asked: int) -> None:
         if not self._round:  # the first round of this process: a run that goes on does not start at 1
             self._done, self._first, self._since = round - 1, float(round - 1), self._clock()
-        self._round, self._asked, self._good, self._failed = round, asked, 0, 0
+        self._round = round
+        self._ask(asked)
+
+    def _ask(self, asked: int) -> None:
+        self._asked, self._heard, self._failed = asked, set(), set()
 
     def reply(self, site: str, ok: bool, reason: str) -> None:
         self._replies += 1
-        if ok:
-            self._good += 1
-        else:
-            self._failed += 1
+        if site in self._heard:  # a round may ask several questions
+            self._heard = set()
+        self._heard.add(site)
+        if not ok:
+            self._failed.add(site)
 
     def round_done(self, record: dict[str, Any]) -> None:
-        self._done, self._asked, self._good, self._failed = record["round"], 0, 0, 0
+        self._done = record["round"]
+        self._ask(0)
         union = _union(record)
         self._accuracy = self._accuracy if union is None else union
 
@@ -152,10 +158,10 @@ class RichListener(QuietListener):
 
     def line(self) -> Grid:
         """What the display shows now."""
-        done = self._good + self._failed
+        done = len(self._heard)
         sites = f"sites {done}/{self._asked} ({self._asked - done} running)" if self._asked else ""
         parts = [f"round {max(self._round, self._done)}/{self._rounds}", sites]
-        parts += [f"{self._failed} failed"] if self._failed else []
+        parts += [f"{len(self._failed)} failed"] if self._failed else []
         parts += [f"validation {percent(self._accuracy)}"] if self._accuracy is not None else []
         parts += [self._load()]
         parts += [_left(self._clock() - self._since, self._fraction(), self._first / max(1, self._rounds))]
@@ -178,7 +184,7 @@ class RichListener(QuietListener):
 
     def _fraction(self) -> float:
         """Of all rounds, what is done: whole rounds, and of the present one the sites that answered."""
-        part = (self._good + self._failed) / self._asked if self._asked else 0.0
+        part = len(self._heard) / self._asked if self._asked else 0.0
         return min(1.0, (self._done + min(part, 1.0)) / max(1, self._rounds))
 
 

@@ -109,6 +109,16 @@ def test_rich_line_follows_the_run() -> None:
         assert "validation 88.0%" in line(listener)  # the last one measured
 
 
+def test_the_second_question_of_a_round_counts_its_own_answers():
+    """Where methods ask twice, more sites once seemed to have answered than were asked."""
+    with RichListener(pipe(), Clock()) as listener:
+        listener.started("digits", 2, 10, "")
+        listener.round_started(1, 2)
+        for told in ("sites 1/2 (1 running)", "sites 2/2 (0 running)") * 2:
+            listener.reply("site-0" if "1/2" in told else "site-1", True, "")
+            assert told in line(listener)
+
+
 def test_time_left_of_a_run_that_goes_on_counts_only_this_process() -> None:
     clock = Clock()
     listener = RichListener(pipe(), clock)

@@ -190,6 +190,10 @@ def test_nobody_is_readmitted_whom_a_request_is_still_about(fedloom: Command, ru
     assert fedloom("readmit", run, ONE).code == 0
 
 
+def test_a_certificate_that_is_not_there_is_told_in_plain_words(fedloom: Command, run: Path):
+    refused(fedloom("verify", run / "certificates/r9.json", run), "r9.json: there is no such certificate")
+
+
 def test_a_refused_request_leaves_the_results_under_watch(fedloom: Command, run: Path):
     said = fedloom("unlearn", run, ONE, "--rollback")
     refused(said, "federation.history=all")
