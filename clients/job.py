@@ -7,7 +7,7 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 
 from clients.configurations import configuration, parsed
-from clients.data import Images, class_names, outputs, own_images, site_images, site_size
+from clients.data import Images, class_names, class_things, outputs, own_images, site_images, site_size
 from clients.device import pick_device
 from clients.guard import SIMULATED
 from clients.learner import Outcome, drawing, learn
@@ -30,6 +30,7 @@ from clients.messages import (
 )
 from clients.networks import Architecture, HeadView, Network, architecture_of
 from clients.objectives import Answer, Session, Task, objective_of
+from clients.objectives.components.objective import COMPONENTS
 from clients.policy import Policy, followed
 from clients.randomness import torch_generator
 from clients.statistics import CLASS_STATISTICS, MOMENTS, class_statistics, moments
@@ -81,6 +82,7 @@ class Job:
             incoming=incoming,
             stored=lambda: self._own(incoming, lost),
             generator=torch_generator(config.seed, site.name, str(order.round), "objective"),
+            held_out=lambda split: own_images(config, self.policy.source(config, site), split),
         )
 
     def session(self, network: Network | None = None) -> Session:
@@ -113,7 +115,7 @@ class Job:
         source, classes = self.policy.source(self.config, self.site), None
         if self.order.kind == ENROL:
             found = Answer(metrics={"samples": site_size(self.config, source)})
-            classes = ConfigRecord({"names": list(class_names(source.spec))})
+            classes = ConfigRecord({"names": list(class_names(source.spec)), "things": list(class_things(source.spec))})
         else:
             words = self.site.name, str(self.order.round), self.order.kind
             with drawing(torch_generator(self.config.seed, *words).initial_seed(), self.device):
@@ -126,8 +128,11 @@ class Job:
         return reply
 
     def _asked(self) -> Answer:
-        """What the objective says to a question of its method."""
-        return objective_of(self.config).answer(self.order.kind, self._ready(), self.images())
+        """What the objective says to a question of its method; components only as far as the site's policy lets them go."""
+        found = objective_of(self.config).answer(self.order.kind, self._ready(), self.images())
+        if COMPONENTS in found.records:
+            found.records[COMPONENTS] = self.policy.publishes(found.records[COMPONENTS])
+        return found
 
     def _ready(self) -> Task:
         return self.task(workbench(self.config, architecture_of(self.config, self.site)))

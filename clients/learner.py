@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -38,11 +39,20 @@ def rate_at(training: TrainingConfig, rounds: int, progress: float) -> float:
 
 
 def learn(session: Session, images: Images, config: Config, site: Site, round: int, device: torch.device) -> Outcome:
-    """Train for config.training.epochs; all randomness from (seed, site, round). Raises DivergedError."""
-    steps = batches(images, config, site, round, device)
+    """Train for config.training.epochs or steps; all randomness from (seed, site, round). Raises DivergedError."""
+    steps, number, done = batches(images, config, site, round, device), step_count(images, config), 0
+    losses = []
     with drawing(torch_generator(config.seed, site.name, str(round), "forward").initial_seed(), device):
-        losses = descend(session.parameters(), session.loss, steps, config.training)
-    return outcome(losses, len(images), site, round)
+        for end, parameters in session.stages():
+            if count := int(end * number + 0.5) - done:
+                losses.append(descend(parameters, session.loss, islice(steps, count), config.training))
+                done += count
+    return outcome(torch.cat(losses), len(images), site, round)
+
+
+def step_count(images: Images, config: Config) -> int:
+    """How many steps a round has."""
+    return config.training.steps or config.training.epochs * math.ceil(len(images) / config.training.batch)
 
 
 @contextlib.contextmanager
@@ -62,14 +72,18 @@ def batches(
     training = config.training
     generator = torch_generator(config.seed, site.name, str(round), "batches")
     pixels, labels = images.x.to(device), images.y.to(device)
-    per_epoch = math.ceil(len(images) / training.batch)
-    for epoch in range(training.epochs):
-        order = torch.randperm(len(images), generator=generator)
-        for step, batch in enumerate(order.split(training.batch), epoch * per_epoch):
-            inputs = to_float(pixels[batch])
-            if site.spec.flip:
-                inputs = random_flip(inputs, generator)
-            yield rate_at(training, config.rounds, round - 1 + step / (per_epoch * training.epochs)), inputs, labels[batch]
+    number = step_count(images, config)
+    for step, batch in enumerate(islice(_drawn(len(images), training.batch, generator), number)):
+        inputs = to_float(pixels[batch])
+        if site.spec.flip:
+            inputs = random_flip(inputs, generator)
+        yield rate_at(training, config.rounds, round - 1 + step / number), inputs, labels[batch]
+
+
+def _drawn(images: int, batch: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Places of images, batch by batch, pass after pass, each in an order of its own."""
+    while True:
+        yield from torch.randperm(images, generator=generator).split(batch)
 
 
 def clip_all(gradients: Sequence[Tensor], limit: float) -> list[Tensor]:

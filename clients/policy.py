@@ -1,6 +1,6 @@
 """A site's own policy in a real federation: its node-config, not the server, says what it reads and runs."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,12 +8,16 @@ from clients.data import domain_names
 from clients.data.partition import WAYS
 from clients.data.variants import class_count, outputs
 from clients.networks import NETWORKS
-from clients.objectives import OBJECTIVES
+from clients.objectives import AUXILIARY, OBJECTIVES
+from clients.objectives.components.sharing import PARTS
 from conf.errors import UserError
 from conf.once import once
 from conf.registry import Registry
 from conf.schema import Config
 from conf.sites import Site, roster
+from fusion.exact import State
+
+NOTHING = "none"
 
 
 class RefusedError(UserError):
@@ -26,19 +30,24 @@ class Policy:
 
     `data`: the folder with its data. `domain`: its own data in any form that `domain:` takes in a configuration, read in
     place of what the server's says for it. `networks`, `objectives`: the names that it is willing to run; none: all that
-    this project ships, nothing from outside.
+    this project ships, nothing from outside. `publish`: which components of its network others may have (extractor, head),
+    `none`: none; empty: what the server's configuration says.
     """
 
     data: str = ""
     domain: str = ""
     networks: tuple[str, ...] = ()
     objectives: tuple[str, ...] = ()
+    publish: tuple[str, ...] = ()
 
     @staticmethod
     def of(node_config: Mapping[str, Any]) -> "Policy":
         """The policy in a node-config, whose names are separated by commas."""
-        here = {key: str(node_config.get(key, "")) for key in ("data", "domain", "networks", "objectives")}
-        return Policy(here["data"], here["domain"], _names(here["networks"]), _names(here["objectives"]))
+        here = {key: str(node_config.get(key, "")) for key in ("data", "domain", "networks", "objectives", "publish")}
+        names = {key: _names(here[key]) for key in ("networks", "objectives", "publish")}
+        if odd := next((name for name in names["publish"] if name not in (*PARTS, NOTHING)), ""):
+            raise UserError(f"publish: got '{odd}', takes extractor, head, both separated by a comma, or none")
+        return Policy(here["data"], here["domain"], **names)
 
     def follow(self, config: Config, place: int) -> Config:
         """The server's configuration as the site at this place of the roster follows it: its data are where it has them.
@@ -53,8 +62,8 @@ class Policy:
         key = f"sites[{place}]"
         for where, section in {"network": config.network, f"{key}.network": getattr(site.spec, "network", {})}.items():
             if section:
-                self._allow(NETWORKS, self.networks, section.get("name"), where)
-        self._allow(OBJECTIVES, self.objectives, config.objective.get("name"), "objective")
+                self._allow_all(NETWORKS, self.networks, section, where)
+        self._allow_all(OBJECTIVES, self.objectives, config.objective, "objective")
         if not self.domain and site.spec.partition.name not in WAYS:
             told = f"'{site.spec.partition.name}' is none of this project's ways to divide"
             raise RefusedError(f"{key}.partition.name: {told}; a site imports none that a server names")
@@ -79,11 +88,36 @@ class Policy:
             raise UserError(f"the policy's domain has {has} classes, the federation's configuration {takes} for this site")
         return own
 
+    def publishes(self, state: State) -> State:
+        """Of components that are to be published, those that this policy lets go."""
+        prefixes = tuple(PARTS[name] for name in self.publish if name in PARTS)
+        return {name: one for name, one in state.items() if not self.publish or (prefixes and name.startswith(prefixes))}
+
+    def _allow_all(self, registry: Registry[Any], named: tuple[str, ...], section: Mapping[str, Any], where: str) -> None:
+        """Refuse a section whose name, or that of a section inside it, is not allowed: both may be imported."""
+        self._allow(registry, named, section.get("name"), where)
+        if registry.shipped(str(section.get("name"))):  # what is inside another's is its own business
+            for place, kind, name in _inside(section, where, registry):
+                self._allow(kind, named, name, place)
+
     def _allow(self, registry: Registry[Any], named: tuple[str, ...], name: Any, where: str) -> None:
         if name in named or (not named and isinstance(name, str) and registry.shipped(name)):
             return
         allowed = f"it names {', '.join(named)}" if named else "it names none, so all that this project ships are"
         raise RefusedError(f"{where}.name: '{name}' is not among the {registry.kind}s of this site's policy ({allowed})")
+
+
+def _inside(section: Mapping[str, Any], where: str, registry: Registry[Any]) -> Iterator[tuple[str, Registry[Any], Any]]:
+    """The names that the sections inside a section give: the dotted key, what kind of thing it names, and the name."""
+    for key, item in section.items():
+        kind = AUXILIARY if key == "auxiliary" else registry
+        for place, one in enumerate(item) if isinstance(item, list | tuple) else [("", item)]:
+            path = f"{where}.{key}" + (f"[{place}]" if place != "" else "")
+            if isinstance(one, Mapping) and "name" in one:
+                yield path, kind, one["name"]
+                yield from _inside(one, path, kind)
+            elif kind is AUXILIARY:
+                yield path, kind, one
 
 
 def _names(text: str) -> tuple[str, ...]:

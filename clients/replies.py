@@ -97,9 +97,12 @@ def check_record(
             )
 
 
-def read_names(content: RecordDict) -> tuple[str, ...]:
-    """The names of its classes that a site enrols with, in the order of their numbers; none if it says none. ReplyError."""
-    names = content.config_records.get(CLASSES, ConfigRecord()).get("names", [])
+def read_names(content: RecordDict, key: str = "names") -> tuple[str, ...]:
+    """The names of its classes that a site enrols with, in the order of their numbers; none if it says none. ReplyError.
+
+    `key`: names, or `things`, which say of numbers what they stand for, too.
+    """
+    names = content.config_records.get(CLASSES, ConfigRecord()).get(key, [])
     if not isinstance(names, list) or len(names) > MOST_CLASSES or not all(isinstance(one, str) for one in names):
         raise ReplyError(f"its record '{CLASSES}' holds no list of at most {MOST_CLASSES} names")
     return tuple(str(name)[:MOST_NAME] for name in names)

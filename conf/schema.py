@@ -95,6 +95,7 @@ class TrainingConfig:
     """What a site does in a round. SGD, as in the papers."""
 
     epochs: int = value(1, "passes over the site's images per round", low=1)
+    steps: int = value(0, "steps per round instead of whole passes; 0: passes", low=0)
     batch: int = value(32, "images per step", low=1, high=2**31)
     rate: float = value(0.03, "learning rate at the start", low=0.0)
     momentum: float = value(0.9, "momentum", low=0.0, high=1.0)

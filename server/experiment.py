@@ -114,8 +114,8 @@ def work(grid: Grid, config: Config, folder: RunFolder, listener: Listener) -> d
                 for mode in config.baselines:
                     rows, there = _run_baseline(with_mode(config, mode), method, federation, listener)
                     summary["accuracy"] |= rows
-                    if there and "at_sites" in summary:
-                        summary["at_sites"] |= there
+                    for key, more in there.items():
+                        summary[key] = {**summary.get(key, {}), **more}
             summary["status"] = "finished"
         except Exception as error:
             summary |= {"status": "failed", "error": plain(f"{type(error).__name__}: {error}")[:MOST_TOLD]}
@@ -144,11 +144,12 @@ def _untouched(ledger: Ledger, folder: RunFolder) -> bool:
 
 
 Rows = dict[str, dict[str, float]]
+BY_METHOD = ("at_sites", "recombination")  # what a summary says of every method
 
 
-def _run_baseline(config: Config, main: Method, federation: Federation, listener: Listener) -> tuple[Rows, Rows]:
+def _run_baseline(config: Config, main: Method, federation: Federation, listener: Listener) -> tuple[Rows, dict[str, Any]]:
     """Run a baseline into a folder of its own; the accuracy of its aggregate under the name of its mode, and of further
-    networks that are no site's (without an aggregate: the mean of the sites' own); and what it gives the sites."""
+    networks that are no site's (without an aggregate: the mean of the sites' own); and what of it stands BY_METHOD."""
     mode = config.objective["mode"]
     with main.beside(config, f"baselines/{mode}") as method:
         method.train(federation, listener)
@@ -157,7 +158,7 @@ def _run_baseline(config: Config, main: Method, federation: Federation, listener
         method.folder.write_summary({**head(config, method.ledger), **found})
         method.ledger.note("finished", {"files": method.folder.results()})
     sites = {site.name for site in roster(config)}
-    there = found.get("at_sites", {})
+    there = {key: found[key] for key in BY_METHOD if key in found}
     shared = [name for name in found["accuracy"] if name not in sites]
     if shared:
         rows = {f"{mode}: {name}" if place else mode: found["accuracy"][name] for place, name in enumerate(shared)}

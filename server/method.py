@@ -175,6 +175,7 @@ class Method:
             "checks": checks,
             "traces": {one.where: one.why for one in aggregation.residue()},
             **self._of_different_networks(),
+            **aggregation.strategy.facts(aggregation.view()),
             **found.facts,
         }
 

@@ -15,7 +15,7 @@ from clients.data.sources import Positions
 from clients.data.splits import Selection, Split, at_most, labels, of_classes, split
 from clients.data.transforms import render
 from clients.data.variants import Variant, check_shared, label, variant
-from clients.randomness import generator
+from clients.randomness import generator, torch_generator
 from conf.errors import UserError
 from conf.once import once
 from conf.schema import Config, DataConfig, PartitionConfig, SiteConfig
@@ -95,9 +95,14 @@ def test_images(config: Config, spec: SiteConfig) -> Images:
 
 
 def own_images(config: Config, site: Site, split: str) -> Images:
-    """The site's part of its variant's validation or test images: the parts of all its sites are the variant's images."""
+    """The site's part of its variant's validation or test images, in an order of chance: a batch is then a random draw.
+
+    The parts of all its sites are the variant's images.
+    """
     whole = {"validation": validation_images, "test": test_images}[split](config, site.spec)
-    return Images(whole.x[site.part :: site.parts], whole.y[site.part :: site.parts])
+    x, y = whole.x[site.part :: site.parts], whole.y[site.part :: site.parts]
+    order = torch.randperm(len(y), generator=torch_generator(config.seed, site.name, split, "order"))
+    return Images(x[order], y[order])
 
 
 test_images.__test__ = False  # type: ignore[attr-defined]  # not one of pytest's

@@ -2,6 +2,7 @@
 
 from clients.networks.architecture import Architecture, Model, architecture_of, common_architecture
 from clients.networks.base import NETWORKS, Network, NetworkSpec, initialise, parameter_count
+from clients.networks.convnet import Convnet
 from clients.networks.exits import ExitNetwork
 from clients.networks.head_view import HeadView
 from clients.networks.named import NetworkName, load_network, parse_name, save_network
@@ -9,11 +10,13 @@ from clients.networks.own import OwnNetwork
 from clients.networks.plain import Conv6, Vgg16
 from clients.networks.residual import WideResnet
 from clients.networks.small import Lenet, Mlp
+from clients.networks.split import Split, split_points
 
 __all__ = [
     "NETWORKS",
     "Architecture",
     "Conv6",
+    "Convnet",
     "ExitNetwork",
     "HeadView",
     "Lenet",
@@ -23,6 +26,7 @@ __all__ = [
     "NetworkName",
     "NetworkSpec",
     "OwnNetwork",
+    "Split",
     "Vgg16",
     "WideResnet",
     "architecture_of",
@@ -32,4 +36,5 @@ __all__ = [
     "parameter_count",
     "parse_name",
     "save_network",
+    "split_points",
 ]

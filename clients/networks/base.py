@@ -35,8 +35,15 @@ class NetworkSpec(ABC):
     def build(self, channels: int, size: int, classes: int) -> Network:
         """The network for [n, channels, size, size] images; raises UserError if the options do not fit."""
 
+    @property
+    def constants(self) -> bool:
+        """Whether its modules may hold constants, which a network that is built without memory would lose."""
+        return False
+
     def empty(self, channels: int, size: int, classes: int) -> Network:
         """The same with undefined weights, built without memory first so that no random numbers are drawn."""
+        if self.constants:
+            return self.build(channels, size, classes)
         try:
             with torch.device("meta"):
                 network = self.build(channels, size, classes)
@@ -97,7 +104,7 @@ def initialise(network: nn.Module, generator: torch.Generator) -> None:
             nn.init.uniform_(module.weight, -bound, bound, generator=generator)
             if module.bias is not None:
                 nn.init.uniform_(module.bias, -bound, bound, generator=generator)
-        elif isinstance(module, nn.GroupNorm | nn.BatchNorm1d | nn.BatchNorm2d):
+        elif isinstance(module, nn.GroupNorm | nn.BatchNorm1d | nn.BatchNorm2d | nn.InstanceNorm2d):
             module.reset_parameters()
     for module in network.modules():
         if isinstance(module, Starting):

@@ -17,14 +17,26 @@ def _batch(width: int, groups: int, affine: bool) -> list[nn.Module]:
     return [nn.BatchNorm2d(width, affine=affine)]
 
 
+def _layer(width: int, groups: int, affine: bool) -> list[nn.Module]:
+    return [nn.GroupNorm(1, width, affine=affine)]
+
+
+def _instance(width: int, groups: int, affine: bool) -> list[nn.Module]:
+    return [nn.InstanceNorm2d(width, affine=affine)]
+
+
 def _none(width: int, groups: int, affine: bool) -> list[nn.Module]:
     return []
 
 
-NORMS: dict[str, Callable[[int, int, bool], list[nn.Module]]] = {"group": _group, "batch": _batch, "none": _none}
+NORMS: dict[str, Callable[[int, int, bool], list[nn.Module]]] = {
+    "group": _group, "batch": _batch, "layer": _layer, "instance": _instance, "none": _none
+}  # fmt: skip
 DIVISOR = 8  # of scaled widths: processors multiply vectors of so many channels
 WIDTH_HELP = "all widths are multiplied by this and, unless it is 1, rounded to multiples of 8, at least 8"
-NORM_HELP = "what follows a convolution: GroupNorm, BatchNorm or nothing"
+NORM_HELP = (
+    "what follows a convolution: GroupNorm, BatchNorm, LayerNorm (of channels and places together), InstanceNorm or nothing"
+)
 
 
 def norm_layers(norm: str, width: int, groups: int, affine: bool = True) -> list[nn.Module]:

@@ -36,9 +36,10 @@ class OwnSpec(NetworkSpec):
         """The network for [n, channels, size, size] images; raises UserError for a module that cannot be fitted."""
         return OwnNetwork(self, channels, size, classes)
 
-    def empty(self, channels: int, size: int, classes: int) -> Network:
-        """As `build`: other people's modules may hold constants, which would be lost in a network without memory."""
-        return self.build(channels, size, classes)
+    @property
+    def constants(self) -> bool:
+        """Other people's modules may hold some."""
+        return True
 
     def module(self, channels: int, size: int, classes: int) -> nn.Module:
         """The user's module as it is made."""

@@ -3,6 +3,7 @@
 from clients.data import Images, to_float
 from clients.messages import MEAN, MODEL, ROUND, SITE, TRAIN
 from clients.objectives.base import OBJECTIVES, Answer, Objective, Session, Task, objective_of
+from clients.objectives.components import AUXILIARY, Auxiliary, Components
 from clients.objectives.depthfl import DepthFL
 from clients.objectives.fedproto import FedProto
 from clients.objectives.heterofl import HeteroFL
@@ -14,6 +15,7 @@ from conf.typed import value
 from fusion.exact import State
 
 __all__ = [
+    "AUXILIARY",
     "MEAN",
     "MODEL",
     "OBJECTIVES",
@@ -21,6 +23,8 @@ __all__ = [
     "SITE",
     "TRAIN",
     "Answer",
+    "Auxiliary",
+    "Components",
     "DepthFL",
     "FedProto",
     "HeteroFL",

@@ -2,7 +2,7 @@
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,13 +20,19 @@ from conf.typed import value
 from fusion.exact import State
 
 
+def nothing_held_out(split: str) -> Images:
+    """No images of any split."""
+    raise UserError(f"{split}: this site has no such images")
+
+
 @dataclass
 class Task:
     """All that a site has at hand in one round.
 
     `members` is the number of sites in the aggregate. `network` is on the device to train on, its weights still to be
     loaded. `incoming` are the records that the server sent, `stored` reads the site's own state after the round before.
-    `generator` is for the objective's own random choices.
+    `generator` is for the objective's own random choices. `held_out` gives the site's own images that it does not train on:
+    those of "validation" or "test".
     """
 
     config: Config
@@ -37,6 +43,7 @@ class Task:
     incoming: dict[str, State]
     stored: Callable[[], State | None]
     generator: torch.Generator
+    held_out: Callable[[str], Images] = nothing_held_out
 
     @functools.cached_property
     def own(self) -> State | None:
@@ -63,6 +70,10 @@ class Session(ABC):
     @abstractmethod
     def parameters(self) -> list[nn.Parameter]:
         """What the optimiser moves."""
+
+    def stages(self) -> Sequence[tuple[float, list[nn.Parameter]]]:
+        """One after the other, until which share of the round's steps, and what the optimiser moves until then."""
+        return [(1.0, self.parameters())]
 
     @abstractmethod
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:

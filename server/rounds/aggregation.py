@@ -28,6 +28,9 @@ class Nobody:
     def ask(self, kind: str, run: Run, sites: Sequence[Site], content: Any, expected: Any) -> Iterator[Reply]:
         raise UserError(f"'{kind}': sites can be asked in a round only")
 
+    def class_names(self, sites: Sequence[Site]) -> dict[str, tuple[str, ...]]:
+        return {}
+
     def bounds(self, site: Site) -> Bounds:
         return Bounds()
 

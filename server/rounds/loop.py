@@ -143,6 +143,10 @@ class RoundLoop:
         """All sites' replies."""
         return self.questions.ask(kind, run.number, run.site_round, sites, content, expected, trained=run.trained)
 
+    def class_names(self, sites: Sequence[Site]) -> dict[str, tuple[str, ...]]:
+        """By site, the names of its classes; those that did not enrol are left out."""
+        return self.questions.class_names(sites)
+
     def bounds(self, site: Site) -> Bounds:
         """How large what the site sends may be."""
         return self.questions.bounds(site)

@@ -6,7 +6,7 @@ from typing import Any
 
 from flwr.app import ArrayRecord, RecordDict
 
-from clients.data import site_sizes
+from clients.data import class_things, site_sizes
 from clients.messages import (
     CONFIG,
     ENROL,
@@ -97,10 +97,21 @@ class Questions:
 
     def enrol(self, sites: Sequence[Site]) -> list[Site]:
         """Where the server has no data: hear from sites that have not said so how many images they have; those that fit."""
+        self._hear(sites)
+        return self.fitting(sites)
+
+    def class_names(self, sites: Sequence[Site]) -> dict[str, tuple[str, ...]]:
+        """The names of their classes, by the configuration, or where the server has no data as the sites say."""
+        if self._has_data:
+            return {site.name: class_things(site.spec) for site in sites}
+        self._hear(sites)
+        asked = {site.name for site in sites}
+        return {site: names for site, names in self._roll.names().items() if site in asked}
+
+    def _hear(self, sites: Sequence[Site]) -> None:
         new = [site for site in sites if not (self._has_data or self._roll.has(site.name))]
         for reply in self.ask(ENROL, 1, 1, new, {}):
             self._roll.take(reply)
-        return self.fitting(sites)
 
     def fitting(self, sites: Sequence[Site]) -> list[Site]:
         """The sites that fit. Where all share their outputs, one whose classes bear other names than at most of the sites

@@ -18,6 +18,7 @@ class Roll:
 
     _sizes: dict[str, int] = field(default_factory=dict)
     _names: dict[int, tuple[str, tuple[str, ...]]] = field(default_factory=dict)  # by the site's place
+    _things: dict[str, tuple[str, ...]] = field(default_factory=dict)  # what the classes of each site are
     _faults: dict[str, str] = field(default_factory=dict)  # why a site that was asked has not enrolled
 
     def has(self, site: str) -> bool:
@@ -27,10 +28,11 @@ class Roll:
     def take(self, reply: Reply) -> None:
         """Enter a site by its answer, or keep why it cannot be."""
         try:
-            images, names = _read(reply)
+            images, names, things = _read(reply)
         except ReplyError as error:
             self._faults[reply.site.name] = str(error)
             return
+        self._things[reply.site.name] = things
         self._sizes[reply.site.name], self._names[reply.site.index] = images, (reply.site.name, names)
 
     def images(self, site: str) -> int:
@@ -38,6 +40,10 @@ class Roll:
         if site not in self._sizes:
             raise ReplyError(f"it did not enrol: {self._faults.get(site, 'it was not asked yet')}")
         return self._sizes[site]
+
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """What the classes of each site are, as it said; none where it did not."""
+        return dict(self._things)
 
     def unlike(self) -> dict[str, str]:
         """The sites whose classes bear other names than at most of the sites (of equally many: at the first), and why."""
@@ -53,10 +59,10 @@ class Roll:
         return found
 
 
-def _read(reply: Reply) -> tuple[int, tuple[str, ...]]:
+def _read(reply: Reply) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
     if reply.content is None:
         raise ReplyError(reply.reason)
     images = (reply.content.metric_records.get(METRICS) or {}).get("samples")
     if not isinstance(images, int) or not 1 <= images <= MOST_IMAGES:
         raise ReplyError(f"it names no number of images from 1 to {MOST_IMAGES}")
-    return images, read_names(reply.content)
+    return images, read_names(reply.content), read_names(reply.content, "things")

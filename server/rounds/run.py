@@ -40,6 +40,7 @@ class Expected:
     slot: str = ""
     mean: str = ""
     bounded: bool = True
+    whole: bool = True
     check: Callable[[State], None] = lambda record: None
 
 
@@ -77,6 +78,10 @@ class Exchange(Protocol):
         """How large what the site sends may be."""
         ...
 
+    def class_names(self, sites: Sequence[Site]) -> dict[str, tuple[str, ...]]:
+        """By site, the names of its classes 0, 1, ...; none if they are numbers. Without sites that did not enrol."""
+        ...
+
     def replied(self, site: Site, reason: str) -> None:
         """Tell how a site's reply fared; `reason`: why it was dropped."""
         ...
@@ -101,6 +106,10 @@ class Run(View):
     def rng(self, purpose: str) -> np.random.Generator:
         """NumPy's generator for this round and purpose: the same whenever the round is repeated."""
         return generator(self.config.seed, purpose, str(self.number))
+
+    def class_names(self, sites: Sequence[Site]) -> dict[str, tuple[str, ...]]:
+        """By site, the names of its classes 0, 1, ... as the site says them; none if they are numbers."""
+        return self._exchange.class_names(sites)
 
     def ask(
         self, kind: str, content: Content, expected: Mapping[str, Expected] | Callable[[Site], Mapping[str, Expected]],
@@ -222,6 +231,9 @@ class Run(View):
         for record, one in expected.items():
             integers = None if one.like is not None else False
             like = self._like(one, site)
+            if not one.whole:
+                records.setdefault(record, {})
+                like = {name: tensor for name, tensor in like.items() if name in records[record]}
             check_record(record, records.get(record), like, integers)
             bounds.check(record, records[record], like, change=one.bounded)
             exact[record] = quantise(records[record], self.bits)

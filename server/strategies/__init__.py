@@ -10,6 +10,7 @@ from server.rounds.view import Models, View
 from server.strategies.arithmetic import ArithmeticStrategy
 from server.strategies.base import STRATEGIES, Residue, Strategy, slots_of, strategy_of
 from server.strategies.cla_ot import ClaOt
+from server.strategies.components import HeadTransfer
 from server.strategies.depthfl import DepthFL
 from server.strategies.exclusive import Alone, Exclusive
 from server.strategies.feddf import FedDF
@@ -38,6 +39,7 @@ __all__ = [
     "FedDF",
     "FedProto",
     "FedRolex",
+    "HeadTransfer",
     "HeteroFL",
     "InCo",
     "Model",

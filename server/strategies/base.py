@@ -9,6 +9,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -79,6 +80,10 @@ class Strategy(ABC):
             return ()  # nothing was trained yet
         why = "they come from rounds in which the forgotten sites took part; subtraction does not change them"
         return (Residue("the other sites' contributions, and what is kept beside the sums", why),)
+
+    def facts(self, view: View) -> Mapping[str, Any]:
+        """What else the summary says of the run, by key."""
+        return {}
 
     def schedule(self, config: Config) -> Schedule:
         """Who takes part when."""

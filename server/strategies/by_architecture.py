@@ -161,6 +161,11 @@ def _rounded(state: State, bits: int) -> State:
     return cast(dequantise(quantise(state, bits), bits), state)
 
 
+def representable(state: State, bits: int) -> State:
+    """A state as exact sums have it: in units of 2**-bits."""
+    return cast(dequantise(quantise(state, bits), bits), state)
+
+
 def cast(state: State, like: Mapping[str, object]) -> State:
     """A mean with the types of a network's tensors: counters are rounded."""
     types = {name: tensor.dtype for name, tensor in like.items()}  # pyright: ignore[reportAttributeAccessIssue]

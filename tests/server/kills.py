@@ -53,15 +53,20 @@ def begun(config: Config, trap: tuple[str, int] | None = None) -> BaseProcess:
 
 def results(path: Path) -> dict[str, Any]:
     """What a run leaves, but for times: metrics, summary, the ledger's rows, the bits of all states."""
-    without = {"seconds"}
     lines = [json.loads(line) for line in (path / METRICS).read_text().splitlines()]
     with Ledger.open(path, server=False) as ledger:
         rounds = [dataclasses.replace(row, time="") for row in ledger.rounds()]
         latest = ledger.all_latest()
     summary = json.loads((path / SUMMARY).read_text())
-    found = {"summary": summary, **{f"round {line['round']}": line for line in lines}}
-    plain = {name: {key: item for key, item in one.items() if key not in without} for name, one in found.items()}
-    return {**plain, "lines": len(lines), "rounds": rounds, "latest": latest, "states": files(path / "states")}
+    found = _timeless({"summary": summary, **{f"round {line['round']}": line for line in lines}})
+    return {**found, "lines": len(lines), "rounds": rounds, "latest": latest, "states": files(path / "states")}
+
+
+def _timeless(told: Any) -> Any:
+    """The same without seconds."""
+    if not isinstance(told, dict):
+        return told
+    return {key: _timeless(item) for key, item in told.items() if key != "seconds"}
 
 
 def last_round(config: Config) -> int | None:

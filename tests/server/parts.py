@@ -13,6 +13,7 @@ from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from clients.app import app
+from clients.data import class_things
 from clients.messages import METRICS, TRAIN, Order, read_order, to_arrays
 from clients.objectives.modes import EXTRACTOR, mode_of
 from clients.randomness import torch_generator
@@ -186,6 +187,9 @@ class Given:
     def ask(self, kind: str, run: Any, sites: Any, content: Any, expected: Any) -> Iterator[Reply]:
         self.sent = self.sent or dict(content)
         yield from self.replies
+
+    def class_names(self, sites: Any) -> dict[str, tuple[str, ...]]:
+        return {site.name: class_things(site.spec) for site in sites}
 
     def bounds(self, site: Site) -> Bounds:
         return self.limits

@@ -94,6 +94,27 @@ def test_killed_at_the_worst_moments_and_resumed_it_ends_with_the_same_bits(tmp_
     assert check(folder(config)) == []
 
 
+DIFFERENT = "[{name: mlp, widths: [6, 4]}, {name: mlp, widths: [6, 6, 4]}]"
+
+
+@pytest.mark.parametrize(("words", "trap"), [
+    (["strategy={name: cla_ot, start: own, server: {steps: 2}}", "objective={name: heterogeneous}"], ("blob", 7)),
+    (["strategy={name: heterofl}", "objective={name: heterofl}"], ("before commit", 4)),
+    (["strategy={name: fedproto}", "objective={name: fedproto}"], ("blob", 5)),
+], ids=["cla_ot", "heterofl", "fedproto"])  # fmt: skip
+def test_sites_with_networks_of_their_own_killed_and_resumed_end_with_the_same_bits(tmp_path: Path, words, trap):
+    sites = f"sites=[{{domain: digits, count: 3, samples: 40, networks: {DIFFERENT}}}]"
+    options = [sites, "network={name: mlp, widths: [6, 6, 4]}", "rounds=3", *words]
+    whole, killed = (configured(tmp_path / name, *options) for name in ("whole", "killed"))
+    ended(begun(whole))
+    process = begun(killed, trap)
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL and last_round(killed) in (1, 2)
+    sound(killed)
+    ended(begun(killed))
+    assert results(folder(killed)) == results(folder(whole))
+
+
 def test_a_request_whose_server_is_killed_again_and_again_ends_as_if_it_had_not(tmp_path: Path):
     """Killed within going back, subtracting, training, repairing and retraining, one commit later each time."""
     folders = []

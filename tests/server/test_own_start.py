@@ -20,13 +20,15 @@ from fusion.settings import FusionSettings
 from server.experiment import check, run_experiment
 from server.strategies.architectures import groups_of, reference_of
 from server.strategies.base import strategy_of as any_strategy_of
+from server.strategies.by_architecture import kept
 from server.strategies.cla_ot import ClaOt
 from server.strategies.in_parts import REFERENCE
 from server.strategies.own_start import PART, Apart, fused_apart, part_of
+from sims.benchmarks.soak_replies import RAISES
 from sims.engines.adapter import store_folder
 from sims.engines.inline import InlineGrid
 from tests.server.arithmetics import one_core, same
-from tests.server.parts import Recorder
+from tests.server.parts import Recorder, WatchedApp, set_up
 from tests.server.runs import copied, method_of
 
 SHALLOW, DEEP = "mlp-16-8", "mlp-16-16-8"
@@ -115,6 +117,22 @@ def test_later_rounds_go_on_in_the_common_basis(tmp_path):
         whole = view.kept(REFERENCE)
         assert all(same(model.state, parts[name].taken(whole))
                    for name, model in method.aggregation.models().items() if name in parts)  # fmt: skip
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_site_that_is_missing_when_all_are_fused_joins_the_next_round(tmp_path, place):
+    """Where it trains the part that its architecture got, not a network of its own."""
+    config = configured(tmp_path, "rounds=2", "training.epochs=1")
+    played = set_up(config, WatchedApp(RAISES, place=place, rounds=[1]))
+    name = f"site-000{place}"
+    assert list(played.loop.one(1)["dropped"]) == [name] and played.aggregate.view().last_put(name) == 0
+    group = next(group for group in groups_of(config) if name in group.sites)
+    sent = played.aggregate.view().kept(kept(group.name))
+    assert played.loop.one(2)["dropped"] == {}
+    view = played.aggregate.view()
+    assert {view.last_put(site.name) for site in view.sites} == {2} and all(played.aggregate.checks()[0].values())
+    trained = view.contribution(group.name, name)
+    assert 0 < max(float((trained[key] - tensor).abs().max()) for key, tensor in sent.items()) < 1.0
 
 
 def test_one_network_fused_alone_is_itself(done):

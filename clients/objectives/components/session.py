@@ -1,0 +1,145 @@
+"""A site at work on its own extractor and head, and on the auxiliary heads that all share."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from clients.initial import initial_state
+from clients.messages import MEAN, SITE
+from clients.networks import Architecture, architecture_of
+from clients.objectives.base import Task
+from clients.objectives.components.auxiliary import Auxiliary, Batch, Layer
+from clients.objectives.components.sharing import HEAD, Sharing
+from clients.objectives.plain import PlainSession, state_of
+from fusion.exact import State
+
+AUXILIARY_HEADS = "auxiliary"  # the record of auxiliary heads, down and up: names are those of tasks and tensors
+COMMON = "common"  # down: of each output of the site's network the number of its class among the common ones, or -1
+FROZEN = "frozen"  # down: the auxiliary heads are not to be trained
+NUMBER = "number"  # in COMMON: how many common classes there are
+
+
+class SharedParts(PlainSession):
+    """The site's own network, with what the server averages put in; nothing but that part goes to the server."""
+
+    def __init__(self, task: Task, sharing: Sharing, alike: bool = False) -> None:
+        self.sharing, self.alike = sharing, alike
+        super().__init__(task)
+
+    def start(self) -> State:
+        """The site's own state, or its first one; over it what the server sent."""
+        return {**(self.task.own or self.first()), **self.task.incoming.get(MEAN, {})}
+
+    def first(self) -> State:
+        """As the site's name draws it; as for all others (`alike`), or only the parts that methods start alike with."""
+        config, site = self.task.config, self.task.site
+        shared = initial_state(config, site=site)
+        if self.alike:
+            return shared
+        common = {name: one for name, one in shared.items() if self.sharing.common and name.startswith(self.sharing.common)}
+        return {**initial_state(config, site.name, site), **common}
+
+    def stages(self) -> Sequence[tuple[float, list[nn.Parameter]]]:
+        return [(end, [one for name, one in self.weights().items() if name.startswith(prefixes)])
+                for end, prefixes in self.sharing.stages]  # fmt: skip
+
+    def contribution(self) -> dict[str, State]:
+        return {SITE: self.sharing.part(state_of(self.network))} if self.sharing.averaged else {}
+
+    def own(self) -> State | None:
+        return state_of(self.network)
+
+
+class CompatibleSession(SharedParts):
+    """The same with auxiliary heads (Eq. 1 and 2), and with a task head that is held near the first of them."""
+
+    def __init__(self, task: Task, sharing: Sharing, alike: bool, tasks: Mapping[str, Auxiliary], pull: float) -> None:
+        super().__init__(task, sharing, alike)
+        self.tasks, self.pull = tasks, pull
+        given = {name: tensor.to(task.device) for name, tensor in task.incoming.get(AUXILIARY_HEADS, {}).items()}
+        common = task.incoming.get(COMMON, {})
+        nothing = torch.full((self.outputs.stop,), -1)
+        self.common = common.get(COMMON, nothing).to(task.device)
+        self.frozen = FROZEN in task.incoming
+        own = architecture_of(task.config, task.site)
+        self.heads = {name: head_of(own, one.outputs(int(common[NUMBER]))).to(task.device).train()
+                      for name, one in tasks.items()}  # fmt: skip
+        for name, head in self.heads.items():
+            head.load_state_dict(of(given, f"{name}."))
+        self.near = self._near(given, own) if tasks and pull else {}
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        """The site's network and, unless they are frozen, its copies of the auxiliary heads."""
+        heads = {} if self.frozen else self.heads
+        copies = {
+            f"{AUXILIARY_HEADS}.{name}.{key}": one for name, head in heads.items() for key, one in head.named_parameters()
+        }
+        return {**self.parts, **copies}
+
+    def stages(self) -> Sequence[tuple[float, list[nn.Parameter]]]:
+        return [(1.0, self.parameters())]
+
+    def draw(self) -> tuple[State, ...]:
+        images = self.task.config.training.batch
+        return tuple(one.draw(self.task.generator, images) for one in self.tasks.values())
+
+    def loss_of(self, weights: Mapping[str, Tensor], drawn: tuple[State, ...], images: Tensor, labels: Tensor) -> Tensor:
+        extract = self._layer(self.network.extractor, weights, "extractor.")
+        features = extract(images)
+        scores = self._layer(self.network.head, weights, HEAD)(features)
+        loss = F.cross_entropy(scores[:, self.outputs], labels)
+        batch = Batch(images, features, self.common[labels + self.outputs.start])
+        for (name, one), random in zip(self.tasks.items(), drawn, strict=True):
+            head = self._layer(self.heads[name], weights, f"{AUXILIARY_HEADS}.{name}.")
+            loss = loss + one.weight * one.loss(extract, head, batch, random)
+        for name, (rows, goal) in self.near.items():
+            weight = weights[name] if rows is None else weights[name][rows]
+            loss = loss + self.pull * (weight - goal).square().sum()
+        return loss
+
+    def contribution(self) -> dict[str, State]:
+        if self.frozen or not self.tasks:
+            return {}
+        return {AUXILIARY_HEADS: {f"{name}.{key}": one for name, head in self.heads.items()
+                                  for key, one in state_of(head).items()}}  # fmt: skip
+
+    def _layer(self, module: nn.Module, weights: Mapping[str, Tensor], prefix: str) -> Layer:
+        """A part of the network at these weights, or as it is if they are its own."""
+        mine = of(weights, prefix)
+        if all(mine.get(name, one) is one for name, one in module.named_parameters()):
+            return module
+        return lambda images: functional_call(module, mine, (images,))
+
+    def _near(self, given: State, own: Architecture) -> dict[str, tuple[Tensor | None, Tensor]]:
+        """By name of a weight of the task head, which rows of it (None: all) are held near which values: the layers below
+        the classes near the first auxiliary head's and, if that is of the common classes, these classes' own rows."""
+        name, first = next(iter(self.tasks.items()))
+        by_class, near = class_tensors(own), dict[str, tuple[Tensor | None, Tensor]]()
+        rows = (self.common >= 0).nonzero()[:, 0]
+        for key, _ in self.network.head.named_parameters():
+            goal = given[f"{name}.{key}"]
+            if key not in by_class:
+                near[HEAD + key] = None, goal
+            elif first.supervised:
+                near[HEAD + key] = rows, goal[self.common[rows]]
+        return near
+
+
+def head_of(architecture: Architecture, outputs: int) -> nn.Module:
+    """A head as the architecture's, of so many outputs, its weights undefined."""
+    return replace(architecture, classes=outputs).build().head
+
+
+def class_tensors(architecture: Architecture) -> set[str]:
+    """The names of the head's tensors that have a row for each class."""
+    heads = [head_of(architecture, architecture.classes + more).state_dict() for more in (0, 1)]
+    return {name for name, tensor in heads[0].items() if tensor.shape != heads[1][name].shape}
+
+
+def of(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors below a prefix, by the rest of their names."""
+    return {name[len(prefix) :]: tensor for name, tensor in state.items() if name.startswith(prefix)}

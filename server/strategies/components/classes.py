@@ -1,0 +1,80 @@
+"""Which classes sites have in common: by the names that they give when they enrol, never by their data."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from clients.networks import architecture_of
+from conf.errors import UserError
+from conf.schema import Config
+from conf.sites import Site
+from fusion.exact import State
+
+NAMES = "classes"  # kept: of every common class its name, as code points
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """Of each output of every site's network the name of its class; None for those of which the site has no images."""
+
+    names: Mapping[str, Sequence[str | None]]
+
+    @staticmethod
+    def of(
+        config: Config, sites: Sequence[Site], said: Mapping[str, Sequence[str]], alike: Sequence[Sequence[str]]
+    ) -> "Kinds":
+        """`said`: by site the names of its classes 0, 1, ...; none: numbers. `alike`: names that stand for one class."""
+        one_name = {name: group[0] for group in alike for name in group}
+        return Kinds({site.name: _named(config, site, said[site.name], one_name) for site in sites if site.name in said})
+
+    def common(self) -> list[str]:
+        """The names that all sites have, in the order of the first one."""
+        each = list(self.names.values())
+        if not each:
+            return []
+        everywhere = set.intersection(*(set(names) for names in each)) - {None}
+        return [name for name in dict.fromkeys(each[0]) if name is not None and name in everywhere]
+
+    def places(self, site: str, known: Sequence[str]) -> torch.Tensor:
+        """int64 [outputs]: of each output of a site's network the place of its class among these names, -1 for others."""
+        return torch.tensor([known.index(name) if name in known else -1 for name in self.names[site]])
+
+    def all(self) -> list[str]:
+        """All names, each once."""
+        return list(dict.fromkeys(name for names in self.names.values() for name in names if name is not None))
+
+
+def _named(config: Config, site: Site, said: Sequence[str], one_name: Mapping[str, str]) -> list[str | None]:
+    spec, outputs = site.spec, architecture_of(config, site).classes
+    has = sorted(set(spec.classes)) if spec.classes else list(range(outputs))
+    if spec.classes and spec.relabel:
+        names: list[str | None] = [said[k] if k < len(said) else str(has[k]) for k in range(len(has))]
+    else:
+        names = [(said[k] if k < len(said) else str(k)) if k in has else None for k in range(outputs)]
+    names += [None] * (outputs - len(names))
+    return [one_name.get(name, name) if name is not None else None for name in names]
+
+
+def encoded(names: Sequence[str]) -> State:
+    """Names as tensors, which alone can be kept."""
+    return {f"{place:05d}": torch.tensor([ord(letter) for letter in name]) for place, name in enumerate(names)}
+
+
+def decoded(state: State) -> list[str]:
+    """The names of `encoded`."""
+    return ["".join(chr(code) for code in state[key].tolist()) for key in sorted(state)]
+
+
+def check_alike(alike: Sequence[object]) -> None:
+    """UserError unless these are lists of at least two names, each named once."""
+    seen: set[str] = set()
+    for place, group in enumerate(alike):
+        where = f"strategy.alike[{place}]"
+        if not isinstance(group, list) or len(group) < 2 or not all(isinstance(name, str) for name in group):
+            raise UserError(
+                f"{where}: got {group!r}, takes a list of at least two names of classes, such as [car, automobile]"
+            )
+        if twice := next((name for name in group if name in seen), None):
+            raise UserError(f"{where}: '{twice}' is named twice")
+        seen |= set(group)

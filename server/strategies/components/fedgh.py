@@ -1,0 +1,84 @@
+"""FedGH (Yi et al. 2023, Alg. 1): sites tell mean features of their classes; the server trains one head on these."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from clients.messages import MEAN, TRAIN
+from clients.objectives.components.objective import COUNTS, PROTOTYPES, SUMS
+from clients.objectives.components.session import of
+from clients.objectives.components.sharing import HEAD
+from conf.schema import Config
+from conf.typed import value
+from fusion.exact import State
+from server.ledger.declared import Catalogue, Slot
+from server.rounds.run import Expected, Run
+from server.rounds.view import View
+from server.strategies.by_architecture import representable
+from server.strategies.components.recombination import Recombining
+
+GLOBAL = "head"  # kept
+
+
+@dataclass(frozen=True)
+class FedGH(Recombining):
+    """In the place of its head every site is sent the server's, and trains it with its extractor."""
+
+    passes: int = value(10, "of the server over all mean features, each round", low=1)
+
+    def slots(self, config: Config) -> Mapping[str, Slot]:
+        """The sites' mean features, each site's by themselves."""
+        return {PROTOTYPES: Catalogue(), **super().slots(config)}
+
+    def begin(self, run: Run) -> None:
+        """The head as the seed draws it."""
+        head = {name: one for name, one in run.initial(site=run.sites[0]).items() if name.startswith(HEAD)}
+        run.keep(GLOBAL, representable(head, run.bits))
+
+    def train(self, run: Run) -> None:
+        """Send the head; when the sites have trained, ask for their mean features."""
+        trained = []
+        for reply in run.ask(TRAIN, {MEAN: run.kept(GLOBAL)}, {}):
+            self.mark(run, reply.site)
+            trained.append(reply.site)
+        network = run.architecture(run.sites[0]).build().eval()
+        network.load_state_dict(run.initial(site=run.sites[0]))
+        architecture = run.architecture(run.sites[0])
+        with torch.no_grad():
+            features = network.extractor(torch.zeros(1, architecture.channels, architecture.size, architecture.size))[0]
+        like = {SUMS: features.expand(architecture.classes, *features.shape), COUNTS: torch.zeros(architecture.classes)}
+        for reply in run.ask(PROTOTYPES, {}, {PROTOTYPES: Expected(like, bounded=False)}, trained):
+            run.put(PROTOTYPES, reply.site, reply[PROTOTYPES])
+
+    def settle(self, run: Run) -> None:
+        """The head, trained on from where it was on the mean features of all sites that are there."""
+        super().settle(run)
+        if found := [_means(run, site.name) for site in run.sites if run.has(PROTOTYPES, site.name)]:
+            features, labels = (torch.cat(parts) for parts in zip(*found, strict=True))
+            if len(labels):
+                run.keep(GLOBAL, self._trained(run, features, labels))
+
+    def _trained(self, run: Run, features: torch.Tensor, labels: torch.Tensor) -> State:
+        head = run.architecture(run.sites[0]).build().head
+        head.load_state_dict(of(run.kept(GLOBAL), HEAD))
+        training = run.config.training
+        optimiser = torch.optim.SGD(head.train().parameters(), lr=training.rate, momentum=training.momentum)
+        for _ in range(self.passes):
+            optimiser.zero_grad()
+            F.cross_entropy(head(features), labels).backward()
+            optimiser.step()
+        return {HEAD + name: tensor.detach() for name, tensor in head.state_dict().items()}
+
+    def sent(self, view: View) -> State:
+        sites = [site.name for site in view.sites if view.has(PROTOTYPES, site.name)]
+        return view.contribution(PROTOTYPES, sites[0]) if sites else {}
+
+
+def _means(view: View, site: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean features of the classes that a site has, and these classes."""
+    given = view.contribution(PROTOTYPES, site)
+    has = given[COUNTS] > 0
+    counts = given[COUNTS][has].view(-1, *[1] * (given[SUMS].ndim - 1))
+    return given[SUMS][has] / counts, has.nonzero()[:, 0]

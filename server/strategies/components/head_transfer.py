@@ -1,0 +1,166 @@
+"""Compatible components (Gygli et al. 2021): sites share small auxiliary heads; extractors and task heads are their own.
+
+Sites that train against the same auxiliary heads learn features that fit all of these, and with them each other's task
+heads (Sec. 3). Jointly, the auxiliary heads of a round are the mean over the sites (Sec. 3.4); incrementally, those of the
+sites that come first are handed, frozen, to the others.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from clients.data import class_things
+from clients.messages import TRAIN
+from clients.networks import architecture_of, initialise
+from clients.objectives.components.auxiliary import Auxiliary
+from clients.objectives.components.session import AUXILIARY_HEADS, COMMON, FROZEN, NUMBER, head_of
+from clients.objectives.components.sharing import COMPATIBLE
+from clients.randomness import torch_generator
+from conf.errors import UserError
+from conf.schema import Config
+from conf.sites import Site, roster
+from conf.typed import value
+from fusion.exact import State
+from server.evaluate import has_data
+from server.ledger.declared import Slot, Sum
+from server.rounds.run import Expected, Run
+from server.rounds.schedules import Participation, Sampling, Schedule
+from server.rounds.view import View
+from server.strategies.base import STRATEGIES, Strategy
+from server.strategies.by_architecture import cast, counted, representable
+from server.strategies.components.classes import NAMES, Kinds, decoded, encoded
+from server.strategies.components.fedgh import FedGH
+from server.strategies.components.partial import PartialAveraging
+from server.strategies.components.recombination import Recombining, components_of
+
+JOINT, INCREMENTAL = "joint", "incremental"
+HEADS = "heads"  # kept: the auxiliary heads that sites are sent
+MEAN_OF = "auxiliary"  # slot
+
+
+@dataclass(frozen=True)
+class Arrival(Schedule):
+    """The first sites for the first half of the rounds, the others for the second; a site's own rounds count from 1."""
+
+    config: Config
+    first_sites: int
+
+    def length(self, rounds: int) -> int:
+        return 2 * rounds
+
+    def participation(self, round: int, members: Sequence[Site]) -> Participation:
+        late = round > self.config.rounds
+        there = [site for site in members if (site.index >= self.first_sites) == late]
+        number = round - self.config.rounds if late else round
+        return Sampling(self.config).participation(number, there)
+
+
+@STRATEGIES.register("head_transfer")
+@dataclass(frozen=True)
+class HeadTransfer(Recombining):
+    """Averages auxiliary heads, and keeps a catalogue of the components that sites publish. The objective is `components`,
+    whose other modes are other ways to share a part of networks."""
+
+    scheme: str = value(
+        JOINT,
+        "all sites at once; or those that come first, and the others with heads that are frozen",
+        choices=(JOINT, INCREMENTAL),
+    )
+    first_sites: int = value(1, "incremental: how many sites of the roster come first", low=1)
+
+    def at_work(self, config: Config) -> Strategy:
+        """Itself, or what the objective's mode names."""
+        objective = components_of(config)
+        if objective.mode == COMPATIBLE:
+            return self
+        kind = FedGH if objective.sharing.prototypes else PartialAveraging
+        return kind(every=self.every, alike=self.alike)
+
+    def slots(self, config: Config) -> Mapping[str, Slot]:
+        """The sites' copies of the auxiliary heads, each counting once; and the catalogue."""
+        return {MEAN_OF: Sum(), **super().slots(config)}
+
+    def schedule(self, config: Config) -> Schedule:
+        return Arrival(config, self.first_sites) if self.scheme == INCREMENTAL else Sampling(config)
+
+    def check(self, config: Config) -> None:
+        """UserError as for all, for unknown tasks, and for DCC without common classes where that is known."""
+        super().check(config)
+        objective = components_of(config)
+        if self.scheme == INCREMENTAL and self.first_sites >= (count := len(roster(config))):
+            raise UserError(f"strategy.first_sites: got {self.first_sites}, takes fewer than the {count} sites")
+        if objective.same_start and len({architecture_of(config, site) for site in roster(config)}) > 1:
+            raise UserError("objective.same_start: takes one network for all sites; theirs differ")
+        if has_data(config):
+            sites = roster(config)
+            kinds = Kinds.of(config, sites, {site.name: class_things(site.spec) for site in sites}, self.alike)
+            check_common(objective.tasks, kinds.common())
+
+    def begin(self, run: Run) -> None:
+        """Nothing: which classes sites have in common is known when they have enrolled."""
+
+    def train(self, run: Run) -> None:
+        """Every site updates its extractor, its head and, unless they are frozen, its copies of the auxiliary heads."""
+        kinds = self.kinds(run)
+        known, heads = self._common(run, kinds), self._heads(run, kinds)
+        commons = {site.name: {COMMON: kinds.places(site.name, known), NUMBER: torch.tensor(len(known))}
+                   for site in run.participants if site.name in kinds.names}  # fmt: skip
+        frozen = {site.name for site in run.participants if self.scheme == INCREMENTAL and site.index >= self.first_sites}
+
+        def content(site: Site) -> dict[str, State]:
+            mark = {FROZEN: {FROZEN: torch.ones(1)}} if site.name in frozen else {}
+            return {AUXILIARY_HEADS: heads, COMMON: commons[site.name], **mark} if heads else {}
+
+        def expected(site: Site) -> dict[str, Expected]:
+            return {} if site.name in frozen or not heads else {AUXILIARY_HEADS: Expected(heads)}
+
+        for reply in run.ask(TRAIN, content, expected, [site for site in run.participants if site.name in commons]):
+            self.mark(run, reply.site)
+            if expected(reply.site):
+                run.put(MEAN_OF, reply.site, reply[AUXILIARY_HEADS])
+
+    def settle(self, run: Run) -> None:
+        """The auxiliary heads: the mean over the sites that trained them last."""
+        super().settle(run)
+        if run.total(MEAN_OF).addends:
+            run.keep(HEADS, cast(counted(run).mean(MEAN_OF), run.kept(HEADS)))
+
+    def sent(self, view: View) -> State:
+        return view.kept(HEADS) if HEADS in view.slots.keeps() else {}
+
+    def _common(self, run: Run, kinds: Kinds) -> list[str]:
+        """The names of the common classes, as they were when the run began. UserError if a task needs some, and none are."""
+        if NAMES in run.slots.keeps():
+            return decoded(run.kept(NAMES))
+        found = kinds.common()
+        check_common(components_of(run.config).tasks, found)
+        run.keep(NAMES, encoded(found))
+        return found
+
+    def _heads(self, run: Run, kinds: Kinds) -> State:
+        """The auxiliary heads as they are, or drawn from the seed."""
+        if HEADS in run.slots.keeps():
+            return run.kept(HEADS)
+        architecture, heads = run.architecture(run.sites[0]), State()
+        common = len(decoded(run.kept(NAMES)))
+        for name, task in components_of(run.config).tasks.items():
+            head = head_of(architecture, task.outputs(common))
+            initialise(head, torch_generator(run.config.seed, "initialisation", "auxiliary", name))
+            heads |= {f"{name}.{key}": tensor.detach() for key, tensor in head.state_dict().items()}
+        run.keep(HEADS, representable(heads, run.bits) if heads else {})
+        return run.kept(HEADS)
+
+
+def check_common(tasks: Mapping[str, Auxiliary], found: Sequence[str]) -> None:
+    """UserError if a task needs common classes, and there are not two of them."""
+    for name, task in tasks.items():
+        if task.supervised and len(found) < 2:
+            told = f"'{name}' needs classes that all sites have, {_few(found)}"
+            raise UserError(
+                f"objective.auxiliary: {told}; take [rp], or say in strategy.alike which names stand for one class"
+            )
+
+
+def _few(found: Sequence[str]) -> str:
+    return f"and there is one alone ('{found[0]}')" if found else "and there are none"

@@ -1,0 +1,64 @@
+"""Methods that average a part of all sites' networks and leave the rest to them: FedPer, LG-FedAvg, FedRep, FedBABU."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from clients.messages import MEAN, SITE, TRAIN
+from clients.networks import architecture_of
+from clients.objectives.components.sharing import EXTRACTOR, Sharing
+from conf.errors import UserError
+from conf.schema import Config
+from conf.sites import roster
+from fusion.exact import State
+from server.ledger.declared import Slot, Sum
+from server.rounds.run import Expected, Run
+from server.rounds.view import View
+from server.strategies.by_architecture import cast, counted, representable
+from server.strategies.components.recombination import Recombining, components_of
+
+SHARED = "shared"  # slot, and kept: the averaged part
+
+
+@dataclass(frozen=True)
+class PartialAveraging(Recombining):
+    """The mean of one part over the sites, weighted by their images; which part, and in what order a site trains what, says
+    the objective's mode (clients.objectives.components.sharing). Without such a part every site trains alone."""
+
+    def slots(self, config: Config) -> Mapping[str, Slot]:
+        return {SHARED: Sum(weighted=True), **super().slots(config)} if _sharing(config).averaged else super().slots(config)
+
+    def check(self, config: Config) -> None:
+        """UserError as for all, and if extractors are averaged and are not alike."""
+        super().check(config)
+        first = architecture_of(config, roster(config)[0])
+        for site in roster(config):
+            if EXTRACTOR in _sharing(config).averaged and architecture_of(config, site).network != first.network:
+                told = f"objective.mode={components_of(config).mode} averages extractors"
+                raise UserError(f"{told}, and {site.name}'s network is another one than {roster(config)[0].name}'s")
+
+    def begin(self, run: Run) -> None:
+        """The part that is averaged starts as the seed draws it."""
+        part = self.sent(run)
+        run.keep(SHARED, representable(part, run.bits) if part else {})
+
+    def train(self, run: Run) -> None:
+        """Send the mean; put what each site makes of it."""
+        shared = run.kept(SHARED)
+        sent, expected = ({MEAN: shared}, {SITE: Expected(shared)}) if shared else ({}, {})
+        for reply in run.ask(TRAIN, sent, expected):
+            self.mark(run, reply.site)
+            if shared:
+                run.put(SHARED, reply.site, reply[SITE], reply.samples)
+
+    def settle(self, run: Run) -> None:
+        """The mean over all sites."""
+        super().settle(run)
+        if SHARED in run.slots.totals and run.total(SHARED).addends:
+            run.keep(SHARED, cast(counted(run).mean(SHARED), run.kept(SHARED)))
+
+    def sent(self, view: View) -> State:
+        return _sharing(view.config).part(view.initial(site=view.sites[0]))
+
+
+def _sharing(config: Config) -> Sharing:
+    return components_of(config).sharing

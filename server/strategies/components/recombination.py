@@ -1,0 +1,245 @@
+"""Heads of all sites on the extractors of all sites: what is published, and how good each pair was measured to be.
+
+Recombination accuracy (Gygli et al. 2021, Sec. 4): the share of right answers of site j's head on site i's extractor, on
+i's test images of the classes that j's head knows, without any training. It is measured at site i, which sends numbers.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clients.messages import MODEL, TOTAL, right_of
+from clients.networks import Architecture, Model, architecture_of
+from clients.objectives import objective_of
+from clients.objectives.components.objective import COMPONENTS, KINDS, LABELS, OUTPUTS, PUBLISH, RECOMBINE, Components
+from clients.objectives.components.session import class_tensors
+from clients.objectives.components.sharing import ALONE, EXTRACTOR, HEAD
+from clients.replies import ReplyError
+from conf.errors import UserError
+from conf.schema import Config
+from conf.sites import Site, roster
+from conf.typed import value
+from fusion.exact import State
+from server.ledger.declared import Catalogue, Slot
+from server.rounds.run import Expected, Run
+from server.rounds.view import Models, View
+from server.strategies.base import Residue, Strategy
+from server.strategies.by_architecture import cast
+from server.strategies.components.classes import Kinds, check_alike
+
+TRAINED = "trained"  # slot: of each site that it has trained, so that it goes on from there
+MATRIX = "recombination"  # kept: right answers and images, [sites, sites] each, by place in the roster
+RIGHT_OF, IMAGES = "right", "images"
+
+
+@dataclass(frozen=True)
+class Recombining(Strategy):
+    """A method whose sites keep networks of their own, and whose parts are put together at the end."""
+
+    every: int = value(0, "rounds from one measurement of all pairs to the next; 0: after the last one alone", low=0)
+    alike: list[Any] = value([], "lists of names that different data sets have for one class: [[car, automobile], ...]")
+
+    def slots(self, config: Config) -> Mapping[str, Slot]:
+        """What sites published, and that they trained."""
+        return {COMPONENTS: Catalogue(), TRAINED: Catalogue()}
+
+    def check(self, config: Config) -> None:
+        """UserError for another objective, and for networks whose parts cannot be exchanged, naming both."""
+        objective = components_of(config)
+        check_alike(self.alike)
+        if config.data.heads == "task":
+            raise UserError("data.heads: strategy head_transfer takes shared or own: a head has its own site's classes")
+        names = {site.name for site in roster(config)}
+        if odd := next((name for name in objective.private if name not in names), ""):
+            raise UserError(f"objective.private: there is no site '{odd}'")
+        objective.published("")
+        check_parts(config)
+
+    def round(self, run: Run) -> None:
+        """Training and, when it is due, what sites publish and how it fits together."""
+        self.train(run)
+        length = self.schedule(run.config).length(run.config.rounds)
+        if run.number >= length or (self.every and run.number % self.every == 0):
+            self.publish(run)
+            self.recombine(run)
+
+    @abstractmethod
+    def train(self, run: Run) -> None:
+        """The method's own part of a round."""
+
+    def publish(self, run: Run) -> None:
+        """Ask for the components that sites let others have, and enter them into the catalogue."""
+        likes = {site.name: _published(run.config, site) for site in run.sites}
+        asked = [site for site in self.networked(run) if likes[site.name]]
+        for reply in run.ask(PUBLISH, {}, lambda site: {COMPONENTS: Expected(
+            likes[site.name], bounded=False, whole=False, check=_whole_parts(likes[site.name]))}, asked):  # fmt: skip
+            if reply[COMPONENTS]:
+                run.put(COMPONENTS, reply.site, reply[COMPONENTS])
+
+    def recombine(self, run: Run) -> None:
+        """Ask every site how good each published head is on its extractor."""
+        places = {site.name: site.index for site in roster(run.config)}
+        heads = {site: part for site in self.published(run) if (part := self.component(run, site, HEAD))}
+        asked = self.networked(run)[: run.config.evaluation.sites]
+        if not heads or not asked:
+            return
+        kinds = self.kinds(run)
+        known, records = kinds.all(), {f"{MODEL}/{places[site]}": part for site, part in heads.items()}
+        outputs = {site: kinds.places(site, known) for site in {*heads, *(site.name for site in asked)} & set(kinds.names)}
+
+        def content(site: Site) -> dict[str, State]:
+            return {**records, **{f"{KINDS}{places[head]}": {OUTPUTS: outputs[head], LABELS: outputs[site.name]}
+                                  for head in heads if head in outputs}}  # fmt: skip
+
+        size = len(places)
+        right, images = torch.zeros(size, size, dtype=torch.int64), torch.zeros(size, size, dtype=torch.int64)
+        numbers = [name for record in records for name in (right_of(record), f"{TOTAL}/{record.removeprefix(MODEL + '/')}")]
+        for reply in run.ask(RECOMBINE, content, {}, [site for site in asked if site.name in outputs], metrics=numbers):
+            for head in heads:
+                hits, total = (
+                    reply.metrics[name] for name in (right_of(f"{MODEL}/{places[head]}"), f"{TOTAL}/{places[head]}")
+                )
+                if 0 <= hits <= total:
+                    right[reply.site.index, places[head]], images[reply.site.index, places[head]] = int(hits), int(total)
+        run.keep(MATRIX, {RIGHT_OF: right, IMAGES: images})
+
+    def settle(self, run: Run) -> None:
+        """What was measured with components of sites that are gone is erased."""
+        if MATRIX not in run.slots.keeps():
+            return
+        here = torch.zeros(len(roster(run.config)), dtype=torch.bool)
+        here[[site.index for site in run.sites]] = True
+        run.keep(MATRIX, {name: table * (here[:, None] & here[None, :]) for name, table in run.kept(MATRIX).items()})
+
+    def models(self, view: View) -> Models:
+        """The networks of which sites published both parts."""
+
+        def own(site: Site) -> Model:
+            return Model(view.architecture(site), _cast(view, site))
+
+        whole = [site for site in view.sites if site.name in self.published(view)
+                 and all(self.component(view, site.name, prefix) for prefix in (EXTRACTOR, HEAD))]  # fmt: skip
+        return Models({site.name: lambda site=site: own(site) for site in whole})
+
+    def facts(self, view: View) -> Mapping[str, Any]:
+        """Recombination accuracy of every pair that was measured, and bytes that a site exchanges in a round."""
+        if MATRIX not in view.slots.keeps():
+            return {}
+        here = {site.index: site.name for site in view.sites}
+        table = view.kept(MATRIX)
+        places = [place for place in here if bool(table[IMAGES][place].any() or table[IMAGES][:, place].any())]
+        cells = [[_share(table, row, column) for column in places] for row in places]
+        mode = components_of(view.config).mode
+        return {
+            "recombination": {mode: {"sites": [here[place] for place in places], "accuracy": cells, **self.traffic(view)}}
+        }
+
+    def traffic(self, view: View) -> dict[str, int]:
+        """Bytes that a site sends in a round, and those that it would send with FedAvg."""
+        state = view.initial(site=view.sites[0])
+        return {"bytes": _bytes(self.sent(view)), "fedavg_bytes": _bytes(state)}
+
+    @abstractmethod
+    def sent(self, view: View) -> State:
+        """What a site sends in a round."""
+
+    def kinds(self, run: Run) -> Kinds:
+        """The classes of all sites by name."""
+        return Kinds.of(run.config, run.sites, run.class_names(run.sites), self.alike)
+
+    def networked(self, run: Run) -> list[Site]:
+        """The sites that have a network of their own."""
+        return [site for site in run.sites if run.has(TRAINED, site.name)]
+
+    def published(self, view: View) -> list[str]:
+        """The sites that are in the catalogue."""
+        return [site.name for site in view.sites if view.has(COMPONENTS, site.name)]
+
+    def component(self, view: View, site: str, prefix: str) -> State:
+        """The part of a site's network that it published (prefix: EXTRACTOR or HEAD); empty if it did not. UserError for a
+        site that is not in the catalogue."""
+        if not view.has(COMPONENTS, site):
+            gone = site in {one.name for one in roster(view.config)} - {one.name for one in view.sites}
+            why = "it was forgotten, and its components are erased" if gone else "it published none"
+            raise UserError(f"site '{site}' has no components in the catalogue: {why}")
+        [one] = [one for one in view.sites if one.name == site]
+        return {name: tensor for name, tensor in _cast(view, one).items() if name.startswith(prefix)}
+
+    def mark(self, run: Run, site: Site) -> None:
+        """Note that a site trained: its own state is that after this round."""
+        run.put(TRAINED, site, {"round": torch.tensor([float(run.number)])})
+
+    def residue(self, view: View, names: Sequence[str] = ()) -> Sequence[Residue]:
+        """The other sites' networks, if anything was shared while the forgotten ones took part."""
+        if components_of(view.config).mode == ALONE or view.rounds_with(names) < 2:
+            return ()
+        why = "after round 1 they were trained with parts that the forgotten sites had a share in"
+        return (Residue("the other sites' networks and what they published", why),)
+
+
+def components_of(config: Config) -> Components:
+    """The configured objective."""
+    found = objective_of(config)
+    if not isinstance(found, Components):
+        raise UserError(f"objective.name: got '{config.objective.get('name')}', strategy head_transfer takes components")
+    return found
+
+
+def check_parts(config: Config) -> None:
+    """UserError, naming both sites, if their heads are of different kinds or take different features."""
+    sites = roster(config)
+    shapes = {architecture: head_shapes(architecture) for architecture in {architecture_of(config, site) for site in sites}}
+    first = sites[0]
+    for site in sites[1:]:
+        one, other = shapes[architecture_of(config, first)], shapes[architecture_of(config, site)]
+        if odd := next((name for name in {**one, **other} if one.get(name) != other.get(name)), ""):
+            told = f"{site.name}'s head has '{odd}' {_told(other.get(odd))}, {first.name}'s {_told(one.get(odd))}"
+            raise UserError(f"network: heads cannot be exchanged: {told}; give both one network.head (and network.channels)")
+
+
+def head_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """Of the tensors of a head the shapes, without the rows of classes."""
+    state, by_class = architecture.build().head.state_dict(), class_tensors(architecture)
+    return {name: tuple(tensor.shape[1:] if name in by_class else tensor.shape) for name, tensor in state.items()}
+
+
+def _told(shape: tuple[int, ...] | None) -> str:
+    return "none" if shape is None else f"of {' x '.join(map(str, shape)) or 'one row'} (without rows of classes)"
+
+
+def _cast(view: View, site: Site) -> State:
+    """What a site published, with the types of its network."""
+    return cast(view.contribution(COMPONENTS, site.name), view.architecture(site).build().state_dict())
+
+
+def _published(config: Config, site: Site) -> State:
+    prefixes = components_of(config).published(site.name)
+    state = architecture_of(config, site).build().state_dict()
+    return {name: tensor for name, tensor in state.items() if prefixes and name.startswith(prefixes)}
+
+
+def _whole_parts(like: Mapping[str, Tensor]) -> Any:
+    """A check that a site publishes whole parts of its network or none of them."""
+
+    def check(record: State) -> None:
+        for prefix in (EXTRACTOR, HEAD):
+            wanted = {name for name in like if name.startswith(prefix)}
+            if wanted & record.keys() and not wanted <= record.keys():
+                raise ReplyError(
+                    f"record '{COMPONENTS}' holds a piece of its {prefix[:-1]}; whole ones or none are published"
+                )
+
+    return check
+
+
+def _share(table: Mapping[str, Tensor], row: int, column: int) -> float | None:
+    total = int(table[IMAGES][row, column])
+    return int(table[RIGHT_OF][row, column]) / total if total else None
+
+
+def _bytes(state: State) -> int:
+    return sum(tensor.nbytes for tensor in state.values())
