@@ -98,9 +98,9 @@ DIFFERENT = "[{name: mlp, widths: [6, 4]}, {name: mlp, widths: [6, 6, 4]}]"
 
 
 @pytest.mark.parametrize(("words", "trap"), [
-    (["strategy={name: cla_ot, start: own, server: {steps: 2}}", "objective={name: heterogeneous}"], ("blob", 7)),
-    (["strategy={name: heterofl}", "objective={name: heterofl}"], ("before commit", 4)),
-    (["strategy={name: fedproto}", "objective={name: fedproto}"], ("blob", 5)),
+    (["strategy={name: cla_ot, start: own, server: {steps: 2}}", "objective={name: heterogeneous}"], ("blob", 12)),
+    (["strategy={name: heterofl}", "objective={name: heterofl}"], ("before commit", 5)),
+    (["strategy={name: fedproto}", "objective={name: fedproto}"], ("blob", 8)),
 ], ids=["cla_ot", "heterofl", "fedproto"])  # fmt: skip
 def test_sites_with_networks_of_their_own_killed_and_resumed_end_with_the_same_bits(tmp_path: Path, words, trap):
     sites = f"sites=[{{domain: digits, count: 3, samples: 40, networks: {DIFFERENT}}}]"
