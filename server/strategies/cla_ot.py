@@ -46,7 +46,7 @@ class ClaOt(InParts):
     )
     probe: PublicImages = value(PublicImages, "start=own: unlabelled images to compare and fit networks on; samples=0: none")
     recalibrate: bool = value(
-        True, "start=own: after the first fusion, heads and BatchNorm's statistics follow from sums over the sites' images"
+        False, "start=own: after the first fusion, heads and BatchNorm's statistics follow from sums over the sites' images"
     )
     lacking: float = value(
         0.3, "weight with which a layer that a network lacks counts as one that changes nothing", low=0.0, high=1.0

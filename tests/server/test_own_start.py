@@ -91,7 +91,7 @@ def test_without_any_network_of_the_reference_the_others_make_one(done, tmp_path
 
 
 def test_without_a_probe_heads_follow_from_what_the_sites_of_each_architecture_tell(tmp_path):
-    config = configured(tmp_path, "strategy.probe.samples=0", "training.epochs=3")
+    config = configured(tmp_path, "strategy.probe.samples=0", "strategy.recalibrate=true", "training.epochs=3")
     run(config)
     with method_of(config) as method:
         models, view = method.aggregation.models(), method.aggregation.view()
