@@ -46,7 +46,7 @@ class _Cutting(NetworkSpec):
     """Another network, and where it is cut."""
 
     of: dict[str, Any] = value({"name": "conv6"}, "the network: name and options")
-    at: str = value("", "the point at which it is cut ('fedloom networks NAME' lists them)")
+    at: str = value("", "the point at which it is cut ('fedloom networks NAME' lists them); empty: before its last layer")
 
     @property
     def constants(self) -> bool:
@@ -61,9 +61,12 @@ class _Cutting(NetworkSpec):
         whole = NETWORKS.build(self.of, "network.of").build(channels, size, classes)
         graph = trace(whole)
         places = _places(graph)
-        if self.at not in places:
-            raise unknown("network.at", self.at, places)
-        before, behind = _halves(graph, places[self.at])
+        if not places:
+            raise UserError(f"network.of: '{self.of.get('name')}' cannot be cut: nowhere one tensor alone passes")
+        at = self.at or list(places)[-1]
+        if at not in places:
+            raise unknown("network.at", at, places)
+        before, behind = _halves(graph, places[at])
         return before, behind, whole
 
 

@@ -179,7 +179,7 @@ def test_only_groupnorm_asks_for_groups_that_divide(text):
 @pytest.mark.parametrize(
     ("text", "size", "line"),
     [
-        ("conv6:norm=layer", 32, r"network\.norm: got 'layer', takes one of: group, batch, none"),
+        ("conv6:norm=spectral", 32, r"network\.norm: got 'spectral', takes one of: group, batch, layer, instance, none"),
         ("resnet18:norm=group,groups=7", 32, r"network\.groups: got 7, takes a divisor of every width \(64 is one\)"),
         ("wide_resnet:depth=15", 32, r"network\.depth: got 15, takes 6 n \+ 4"),
         ("wide_resnet:depth=4", 32, r"network\.depth: got 4"),

@@ -16,7 +16,7 @@ from server.rounds.view import View
 from server.strategies.by_architecture import cast, counted, representable
 from server.strategies.components.recombination import Recombining, components_of
 
-SHARED = "shared"  # slot, and kept: the averaged part
+SITES, SHARED = "parts", "shared"  # slot; kept: the averaged part
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class PartialAveraging(Recombining):
     the objective's mode (clients.objectives.components.sharing). Without such a part every site trains alone."""
 
     def slots(self, config: Config) -> Mapping[str, Slot]:
-        return {SHARED: Sum(weighted=True), **super().slots(config)} if _sharing(config).averaged else super().slots(config)
+        return {SITES: Sum(weighted=True), **super().slots(config)} if _sharing(config).averaged else super().slots(config)
 
     def check(self, config: Config) -> None:
         """UserError as for all, and if extractors are averaged and are not alike."""
@@ -48,13 +48,13 @@ class PartialAveraging(Recombining):
         for reply in run.ask(TRAIN, sent, expected):
             self.mark(run, reply.site)
             if shared:
-                run.put(SHARED, reply.site, reply[SITE], reply.samples)
+                run.put(SITES, reply.site, reply[SITE], reply.samples)
 
     def settle(self, run: Run) -> None:
         """The mean over all sites."""
         super().settle(run)
-        if SHARED in run.slots.totals and run.total(SHARED).addends:
-            run.keep(SHARED, cast(counted(run).mean(SHARED), run.kept(SHARED)))
+        if SITES in run.slots.totals and run.total(SITES).addends:
+            run.keep(SHARED, cast(counted(run).mean(SITES), run.kept(SHARED)))
 
     def sent(self, view: View) -> State:
         return _sharing(view.config).part(view.initial(site=view.sites[0]))
