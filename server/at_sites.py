@@ -52,7 +52,7 @@ def at_sites(evaluator: Evaluator, sites: Sequence[Site], models: Mapping[str, M
 def class_counts(evaluator: Evaluator, model: Model) -> dict[str, Tensor]:
     """By domain, [2, classes] float64: test images of each class that a model classifies rightly, and how many there are."""
     network, found = evaluator.loaded(model), {}
-    for domain in evaluator.specs:
+    for domain in evaluator.specs if model.domains is None else model.domains:
         view, images = evaluator.head_view(network, domain), evaluator.images(domain, "test")
         parts = pieces(len(images), evaluator.config.evaluation.batch)
         guesses = [view(to_float(x.to(evaluator.device))).argmax(1).cpu() for x in images.x.tensor_split(parts)]

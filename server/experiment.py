@@ -103,6 +103,8 @@ def work(grid: Grid, config: Config, folder: RunFolder, listener: Listener) -> d
         folder.check(ledger.run().config)  # before anything is written
         try:
             method = Method(config, folder, ledger, Evaluator(config))
+            for line in method.aggregation.strategy.advice(config):
+                listener.message(line)
             federation = method.joined(grid)
             while "accuracy" not in summary or method.unlearning().under_way():  # requests may come while it is measured
                 method.train(federation, listener)
@@ -167,7 +169,9 @@ def _run_baseline(config: Config, main: Method, federation: Federation, listener
 
 
 def _mean(accuracies: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {key: sum(one[key] for one in accuracies) / len(accuracies) for key in accuracies[0]}
+    """Each over those that have it: a network may be read on some domains only."""
+    given = {key: [one[key] for one in accuracies if key in one] for each in accuracies for key in each}
+    return {key: sum(shares) / len(shares) for key, shares in given.items()}
 
 
 def head(config: Config, ledger: Ledger | None = None) -> dict[str, Any]:

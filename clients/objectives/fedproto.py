@@ -53,7 +53,7 @@ def check_prototypes(given: State, samples: int, largest: float) -> None:
     least = counts[counts != 0].min() if counts.any() else 0.0
     if abs(float(counts.sum()) - 1.0) > ROUNDING or least < (1.0 - ROUNDING) / samples:
         raise ReplyError(f"record '{PROTOTYPES}': '{COUNTS}' are no shares of {samples} images, which add up to 1")
-    size = sums.abs().amax(1)
+    size = sums.flatten(1).abs().amax(1)
     if bool((size[counts == 0] > 0).any()):
         raise ReplyError(f"record '{PROTOTYPES}': '{SUMS}' has features of a class without images")
     if largest and bool((size > largest * counts).any()):

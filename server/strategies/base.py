@@ -50,6 +50,10 @@ class Strategy(ABC):
         """UserError for a configuration that the method cannot work with."""
         return
 
+    def advice(self, config: Config) -> Sequence[str]:
+        """What to tell at the start of a run that works, but not as well as it could."""
+        return ()
+
     @abstractmethod
     def begin(self, run: Run) -> None:
         """Round 0: the first contents of the slots, and what is kept beside them. Nobody can be asked yet."""

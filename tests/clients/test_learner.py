@@ -12,7 +12,7 @@ from torch import Tensor
 
 from clients.data import Images, site_images, to_float
 from clients.initial import initial_state
-from clients.learner import DivergedError, Outcome, learn, rate_at
+from clients.learner import DivergedError, Outcome, batches, learn, rate_at
 from clients.messages import MEAN, ROUND
 from clients.networks import architecture_of
 from clients.objectives import OBJECTIVES, Session, Task
@@ -158,6 +158,19 @@ def mirrored(config: Config) -> tuple[int, int]:
     turned = {tuple(row) for row in to_float(images.x).flip(-1).flatten(1).tolist()}
     seen = [tuple(row) for row in torch.cat(at_work.images).flatten(1).tolist()]
     return sum(row not in straight for row in seen), sum(row not in straight | turned for row in seen)
+
+
+def test_steps_go_on_over_as_many_passes_as_they_need_and_are_whole_passes_otherwise():
+    config = load("digits", ["training.batch=30", "training.epochs=2", "sites=[{domain: digits, samples: 70}]"])
+    site, images = roster(config)[0], site_images(config, roster(config)[0])
+
+    def sizes(steps: int) -> list[int]:
+        training = dataclasses.replace(config.training, steps=steps)
+        changed = dataclasses.replace(config, training=training)
+        return [len(labels) for _, _, labels in batches(images, changed, site, 1, CPU)]
+
+    assert sizes(0) == sizes(6) == [30, 30, 10, 30, 30, 10]
+    assert sizes(2) == [30, 30] and sizes(7) == [30, 30, 10, 30, 30, 10, 30]
 
 
 def test_images_are_mirrored_only_where_the_site_asks_for_it():

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 from PIL import Image
 
@@ -42,6 +43,10 @@ def test_a_node_config_is_read_and_its_names_are_separated_by_commas():
     [
         ("network={name: 'a_trap:Net'}", "network.name"),
         ("objective={name: 'a_trap:Objective'}", "objective.name"),
+        ("network={name: exits, of: {name: 'a_trap:Net'}}", "network.of.name"),
+        ("network={name: split, at: '0', head: {name: rest, of: {name: 'a_trap:Net'}}}", "network.head.of.name"),
+        ("objective={name: components, auxiliary: [dcc, {name: 'a_trap:Task'}]}", "objective.auxiliary[1].name"),
+        ("objective={name: components, auxiliary: ['a_trap:Task']}", "objective.auxiliary[0].name"),
         ("sites.1.domain='a_trap:images'", "sites[1].domain"),
         ("sites.0.domain='a_trap:images'", "sites[0].domain"),
         ("sites.1.domain='images:/etc'", "sites[1].domain"),
@@ -66,6 +71,19 @@ def test_a_list_of_names_is_all_that_the_site_runs():
     with pytest.raises(RefusedError, match=r"objective\.name: 'sum_aggregation' is not among the objectives"):
         only.follow(load("digits", [*WORDS, "network={name: mlp}"]), 0)
     only.follow(load("digits", [*WORDS, "network={name: mlp}", "objective={name: local}"]), 0)
+
+
+def test_a_site_publishes_what_its_policy_says_whatever_a_server_asks():
+    state = {"extractor.a": torch.ones(1), "head.b": torch.ones(2)}
+    found = {word: set(Policy.of({"publish": word}).publishes(state)) for word in ("", "none", "head", "extractor,head")}
+    assert found == {"": set(state), "none": set(), "head": {"head.b"}, "extractor,head": set(state)}
+    with pytest.raises(UserError, match="publish: got 'heads', takes extractor, head, both separated by a comma, or none"):
+        Policy.of({"publish": "heads"})
+
+
+def test_sections_inside_a_network_from_outside_are_its_own_business():
+    config = load("digits", [*WORDS, "network={name: 'my.nets:Tiny', act: {name: relu}}"])
+    assert Policy(networks=("my.nets:Tiny",)).follow(config, 0)
 
 
 def test_what_a_policy_names_may_come_from_outside():

@@ -10,8 +10,10 @@ from flwr.clientapp import ClientApp
 
 from clients.app import app
 from clients.messages import ORDER, read_order
+from clients.objectives.components.objective import COMPONENTS, PUBLISH, RECOMBINE
 from clients.objectives.fedproto import COUNTS, PROTOTYPES, SUMS
 from clients.objectives.heterofl import HELD, LABELS
+from conf import load
 from conf.sites import roster
 from fusion.exact import State
 from server.rounds.run import Expected
@@ -46,8 +48,9 @@ class LyingApp(ClientApp):
             return reply
         if self.change is None:
             raise RuntimeError("the site hangs")
-        state = self.change(dict(reply.content.array_records[self.kind].to_torch_state_dict()))
-        reply.content[self.kind] = ArrayRecord(torch_state_dict=state)  # type: ignore[arg-type]
+        record = {PUBLISH: COMPONENTS}.get(self.kind, self.kind)
+        state = self.change(dict(reply.content.array_records[record].to_torch_state_dict()))
+        reply.content[record] = ArrayRecord(torch_state_dict=state)  # type: ignore[arg-type]
         return reply
 
 
@@ -141,3 +144,41 @@ def test_a_lie_about_prototypes_drops_the_site_and_harms_no_other(tmp_path, lie)
 def test_honest_prototypes_in_half_precision_count(tmp_path):
     run = played(tmp_path, "fedproto", PROTOTYPES, all_of(torch.Tensor.half), rounds=[1, 2, 3])
     assert all(record["dropped"] == {} for record in run.listener.records)
+
+
+NAMED = "extractor.block2.0.weight"
+PUBLISHED_LIES = {
+    "NaN": (all_of(lambda tensor: tensor * NAN if tensor.is_floating_point() else tensor), "entries that are not finite"),
+    "huge": (all_of(lambda tensor: tensor + 1e30 if tensor.is_floating_point() else tensor), "more than federation.largest"),
+    "a piece": (lambda state: {NAMED: state[NAMED]}, "holds a piece of its extractor"),
+    "another name": (lambda state: {**state, "extractor.x": torch.ones(1)}, "has an unknown tensor 'extractor.x'"),
+    "silence": (None, "the site hangs"),
+}
+CUT = "network={name: split, of: {name: convnet, widths: [4, 4], strides: [1, 1]}, at: block2, channels: 0}"
+
+
+def published(root: Path, kind: str, change: Change | None) -> Run:
+    """Two rounds of three sites, one of which lies when all are asked for their components, or how good heads are."""
+    words = [CUT, "data.grey=true", "training={steps: 1, batch: 10}", "baselines=[]", "rounds=2", "data.size=8"]
+    words += ["engine.name=inline", f"run.root={root}", "data.test_limit=30", "data.validation_limit=20"]
+    config = load("components", [f"sites=[{SITES}]", *words])
+    return set_up(config, LyingApp(kind, change, [2])).all_rounds()
+
+
+@pytest.mark.parametrize("lie", PUBLISHED_LIES)
+def test_a_lie_in_what_is_published_keeps_the_site_out_of_the_catalogue_and_no_other(tmp_path, lie):
+    change, told = PUBLISHED_LIES[lie]
+    run = published(tmp_path, PUBLISH, change)
+    assert told in run.listener.records[1]["dropped"][LIAR]
+    assert list(run.aggregate.models()) == ["site-0000", "site-0002"]
+
+
+def test_a_site_that_keeps_its_components_is_no_liar(tmp_path):
+    run = published(tmp_path, PUBLISH, lambda state: {})
+    assert run.listener.records[1]["dropped"] == {} and LIAR not in run.aggregate.models()
+
+
+def test_a_site_that_does_not_say_how_good_heads_are_has_an_empty_row(tmp_path):
+    run = published(tmp_path, RECOMBINE, None)
+    images = run.aggregate.view().kept("recombination")["images"]
+    assert int(images[1].sum()) == 0 and int(images[0].sum()) > 0 and int(images[:, 1].sum()) > 0

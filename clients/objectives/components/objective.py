@@ -15,6 +15,7 @@ from clients.objectives.base import OBJECTIVES, Answer, Objective, Session, Task
 from clients.objectives.components.auxiliary import AUXILIARY, Auxiliary
 from clients.objectives.components.session import CompatibleSession, SharedParts, head_of, of
 from clients.objectives.components.sharing import COMPATIBLE, HEAD, PARTS, SHARING, Sharing
+from clients.objectives.fedproto import COUNTS, PROTOTYPES, SUMS
 from conf.errors import UserError, unknown
 from conf.typed import value
 from fusion.cla_ot.repair import recompute_statistics
@@ -22,11 +23,9 @@ from fusion.exact import State
 
 PUBLISH = "publish"  # a question: which components of its network the site lets others have
 RECOMBINE = "recombine"  # a question: how good others' heads are on the site's extractor
-PROTOTYPES = "prototypes"  # a question, and a record: mean features of the classes
 COMPONENTS = "components"  # up: what is published, by the names of the network's tensors
 KINDS = "kinds/"  # down, before a head's number: OUTPUTS of it and LABELS of the site, each the number of its class
 OUTPUTS, LABELS = "outputs", "labels"
-SUMS, COUNTS = "sums", "counts"  # in PROTOTYPES: features by class summed, and images, both as shares of the site's
 
 
 @OBJECTIVES.register("components")

@@ -1,5 +1,6 @@
 """FedGH (Yi et al. 2023, Alg. 1): sites tell mean features of their classes; the server trains one head on these."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -7,17 +8,18 @@ import torch
 import torch.nn.functional as F
 
 from clients.messages import MEAN, TRAIN
-from clients.objectives.components.objective import COUNTS, PROTOTYPES, SUMS
 from clients.objectives.components.session import of
 from clients.objectives.components.sharing import HEAD
+from clients.objectives.fedproto import COUNTS, PROTOTYPES, SUMS, check_prototypes
 from conf.schema import Config
+from conf.sites import Site
 from conf.typed import value
 from fusion.exact import State
 from server.ledger.declared import Catalogue, Slot
 from server.rounds.run import Expected, Run
 from server.rounds.view import View
 from server.strategies.by_architecture import representable
-from server.strategies.components.recombination import Recombining
+from server.strategies.components.recombination import Recombining, feature_shape
 
 GLOBAL = "head"  # kept
 
@@ -39,17 +41,20 @@ class FedGH(Recombining):
 
     def train(self, run: Run) -> None:
         """Send the head; when the sites have trained, ask for their mean features."""
-        trained = []
+        samples: dict[str, int] = {}
         for reply in run.ask(TRAIN, {MEAN: run.kept(GLOBAL)}, {}):
             self.mark(run, reply.site)
-            trained.append(reply.site)
-        network = run.architecture(run.sites[0]).build().eval()
-        network.load_state_dict(run.initial(site=run.sites[0]))
-        architecture = run.architecture(run.sites[0])
-        with torch.no_grad():
-            features = network.extractor(torch.zeros(1, architecture.channels, architecture.size, architecture.size))[0]
-        like = {SUMS: features.expand(architecture.classes, *features.shape), COUNTS: torch.zeros(architecture.classes)}
-        for reply in run.ask(PROTOTYPES, {}, {PROTOTYPES: Expected(like, bounded=False)}, trained):
+            samples[reply.site.name] = reply.samples
+        architecture, largest = run.architecture(run.sites[0]), run.config.federation.largest_weight
+        features = feature_shape(architecture)
+        like = {SUMS: torch.zeros(architecture.classes, *features), COUNTS: torch.zeros(architecture.classes)}
+
+        def expected(site: Site) -> dict[str, Expected]:
+            check = functools.partial(check_prototypes, samples=samples[site.name], largest=largest)
+            return {PROTOTYPES: Expected(like, bounded=False, check=check)}
+
+        trained = [site for site in run.participants if site.name in samples]
+        for reply in run.ask(PROTOTYPES, {}, expected, trained):
             run.put(PROTOTYPES, reply.site, reply[PROTOTYPES])
 
     def settle(self, run: Run) -> None:

@@ -85,8 +85,15 @@ class HeadTransfer(Recombining):
         return Arrival(config, self.first_sites) if self.scheme == INCREMENTAL else Sampling(config)
 
     def check(self, config: Config) -> None:
-        """UserError as for all, for unknown tasks, and for DCC without common classes where that is known."""
-        super().check(config)
+        """UserError as for all, for unknown tasks, and for DCC without common classes where that is known; or as what is at
+        work in its place."""
+        if (other := self.at_work(config)) is not self:
+            other.check(config)
+        else:
+            super().check(config)
+            self._check_heads(config)
+
+    def _check_heads(self, config: Config) -> None:
         objective = components_of(config)
         if self.scheme == INCREMENTAL and self.first_sites >= (count := len(roster(config))):
             raise UserError(f"strategy.first_sites: got {self.first_sites}, takes fewer than the {count} sites")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clients.data import label
 from clients.messages import MODEL, TOTAL, right_of
 from clients.networks import Architecture, Model, architecture_of
 from clients.objectives import objective_of
@@ -59,6 +60,16 @@ class Recombining(Strategy):
         objective.published("")
         check_parts(config)
 
+    def advice(self, config: Config) -> Sequence[str]:
+        """Not to measure with BatchNorm's stored statistics (Sec. C.1): they are of other features than a head then gets."""
+        stored = config.evaluation.statistics == "running" and any(
+            name.endswith("running_mean")
+            for architecture in {architecture_of(config, site) for site in roster(config)}
+            for name in architecture.build().state_dict()
+        )
+        told = "evaluation.statistics=running: stored statistics are of other features than an exchanged head gets, and spoil"
+        return (f"{told} what is measured (32.4 % in Gygli et al. 2021, App. C.1); take batch or recomputed",) if stored else ()
+
     def round(self, run: Run) -> None:
         """Training and, when it is due, what sites publish and how it fits together."""
         self.train(run)
@@ -75,8 +86,9 @@ class Recombining(Strategy):
         """Ask for the components that sites let others have, and enter them into the catalogue."""
         likes = {site.name: _published(run.config, site) for site in run.sites}
         asked = [site for site in self.networked(run) if likes[site.name]]
-        for reply in run.ask(PUBLISH, {}, lambda site: {COMPONENTS: Expected(
-            likes[site.name], bounded=False, whole=False, check=_whole_parts(likes[site.name]))}, asked):  # fmt: skip
+        expected = {site.name: Expected(likes[site.name], bounded=False, whole=False, check=_whole_parts(likes[site.name]))
+                    for site in asked}  # fmt: skip
+        for reply in run.ask(PUBLISH, {}, lambda site: {COMPONENTS: expected[site.name]}, asked, needed=False):
             if reply[COMPONENTS]:
                 run.put(COMPONENTS, reply.site, reply[COMPONENTS])
 
@@ -98,7 +110,9 @@ class Recombining(Strategy):
         size = len(places)
         right, images = torch.zeros(size, size, dtype=torch.int64), torch.zeros(size, size, dtype=torch.int64)
         numbers = [name for record in records for name in (right_of(record), f"{TOTAL}/{record.removeprefix(MODEL + '/')}")]
-        for reply in run.ask(RECOMBINE, content, {}, [site for site in asked if site.name in outputs], metrics=numbers):
+        for reply in run.ask(
+            RECOMBINE, content, {}, [site for site in asked if site.name in outputs], metrics=numbers, needed=False
+        ):
             for head in heads:
                 hits, total = (
                     reply.metrics[name] for name in (right_of(f"{MODEL}/{places[head]}"), f"{TOTAL}/{places[head]}")
@@ -119,7 +133,8 @@ class Recombining(Strategy):
         """The networks of which sites published both parts."""
 
         def own(site: Site) -> Model:
-            return Model(view.architecture(site), _cast(view, site))
+            domains = (label(site.spec),) if view.config.data.heads == "own" else None  # other domains' classes are others
+            return Model(view.architecture(site), _cast(view, site), domains)
 
         whole = [site for site in view.sites if site.name in self.published(view)
                  and all(self.component(view, site.name, prefix) for prefix in (EXTRACTOR, HEAD))]  # fmt: skip
@@ -207,13 +222,22 @@ def head_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape[1:] if name in by_class else tensor.shape) for name, tensor in state.items()}
 
 
+def feature_shape(architecture: Architecture) -> tuple[int, ...]:
+    """Of the features of one image."""
+    with torch.device("meta"), torch.no_grad():
+        network = architecture.build().to("meta").eval()
+        return tuple(
+            network.extractor(torch.zeros(1, architecture.channels, architecture.size, architecture.size)).shape[1:]
+        )
+
+
 def _told(shape: tuple[int, ...] | None) -> str:
     return "none" if shape is None else f"of {' x '.join(map(str, shape)) or 'one row'} (without rows of classes)"
 
 
 def _cast(view: View, site: Site) -> State:
-    """What a site published, with the types of its network."""
-    return cast(view.contribution(COMPONENTS, site.name), view.architecture(site).build().state_dict())
+    """What a site published, bit for bit, with the types of its network."""
+    return cast(view.slots.contributions.floats(site.name, COMPONENTS), view.architecture(site).build().state_dict())
 
 
 def _published(config: Config, site: Site) -> State:

