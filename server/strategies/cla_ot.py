@@ -6,12 +6,13 @@ once, with networks trained apart (`start: own`). By default sites start from pa
 channels correspond from the first round on and no plan has to be found: a round is the mean of the balanced networks.
 """
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from conf.errors import UserError
+from conf.errors import FailedError, UserError
 from conf.schema import Config
 from conf.typed import value
 from fusion.discriminant import scaled
@@ -84,12 +85,13 @@ class ClaOt(InParts):
             super().round(run)
 
     def settle(self, run: Run) -> None:
-        """As all; networks that were just trained apart are set right by what their sites tell."""
+        """As all; networks that were just trained apart are set right by what their sites tell, if any tells it."""
         super().settle(run)
         if self.recalibrate and run.participants and self._first(run):
             first = {group.name: run.initial(site=group.site)[HEAD[0]] for group in groups_of(run.config)}
-            for name, parts in ask(run, self.models(run), self.one_basis(run), UNSEEN).parts.items():
-                run.keep(kept(name), _set_right(run.kept(kept(name)), parts, float(first[name].norm())))
+            with contextlib.suppress(FailedError):
+                for name, parts in ask(run, self.models(run), self.one_basis(run), UNSEEN).parts.items():
+                    run.keep(kept(name), _set_right(run.kept(kept(name)), parts, float(first[name].norm())))
 
     def one_basis(self, view: View) -> bool:
         """Not of networks that were fused without having seen what they do."""
