@@ -1,8 +1,7 @@
 """Networks by name, and files that hold a network: its weights and, in the metadata, all that builds it again."""
 
 import json
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +57,7 @@ def parse_name(text: str, channels: int, size: int, classes: int) -> NetworkName
         name = f"{name}:{attribute}"
     NETWORKS.find(name)
     options: dict[str, Any] = {}
-    for part in re.split(r",(?![^\[]*\])", rest) if separator else []:
+    for part in _split(rest) if separator else []:
         key, equals, item = (piece.strip() for piece in part.partition("="))
         if not (key and equals and item) or key in options:
             raise UserError(f"network '{text}': got the option '{part}', takes {name}:KEY=VALUE,KEY=VALUE, each key once")
@@ -67,6 +66,18 @@ def parse_name(text: str, channels: int, size: int, classes: int) -> NetworkName
         except yaml.YAMLError:
             raise UserError(f"network '{text}': the value of '{key}' cannot be read: '{item}'") from None
     return NetworkName(name, options, channels, size, classes)
+
+
+def _split(text: str) -> list[str]:
+    """What commas outside of brackets separate."""
+    depth, parts = 0, [""]
+    for letter in text:
+        depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and depth <= 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
 
 
 def save_network(path: Path, network: nn.Module, name: NetworkName) -> None:
@@ -123,12 +134,23 @@ def _read_name(path: Path) -> NetworkName:
     numbers = all(isinstance(fields.get(key), int) for key in ("channels", "size", "classes"))
     if name is None or not numbers or not isinstance(name.name, str) or not isinstance(name.options, dict):
         raise UserError(f"{path}: its metadata '{KEY}' is no network's name; say --network NAME[:KEY=VALUE,...]")
-    if is_reference(name.name) and not name.name.startswith(FOREIGN):
-        told = f"holds the network '{plain(name.name)}' from outside of this project, and no file says what is imported"
+    foreign = name.name.startswith(FOREIGN)
+    if odd := next((one for one in _named({"name": name.name, **name.options}) if is_reference(one) and not foreign), ""):
+        told = f"holds the network '{plain(odd)}' from outside of this project, and no file says what is imported"
         raise UserError(
             f"{path}: {told}; say --network {_hint(json.dumps({'name': name.name, **name.options}))} if you trust it"
         )
     return name
+
+
+def _named(section: Mapping[str, Any]) -> Iterator[str]:
+    """The names in a section, and in those within it: of networks that are made of others."""
+    left: list[Any] = [section]
+    while left:
+        one = left.pop()
+        if isinstance(one, Mapping):
+            yield from (str(item) for key, item in one.items() if key == "name")
+        left += one.values() if isinstance(one, Mapping) else one if isinstance(one, list) else ()
 
 
 def _hint(section: str) -> str:

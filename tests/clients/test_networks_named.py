@@ -39,6 +39,7 @@ def saved(path: Path, text: str = "conv6:norm=batch", **changes: torch.Tensor) -
         ("mlp:widths=[40,20],bias=false", "mlp", {"widths": [40, 20], "bias": False}),
         ("conv6:norm=none", "conv6", {"norm": "none"}),
         ("torchvision:resnet18", "torchvision:resnet18", {}),
+        ("split:of={name: mlp, widths: [9, 7]},at=1", "split", {"of": {"name": "mlp", "widths": [9, 7]}, "at": 1}),
     ],
 )
 def test_names_are_read(text, name, options):
@@ -183,6 +184,21 @@ def test_metadata_that_names_no_network(tmp_path, told):
     write_state(tmp_path / "a.safetensors", {"w": torch.ones(1)}, built_as=told)
     with pytest.raises(UserError, match=r"its metadata 'built_as' is no network's name; say --network"):
         load_network(tmp_path / "a.safetensors")
+
+
+OWN = {"name": "torchvision.models:squeezenet1_1"}
+
+
+@pytest.mark.parametrize("options", [{"of": OWN, "at": "features.5"}, {"of": {"name": "mlp"}, "head": OWN},
+                                     {"of": {"name": "split", "of": OWN}}])  # fmt: skip
+def test_a_file_does_not_say_what_is_imported_however_deep(tmp_path, options):
+    built_as = json.dumps({"name": "split", "options": options, "channels": 3, "size": 32, "classes": 7})
+    path = tmp_path / "a.safetensors"
+    write_state(path, {"w": torch.ones(1)}, built_as=built_as)
+    with pytest.raises(UserError, match=r"holds the network 'torchvision.models:squeezenet1_1' from outside") as caught:
+        load_network(path)
+    text = str(caught.value).split("say --network ")[1].removesuffix(" if you trust it")
+    assert parse_name(text, 3, 32, 7) == NetworkName("split", options, 3, 32, 7)
 
 
 def test_files_that_cannot_be_read(tmp_path):
