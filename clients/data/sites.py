@@ -95,14 +95,14 @@ def test_images(config: Config, spec: SiteConfig) -> Images:
 
 
 def own_images(config: Config, site: Site, split: str) -> Images:
-    """The site's part of its variant's validation or test images, in an order of chance: a batch is then a random draw.
+    """The site's part of its variant's validation or test images, a random draw of them in an order of chance.
 
     The parts of all its sites are the variant's images.
     """
     whole = {"validation": validation_images, "test": test_images}[split](config, site.spec)
-    x, y = whole.x[site.part :: site.parts], whole.y[site.part :: site.parts]
-    order = torch.randperm(len(y), generator=torch_generator(config.seed, site.name, split, "order"))
-    return Images(x[order], y[order])
+    order = torch.randperm(len(whole), generator=torch_generator(config.seed, label(site.spec), split, "order"))
+    mine = order[site.part :: site.parts]
+    return Images(whole.x[mine], whole.y[mine])
 
 
 test_images.__test__ = False  # type: ignore[attr-defined]  # not one of pytest's

@@ -39,6 +39,16 @@ def test_labels_may_be_names_and_the_label_in_tables_is_the_files(tmp_path: Path
     assert data.label(spec) == "pets.v1"
 
 
+def test_sites_of_one_domain_share_its_test_images_by_chance_in_whatever_order_these_are(tmp_path: Path):
+    x, y = np.tile((np.arange(400) % 251).astype(np.uint8)[:, None, None], (4, 4)), np.arange(400) % 2
+    np.savez(tmp_path / "in_turn.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    settings = config({"domain": f"npz:{tmp_path}/in_turn.npz", "count": 2}, grey=True)
+    parts = [data.own_images(settings, site, "test") for site in roster(settings)]
+    assert all(60 < int(part.y.sum()) < 140 for part in parts), "each has both classes"
+    both = torch.cat([part.x[:, 0, 0, 0] for part in parts]).sort().values
+    assert torch.equal(both, torch.from_numpy(x[:, 0, 0]).sort().values)
+
+
 def test_names_that_are_numbers_are_in_the_order_of_numbers(tmp_path: Path):
     np.savez(tmp_path / "mine.npz", x=np.zeros((33, 4, 4), np.uint8), y=[str(number) for number in range(11)] * 3)
     settings = config({"domain": f"npz:{tmp_path}/mine.npz"})
