@@ -129,9 +129,12 @@ class Job:
 
     def _asked(self) -> Answer:
         """What the objective says to a question of its method; components only as far as the site's policy lets them go."""
-        found = objective_of(self.config).answer(self.order.kind, self._ready(), self.images())
+        task = self._ready()
+        found = objective_of(self.config).answer(self.order.kind, task, self.images())
         if COMPONENTS in found.records:
             found.records[COMPONENTS] = self.policy.publishes(found.records[COMPONENTS])
+            if self.order.base != self.order.round and task.own is not None:  # what is put counts as of this round
+                self.store.save(self.order.round, self.order.base, task.own)
         return found
 
     def _ready(self) -> Task:

@@ -219,8 +219,10 @@ class _Question:
 
     def _base(self, site: Site) -> int:
         """The round after which the site's own state is valid."""
-        again = self.kind != TRAIN and site.name in self.trained
-        return self.site_round if again else self.questions.aggregation.slots.base(site.name)
+        if self.kind != TRAIN and site.name in self.trained:
+            return self.site_round
+        base = self.questions.aggregation.slots.base(site.name)
+        return self.questions.aggregation.schedule.site_round(base) if base else 0
 
     def _records(self, site: Site) -> dict[str, ArrayRecord]:
         if not callable(self.content):

@@ -24,6 +24,10 @@ class Schedule(ABC):
         """How many rounds there are if each site trains for `rounds`."""
         return rounds
 
+    def site_round(self, round: int) -> int:
+        """The round that a round of the run (from 1) is to the sites that take part in it."""
+        return round
+
     @abstractmethod
     def participation(self, round: int, members: Sequence[Site]) -> Participation:
         """Of the members of the run, those that take part in a round (from 1)."""
@@ -56,8 +60,11 @@ class OneByOne(Schedule):
     def length(self, rounds: int) -> int:
         return rounds * len(self.order)
 
+    def site_round(self, round: int) -> int:
+        return (round - 1) % self.each + 1
+
     def participation(self, round: int, members: Sequence[Site]) -> Participation:
-        return Participation([self.order[(round - 1) // self.each]], (round - 1) % self.each + 1)
+        return Participation([self.order[(round - 1) // self.each]], self.site_round(round))
 
 
 def sample_size(config: Config, members: int) -> int:

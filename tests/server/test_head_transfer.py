@@ -139,6 +139,28 @@ def test_incremental_sites_leave_frozen_heads_and_earlier_sites_as_they_were(tmp
     assert own_state(done.config, 0, 1) and own_state(done.config, 1, 1)
 
 
+def test_sites_that_come_later_train_as_many_rounds_and_go_on_from_round_to_round(tmp_path):
+    done = run(configured(tmp_path, "strategy.scheme=incremental", "rounds=3", "data.test_limit=200"))
+    late = own_state(done.config, 1, 3)
+    assert int(late["extractor.block1.1.num_batches_tracked"]) == 9  # 3 rounds of 3 steps
+
+
+@pytest.mark.parametrize("publish", ["head", "extractor,head"])
+def test_sites_that_were_not_asked_in_the_last_round_publish_and_go_on_from_where_they_were(tmp_path, publish):
+    four = "{domain: digits, count: 4, samples: 40}"
+    words = ["federation.fraction=0.5", f"objective.publish=[{publish}]", "evaluation.where=sites", "rounds=3"]
+    done = run(configured(tmp_path, *words, sites=four))
+    [found] = done.summary["recombination"].values()
+    assert len(found["sites"]) >= 3 and all(done.summary["accuracy"].values())
+    with method_of(done.config) as method:
+        view = method.aggregation.view()
+        early = [site for site in view.sites if view.has("trained", site.name)
+                 and float(view.contribution("trained", site.name)["round"]) < 3]  # fmt: skip
+        assert early and all(view.last_put(site.name) == 3 for site in early)
+        for site in early:
+            assert own_state(done.config, site.index, 3)
+
+
 def session(config: Config, incoming: dict[str, State], own: State | None = None) -> Any:
     site = roster(config)[0]
     network = architecture_of(config, site).build().train()
@@ -174,6 +196,23 @@ def test_the_loss_is_that_of_the_paper_and_the_pull(tmp_path):
             apart + ((weight[places >= 0] - goal[places[places >= 0]]) if name in rows else (weight - goal)).square().sum()
         )
     torch.testing.assert_close(loss, expected + 0.3 * apart)
+
+
+def test_sites_start_from_extractors_that_were_trained_before(done, tmp_path):
+    files = [str(folder(done.config) / "states" / f"site-000{place}.safetensors") for place in (0, 1)]
+    for given in (files[:1], files):
+        config = configured(tmp_path / str(len(given)), f"strategy.pretrained=[{','.join(given)}]", "training.rate=0")
+        run(config)
+        for place in (0, 1):
+            state, start = own_state(config, place), read_state(Path(given[place % len(given)]))
+            weights = [name for name in state if name.startswith("extractor.") and name.endswith((".weight", ".bias"))]
+            assert weights and all(torch.equal(state[name], start[name]) for name in weights)
+    with pytest.raises(
+        UserError, match=r"strategy\.pretrained: .*'extractor\.block1\.0\.weight' is \[6, 1, 3, 3\], site-0000's"
+    ):
+        check(configured(tmp_path, f"strategy.pretrained=[{files[0]}]", "network.of.widths=[7,8]"))
+    with pytest.raises(UserError, match="nowhere: no such state"):
+        check(configured(tmp_path, "strategy.pretrained=[nowhere]"))
 
 
 def test_frozen_heads_are_not_trained_and_not_sent(tmp_path):

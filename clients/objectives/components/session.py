@@ -20,6 +20,7 @@ from fusion.exact import State
 AUXILIARY_HEADS = "auxiliary"  # the record of auxiliary heads, down and up: names are those of tasks and tensors
 COMMON = "common"  # down: of each output of the site's network the number of its class among the common ones, or -1
 FROZEN = "frozen"  # down: the auxiliary heads are not to be trained
+START = "start"  # down, to sites that have not trained yet: parts of a network that was trained before
 NUMBER = "number"  # in COMMON: how many common classes there are
 
 
@@ -35,13 +36,15 @@ class SharedParts(PlainSession):
         return {**(self.task.own or self.first()), **self.task.incoming.get(MEAN, {})}
 
     def first(self) -> State:
-        """As the site's name draws it; as for all others (`alike`), or only the parts that methods start alike with."""
+        """As the site's name draws it; as for all others (`alike`), or only the parts that methods start alike with. Over it
+        what was trained before, if the server sent that."""
         config, site = self.task.config, self.task.site
         shared = initial_state(config, site=site)
+        given = self.task.incoming.get(START, {})
         if self.alike:
-            return shared
+            return {**shared, **given}
         common = {name: one for name, one in shared.items() if self.sharing.common and name.startswith(self.sharing.common)}
-        return {**initial_state(config, site.name, site), **common}
+        return {**initial_state(config, site.name, site), **common, **given}
 
     def stages(self) -> Sequence[tuple[float, list[nn.Parameter]]]:
         return [(end, [one for name, one in self.weights().items() if name.startswith(prefixes)])

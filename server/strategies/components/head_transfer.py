@@ -7,6 +7,7 @@ sites that come first are handed, frozen, to the others.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -14,9 +15,10 @@ from clients.data import class_things
 from clients.messages import TRAIN
 from clients.networks import architecture_of, initialise
 from clients.objectives.components.auxiliary import Auxiliary
-from clients.objectives.components.session import AUXILIARY_HEADS, COMMON, FROZEN, NUMBER, head_of
-from clients.objectives.components.sharing import COMPATIBLE
+from clients.objectives.components.session import AUXILIARY_HEADS, COMMON, FROZEN, NUMBER, START, head_of
+from clients.objectives.components.sharing import COMPATIBLE, EXTRACTOR
 from clients.randomness import torch_generator
+from clients.states import read_state
 from conf.errors import UserError
 from conf.schema import Config
 from conf.sites import Site, roster
@@ -32,7 +34,7 @@ from server.strategies.by_architecture import cast, counted, representable
 from server.strategies.components.classes import NAMES, Kinds, decoded, encoded
 from server.strategies.components.fedgh import FedGH
 from server.strategies.components.partial import PartialAveraging
-from server.strategies.components.recombination import Recombining, components_of
+from server.strategies.components.recombination import TRAINED, Recombining, components_of
 
 JOINT, INCREMENTAL = "joint", "incremental"
 HEADS = "heads"  # kept: the auxiliary heads that sites are sent
@@ -52,8 +54,10 @@ class Arrival(Schedule):
     def participation(self, round: int, members: Sequence[Site]) -> Participation:
         late = round > self.config.rounds
         there = [site for site in members if (site.index >= self.first_sites) == late]
-        number = round - self.config.rounds if late else round
-        return Sampling(self.config).participation(number, there)
+        return Sampling(self.config).participation(self.site_round(round), there)
+
+    def site_round(self, round: int) -> int:
+        return round - self.config.rounds if round > self.config.rounds else round
 
 
 @STRATEGIES.register("head_transfer")
@@ -67,6 +71,7 @@ class HeadTransfer(Recombining):
         "all sites at once; or those that come first, and the others with heads that are frozen",
         choices=(JOINT, INCREMENTAL),
     )
+    pretrained: list[str] = value([], "files of trained networks; sites start from their extractors, dealt out in turn")
     first_sites: int = value(1, "incremental: how many sites of the roster come first", low=1)
 
     def at_work(self, config: Config) -> Strategy:
@@ -99,6 +104,8 @@ class HeadTransfer(Recombining):
             raise UserError(f"strategy.first_sites: got {self.first_sites}, takes fewer than the {count} sites")
         if objective.same_start and len({architecture_of(config, site) for site in roster(config)}) > 1:
             raise UserError("objective.same_start: takes one network for all sites; theirs differ")
+        for site in roster(config) if self.pretrained else ():
+            self._start(config, site)
         if has_data(config):
             sites = roster(config)
             kinds = Kinds.of(config, sites, {site.name: class_things(site.spec) for site in sites}, self.alike)
@@ -116,8 +123,9 @@ class HeadTransfer(Recombining):
         frozen = {site.name for site in run.participants if self.scheme == INCREMENTAL and site.index >= self.first_sites}
 
         def content(site: Site) -> dict[str, State]:
+            start = {START: self._start(run.config, site)} if self.pretrained and not run.has(TRAINED, site.name) else {}
             mark = {FROZEN: {FROZEN: torch.ones(1)}} if site.name in frozen else {}
-            return {AUXILIARY_HEADS: heads, COMMON: commons[site.name], **mark} if heads else {}
+            return {AUXILIARY_HEADS: heads, COMMON: commons[site.name], **mark, **start} if heads else start
 
         def expected(site: Site) -> dict[str, Expected]:
             return {} if site.name in frozen or not heads else {AUXILIARY_HEADS: Expected(heads)}
@@ -135,6 +143,22 @@ class HeadTransfer(Recombining):
 
     def sent(self, view: View) -> State:
         return view.kept(HEADS) if HEADS in view.slots.keeps() else {}
+
+    def _start(self, config: Config, site: Site) -> State:
+        """The extractor that a site starts from. UserError for a file that cannot be read or is another network's."""
+        path = Path(self.pretrained[site.index % len(self.pretrained)])
+        own = {
+            name: one
+            for name, one in architecture_of(config, site).build().state_dict().items()
+            if name.startswith(EXTRACTOR)
+        }
+        given = read_state(path)
+        if odd := next((name for name, one in own.items() if name not in given or given[name].shape != one.shape), ""):
+            has = f"{list(given[odd].shape)}" if odd in given else "none"
+            raise UserError(
+                f"strategy.pretrained: {path}: '{odd}' is {has}, {site.name}'s network takes {list(own[odd].shape)}"
+            )
+        return {name: given[name].to(one.dtype) for name, one in own.items()}
 
     def _common(self, run: Run, kinds: Kinds) -> list[str]:
         """The names of the common classes, as they were when the run began. UserError if a task needs some, and none are."""

@@ -67,8 +67,12 @@ class Recombining(Strategy):
             for architecture in {architecture_of(config, site) for site in roster(config)}
             for name in architecture.build().state_dict()
         )
-        told = "evaluation.statistics=running: stored statistics are of other features than an exchanged head gets, and spoil"
-        return (f"{told} what is measured (32.4 % in Gygli et al. 2021, App. C.1); take batch or recomputed",) if stored else ()
+        told = (
+            "evaluation.statistics=running: stored statistics are of other features than an exchanged head gets, and spoil"
+        )
+        return (
+            (f"{told} what is measured (32.4 % in Gygli et al. 2021, App. C.1); take batch or recomputed",) if stored else ()
+        )
 
     def round(self, run: Run) -> None:
         """Training and, when it is due, what sites publish and how it fits together."""
