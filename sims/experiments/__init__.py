@@ -4,6 +4,7 @@ MODULES = {
     "aggregation": "sims.experiments.aggregation",
     "arithmetic": "sims.experiments.arithmetic",
     "cla": "sims.experiments.cla",
+    "components": "sims.experiments.components",
     "fusion": "sims.experiments.fusion",
     "skill_transfer": "sims.experiments.skill_transfer",
     "unlearning": "sims.experiments.unlearning",

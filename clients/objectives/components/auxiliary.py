@@ -57,16 +57,19 @@ AUXILIARY: Registry[Auxiliary] = Registry("auxiliary", Auxiliary)
 class CommonClasses(Auxiliary):
     """Discriminating the common classes (DCC, Eq. 1): cross-entropy over the images of these."""
 
+    most: int = value(0, "of the common classes, the first so many of the first site's alone; 0: all", low=0)
+
     @property
     def supervised(self) -> bool:
         return True
 
     def outputs(self, common: int) -> int:
-        return common
+        return min(common, self.most or common)
 
     def loss(self, extract: Layer, head: Layer, batch: Batch, drawn: State) -> Tensor:
         scores = head(batch.features)
-        return F.cross_entropy(scores, batch.common, ignore_index=-1, reduction="sum") / len(scores)
+        labels = batch.common.where(batch.common < scores.shape[1], -1)
+        return F.cross_entropy(scores, labels, ignore_index=-1, reduction="sum") / len(scores)
 
 
 @AUXILIARY.register("rp")

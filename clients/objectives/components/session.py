@@ -122,7 +122,8 @@ class CompatibleSession(SharedParts):
         the classes near the first auxiliary head's and, if that is of the common classes, these classes' own rows."""
         name, first = next(iter(self.tasks.items()))
         by_class, near = class_tensors(own), dict[str, tuple[Tensor | None, Tensor]]()
-        rows = (self.common >= 0).nonzero()[:, 0]
+        told_apart = len(given[next(f"{name}.{key}" for key in by_class)])
+        rows = ((self.common >= 0) & (self.common < told_apart)).nonzero()[:, 0]
         for key, _ in self.network.head.named_parameters():
             goal = given[f"{name}.{key}"]
             if key not in by_class:

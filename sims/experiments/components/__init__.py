@@ -1,0 +1,62 @@
+"""Compatible components (Gygli et al. 2021) measured again: which heads can be exchanged, and what that depends on."""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from conf.errors import unknown
+from sims.experiments.components import analyses, details, rivals
+from sims.experiments.components.sizes import SIZES
+from sims.experiments.components.study import Study
+from sims.experiments.papers import source_of
+from sims.report.page import Part, write_page
+from sims.report.tables import Table
+
+FOLDER = Path("runs/components-tables")
+TABLES: dict[str, Callable[[Study, int], list[Part]]] = {
+    "figure2": analyses.figure2,
+    "schemes": analyses.schemes,
+    "steps": analyses.steps,
+    "figure5": details.figure5,
+    "figure6": details.figure6,
+    "figure8": details.figure8,
+    "figure9": details.figure9,
+    "rivals": rivals.rivals,
+}
+
+
+def reproduce(preset: str, seeds: int, overrides: Sequence[str], *, quiet: bool) -> Path:
+    """Measure the tables with every seed (what is on disk is taken as it is) and write them.
+
+    `overrides`: tables=figure2,steps and tasks=usps_mnistm choose some; others are for every run. Returns the folder. Raises
+    UserError for another preset, table or task, and for bad overrides.
+    """
+    if preset not in SIZES:
+        raise unknown("preset", preset, SIZES)
+    folder = FOLDER if preset == "cpu" else FOLDER.with_name(f"{FOLDER.name}-{preset}")
+    tables, rest = _chosen("tables", overrides, TABLES)
+    tasks, rest = _chosen("tasks", rest, SIZES[preset].tasks)
+    torch.set_num_threads(1)
+    study, parts = Study(preset, folder, rest, quiet, tasks), list[Part]()
+    for name in tables or TABLES:
+        parts += TABLES[name](study, seeds)
+        _write(folder, parts)  # what there is so far
+    return folder
+
+
+def _chosen(key: str, overrides: Sequence[str], known: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The names that overrides of this key give, and the other overrides. UserError for an unknown name."""
+    given = [word for word in overrides if word.startswith(f"{key}=")]
+    names = [name for word in given for name in word.partition("=")[2].split(",")]
+    for name in names:
+        if name not in known:
+            raise unknown(key, name, known)
+    return names, [word for word in overrides if word not in given]
+
+
+def _write(folder: Path, parts: Sequence[Part]) -> None:
+    texts = [part.markdown() for part in parts if isinstance(part, Table)]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tables.md").write_text("\n".join(texts), encoding="utf-8")
+    write_page(folder / "report.html", "Compatible components", [("", [f"(paper): {source_of('components')}.", *parts])])

@@ -1,0 +1,105 @@
+"""Figure 2 and schemes of training: which auxiliary heads make components compatible, and how often they are averaged."""
+
+import math
+from typing import Any
+
+from sims.experiments.components.study import UPPER, Found, Study, shown, way
+from sims.experiments.components.ways import ALL, DCC, PULLS, WAYS
+from sims.experiments.dots import draw
+from sims.experiments.kept import told
+from sims.experiments.papers import cells
+from sims.report.page import Part, Picture
+from sims.report.tables import Table, mean_and_spread
+
+NOTE = (
+    "Test accuracy in %, mean and standard deviation over seeds. exchanged: mean over all pairs of one site's extractor and "
+    "another's head; own: of extractors with their own heads. as the paper: no pull between heads (objective.pull=0); "
+    "pulled: objective.pull=0.1, the default here. way: from chance to the upper bound. (paper): CIFAR-10 / STL-10, "
+    "ResNet-56."
+)
+
+
+def figure2(study: Study, seeds: int) -> list[Part]:
+    """Every combination of auxiliary heads on every task."""
+    return [part for task in study.tasks for part in _combinations(study, task, seeds)]
+
+
+def _combinations(study: Study, task: str, seeds: int) -> list[Part]:
+    paper, rows = cells("components", "figure2"), []
+    title, classes = study.size.tasks[task].title, study.size.tasks[task].classes
+    upper, drawn = study.upper(task, seeds), [dict[str, Any]() for _ in range(seeds)]
+    for name, one in WAYS.items():
+        found = {column: study.each(task, one.pulled(pull), seeds) for column, pull in PULLS.items()}
+        first, pulled = found.values()
+        cellwise = [shown(first, "exchanged"), way(first, upper, classes)]
+        more = [shown(pulled, "exchanged"), way(pulled, upper, classes)] if one.shares else ["-", "-"]
+        rows.append([name, paper.shown(name, "exchanged"), *cellwise, *more,
+                     shown(first, "own"), shown(pulled, "own") if one.shares else "-"])  # fmt: skip
+        for seed in range(seeds):
+            accuracy = [first[seed].exchanged, pulled[seed].exchanged if one.shares else math.nan, first[seed].own]
+            drawn[seed][name] = {"accuracy": accuracy}
+    rows.append([UPPER, paper.shown("upper bound", "exchanged"), "-", "-", "-", "-", mean_and_spread(upper), "-"])
+    columns = [text for name in PULLS for text in (f"exchanged, {name}", f"way, {name}")]
+    head = ["heads", "exchanged (paper)", *columns, *(f"own, {name}" for name in PULLS)]
+    stages = ["exchanged, as the paper", "exchanged, pulled", "own"]
+    picture = draw({title: drawn}, stages, study.folder / f"figure2-{task}.png")
+    table = Table(f"Figure 2: {title}, {told(seeds)}", head, rows, NOTE)
+    return [table, Picture(picture, f"Figure 2: {title}")]
+
+
+def schemes(study: Study, seeds: int) -> list[Part]:
+    """Joint training against incremental, which goes over both orders of the sites, as the paper's does."""
+    paper, tables = cells("components", "schemes"), []
+    for task, one in study.tasks.items():
+        rows = []
+        for name in (DCC, ALL):
+            for column, pull in PULLS.items():
+                joint = study.each(task, WAYS[name].pulled(pull), seeds)
+                late = _incremental(study, task, WAYS[name].pulled(pull), seeds)
+                accuracies = [[each.exchanged for each in both] for both in (joint, *late)]
+                ordered = [(one + other) / 2 for one, other in zip(*accuracies[1:], strict=True)]
+                gaps = [first - second for first, second in zip(accuracies[0], ordered, strict=True)]
+                own = [(one.own + other.own) / 2 for one, other in zip(*late, strict=True)]
+                theirs = [paper.shown(name, scheme) if not pull else "-" for scheme in ("joint", "incremental")]
+                rows.append([f"{name}, {column}", mean_and_spread(accuracies[0]), mean_and_spread(ordered),
+                             mean_and_spread(gaps), shown(joint, "own"), mean_and_spread(own), *theirs])  # fmt: skip
+        head = ["heads", "joint", "incremental", "joint - incremental", "own, joint", "own, incremental",
+                "joint (paper)", "incremental (paper)"]  # fmt: skip
+        tables.append(Table(f"Joint and incremental training: {one.title}, {told(seeds)}", head, rows, NOTE))
+    return tables
+
+
+def _incremental(study: Study, task: str, words: dict[str, Any], seeds: int) -> list[list[Found]]:
+    """Of each seed, in both orders."""
+    sites = list(study.size.tasks[task].sites)
+    orders = (sites, sites[::-1])
+    return [study.each(task, {**words, "strategy.scheme": "incremental", "sites": order}, seeds) for order in orders]
+
+
+def steps(study: Study, seeds: int) -> list[Part]:
+    """Local steps between two averages, and sites: DCC."""
+    task, plans = study.first, study.size.plans
+    rows = []
+    for count in study.size.several:
+        for column, pull in PULLS.items():
+            words = {**WAYS[DCC].pulled(pull), "sites": _several(study, task, count)}
+            found = [
+                study.each(task, {**words, "training.steps": steps, "rounds": rounds}, seeds) for steps, rounds in plans
+            ]
+            rows.append([f"{count} sites, {column}", *(shown(one, "exchanged") for one in found),
+                         *(shown(one, "own") for one in found)])  # fmt: skip
+    names = [f"{steps} steps, {rounds} rounds" for steps, rounds in plans]
+    head = ["DCC", *(f"exchanged: {name}" for name in names), *(f"own: {name}" for name in names)]
+    title = f"Local steps and sites: {study.size.tasks[task].title}, {told(seeds)}"
+    return [Table(title, head, rows, NOTE + " More sites divide the same images.")]
+
+
+def _several(study: Study, task: str, count: int) -> list[dict[str, Any]]:
+    """As many sites, alike numbers of each domain, which have the images of two."""
+    sites, found = study.size.tasks[task].sites, []
+    for site in sites:
+        share, samples = count // len(sites), site.get("samples", 0)
+        found.append(
+            {**site, **({"count": share} if share > 1 else {}), **({"samples": samples // share} if samples else {})}
+        )
+    return found

@@ -1,0 +1,114 @@
+"""Figures 5, 6, 8 and 9: norms, correlation of features, where networks are cut, how many classes are common."""
+
+from typing import Any
+
+from sims.experiments.components.analyses import NOTE
+from sims.experiments.components.plots import blocks, curves
+from sims.experiments.components.study import Study, shown
+from sims.experiments.components.ways import ALL, DCC, IIW, INDEPENDENT, PULLS, WAYS
+from sims.experiments.kept import told
+from sims.experiments.papers import cells
+from sims.report.page import Part, Picture
+from sims.report.tables import Table, mean_and_spread
+
+BOTH, TURNS = "IIW+DCC", "IIW+RP"
+NORMS = {  # by the paper's row: words, which network parts have which norm
+    "batch statistics": {"evaluation.statistics": "batch"},
+    "statistics recomputed": {"evaluation.statistics": "recomputed"},
+    "stored statistics": {"evaluation.statistics": "running"},
+    "LayerNorm": {"norm": "layer"},
+    "InstanceNorm": {"norm": "instance"},
+    "unit-length features": {"unit": True},
+}
+CORRELATED = (INDEPENDENT, IIW, "RP", DCC, ALL)
+CORRELATION_NOTE = (
+    "Correlation of each channel of one extractor with the same one of the other, mean over channels; 500 test images of "
+    "each domain, all places. permuted: channels in the best order (a linear assignment). Accuracies in %. Standard "
+    "deviations over seeds. (paper): CIFAR-10 / STL-10, ResNet-56; IIW there from pre-trained weights."
+)
+
+
+def figure5(study: Study, seeds: int) -> list[Part]:
+    """What BatchNorm works with, other norms, and features of unit length: IIW+DCC."""
+    task, paper, rows = study.first, cells("components", "figure5"), []
+    for name, chosen in NORMS.items():
+        found = [
+            study.each(task, {**WAYS[BOTH].pulled(pull), **normed(study, task, chosen)}, seeds) for pull in PULLS.values()
+        ]
+        rows.append([name, paper.shown(name, "exchanged"), *(shown(one, "exchanged") for one in found),
+                     *(shown(one, "own") for one in found)])  # fmt: skip
+    head = ["IIW+DCC", "exchanged (paper)", *(f"{what}, {column}" for what in ("exchanged", "own") for column in PULLS)]
+    return [Table(f"Figure 5: norms, {study.size.tasks[task].title}, {told(seeds)}", head, rows, NOTE)]
+
+
+def normed(study: Study, task: str, chosen: dict[str, Any]) -> dict[str, Any]:
+    """Words for a norm of all parts of the network, or features of unit length; or what was chosen, as it is."""
+    if not {"norm", "unit"} & chosen.keys():
+        return chosen
+    network = study.network(task)
+    if "unit" in chosen:
+        return {"network": {**network, **chosen}}
+    head = {"head": {**network["head"], **chosen}} if network.get("head") else {}
+    return {"network": {**network, "of": {**network["of"], **chosen}, **head}}
+
+
+def figure6(study: Study, seeds: int) -> list[Part]:
+    """Correlation of features beside compatibility."""
+    task, paper, rows, drawn = study.first, cells("components", "figure6"), [], {}
+    for name in CORRELATED:
+        for column, pull in PULLS.items() if WAYS[name].shares else [("", 0.0)]:
+            found = study.each(task, WAYS[name].pulled(pull), seeds)
+            same = [sum(one.correlation) / len(one.correlation) for one in found]
+            title = f"{name}, {column}" if column else name
+            drawn[title] = found[0].correlation
+            numbers = [f"{text} ({theirs})" if theirs != "-" else text for text, theirs in (
+                (_spread(same), paper.shown(name, "correlation") if not pull else "-"),
+                (_spread([one.permuted for one in found]), paper.shown(name, "permuted") if not pull else "-"))]  # fmt: skip
+            rows.append([title, *numbers, shown(found, "exchanged")])
+    head = ["heads", "correlation (paper)", "permuted (paper)", "exchanged"]
+    title = f"Figure 6: correlation of features, {study.size.tasks[task].title}, {told(seeds)}"
+    picture = blocks(drawn, study.folder / "figure6.png")
+    return [Table(title, head, rows, CORRELATION_NOTE), Picture(picture, "Correlation of each channel, sorted; seed 0")]
+
+
+def _spread(values: list[float]) -> str:
+    """Correlations, which are no shares of a hundred."""
+    mean, *spread = (float(text) / 100 for text in mean_and_spread(values).split(" ± "))
+    return f"{mean:.2f}" + (f" ± {spread[0]:.2f}" if spread else "")
+
+
+def figure8(study: Study, seeds: int) -> list[Part]:
+    """Where a network is cut; heads are its rest: IIW+RP as in the paper, and DCC."""
+    task = study.size.tasks[study.first]
+    ways = {f"{name}, {column}": WAYS[name].pulled(pull) for name in (TURNS, DCC) for column, pull in PULLS.items()}
+    rows, drawn = [], {name: dict[str, list[float]]() for name in ways}
+    for point in task.points:
+        network = {"network": {"name": "split", "of": dict(task.whole), "at": point}}
+        found = {name: study.each(study.first, {**words, **network}, seeds) for name, words in ways.items()}
+        rows.append([point, *(shown(one, "exchanged") for one in found.values()), shown(found[f"{DCC}, pulled"], "own")])
+        for name, one in found.items():
+            drawn[name][point] = [each.exchanged for each in one]
+    head = ["cut after", *ways, f"own: {DCC}, pulled"]
+    note = f"{NOTE} The paper has no numbers: IIW+RP falls slowly up to the first block of stage 3, steeply behind it."
+    title = f"Figure 8: the point of the cut, {task.title}, {told(seeds)}"
+    picture = curves(drawn, "cut after", study.folder / "figure8.png")
+    return [Table(title, head, rows, note), Picture(picture, title)]
+
+
+def figure9(study: Study, seeds: int) -> list[Part]:
+    """How many of the common classes the shared head tells apart: IIW+DCC; beside it IIW+RP, which needs none."""
+    task, paper, rows = study.first, cells("components", "figure9"), []
+    columns = {f"IIW+DCC, {column}": pull for column, pull in PULLS.items()}
+    drawn = {name: dict[str, list[float]]() for name in columns}
+    for most in study.size.most:
+        limited = [{"name": "dcc", "most": most}]
+        found = {name: study.each(task, {**WAYS[BOTH].pulled(pull), "objective.auxiliary": limited}, seeds)
+                 for name, pull in columns.items()}  # fmt: skip
+        rows.append([str(most), *(shown(one, "exchanged") for one in found.values()), paper.shown(most, "IIW+DCC")])
+        for name, one in found.items():
+            drawn[name][str(most)] = [each.exchanged for each in one]
+    turns = [study.each(task, WAYS[TURNS].pulled(pull), seeds) for pull in PULLS.values()]
+    rows.append(["none: IIW+RP", *(shown(one, "exchanged") for one in turns), paper.shown("IIW+RP", "IIW+DCC")])
+    title = f"Figure 9: common classes, {study.size.tasks[task].title}, {told(seeds)}"
+    picture = curves(drawn, "common classes of the shared head", study.folder / "figure9.png")
+    return [Table(title, ["classes", *columns, "paper"], rows, NOTE), Picture(picture, title)]

@@ -1,0 +1,53 @@
+"""Methods that share a part of networks, beside auxiliary heads: own tasks, missing classes, exchanged heads, bytes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from clients.objectives.components.sharing import COMPATIBLE, SHARING
+from sims.experiments.components.analyses import NOTE
+from sims.experiments.components.sizes import Words
+from sims.experiments.components.study import Study, shown
+from sims.experiments.components.ways import ALL, DCC, PULLS, WAYS
+from sims.experiments.dots import draw
+from sims.experiments.kept import told
+from sims.report.page import Part, Picture
+from sims.report.tables import Table
+
+LACKED = ([0, 1], [2, 3])  # classes of which the first and the second site have no images
+OURS = {f"shared heads: {name}, {column}": WAYS[name].pulled(pull) for name in (DCC, ALL) for column, pull in PULLS.items()}
+METHODS: dict[str, dict[str, Any]] = {
+    **OURS,
+    **{mode: {"objective.mode": mode} for mode in SHARING if mode != COMPATIBLE},
+}
+
+
+def rivals(study: Study, seeds: int) -> list[Part]:
+    """The first task as it is, and with classes that each site lacks."""
+    task, parts = study.first, list[Part]()
+    title, drawn = study.size.tasks[task].title, [dict[str, Any]() for _ in range(seeds)]
+    lacking = {"sites": [_without(site, lacked) for site, lacked in zip(study.size.tasks[task].sites, LACKED, strict=True)]}
+    whole, some = [], []
+    for name, words in METHODS.items():
+        found = study.each(task, words, seeds)
+        sent = [f"{found[0].bytes:,}", f"{found[0].bytes / found[0].fedavg_bytes:.1%}"]
+        whole.append([name, shown(found, "own"), shown(found, "exchanged"), *sent])
+        for seed, one in enumerate(found):
+            drawn[seed][name] = {"accuracy": [one.exchanged, one.own]}
+        few = study.each(task, {**words, **lacking}, seeds)
+        some.append([name, *(shown(few, what) for what in ("own", "missing", "missing_exchanged", "exchanged"))])
+    bytes_told = "Bytes that a site sends in a round, and their share of FedAvg's."
+    parts.append(
+        Table(f"Rivals: {title}, {told(seeds)}", ["method", "own", "exchanged", "bytes", "of FedAvg's"], whole,
+              f"{NOTE} {bytes_told}")
+    )  # fmt: skip
+    lacks = f"The first site has no images of classes {LACKED[0]}, the second none of {LACKED[1]}. missing: on these."
+    head = ["method", "own", "missing, own head", "missing, the other's head", "exchanged"]
+    parts.append(Table(f"Rivals where sites lack classes: {title}, {told(seeds)}", head, some, f"{NOTE} {lacks}"))
+    picture = draw({title: drawn}, ["exchanged", "own"], study.folder / "rivals.png")
+    return [*parts, Picture(picture, f"Rivals: {title}")]
+
+
+def _without(site: Words, lacked: Sequence[int]) -> dict[str, Any]:
+    """A site with all images there are but those of some classes."""
+    kept = {key: value for key, value in site.items() if key != "samples"}
+    return {**kept, "classes": [label for label in range(10) if label not in lacked]}

@@ -1,0 +1,90 @@
+"""How large the experiments on compatible components are: whose images, which networks, how many steps."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Words = Mapping[str, Any]  # keys of a configuration, with dots, and what they are set to
+
+
+@dataclass(frozen=True)
+class Task:
+    """Two sites, and what else their configuration says. `classes`: of the answers, for chance. `points`: where the network
+    `whole` is cut for Figure 8."""
+
+    title: str
+    sites: Sequence[Words]
+    words: Words = field(default_factory=dict)
+    classes: int = 10
+    whole: Words = field(default_factory=dict)
+    points: Sequence[str] = ()
+
+    @property
+    def all(self) -> dict[str, Any]:
+        """The words, with those of the sites."""
+        return {**self.words, "sites": list(self.sites)}
+
+
+@dataclass(frozen=True)
+class Size:
+    """A preset. `tasks`: the first one is that of the tables on details. `plans`: steps of a round and rounds, the plan of
+    all other tables first. `most`: common classes in Figure 9. `words`: of all tasks."""
+
+    tasks: Mapping[str, Task]
+    plans: Sequence[tuple[int, int]]
+    most: Sequence[int]
+    several: Sequence[int]  # sites
+    words: Words = field(default_factory=dict)
+
+
+def _cpu() -> Size:
+    points = [f"block{place}" for place in (1, 3, 5, 6)]
+    digits = {
+        "whole": {"name": "convnet", "widths": [16, 32, 64, 64, 64, 24], "strides": [1, 2, 1, 1, 1, 2]},
+        "points": points,
+    }
+    usps, mnist_m, mnist = {"domain": "usps"}, {"domain": "mnist_m", "samples": 6500}, {"domain": "mnist", "samples": 6500}
+    residual = {"name": "resnet20", "width": 0.5}
+    cifar: dict[str, Any] = {
+        "words": {"network": {"name": "split", "of": residual, "at": "stage2"}},
+        "whole": residual,
+        "points": ["stem", "stage1", "stage2", "stage3"],
+    }
+    half = {"domain": "cifar10", "samples": 20000}
+    tasks = {
+        "usps_mnistm": Task("USPS / MNIST-M", [usps, mnist_m], **digits),
+        "mnist_usps": Task("MNIST / USPS", [mnist, usps], **digits),
+        "cifar": Task("CIFAR-10, two halves", [{**half, "count": 2}], **cifar),
+        "cifar100": Task("CIFAR-10 / CIFAR-100", [half, {"domain": "cifar100", "classes": LIKE_TEN, "relabel": True}],
+                         words={**cifar["words"], "data.heads": "own", "strategy.alike": ALIKE}),
+    }  # fmt: skip
+    words = {"data.test_limit": 2000, "engine.name": "inline"}
+    return Size(tasks, plans=((25, 12), (5, 60), (100, 3)), most=(2, 4, 6, 8, 9, 10), several=(2, 4, 6), words=words)
+
+
+# classes of CIFAR-10 and, of a like kind, of CIFAR-100; to birds and ships there is none
+ALIKE = [["airplane", "rocket"], ["automobile", "pickup_truck"], ["truck", "bus"], ["cat", "leopard"], ["dog", "wolf"],
+         ["deer", "cattle"], ["horse", "camel"], ["frog", "lizard"]]  # fmt: skip
+LIKE_TEN = [13, 14, 15, 19, 42, 44, 58, 69, 81, 97]  # these eight of CIFAR-100, butterfly and streetcar
+
+
+def _paper() -> Size:
+    """The paper's data, network and number of steps; SGD along a cosine in the place of Adam."""
+    whole = {"name": "resnet56"}
+    words = {
+        "network": {"name": "split", "of": whole, "at": "stage2"},
+        "data.size": 32,
+        "data.heads": "own",
+        "strategy.alike": [["automobile", "car"]],
+        "training.batch": 512,
+        "training.rate": 0.1,
+        "training.weight_decay": 1e-7,
+    }
+    task = Task("CIFAR-10 / STL-10", [{"domain": "cifar10"}, {"domain": "stl10"}], words, classes=9, whole=whole,
+                points=["stem", "stage1", "stage2", "stage3"])  # fmt: skip
+    both = Task("CIFAR-10, two halves", [{"domain": "cifar10", "count": 2}], words, whole=whole)
+    plans = ((25, 800), (5, 4000), (100, 200))
+    return Size({"cifar_stl": task, "cifar": both}, plans, most=tuple(range(2, 10)), several=(2, 4, 6))
+
+
+SIZES = {"cpu": _cpu(), "paper": _paper()}

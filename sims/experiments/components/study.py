@@ -1,0 +1,149 @@
+"""What the tables are made of: runs that are made once, and what is found of each, on disk."""
+
+import dataclasses
+import hashlib
+import json
+import math
+import shutil
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conf import load
+from conf.schema import Config
+from server.experiment import run_experiment
+from sims.cli.progress import listener_for
+from sims.engines import open_engine
+from sims.experiments.components.looks import looks
+from sims.experiments.components.sizes import SIZES, Size, Task, Words
+from sims.experiments.kept import kept
+from sims.report.tables import mean_and_spread
+
+EXPERIMENT = "components"
+UPPER = "upper bound (own, with a rotation head of its own)"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is found of a run. `accuracy` [extractor's site, head's site]; `bytes` that a site sends in a round.
+
+    `own`, `exchanged`: its means on and off the diagonal. `correlation`: of both extractors' channels (looks.py), and
+    `permuted`: in the best order. `missing`, `missing_exchanged`: on classes that sites lack, with their own heads and with
+    the other's; None where they lack none.
+    """
+
+    accuracy: Sequence[Sequence[float]]
+    bytes: int
+    fedavg_bytes: int
+    correlation: Sequence[float]
+    permuted: float
+    missing: float | None = None
+    missing_exchanged: float | None = None
+
+    @property
+    def own(self) -> float:
+        return statistics.fmean(row[place] for place, row in enumerate(self.accuracy))
+
+    @property
+    def exchanged(self) -> float:
+        """NaN of a run of one site."""
+        cells = [cell for place, row in enumerate(self.accuracy) for other, cell in enumerate(row) if other != place]
+        return statistics.fmean(cells) if cells else math.nan
+
+
+@dataclass(frozen=True)
+class Study:
+    """A preset's runs, in a folder. `overrides`: of every run. `only`: the tasks that are asked for; none: all."""
+
+    preset: str
+    folder: Path
+    overrides: Sequence[str] = ()
+    quiet: bool = True
+    only: Sequence[str] = ()
+
+    @property
+    def size(self) -> Size:
+        """Tasks and budgets of the preset."""
+        return SIZES[self.preset]
+
+    @property
+    def tasks(self) -> Mapping[str, Task]:
+        """Those that are asked for, the first one first."""
+        return {name: task for name, task in self.size.tasks.items() if not self.only or name in self.only}
+
+    @property
+    def first(self) -> str:
+        """The task of the tables on details."""
+        return next(iter(self.tasks))
+
+    def network(self, task: str) -> dict[str, Any]:
+        """The section `network` of a task's runs."""
+        return dict(load(EXPERIMENT, _lines({**self.size.words, **self.size.tasks[task].all})).network)
+
+    def found(self, task: str, words: Words, seed: int) -> Found:
+        """Of a run of a task with these words, which win over the task's; from disk if it was made before."""
+        given = {**self.size.words, **self.size.tasks[task].all, **words}
+        lines = [*_lines(given), *self.overrides, f"seed={seed}"]
+        name = f"{task}-{seed}-{hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:12]}"
+
+        def make() -> dict[str, Any]:
+            found = self._made(name, lines)
+            if not self.quiet:
+                told = " ".join(f"{key}={value}" for key, value in words.items() if key != "sites")
+                print(f"{task}, seed {seed}, {told}: own {found.own:.1%}, exchanged {found.exchanged:.1%}", flush=True)
+            return dataclasses.asdict(found)
+
+        return Found(**kept(self.folder / "results" / f"{name}.json", lines, make))
+
+    def each(self, task: str, words: Words, seeds: int) -> list[Found]:
+        """Of every seed."""
+        return [self.found(task, words, seed) for seed in range(seeds)]
+
+    def upper(self, task: str, seeds: int) -> list[float]:
+        """Own-task accuracy of sites that train by themselves, each with a rotation head that nobody else has."""
+        words = {"objective.auxiliary": ["rp"], "objective.pull": 0.0}
+        alone = [{**words, "sites": [site]} for entry in self.size.tasks[task].sites for site in _single(entry)]
+        return [statistics.fmean(self.found(task, one, seed).own for one in alone) for seed in range(seeds)]
+
+    def _made(self, name: str, lines: Sequence[str]) -> Found:
+        """The run's folder is erased when all is found."""
+        run = [f"run.root={self.folder / 'runs'}", f"run.name={name}", "run.overwrite=true", "baselines=[]"]
+        config = _watched_last(load(EXPERIMENT, [*lines, *run]))
+        with open_engine(config) as grid:
+            summary = run_experiment(grid, config, listener_for(quiet=True))
+        [one] = summary["recombination"].values()
+        path = Path(config.run.root) / config.run.name
+        found = Found(one["accuracy"], one["bytes"], one["fedavg_bytes"], **looks(config, path))
+        shutil.rmtree(path)
+        return found
+
+
+def _lines(words: Words) -> list[str]:
+    """As overrides; a whole section before its keys."""
+    return [f"{key}={json.dumps(words[key])}" for key in sorted(words)]
+
+
+def _watched_last(config: Config) -> Config:
+    """The same, accuracies being measured at the end alone."""
+    return dataclasses.replace(config, evaluation=dataclasses.replace(config.evaluation, every=2 * config.rounds))
+
+
+def _single(entry: Words) -> list[Words]:
+    """The sites of an entry, each as the only one; those that divide a domain are alike but for chance, one is enough."""
+    return [{key: value for key, value in entry.items() if key != "count"}]
+
+
+def shown(found: Sequence[Found], what: str) -> str:
+    """An accuracy in %, mean and standard deviation over seeds; "-" where there is none."""
+    values = [getattr(one, what) for one in found]
+    return "-" if None in values else mean_and_spread(values)
+
+
+def way(found: Sequence[Found], upper: Sequence[float], classes: int) -> str:
+    """How much of the way from chance to the upper bound the exchanged heads reach, in %."""
+    chance = 1.0 / classes
+    shares = [(one.exchanged - chance) / (top - chance) if top > chance else math.nan
+              for one, top in zip(found, upper, strict=True)]  # fmt: skip
+    return mean_and_spread(shares)
