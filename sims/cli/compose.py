@@ -60,11 +60,16 @@ def name_of(architecture: Architecture) -> NetworkName:
     return NetworkName(name, options, architecture.channels, architecture.size, architecture.classes)
 
 
-def _check(order: Order, run: Path, out: Path) -> None:
+def check_out(out: Path, run: Path, option: str = "--out") -> None:
+    """UserError unless a file can go there: in a folder that is there, and is not the run's."""
     if not out.parent.is_dir() or out.is_dir():
-        raise UserError(f"--out: got {out}, takes the path of a file in a folder that is there")
+        raise UserError(f"{option}: got {out}, takes the path of a file in a folder that is there")
     if Path(os.path.realpath(run)) in Path(os.path.realpath(out)).parents:
-        raise UserError(f"--out: got {out}, which is among the run's own files; take another folder")
+        raise UserError(f"{option}: got {out}, which is among the run's own files; take another folder")
+
+
+def _check(order: Order, run: Path, out: Path) -> None:
+    check_out(out, run)
     if order.how and order.how not in (GRADIENTS, WEIGHTS):
         raise unknown("--how", order.how, (GRADIENTS, WEIGHTS))
     if order.coefficients and len(order.coefficients) != len(order.sites):

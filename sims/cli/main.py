@@ -15,7 +15,7 @@ import typer
 
 from conf import UserError, load, to_yaml
 from conf.errors import FailedError, plain
-from sims.cli import networks
+from sims.cli import heads, networks
 from sims.cli.named import named
 from sims.cli.options import numbers
 from sims.report.tables import Table
@@ -188,16 +188,20 @@ def report(run: Annotated[Path, typer.Argument(help="A run's folder, such as run
 
 @app.command()
 def reproduce(
-    what: Annotated[str, typer.Argument(help="aggregation, arithmetic, cla, fusion, skill_transfer or unlearning.")],
+    what: Annotated[
+        str, typer.Argument(help="aggregation, arithmetic, cla, components, fusion, skill_transfer or unlearning.")
+    ],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value for every run, such as engine.workers=2")] = None,
     preset: Annotated[str, typer.Option(help="cpu: minutes on two cores; paper: the paper's size, for a GPU.")] = "cpu",
     seeds: Annotated[int, typer.Option(help="Runs of each method.", min=1)] = 5,
+    table: Annotated[str, typer.Option(help="cla, components: these tables alone, such as figure2,steps.")] = "",
     quiet: Quiet = False,
 ) -> None:
     """Measure a paper's tables again, its cells beside ours; runs that are finished already are not run again."""
     from sims.experiments import MODULES
 
-    folder = named("reproduction", what, MODULES, "reproduce")(preset, seeds, overrides or [], quiet=quiet)
+    asked = [*(overrides or []), *([f"tables={table}"] if table else [])]
+    folder = named("reproduction", what, MODULES, "reproduce")(preset, seeds, asked, quiet=quiet)
     typer.echo((folder / "tables.md").read_text(encoding="utf-8"))
     typer.echo(f"written: {folder}/tables.md and {folder}/report.html")
 
@@ -236,6 +240,7 @@ def doctor(
 
 
 app.add_typer(networks.app)
+app.add_typer(heads.app)
 
 
 def main() -> NoReturn:

@@ -1,4 +1,4 @@
-"""The commands on files of networks: `fedloom align` and `fedloom fuse`."""
+"""The commands on networks and files of them: `fedloom networks`, `fedloom align` and `fedloom fuse`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +15,19 @@ Samples = Annotated[int, typer.Option(help="How many of them.", min=2)]
 Size = Annotated[int, typer.Option(help="Images' size, for networks that are named here.", min=4)]
 Grey = Annotated[bool, typer.Option("--grey", help="One channel, for networks that are named here.")]
 Data = Annotated[str, typer.Option("--data", help="The folder with the data (data.root).")]
+
+
+@app.command()
+def networks(
+    name: Annotated[str, typer.Argument(help="resnet20, vgg13:norm=batch, torchvision:resnet18; none: list them.")] = "",
+    channels: Annotated[int, typer.Option(help="Of the images.", min=1)] = 3,
+    size: Annotated[int, typer.Option(help="Of the images, in pixels.", min=4)] = 32,
+    classes: Annotated[int, typer.Option(help="The network's outputs.", min=1)] = 10,
+) -> None:
+    """The points at which a network can be cut into extractor and head, with the features there."""
+    from sims.cli import cutting
+
+    typer.echo(cutting.points(name, channels, size, classes).markdown() if name else "\n".join(cutting.names()))
 
 
 @app.command()

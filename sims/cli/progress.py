@@ -15,6 +15,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from sims.benchmarks.memory import tree_bytes
+from sims.report.heads import exchanges, heads_table
 from sims.report.tables import Table, accuracy_table, at_sites_table, clean, costs_table, forgetting_table, percent
 
 REFRESHES_PER_SECOND = 4
@@ -210,6 +211,7 @@ def _ending(summary: dict[str, Any]) -> str:
 def _result_tables(summary: dict[str, Any]) -> list[Table]:
     tables = [accuracy_table(summary)] if summary.get("accuracy") else []
     tables += [at_sites_table(summary), costs_table(summary)] if summary.get("at_sites") else []
+    tables += [heads_table(found)] if (found := exchanges(summary)) else []
     return [*tables, forgetting_table(summary)] if summary.get("forgotten") else tables
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from conf.errors import FailedError, UserError
 from conf.schema import Config
 from server.evaluate import Evaluator
-from server.experiment import check_sums, head
+from server.experiment import BY_METHOD, check_sums, head
 from server.ledger import Ledger, Request
 from server.ledger.audit import check
 from server.ledger.database import LEDGER, BusyError
@@ -244,6 +244,7 @@ def _measure_again(method: Method, listener: Listener) -> None:
     """The run's metrics, summary and networks as they are without the sites."""
     method.complete_metrics()
     old = {"status": "interrupted", "seconds": 0.0, **method.folder.summary()}
+    old = {key: one for key, one in old.items() if key not in BY_METHOD}  # they tell of sites that are gone
     listener.note("measuring on the test images")
     summary = {**old, **head(method.config, method.ledger), **method.measure()}
     try:

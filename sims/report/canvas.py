@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours for the colour-blind, and two more
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#8C6D31")
 INK, GREY, LIGHT = "#222222", "#8A8A8A", "#DDDDDD"
+Grid = list[list[float]]  # of a heat map: rows of shares, NaN where there is none
 
 
 def new_figure(width: float, height: float, empty: bool = False) -> tuple[Figure, Axes]:
@@ -65,3 +66,36 @@ def short(label: str, room: int = 24) -> str:
     if len(text) > room:
         text = f"{text[: room // 2]}…{text[-(room // 2 - 1) :]}"
     return text.replace("$", r"\$")
+
+
+def write_numbers(axes: Axes, grid: Grid, reach: float, form: str) -> None:
+    """The cells' shares in per cent, written into a heat map whose darkest colour stands for `reach`."""
+    for y, row in enumerate(grid):
+        for x, value in enumerate(row):
+            colour = "white" if abs(value) > 0.6 * reach else INK
+            text = "-" if math.isnan(value) else format(100 * value, form)
+            axes.text(x, y, text, ha="center", va="center", fontsize=8.5, color=colour)
+
+
+def frame_cells(axes: Axes, places: list[tuple[int, int]], colour: str) -> None:
+    """Frames around cells (column, row) of a heat map."""
+    from matplotlib.patches import Rectangle
+
+    for x, y in places:
+        frame = Rectangle((x - 0.46, y - 0.44), 0.92, 0.88, fill=False, edgecolor=colour, linewidth=1.5, zorder=3)
+        axes.add_patch(frame)
+
+
+def name_ticks(axes: Axes, rows: list[str], names: list[str], rooms: tuple[int, int] = (65, 40)) -> None:
+    """Names at the left and on top; of very many, as many as there is room for."""
+    for axis, labels, room in zip((axes.yaxis, axes.xaxis), (rows, names), rooms, strict=True):
+        step = math.ceil(len(labels) / room)
+        axis.set_ticks(range(0, len(labels), step), [short(label) for label in labels[::step]])
+    axes.xaxis.tick_top()
+    long = max(len(short(name)) for name in names) > 7
+    axes.tick_params(axis="x", length=0, labelsize=8.5, labelrotation=35 if long else 0)
+    for label in axes.get_xticklabels() if long else ():
+        label.set(ha="left", rotation_mode="anchor")
+    axes.tick_params(axis="y", length=0, labelsize=8.5)
+    axes.spines[:].set_visible(False)
+    axes.grid(False)

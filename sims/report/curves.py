@@ -17,10 +17,13 @@ End = tuple[float, str, str]  # of a line: where it ends, its label and colour
 Records = Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
 
 
-def accuracy_figure(metrics: Records, baselines: Mapping[str, Records] | None = None) -> Figure | None:
+def accuracy_figure(
+    metrics: Records, baselines: Mapping[str, Records] | None = None, aggregated: bool = True
+) -> Figure | None:
     """Validation accuracy over the rounds, a line per domain and one for their union; None if never measured.
 
-    Of `baselines`, by name, the accuracy on the union is drawn beside it, as broken lines.
+    Of `baselines`, by name, the accuracy on the union is drawn beside it, as broken lines. `aggregated`: it is that of one
+    network; otherwise that of the sites' own.
     """
     names, beside = list(dict.fromkeys(name for record in metrics for name in record.get("accuracy") or {})), baselines or {}
     if not names:
@@ -40,7 +43,8 @@ def accuracy_figure(metrics: Records, baselines: Mapping[str, Records] | None = 
     _whole_rounds(axes, [record["round"] for records in (metrics, *beside.values()) for record in records])
     axes.set_xlabel("round" + (" (broken lines: baselines and other architectures, on the union)" if beside else ""))
     axes.set_ylabel("validation accuracy")
-    axes.set_title("Validation accuracy of the aggregated network", loc="left", fontsize=12, color=INK)
+    whose = "the aggregated network" if aggregated else "the sites' own networks, each at home"
+    axes.set_title(f"Validation accuracy of {whose}", loc="left", fontsize=12, color=INK)
     return figure
 
 

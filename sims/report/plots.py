@@ -10,9 +10,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sims.report.canvas import GREY, INK, PALETTE, new_figure, percent_axis, plain, save, score_of, short
+from sims.report.canvas import (
+    GREY,
+    INK,
+    PALETTE,
+    Grid,
+    frame_cells,
+    name_ticks,
+    new_figure,
+    percent_axis,
+    plain,
+    save,
+    score_of,
+    short,
+    write_numbers,
+)
 from sims.report.curves import Records, accuracy_figure
-from sims.report.tables import accuracies, before_forgetting, domains, homes
+from sims.report.heads import exchanges, heads_figure
+from sims.report.tables import accuracies, before_forgetting, domains, has_aggregate, homes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +38,6 @@ MAX_PANELS = 6
 MAX_DOTS = 14
 MAX_NUMBERS = 24
 MAX_FRAMES = 65
-Grid = list[list[float]]
 
 
 def draw_all(
@@ -36,9 +50,10 @@ def draw_all(
     target = folder / "plots"
     target.mkdir(parents=True, exist_ok=True)
     figures = {
-        "accuracy.png": accuracy_figure(metrics, baselines),
+        "accuracy.png": accuracy_figure(metrics, baselines, has_aggregate(summary)),
         "forgetting.png": forgetting_figure(summary),
         "sites.png": sites_figure(summary),
+        "heads.png": heads_figure(exchanges(summary), homes(summary)),
     }
     return [save(figure, target / name) for name, figure in figures.items() if figure is not None]
 
@@ -120,8 +135,8 @@ def alignment_figure(
     """Costs between layers in colours, the chosen map framed, lines between groups; writes the PNG."""
     figure, axes = new_figure(max(6.0, 2.6 + 0.5 * len(columns)), max(3.0, 1.7 + 0.34 * len(rows)))
     picture = axes.imshow(cost, cmap="Blues", vmin=0.0, aspect="auto", interpolation="nearest")
-    _tick(axes, rows, columns)
-    _frames(axes, [(column, row) for row, column in pairs.items()], PALETTE[1])
+    name_ticks(axes, rows, columns)
+    frame_cells(axes, [(column, row) for row, column in pairs.items()], PALETTE[1])
     for row in range(1, len(rows)):
         if groups[row] != groups[row - 1]:
             axes.axhline(row - 0.5, color=GREY, linewidth=0.8)
@@ -143,12 +158,12 @@ def _heat_map(
     reach = (max(there, default=0.0) or 1.0) if change else 1.0
     low, colours = (-reach, "RdBu") if change else (0.0, "Blues")
     picture = axes.imshow(grid, cmap=colours, vmin=low, vmax=reach, aspect="auto", interpolation="nearest")
-    _tick(axes, rows, names)
+    name_ticks(axes, rows, names)
     if numbers:
-        _numbers(axes, grid, reach, "+.1f" if change else ".1f")
+        write_numbers(axes, grid, reach, "+.1f" if change else ".1f")
     if len(rows) <= MAX_FRAMES:
         places = [(names.index(held[row]), y) for y, row in enumerate(rows) if held.get(row) in names]
-        _frames(axes, places, INK if change else PALETTE[4])
+        frame_cells(axes, places, INK if change else PALETTE[4])
     bar = figure.colorbar(picture, ax=axes, shrink=min(1.0, 6 / figure.get_figheight()), pad=0.02)
     percent_axis(bar.ax.yaxis, "" if change else "%")
     bar.outline.set(visible=False)
@@ -158,34 +173,3 @@ def _heat_map(
     framed = "; framed: the site's own domain" if len(rows) <= MAX_FRAMES else ""
     figure.supxlabel(unit + framed, x=0.01, ha="left", fontsize=8.5, color=INK)
     return figure
-
-
-def _numbers(axes: Axes, grid: Grid, reach: float, form: str) -> None:
-    for y, row in enumerate(grid):
-        for x, value in enumerate(row):
-            colour = "white" if abs(value) > 0.6 * reach else INK
-            text = "-" if math.isnan(value) else format(100 * value, form)
-            axes.text(x, y, text, ha="center", va="center", fontsize=8.5, color=colour)
-
-
-def _frames(axes: Axes, places: list[tuple[int, int]], colour: str) -> None:
-    from matplotlib.patches import Rectangle
-
-    for x, y in places:
-        frame = Rectangle((x - 0.46, y - 0.44), 0.92, 0.88, fill=False, edgecolor=colour, linewidth=1.5, zorder=3)
-        axes.add_patch(frame)
-
-
-def _tick(axes: Axes, rows: list[str], names: list[str]) -> None:
-    """Names at the left and on top; of very many, as many as can be read."""
-    for axis, labels, room in ((axes.yaxis, rows, 65), (axes.xaxis, names, 40)):
-        step = math.ceil(len(labels) / room)
-        axis.set_ticks(range(0, len(labels), step), [short(label) for label in labels[::step]])
-    axes.xaxis.tick_top()
-    long = max(len(short(name)) for name in names) > 7
-    axes.tick_params(axis="x", length=0, labelsize=8.5, labelrotation=35 if long else 0)
-    for label in axes.get_xticklabels() if long else ():
-        label.set(ha="left", rotation_mode="anchor")
-    axes.tick_params(axis="y", length=0, labelsize=8.5)
-    axes.spines[:].set_visible(False)
-    axes.grid(False)

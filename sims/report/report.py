@@ -9,16 +9,19 @@ from conf.errors import UserError
 from server.runfolder import RunFolder
 from sims.report import plots
 from sims.report.forgotten import Forgotten, forgotten_sentence, forgotten_sites, forgotten_table
+from sims.report.heads import exchanges, heads_table
 from sims.report.page import Details, Part, Picture, write_page
 from sims.report.tables import (
     Holders,
     Table,
+    accuracies,
     accuracy_table,
     at_sites_table,
     before_forgetting,
     costs_table,
     cut,
     forgetting_table,
+    has_aggregate,
     homes,
     mean,
     percent,
@@ -32,6 +35,12 @@ CAPTIONS = {
     "accuracy.png": "How well the aggregated network did on held-out validation images, round by round.",
     "forgetting.png": "What subtracting a site changes: its own domain should fall, the others should stay.",
     "sites.png": "What each network knows: a site's own is good at home, the aggregated one should be good everywhere.",
+    "heads.png": "How good every site's head is on every site's extractor, without any training: dark off the frames means "
+    "that heads can be exchanged.",
+}
+APART = {
+    "accuracy.png": "How well the sites' own networks did on held-out validation images at home, round by round.",
+    "sites.png": "What each site's own network knows: it is good at home; of methods, the mean over their sites.",
 }
 BROKEN = " The broken lines are the baselines' and those of other architectures, on the union of all domains."
 GUARANTEE = (
@@ -60,12 +69,13 @@ def write_report(folder: Path) -> Path:
     config, gone = _read(folder / "config.yaml"), forgotten_sites(folder, summary)
     summary["unlearned"], baselines = [one.site for one in gone], _baselines(folder)
     baselines = {**_others(metrics), **baselines}
-    captions = {**CAPTIONS, "accuracy.png": CAPTIONS["accuracy.png"] + (BROKEN if baselines else "")}
+    captions = CAPTIONS if has_aggregate(summary) else {**CAPTIONS, **APART}
+    captions = {**captions, "accuracy.png": captions["accuracy.png"] + (BROKEN if baselines else "")}
     try:
         drawn = plots.draw_all(folder, metrics, summary, baselines)
         pictures = {path.name: Picture(path, captions[path.name]) for path in drawn}
         sections = _sections(summary, metrics, config, pictures, gone)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{folder}: the run's results are damaged ({error!r}); run the experiment again") from None
     except OSError as error:
         raise UserError(f"{folder / 'plots'}: cannot be written ({error.strerror})") from None
@@ -99,9 +109,26 @@ def headline(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -
         union = percent(before.get("union"))
         text = f"{run}, {ended}: the aggregated network reaches {union} test accuracy on the union of all domains."
         return " ".join(filter(None, [text, gone, _forgetting_sentence(summary)]))
+    if not has_aggregate(summary) and (means := next(iter(accuracies(summary).values()), {})):
+        text = (
+            f"{run}, {ended}: the sites' own networks reach {percent(means.get('union'))} test accuracy on the union of all"
+        )
+        return " ".join(filter(None, [f"{text} domains, on average.", _exchange_sentence(summary), gone]))
     last = next((record["accuracy"].get("union") for record in reversed(metrics) if record.get("accuracy")), None)
     watched = f"; the last validation accuracy on the union was {percent(last)}" if last is not None else ""
     return f"{run}, {ended}: test accuracy was not measured{watched}. {gone}".strip()
+
+
+def _exchange_sentence(summary: Mapping[str, Any]) -> str:
+    """How good heads are on others' extractors, beside the baselines'; empty where there is no other site."""
+    found = [one for one in exchanges(summary) if one.exchanged is not None]
+    if not found:
+        return ""
+    first, *others = found
+    text = f"With their own heads extractors reach {percent(first.own)} at home, with other sites' heads"
+    text += f" {percent(first.exchanged)}"
+    beside = ", ".join(f"{one.method} {percent(one.exchanged)}" for one in others)
+    return f"{text}{f' ({beside})' if beside else ''}, for {percent(first.share)} of FedAvg's bytes."
 
 
 def _forgetting_sentence(summary: Mapping[str, Any]) -> str:
@@ -145,11 +172,17 @@ def _sections(
         ),
         ("Training", [*_pictures(pictures, "accuracy.png"), *_dropped(metrics)]),
         ("Test accuracy", [*accuracy, *different, *_pictures(pictures, "sites.png")]),
+        ("Exchanged heads", [*_heads(summary), *_pictures(pictures, "heads.png")]),
         ("Forgetting", [*forgotten, *_pictures(pictures, "forgetting.png")]),
         ("What is exact, and what is not", [*_checks(summary), *_guarantee(summary)]),
         ("Digest", _digest(summary)),
     ]
     return [(heading, parts) for heading, parts in sections if parts]
+
+
+def _heads(summary: Mapping[str, Any]) -> list[Part]:
+    found = exchanges(summary)
+    return [heads_table(found)] if found else []
 
 
 def _run_table(summary: Mapping[str, Any]) -> Table:

@@ -115,9 +115,21 @@ def domains(summary: Mapping[str, Any]) -> list[str]:
 
 
 def accuracies(summary: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Test accuracies by network: the aggregate first, then the others, then the sites' own networks."""
-    given, sites, first = summary.get("accuracy") or {}, homes(summary), aggregate(summary)
+    """Test accuracies by network: the aggregate first, then the others, then the sites' own networks.
+
+    A method without an aggregate stands there by its mode, with the mean of its sites' networks.
+    """
+    given, sites, first = dict(summary.get("accuracy") or {}), homes(summary), aggregate(summary)
+    own, mode = [given[name] for name in given if name in sites], str(summary.get("method")).rpartition("/")[2]
+    if own and not has_aggregate(summary) and mode not in given:
+        first = mode
+        given[mode] = {key: sum(one[key] for one in own) / len(own) for key in own[0] if all(key in one for one in own)}
     return {name: given[name] for name in sorted(given, key=lambda name: (name != first, name in sites))}
+
+
+def has_aggregate(summary: Mapping[str, Any]) -> bool:
+    """Whether the method has one network for all; otherwise sites have their own alone."""
+    return summary.get("aggregate") != ""
 
 
 def aggregate(summary: Mapping[str, Any]) -> str:
@@ -127,7 +139,9 @@ def aggregate(summary: Mapping[str, Any]) -> str:
     """
     given, sites = summary.get("accuracy") or {}, homes(summary)
     said = str(summary.get("aggregate"))
-    return said if said in given else next((name for name in given if name not in sites), "")
+    if said in given or not has_aggregate(summary):
+        return said
+    return next((name for name in given if name not in sites), "")
 
 
 def homes(summary: Mapping[str, Any]) -> dict[str, str]:
@@ -182,7 +196,8 @@ def accuracy_table(summary: Mapping[str, Any]) -> Table:
     starred = "* the site's own domain; " if sites.keys() & accuracies(summary).keys() else ""
     mark = f"{starred}union: the test images of all domains together."
     few = f"The first {MAX_DOMAINS} of {len(columns)} domains are shown." if len(columns) > len(shown) else ""
-    return Table("Test accuracy", ["network", *shown, "union"], kept, " ".join(filter(None, [mark, note, few])))
+    means = "" if has_aggregate(summary) else "Methods without a network for all: the mean of their sites' own."
+    return Table("Test accuracy", ["network", *shown, "union"], kept, " ".join(filter(None, [mark, means, note, few])))
 
 
 def at_sites_table(summary: Mapping[str, Any]) -> Table:

@@ -1,0 +1,36 @@
+"""What `fedloom networks` tells: which networks there are, and where one can be cut into extractor and head."""
+
+import math
+
+import torch
+import yaml
+
+from clients.networks import NETWORKS, Network, parse_name, split_points
+from clients.networks.named import FOREIGN
+from conf.errors import UserError
+from sims.report.tables import Table
+
+OWN = "torchvision.models:"  # what a configuration calls torchvision's networks
+
+
+def names() -> list[str]:
+    """The networks that are known by name."""
+    return [*NETWORKS.names(), f"{OWN}NAME", "MODULE:NAME"]
+
+
+def points(text: str, channels: int, size: int, classes: int) -> Table:
+    """A row for each point, in order, of the network that a text names. UserError for an unknown one, or one that cannot
+    be cut."""
+    called = f"{OWN}{text.removeprefix(FOREIGN)}" if text.startswith(FOREIGN) else text
+    name = parse_name(called, channels, size, classes)
+    network = name.build()
+    if not isinstance(network, Network):
+        raise UserError(f"network '{text}': is no network of an extractor and a head")
+    found = split_points(network, torch.zeros(1, channels, size, size))
+    if not found:
+        raise UserError(f"network '{text}': cannot be cut: nowhere one tensor alone passes")
+    rows = [[point, " x ".join(map(str, shape)), math.prod(shape)] for point, shape in found.items()]
+    images = f"{channels} x {size} x {size}"
+    section = yaml.safe_dump({"name": name.name, **name.options}, default_flow_style=True, sort_keys=False, width=1000)
+    note = f"'network={{name: split, of: {section.strip()}, at: POINT}}' cuts it there."
+    return Table(f"{text} on images of {images}", ["point", "features of an image", "numbers"], rows, note)

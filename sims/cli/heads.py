@@ -1,0 +1,38 @@
+"""The commands on components that sites published: `fedloom heads` and `fedloom transfer-head`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer()
+
+RunPath = Annotated[Path, typer.Argument(help="A run's folder, such as runs/components.")]
+
+
+@app.command()
+def heads(
+    run: RunPath,
+    png: Annotated[Path | None, typer.Option(help="Draw the heat maps, too, into this file.")] = None,
+) -> None:
+    """How good every site's head is on every site's extractor, for the run's method and its baselines."""
+    from sims.cli import transfer
+
+    tables = transfer.measured(run, png)
+    typer.echo("\n".join(table.markdown() for table in tables))
+    if png:
+        typer.echo(f"written: {png}")
+
+
+@app.command("transfer-head")
+def transfer_head(
+    run: RunPath,
+    giver: Annotated[str, typer.Option("--from", help="The site whose head it is.")],
+    taker: Annotated[str, typer.Option("--to", help="The site whose extractor it is put on.")],
+    out: Annotated[Path, typer.Option(help="Where the network goes.")] = Path("net.safetensors"),
+) -> None:
+    """One site's head on another site's extractor, as a network, and how good it was measured to be."""
+    from sims.cli import transfer
+
+    typer.echo(transfer.transfer(run, giver, taker, out).markdown())
+    typer.echo(f"written: {out}")
