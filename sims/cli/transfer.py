@@ -127,7 +127,7 @@ def _classes(config: Config, site: Site) -> str:
 
 def _scores(strategy: Recombining, view: View, giver: str, taker: str) -> list[list[Cell]]:
     """How good the pair was measured to be, and the extractor with its own head."""
-    at = f"on {taker}'s test images of the classes that it knows"
+    at = f"on {taker}'s test images of the head's classes"
     for one in exchanges(strategy.facts(view)):
         if (pair := one.of(taker, giver)) is not None:
             rows: list[list[Cell]] = [["accuracy", f"{percent(pair)} {at}"]]
