@@ -10,7 +10,7 @@ Words = Mapping[str, Any]  # keys of a configuration, with dots, and what they a
 @dataclass(frozen=True)
 class Task:
     """Two sites, and what else their configuration says. `classes`: of the answers, for chance. `points`: where the network
-    `whole` is cut for Figure 8."""
+    `whole` is cut for Figure 8. `turns`: of each image of a batch, for rotation heads ("all": as in the paper)."""
 
     title: str
     sites: Sequence[Words]
@@ -18,6 +18,7 @@ class Task:
     classes: int = 10
     whole: Words = field(default_factory=dict)
     points: Sequence[str] = ()
+    turns: str = "one"
 
     @property
     def all(self) -> dict[str, Any]:
@@ -46,7 +47,8 @@ def _cpu() -> Size:
     usps, mnist_m, mnist = {"domain": "usps"}, {"domain": "mnist_m", "samples": 6500}, {"domain": "mnist", "samples": 6500}
     residual = {"name": "resnet20", "width": 0.5}
     cifar: dict[str, Any] = {
-        "words": {"network": {"name": "split", "of": residual, "at": "stage2"}},
+        "words": {"network": {"name": "split", "of": residual, "at": "stage2"}, "rounds": 24, "training.weight_decay": 1e-4},
+        "turns": "all",
         "whole": residual,
         "points": ["stem", "stage1", "stage2", "stage3"],
     }
@@ -55,8 +57,9 @@ def _cpu() -> Size:
         "usps_mnistm": Task("USPS / MNIST-M", [usps, mnist_m], **digits),
         "mnist_usps": Task("MNIST / USPS", [mnist, usps], **digits),
         "cifar": Task("CIFAR-10, two halves", [{**half, "count": 2}], **cifar),
-        "cifar100": Task("CIFAR-10 / CIFAR-100", [half, {"domain": "cifar100", "classes": LIKE_TEN, "relabel": True}],
-                         words={**cifar["words"], "data.heads": "own", "strategy.alike": ALIKE}),
+        "cifar100": Task("CIFAR-10 / CIFAR-100", [{**half, "samples": 4500},
+                                                  {"domain": "cifar100", "classes": LIKE_TEN, "relabel": True}],
+                         words={**cifar["words"], "data.heads": "own", "strategy.alike": ALIKE}, turns="all"),
     }  # fmt: skip
     words = {"data.test_limit": 2000, "engine.name": "inline"}
     return Size(tasks, plans=((25, 12), (5, 60), (100, 3)), most=(2, 4, 6, 8, 9, 10), several=(2, 4, 6), words=words)
@@ -81,8 +84,8 @@ def _paper() -> Size:
         "training.weight_decay": 1e-7,
     }
     task = Task("CIFAR-10 / STL-10", [{"domain": "cifar10"}, {"domain": "stl10"}], words, classes=9, whole=whole,
-                points=["stem", "stage1", "stage2", "stage3"])  # fmt: skip
-    both = Task("CIFAR-10, two halves", [{"domain": "cifar10", "count": 2}], words, whole=whole)
+                points=["stem", "stage1", "stage2", "stage3"], turns="all")  # fmt: skip
+    both = Task("CIFAR-10, two halves", [{"domain": "cifar10", "count": 2}], words, whole=whole, turns="all")
     plans = ((25, 800), (5, 4000), (100, 200))
     return Size({"cifar_stl": task, "cifar": both}, plans, most=tuple(range(2, 10)), several=(2, 4, 6))
 

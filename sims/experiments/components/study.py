@@ -22,6 +22,7 @@ from sims.experiments.kept import kept
 from sims.report.tables import mean_and_spread
 
 EXPERIMENT = "components"
+ANOTHER = "mlp"  # options go with a network of another name
 UPPER = "upper bound (own, with a rotation head of its own)"
 
 
@@ -84,7 +85,7 @@ class Study:
 
     def found(self, task: str, words: Words, seed: int) -> Found:
         """Of a run of a task with these words, which win over the task's; from disk if it was made before."""
-        given = {**self.size.words, **self.size.tasks[task].all, **words}
+        given = {**self.size.words, **self.size.tasks[task].all, **_turned(words, self.size.tasks[task].turns)}
         lines = [*_lines(given), *self.overrides, f"seed={seed}"]
         name = f"{task}-{seed}-{hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:12]}"
 
@@ -121,8 +122,17 @@ class Study:
 
 
 def _lines(words: Words) -> list[str]:
-    """As overrides; a whole section before its keys."""
-    return [f"{key}={json.dumps(words[key])}" for key in sorted(words)]
+    """As overrides; a whole section before its keys. Of the experiment's network nothing is left where there is another."""
+    lines = [f"{key}={json.dumps(words[key])}" for key in sorted(words)]
+    return [f"network.name={ANOTHER}", *lines] if "network" in words else lines
+
+
+def _turned(words: Words, turns: str) -> dict[str, Any]:
+    """The words, with as many turns of each image as a task asks for."""
+    key = "objective.auxiliary"
+    if turns == "one" or key not in words:
+        return dict(words)
+    return {**words, key: [{"name": "rp", "turns": turns} if one == "rp" else one for one in words[key]]}
 
 
 def _watched_last(config: Config) -> Config:
