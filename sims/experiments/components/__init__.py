@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from conf.errors import unknown
-from sims.experiments.components import analyses, details, rivals
+from sims.experiments.components import adaptation, analyses, details, faster, one_head, rivals
 from sims.experiments.components.sizes import SIZES
 from sims.experiments.components.study import Study
 from sims.experiments.papers import source_of
@@ -23,6 +23,9 @@ TABLES: dict[str, Callable[[Study, int], list[Part]]] = {
     "figure8": details.figure8,
     "figure9": details.figure9,
     "rivals": rivals.rivals,
+    "table1": adaptation.table1,
+    "figure3": one_head.figure3,
+    "figure4": faster.figure4,
 }
 
 

@@ -1,0 +1,99 @@
+"""Table 1: a classifier meets another domain, of which there are no labels (Sec. 5.1).
+
+The extractor learns to tell rotations on the new domain's images with the rotation head of the source, frozen; its features
+then fit that head again and, as both were made compatible, the head of the classes.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from clients.data import Images
+from sims.experiments.components.study import Study
+from sims.experiments.components.trainer import Plan, accuracy, answers, both, built, fit, frozen, turns
+from sims.experiments.kept import kept, told
+from sims.experiments.pairs import Task, images
+from sims.experiments.papers import cells
+from sims.report.page import Part
+from sims.report.tables import Table, mean_and_spread
+
+PAIRS = {"mnist -> mnist_m": ("mnist", "mnist_m"), "usps -> mnist": ("usps", "mnist"), "mnist -> usps": ("mnist", "usps")}
+SIZE, SAMPLES = 16, 7000
+NETWORK = {
+    "name": "split",
+    "of": {"name": "convnet", "widths": [16, 32, 64, 64], "strides": [1, 2, 1, 2]},
+    "at": "block3",
+    "channels": 16,
+    "head": {"name": "convnet", "widths": [32], "strides": [2]},
+}
+TRAIN = Plan(1000, 0.05)
+ADAPT = {rate: Plan(1000, rate, cosine=False) for rate in (1e-5, 1e-2)}  # the paper's, and a thousand times as much
+ROWS = {
+    "source model": "source model",
+    "source model, test statistics": "source model with test statistics",
+    **{f"adapted by rotations, rate {rate:g}": "adaptation through RP" for rate in ADAPT},
+}
+NOTE = (
+    "Mean class accuracy in % on the target's test images, mean and standard deviation over seeds. target: trained "
+    "on its labels. (paper): CIFAR-10 and STL-10, mean of both directions, WRN-28-16."
+)
+
+
+def table1(study: Study, seeds: int) -> list[Part]:
+    """Unsupervised domain adaptation between kinds of digits."""
+    paper, rows = cells("components", "table1"), []
+    found = {pair: [_found(study, pair, seed) for seed in range(seeds)] for pair in PAIRS}
+    for row, theirs in {**ROWS, "target": ""}.items():
+        ours = [mean_and_spread([one[row] for one in found[pair]]) for pair in PAIRS]
+        rows.append([row, paper.shown(theirs, "mean") if theirs else "-", *ours])
+    return [Table(f"Table 1: domain adaptation, {told(seeds)}", ["", "(paper)", *PAIRS], rows, NOTE)]
+
+
+def _found(study: Study, pair: str, seed: int) -> dict[str, float]:
+    def make() -> dict[str, float]:
+        source, target = PAIRS[pair]
+        found = measured(data(source), data(target), seed)
+        if not study.quiet:
+            print(f"{pair}, seed {seed}: {found}", flush=True)
+        return found
+
+    key = [PAIRS[pair], SIZE, SAMPLES, NETWORK, vars(TRAIN), [vars(plan) for plan in ADAPT.values()], seed]
+    name = pair.replace(" -> ", "-to-")
+    return kept(study.folder / "results" / f"adaptation-{name}-{seed}.json", key, make)
+
+
+def data(domain: str) -> dict[str, Images]:
+    """A domain's images by part."""
+    task = Task(domain, SIZE, False, samples=0 if domain == "usps" else SAMPLES)
+    return {part: images(task, part) for part in ("train", "test")}
+
+
+def measured(
+    source: dict[str, Images],
+    target: dict[str, Images],
+    seed: int,
+    train: Plan = TRAIN,
+    plans: Sequence[Plan] = tuple(ADAPT.values()),
+) -> dict[str, float]:
+    """Accuracy on the target's test images by row."""
+    network, rotating = _with_rotations(source["train"], seed, train)
+    found: dict[str, Any] = {}
+    for row, statistics in zip(ROWS, ("running", "batch"), strict=False):
+        found[row] = accuracy(network.extractor, network.head, target["test"], statistics)
+    for row, plan in zip(list(ROWS)[2:], plans, strict=True):
+        extractor = copy.deepcopy(network.extractor)
+        fit([extractor], turns(extractor, frozen(rotating), seed, "adapt"), target["train"], plan, seed, "adapt")
+        found[row] = accuracy(extractor, network.head, target["test"])
+    own, _ = _with_rotations(target["train"], seed, train)
+    found["target"] = accuracy(own.extractor, own.head, target["test"])
+    return found
+
+
+def _with_rotations(train: Images, seed: int, plan: Plan) -> Any:
+    """A network for the classes, and the rotation head that it was trained with."""
+    network = built(NETWORK, SIZE, 10, seed, "classes")
+    rotating = built(NETWORK, SIZE, 4, seed, "rotations").head
+    extractor = network.extractor
+    loss = both(answers(extractor, network.head), turns(extractor, rotating, seed))
+    fit([extractor, network.head, rotating], loss, train, plan, seed, "source")
+    return network, rotating

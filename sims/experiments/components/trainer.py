@@ -1,0 +1,96 @@
+"""Components trained in one process, where an application is no federation: extractors, heads, and some of them frozen."""
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clients.data import Images, to_float
+from clients.learner import descend
+from clients.networks import NETWORKS, HeadView, Network, initialise
+from clients.objectives.components.auxiliary import Batch, Rotations
+from clients.randomness import torch_generator
+from conf.schema import TrainingConfig
+
+BATCH, TEST_BATCH = 64, 500
+Loss = Callable[[Tensor, Tensor], Tensor]  # of images and labels
+TURNS = Rotations()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Steps of SGD with momentum 0.9; the rate falls to 0 along a cosine, or stays."""
+
+    steps: int
+    rate: float
+    cosine: bool = True
+
+
+def built(section: Mapping[str, Any], size: int, classes: int, *words: str | int) -> Network:
+    """A network for colour images, its weights drawn by these words."""
+    network = NETWORKS.build(dict(section), "network").empty(3, size, classes)
+    initialise(network, torch_generator(0, *map(str, words)))
+    return network
+
+
+def fit(parts: Sequence[nn.Module], loss: Loss, images: Images, plan: Plan, *words: Any) -> None:
+    """Train these modules on batches of the images, drawn by these words; all others stay as they are."""
+    training = TrainingConfig(batch=BATCH, rate=plan.rate)
+    descend([one for part in parts for one in part.train().parameters()], loss, _steps(images, plan, *words), training)
+
+
+def _steps(images: Images, plan: Plan, *words: Any) -> Iterator[tuple[float, Tensor, Tensor]]:
+    generator = torch_generator(0, *map(str, words), "batches")
+    for step in range(plan.steps):
+        places = torch.randint(len(images), (BATCH,), generator=generator)
+        rate = plan.rate * (0.5 * (1.0 + math.cos(math.pi * step / plan.steps)) if plan.cosine else 1.0)
+        yield rate, to_float(images.x[places]), images.y[places]
+
+
+def answers(extractor: nn.Module, head: nn.Module) -> Loss:
+    """Cross-entropy of the classes."""
+    return lambda images, labels: F.cross_entropy(head(extractor(images)), labels)
+
+
+def turns(extractor: nn.Module, head: nn.Module, *words: Any) -> Loss:
+    """The loss of rotation prediction (Eq. 2), one turn of each image."""
+    generator = torch_generator(0, *map(str, words), "turns")
+
+    def loss(images: Tensor, labels: Tensor) -> Tensor:
+        batch = Batch(images, images.new_empty(0), labels)  # of which this task needs the images alone
+        return TURNS.loss(extractor, head, batch, TURNS.draw(generator, len(images)))
+
+    return loss
+
+
+def both(
+    one: Callable[[Tensor, Tensor], Tensor], other: Callable[[Tensor, Tensor], Tensor]
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """The sum of two losses."""
+    return lambda images, labels: one(images, labels) + other(images, labels)
+
+
+def frozen(module: nn.Module) -> nn.Module:
+    """A copy whose weights take no gradient."""
+    return copy.deepcopy(module).requires_grad_(False)
+
+
+def accuracy(extractor: nn.Module, head: nn.Module, images: Images, statistics: str = "batch") -> float:
+    """Share of right answers, all classes alike (mean class accuracy)."""
+    network = Network(extractor, head)
+    classes, found = int(images.y.max()) + 1, []
+    view = HeadView(network, slice(0, None), statistics).eval()
+    order = torch.randperm(len(images), generator=torch_generator(0, "order"))  # a batch is a random draw of the domain
+    mixed = Images(images.x[order], images.y[order])
+    with torch.inference_mode():
+        parts = zip(mixed.x.split(TEST_BATCH), mixed.y.split(TEST_BATCH), strict=True)
+        hits = torch.cat([view(to_float(x)).argmax(1) == y for x, y in parts])
+    for label in range(classes):
+        own = mixed.y == label
+        found += [float(hits[own].double().mean())] if bool(own.any()) else []
+    return sum(found) / len(found)
