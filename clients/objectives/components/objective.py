@@ -39,7 +39,9 @@ class Components(Objective):
     auxiliary: list[Any] = value(["dcc"], "tasks of shared heads: names, or sections {name: rp, weight: 1, ...}")
     same_start: bool = value(False, "all networks start with identical weights (IIW)")
     pull: float = value(
-        0.1, "of the squared distance (L2) between a task head and the first auxiliary head, in the loss", low=0.0
+        0.1,
+        "of the squared distance (L2) between the task head and the common classes' auxiliary head, in the loss",
+        low=0.0,
     )
     publish: list[str] = value(["extractor", "head"], "components that the server may pass on: extractor, head")
     private: list[str] = value([], "sites that publish nothing")
