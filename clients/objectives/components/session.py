@@ -119,8 +119,8 @@ class CompatibleSession(SharedParts):
 
     def _near(self, given: State, own: Architecture) -> dict[str, tuple[Tensor | None, Tensor]]:
         """By name of a weight of the task head, which rows of it (None: all) are held near which values: near those of the
-        head that tells common classes apart, the rows of classes for these alone. (A head of rotations reads features in
-        other ways than one of classes: held near it, digits' own accuracy fell by five points, and no head was exchanged.)"""
+        head that tells common classes apart, the rows of classes for these alone. (Near a head of rotations, which reads
+        features in other ways, own accuracy on digits fell by five points, and heads fitted no better.)"""
         name = next((name for name, one in self.tasks.items() if one.supervised), "")
         if not name:
             return {}
