@@ -139,6 +139,15 @@ def test_incremental_sites_leave_frozen_heads_and_earlier_sites_as_they_were(tmp
     assert own_state(done.config, 0, 1) and own_state(done.config, 1, 1)
 
 
+def test_heads_begin_again_when_those_that_trained_them_are_forgotten(tmp_path):
+    done = run(configured(tmp_path, "strategy.scheme=incremental", "rounds=1"))
+    fresh = run(configured(tmp_path / "fresh", "training.rate=0", "rounds=1"))
+    with method_of(done.config) as method, method_of(fresh.config) as other:
+        method.aggregation.forget(["site-0000"], {}, None)
+        found, start = method.aggregation.view().kept("heads"), other.aggregation.view().kept("heads")
+        assert all(torch.equal(found[name], start[name]) for name in found if name.endswith((".weight", ".bias")))
+
+
 def test_sites_that_come_later_train_as_many_rounds_and_go_on_from_round_to_round(tmp_path):
     done = run(configured(tmp_path, "strategy.scheme=incremental", "rounds=3", "data.test_limit=200"))
     late = own_state(done.config, 1, 3)

@@ -117,7 +117,7 @@ class HeadTransfer(Recombining):
     def train(self, run: Run) -> None:
         """Every site updates its extractor, its head and, unless they are frozen, its copies of the auxiliary heads."""
         kinds = self.kinds(run)
-        known, heads = self._common(run, kinds), self._heads(run, kinds)
+        known, heads = self._common(run, kinds), self._heads(run)
         commons = {site.name: {COMMON: kinds.places(site.name, known), NUMBER: torch.tensor(len(known))}
                    for site in run.participants if site.name in kinds.names}  # fmt: skip
         frozen = {site.name for site in run.participants if self.scheme == INCREMENTAL and site.index >= self.first_sites}
@@ -136,10 +136,12 @@ class HeadTransfer(Recombining):
                 run.put(MEAN_OF, reply.site, reply[AUXILIARY_HEADS])
 
     def settle(self, run: Run) -> None:
-        """The auxiliary heads: the mean over the sites that trained them last."""
+        """The auxiliary heads: the mean over the sites that trained them last; as they began if none of these is left."""
         super().settle(run)
         if run.total(MEAN_OF).addends:
             run.keep(HEADS, cast(counted(run).mean(MEAN_OF), run.kept(HEADS)))
+        elif HEADS in run.slots.keeps():
+            run.keep(HEADS, self._drawn(run))
 
     def sent(self, view: View) -> State:
         return view.kept(HEADS) if HEADS in view.slots.keeps() else {}
@@ -169,18 +171,21 @@ class HeadTransfer(Recombining):
         run.keep(NAMES, encoded(found))
         return found
 
-    def _heads(self, run: Run, kinds: Kinds) -> State:
-        """The auxiliary heads as they are, or drawn from the seed."""
-        if HEADS in run.slots.keeps():
-            return run.kept(HEADS)
-        architecture, heads = run.architecture(run.sites[0]), State()
-        common = len(decoded(run.kept(NAMES)))
-        for name, task in components_of(run.config).tasks.items():
-            head = head_of(architecture, task.outputs(common))
-            initialise(head, torch_generator(run.config.seed, "initialisation", "auxiliary", name))
-            heads |= {f"{name}.{key}": tensor.detach() for key, tensor in head.state_dict().items()}
-        run.keep(HEADS, representable(heads, run.bits) if heads else {})
+    def _heads(self, run: Run) -> State:
+        """The auxiliary heads as they are, or as they begin."""
+        if HEADS not in run.slots.keeps():
+            run.keep(HEADS, self._drawn(run))
         return run.kept(HEADS)
+
+    def _drawn(self, view: View) -> State:
+        """The auxiliary heads as the seed draws them."""
+        architecture, heads = view.architecture(view.sites[0]), State()
+        common = len(decoded(view.kept(NAMES)))
+        for name, task in components_of(view.config).tasks.items():
+            head = head_of(architecture, task.outputs(common))
+            initialise(head, torch_generator(view.config.seed, "initialisation", "auxiliary", name))
+            heads |= {f"{name}.{key}": tensor.detach() for key, tensor in head.state_dict().items()}
+        return representable(heads, view.bits) if heads else {}
 
 
 def check_common(tasks: Mapping[str, Auxiliary], found: Sequence[str]) -> None:

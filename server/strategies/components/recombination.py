@@ -67,12 +67,9 @@ class Recombining(Strategy):
             for architecture in {architecture_of(config, site) for site in roster(config)}
             for name in architecture.build().state_dict()
         )
-        told = (
-            "evaluation.statistics=running: stored statistics are of other features than an exchanged head gets, and spoil"
-        )
-        return (
-            (f"{told} what is measured (32.4 % in Gygli et al. 2021, App. C.1); take batch or recomputed",) if stored else ()
-        )
+        told = "stored statistics are of other features than an exchanged head gets, and spoil what is measured"
+        cure = "(32.4 % in Gygli et al. 2021, App. C.1); take batch or recomputed"
+        return (f"evaluation.statistics=running: {told} {cure}",) if stored else ()
 
     def round(self, run: Run) -> None:
         """Training and, when it is due, what sites publish and how it fits together."""
@@ -99,28 +96,25 @@ class Recombining(Strategy):
     def recombine(self, run: Run) -> None:
         """Ask every site how good each published head is on its extractor."""
         places = {site.name: site.index for site in roster(run.config)}
-        heads = {site: part for site in self.published(run) if (part := self.component(run, site, HEAD))}
-        asked = self.networked(run)[: run.config.evaluation.sites]
+        kinds, most = self.kinds(run), run.config.evaluation.sites
+        there = [site for site in self.published(run) if site in kinds.names]
+        heads = {site: part for site in there[:most] if (part := self.component(run, site, HEAD))}
+        asked = [site for site in self.networked(run) if site.name in kinds.names][:most]
         if not heads or not asked:
             return
-        kinds = self.kinds(run)
         known, records = kinds.all(), {f"{MODEL}/{places[site]}": part for site, part in heads.items()}
-        outputs = {site: kinds.places(site, known) for site in {*heads, *(site.name for site in asked)} & set(kinds.names)}
+        outputs = {site: kinds.places(site, known) for site in {*heads, *(site.name for site in asked)}}
 
         def content(site: Site) -> dict[str, State]:
             return {**records, **{f"{KINDS}{places[head]}": {OUTPUTS: outputs[head], LABELS: outputs[site.name]}
-                                  for head in heads if head in outputs}}  # fmt: skip
+                                  for head in heads}}  # fmt: skip
 
         size = len(places)
         right, images = torch.zeros(size, size, dtype=torch.int64), torch.zeros(size, size, dtype=torch.int64)
         numbers = [name for record in records for name in (right_of(record), f"{TOTAL}/{record.removeprefix(MODEL + '/')}")]
-        for reply in run.ask(
-            RECOMBINE, content, {}, [site for site in asked if site.name in outputs], metrics=numbers, needed=False
-        ):
+        for reply in run.ask(RECOMBINE, content, {}, asked, metrics=numbers, needed=False):
             for head in heads:
-                hits, total = (
-                    reply.metrics[name] for name in (right_of(f"{MODEL}/{places[head]}"), f"{TOTAL}/{places[head]}")
-                )
+                hits, total = reply.metrics[right_of(f"{MODEL}/{places[head]}")], reply.metrics[f"{TOTAL}/{places[head]}"]
                 if 0 <= hits <= total:
                     right[reply.site.index, places[head]], images[reply.site.index, places[head]] = int(hits), int(total)
         run.keep(MATRIX, {RIGHT_OF: right, IMAGES: images})
@@ -230,9 +224,8 @@ def feature_shape(architecture: Architecture) -> tuple[int, ...]:
     """Of the features of one image."""
     with torch.device("meta"), torch.no_grad():
         network = architecture.build().to("meta").eval()
-        return tuple(
-            network.extractor(torch.zeros(1, architecture.channels, architecture.size, architecture.size)).shape[1:]
-        )
+        images = torch.zeros(1, architecture.channels, architecture.size, architecture.size)
+        return tuple(network.extractor(images).shape[1:])
 
 
 def _told(shape: tuple[int, ...] | None) -> str:
@@ -257,9 +250,7 @@ def _whole_parts(like: Mapping[str, Tensor]) -> Any:
         for prefix in (EXTRACTOR, HEAD):
             wanted = {name for name in like if name.startswith(prefix)}
             if wanted & record.keys() and not wanted <= record.keys():
-                raise ReplyError(
-                    f"record '{COMPONENTS}' holds a piece of its {prefix[:-1]}; whole ones or none are published"
-                )
+                raise ReplyError(f"record '{COMPONENTS}' holds a piece of its {prefix[:-1]}; only whole ones are published")
 
     return check
 
