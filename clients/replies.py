@@ -12,6 +12,7 @@ from clients.messages import CLASSES, METRICS
 from conf.schema import FederationConfig
 
 MOST_LOSS = 1e30  # losses are averaged
+MOST_IMAGES = 2**31  # that a site can have measured on
 MOST_CLASSES, MOST_NAME = 100_000, 100  # of a site that enrols: names, and characters of each
 
 
@@ -106,6 +107,11 @@ def read_names(content: RecordDict, key: str = "names") -> tuple[str, ...]:
     if not isinstance(names, list) or len(names) > MOST_CLASSES or not all(isinstance(one, str) for one in names):
         raise ReplyError(f"its record '{CLASSES}' holds no list of at most {MOST_CLASSES} names")
     return tuple(str(name)[:MOST_NAME] for name in names)
+
+
+def can_be(right: float, total: float) -> bool:
+    """Whether there can be so many right answers of so many images: whole numbers, no more of them right than there are."""
+    return isinstance(right, int) and isinstance(total, int) and 0 <= right <= total <= MOST_IMAGES
 
 
 def check_numbers(content: RecordDict, names: Sequence[str]) -> dict[str, float]:

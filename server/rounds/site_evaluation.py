@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from clients.data import label
 from clients.messages import EVALUATE, RIGHT, TOTAL, measured_record, right_of
 from clients.networks import Model, architecture_of
-from clients.replies import ReplyError, check_numbers
+from clients.replies import ReplyError, can_be, check_numbers
 from conf.sites import UNION, Site
 from fusion.exact import State
 from server.rounds.questions import Questions
 
-MOST_IMAGES = 2**31  # that a site can have measured on
 PERSONAL = "personal"  # the display name of the sites' own networks, each measured at its site
 
 
@@ -66,7 +65,7 @@ class _Tally:
 
     def add(self, domain: str, right: float, total: float) -> None:
         """Count what a site says, if it can be: whole numbers of images, no more of them right than there are."""
-        if isinstance(right, int) and isinstance(total, int) and 0 <= right <= total <= MOST_IMAGES:
+        if can_be(right, total):
             self._right[domain] = self._right.get(domain, 0) + right
             self._total[domain] = self._total.get(domain, 0) + total
 

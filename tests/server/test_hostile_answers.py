@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context, Message
+from flwr.app import ArrayRecord, Context, Message, MetricRecord
 from flwr.clientapp import ClientApp
 
 from clients.app import app
-from clients.messages import ORDER, read_order
+from clients.messages import METRICS, ORDER, read_order
 from clients.objectives.components.objective import COMPONENTS, PUBLISH, RECOMBINE
 from clients.objectives.fedproto import COUNTS, PROTOTYPES, SUMS
 from clients.objectives.heterofl import HELD, LABELS
@@ -157,12 +157,29 @@ PUBLISHED_LIES = {
 CUT = "network={name: split, of: {name: convnet, widths: [4, 4], strides: [1, 1]}, at: block2, channels: 0}"
 
 
-def published(root: Path, kind: str, change: Change | None) -> Run:
+class MiscountingApp(LyingApp):
+    """The same, whose numbers are changed: those of right answers, and all others."""
+
+    def __init__(self, right: float, total: float) -> None:
+        super().__init__(RECOMBINE, lambda state: state, [2])
+        self.numbers = right, total
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        reply = app(message, context)
+        order = read_order(message.content) if ORDER in message.content.config_records else None
+        if order is not None and (order.kind, order.site) == (RECOMBINE, 1):
+            right, total = self.numbers
+            told = {name: right if name.startswith("right") else total for name in reply.content.metric_records[METRICS]}
+            reply.content[METRICS] = MetricRecord(told)
+        return reply
+
+
+def published(root: Path, kind: str, change: Change | None, client: ClientApp | None = None) -> Run:
     """Two rounds of three sites, one of which lies when all are asked for their components, or how good heads are."""
     words = [CUT, "data.grey=true", "training={steps: 1, batch: 10}", "baselines=[]", "rounds=2", "data.size=8"]
     words += ["engine.name=inline", f"run.root={root}", "data.test_limit=30", "data.validation_limit=20"]
     config = load("components", [f"sites=[{SITES}]", *words])
-    return set_up(config, LyingApp(kind, change, [2])).all_rounds()
+    return set_up(config, client or LyingApp(kind, change, [2])).all_rounds()
 
 
 @pytest.mark.parametrize("lie", PUBLISHED_LIES)
@@ -182,3 +199,11 @@ def test_a_site_that_does_not_say_how_good_heads_are_has_an_empty_row(tmp_path):
     run = published(tmp_path, RECOMBINE, None)
     images = run.aggregate.view().kept("recombination")["images"]
     assert int(images[1].sum()) == 0 and int(images[0].sum()) > 0 and int(images[:, 1].sum()) > 0
+
+
+@pytest.mark.parametrize(("right", "total"), [(11, 10), (-1, 10), (0.5, 0.9), (1e25, 1e26), (2**62, 2**62), (NAN, 10)])
+def test_numbers_that_cannot_be_leave_the_row_of_their_site_empty_and_end_no_run(tmp_path, right, total):
+    """Once 1e25 ended the run, and 2**62 images stood in the matrix."""
+    run = published(tmp_path, RECOMBINE, None, MiscountingApp(right, total))
+    images = run.aggregate.view().kept("recombination")["images"]
+    assert [bool(row.any()) for row in images] == [True, False, True]

@@ -19,7 +19,7 @@ from clients.objectives import objective_of
 from clients.objectives.components.objective import COMPONENTS, KINDS, LABELS, OUTPUTS, PUBLISH, RECOMBINE, Components
 from clients.objectives.components.session import class_tensors
 from clients.objectives.components.sharing import ALONE, EXTRACTOR, HEAD
-from clients.replies import ReplyError
+from clients.replies import ReplyError, can_be
 from conf.errors import UserError
 from conf.schema import Config
 from conf.sites import Site, roster
@@ -115,8 +115,8 @@ class Recombining(Strategy):
         for reply in run.ask(RECOMBINE, content, {}, asked, metrics=numbers, needed=False):
             for head in heads:
                 hits, total = reply.metrics[right_of(f"{MODEL}/{places[head]}")], reply.metrics[f"{TOTAL}/{places[head]}"]
-                if 0 <= hits <= total:
-                    right[reply.site.index, places[head]], images[reply.site.index, places[head]] = int(hits), int(total)
+                if can_be(hits, total):
+                    right[reply.site.index, places[head]], images[reply.site.index, places[head]] = hits, total
         run.keep(MATRIX, {RIGHT_OF: right, IMAGES: images})
 
     def settle(self, run: Run) -> None:
