@@ -32,11 +32,11 @@ def _combinations(study: Study, task: str, seeds: int) -> list[Part]:
         found = {column: study.each(task, one.pulled(pull), seeds) for column, pull in PULLS.items()}
         first, pulled = found.values()
         cellwise = [shown(first, "exchanged"), way(first, upper, classes)]
-        more = [shown(pulled, "exchanged"), way(pulled, upper, classes)] if one.shares else ["-", "-"]
+        more = [shown(pulled, "exchanged"), way(pulled, upper, classes)] if one.pulls else ["-", "-"]
         rows.append([name, paper.shown(name, "exchanged"), *cellwise, *more,
-                     shown(first, "own"), shown(pulled, "own") if one.shares else "-"])  # fmt: skip
+                     shown(first, "own"), shown(pulled, "own") if one.pulls else "-"])  # fmt: skip
         for seed in range(seeds):
-            accuracy = [first[seed].exchanged, pulled[seed].exchanged if one.shares else math.nan, first[seed].own]
+            accuracy = [first[seed].exchanged, pulled[seed].exchanged if one.pulls else math.nan, first[seed].own]
             drawn[seed][name] = {"accuracy": accuracy}
     rows.append([UPPER, paper.shown("upper bound", "exchanged"), "-", "-", "-", "-", mean_and_spread(upper), "-"])
     columns = [text for name in PULLS for text in (f"exchanged, {name}", f"way, {name}")]

@@ -56,10 +56,10 @@ def figure6(study: Study, seeds: int) -> list[Part]:
     """Correlation of features beside compatibility."""
     task, paper, rows, drawn = study.first, cells("components", "figure6"), [], {}
     for name in CORRELATED:
-        for column, pull in PULLS.items() if WAYS[name].shares else [("", 0.0)]:
+        for column, pull in WAYS[name].columns.items():
             found = study.each(task, WAYS[name].pulled(pull), seeds)
             same = [sum(one.correlation) / len(one.correlation) for one in found]
-            title = f"{name}, {column}" if column else name
+            title = f"{name}, {column}" if WAYS[name].pulls else name
             drawn[title] = found[0].correlation
             numbers = [f"{text} ({theirs})" if theirs != "-" else text for text, theirs in (
                 (_spread(same), paper.shown(name, "correlation") if not pull else "-"),
@@ -80,7 +80,8 @@ def _spread(values: list[float]) -> str:
 def figure8(study: Study, seeds: int) -> list[Part]:
     """Where a network is cut; heads are its rest: IIW+RP as in the paper, and DCC."""
     task = study.size.tasks[study.first]
-    ways = {f"{name}, {column}": WAYS[name].pulled(pull) for name in (TURNS, DCC) for column, pull in PULLS.items()}
+    ways = {f"{name}, {column}": WAYS[name].pulled(pull) for name in (TURNS, DCC)
+            for column, pull in WAYS[name].columns.items()}  # fmt: skip
     rows, drawn = [], {name: dict[str, list[float]]() for name in ways}
     for point in task.points:
         network = {"network": {"name": "split", "of": dict(task.whole), "at": point}}
@@ -107,8 +108,8 @@ def figure9(study: Study, seeds: int) -> list[Part]:
         rows.append([str(most), *(shown(one, "exchanged") for one in found.values()), paper.shown(most, "IIW+DCC")])
         for name, one in found.items():
             drawn[name][str(most)] = [each.exchanged for each in one]
-    turns = [study.each(task, WAYS[TURNS].pulled(pull), seeds) for pull in PULLS.values()]
-    rows.append(["none: IIW+RP", *(shown(one, "exchanged") for one in turns), paper.shown("IIW+RP", "IIW+DCC")])
+    turns = shown(study.each(task, WAYS[TURNS].words, seeds), "exchanged")
+    rows.append(["none: IIW+RP", turns, "-", paper.shown("IIW+RP", "IIW+DCC")])
     title = f"Figure 9: common classes, {study.size.tasks[task].title}, {told(seeds)}"
     picture = curves(drawn, "common classes of the shared head", study.folder / "figure9.png")
     return [Table(title, ["classes", *columns, "paper"], rows, NOTE), Picture(picture, title)]

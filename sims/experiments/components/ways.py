@@ -11,23 +11,28 @@ INDEPENDENT, IIW = "independent", "IIW"
 
 @dataclass(frozen=True)
 class Way:
-    """`words`: without objective.pull, which says nothing where no heads are shared (`shares`)."""
+    """`pulls`: whether there is a head of the common classes, which objective.pull is about."""
 
     words: Mapping[str, Any]
-    shares: bool = True
+    pulls: bool = False
 
     def pulled(self, pull: float) -> dict[str, Any]:
-        """All words."""
-        return {**self.words, **({"objective.pull": pull} if self.shares else {})}
+        """The words, with this objective.pull where it says something."""
+        return {**self.words, **({"objective.pull": pull} if self.pulls else {})}
+
+    @property
+    def columns(self) -> dict[str, float]:
+        """Of PULLS, those that make a difference."""
+        return PULLS if self.pulls else dict(list(PULLS.items())[:1])
 
 
 def _heads(*tasks: str, same: bool = False) -> Way:
-    return Way({"objective.auxiliary": list(tasks), "objective.same_start": same})
+    return Way({"objective.auxiliary": list(tasks), "objective.same_start": same, "objective.pull": 0.0}, "dcc" in tasks)
 
 
 WAYS = {
-    INDEPENDENT: Way({"objective.mode": "alone"}, shares=False),
-    IIW: Way({"objective.auxiliary": [], "objective.same_start": True}, shares=False),
+    INDEPENDENT: Way({"objective.mode": "alone"}),
+    IIW: Way({"objective.auxiliary": [], "objective.same_start": True}),
     "RP": _heads("rp"),
     DCC: _heads("dcc"),
     "IIW+RP": _heads("rp", same=True),
