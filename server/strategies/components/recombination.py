@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clients.data import label
+from clients.data import class_things, label
 from clients.messages import MODEL, TOTAL, right_of
 from clients.networks import Architecture, Model, architecture_of
 from clients.objectives import objective_of
@@ -20,11 +20,12 @@ from clients.objectives.components.objective import COMPONENTS, KINDS, LABELS, O
 from clients.objectives.components.session import class_tensors
 from clients.objectives.components.sharing import ALONE, EXTRACTOR, HEAD
 from clients.replies import ReplyError, can_be
-from conf.errors import UserError
+from conf.errors import UserError, unknown
 from conf.schema import Config
 from conf.sites import Site, roster
 from conf.typed import value
 from fusion.exact import State
+from server.evaluate import has_data
 from server.ledger.declared import Catalogue, Slot
 from server.rounds.run import Expected, Run
 from server.rounds.view import Models, View
@@ -61,15 +62,23 @@ class Recombining(Strategy):
         check_parts(config)
 
     def advice(self, config: Config) -> Sequence[str]:
-        """Not to measure with BatchNorm's stored statistics (Sec. C.1): they are of other features than a head then gets."""
-        stored = config.evaluation.statistics == "running" and any(
+        """Not to measure with BatchNorm's stored statistics (Sec. C.1): they are of other features than a head then gets.
+        And which names of `alike` no site's classes have, where they are known."""
+        found: list[str] = []
+        if config.evaluation.statistics == "running" and any(
             name.endswith("running_mean")
             for architecture in {architecture_of(config, site) for site in roster(config)}
             for name in architecture.build().state_dict()
-        )
-        told = "stored statistics are of other features than an exchanged head gets, and spoil what is measured"
-        cure = "(32.4 % in Gygli et al. 2021, App. C.1); take batch or recomputed"
-        return (f"evaluation.statistics=running: {told} {cure}",) if stored else ()
+        ):
+            told = "stored statistics are of other features than an exchanged head gets, and spoil what is measured"
+            source = "(32.4 % in Gygli et al. 2021, App. C.1)"
+            found.append(f"evaluation.statistics=running: {told} {source}; take batch or recomputed")
+        if self.alike and has_data(config):
+            sites = roster(config)
+            known = Kinds.of(config, sites, {site.name: class_things(site.spec) for site in sites}, ()).all()
+            odd = [name for group in self.alike for name in group if name not in known]
+            found += [f"{unknown('class in strategy.alike', name, known)}; it changes nothing" for name in odd]
+        return found
 
     def round(self, run: Run) -> None:
         """Training and, when it is due, what sites publish and how it fits together."""
@@ -262,3 +271,13 @@ def _share(table: Mapping[str, Tensor], row: int, column: int) -> float | None:
 
 def _bytes(state: State) -> int:
     return sum(tensor.nbytes for tensor in state.values())
+
+
+def check_outputs(config: Config) -> None:
+    """UserError, naming both sites, if heads that all sites are sent would be of different numbers of classes."""
+    first = roster(config)[0]
+    for site in roster(config):
+        has, other = architecture_of(config, site).classes, architecture_of(config, first).classes
+        if has != other:
+            told = f"{site.name}'s has {has} classes, {first.name}'s {other}"
+            raise UserError(f"objective.mode={components_of(config).mode} takes one head for all sites; {told}")
