@@ -83,15 +83,20 @@ def steps(study: Study, seeds: int) -> list[Part]:
     for count in study.size.several:
         for column, pull in PULLS.items():
             words = {**WAYS[DCC].pulled(pull), "sites": _several(study, task, count)}
-            found = [
-                study.each(task, {**words, "training.steps": steps, "rounds": rounds}, seeds) for steps, rounds in plans
-            ]
+            found = [study.each(task, {**words, **_plan(study, place)}, seeds) for place in range(len(plans))]
             rows.append([f"{count} sites, {column}", *(shown(one, "exchanged") for one in found),
                          *(shown(one, "own") for one in found)])  # fmt: skip
     names = [f"{steps} steps, {rounds} rounds" for steps, rounds in plans]
     head = ["DCC", *(f"exchanged: {name}" for name in names), *(f"own: {name}" for name in names)]
     title = f"Local steps and sites: {study.size.tasks[task].title}, {told(seeds)}"
     return [Table(title, head, rows, NOTE + " More sites divide the same images.")]
+
+
+def _plan(study: Study, place: int) -> dict[str, Any]:
+    """The words of a plan; none of that which runs have anyway."""
+    steps, rounds = study.size.plans[place]
+    usual = place == 0 and "rounds" not in study.size.tasks[study.first].words
+    return {} if usual else {"training.steps": steps, "rounds": rounds}
 
 
 def _several(study: Study, task: str, count: int) -> list[dict[str, Any]]:

@@ -12,14 +12,15 @@ from sims.report.page import Part, Picture
 from sims.report.tables import Table, mean_and_spread
 
 BOTH, TURNS = "IIW+DCC", "IIW+RP"
-NORMS = {  # by the paper's row: words, which network parts have which norm
-    "batch statistics": {"evaluation.statistics": "batch"},
+NORMS = {  # by the paper's row: words, or which norm all parts of the network have
+    "batch statistics": {},
     "statistics recomputed": {"evaluation.statistics": "recomputed"},
     "stored statistics": {"evaluation.statistics": "running"},
     "LayerNorm": {"norm": "layer"},
     "InstanceNorm": {"norm": "instance"},
     "unit-length features": {"unit": True},
 }
+STORED = ("batch statistics", "stored statistics")  # looked at without IIW, too
 CORRELATED = (INDEPENDENT, IIW, "RP", DCC, ALL)
 CORRELATION_NOTE = (
     "Correlation of each channel of one extractor with the same one of the other, mean over channels; 500 test images of "
@@ -29,15 +30,16 @@ CORRELATION_NOTE = (
 
 
 def figure5(study: Study, seeds: int) -> list[Part]:
-    """What BatchNorm works with, other norms, and features of unit length: IIW+DCC."""
+    """What BatchNorm works with, other norms, and features of unit length: IIW+DCC as in the paper, and DCC."""
     task, paper, rows = study.first, cells("components", "figure5"), []
-    for name, chosen in NORMS.items():
-        found = [
-            study.each(task, {**WAYS[BOTH].pulled(pull), **normed(study, task, chosen)}, seeds) for pull in PULLS.values()
-        ]
-        rows.append([name, paper.shown(name, "exchanged"), *(shown(one, "exchanged") for one in found),
+    for heads, name in [*((BOTH, name) for name in NORMS), *((DCC, name) for name in STORED)]:
+        words = normed(study, task, NORMS[name])
+        found = [study.each(task, {**WAYS[heads].pulled(pull), **words}, seeds) for pull in PULLS.values()]
+        theirs = paper.shown(name, "exchanged") if heads == BOTH else "-"
+        rows.append([f"{heads}, {name}", theirs, *(shown(one, "exchanged") for one in found),
                      *(shown(one, "own") for one in found)])  # fmt: skip
-    head = ["IIW+DCC", "exchanged (paper)", *(f"{what}, {column}" for what in ("exchanged", "own") for column in PULLS)]
+    columns = [f"{what}, {column}" for what in ("exchanged", "own") for column in PULLS]
+    head = ["heads and norm", "exchanged (paper)", *columns]
     return [Table(f"Figure 5: norms, {study.size.tasks[task].title}, {told(seeds)}", head, rows, NOTE)]
 
 
