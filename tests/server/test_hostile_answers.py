@@ -169,8 +169,10 @@ class MiscountingApp(LyingApp):
         order = read_order(message.content) if ORDER in message.content.config_records else None
         if order is not None and (order.kind, order.site) == (RECOMBINE, 1):
             right, total = self.numbers
-            told = {name: right if name.startswith("right") else total for name in reply.content.metric_records[METRICS]}
-            reply.content[METRICS] = MetricRecord(told)
+            told = MetricRecord()
+            for name in reply.content.metric_records[METRICS]:
+                told[name] = right if name.startswith("right") else total
+            reply.content[METRICS] = told
         return reply
 
 
