@@ -1,5 +1,6 @@
 """A site at work on its own extractor and head, and on the auxiliary heads that all share."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -138,10 +139,11 @@ def head_of(architecture: Architecture, outputs: int) -> nn.Module:
     return replace(architecture, classes=outputs).build().head
 
 
-def class_tensors(architecture: Architecture) -> set[str]:
+@functools.lru_cache(maxsize=64)
+def class_tensors(architecture: Architecture) -> frozenset[str]:
     """The names of the head's tensors that have a row for each class."""
     heads = [head_of(architecture, architecture.classes + more).state_dict() for more in (0, 1)]
-    return {name for name, tensor in heads[0].items() if tensor.shape != heads[1][name].shape}
+    return frozenset(name for name, tensor in heads[0].items() if tensor.shape != heads[1][name].shape)
 
 
 def of(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

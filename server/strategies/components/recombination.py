@@ -4,6 +4,7 @@ Recombination accuracy (Gygli et al. 2021, Sec. 4): the share of right answers o
 i's test images of the classes that j's head knows, without any training. It is measured at site i, which sends numbers.
 """
 
+import functools
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from clients.messages import MODEL, TOTAL, right_of
 from clients.networks import Architecture, Model, architecture_of
 from clients.objectives import objective_of
 from clients.objectives.components.objective import COMPONENTS, KINDS, LABELS, OUTPUTS, PUBLISH, RECOMBINE, Components
-from clients.objectives.components.session import class_tensors
+from clients.objectives.components.session import class_tensors, of
 from clients.objectives.components.sharing import ALONE, EXTRACTOR, HEAD
 from clients.replies import ReplyError, can_be
 from conf.errors import UserError, unknown
@@ -68,7 +69,7 @@ class Recombining(Strategy):
         if config.evaluation.statistics == "running" and any(
             name.endswith("running_mean")
             for architecture in {architecture_of(config, site) for site in roster(config)}
-            for name in architecture.build().state_dict()
+            for name in shapes(architecture)
         ):
             told = "stored statistics are of other features than an exchanged head gets, and spoil what is measured"
             source = "(32.4 % in Gygli et al. 2021, App. C.1)"
@@ -225,7 +226,7 @@ def check_parts(config: Config) -> None:
 
 def head_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Of the tensors of a head the shapes, without the rows of classes."""
-    state, by_class = architecture.build().head.state_dict(), class_tensors(architecture)
+    state, by_class = of(shapes(architecture), HEAD), class_tensors(architecture)
     return {name: tuple(tensor.shape[1:] if name in by_class else tensor.shape) for name, tensor in state.items()}
 
 
@@ -243,13 +244,19 @@ def _told(shape: tuple[int, ...] | None) -> str:
 
 def _cast(view: View, site: Site) -> State:
     """What a site published, bit for bit, with the types of its network."""
-    return cast(view.slots.contributions.floats(site.name, COMPONENTS), view.architecture(site).build().state_dict())
+    return cast(view.slots.contributions.floats(site.name, COMPONENTS), shapes(view.architecture(site)))
 
 
 def _published(config: Config, site: Site) -> State:
     prefixes = components_of(config).published(site.name)
-    state = architecture_of(config, site).build().state_dict()
+    state = shapes(architecture_of(config, site))
     return {name: tensor for name, tensor in state.items() if prefixes and name.startswith(prefixes)}
+
+
+@functools.lru_cache(maxsize=64)
+def shapes(architecture: Architecture) -> State:
+    """The tensors of a network of this architecture, without memory: names, shapes and types."""
+    return {name: tensor.to("meta") for name, tensor in architecture.build().state_dict().items()}
 
 
 def _whole_parts(like: Mapping[str, Tensor]) -> Any:
