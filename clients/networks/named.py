@@ -1,6 +1,7 @@
 """Networks by name, and files that hold a network: its weights and, in the metadata, all that builds it again."""
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,14 +155,14 @@ def _named(section: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _hint(section: str) -> str:
-    """What to say for the section `network` of a run's configuration; the general form if it is none."""
+    """What to say in a shell for the section `network` of a run's configuration; the general form if it is none."""
     try:
         options = dict(json.loads(section))
         name = options.pop("name")
     except (KeyError, TypeError, ValueError, RecursionError):
         return "NAME[:KEY=VALUE,...]"
     given = ",".join(f"{key}={json.dumps(item, separators=(',', ':')).strip(chr(34))}" for key, item in options.items())
-    return f"{name}:{given}" if given else str(name)
+    return shlex.quote(f"{name}:{given}" if given else str(name))
 
 
 def _check(path: Path, state: Mapping[str, Tensor], wanted: Mapping[str, Tensor], name: str) -> None:

@@ -19,7 +19,7 @@ Data = Annotated[str, typer.Option("--data", help="The folder with the data (dat
 
 @app.command()
 def networks(
-    name: Annotated[str, typer.Argument(help="resnet20, vgg13:norm=batch, torchvision:resnet18; none: list them.")] = "",
+    name: Annotated[str, typer.Argument(help="vgg13:norm=batch, torchvision:resnet18, mine:Net:width=8; none: all.")] = "",
     channels: Annotated[int, typer.Option(help="Of the images.", min=1)] = 3,
     size: Annotated[int, typer.Option(help="Of the images, in pixels.", min=4)] = 32,
     classes: Annotated[int, typer.Option(help="The network's outputs.", min=1)] = 10,

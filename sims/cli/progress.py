@@ -210,7 +210,8 @@ def _ending(summary: dict[str, Any]) -> str:
 
 def _result_tables(summary: dict[str, Any]) -> list[Table]:
     tables = [accuracy_table(summary)] if summary.get("accuracy") else []
-    tables += [at_sites_table(summary), costs_table(summary)] if summary.get("at_sites") else []
+    tables += [at_sites_table(summary)] if summary.get("at_sites") else []
+    tables += [costs_table(summary)] if summary.get("costs") else []
     tables += [heads_table(found)] if (found := exchanges(summary)) else []
     return [*tables, forgetting_table(summary)] if summary.get("forgotten") else tables
 

@@ -162,7 +162,8 @@ def _sections(
     gone: list[Forgotten],
 ) -> list[tuple[str, list[Part]]]:
     accuracy: list[Part] = [accuracy_table(summary)] if summary.get("accuracy") else []
-    different: list[Part] = [at_sites_table(summary), costs_table(summary)] if summary.get("at_sites") else []
+    different: list[Part] = [at_sites_table(summary)] if summary.get("at_sites") else []
+    different += [costs_table(summary)] if summary.get("costs") else []
     forgotten: list[Part] = [forgetting_table(summary)] if summary.get("forgotten") else []
     sections: list[tuple[str, list[Part]]] = [
         ("", [headline(summary, metrics), *_failed_checks(summary)]),

@@ -1,6 +1,7 @@
 """Networks by name, and their files: what is saved comes back bit for bit, every bad file is refused with its tensor."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -159,7 +160,7 @@ def test_files_of_a_run_say_which_flag_to_give(tmp_path, section, text):
     write_state(path, built.state_dict(), network=json.dumps(section), display_name="sum")
     with pytest.raises(UserError) as caught:
         load_network(path)
-    assert str(caught.value).endswith(f"say --network {text}")
+    assert str(caught.value).endswith(f"say --network {shlex.quote(text)}")
     assert load_network(path, parse_name(text, 1, 32, 7))[1].name == section["name"]
 
 
@@ -198,7 +199,8 @@ def test_a_file_does_not_say_what_is_imported_however_deep(tmp_path, options):
     with pytest.raises(UserError, match=r"holds the network 'torchvision.models:squeezenet1_1' from outside") as caught:
         load_network(path)
     text = str(caught.value).split("say --network ")[1].removesuffix(" if you trust it")
-    assert parse_name(text, 3, 32, 7) == NetworkName("split", options, 3, 32, 7)
+    [word] = shlex.split(text)  # as a shell reads it
+    assert parse_name(word, 3, 32, 7) == NetworkName("split", options, 3, 32, 7)
 
 
 def test_files_that_cannot_be_read(tmp_path):
