@@ -66,8 +66,8 @@ class _Tally:
     def add(self, domain: str, right: float, total: float) -> None:
         """Count what a site says, if it can be: whole numbers of images, no more of them right than there are."""
         if can_be(right, total):
-            self._right[domain] = self._right.get(domain, 0) + right
-            self._total[domain] = self._total.get(domain, 0) + total
+            self._right[domain] = self._right.get(domain, 0) + int(right)
+            self._total[domain] = self._total.get(domain, 0) + int(total)
 
     def shares(self) -> dict[str, float]:
         """The fraction of right answers for each domain, and of all together; nothing where there are no images."""

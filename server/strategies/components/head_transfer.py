@@ -20,7 +20,7 @@ from clients.objectives.components.session import AUXILIARY_HEADS, COMMON, FROZE
 from clients.objectives.components.sharing import COMPATIBLE, EXTRACTOR
 from clients.randomness import torch_generator
 from clients.states import read_state
-from conf.errors import UserError
+from conf.errors import UserError, plain
 from conf.schema import Config, TrainingConfig
 from conf.sites import Site, roster
 from conf.typed import value
@@ -209,4 +209,4 @@ def check_common(tasks: Mapping[str, Auxiliary], found: Sequence[str]) -> None:
 
 
 def _few(found: Sequence[str]) -> str:
-    return f"and there is one alone ('{found[0]}')" if found else "and there are none"
+    return f"and there is one alone ('{plain(found[0])}')" if found else "and there are none"
