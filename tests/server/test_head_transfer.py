@@ -25,7 +25,7 @@ from server.strategies.base import strategy_of
 from server.strategies.components import HeadTransfer
 from server.strategies.components.classes import Kinds, decoded, encoded
 from server.strategies.components.head_transfer import check_common
-from server.strategies.components.recombination import MATRIX
+from server.strategies.components.recombination import MATRIX, components_of
 from sims.cli.unlearn import Wish, unlearn
 from tests.server.arithmetics import one_core, same
 from tests.server.parts import folder
@@ -342,7 +342,7 @@ def test_names_that_stand_for_no_class_of_any_site_are_told(tmp_path):
 
 
 def test_a_name_that_a_site_gave_steers_no_terminal(tmp_path):
-    tasks = objective_of(configured(tmp_path)).tasks
+    tasks = components_of(configured(tmp_path)).tasks
     with pytest.raises(UserError, match="one alone") as caught:
         check_common(tasks, ["\x1b[31mred\n"])
     assert str(caught.value).isprintable()
