@@ -5,7 +5,7 @@ after the other up to rounding, not bit by bit: k convolutions as one grouped co
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeGuard, TypeVar, runtime_checkable
 
 import torch
 from flwr.app import RecordDict
@@ -60,13 +60,14 @@ def train_cohort(jobs: Sequence[Job]) -> list[RecordDict | Exception]:
     """The replies of jobs of one shape (same_shape), as Job.train gives them, agreeing up to rounding; all saved.
 
     In the place of a site that fails is its exception; the others are not touched by it. A job that is the only one, or
-    whose objective is not Functional, is trained alone; so are all whose network vmap refuses, such as one with Dropout.
+    whose session is not Functional or trains in stages, is trained alone; so are all whose network vmap refuses, such as one
+    with Dropout.
     """
     torch.set_num_threads(jobs[0].config.engine.threads)
     if len(jobs) == 1:
         return [_attempt(jobs[0].train)]
     opened = [_attempt(job.session) for job in jobs]
-    pairs = [(job, session) for job, session in zip(jobs, opened, strict=True) if isinstance(session, Functional)]
+    pairs = [(job, session) for job, session in zip(jobs, opened, strict=True) if _stackable(session)]
     found = _attempt(_learn, *zip(*pairs, strict=True)) if pairs else torch.empty(0, 0)
     if isinstance(found, Exception):  # each will say so itself
         return [_attempt(job.train) for job in jobs]
@@ -75,11 +76,19 @@ def train_cohort(jobs: Sequence[Job]) -> list[RecordDict | Exception]:
     for job, session in zip(jobs, opened, strict=True):
         if isinstance(session, Exception):
             replies.append(session)
-        elif isinstance(session, Functional):
+        elif _stackable(session):
             replies.append(_attempt(_close, job, session, next(losses)))
         else:
             replies.append(_attempt(job.train))
     return replies
+
+
+def _stackable(session: object) -> TypeGuard[Functional]:
+    """Whether a session trains all of its weights in all steps, by a loss that can be stacked."""
+    if not isinstance(session, Functional) or not isinstance(session, Session):
+        return False
+    stages = session.stages()
+    return len(stages) == 1 and len(stages[0][1]) == len(session.weights())
 
 
 def _close(job: Job, session: Session, losses: Tensor) -> RecordDict:

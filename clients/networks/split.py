@@ -59,7 +59,7 @@ class _Cutting(NetworkSpec):
     def cut(self, channels: int, size: int, classes: int) -> tuple[nn.Module, nn.Module, Network]:
         """What is before the point, what is behind it, and the whole network. UserError for a point that there is not."""
         whole = NETWORKS.build(self.of, "network.of").build(channels, size, classes)
-        graph = trace(whole)
+        graph = _traced(whole)
         places = _places(graph)
         if not places:
             raise UserError(f"network.of: '{self.of.get('name')}' cannot be cut: nowhere one tensor alone passes")
@@ -152,15 +152,16 @@ def split_points(network: Network, images: Tensor) -> dict[str, tuple[int, ...]]
 
     UserError for a network that torch.fx cannot trace.
     """
-    graph = trace(network)
+    graph = _traced(network)
     names: dict[fx.Node, str] = {}
     for name, node in _places(graph).items():
         names.setdefault(node, name)  # of a container and its last layer the container's
     return {name: _shape(_halves(graph, node)[0], images, "network") for node, name in names.items()}
 
 
-def trace(network: Network) -> fx.GraphModule:
-    """The network as a graph of its layers and blocks; containers are opened, blocks are not. UserError if it cannot be."""
+def _traced(network: Network) -> fx.GraphModule:
+    """The network as a graph of its layers and blocks; containers are opened, blocks stay whole modules (fusion.graph opens
+    these, too), so that they keep what they do at the start. UserError if it cannot be."""
     body = network.extractor
     steps = list(body.named_children()) if isinstance(body, nn.Sequential) else [("body", body)]
     chain = nn.Sequential(OrderedDict([*steps, ("classifier", network.head)]))

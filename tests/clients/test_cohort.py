@@ -24,6 +24,10 @@ from sims.engines.adapter import site_context
 from sims.engines.inline import InlineGrid
 
 ENTRIES = ["{domain: digits, samples: 60, flip: true}", "{domain: digits, samples: 60, rotation: 90, count: 2}"]
+OF = "of: {name: convnet, widths: [4], norm: group, groups: 2}, at: block1"
+PARTED = [f"network={{name: split, {OF}, head: {{name: mlp, widths: [6]}}}}"]
+APART = ["data.heads=own", "sites.0={domain: digits, samples: 60, classes: [1, 2, 3], relabel: true}",
+         "sites.1={domain: digits, samples: 60, count: 2, classes: [2, 3, 4], relabel: true, label: b}"]  # fmt: skip
 SUBSETS = "objective.subset_probability=0.5"
 PLAIN = ["network.affine=true", "network.standardise=false", "training.epochs=2", "objective.own_weight=0.5"]
 CLIPPED = ["training.clip=0.5", "training.weight_decay=0.01", "objective.norm=frobenius", "objective.initialisation=own"]
@@ -115,6 +119,11 @@ def test_a_cohort_answers_and_keeps_what_its_sites_do_one_by_one(mode: str, opti
     ("heterofl", []),
     ("depthfl", ["network={name: exits, of: {name: mlp, widths: [8, 6]}}"]),
     ("fedproto", ["network={name: mlp, widths: [8]}"]),
+    ("head_transfer", [*PARTED, "objective={name: components, mode: fedper}"]),
+    ("head_transfer", [*PARTED, "objective={name: components, mode: fedrep}"]),
+    ("head_transfer", [*PARTED, "objective={name: components, mode: fedbabu}"]),
+    ("head_transfer", [*PARTED, "objective={name: components, auxiliary: [dcc, rp]}"]),
+    ("head_transfer", [*PARTED, *APART, "objective={name: components, auxiliary: [dcc]}"]),
 ])  # fmt: skip
 def test_a_cohort_does_so_by_the_losses_of_methods_for_different_networks(name: str, options: list[str], tmp_path: Path):
     run = Run(tmp_path, f"strategy={{name: {name}}}", f"objective={{name: {name}}}", *options)

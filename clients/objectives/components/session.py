@@ -22,6 +22,7 @@ AUXILIARY_HEADS = "auxiliary"  # the record of auxiliary heads, down and up: nam
 COMMON = "common"  # down: of each output of the site's network the number of its class among the common ones, or -1
 FROZEN = "frozen"  # down: the auxiliary heads are not to be trained
 START = "start"  # down, to sites that have not trained yet: parts of a network that was trained before
+HELD = "held"
 NUMBER = "number"  # in COMMON: how many common classes there are
 
 
@@ -74,6 +75,7 @@ class CompatibleSession(SharedParts):
                       for name, one in tasks.items()}  # fmt: skip
         for name, head in self.heads.items():
             head.load_state_dict(of(given, f"{name}."))
+        self.by_class = {HEAD + key for key in class_tensors(own)}
         self.near = self._near(given, own) if pull else {}
 
     def weights(self) -> dict[str, nn.Parameter]:
@@ -88,21 +90,25 @@ class CompatibleSession(SharedParts):
         return [(1.0, self.parameters())]
 
     def draw(self) -> tuple[State, ...]:
+        """What this site's loss has of its own, and what each task draws."""
         images = self.task.config.training.batch
-        return tuple(one.draw(self.task.generator, images) for one in self.tasks.values())
+        mine = {COMMON: self.common, **self.near}
+        return mine, *(one.draw(self.task.generator, images) for one in self.tasks.values())
 
     def loss_of(self, weights: Mapping[str, Tensor], drawn: tuple[State, ...], images: Tensor, labels: Tensor) -> Tensor:
         extract = self._layer(self.network.extractor, weights, "extractor.")
         features = extract(images)
         scores = self._layer(self.network.head, weights, HEAD)(features)
         loss = F.cross_entropy(scores[:, self.outputs], labels)
-        batch = Batch(images, features, self.common[labels + self.outputs.start])
-        for (name, one), random in zip(self.tasks.items(), drawn, strict=True):
+        mine, *drawn_by_task = drawn
+        batch = Batch(images, features, mine[COMMON][labels + self.outputs.start])
+        for (name, one), random in zip(self.tasks.items(), drawn_by_task, strict=True):
             head = self._layer(self.heads[name], weights, f"{AUXILIARY_HEADS}.{name}.")
             loss = loss + one.weight * one.loss(extract, head, batch, random)
-        for name, (rows, goal) in self.near.items():
-            weight = weights[name] if rows is None else weights[name][rows]
-            loss = loss + self.pull * (weight - goal).square().sum()
+        for name in self.near.keys() - {HELD}:
+            apart = (weights[name] - mine[name]).square()
+            rows = mine[HELD].view(-1, *[1] * (apart.ndim - 1)) if name in self.by_class else 1.0
+            loss = loss + self.pull * (apart * rows).sum()
         return loss
 
     def contribution(self) -> dict[str, State]:
@@ -118,19 +124,19 @@ class CompatibleSession(SharedParts):
             return module
         return lambda images: functional_call(module, mine, (images,))
 
-    def _near(self, given: State, own: Architecture) -> dict[str, tuple[Tensor | None, Tensor]]:
-        """By name of a weight of the task head, which rows of it (None: all) are held near which values: near those of the
-        head that tells common classes apart, the rows of classes for these alone. (Near a head of rotations, which reads
-        features in other ways, own accuracy on digits fell by five points, and heads fitted no better.)"""
+    def _near(self, given: State, own: Architecture) -> State:
+        """By name of a weight of the task head the values that it is held near, those of the head that tells common classes
+        apart; HELD: of the rows of classes those that are. (Near a head of rotations, which reads features in other ways,
+        own accuracy on digits fell by five points, and heads fitted no better.)"""
         name = next((name for name, one in self.tasks.items() if one.supervised), "")
         if not name:
             return {}
-        by_class, near = class_tensors(own), dict[str, tuple[Tensor | None, Tensor]]()
-        told_apart = len(given[next(f"{name}.{key}" for key in by_class)])
-        rows = ((self.common >= 0) & (self.common < told_apart)).nonzero()[:, 0]
+        told_apart = len(given[next(f"{name}.{key}" for key in class_tensors(own))])
+        near: State = {HELD: ((self.common >= 0) & (self.common < told_apart)).float()}
+        places = self.common.clamp(0, told_apart - 1)
         for key, _ in self.network.head.named_parameters():
             goal = given[f"{name}.{key}"]
-            near[HEAD + key] = (rows, goal[self.common[rows]]) if key in by_class else (None, goal)
+            near[HEAD + key] = goal[places] if HEAD + key in self.by_class else goal
         return near
 
 
