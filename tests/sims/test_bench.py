@@ -225,6 +225,8 @@ def test_what_a_soak_leaves_running_is_told_by_its_command_line(monkeypatch: pyt
     monkeypatch.setattr(soak_watch, "END_SECONDS", 0.5)
     watch = soak_watch.Processes()
     with subprocess.Popen(["sleep", "30"]) as left:
+        while not Path(f"/proc/{left.pid}/environ").read_bytes():  # a process that has just begun has none for a moment
+            time.sleep(0.01)
         assert watch.left() == ["sleep 30 "]
         left.kill()
 
