@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
