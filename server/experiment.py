@@ -146,7 +146,7 @@ def _untouched(ledger: Ledger, folder: RunFolder) -> bool:
 
 
 Rows = dict[str, dict[str, float]]
-BY_METHOD = ("at_sites", "recombination")  # what a summary says of every method
+BY_METHOD = ("at_sites", "recombination", "layer_selection")  # what a summary says of every method
 
 
 def _run_baseline(config: Config, main: Method, federation: Federation, listener: Listener) -> tuple[Rows, dict[str, Any]]:

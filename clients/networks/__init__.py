@@ -10,7 +10,7 @@ from clients.networks.own import OwnNetwork
 from clients.networks.plain import Conv6, Vgg16
 from clients.networks.residual import WideResnet
 from clients.networks.small import Lenet, Mlp
-from clients.networks.split import Split, split_points
+from clients.networks.split import Split, pieces, split_points
 
 __all__ = [
     "NETWORKS",
@@ -35,6 +35,7 @@ __all__ = [
     "load_network",
     "parameter_count",
     "parse_name",
+    "pieces",
     "save_network",
     "split_points",
 ]

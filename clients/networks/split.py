@@ -159,6 +159,35 @@ def split_points(network: Network, images: Tensor) -> dict[str, tuple[int, ...]]
     return {name: _shape(_halves(graph, node)[0], images, "network") for node, name in names.items()}
 
 
+def pieces(network: Network, groups: Sequence[Sequence[str]]) -> list[nn.Module]:
+    """The network as a chain of modules that are its own: one for each group of layers, in order, with all that is behind
+    them up to the next group, and last the head. UserError if groups cannot be told apart, naming their layers.
+    """
+    graph = _traced(network)
+    nodes = list(graph.graph.nodes)
+    inside = [{id(one) for one in graph.get_submodule(str(node.target)).modules()} if node.op == "call_module" else set()
+              for node in nodes]  # fmt: skip
+    ends, places = [], {*_places(graph).values()}
+    firsts, lasts = zip(
+        *(_reach(inside, {id(network.get_submodule(name)) for name in group}) for group in groups), strict=True
+    )
+    head = _reach(inside, {id(one) for one in network.head.modules()})[0]
+    for place, (last, first) in enumerate(zip(lasts, (*firsts[1:], head), strict=True)):
+        between = [node for node in nodes[last:first] if node in places]
+        if not between:
+            following = groups[place + 1][0] if place + 1 < len(groups) else "the head"
+            told = f"there is no point between {groups[place][-1]} and {following} at which one tensor alone passes"
+            raise UserError(f"network: {told}; group these layers together")
+        ends.append(between[-1])
+    return [_between(graph, start, end) for start, end in zip([None, *ends], [*ends, None], strict=True)]
+
+
+def _reach(inside: Sequence[set[int]], wanted: set[int]) -> tuple[int, int]:
+    """The places of the first and of the last node that has one of these modules."""
+    found = [place for place, modules in enumerate(inside) if modules & wanted]
+    return (found[0], found[-1]) if found else (0, 0)
+
+
 def _traced(network: Network) -> fx.GraphModule:
     """The network as a graph of its layers and blocks; containers are opened, blocks stay whole modules (fusion.graph opens
     these, too), so that they keep what they do at the start. UserError if it cannot be."""
@@ -202,19 +231,22 @@ def _places(graph: fx.GraphModule) -> dict[str, fx.Node]:
 
 def _halves(graph: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, fx.GraphModule]:
     """What computes a node's tensor from the input, and what computes the output from it."""
-    before, behind = fx.Graph(), fx.Graph()
-    known: dict[fx.Node, fx.Node] = {}
-    for one in graph.graph.nodes:
-        known[one] = before.node_copy(one, known.__getitem__)
-        if one is node:
-            break
-    before.output(known[node])
-    rest = {node: behind.placeholder("features")}
-    for one in graph.graph.nodes:
-        constant = one.op == "get_attr" and any(user not in known for user in one.users)
-        if one not in known or constant:
-            rest[one] = behind.node_copy(one, rest.__getitem__)
-    return fx.GraphModule(graph, before), fx.GraphModule(graph, behind)
+    return _between(graph, None, node), _between(graph, node, None)
+
+
+def _between(graph: fx.GraphModule, start: fx.Node | None, end: fx.Node | None) -> fx.GraphModule:
+    """What computes the tensor of node `end` (None: the output) from that of `start` (None: the input)."""
+    order = {node: number for number, node in enumerate(graph.graph.nodes)}
+    first, last = order[start] if start else -1, order[end] if end else len(order)
+    part = fx.Graph()
+    known = {start: part.placeholder("features")} if start else {}
+    for one, number in order.items():
+        places = [order[user] for user in one.users] if one.op == "get_attr" else [number]
+        if any(first < place <= last for place in places):
+            known[one] = part.node_copy(one, known.__getitem__)
+    if end:
+        part.output(known[end])
+    return fx.GraphModule(graph, part)
 
 
 def _shape(module: nn.Module, images: Tensor, where: str) -> tuple[int, ...]:

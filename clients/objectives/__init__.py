@@ -8,6 +8,7 @@ from clients.objectives.depthfl import DepthFL
 from clients.objectives.fedproto import FedProto
 from clients.objectives.heterofl import HeteroFL
 from clients.objectives.heterogeneous import Heterogeneous
+from clients.objectives.layer_selection import BASE_LEARNERS, BaseLearner, LayerSelection
 from clients.objectives.local import Local
 from clients.objectives.plain import PlainSession, state_of
 from clients.objectives.sum_aggregation import SumAggregation
@@ -16,6 +17,7 @@ from fusion.exact import State
 
 __all__ = [
     "AUXILIARY",
+    "BASE_LEARNERS",
     "MEAN",
     "MODEL",
     "OBJECTIVES",
@@ -24,12 +26,14 @@ __all__ = [
     "TRAIN",
     "Answer",
     "Auxiliary",
+    "BaseLearner",
     "Components",
     "DepthFL",
     "FedProto",
     "HeteroFL",
     "Heterogeneous",
     "Images",
+    "LayerSelection",
     "Local",
     "Objective",
     "PlainSession",

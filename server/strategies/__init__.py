@@ -18,6 +18,7 @@ from server.strategies.fedproto import FedProto
 from server.strategies.fedrolex import FedRolex
 from server.strategies.heterofl import HeteroFL
 from server.strategies.inco import InCo
+from server.strategies.layer_selection import LayerSelectionStrategy
 from server.strategies.sum_aggregation import SumAggregationStrategy
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "HeadTransfer",
     "HeteroFL",
     "InCo",
+    "LayerSelectionStrategy",
     "Model",
     "Models",
     "OneByOne",

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from sims.benchmarks.memory import tree_bytes
 from sims.report.heads import exchanges, heads_table
+from sims.report.selection import methods_table, selections
 from sims.report.tables import Table, accuracy_table, at_sites_table, clean, costs_table, forgetting_table, percent
 
 REFRESHES_PER_SECOND = 4
@@ -213,6 +214,7 @@ def _result_tables(summary: dict[str, Any]) -> list[Table]:
     tables += [at_sites_table(summary)] if summary.get("at_sites") else []
     tables += [costs_table(summary)] if summary.get("costs") else []
     tables += [heads_table(found)] if (found := exchanges(summary)) else []
+    tables += [methods_table(chosen)] if (chosen := selections(summary)) else []
     return [*tables, forgetting_table(summary)] if summary.get("forgotten") else tables
 
 

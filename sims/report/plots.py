@@ -27,6 +27,7 @@ from sims.report.canvas import (
 )
 from sims.report.curves import Records, accuracy_figure
 from sims.report.heads import exchanges, heads_figure
+from sims.report.selection import selection_figure, selections
 from sims.report.tables import accuracies, before_forgetting, domains, has_aggregate, homes
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def draw_all(
         "accuracy.png": accuracy_figure(metrics, baselines, has_aggregate(summary)),
         "forgetting.png": forgetting_figure(summary),
         "sites.png": sites_figure(summary),
+        "layers.png": selection_figure(selections(summary)),
         "heads.png": heads_figure(exchanges(summary), homes(summary)),
     }
     return [save(figure, target / name) for name, figure in figures.items() if figure is not None]

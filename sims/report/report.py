@@ -11,6 +11,7 @@ from sims.report import plots
 from sims.report.forgotten import Forgotten, forgotten_sentence, forgotten_sites, forgotten_table
 from sims.report.heads import exchanges, heads_table
 from sims.report.page import Details, Part, Picture, write_page
+from sims.report.selection import methods_table, selections, sites_table
 from sims.report.tables import (
     Holders,
     Table,
@@ -35,6 +36,7 @@ CAPTIONS = {
     "accuracy.png": "How well the aggregated network did on held-out validation images, round by round.",
     "forgetting.png": "What subtracting a site changes: its own domain should fall, the others should stay.",
     "sites.png": "What each network knows: a site's own is good at home, the aggregated one should be good everywhere.",
+    "layers.png": "How probable each group of layers was to be shared: a row for each site, rounds from left to right.",
     "heads.png": "How good every site's head is on every site's extractor, without any training: dark off the frames means "
     "that heads can be exchanged.",
 }
@@ -174,6 +176,7 @@ def _sections(
         ("Training", [*_pictures(pictures, "accuracy.png"), *_dropped(metrics)]),
         ("Test accuracy", [*accuracy, *different, *_pictures(pictures, "sites.png")]),
         ("Exchanged heads", [*_heads(summary), *_pictures(pictures, "heads.png")]),
+        ("Layer selection", [*_selection(summary), *_pictures(pictures, "layers.png")]),
         ("Forgetting", [*forgotten, *_pictures(pictures, "forgetting.png")]),
         ("What is exact, and what is not", [*_checks(summary), *_guarantee(summary)]),
         ("Digest", _digest(summary)),
@@ -184,6 +187,11 @@ def _sections(
 def _heads(summary: Mapping[str, Any]) -> list[Part]:
     found = exchanges(summary)
     return [heads_table(found)] if found else []
+
+
+def _selection(summary: Mapping[str, Any]) -> list[Part]:
+    found = selections(summary)
+    return [methods_table(found), sites_table(found[0])] if found else []
 
 
 def _run_table(summary: Mapping[str, Any]) -> Table:

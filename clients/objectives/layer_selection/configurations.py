@@ -1,0 +1,49 @@
+"""Transfer configurations: which groups of layers a site shares (LASEM, Sec. 2 and 3.1)."""
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from conf.errors import UserError
+
+Configuration = tuple[int, ...]  # 1: the group's layers are shared, 0: the site's own; from the input to the output
+LEARNED = "learned"
+
+
+def every(groups: int) -> list[Configuration]:
+    """All 2^groups of them, in the order of binary numbers: first all layers one's own, last all shared."""
+    return list(itertools.product((0, 1), repeat=groups))
+
+
+def _top(groups: int, shared: int) -> Configuration:
+    return (0,) * (groups - shared) + (1,) * shared
+
+
+STATIC: dict[str, Callable[[int], Configuration]] = {
+    "all": lambda groups: _top(groups, groups),
+    "none": lambda groups: _top(groups, 0),
+    "alternating": lambda groups: tuple(place % 2 for place in range(groups)),  # {2, 4} of four
+}
+COUNTED: dict[str, Callable[[int, int], Configuration]] = {
+    "top": _top,
+    "bottom": lambda groups, shared: _top(groups, shared)[::-1],
+}
+
+
+def named(text: str, groups: int, where: str) -> Configuration:
+    """all, none, alternating, top-K, bottom-K, or the configuration itself, such as 0101. UserError for another."""
+    if text in STATIC:
+        return STATIC[text](groups)
+    kind, _, number = text.partition("-")
+    if kind in COUNTED and number.isdecimal() and 0 < int(number) <= groups:
+        return COUNTED[kind](groups, int(number))
+    if text and not text.strip("01"):
+        if len(text) != groups:
+            raise UserError(f"{where}: '{text}' has {len(text)} places, there are {groups} groups of layers")
+        return tuple(map(int, text))
+    takes = f"{LEARNED}, {', '.join(STATIC)}, top-K, bottom-K (K from 1 to {groups}), or {groups} digits 0 and 1"
+    raise UserError(f"{where}: got '{text}', takes {takes}")
+
+
+def shown(configuration: Sequence[int]) -> str:
+    """As digits, from the input to the output: 0101."""
+    return "".join(map(str, configuration))

@@ -1,0 +1,122 @@
+"""Base learners: how the weights of a shared layer are made of what all sites share and of what is a site's own."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from conf.errors import UserError
+from conf.registry import Registry
+from conf.typed import value
+from fusion.exact import State
+
+WEIGHT, BIAS = "weight", "bias"
+
+
+@dataclass(frozen=True)
+class BaseLearner(ABC):
+    """A further one is a class registered in BASE_LEARNERS, or `module:attribute`.
+
+    A layer is given by its own tensors: "weight" [out, in, k, k] or [out, in] and, if it has one, "bias" [out].
+    """
+
+    @abstractmethod
+    def shared(self, layer: State, generator: torch.Generator) -> State:
+        """What all sites share of a layer, as it starts. `layer`: its tensors as any network's start."""
+
+    def own(self, layer: State, generator: torch.Generator) -> State:
+        """What a site adds to it, as it starts."""
+        return {}
+
+    @abstractmethod
+    def weights(self, shared: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The layer's tensors, of which gradients reach both."""
+
+    def check(self, layer: State, name: str) -> None:
+        """UserError for a layer that it cannot make."""
+        return
+
+
+BASE_LEARNERS: Registry[BaseLearner] = Registry("base learner", BaseLearner)
+
+
+@BASE_LEARNERS.register("hps")
+@dataclass(frozen=True)
+class HardSharing(BaseLearner):
+    """Hard parameter sharing (Caruana 1997): a shared layer is the same for all."""
+
+    def shared(self, layer: State, generator: torch.Generator) -> State:
+        return {name: tensor.clone() for name, tensor in layer.items()}
+
+    def weights(self, shared: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return dict(shared)
+
+
+@BASE_LEARNERS.register("tf")
+@dataclass(frozen=True)
+class TensorFactorisation(BaseLearner):
+    """Tucker factors (Yang & Hospedales 2017; Bulat et al. 2020): a shared core of the weight's shape times a square matrix
+    of the site's for each of its dimensions; a bias of the site's. Matrices start at the identity."""
+
+    def shared(self, layer: State, generator: torch.Generator) -> State:
+        return {"core": layer[WEIGHT].clone()}
+
+    def own(self, layer: State, generator: torch.Generator) -> State:
+        factors = {f"factor{place}": torch.eye(size) for place, size in enumerate(layer[WEIGHT].shape)}
+        return {**factors, **_bias(layer)}
+
+    def weights(self, shared: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        weight = shared["core"]
+        for place in range(weight.ndim):  # each turn takes the first dimension and puts its product last
+            weight = torch.einsum("a...,ab->...b", weight, own[f"factor{place}"])
+        return {WEIGHT: weight, **({BIAS: own[BIAS]} if BIAS in own else {})}
+
+
+@BASE_LEARNERS.register("df_cnn")
+@dataclass(frozen=True)
+class DeconvolutionalFactorisation(BaseLearner):
+    """DF-CNN (Lee et al. 2019): a small shared tensor [c, h, h], deconvolved by the site to [m, k, k] (stride 2), ReLU, and
+    contracted with the site's tensor [m, out, in]. For convolutions with an odd kernel k = 2h - 1."""
+
+    knowledge: float = value(0.5, "channels of the shared tensor, as a share of the layer's outputs", low=0.01, high=16.0)
+    middle: float = value(1.0, "channels after the deconvolution, as a share of the layer's outputs", low=0.01, high=16.0)
+
+    def shared(self, layer: State, generator: torch.Generator) -> State:
+        out, side = len(layer[WEIGHT]), (layer[WEIGHT].shape[-1] + 1) // 2
+        return {"knowledge": torch.randn(_share(out, self.knowledge), side, side, generator=generator)}
+
+    def own(self, layer: State, generator: torch.Generator) -> State:
+        out, inputs, kernel = layer[WEIGHT].shape[:3]
+        channels, middle, side = _share(out, self.knowledge), _share(out, self.middle), (kernel + 1) // 2
+        reached = channels * (2 - 1 / side) ** 2  # how many values each value of the deconvolution is made of, on average
+        return {
+            "deconvolution": torch.randn(channels, middle, 3, 3, generator=generator) * math.sqrt(2 / reached),
+            "shift": torch.zeros(middle),
+            "contraction": torch.randn(middle, out, inputs, generator=generator)
+            * math.sqrt(2 / (middle * inputs * kernel**2)),
+            **_bias(layer),
+        }
+
+    def weights(self, shared: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        grown = F.conv_transpose2d(shared["knowledge"], own["deconvolution"], own["shift"], stride=2, padding=1)
+        weight = torch.einsum("moi,mhw->oihw", own["contraction"], F.relu(grown))
+        return {WEIGHT: weight, **({BIAS: own[BIAS]} if BIAS in own else {})}
+
+    def check(self, layer: State, name: str) -> None:
+        """UserError for a layer that is no convolution with an odd, square kernel in one group."""
+        shape = layer[WEIGHT].shape
+        if len(shape) != 4 or shape[2] != shape[3] or not shape[2] % 2:
+            told = f"'{name}' has weights {' x '.join(map(str, shape))}"
+            raise UserError(f"objective.learner: df_cnn takes convolutions with odd square kernels; {told}")
+
+
+def _share(outputs: int, share: float) -> int:
+    return max(1, round(outputs * share))
+
+
+def _bias(layer: State) -> State:
+    return {BIAS: layer[BIAS].clone()} if BIAS in layer else {}

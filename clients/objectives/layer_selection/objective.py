@@ -1,0 +1,114 @@
+"""The site's half of layer selection."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clients.data import Images, outputs
+from clients.measure import count_right
+from clients.messages import MEAN, MODEL, RIGHT, TOTAL
+from clients.networks import Architecture, HeadView, architecture_of
+from clients.objectives.base import OBJECTIVES, Answer, Objective, Session, Task
+from clients.objectives.layer_selection.configurations import LEARNED, Configuration, every, named
+from clients.objectives.layer_selection.layers import Layers, grouped
+from clients.objectives.layer_selection.learners import BASE_LEARNERS, BaseLearner
+from clients.objectives.layer_selection.posterior import LIKELIHOODS, PRIORS
+from clients.objectives.layer_selection.search import SEARCHES, Search
+from clients.objectives.layer_selection.session import SelectionSession, composed
+from conf.errors import UserError
+from conf.schema import Config
+from conf.sites import Site
+from conf.typed import value
+from fusion.exact import State
+
+COMPOSED = "composed"  # a question: how good is the site's network with the shared parameters that were sent
+
+
+@OBJECTIVES.register("layer_selection")
+@dataclass(frozen=True)
+class LayerSelection(Objective):
+    """LASEM (Lee et al. 2021): of every group of layers a shared and an own set of parameters, and by expectation-
+    maximisation which of them the site uses."""
+
+    mode: str = value(LEARNED, "learned, or a configuration for all sites: all, none, alternating, top-K, bottom-K, 0101")
+    learner: dict[str, Any] = value({"name": "hps"}, "base learner: hps, tf or df_cnn, with its options")
+    search: dict[str, Any] = value({"name": "sampled"}, "how steps are found: exact, pruned or sampled, with its options")
+    layers: list[str] = value([], "that may be shared; empty: the extractor's convolutions, or its linear layers")
+    groups: list[int] = value([], "how many layers are shared together, from the input on; empty: each by itself", low=1)
+    prior: str = value("counts", "of configurations: counts (Eq. 1), posteriors or tasks", choices=tuple(PRIORS))
+    likelihood: str = value("mean", "of a mini-batch: its classes' mean or joint probability", choices=tuple(LIKELIHOODS))
+    m_steps: int = value(1, "gradient steps for each E-step, each on a batch of its own", low=1)
+    certainty: float = value(
+        1.0, "of a configuration that is given, the others alike: its posterior (Sec. 4.3)", low=0.01, high=1.0
+    )
+    limit: int = value(10, "most groups of layers: there are 2^groups configurations", low=1, high=12)
+
+    @functools.cached_property
+    def base(self) -> BaseLearner:
+        """The base learner."""
+        return BASE_LEARNERS.build(self.learner, "objective.learner")
+
+    @functools.cached_property
+    def way(self) -> Search:
+        """How steps are found."""
+        return SEARCHES.build(self.search, "objective.search")
+
+    def layers_of(self, config: Config, site: Site) -> Layers:
+        """The layers of a site's network that may be shared. UserError if options do not fit it."""
+        return self._layers(architecture_of(config, site))
+
+    def configurations(self, groups: int) -> list[Configuration]:
+        """Those that can be chosen."""
+        if self.mode == LEARNED or self.certainty < 1.0:
+            return every(groups)
+        return [named(self.mode, groups, "objective.mode")]
+
+    def fixed(self, configurations: Sequence[Configuration]) -> Tensor | None:
+        """The posterior of a configuration that is given; None where it is learned."""
+        if self.mode == LEARNED:
+            return None
+        given = named(self.mode, len(configurations[0]), "objective.mode")
+        others = (1.0 - self.certainty) / max(1, len(configurations) - 1)
+        return torch.tensor([self.certainty if one == given else others for one in configurations], dtype=torch.float64)
+
+    def session(self, task: Task) -> Session:
+        """Start on a task."""
+        return SelectionSession(self, task)
+
+    def network(self, task: Task, images: Images) -> State | None:
+        """What was sent, or the site's own under its configuration, with the shared parameters that it trained last."""
+        if MODEL in task.incoming:
+            return task.incoming[MODEL]
+        found = composed(self, task, task.incoming.get(MEAN, {}))
+        return None if found is None else found[0]
+
+    def answer(self, kind: str, task: Task, images: Images) -> Answer:
+        """COMPOSED: right answers on the site's own test images with the shared parameters that were sent."""
+        if kind != COMPOSED:
+            return super().answer(kind, task, images)
+        state = self.network(task, images)
+        if state is None:
+            raise UserError(f"{task.site.name}: has no network of its own yet; it has not trained")
+        task.network.load_state_dict(state)
+        config, test = task.config, task.held_out("test")
+        view = HeadView(task.network, outputs(config, task.site.spec), config.evaluation.statistics).eval()
+        try:
+            right = count_right(view, test, config.evaluation.batch, task.device) if len(test) else 0
+        finally:
+            view.train()  # the next site trains in it
+        return Answer(metrics={RIGHT: right, TOTAL: len(test)})
+
+    def _layers(self, architecture: Architecture) -> Layers:
+        return self._by_architecture(architecture)
+
+    @functools.cached_property
+    def _by_architecture(self) -> Any:
+        @functools.lru_cache(maxsize=64)
+        def found(architecture: Architecture) -> Layers:
+            return grouped(architecture, self.layers, self.groups, self.base, self.limit)
+
+        return found

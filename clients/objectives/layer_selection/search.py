@@ -1,0 +1,143 @@
+"""Ways to the gradients of the M-step (LASEM, Eq. 3 and 4), and what each costs.
+
+One step on the paper's network of 32-32-64-64 channels evaluates the four layers 2, 4, 8 and 16 times in an exact tree: 9.4
+times the multiplications of one network.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from clients.objectives.layer_selection.posterior import Belief
+from clients.objectives.layer_selection.tree import Tree
+from conf.registry import Registry
+from conf.typed import value
+
+Likelihood = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class Step:
+    """A mini-batch at hand: images [n, c, h, w], labels [n] and the weights of shared layers, by name.
+
+    `held`: the posterior of an earlier mini-batch that still counts; None: an E-step is due.
+    """
+
+    tree: Tree
+    belief: Belief
+    likelihood: Likelihood
+    shared: Mapping[str, Tensor]
+    outputs: slice
+    images: Tensor
+    labels: Tensor
+    generator: torch.Generator
+    held: Tensor | None = None
+
+    def losses(self, places: Tensor, images: int | None = None) -> Tensor:
+        """Cross-entropies [k, n] of the first images (None: of all) under the configurations at `places`."""
+        chosen = [self.belief.configurations[place] for place in places.tolist()]
+        labels = self.labels[:images]
+        scores = self.tree.scores(chosen, self.shared, self.images[:images])[..., self.outputs]
+        found = F.cross_entropy(scores.flatten(0, 1), labels.repeat(len(chosen)), reduction="none")
+        return found.unflatten(0, scores.shape[:2])
+
+    def expect(self, places: Tensor, losses: Tensor) -> Tensor:
+        """The posterior that counts: the one held, or that of these losses (the E-step), which the prior then learns."""
+        if self.held is not None:
+            return self.held
+        posterior = self.belief.posterior(self.likelihood(-losses.detach()), places)
+        self.belief.learn(posterior)
+        return posterior
+
+    def weighted(self, posterior: Tensor, places: Tensor, losses: Tensor) -> Tensor:
+        """The sum of the mean losses at `places`, each times its posterior: its gradient is that of Eq. 3 and 4."""
+        weights = posterior[places].to(losses)
+        return (weights * losses.mean(1)).sum()
+
+
+@dataclass(frozen=True)
+class Search(ABC):
+    """A way to find a step's loss and posterior."""
+
+    @abstractmethod
+    def step(self, step: Step) -> tuple[Tensor, Tensor]:
+        """The loss whose gradient is that of Eq. 3 and 4, and the posterior [k]."""
+
+
+SEARCHES: Registry[Search] = Registry("search", Search)
+
+
+@SEARCHES.register("exact")
+@dataclass(frozen=True)
+class Exact(Search):
+    """All configurations in each step, once forward and once back."""
+
+    def step(self, step: Step) -> tuple[Tensor, Tensor]:
+        places = torch.arange(len(step.belief.configurations))
+        losses = step.losses(places)
+        posterior = step.expect(places, losses)
+        return step.weighted(posterior, places, losses), posterior
+
+
+@SEARCHES.register("pruned")
+@dataclass(frozen=True)
+class Pruned(Search):
+    """Configurations whose prior is at most `left_out` together are left out of a step, and come back when others lose.
+
+    Their posterior mass is at most left_out / (left_out + sum of prior x likelihood of the others), if likelihoods are
+    means of probabilities, which are at most 1: the same share of the M-step's gradient is missing.
+    """
+
+    left_out: float = value(0.05, "prior probability of the configurations that a step may leave out", low=0.0, high=0.999)
+
+    def step(self, step: Step) -> tuple[Tensor, Tensor]:
+        places = step.belief.likely(self.left_out)
+        if step.held is not None:
+            places = torch.nonzero(step.held).flatten()
+        losses = step.losses(places)
+        posterior = step.expect(places, losses)
+        return step.weighted(posterior, places, losses), posterior
+
+
+@SEARCHES.register("sampled")
+@dataclass(frozen=True)
+class Sampled(Search):
+    """The E-step on a part of the batch, without gradients; the M-step on configurations drawn from the posterior, of which
+    the expected gradient is that of Eq. 3 and 4."""
+
+    part: float = value(0.2, "of a batch, for the E-step", low=0.0, high=1.0)
+    draws: int = value(1, "configurations of an M-step", low=1)
+
+    def step(self, step: Step) -> tuple[Tensor, Tensor]:
+        posterior = step.held
+        if posterior is None:
+            everything = torch.arange(len(step.belief.configurations))
+            with torch.no_grad():
+                losses = step.losses(everything, max(1, round(self.part * len(step.images))))
+            posterior = step.expect(everything, losses)
+        drawn = torch.multinomial(posterior, self.draws, replacement=True, generator=step.generator)
+        places, times = torch.unique(drawn, return_counts=True)
+        losses = step.losses(places)
+        return (times.to(losses) / self.draws * losses.mean(1)).sum(), posterior
+
+
+@dataclass
+class Pace:
+    """`m_steps` M-steps for each E-step: for so many mini-batches a posterior counts."""
+
+    m_steps: int
+    posterior: Tensor | None = None
+    left: int = 0
+
+    def due(self) -> Tensor | None:
+        """The posterior that still counts; None if an E-step is due."""
+        return self.posterior if self.left > 0 else None
+
+    def took(self, posterior: Tensor) -> None:
+        """Note a step's posterior."""
+        self.left = (self.left if self.left > 0 else self.m_steps) - 1
+        self.posterior = posterior

@@ -1,0 +1,127 @@
+"""A site that learns which layers to share while it trains (LASEM, Algorithm 1)."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from clients.data import outputs
+from clients.initial import initial_state
+from clients.messages import MEAN, SITE
+from clients.objectives.base import Session, Task
+from clients.objectives.layer_selection.configurations import Configuration
+from clients.objectives.layer_selection.posterior import LIKELIHOODS, PRIORS, Belief, shares
+from clients.objectives.layer_selection.search import Pace, Step
+from clients.objectives.layer_selection.tree import Tree
+from clients.objectives.plain import state_of
+from fusion.exact import State
+
+if TYPE_CHECKING:
+    from clients.objectives.layer_selection.objective import LayerSelection
+
+SELECTION = "selection"  # up: what the site found: MASS, CHOSEN and COUNTS
+MASS = "mass"  # [groups]: how probable it was of each group to be shared, the mean over the round's steps
+CHOSEN = "chosen"  # [groups]: the configuration that the site uses
+COUNTS = "counts"  # [configurations]: its mini-batches by most probable configuration; down: those of all other sites
+NETWORK, OWN_PARTS, SHARED_PARTS = "network/", "own/", "shared/"  # in a site's own state, before names of tensors
+
+
+class SelectionSession(Session):
+    """The site's own layers, what it adds to shared ones, and its copy of what all share."""
+
+    def __init__(self, objective: "LayerSelection", task: Task) -> None:
+        self.objective, self.task = objective, task
+        self.outputs, self.layers = outputs(task.config, task.site.spec), objective.layers_of(task.config, task.site)
+        stored = task.own or {}
+        network = below(stored, NETWORK) or initial_state(task.config, task.site.name, task.site)
+        task.network.load_state_dict(network)
+        self.network = task.network
+        given = task.incoming.get(MEAN) or self.layers.shared(task.config, task.site)
+        self.shared = _parameters(given, task)
+        self.added = _parameters(below(stored, OWN_PARTS) or self.layers.own(task.config, task.site), task)
+        self.belief = belief_of(objective, len(self.layers.groups), stored, task.incoming.get(COUNTS, {}))
+        self.tree = Tree(self.network, self.layers.groups)
+        self.pace, self.masses = Pace(objective.m_steps), list[Tensor]()
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [*self.network.parameters(), *self.shared.values(), *self.added.values()]
+
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        """The loss whose gradient is that of Eq. 3 and 4 for this mini-batch, or an unbiased estimate of it."""
+        step = Step(
+            tree=self.tree,
+            belief=self.belief,
+            likelihood=LIKELIHOODS[self.objective.likelihood],
+            shared=self.layers.weights(self.shared, self.added),
+            outputs=self.outputs,
+            images=images,
+            labels=labels,
+            generator=self.task.generator,
+            held=self.pace.due(),
+        )
+        loss, posterior = self.objective.way.step(step)
+        self.pace.took(posterior)
+        self.masses.append(shares(self.belief, posterior))
+        return loss
+
+    def contribution(self) -> dict[str, State]:
+        chosen = torch.tensor(self.belief.best(), dtype=torch.float32)
+        mass = torch.stack(self.masses).mean(0).float() if self.masses else chosen
+        found = {MASS: mass, CHOSEN: chosen, COUNTS: self.belief.counts.float()}
+        return {SITE: _plain(self.shared), SELECTION: found}
+
+    def own(self) -> State | None:
+        return {
+            **prefixed(NETWORK, state_of(self.network)),
+            **prefixed(OWN_PARTS, _plain(self.added)),
+            **prefixed(SHARED_PARTS, _plain(self.shared)),
+            COUNTS: self.belief.counts,
+        }
+
+
+def belief_of(objective: "LayerSelection", groups: int, stored: State, others: Mapping[str, Tensor]) -> Belief:
+    """A site's belief as it was stored, or the uniform one."""
+    configurations = objective.configurations(groups)
+    nothing = torch.zeros(len(configurations), dtype=torch.float64)
+    counts = stored.get(COUNTS, nothing)
+    return Belief(
+        configurations,
+        counts.double() if len(counts) == len(nothing) else nothing,
+        others[COUNTS].double() if COUNTS in others else nothing,
+        PRIORS[objective.prior],
+        objective.fixed(configurations),
+    )
+
+
+def composed(objective: "LayerSelection", task: Task, shared: Mapping[str, Tensor]) -> tuple[State, Configuration] | None:
+    """The site's network under the configuration that it uses, with these shared parameters (none: those it trained last).
+
+    None if the site has not trained yet.
+    """
+    stored = task.own
+    if stored is None or not (network := below(stored, NETWORK)):
+        return None
+    layers = objective.layers_of(task.config, task.site)
+    best = belief_of(objective, len(layers.groups), stored, {}).best()
+    weights = layers.weights(shared or below(stored, SHARED_PARTS), below(stored, OWN_PARTS))
+    used = {name: tensor for name, tensor in weights.items() if best[layers.group_of(name)]}
+    return {**network, **used}, best
+
+
+def below(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin with a prefix, by the rest of their names."""
+    return {name[len(prefix) :]: tensor for name, tensor in state.items() if name.startswith(prefix)}
+
+
+def prefixed(prefix: str, state: Mapping[str, Tensor]) -> State:
+    """The same with a prefix before all names."""
+    return {prefix + name: tensor for name, tensor in state.items()}
+
+
+def _parameters(state: Mapping[str, Tensor], task: Task) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(tensor.detach().to(task.device, copy=True)) for name, tensor in state.items()}
+
+
+def _plain(parameters: Mapping[str, Tensor]) -> State:
+    return {name: one.detach().to("cpu", copy=True) for name, one in parameters.items()}

@@ -1,0 +1,245 @@
+"""Layer selection (LASEM, Lee et al. 2021) in a federation: the shared parameters of layers are the server's.
+
+All sites at once: a shared layer is the mean over the sites, weighted by images and by how probable it was at each that the
+layer is shared (the posterior). One after the other (lifelong, as in the paper): a site goes on from what the sites before
+it left, and what is shared is the start plus the sum of the sites' changes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clients.messages import MEAN, RIGHT, SITE, TOTAL, TRAIN
+from clients.objectives import objective_of
+from clients.objectives.layer_selection import LayerSelection
+from clients.objectives.layer_selection.configurations import shown
+from clients.objectives.layer_selection.layers import Layers
+from clients.objectives.layer_selection.objective import COMPOSED
+from clients.objectives.layer_selection.session import CHOSEN, COUNTS, MASS, SELECTION
+from clients.replies import ReplyError, can_be
+from conf.errors import UserError
+from conf.schema import Config
+from conf.sites import Site, roster
+from conf.typed import value
+from fusion.exact import State
+from server.ledger.declared import Catalogue, Slot, Sum
+from server.rounds.run import Expected, Reply, Run
+from server.rounds.schedules import OneByOne, Sampling, Schedule
+from server.rounds.view import Models, View
+from server.strategies.base import STRATEGIES, Residue, Strategy, check_objective
+from server.strategies.by_architecture import cast, counted, representable
+
+TOGETHER, LIFELONG = "together", "lifelong"
+PARTS, CHANGES, FOUND, OTHERS = "parts", "changes", "selection", "counts"  # slots
+SHARED, PROGRESS = "shared", "progress"  # kept: what all share; what was found in every round
+KEY = "layer_selection"  # in the summary, by mode
+
+
+@STRATEGIES.register("layer_selection")
+@dataclass(frozen=True)
+class LayerSelectionStrategy(Strategy):
+    """Keeps the shared parameters of layers. The objective is `layer_selection`; sites' networks stay at the sites, which
+    say how good these are with the shared parameters of the moment."""
+
+    arrival: str = value(TOGETHER, "all sites at once, or one after the other", choices=(TOGETHER, LIFELONG))
+    every: int = value(1, "rounds from one measurement of the sites' networks to the next; 0: the last one alone", low=0)
+
+    def slots(self, config: Config) -> Mapping[str, Slot]:
+        """Together: masses x parameters and masses, one sum, weighted by images; lifelong: each site's changes."""
+        own = {PARTS: Sum(weighted=True)} if self.arrival == TOGETHER else {CHANGES: Sum()}
+        others = {OTHERS: Sum()} if _objective(config).prior == "tasks" else {}
+        return {**own, **others, FOUND: Catalogue()}
+
+    def check(self, config: Config) -> None:
+        """UserError for another objective, options that do not fit a site's network, and layers that are not alike."""
+        check_objective(config, "layer_selection")
+        objective, sites = _objective(config), roster(config)
+        first = objective.layers_of(config, sites[0])
+        objective.way  # noqa: B018 # whose options are checked
+        objective.fixed(objective.configurations(len(first.groups)))
+        shapes = _shapes(first.shared(config, sites[0]))
+        for site in sites[1:]:
+            other = _shapes(objective.layers_of(config, site).shared(config, site))
+            if odd := next((name for name in {**shapes, **other} if shapes.get(name) != other.get(name)), ""):
+                told = f"'{odd}' is {other.get(odd, 'none')} at {site.name} and {shapes.get(odd, 'none')} at {sites[0].name}"
+                raise UserError(f"network: strategy layer_selection takes alike layers to share; {told}")
+        if config.evaluation.statistics == "running" and first.has_statistics(config, sites[0]):
+            told = "strategy layer_selection trains BatchNorm under many configurations at once"
+            raise UserError(f"evaluation.statistics: got 'running', {told}; takes recomputed or batch")
+
+    def schedule(self, config: Config) -> Schedule:
+        """Everyone, or all rounds of one site after all of another."""
+        return OneByOne(roster(config), config.rounds) if self.arrival == LIFELONG else Sampling(config)
+
+    def begin(self, run: Run) -> None:
+        """The shared parameters as the seed draws them."""
+        run.keep(SHARED, _start(run))
+
+    def round(self, run: Run) -> None:
+        """Send what is shared; put what each site makes of it, and how much it believes in it."""
+        shared, sites = run.kept(SHARED), {site.name: site for site in run.sites}
+        groups = len(_layers(run).groups)
+        like = {MASS: torch.zeros(groups), CHOSEN: torch.zeros(groups), COUNTS: torch.zeros(len(_configurations(run)))}
+        expected = {SITE: Expected(shared), SELECTION: Expected(like, bounded=False, check=_check_selection)}
+        masses = torch.full((len(roster(run.config)), groups), torch.nan)
+
+        def content(site: Site) -> dict[str, State]:
+            return {MEAN: shared, **self._others(run, site)}
+
+        for reply in run.ask(TRAIN, content, expected):
+            self._put(run, sites[reply.site.name], reply, shared)
+            masses[reply.site.index] = reply[SELECTION][MASS]
+        self._note(run, masses)
+
+    def settle(self, run: Run) -> None:
+        """What is shared follows from the slots; what sites that are gone were measured with is erased."""
+        run.keep(SHARED, self.shared(run))
+        if PROGRESS in run.slots.keeps():
+            here = torch.zeros(len(roster(run.config)), dtype=torch.bool)
+            here[[site.index for site in run.sites]] = True
+            run.keep(PROGRESS, {name: _only(table, here) for name, table in run.kept(PROGRESS).items()})
+
+    def shared(self, view: View) -> State:
+        """The shared parameters of a view; a layer that nobody shares is as it was."""
+        before = view.kept(SHARED)
+        if self.arrival == LIFELONG:
+            start, total = _start(view), view.total(CHANGES)
+            return (
+                cast({name: start[name] + change for name, change in total.total().items()}, start)
+                if total.addends
+                else start
+            )
+        if not view.total(PARTS).addends:
+            return _start(view)
+        mean, layers = counted(view).mean(PARTS), _layers(view)
+        weights = {name: mean[MASS][layers.group_of(name)] for name in before}
+        return cast({name: mean[name] / weights[name] if weights[name] > 0 else before[name] for name in before}, before)
+
+    def models(self, view: View) -> Models:
+        """None at the server."""
+        return Models({})
+
+    def facts(self, view: View) -> Mapping[str, Any]:
+        """Of every site its configuration, how probable it was of each group in each round to be shared, and accuracies."""
+        if PROGRESS not in view.slots.keeps():
+            return {}
+        table, layers = view.kept(PROGRESS), _layers(view)
+        here = [site for site in view.sites if view.has(FOUND, site.name)]
+        chosen = {site.name: view.slots.contributions.floats(site.name, FOUND)[CHOSEN] for site in here}
+        found = {
+            "groups": [list(group) for group in layers.groups],
+            "sites": [site.name for site in here],
+            "configuration": [shown([int(one) for one in chosen[site.name].tolist()]) for site in here],
+            "shared": [[[_number(one) for one in row] for row in table[MASS][:, site.index].tolist()] for site in here],
+            "accuracy": [_accuracies(table, site.index) for site in here],
+            "own": self._own_rounds(view, here),
+            "bytes": sum(one.nbytes for one in view.kept(SHARED).values()),
+            "fedavg_bytes": sum(one.nbytes for one in view.initial(site=view.sites[0]).values()),
+        }
+        return {KEY: {_objective(view.config).mode: found}}
+
+    def residue(self, view: View, names: Any = ()) -> tuple[Residue, ...]:
+        """What other sites trained after the forgotten ones had a share in what all share."""
+        if view.rounds_with(names) < (1 if self.arrival == LIFELONG else 2):
+            return ()
+        why = "they were trained from shared parameters that the forgotten sites had a part in"
+        return (Residue("the other sites' own layers, and what they gave for shared ones", why),)
+
+    def _put(self, run: Run, site: Site, reply: Reply, shared: State) -> None:
+        found = reply[SELECTION]
+        layers = _layers(run)
+        if self.arrival == TOGETHER:
+            weighted = {name: one * found[MASS][layers.group_of(name)] for name, one in reply[SITE].items()}
+            run.put(PARTS, site, {**weighted, MASS: found[MASS]}, reply.samples)
+        else:
+            before = run.contribution(CHANGES, site.name) if run.has(CHANGES, site.name) else {}
+            last = run.site_round >= run.config.rounds  # layers that are not chosen go back to what they were
+            kept = {name: float(not last or found[CHOSEN][layers.group_of(name)] > 0) for name in shared}
+            changes = {name: (one - shared[name] + before.get(name, 0.0)) * kept[name] for name, one in reply[SITE].items()}
+            run.put(CHANGES, site, changes)
+        if OTHERS in run.slots.declared:
+            run.put(OTHERS, site, {COUNTS: found[COUNTS]})
+        run.put(FOUND, site, {CHOSEN: found[CHOSEN]})
+
+    def _others(self, run: Run, site: Site) -> dict[str, State]:
+        """The counts of all other sites, if the prior takes them."""
+        if OTHERS not in run.slots.declared:
+            return {}
+        there = [one.name for one in run.sites if one.name != site.name and run.has(OTHERS, one.name)]
+        return {COUNTS: run.subset(there).sum(OTHERS)} if there else {}
+
+    def _note(self, run: Run, masses: Tensor) -> None:
+        """Add a round to PROGRESS, with what sites say of their networks where that is due."""
+        size = len(roster(run.config))
+        right, images = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
+        length = self.schedule(run.config).length(run.config.rounds)
+        if run.number >= length or (self.every and run.number % self.every == 0):
+            shared, asked = self.shared(run), [site for site in run.sites if run.has(FOUND, site.name)]
+            for reply in run.ask(COMPOSED, {MEAN: shared}, {}, asked, metrics=[RIGHT, TOTAL], needed=False):
+                hits, total = reply.metrics[RIGHT], reply.metrics[TOTAL]
+                if can_be(hits, total):
+                    right[reply.site.index], images[reply.site.index] = int(hits), int(total)
+        new = {MASS: torch.nan_to_num(masses, nan=-1.0), RIGHT: right, TOTAL: images}
+        before = run.kept(PROGRESS) if PROGRESS in run.slots.keeps() else {}
+        run.keep(
+            PROGRESS, {name: torch.cat([before[name], one[None]]) if before else one[None] for name, one in new.items()}
+        )
+
+    def _own_rounds(self, view: View, sites: list[Site]) -> list[list[int]]:
+        """Of each site the first and the last round that it trained in, from 1."""
+        trained = view.kept(PROGRESS)[MASS][..., 0] >= 0
+        rounds = [torch.nonzero(trained[:, site.index]).flatten().tolist() for site in sites]
+        return [[one[0] + 1, one[-1] + 1] if one else [] for one in rounds]
+
+
+def _objective(config: Config) -> LayerSelection:
+    found = objective_of(config)
+    assert isinstance(found, LayerSelection)  # which `check` sees to
+    return found
+
+
+def _layers(view: View) -> Layers:
+    return _objective(view.config).layers_of(view.config, roster(view.config)[0])
+
+
+def _configurations(view: View) -> list[Any]:
+    return _objective(view.config).configurations(len(_layers(view).groups))
+
+
+def _start(view: View) -> State:
+    """What is shared, as the seed draws it."""
+    return representable(_layers(view).shared(view.config, roster(view.config)[0]), view.bits)
+
+
+def _shapes(state: State) -> dict[str, str]:
+    return {name: " x ".join(map(str, tensor.shape)) for name, tensor in state.items()}
+
+
+def _check_selection(record: State) -> None:
+    """Raises ReplyError for what is no posterior, no configuration or no counts."""
+    mass, chosen, counts = record[MASS], record[CHOSEN], record[COUNTS]
+    if bool(((mass < 0) | (mass > 1)).any()):
+        raise ReplyError(f"record '{SELECTION}': '{MASS}' takes probabilities from 0 to 1")
+    if not bool(((chosen == 0) | (chosen == 1)).all()):
+        raise ReplyError(f"record '{SELECTION}': '{CHOSEN}' takes zeros and ones")
+    if bool((counts < 0).any()):
+        raise ReplyError(f"record '{SELECTION}': '{COUNTS}' takes no negative numbers")
+
+
+def _only(table: Tensor, here: Tensor) -> Tensor:
+    """A table [rounds, sites, ...] without sites that are not here."""
+    gone = torch.full((), -1.0 if table.is_floating_point() else 0).to(table.dtype)
+    return torch.where(here.view(1, -1, *[1] * (table.ndim - 2)), table, gone)
+
+
+def _accuracies(table: Mapping[str, Tensor], site: int) -> list[float | None]:
+    """Of each round; None where it was not measured."""
+    pairs = zip(table[RIGHT][:, site].tolist(), table[TOTAL][:, site].tolist(), strict=True)
+    return [right / total if total else None for right, total in pairs]
+
+
+def _number(mass: float) -> float | None:
+    return None if mass < 0 else round(mass, 4)

@@ -1,0 +1,146 @@
+"""Which layers sites share, and how good their networks are: what a summary says of it as tables and a picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sims.report.canvas import INK, new_figure, percent_axis, short
+from sims.report.tables import Table, cut, mean, percent
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+KEY = "layer_selection"  # in a summary, by mode
+ACROSS, MAX_NAMES = 6, 40  # panels, sites that are named
+Series = Sequence[float | None]  # of all rounds; None where nothing was found
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a site found: its configuration (1: shared, from the input on), how probable it was of each group in each round
+    to be shared, and the accuracy of its network in each round with the shared parameters of that round."""
+
+    site: str
+    configuration: str
+    shared: Sequence[Series]
+    accuracy: Series
+    rounds: Sequence[int]
+
+    @property
+    def last(self) -> float | None:
+        """With the shared parameters that there are at the end."""
+        return next((one for one in reversed(self.accuracy) if one is not None), None)
+
+    @property
+    def peak(self) -> float | None:
+        """The best while the site trained."""
+        start, end = (self.rounds[0] - 1, self.rounds[-1]) if self.rounds else (0, len(self.accuracy))
+        return max((one for one in self.accuracy[start:end] if one is not None), default=None)
+
+    @property
+    def kept(self) -> float | None:
+        """The forgetting ratio: final by peak accuracy; 1: nothing was forgotten."""
+        return self.last / self.peak if self.last is not None and self.peak else None
+
+    def share(self, group: int) -> float | None:
+        """How probable a group is to be shared, when it was last found."""
+        return next((row[group] for row in reversed(self.shared) if row[group] is not None), None)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A method's sites; bytes that a site sends in a round, and those that it would send with FedAvg."""
+
+    method: str
+    groups: Sequence[Sequence[str]]
+    sites: Sequence[Chosen]
+    bytes: int
+    fedavg_bytes: int
+
+
+def selections(summary: Mapping[str, Any]) -> list[Selection]:
+    """What was found with each method, the run's own first; nothing of sites that are forgotten."""
+    gone, found = summary.get("unlearned") or [], []
+    for method, one in (summary.get(KEY) or {}).items():
+        keys = ("sites", "configuration", "shared", "accuracy", "own")
+        sites = [Chosen(*cells) for cells in zip(*(one[key] for key in keys), strict=True) if cells[0] not in gone]
+        found.append(Selection(method, one["groups"], sites, one["bytes"], one["fedavg_bytes"]))
+    return [one for one in found if one.sites]
+
+
+def methods_table(found: Sequence[Selection]) -> Table:
+    """A row for each method: means over the sites."""
+    rows = [[one.method, percent(mean([site.last for site in one.sites])), percent(mean([site.peak for site in one.sites])),
+             _ratio(mean([site.kept for site in one.sites])),
+             *(percent(mean([site.share(group) for site in one.sites])) for group in range(len(one.groups))),
+             f"{one.bytes / 1e3:,.0f}", f"{one.fedavg_bytes / 1e3:,.0f}"] for one in found]  # fmt: skip
+    groups = [f"shared: {_named(group)}" for group in found[0].groups]
+    columns = ["layers", "own task", "peak", "final / peak", *groups, "kB a site sends in a round", "FedAvg's kB"]
+    note = (
+        "Means over sites, on the test images of their own tasks. peak: the best while the site trained; shared: how "
+        "probable it is that the layers are shared."
+    )
+    return Table("Layer selection", columns, rows, note)
+
+
+def sites_table(one: Selection) -> Table:
+    """A row for each site."""
+    rows, note = cut([[site.site, site.configuration, percent(site.last), percent(site.peak), _ratio(site.kept)]
+                      for site in one.sites], "sites")  # fmt: skip
+    told = f"1: shared, 0: the site's own; from the input on: {', '.join(map(_named, one.groups))}."
+    return Table(f"{one.method}: what sites chose", ["site", "layers", "own task", "peak", "final / peak"], rows,
+                 " ".join(filter(None, [told, note])))  # fmt: skip
+
+
+def selection_figure(found: Sequence[Selection]) -> Figure | None:
+    """Of the first method that learned something, how probable it was of each group to be shared: a row for each site,
+    rounds from left to right. None if nothing was learned."""
+    learned = next((one for one in found if any(_learned(site) for site in one.sites)), None)
+    if learned is None:
+        return None
+    panels_across = min(ACROSS, len(learned.groups))
+    down = math.ceil(len(learned.groups) / ACROSS)
+    height = min(5.0, max(1.6, 0.28 * len(learned.sites)))
+    figure, _ = new_figure(1.8 * panels_across + 2.6, down * (height + 0.6) + 0.9, empty=True)
+    panels = figure.subplots(down, panels_across, squeeze=False)
+    image = None
+    for place, (axes, group) in enumerate(zip(panels.flat, learned.groups, strict=False)):
+        grid = [[math.nan if row[place] is None else row[place] for row in site.shared] for site in learned.sites]
+        rounds = len(grid[0])
+        image = axes.imshow(grid, cmap="Blues", vmin=0.0, vmax=1.0, aspect="auto", interpolation="nearest",
+                            extent=(0.5, rounds + 0.5, len(grid) - 0.5, -0.5))  # fmt: skip
+        step = math.ceil(len(grid) / MAX_NAMES)
+        names = [] if place % panels_across else [short(site.site) for site in learned.sites[::step]]
+        axes.set_yticks(range(0, len(grid), step) if names else [], names)
+        axes.set_xticks([1, rounds] if rounds > 1 else [1])
+        axes.grid(False)
+        axes.spines[:].set_visible(False)
+        axes.set_title(_named(group), fontsize=9.5, color=INK)
+        axes.tick_params(length=0, labelsize=8.5)
+    for axes in list(panels.flat)[len(learned.groups) :]:
+        axes.set_visible(False)
+    if image is not None:
+        bar = figure.colorbar(image, ax=panels, shrink=0.8, pad=0.02)
+        percent_axis(bar.ax.yaxis)
+        bar.outline.set(visible=False)  # type: ignore[operator]
+    figure.suptitle("How probable layers are to be shared, round by round", x=0.01, ha="left", fontsize=12, color=INK)
+    figure.supxlabel("round; white: the site's own, or not trained yet", x=0.01, ha="left", fontsize=8.5, color=INK)
+    return figure
+
+
+def _learned(site: Chosen) -> bool:
+    """Whether a probability that was found is neither 0 nor 1."""
+    return any(one is not None and 0.0 < one < 1.0 for row in site.shared for one in row)
+
+
+def _named(group: Sequence[str]) -> str:
+    """A group by its layers' names, without what all have."""
+    names = [name.removeprefix("extractor.").removesuffix(".0") for name in group]
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+
+
+def _ratio(number: float | None) -> str:
+    return "-" if number is None else f"{number:.2f}"
