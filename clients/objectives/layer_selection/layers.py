@@ -74,12 +74,15 @@ def grouped(
     known = layers_of(network)
     if odd := next((name for name in names if name not in known), ""):
         raise unknown("objective.layers", odd, known)
-    chosen = [name for name in known if not names or name in names]
+    among = [name for name in known if not names or name in names]
+    chosen = [name for name in among if not _beside(name)] or among
     if sizes and sum(sizes) != len(chosen):
         told = f"{' + '.join(map(str, sizes))} = {sum(sizes)}"
         raise UserError(f"objective.groups: {told}, there are {len(chosen)} layers: {', '.join(chosen)}")
     ends = [sum(sizes[: place + 1]) for place in range(len(sizes))] if sizes else range(1, len(chosen) + 1)
-    groups = [tuple(chosen[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+    groups = [(chosen[start], among[(among.index(chosen[end]) if end < len(chosen) else len(among)) - 1])
+              for start, end in zip([0, *ends], ends, strict=False)]  # fmt: skip
+    groups = [tuple(among[among.index(first) : among.index(last) + 1]) for first, last in groups]
     if len(groups) > most:
         told = (
             f"{len(groups)} groups of layers have {2 ** len(groups)} configurations, objective.limit={most} takes {2**most}"
@@ -87,9 +90,14 @@ def grouped(
         example = _example(len(chosen), min(most, 4))
         raise UserError(f"objective.groups: {told}; group the {len(chosen)} layers, as in groups={example}")
     state = network.state_dict()
-    for name in chosen:
+    for name in among:
         learner.check({part: state[f"{name}.{part}"] for part in (WEIGHT, BIAS) if f"{name}.{part}" in state}, name)
     return Layers(tuple(groups), learner)
+
+
+def _beside(name: str) -> bool:
+    """Whether a layer is in a block's shortcut: it goes with the layer before it, and does not count."""
+    return bool({"shortcut", "downsample"} & {*name.split(".")})
 
 
 def _example(layers: int, groups: int) -> list[int]:
