@@ -180,16 +180,16 @@ def test_expectation_maximisation_finds_the_configuration_that_a_problem_was_mad
     site's own ones, start there where they should be used and far from it elsewhere."""
     network, mine = built({"name": "mlp", "widths": [16, 12]}, seed=3), layers({"name": "mlp", "widths": [16, 12]}, [])
     with torch.no_grad():
-        network.head.weight.mul_(30.0)  # so that it is sure of its answers
+        network.get_parameter("head.weight").mul_(30.0)  # so that it is sure of its answers
     truth = {name: one.clone() for name, one in network.state_dict().items()}
     shared = {name: one.clone() * (1.0 if mine.group_of(name) == 0 else -1.0) for name, one in truth.items()
               if name.startswith("extractor")}  # fmt: skip
     with torch.no_grad():
-        network.get_submodule(mine.names[0]).weight.mul_(-1.0)
+        network.get_parameter(f"{mine.names[0]}.weight").mul_(-1.0)
     images = torch.randn(200, 1, 8, 8, generator=torch_generator(2, "images")).double()
     labels = functional_call(network, truth, (images,)).argmax(1).detach()
     for way, likelihood in [(Exact(), "mean"), (Exact(), "joint"), (Sampled(part=0.5), "mean"), (Pruned(), "mean")]:
-        belief, tree = uniform(every(2)), Tree(network, mine.groups)
+        belief, tree, posterior = uniform(every(2)), Tree(network, mine.groups), torch.zeros(4)
         for start in range(0, 4000, 10):
             chosen = slice(start % 200, start % 200 + 10)
             step = Step(tree, belief, LIKELIHOODS[likelihood], shared, slice(0, 3), images[chosen], labels[chosen],
