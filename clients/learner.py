@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, cast
@@ -50,8 +50,8 @@ def learn(session: Session, images: Images, config: Config, site: Site, round: i
     return outcome(torch.cat(losses), len(images), site, round)
 
 
-def step_count(images: Images, config: Config) -> int:
-    """How many steps a round has."""
+def step_count(images: Sized, config: Config) -> int:
+    """How many steps a round has on so many images."""
     return config.training.steps or config.training.epochs * math.ceil(len(images) / config.training.batch)
 
 

@@ -5,19 +5,21 @@ layer is shared (the posterior). One after the other (lifelong, as in the paper)
 it left, and what is shared is the start plus the sum of the sites' changes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from clients.learner import step_count
 from clients.messages import MEAN, RIGHT, SITE, TOTAL, TRAIN
 from clients.objectives import objective_of
 from clients.objectives.layer_selection import LayerSelection
-from clients.objectives.layer_selection.configurations import shown
+from clients.objectives.layer_selection.configurations import LEARNED, shown
 from clients.objectives.layer_selection.layers import Layers
 from clients.objectives.layer_selection.objective import COMPOSED
+from clients.objectives.layer_selection.posterior import TASKS
 from clients.objectives.layer_selection.session import CHOSEN, COUNTS, MASS, SELECTION
 from clients.replies import ReplyError, can_be
 from conf.errors import UserError
@@ -27,7 +29,7 @@ from conf.typed import value
 from fusion.exact import State
 from server.ledger.declared import Catalogue, Slot, Sum
 from server.rounds.run import Expected, Reply, Run
-from server.rounds.schedules import OneByOne, Sampling, Schedule
+from server.rounds.schedules import OneByOne, Participation, Sampling, Schedule
 from server.rounds.view import Models, View
 from server.strategies.base import STRATEGIES, Residue, Strategy, check_objective
 from server.strategies.by_architecture import cast, counted, representable
@@ -36,6 +38,15 @@ TOGETHER, LIFELONG = "together", "lifelong"
 PARTS, CHANGES, FOUND, OTHERS = "parts", "changes", "selection", "counts"  # slots
 SHARED, PROGRESS = "shared", "progress"  # kept: what all share; what was found in every round
 KEY = "layer_selection"  # in the summary, by mode
+LEAST_MASS = 2.0**-16  # of a layer that a site shares: parameters times less would be rounded too coarsely
+
+
+class InTurn(OneByOne):
+    """One site after the other, and from the first one on again; nobody has the turn of a site that is forgotten."""
+
+    def participation(self, round: int, members: Sequence[Site]) -> Participation:
+        site = self.order[(round - 1) // self.each % len(self.order)]
+        return Participation([one for one in members if one.name == site.name], self.site_round(round))
 
 
 @STRATEGIES.register("layer_selection")
@@ -50,7 +61,7 @@ class LayerSelectionStrategy(Strategy):
     def slots(self, config: Config) -> Mapping[str, Slot]:
         """Together: masses x parameters and masses, one sum, weighted by images; lifelong: each site's changes."""
         own = {PARTS: Sum(weighted=True)} if self.arrival == TOGETHER else {CHANGES: Sum()}
-        others = {OTHERS: Sum()} if _objective(config).prior == "tasks" else {}
+        others = {OTHERS: Sum()} if _objective(config).prior == TASKS else {}
         return {**own, **others, FOUND: Catalogue()}
 
     def check(self, config: Config) -> None:
@@ -66,13 +77,21 @@ class LayerSelectionStrategy(Strategy):
             if odd := next((name for name in {**shapes, **other} if shapes.get(name) != other.get(name)), ""):
                 told = f"'{odd}' is {other.get(odd, 'none')} at {site.name} and {shapes.get(odd, 'none')} at {sites[0].name}"
                 raise UserError(f"network: strategy layer_selection takes alike layers to share; {told}")
-        if config.evaluation.statistics == "running" and first.has_statistics(config, sites[0]):
+        if config.evaluation.statistics == "running" and any(first.has_statistics(config, site) for site in sites):
             told = "strategy layer_selection trains BatchNorm under many configurations at once"
             raise UserError(f"evaluation.statistics: got 'running', {told}; takes recomputed or batch")
 
+    def advice(self, config: Config) -> Sequence[str]:
+        """That a certainty is for configurations that are given."""
+        objective = _objective(config)
+        if objective.certainty == 1.0 or objective.mode != LEARNED or config.baselines:
+            return ()
+        told = "is for a configuration that objective.mode gives; it is learned, and the certainty has no effect"
+        return (f"objective.certainty={objective.certainty:g} {told}",)
+
     def schedule(self, config: Config) -> Schedule:
         """Everyone, or all rounds of one site after all of another."""
-        return OneByOne(roster(config), config.rounds) if self.arrival == LIFELONG else Sampling(config)
+        return InTurn(roster(config), config.rounds) if self.arrival == LIFELONG else Sampling(config)
 
     def begin(self, run: Run) -> None:
         """The shared parameters as the seed draws them."""
@@ -82,29 +101,33 @@ class LayerSelectionStrategy(Strategy):
         """Send what is shared; put what each site makes of it, and how much it believes in it."""
         shared, sites = run.kept(SHARED), {site.name: site for site in run.sites}
         groups = len(_layers(run).groups)
-        like = {MASS: torch.zeros(groups), CHOSEN: torch.zeros(groups), COUNTS: torch.zeros(len(_configurations(run)))}
+        like = {MASS: torch.zeros(groups), CHOSEN: torch.zeros(groups)}
+        if OTHERS in run.slots.declared:
+            like[COUNTS] = torch.zeros(len(_configurations(run)), dtype=torch.int64)
         expected = {SITE: Expected(shared), SELECTION: Expected(like, bounded=False, check=_check_selection)}
-        masses = torch.full((len(roster(run.config)), groups), torch.nan)
+        masses: dict[str, Tensor] = {}
+        others = {site.name: self._others(run, site) for site in run.participants}  # before anybody answers
 
         def content(site: Site) -> dict[str, State]:
-            return {MEAN: shared, **self._others(run, site)}
+            return {MEAN: shared, **others[site.name]}
 
-        for reply in run.ask(TRAIN, content, expected):
+        for reply in run.ask(TRAIN, content, expected) if run.participants else ():
             self._put(run, sites[reply.site.name], reply, shared)
-            masses[reply.site.index] = reply[SELECTION][MASS]
-        self._note(run, masses)
+            masses[reply.site.name] = reply[SELECTION][MASS]
+        self._note(run, {site.name: masses[site.name] for site in run.sites if site.name in run.trained})
 
     def settle(self, run: Run) -> None:
-        """What is shared follows from the slots; what sites that are gone were measured with is erased."""
-        run.keep(SHARED, self.shared(run))
+        """What is shared follows from the slots, and when sites are forgotten from nothing else; what those were measured
+        with is erased."""
+        run.keep(SHARED, self.shared(run, None if run.participants else _start(run)))
         if PROGRESS in run.slots.keeps():
             here = torch.zeros(len(roster(run.config)), dtype=torch.bool)
             here[[site.index for site in run.sites]] = True
             run.keep(PROGRESS, {name: _only(table, here) for name, table in run.kept(PROGRESS).items()})
 
-    def shared(self, view: View) -> State:
-        """The shared parameters of a view; a layer that nobody shares is as it was."""
-        before = view.kept(SHARED)
+    def shared(self, view: View, before: State | None = None) -> State:
+        """The shared parameters of a view; a layer that nobody shares is as it was `before` (None: as it is kept)."""
+        before = before or view.kept(SHARED)
         if self.arrival == LIFELONG:
             start, total = _start(view), view.total(CHANGES)
             return (
@@ -137,7 +160,7 @@ class LayerSelectionStrategy(Strategy):
             "accuracy": [_accuracies(table, site.index) for site in here],
             "own": self._own_rounds(view, here),
             "bytes": sum(one.nbytes for one in view.kept(SHARED).values()),
-            "fedavg_bytes": sum(one.nbytes for one in view.initial(site=view.sites[0]).values()),
+            "fedavg_bytes": sum(one.nbytes for one in view.initial(site=roster(view.config)[0]).values()),
         }
         return {KEY: {_objective(view.config).mode: found}}
 
@@ -152,8 +175,9 @@ class LayerSelectionStrategy(Strategy):
         found = reply[SELECTION]
         layers = _layers(run)
         if self.arrival == TOGETHER:
-            weighted = {name: one * found[MASS][layers.group_of(name)] for name, one in reply[SITE].items()}
-            run.put(PARTS, site, {**weighted, MASS: found[MASS]}, reply.samples)
+            mass = torch.where(found[MASS] < LEAST_MASS, 0.0, found[MASS])
+            weighted = {name: one * mass[layers.group_of(name)] for name, one in reply[SITE].items()}
+            run.put(PARTS, site, {**weighted, MASS: mass}, reply.samples)
         else:
             before = run.contribution(CHANGES, site.name) if run.has(CHANGES, site.name) else {}
             last = run.site_round >= run.config.rounds  # layers that are not chosen go back to what they were
@@ -161,7 +185,8 @@ class LayerSelectionStrategy(Strategy):
             changes = {name: (one - shared[name] + before.get(name, 0.0)) * kept[name] for name, one in reply[SITE].items()}
             run.put(CHANGES, site, changes)
         if OTHERS in run.slots.declared:
-            run.put(OTHERS, site, {COUNTS: found[COUNTS]})
+            most = run.number * step_count(range(reply.samples), run.config)  # mini-batches that it can have counted
+            run.put(OTHERS, site, {COUNTS: _at_most(found[COUNTS], most).float()})
         run.put(FOUND, site, {CHOSEN: found[CHOSEN]})
 
     def _others(self, run: Run, site: Site) -> dict[str, State]:
@@ -171,9 +196,12 @@ class LayerSelectionStrategy(Strategy):
         there = [one.name for one in run.sites if one.name != site.name and run.has(OTHERS, one.name)]
         return {COUNTS: run.subset(there).sum(OTHERS)} if there else {}
 
-    def _note(self, run: Run, masses: Tensor) -> None:
+    def _note(self, run: Run, masses: Mapping[str, Tensor]) -> None:
         """Add a round to PROGRESS, with what sites say of their networks where that is due."""
         size = len(roster(run.config))
+        table = torch.full((size, len(_layers(run).groups)), -1.0)
+        for site in run.sites:
+            table[site.index] = masses.get(site.name, table[site.index])
         right, images = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
         length = self.schedule(run.config).length(run.config.rounds)
         if run.number >= length or (self.every and run.number % self.every == 0):
@@ -182,7 +210,7 @@ class LayerSelectionStrategy(Strategy):
                 hits, total = reply.metrics[RIGHT], reply.metrics[TOTAL]
                 if can_be(hits, total):
                     right[reply.site.index], images[reply.site.index] = int(hits), int(total)
-        new = {MASS: torch.nan_to_num(masses, nan=-1.0), RIGHT: right, TOTAL: images}
+        new = {MASS: table, RIGHT: right, TOTAL: images}
         before = run.kept(PROGRESS) if PROGRESS in run.slots.keeps() else {}
         run.keep(
             PROGRESS, {name: torch.cat([before[name], one[None]]) if before else one[None] for name, one in new.items()}
@@ -220,13 +248,19 @@ def _shapes(state: State) -> dict[str, str]:
 
 def _check_selection(record: State) -> None:
     """Raises ReplyError for what is no posterior, no configuration or no counts."""
-    mass, chosen, counts = record[MASS], record[CHOSEN], record[COUNTS]
+    mass, chosen = record[MASS], record[CHOSEN]
     if bool(((mass < 0) | (mass > 1)).any()):
         raise ReplyError(f"record '{SELECTION}': '{MASS}' takes probabilities from 0 to 1")
     if not bool(((chosen == 0) | (chosen == 1)).all()):
         raise ReplyError(f"record '{SELECTION}': '{CHOSEN}' takes zeros and ones")
-    if bool((counts < 0).any()):
+    if COUNTS in record and bool((record[COUNTS] < 0).any()):
         raise ReplyError(f"record '{SELECTION}': '{COUNTS}' takes no negative numbers")
+
+
+def _at_most(counts: Tensor, most: int) -> Tensor:
+    """Counts as they are or, if they are more together, in the same proportions."""
+    share = most / max(most, float(counts.double().sum()))
+    return counts if share >= 1.0 else (counts.double() * share).floor().long()
 
 
 def _only(table: Tensor, here: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def named(text: str, groups: int, where: str) -> Configuration:
         if len(text) != groups:
             raise UserError(f"{where}: '{text}' has {len(text)} places, there are {groups} groups of layers")
         return tuple(map(int, text))
-    takes = f"{LEARNED}, {', '.join(STATIC)}, top-K, bottom-K (K from 1 to {groups}), or {groups} digits 0 and 1"
+    takes = f"{LEARNED}, {', '.join(STATIC)}, top-K, bottom-K (K from 1 to {groups}), or {groups} digits 0 and 1 in quotes"
     raise UserError(f"{where}: got '{text}', takes {takes}")
 
 

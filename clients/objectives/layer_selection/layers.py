@@ -72,6 +72,8 @@ def grouped(
     """
     network = architecture.build()
     known = layers_of(network)
+    if not known:
+        raise UserError("network: layer selection shares convolutions or linear layers before the head, and it has none")
     if odd := next((name for name in names if name not in known), ""):
         raise unknown("objective.layers", odd, known)
     among = [name for name in known if not names or name in names]

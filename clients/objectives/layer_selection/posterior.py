@@ -34,10 +34,11 @@ def by_posterior(counts: Tensor, posterior: Tensor) -> Tensor:
     return counts + posterior
 
 
+TASKS = "tasks"
 PRIORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "counts": by_winner,
     "posteriors": by_posterior,
-    "tasks": by_winner,  # the counts of all other sites come to the site's own
+    TASKS: by_winner,  # the counts of all other sites come to the site's own
 }
 
 

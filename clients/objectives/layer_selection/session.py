@@ -11,7 +11,7 @@ from clients.initial import initial_state
 from clients.messages import MEAN, SITE
 from clients.objectives.base import Session, Task
 from clients.objectives.layer_selection.configurations import Configuration
-from clients.objectives.layer_selection.posterior import LIKELIHOODS, PRIORS, Belief, shares
+from clients.objectives.layer_selection.posterior import LIKELIHOODS, PRIORS, TASKS, Belief, shares
 from clients.objectives.layer_selection.search import Pace, Step
 from clients.objectives.layer_selection.tree import Tree
 from clients.objectives.plain import state_of
@@ -20,10 +20,10 @@ from fusion.exact import State
 if TYPE_CHECKING:
     from clients.objectives.layer_selection.objective import LayerSelection
 
-SELECTION = "selection"  # up: what the site found: MASS, CHOSEN and COUNTS
+SELECTION = "selection"  # up: what the site found
 MASS = "mass"  # [groups]: how probable it was of each group to be shared, the mean over the round's steps
 CHOSEN = "chosen"  # [groups]: the configuration that the site uses
-COUNTS = "counts"  # [configurations]: its mini-batches by most probable configuration; down: those of all other sites
+COUNTS = "counts"  # [configurations], for TASKS: its mini-batches by most probable configuration; down: all other sites'
 NETWORK, OWN_PARTS, SHARED_PARTS = "network/", "own/", "shared/"  # in a site's own state, before names of tensors
 
 
@@ -68,7 +68,9 @@ class SelectionSession(Session):
     def contribution(self) -> dict[str, State]:
         chosen = torch.tensor(self.belief.best(), dtype=torch.float32)
         mass = torch.stack(self.masses).mean(0).float() if self.masses else chosen
-        found = {MASS: mass, CHOSEN: chosen, COUNTS: self.belief.counts.float()}
+        found = {MASS: mass, CHOSEN: chosen}
+        if self.objective.prior == TASKS:
+            found[COUNTS] = self.belief.counts.long()
         return {SITE: _plain(self.shared), SELECTION: found}
 
     def own(self) -> State | None:
@@ -77,6 +79,7 @@ class SelectionSession(Session):
             **prefixed(OWN_PARTS, _plain(self.added)),
             **prefixed(SHARED_PARTS, _plain(self.shared)),
             COUNTS: self.belief.counts,
+            CHOSEN: torch.tensor(self.belief.best()),
         }
 
 
@@ -103,7 +106,7 @@ def composed(objective: "LayerSelection", task: Task, shared: Mapping[str, Tenso
     if stored is None or not (network := below(stored, NETWORK)):
         return None
     layers = objective.layers_of(task.config, task.site)
-    best = belief_of(objective, len(layers.groups), stored, {}).best()
+    best = tuple(stored[CHOSEN].tolist())
     weights = layers.weights(shared or below(stored, SHARED_PARTS), below(stored, OWN_PARTS))
     used = {name: tensor for name, tensor in weights.items() if best[layers.group_of(name)]}
     return {**network, **used}, best
