@@ -6,6 +6,7 @@ MODULES = {
     "fusion": "sims.benchmarks.fusion",
     "flat-memory": "sims.benchmarks.flat_memory",
     "grid": "sims.benchmarks.grid",
+    "layer_selection": "sims.benchmarks.layer_selection",
     "many-faults": "sims.benchmarks.fault_run",
     "memory": "sims.benchmarks.server_memory",
     "scale": "sims.benchmarks.scale",

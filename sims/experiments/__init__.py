@@ -6,6 +6,7 @@ MODULES = {
     "cla": "sims.experiments.cla",
     "components": "sims.experiments.components",
     "fusion": "sims.experiments.fusion",
+    "lasem": "sims.experiments.lasem",
     "skill_transfer": "sims.experiments.skill_transfer",
     "unlearning": "sims.experiments.unlearning",
 }

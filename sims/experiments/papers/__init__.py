@@ -14,7 +14,7 @@ import yaml
 
 from conf.errors import UserError, unknown
 
-PAPERS = ("sum_aggregation", "arithmetic", "cla_ot", "components")
+PAPERS = ("sum_aggregation", "arithmetic", "cla_ot", "components", "lasem")
 SCALES = {"percent": 1.0, "fraction": 100.0, "number": 1.0, "map": 1.0}  # from a cell to what is shown; a map is a text
 
 Name = str | int | float  # of a row or column

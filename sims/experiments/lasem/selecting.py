@@ -1,0 +1,97 @@
+"""LASEM and given configurations on a sequence of tasks: the very sessions that sites of a federation train with."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clients.data import Images
+from clients.messages import MEAN
+from clients.networks import Network, architecture_of
+from clients.objectives.base import Task
+from clients.objectives.layer_selection import LayerSelection
+from clients.objectives.layer_selection.configurations import shown
+from clients.objectives.layer_selection.session import SHARED_PARTS, SelectionSession, below, composed
+from clients.randomness import torch_generator
+from conf import load
+from conf.schema import Config
+from conf.sites import roster
+from conf.typed import build
+from fusion.exact import State
+from sims.experiments.lasem.lifelong import Learner, Training
+
+
+def configured(network: Mapping[str, Any], size: int, classes: int, tasks: int, seed: int) -> Config:
+    """A federation with a site for each task; whose images these are does not matter here."""
+    import json
+
+    sites = f"[{{domain: digits, count: {tasks}}}]"
+    return load("digits", [f"sites={sites}", f"seed={seed}", f"data={{size: {size}, grey: false, classes: {classes}}}",
+                           f"network={json.dumps(dict(network))}"])  # fmt: skip
+
+
+class Selecting(Learner):
+    """Layers that are shared follow from the task before; those that a task does not choose go back to what they were."""
+
+    def __init__(self, options: Mapping[str, Any], config: Config) -> None:
+        self.objective, self.config, self.sites = build(LayerSelection, options, "objective"), config, roster(config)
+        self.layers = self.objective.layers_of(config, self.sites[0])
+        self.shared = self.layers.shared(config, self.sites[0])
+        self.stores: dict[int, State] = {}
+        self.seen: dict[int, Tensor] = {}
+
+    def start(self, task: int, validation: Images) -> Training:
+        return _Selecting(self, task)
+
+    def finish(self, task: int, training: Training) -> None:
+        assert isinstance(training, _Selecting)
+        self.stores[task] = training.state()
+        session = training.session
+        self.seen[task] = torch.stack(session.masses).float()
+        used, ends = session.belief.best(), below(self.stores[task], SHARED_PARTS)
+        self.shared = {name: ends[name] if used[self.layers.group_of(name)] else one for name, one in self.shared.items()}
+
+    def network(self, task: int) -> nn.Module:
+        return self.put_together(task, self.stores[task], self.shared)[0]
+
+    def facts(self, task: int) -> dict[str, Any]:
+        """The chosen configuration, and how probable each group was to be shared, over tenths of the training."""
+        parts = [part.mean(0).tolist() for part in self.seen[task].tensor_split(10) if len(part)]
+        return {"configuration": shown(self.put_together(task, self.stores[task], {})[1]), "shared": parts}
+
+    def task(self, number: int, stored: State | None, shared: State) -> Task:
+        """What a site has at hand."""
+        site, seed = self.sites[number], self.config.seed
+        network = architecture_of(self.config, site).build().train()
+        draw = torch_generator(seed, "selection", site.name)
+        return Task(self.config, site, 1, len(self.sites), network, {MEAN: shared} if shared else {}, lambda: stored, draw)
+
+    def put_together(self, number: int, stored: State, shared: State) -> tuple[Network, tuple[int, ...]]:
+        """A task's network and its configuration, with these shared parameters (none: those that it ended with)."""
+        task = self.task(number, stored, shared)
+        found = composed(self.objective, task, shared)
+        assert found is not None  # it is stored
+        task.network.load_state_dict(found[0])
+        return task.network, found[1]
+
+
+class _Selecting(Training):
+    def __init__(self, learner: Selecting, number: int) -> None:
+        self.learner, self.number = learner, number
+        self.session = SelectionSession(learner.objective, learner.task(number, None, learner.shared))
+
+    def parameters(self) -> list[nn.Parameter]:
+        return self.session.parameters()
+
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        return self.session.loss(images, labels)
+
+    def network(self) -> nn.Module:
+        return self.learner.put_together(self.number, self.state(), {})[0]
+
+    def state(self) -> State:
+        """All that the site has, as it is now."""
+        found = self.session.own()
+        assert found is not None  # it has a state of its own
+        return found

@@ -1,0 +1,95 @@
+"""Sequences of tasks (Lee et al. 2021, Sec. 2 and 4): few images of few classes each, one task after the other."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from clients.data import Images
+from clients.randomness import torch_generator
+from sims.experiments.pairs import Task as Domain
+from sims.experiments.pairs import images
+
+LEVELS = (-2, -1, 0, 1)  # of the noise's mean, in units of UNIT; its standard deviation is 0 or 1 unit
+UNIT = 0.025 * 255
+DIGITS = ("mnist", "usps", "mnist_m")
+
+
+@dataclass(frozen=True)
+class Task:
+    """The images of one task; labels count from 0."""
+
+    name: str
+    train: Images
+    validation: Images
+    test: Images
+    classes: int
+
+
+def cifar100(size: int, number: int, seed: int) -> list[Task]:
+    """`number` tasks of 10 classes that no other has (10) or, from the 11th on, of other classes in the same order (40: the
+    paper does not say how it draws them): 17 images of each class to train on (4 % with validation), 3 for validation."""
+    found = []
+    for place in range(number):
+        turn, first = divmod(place * 10, 100)
+        order = torch.randperm(100, generator=torch_generator(turn, "classes")) if turn else torch.arange(100)
+        classes = order[first : first + 10].tolist()
+        found.append(_task("cifar100", size, classes, (17, 3), 100, f"cifar100 {place}", seed))
+    return found
+
+
+def digits(size: int, number: int, seed: int) -> list[Task]:
+    """After the recipe for STL-10: three classes of one kind of digits, 106 images of each to train on and 19 for
+    validation; Gaussian noise of the task's own mean and deviation, on test images, too; the task's own order of colours."""
+    found = []
+    for place in range(number):
+        draw = torch_generator(seed, "digits", str(place))
+        classes = torch.randperm(10, generator=draw)[:3].tolist()
+        look = _Look(draw)
+        plain = _task(DIGITS[place % len(DIGITS)], size, classes, (106, 19), 150, f"digits {place}", seed)
+        found.append(Task(plain.name, look(plain.train), look(plain.validation), look(plain.test), plain.classes))
+    return found
+
+
+class _Look:
+    """How the images of a task look."""
+
+    def __init__(self, draw: torch.Generator) -> None:
+        self.mean, self.deviation = (
+            LEVELS[int(torch.randint(4, (), generator=draw))],
+            int(torch.randint(2, (), generator=draw)),
+        )
+        self.colours, self.draw = torch.randperm(3, generator=draw), draw
+
+    def __call__(self, given: Images) -> Images:
+        noise = torch.randn(given.x.shape, generator=self.draw) * self.deviation + self.mean
+        return Images((given.x[:, self.colours] + UNIT * noise).clamp(0, 255).round().to(torch.uint8), given.y)
+
+
+SEQUENCES: dict[str, Callable[[int, int, int], Sequence[Task]]] = {"cifar100": cifar100, "digits": digits}
+"""By name, of a size of images, a number of tasks and a seed."""
+
+
+def _task(domain: str, size: int, classes: Sequence[int], numbers: tuple[int, int], most: int, name: str, seed: int) -> Task:
+    """A task of these classes: `numbers` of training and validation images of each, at most so many to test on."""
+    whole, test = (images(Domain(domain, size, False), part) for part in ("train", "test"))
+    places = [_shuffled(whole.y, label, torch_generator(seed, name, str(label))) for label in classes]
+    train, validation = numbers
+    return Task(
+        name,
+        _chosen(whole, [one[:train] for one in places]),
+        _chosen(whole, [one[train : train + validation] for one in places]),
+        _chosen(test, [_shuffled(test.y, label, torch_generator(0, name))[:most] for label in classes]),
+        len(classes),
+    )
+
+
+def _shuffled(labels: Tensor, label: int, generator: torch.Generator) -> Tensor:
+    places = torch.nonzero(labels == label).flatten()
+    return places[torch.randperm(len(places), generator=generator)]
+
+
+def _chosen(whole: Images, places: Sequence[Tensor]) -> Images:
+    labels = torch.cat([torch.full_like(one, number) for number, one in enumerate(places)])
+    return Images(whole.x[torch.cat(list(places))], labels)
