@@ -55,9 +55,9 @@ def bench() -> tuple[Table, list[dict[str, Any]]]:
     rows = [row for name, case in CASES.items() for row in measured(name, case)]
     head = ["network", "way", "step, ms", "beside the base", "operations of a tree", "task, s", "beside the base", "verdict"]
     note = (
-        f"Random images {SIZE} x {SIZE}, batches of {BATCH}; base: the configuration '{BASE['mode']}' all the time. Step: the "
-        f"median of {TURNS} turns of {STEPS} at the start of a task; task: epochs over {IMAGES} images. Bars: a step of exact at "
-        "most 1.15 times the tree's operations, a task of the default at most 1.6 (4 layers) and 2 times the base."
+        f"Random images {SIZE} x {SIZE}, batches of {BATCH}; base: the configuration '{BASE['mode']}' all the time. Step: "
+        f"the median of {TURNS} turns of {STEPS} at the start of a task; task: epochs over {IMAGES} images. Bars: a step of "
+        "exact at most 1.15 times the tree's operations, a task of the others at most 1.6 (4 layers) and 2 times the base."
     )
     return Table("Layer selection", head, [_line(row) for row in rows], note), rows
 
