@@ -6,7 +6,7 @@ it left, and what is shared is the start plus the sum of the sites' changes.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from clients.learner import step_count
 from clients.messages import MEAN, RIGHT, SITE, TOTAL, TRAIN
 from clients.objectives import objective_of
 from clients.objectives.layer_selection import LayerSelection
-from clients.objectives.layer_selection.configurations import LEARNED, shown
+from clients.objectives.layer_selection.configurations import LEARNED, every, shown
 from clients.objectives.layer_selection.layers import Layers
 from clients.objectives.layer_selection.objective import COMPOSED
 from clients.objectives.layer_selection.posterior import TASKS
@@ -71,6 +71,8 @@ class LayerSelectionStrategy(Strategy):
         first = objective.layers_of(config, sites[0])
         objective.way  # noqa: B018 # whose options are checked
         objective.fixed(objective.configurations(len(first.groups)))
+        for mode in config.baselines:
+            replace(objective, mode=mode).fixed(every(len(first.groups)))
         shapes = _shapes(first.shared(config, sites[0]))
         for site in sites[1:]:
             other = _shapes(objective.layers_of(config, site).shared(config, site))

@@ -1,0 +1,107 @@
+"""Layer selection: replies that cannot be true are dropped, and what cannot work is refused before anything starts."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from clients.messages import SITE
+from clients.objectives.layer_selection.session import CHOSEN, COUNTS, MASS, SELECTION
+from conf.errors import UserError
+from server.experiment import check
+from server.strategies.base import strategy_of
+from sims.benchmarks.soak_replies import changed, entry
+from tests.server.arithmetics import one_core
+from tests.server.parts import Recorder
+from tests.server.selections import LAYERS, OTHER, RESNET, Noting, configured, found, run, selection_of
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_core() -> Iterator[None]:
+    with one_core():
+        yield
+
+
+HOSTILE = {
+    "mass above 1": (selection_of(lambda state: {**state, MASS: torch.tensor([1.5, 0.2])}), "probabilities from 0 to 1"),
+    "mass below 0": (selection_of(lambda state: {**state, MASS: torch.tensor([0.5, -0.1])}), "probabilities from 0 to 1"),
+    "mass NaN": (selection_of(lambda state: {**state, MASS: torch.tensor([float("nan"), 0.2])}), "not finite"),
+    "no configuration": (selection_of(lambda state: {**state, CHOSEN: torch.tensor([0.5, 1.0])}), "zeros and ones"),
+    "configuration of -1": (selection_of(lambda state: {**state, CHOSEN: torch.tensor([-1.0, 1.0])}), "zeros and ones"),
+    "negative counts": (selection_of(lambda state: {**state, COUNTS: -state[COUNTS]}), "no negative numbers"),
+    "counts of another kind": (selection_of(lambda state: {**state, COUNTS: state[COUNTS].float()}), "expected int64"),
+    "huge counts": (selection_of(lambda state: {**state, COUNTS: state[COUNTS] + 2**62}), "counts"),
+    "too many groups": (selection_of(lambda state: {**state, MASS: torch.ones(3)}), "shape [3], expected [2]"),
+    "nothing chosen": (selection_of(lambda state: {MASS: state[MASS], COUNTS: state[COUNTS]}), "lacks the tensor 'chosen'"),
+    "parameters NaN": (changed(SITE, entry(f"{LAYERS[0]}.bias", float("nan"))), "not finite"),
+    "another layer": (changed(SITE, lambda state: {**state, "head.weight": torch.ones(2)}), "unknown tensor 'head.weight'"),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_hostile_replies_are_dropped_and_the_run_goes_on(tmp_path: Path, what: str) -> None:
+    fault, told = HOSTILE[what]
+    heard = Recorder()
+    done = run(configured(tmp_path, "objective.prior=tasks"), Noting(fault, 1, (1,)), heard)
+    assert [record["replies"] for record in heard.records] == [2, 3]
+    [reason] = heard.records[0]["dropped"].values()
+    assert told in reason
+    assert done.summary["status"] == "finished" and all(done.summary["checks"].values())
+    assert found(done)["own"] == [[1, 2], [2, 2], [1, 2]] and found(done)["shared"][1][0] == [None, None]
+
+
+def test_a_site_counts_no_more_than_it_can_have_seen(tmp_path: Path) -> None:
+    """Once a site could rule the others' prior."""
+    fault = selection_of(lambda state: {**state, COUNTS: torch.tensor([1000, 0, 0, 3000])})
+    done = run(configured(tmp_path, "objective.prior=tasks"), Noting(fault, 1, (1,)))
+    honest = done.client.of(2, 1)[1][SELECTION][COUNTS]
+    sent = done.client.of(0, 2)[0][COUNTS][COUNTS]
+    assert torch.equal(sent.long() - honest, torch.tensor([1, 0, 0, 4]))  # of 6 steps
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    (["objective.limit=1"], "objective.groups: 2 groups of layers have 4 configurations, objective.limit=1 takes 2; "
+                            "group the 2 layers, as in groups=[2]"),
+    ([RESNET, "evaluation.statistics=batch"], "limit=10 takes 1024; group the 19 layers, as in groups=[5, 5, 5, 4]"),
+    (["objective.groups=[1,2]"], "objective.groups: 1 + 2 = 3, there are 2 layers: extractor.block1.0, extractor.block2.0"),
+    (["objective.groups=[0,2]"], "objective.groups: got 0, takes a number of at least 1"),
+    (["objective.mode='010'"], "objective.mode: '010' has 3 places, there are 2 groups of layers"),
+    (["objective.mode=010"], "objective.mode: got '8', takes learned, all, none"),
+    (["objective.mode=top-3"], "top-K, bottom-K (K from 1 to 2), or 2 digits 0 and 1 in quotes"),
+    (["objective.mode=all", "baselines=[none,bottom-7]"], "got 'bottom-7'"),
+    (["objective.mode=nix", "objective.certainty=0.5"], "objective.mode: got 'nix'"),
+    (["baselines=[nix]"], "got 'nix'"),
+    (["objective.layers=[extractor.block9]"], "unknown objective.layers 'extractor.block9'"),
+    (["objective.learner.name=nix"], "unknown base learner 'nix' (known: df_cnn, hps, tf)"),
+    (["objective.search.name=nix"], "unknown search 'nix' (known: exact, pruned, sampled)"),
+    (["objective.search={name: sampled, draws: 0}"], "objective.search.draws: got 0, takes a number of at least 1"),
+    (["objective.prior=nix"], "objective.prior: got 'nix', takes one of: counts, posteriors, tasks"),
+    (["objective.m_steps=0"], "objective.m_steps: got 0"),
+    (["objective.certainty=0"], "objective.certainty: got 0.0"),
+    (["objective={name: local}"], "objective.name: got 'local', strategy layer_selection takes layer_selection"),
+    (["strategy.arrival=nix"], "strategy.arrival: got 'nix', takes one of: together, lifelong"),
+    (["network={name: mlp, widths: []}"], "before the head, and it has none"),
+    (["network={name: mlp, widths: [8]}", "objective.learner.name=df_cnn"], "'extractor.1' has weights 8 x 64"),
+    ([OTHER % ("[4, 7]", "none")], "block2.0.weight' is 7 x 4 x 3 x 3 at site-0001 and 6 x 4 x 3 x 3 at site-0000"),
+    ([OTHER % ("[4, 6, 6]", "none")], "'extractor.block3.0.weight' is 6 x 6 x 3 x 3 at site-0001 and none at site-0000"),
+    ([OTHER % ("[4, 6]", "batch"), "evaluation.statistics=running"], "evaluation.statistics: got 'running'"),
+    (["federation.partial_sums=true"], "federation.partial_sums: workers add up one sum alone"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, words: list[str], told: str) -> None:
+    with pytest.raises(UserError, match=re.escape(told)) as caught:
+        config = configured(tmp_path, *words)
+        strategy_of(config)
+        check(config)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_certainty_without_a_configuration_is_told(tmp_path: Path) -> None:
+    """Once it was passed over in silence."""
+    config = configured(tmp_path, "objective.certainty=0.5")
+    [told] = strategy_of(config).advice(config)
+    assert told.startswith("objective.certainty=0.5 is for a configuration")
+    for words in (["objective.mode=all"], ["baselines=[all]"]):
+        config = configured(tmp_path, "objective.certainty=0.5", *words)
+        assert not strategy_of(config).advice(config)
