@@ -45,6 +45,7 @@ from tests.server.selections import (
     run,
     selection_of,
 )
+from tests.server.test_unlearning_live import Asking
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -288,3 +289,19 @@ def test_on_ray_it_is_the_same_bit_by_bit(done: Done, tmp_path: Path) -> None:
     """Sites are trained one by one in a cohort too."""
     config = configured(tmp_path, "engine.name=ray", "engine.workers=1", "engine.vectorise=3")
     assert simulate(config, quiet=True)["layer_selection"] == {"learned": found(done)}
+
+
+@pytest.mark.parametrize(("options", "orders"), [
+    ({}, [(0, 2), (2, 2), (0, 3), (2, 3)]),
+    ({"rollback": True}, [(0, 1), (2, 1), (0, 2), (2, 2), (0, 3), (2, 3)]),
+    ({"repair": 3}, [(0, 2), (2, 2), (0, 3), (2, 3), (0, 4), (2, 4)]),
+])  # fmt: skip
+def test_a_request_that_comes_while_it_runs_is_fulfilled_between_rounds(tmp_path: Path, options, orders) -> None:
+    config, client = configured(tmp_path, "rounds=3", "objective.prior=tasks", "federation.history=all"), Noting()
+    done = run(config, client, Asking(folder(config), {"r1": [B]}, **options))
+    assert client.orders[3:] == orders
+    assert found(done)["sites"] == [A, C] and all(done.summary["checks"].values()) and not audit(folder(config))
+    if options.get("rollback"):
+        assert same(client.sent[3][MEAN], client.sent[0][MEAN]) and COUNTS not in client.sent[3]
+    else:
+        assert torch.equal(client.sent[3][COUNTS][COUNTS].long(), client.replied[2][SELECTION][COUNTS])  # B's are gone

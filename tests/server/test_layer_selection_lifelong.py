@@ -189,6 +189,29 @@ def test_a_task_that_comes_back_goes_on_with_its_own_parameters(tmp_path: Path) 
             torch.testing.assert_close(view.kept(SHARED)[name], expected[name], atol=1e-6, rtol=0)
 
 
+def test_going_back_before_a_task_trains_those_behind_it_again(tmp_path: Path) -> None:
+    config, client = lifelong(tmp_path, "federation.history=all"), Noting()
+    done = run(config, client, Asking(folder(config), {"r1": [B]}, during=5, rollback=True))
+    assert client.orders == [(0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (2, 1), (2, 2)]
+    assert found(done)["sites"] == [A, C] and found(done)["own"] == [[1, 2], [5, 6]]
+    assert close(client.sent[5][MEAN], client.sent[2][MEAN])  # as the first task left it
+    assert all(done.summary["checks"].values()) and not audit(folder(config))
+
+
+def test_a_task_that_is_readmitted_has_its_turn(tmp_path: Path) -> None:
+    config, client = lifelong(tmp_path), Noting()
+    with pytest.raises(Stopped):
+        run(config, client, Stopper(3))
+    unlearn(folder(config), Wish([B], id="r1"), quiet=True)
+    with method_of(to_resume(config)) as method:
+        method.aggregation.readmit([B])
+    done = run(to_resume(config), client)
+    assert client.orders == [(0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (2, 2)]
+    assert found(done)["sites"] == [A, B, C] and int(own_state(done, 1)[COUNTS].sum()) == 6
+    assert found(done)["own"] == [[1, 2], [4, 4], [5, 6]]
+    assert all(done.summary["checks"].values()) and not audit(folder(config))
+
+
 def test_a_hostile_reply_stops_a_turn_where_nobody_else_is_asked(tmp_path: Path) -> None:
     """As with any method that asks one site in a round: the run ends, and goes on with the same bits."""
     config = lifelong(tmp_path / "one", tasks=TASKS[:2])

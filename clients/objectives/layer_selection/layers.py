@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from clients.initial import SHARED, initial_state
-from clients.networks import Architecture, architecture_of
+from clients.networks import Architecture, architecture_of, pieces
 from clients.objectives.layer_selection.learners import BIAS, WEIGHT, BaseLearner
 from clients.objectives.layer_selection.tree import layers_of
 from clients.randomness import torch_generator
@@ -68,7 +68,8 @@ def grouped(
 ) -> Layers:
     """Layers by these names (none: all that can be shared) in groups of these sizes (none: each alone).
 
-    UserError for a layer that there is not, sizes that do not cover the layers, and more than `most` groups.
+    UserError for a layer that there is not, sizes that do not cover the layers, more than `most` groups, and groups that are
+    not one behind the other.
     """
     network = architecture.build()
     known = layers_of(network)
@@ -91,6 +92,7 @@ def grouped(
         )
         example = _example(len(chosen), min(most, 4))
         raise UserError(f"objective.groups: {told}; group the {len(chosen)} layers, as in groups={example}")
+    pieces(network, groups)  # which have to be told apart
     state = network.state_dict()
     for name in among:
         learner.check({part: state[f"{name}.{part}"] for part in (WEIGHT, BIAS) if f"{name}.{part}" in state}, name)
