@@ -80,24 +80,27 @@ class TensorFactorisation(BaseLearner):
 @dataclass(frozen=True)
 class DeconvolutionalFactorisation(BaseLearner):
     """DF-CNN (Lee et al. 2019): a small shared tensor [c, h, h], deconvolved by the site to [m, k, k] (stride 2), ReLU, and
-    contracted with the site's tensor [m, out, in]. For convolutions with an odd kernel k = 2h - 1."""
+    contracted with the site's tensor [m, out, in]. For convolutions with an odd kernel k = 2h - 1.
+
+    What is contracted starts with a norm of about 1, so that a step moves the weights as far as one of an ordinary layer.
+    """
 
     knowledge: float = value(0.5, "channels of the shared tensor, as a share of the layer's outputs", low=0.01, high=16.0)
     middle: float = value(1.0, "channels after the deconvolution, as a share of the layer's outputs", low=0.01, high=16.0)
 
     def shared(self, layer: State, generator: torch.Generator) -> State:
         out, side = len(layer[WEIGHT]), (layer[WEIGHT].shape[-1] + 1) // 2
-        return {"knowledge": torch.randn(_share(out, self.knowledge), side, side, generator=generator)}
+        channels = _share(out, self.knowledge)
+        return {"knowledge": torch.randn(channels, side, side, generator=generator) / math.sqrt(channels)}
 
     def own(self, layer: State, generator: torch.Generator) -> State:
         out, inputs, kernel = layer[WEIGHT].shape[:3]
         channels, middle, side = _share(out, self.knowledge), _share(out, self.middle), (kernel + 1) // 2
-        reached = channels * (2 - 1 / side) ** 2  # how many values each value of the deconvolution is made of, on average
+        reached = ((3 * side - 2) / kernel) ** 2  # how many places each place of the deconvolution is made of, on average
         return {
-            "deconvolution": torch.randn(channels, middle, 3, 3, generator=generator) * math.sqrt(2 / reached),
+            "deconvolution": torch.randn(channels, middle, 3, 3, generator=generator) * math.sqrt(2 / (middle * reached)),
             "shift": torch.zeros(middle),
-            "contraction": torch.randn(middle, out, inputs, generator=generator)
-            * math.sqrt(2 / (middle * inputs * kernel**2)),
+            "contraction": torch.randn(middle, out, inputs, generator=generator) * math.sqrt(2 / (out * kernel**2)),
             **_bias(layer),
         }
 
