@@ -1,6 +1,6 @@
 """Compatible components (Gygli et al. 2021) measured again: which heads can be exchanged, and what that depends on."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -10,8 +10,8 @@ from sims.experiments.components import adaptation, analyses, details, faster, o
 from sims.experiments.components.sizes import SIZES
 from sims.experiments.components.study import Study
 from sims.experiments.papers import source_of
-from sims.report.page import Part, write_page
-from sims.report.tables import Table
+from sims.experiments.tabled import chosen, write
+from sims.report.page import Part
 
 FOLDER = Path("runs/components-tables")
 TABLES: dict[str, Callable[[Study, int], list[Part]]] = {
@@ -38,28 +38,11 @@ def reproduce(preset: str, seeds: int, overrides: Sequence[str], *, quiet: bool)
     if preset not in SIZES:
         raise unknown("preset", preset, SIZES)
     folder = FOLDER if preset == "cpu" else FOLDER.with_name(f"{FOLDER.name}-{preset}")
-    tables, rest = _chosen("tables", overrides, TABLES)
-    tasks, rest = _chosen("tasks", rest, SIZES[preset].tasks)
+    tables, rest = chosen("tables", overrides, TABLES)
+    tasks, rest = chosen("tasks", rest, SIZES[preset].tasks)
     torch.set_num_threads(1)
     study, parts = Study(preset, folder, rest, quiet, tasks), list[Part]()
     for name in tables or TABLES:
         parts += TABLES[name](study, seeds)
-        _write(folder, parts)  # what there is so far
+        write(folder, "Compatible components", source_of("components"), parts)  # what there is so far
     return folder
-
-
-def _chosen(key: str, overrides: Sequence[str], known: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The names that overrides of this key give, and the other overrides. UserError for an unknown name."""
-    given = [word for word in overrides if word.startswith(f"{key}=")]
-    names = [name for word in given for name in word.partition("=")[2].split(",")]
-    for name in names:
-        if name not in known:
-            raise unknown(key, name, known)
-    return names, [word for word in overrides if word not in given]
-
-
-def _write(folder: Path, parts: Sequence[Part]) -> None:
-    texts = [part.markdown() for part in parts if isinstance(part, Table)]
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tables.md").write_text("\n".join(texts), encoding="utf-8")
-    write_page(folder / "report.html", "Compatible components", [("", [f"(paper): {source_of('components')}.", *parts])])

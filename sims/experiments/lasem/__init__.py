@@ -1,0 +1,48 @@
+"""Layer selection (LASEM, Lee et al. 2021) measured again: sequences of tasks, and ten sites at once."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from conf.errors import UserError, unknown
+from sims.experiments.lasem.study import SIZES, Study
+from sims.experiments.lasem.tables import TABLES
+from sims.experiments.papers import source_of
+from sims.experiments.tabled import chosen, write
+from sims.report.page import Part
+
+FOLDER = Path("runs/lasem")
+PLAN = {"epochs": int, "rate": float}  # of each task, which overrides may change
+
+
+def reproduce(preset: str, seeds: int, overrides: Sequence[str], *, quiet: bool) -> Path:
+    """Measure the tables with every seed (what is on disk is taken as it is) and write them.
+
+    `overrides`: tables=figure1,table3 and sequences=digits choose some; epochs=20 and rate=0.01 are for every task. Returns
+    the folder. Raises UserError for another preset, table, sequence or override.
+    """
+    if preset not in SIZES:
+        raise unknown("preset", preset, SIZES)
+    tables, rest = chosen("tables", overrides, TABLES)
+    sequences, rest = chosen("sequences", rest, SIZES[preset])
+    folder = FOLDER if preset == "cpu" else FOLDER.with_name(f"{FOLDER.name}-{preset}")
+    torch.set_num_threads(1)
+    study, parts = Study(preset, folder, quiet, sequences, _plan(rest)), list[Part]()
+    for name in tables or TABLES:
+        parts += TABLES[name](study, seeds)
+        write(folder, "Layer selection", source_of("lasem"), parts)  # what there is so far
+    return folder
+
+
+def _plan(overrides: Sequence[str]) -> dict[str, float]:
+    found = {}
+    for word in overrides:
+        key, _, given = word.partition("=")
+        if key not in PLAN:
+            raise unknown("override", key, [*PLAN, "tables", "sequences"])
+        try:
+            found[key] = PLAN[key](given)
+        except ValueError:
+            raise UserError(f"{key}: got '{given}', takes a number") from None
+    return found

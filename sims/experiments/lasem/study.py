@@ -1,0 +1,115 @@
+"""What the tables are made of: a learner on a sequence of tasks with a seed, made once, and kept on disk."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conf.schema import Config
+from sims.experiments.kept import kept
+from sims.experiments.lasem.comparators import Apd, Darts, Progressive
+from sims.experiments.lasem.lifelong import Learner, Outcome, Plan, met
+from sims.experiments.lasem.selecting import Selecting, configured
+from sims.experiments.lasem.tasks import SEQUENCES
+
+LEARNERS = {"HPS": "hps", "TF": "tf", "DF-CNN": "df_cnn"}  # as the paper calls them
+COMPARED: dict[str, Callable[[Config], Learner]] = {
+    "ProgNN": Progressive,
+    "APD-Net": Apd,
+    "DARTS HPS": lambda config: Darts(config, "hps"),
+    "DARTS DF-CNN": lambda config: Darts(config, "df_cnn"),
+}
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TaskSequence:
+    """Tasks, and how they are trained. `title`: in tables; `paper`: the paper's sequence that stands beside it."""
+
+    title: str
+    tasks: str
+    number: int
+    size: int
+    network: Options
+    plan: Plan
+    paper: str = ""
+
+
+CNN4 = {"name": "convnet", "widths": [32, 32, 64, 64], "pools": [2, 4], "hidden": [64], "norm": "none", "bias": True}
+LONG = Plan(2000, 0.01, every=10)
+RESNET = {"name": "resnet18", "norm": "group", "groups": 8}
+SIZES: dict[str, dict[str, TaskSequence]] = {
+    "cpu": {
+        "cifar100": TaskSequence("CIFAR-100, 10 tasks", "cifar100", 10, 16, CNN4, Plan(100, 0.03), "CIFAR-100"),
+        "digits": TaskSequence("digits, 12 tasks", "digits", 12, 16, CNN4, Plan(20, 0.03)),
+        "resnet": TaskSequence(
+            "CIFAR-100, 10 tasks, ResNet-18 of a quarter of the width", "cifar100", 10, 16, {**RESNET, "width": 0.25},
+            Plan(40, 0.03), "10 tasks",
+        ),
+    },
+    "paper": {
+        "cifar100": TaskSequence("CIFAR-100, 10 tasks", "cifar100", 10, 32, CNN4, LONG, "CIFAR-100"),
+        "digits": TaskSequence("digits, 20 tasks", "digits", 20, 32, CNN4, Plan(500, 0.01, every=10)),
+        "resnet": TaskSequence("CIFAR-100, 10 tasks, ResNet-18", "cifar100", 10, 32, RESNET, LONG, "10 tasks"),
+        "resnet40": TaskSequence("CIFAR-100, 40 tasks, ResNet-18", "cifar100", 40, 32, RESNET, LONG, "40 tasks"),
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Study:
+    """A preset's runs, in a folder. `overrides`: of every plan. `only`: the sequences that are asked for; none: all."""
+
+    preset: str
+    folder: Path
+    quiet: bool = True
+    only: Sequence[str] = ()
+    plan: Options = dataclasses.field(default_factory=dict)
+
+    @property
+    def sequences(self) -> dict[str, TaskSequence]:
+        """Those that are asked for, without those of deep networks."""
+        return {name: one for name, one in SIZES[self.preset].items()
+                if "resnet" not in name and (not self.only or name in self.only)}  # fmt: skip
+
+    def named(self, name: str) -> TaskSequence:
+        """A sequence, with the plan that is asked for."""
+        one = SIZES[self.preset][name]
+        return dataclasses.replace(one, plan=dataclasses.replace(one.plan, **self.plan))
+
+    def selecting(self, name: str, options: Options, seed: int) -> Outcome:
+        """LASEM, or a given configuration (options of the objective)."""
+        return self._found(name, dict(options), lambda config: Selecting(options, config), seed)
+
+    def each(self, name: str, options: Options, seeds: int) -> list[Outcome]:
+        """Of every seed."""
+        return [self.selecting(name, options, seed) for seed in range(seeds)]
+
+    def compared(self, name: str, method: str, seeds: int) -> list[Outcome]:
+        """Another method (COMPARED), of every seed."""
+        return [self._found(name, method, COMPARED[method], seed) for seed in range(seeds)]
+
+    def _found(self, name: str, what: Any, make: Callable[[Config], Learner], seed: int) -> Outcome:
+        one = self.named(name)
+        key = [dataclasses.asdict(one), what, seed]
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
+
+        def measure() -> dict[str, Any]:
+            tasks = SEQUENCES[one.tasks](one.size, one.number, seed)
+            config = configured(one.network, one.size, tasks[0].classes, one.number, seed)
+            found = met(make(config), tasks, one.plan, seed)
+            if not self.quiet:
+                told = json.dumps(what) if isinstance(what, dict) else what
+                numbers = f"peak {found.accuracy:.1%}, final / peak {found.kept:.2f}, {found.seconds:.0f} s"
+                print(f"{name}, seed {seed}, {told}: {numbers}", flush=True)
+            return dataclasses.asdict(found)
+
+        return Outcome(**kept(self.folder / "results" / f"{name}-{seed}-{digest}.json", key, measure))
+
+
+def of(learner: str, mode: str = "learned", **more: Any) -> dict[str, Any]:
+    """Options of the objective: a base learner (a key of LEARNERS) with a configuration, or LASEM."""
+    return {"mode": mode, "learner": {"name": LEARNERS[learner]}, **more}

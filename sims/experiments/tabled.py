@@ -1,0 +1,26 @@
+"""Reproductions of many tables: which are asked for, and the files that they are written to."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from conf.errors import unknown
+from sims.report.page import Part, write_page
+from sims.report.tables import Table
+
+
+def chosen(key: str, overrides: Sequence[str], known: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The names that overrides of this key give, and the other overrides. UserError for an unknown name."""
+    given = [word for word in overrides if word.startswith(f"{key}=")]
+    names = [name for word in given for name in word.partition("=")[2].split(",")]
+    for name in names:
+        if name not in known:
+            raise unknown(key, name, known)
+    return names, [word for word in overrides if word not in given]
+
+
+def write(folder: Path, title: str, source: str, parts: Sequence[Part]) -> None:
+    """tables.md and report.html. `source`: the paper's title and authors."""
+    texts = [part.markdown() for part in parts if isinstance(part, Table)]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tables.md").write_text("\n".join(texts), encoding="utf-8")
+    write_page(folder / "report.html", title, [("", [f"(paper): {source}.", *parts])])
