@@ -53,7 +53,10 @@ class RoundLoop:
             self.config, self.run, self.federation, self.aggregation, self.listener, self.config.rounds
         )
         self.sites = SiteEvaluation(
-            self.questions, lambda: self.questions.fitting(self.aggregation.members()), lambda: self.aggregation.view().round
+            self.questions,
+            lambda: self.questions.fitting(self.aggregation.members()),
+            lambda: self.aggregation.view().round,
+            lambda: self.aggregation.strategy.measured_with(self.aggregation.view()),
         )
         torch.set_num_threads(self.config.engine.threads)  # the cores are the sites', and torch's idle threads spin
 

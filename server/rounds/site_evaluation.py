@@ -1,7 +1,7 @@
 """Federated evaluation: sites measure networks on their own images, and the server needs none of them."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from clients.data import label
@@ -17,11 +17,15 @@ PERSONAL = "personal"  # the display name of the sites' own networks, each measu
 
 @dataclass
 class SiteEvaluation:
-    """Measures models at the sites of a run, as server.evaluate.Evaluator does at the server."""
+    """Measures models at the sites of a run, as server.evaluate.Evaluator does at the server.
+
+    `beside`: by record name, what the method sends with the question for sites' own networks.
+    """
 
     questions: Questions
     sites: Callable[[], list[Site]]
     round: Callable[[], int]
+    beside: Callable[[], Mapping[str, State]] = dict
 
     def accuracies(self, models: Sequence[Model | None], split: str) -> list[dict[str, float]]:
         """Of each model the fraction of right answers for each domain, and `union`: of all sites' images together.
@@ -35,9 +39,11 @@ class SiteEvaluation:
         }
         asked = [site for site in self.sites() if sent[site.name]]
 
+        beside = self.beside() if None in models else {}
+
         def content(site: Site) -> dict[str, State]:
             chosen = ((place, models[place]) for place in sent[site.name])
-            return {measured_record(place): model.state for place, model in chosen if model is not None}
+            return {**beside, **{measured_record(place): model.state for place, model in chosen if model is not None}}
 
         number = max(1, self.round())
         for reply in self.questions.ask(EVALUATE, number, number, asked, content, split=split):

@@ -89,6 +89,10 @@ class Strategy(ABC):
         """What else the summary says of the run, by key."""
         return {}
 
+    def measured_with(self, view: View) -> Mapping[str, dict[str, torch.Tensor]]:
+        """By record name, what sites need of the server to measure networks that are their own."""
+        return {}
+
     def schedule(self, config: Config) -> Schedule:
         """Who takes part when."""
         return Sampling(config)

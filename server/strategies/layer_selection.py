@@ -147,6 +147,10 @@ class LayerSelectionStrategy(Strategy):
         """None at the server."""
         return Models({})
 
+    def measured_with(self, view: View) -> Mapping[str, State]:
+        """What is shared now: sites' networks are as good as they are with that."""
+        return {MEAN: view.kept(SHARED)}
+
     def facts(self, view: View) -> Mapping[str, Any]:
         """Of every site its configuration, how probable it was of each group in each round to be shared, and accuracies."""
         if PROGRESS not in view.slots.keeps():

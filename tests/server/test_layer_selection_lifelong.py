@@ -121,6 +121,7 @@ def test_tasks_of_long_ago_are_measured_with_what_is_shared_now(done: Done) -> N
     rows = found(done)["accuracy"]
     assert [[one is None for one in row] for row in rows] == [[round < start for round in range(6)] for start in (0, 2, 4)]
     assert [row[-1] for row in rows] == [pytest.approx(accuracy_of(done, place, shared)) for place in range(3)]
+    assert list(done.summary["accuracy"]["personal"].values())[:3] == [row[-1] for row in rows]
     assert len({accuracy_of(done, place, shared) for place in range(3)}) > 1
 
 
