@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from flwr.app import Context, Message
 
-from clients.messages import SITE
+from clients.messages import RIGHT, SITE, TOTAL, TRAIN, read_order
 from clients.objectives.layer_selection.session import CHOSEN, COUNTS, MASS, SELECTION
 from conf.errors import UserError
 from server.experiment import check
 from server.strategies.base import strategy_of
-from sims.benchmarks.soak_replies import changed, entry
+from sims.benchmarks.soak_replies import changed, entry, metrics
 from tests.server.arithmetics import one_core
 from tests.server.parts import Recorder
 from tests.server.selections import LAYERS, OTHER, RESNET, Noting, configured, found, run, selection_of
@@ -50,6 +51,22 @@ def test_hostile_replies_are_dropped_and_the_run_goes_on(tmp_path: Path, what: s
     assert told in reason
     assert done.summary["status"] == "finished" and all(done.summary["checks"].values())
     assert found(done)["own"] == [[1, 2], [2, 2], [1, 2]] and found(done)["shared"][1][0] == [None, None]
+
+
+class Boasting(Noting):
+    """The real ClientApp; its second site claims more right answers than it has images."""
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        reply = super().__call__(message, context)
+        if message.metadata.message_type == TRAIN or read_order(message.content).site != 1:
+            return reply
+        return metrics(**{RIGHT: 61, TOTAL: 60})(reply)
+
+
+def test_accuracies_that_cannot_be_do_not_count(tmp_path: Path) -> None:
+    done = run(configured(tmp_path), Boasting())
+    assert [[one is None for one in row] for row in found(done)["accuracy"]] == [[False] * 2, [True] * 2, [False] * 2]
+    assert "digits_c2-3" not in done.summary["accuracy"]["personal"]
 
 
 def test_a_site_counts_no_more_than_it_can_have_seen(tmp_path: Path) -> None:
