@@ -9,7 +9,11 @@ import pytest
 import torch
 
 from clients.messages import MEAN, SITE
-from clients.objectives.layer_selection.session import CHOSEN, COUNTS, MASS, SELECTION
+from clients.networks import architecture_of
+from clients.objectives import Task, objective_of
+from clients.objectives.layer_selection import LayerSelection
+from clients.objectives.layer_selection.session import CHOSEN, COUNTS, MASS, NETWORK, SELECTION, SHARED_PARTS, composed
+from clients.randomness import torch_generator
 from clients.states import read_state
 from conf import Config
 from conf.sites import roster
@@ -108,6 +112,19 @@ def test_accuracies_are_those_of_the_sites_networks_with_the_layers_that_they_ch
     assert list(said.values()) == [*last, pytest.approx(sum(last) / 3)]  # of 60 test images each
     chosen = ["".join(map(str, own_state(done, place)[CHOSEN].tolist())) for place in range(3)]
     assert found(done)["configuration"] == chosen
+
+
+def test_a_network_is_composed_as_its_site_chose_whatever_it_counted_itself(done: Done) -> None:
+    """With the counts of all others the best configuration may be another one than by its own; once the latter was used."""
+    config, own = done.config, own_state(done, 0)
+    own |= {CHOSEN: torch.tensor([0, 1]), COUNTS: torch.tensor([9.0, 0.0, 0.0, 0.0])}
+    site, objective = roster(config)[0], objective_of(config)
+    assert isinstance(objective, LayerSelection)
+    network = architecture_of(config, site).build()
+    found = composed(objective, Task(config, site, 2, 3, network, {}, lambda: own, torch_generator(0, "t")), {})
+    assert found is not None and found[1] == (0, 1)
+    for layer, kept in zip(LAYERS, (NETWORK, SHARED_PARTS), strict=True):
+        assert torch.equal(found[0][f"{layer}.weight"], own[f"{kept}{layer}.weight"])
 
 
 def test_all_and_none_stand_beside_it_in_one_run(done: Done) -> None:

@@ -53,6 +53,15 @@ def test_hostile_replies_are_dropped_and_the_run_goes_on(tmp_path: Path, what: s
     assert found(done)["own"] == [[1, 2], [2, 2], [1, 2]] and found(done)["shared"][1][0] == [None, None]
 
 
+def test_what_no_sum_can_take_leaves_no_trace(tmp_path: Path) -> None:
+    fault = changed(SITE, entry(f"{LAYERS[0]}.bias", 1e9))
+    words = ["federation.largest_weight=0", "federation.largest_change=0"]
+    heard = Recorder()
+    done = run(configured(tmp_path, *words), Noting(fault, 1, (1,)), heard)
+    assert list(heard.records[0]["dropped"]) == ["site-0001"]
+    assert found(done)["shared"][1][0] == [None, None] and found(done)["own"][1] == [2, 2]
+
+
 class Boasting(Noting):
     """The real ClientApp; its second site claims more right answers than it has images."""
 
