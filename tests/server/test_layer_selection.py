@@ -12,7 +12,17 @@ from clients.messages import MEAN, SITE
 from clients.networks import architecture_of
 from clients.objectives import Task, objective_of
 from clients.objectives.layer_selection import LayerSelection
-from clients.objectives.layer_selection.session import CHOSEN, COUNTS, MASS, NETWORK, SELECTION, SHARED_PARTS, composed
+from clients.objectives.layer_selection.session import (
+    CHOSEN,
+    COUNTS,
+    MASS,
+    NETWORK,
+    OWN_PARTS,
+    SELECTION,
+    SHARED_PARTS,
+    below,
+    composed,
+)
 from clients.randomness import torch_generator
 from clients.states import read_state
 from conf import Config
@@ -125,6 +135,16 @@ def test_a_network_is_composed_as_its_site_chose_whatever_it_counted_itself(done
     assert found is not None and found[1] == (0, 1)
     for layer, kept in zip(LAYERS, (NETWORK, SHARED_PARTS), strict=True):
         assert torch.equal(found[0][f"{layer}.weight"], own[f"{kept}{layer}.weight"])
+
+
+def test_a_site_goes_on_with_what_it_adds_to_shared_layers(tmp_path: Path) -> None:
+    done = run(configured(tmp_path, "objective.learner.name=tf", "rounds=1", tasks=TASKS[:1]))
+    config, own, site = done.config, own_state(done, 0, 1), roster(done.config)[0]
+    network = architecture_of(config, site).build()
+    session = objective_of(config).session(Task(config, site, 2, 1, network, {}, lambda: own, torch_generator(0, "t"))).own()
+    assert session is not None and same(below(session, OWN_PARTS), below(own, OWN_PARTS))
+    factor = own[f"{OWN_PARTS}{LAYERS[0]}.factor0"]
+    assert not torch.equal(factor, torch.eye(len(factor)))
 
 
 def test_all_and_none_stand_beside_it_in_one_run(done: Done) -> None:
