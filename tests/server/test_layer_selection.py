@@ -142,7 +142,8 @@ def test_a_site_goes_on_with_what_it_adds_to_shared_layers(tmp_path: Path) -> No
     config, own, site = done.config, own_state(done, 0, 1), roster(done.config)[0]
     network = architecture_of(config, site).build()
     session = objective_of(config).session(Task(config, site, 2, 1, network, {}, lambda: own, torch_generator(0, "t"))).own()
-    assert session is not None and same(below(session, OWN_PARTS), below(own, OWN_PARTS))
+    assert session is not None
+    assert all(same(below(session, part), below(own, part)) for part in (OWN_PARTS, NETWORK))
     factor = own[f"{OWN_PARTS}{LAYERS[0]}.factor0"]
     assert not torch.equal(factor, torch.eye(len(factor)))
 
