@@ -46,9 +46,10 @@ def test_a_wider_head_answers_as_before_on_the_classes_it_knew():
     torch.testing.assert_close(network.head.eval()(features), wider(features)[:, : one_head.FIRST])
 
 
-def test_one_head_is_measured_on_every_extractor(monkeypatch):
+@pytest.mark.parametrize("match", one_head.WAYS.values())
+def test_one_head_is_measured_on_every_extractor(match, monkeypatch):
     monkeypatch.setattr(one_head, "EXTRACTORS", dict(list(one_head.EXTRACTORS.items())[1:]))
-    found = one_head.measured(data(), 0, FEW, FEW)
+    found = one_head.measured(data(), 0, match, FEW, FEW)
     assert set(found) == {"before", *one_head.COLUMNS}
     assert all(list(row) == list(one_head.EXTRACTORS) for row in found.values())
 

@@ -34,6 +34,8 @@ class Sharing:
 SHARING = {
     COMPATIBLE: Sharing(),  # auxiliary heads alone
     ALONE: Sharing(),
+    # McMahan et al. 2017, Alg. 1: all of it is averaged
+    "fedavg": Sharing(averaged=(EXTRACTOR, HEAD), common=(EXTRACTOR, HEAD)),
     # Arivazhagan et al. 2019, Alg. 1: base layers are averaged, personalisation layers stay at the site
     "fedper": Sharing(averaged=(EXTRACTOR,)),
     # Liang et al. 2020, Alg. 1: local representations, a head that is averaged
