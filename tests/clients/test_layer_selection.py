@@ -264,13 +264,13 @@ def _made(name: str, seed: int) -> Tensor:
 
 
 def test_configurations_have_names():
-    assert [named(text, 4, "") for text in ("all", "none", "alternating", "top-2", "bottom-1", "0110")] == [
-        (1, 1, 1, 1), (0, 0, 0, 0), (0, 1, 0, 1), (0, 0, 1, 1), (1, 0, 0, 0), (0, 1, 1, 0)
+    assert [named(text, 4, "") for text in ("all", "none", "alternating", "top-2", "bottom-1", "0110", "only-2-4", "only-1")] == [
+        (1, 1, 1, 1), (0, 0, 0, 0), (0, 1, 0, 1), (0, 0, 1, 1), (1, 0, 0, 0), (0, 1, 1, 0), (0, 1, 0, 1), (1, 0, 0, 0)
     ]  # fmt: skip
     assert len({*every(5)}) == 32
     with pytest.raises(UserError, match=r"objective.mode: '01' has 2 places, there are 4 groups of layers"):
         named("01", 4, "objective.mode")
-    for odd in ("top-5", "top-0", "middle", "top", "", "012"):
+    for odd in ("top-5", "top-0", "middle", "top", "", "012", "only", "only-5", "only-"):
         with pytest.raises(UserError, match="takes learned, all, none, alternating"):
             named(odd, 4, "objective.mode")
 

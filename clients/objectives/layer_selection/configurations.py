@@ -30,17 +30,22 @@ COUNTED: dict[str, Callable[[int, int], Configuration]] = {
 
 
 def named(text: str, groups: int, where: str) -> Configuration:
-    """all, none, alternating, top-K, bottom-K, or the configuration itself, such as 0101. UserError for another."""
+    """all, none, alternating, top-K, bottom-K, only-2-4 (these groups, from 1), or digits such as 0101 (of text: YAML reads
+    them as a number). UserError for another."""
     if text in STATIC:
         return STATIC[text](groups)
     kind, _, number = text.partition("-")
+    if kind == "only" and {*number.split("-")} <= {*map(str, range(1, groups + 1))}:
+        return tuple(int(str(place) in number.split("-")) for place in range(1, groups + 1))
     if kind in COUNTED and number.isdecimal() and 0 < int(number) <= groups:
         return COUNTED[kind](groups, int(number))
     if text and not text.strip("01"):
         if len(text) != groups:
             raise UserError(f"{where}: '{text}' has {len(text)} places, there are {groups} groups of layers")
         return tuple(map(int, text))
-    takes = f"{LEARNED}, {', '.join(STATIC)}, top-K, bottom-K (K from 1 to {groups}), or {groups} digits 0 and 1 in quotes"
+    takes = (
+        f"{LEARNED}, {', '.join(STATIC)}, top-K, bottom-K (K from 1 to {groups}), or groups by number, as in only-1-{groups}"
+    )
     raise UserError(f"{where}: got '{text}', takes {takes}")
 
 

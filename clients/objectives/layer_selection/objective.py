@@ -34,7 +34,9 @@ class LayerSelection(Objective):
     """LASEM (Lee et al. 2021): of every group of layers a shared and an own set of parameters, and by expectation-
     maximisation which of them the site uses."""
 
-    mode: str = value(LEARNED, "learned, or a configuration for all sites: all, none, alternating, top-K, bottom-K, 0101")
+    mode: str = value(
+        LEARNED, "learned, or a configuration for all sites: all, none, alternating, top-K, bottom-K, only-2-4"
+    )
     learner: dict[str, Any] = value({"name": "hps"}, "base learner: hps, tf or df_cnn, with its options")
     search: dict[str, Any] = value({"name": "sampled"}, "how steps are found: exact, pruned or sampled, with its options")
     layers: list[str] = value([], "that may be shared; empty: the extractor's convolutions, or its linear layers")

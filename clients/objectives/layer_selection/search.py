@@ -113,7 +113,7 @@ class Sampled(Search):
     draws: int = value(1, "configurations of an M-step", low=1)
 
     def step(self, step: Step) -> tuple[Tensor, Tensor]:
-        posterior = step.held
+        posterior = step.held if step.belief.fixed is None else step.belief.fixed
         if posterior is None:
             everything = torch.arange(len(step.belief.configurations))
             with torch.no_grad():
