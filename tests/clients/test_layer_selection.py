@@ -264,7 +264,8 @@ def _made(name: str, seed: int) -> Tensor:
 
 
 def test_configurations_have_names():
-    assert [named(text, 4, "") for text in ("all", "none", "alternating", "top-2", "bottom-1", "0110", "only-2-4", "only-1")] == [
+    texts = ("all", "none", "alternating", "top-2", "bottom-1", "0110", "only-2-4", "only-1")
+    assert [named(text, 4, "") for text in texts] == [
         (1, 1, 1, 1), (0, 0, 0, 0), (0, 1, 0, 1), (0, 0, 1, 1), (1, 0, 0, 0), (0, 1, 1, 0), (0, 1, 0, 1), (1, 0, 0, 0)
     ]  # fmt: skip
     assert len({*every(5)}) == 32
