@@ -40,6 +40,7 @@ def rate_at(training: TrainingConfig, rounds: int, progress: float) -> float:
 
 def learn(session: Session, images: Images, config: Config, site: Site, round: int, device: torch.device) -> Outcome:
     """Train for config.training.epochs or steps; all randomness from (seed, site, round). Raises DivergedError."""
+    images = session.training_images(images)
     steps, number, done = batches(images, config, site, round, device), step_count(images, config), 0
     losses = []
     with drawing(torch_generator(config.seed, site.name, str(round), "forward").initial_seed(), device):

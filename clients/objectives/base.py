@@ -75,6 +75,10 @@ class Session(ABC):
         """One after the other, until which share of the round's steps, and what the optimiser moves until then."""
         return [(1.0, self.parameters())]
 
+    def training_images(self, images: Images) -> Images:
+        """Those of the site's images that it trains on; asked once, before the first step."""
+        return images
+
     @abstractmethod
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         """The loss of one batch: float32 images [n, c, h, w], int64 labels [n]."""

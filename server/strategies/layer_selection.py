@@ -70,9 +70,9 @@ class LayerSelectionStrategy(Strategy):
         objective, sites = _objective(config), roster(config)
         first = objective.layers_of(config, sites[0])
         objective.way  # noqa: B018 # whose options are checked
-        objective.fixed(objective.configurations(len(first.groups)))
+        objective.fixed(objective.configurations(len(first.groups)), 1)
         for mode in config.baselines:
-            replace(objective, mode=mode).fixed(every(len(first.groups)))
+            replace(objective, mode=mode).fixed(every(len(first.groups)), 1)
         shapes = _shapes(first.shared(config, sites[0]))
         for site in sites[1:]:
             other = _shapes(objective.layers_of(config, site).shared(config, site))

@@ -42,8 +42,17 @@ class LayerSelection(Objective):
     layers: list[str] = value([], "that may be shared; empty: the extractor's convolutions, or its linear layers")
     groups: list[int] = value([], "how many layers are shared together, from the input on; empty: each by itself", low=1)
     prior: str = value("counts", "of configurations: counts (Eq. 1), posteriors or tasks", choices=tuple(PRIORS))
+    smoothing: float = value(1.0, "count that each configuration starts with; 1: Eq. 1", low=0.001)
     likelihood: str = value("mean", "of a mini-batch: its classes' mean or joint probability", choices=tuple(LIKELIHOODS))
     m_steps: int = value(1, "gradient steps for each E-step, each on a batch of its own", low=1)
+    warm_up: int = value(
+        0,
+        "rounds of a site in which it shares all layers; its own ones then start at these, else as its name draws them",
+        low=0,
+    )
+    held_out: float = value(
+        0.0, "share of the site's images that the E-step alone looks at; 0: it looks at batches", low=0.0, high=0.9
+    )
     certainty: float = value(
         1.0, "of a configuration that is given, the others alike: its posterior (Sec. 4.3)", low=0.01, high=1.0
     )
@@ -69,13 +78,14 @@ class LayerSelection(Objective):
             return every(groups)
         return [named(self.mode, groups, "objective.mode")]
 
-    def fixed(self, configurations: Sequence[Configuration]) -> Tensor | None:
-        """The posterior of a configuration that is given; None where it is learned."""
-        if self.mode == LEARNED:
+    def fixed(self, configurations: Sequence[Configuration], round: int) -> Tensor | None:
+        """The posterior of a configuration that is given, or of all layers in a warm-up; None where it is learned."""
+        if self.mode == LEARNED and round > self.warm_up:
             return None
-        given = named(self.mode, len(configurations[0]), "objective.mode")
-        others = (1.0 - self.certainty) / max(1, len(configurations) - 1)
-        return torch.tensor([self.certainty if one == given else others for one in configurations], dtype=torch.float64)
+        certainty, mode = (1.0, "all") if self.mode == LEARNED else (self.certainty, self.mode)
+        given = named(mode, len(configurations[0]), "objective.mode")
+        others = (1.0 - certainty) / max(1, len(configurations) - 1)
+        return torch.tensor([certainty if one == given else others for one in configurations], dtype=torch.float64)
 
     def session(self, task: Task) -> Session:
         """Start on a task."""

@@ -55,12 +55,13 @@ class Belief:
     others: Tensor
     update: Callable[[Tensor, Tensor], Tensor] = by_winner
     fixed: Tensor | None = None
+    smoothing: float = 1.0
 
     def prior(self) -> Tensor:
         """Eq. 1, float64 [k]."""
         if self.fixed is not None:
             return self.fixed
-        smoothed = self.counts + self.others + 1.0
+        smoothed = self.counts + self.others + self.smoothing
         return smoothed / smoothed.sum()
 
     def posterior(self, log_likelihood: Tensor, places: Tensor) -> Tensor:

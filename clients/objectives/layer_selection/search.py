@@ -24,7 +24,8 @@ Likelihood = Callable[[Tensor], Tensor]
 class Step:
     """A mini-batch at hand: images [n, c, h, w], labels [n] and the weights of shared layers, by name.
 
-    `held`: the posterior of an earlier mini-batch that still counts; None: an E-step is due.
+    `held`: the posterior of an earlier mini-batch that still counts; None: an E-step is due. `evidence`: images and labels
+    for the E-step, which nobody trains on; None: it looks at the mini-batch.
     """
 
     tree: Tree
@@ -36,19 +37,25 @@ class Step:
     labels: Tensor
     generator: torch.Generator
     held: Tensor | None = None
+    evidence: tuple[Tensor, Tensor] | None = None
 
-    def losses(self, places: Tensor, images: int | None = None) -> Tensor:
-        """Cross-entropies [k, n] of the first images (None: of all) under the configurations at `places`."""
+    def losses(self, places: Tensor, images: int | None = None, evidence: bool = False) -> Tensor:
+        """Cross-entropies [k, n] of the first images (None: of all), or of the evidence, under the configurations at
+        `places`."""
         chosen = [self.belief.configurations[place] for place in places.tolist()]
-        labels = self.labels[:images]
-        scores = self.tree.scores(chosen, self.shared, self.images[:images])[..., self.outputs]
+        inputs, labels = self.evidence if evidence and self.evidence else (self.images[:images], self.labels[:images])
+        scores = self.tree.scores(chosen, self.shared, inputs)[..., self.outputs]
         found = F.cross_entropy(scores.flatten(0, 1), labels.repeat(len(chosen)), reduction="none")
         return found.unflatten(0, scores.shape[:2])
 
     def expect(self, places: Tensor, losses: Tensor) -> Tensor:
-        """The posterior that counts: the one held, or that of these losses (the E-step), which the prior then learns."""
+        """The posterior that counts: the one held, or that of the evidence or else of these losses (the E-step), which the
+        prior then learns."""
         if self.held is not None:
             return self.held
+        if self.evidence is not None:
+            with torch.no_grad():
+                losses = self.losses(places, evidence=True)
         posterior = self.belief.posterior(self.likelihood(-losses.detach()), places)
         self.belief.learn(posterior)
         return posterior
@@ -117,7 +124,8 @@ class Sampled(Search):
         if posterior is None:
             everything = torch.arange(len(step.belief.configurations))
             with torch.no_grad():
-                losses = step.losses(everything, max(1, round(self.part * len(step.images))))
+                part = max(1, round(self.part * len(step.images)))
+                losses = step.losses(everything, part, evidence=True)
             posterior = step.expect(everything, losses)
         drawn = torch.multinomial(posterior, self.draws, replacement=True, generator=step.generator)
         places, times = torch.unique(drawn, return_counts=True)

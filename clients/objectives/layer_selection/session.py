@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from clients.data import outputs
+from clients.data import Images, outputs, to_float
 from clients.initial import initial_state
 from clients.messages import MEAN, SITE
 from clients.objectives.base import Session, Task
@@ -15,6 +15,7 @@ from clients.objectives.layer_selection.posterior import LIKELIHOODS, PRIORS, TA
 from clients.objectives.layer_selection.search import Pace, Step
 from clients.objectives.layer_selection.tree import Tree
 from clients.objectives.plain import state_of
+from clients.randomness import torch_generator
 from fusion.exact import State
 
 if TYPE_CHECKING:
@@ -34,15 +35,26 @@ class SelectionSession(Session):
         self.objective, self.task = objective, task
         self.outputs, self.layers = outputs(task.config, task.site.spec), objective.layers_of(task.config, task.site)
         stored = task.own or {}
-        network = below(stored, NETWORK) or initial_state(task.config, task.site.name, task.site)
-        task.network.load_state_dict(network)
-        self.network = task.network
         given = task.incoming.get(MEAN) or self.layers.shared(task.config, task.site)
-        self.shared = _parameters(given, task)
-        self.added = _parameters(below(stored, OWN_PARTS) or self.layers.own(task.config, task.site), task)
-        self.belief = belief_of(objective, len(self.layers.groups), stored, task.incoming.get(COUNTS, {}))
+        added = below(stored, OWN_PARTS) or self.layers.own(task.config, task.site)
+        self.belief = belief_of(objective, len(self.layers.groups), stored, task.incoming.get(COUNTS, {}), task.round)
+        network = below(stored, NETWORK) or initial_state(task.config, task.site.name, task.site)
+        follows = objective.warm_up and not self.belief.counts.any()  # no E-step was made yet
+        task.network.load_state_dict({**network, **self.layers.weights(given, added)} if follows else network)
+        self.network, self.shared, self.added = task.network, _parameters(given, task), _parameters(added, task)
         self.tree = Tree(self.network, self.layers.groups)
+        self.evidence: tuple[Tensor, Tensor] | None = None
         self.pace, self.masses = Pace(objective.m_steps), list[Tensor]()
+
+    def training_images(self, images: Images) -> Images:
+        """All, or those that the E-step does not look at: the same ones in all rounds."""
+        number = round(self.objective.held_out * len(images))
+        if not number or self.belief.fixed is not None or number == len(images):
+            return images
+        draw = torch_generator(self.task.config.seed, self.task.site.name, "held out")
+        held, others = torch.randperm(len(images), generator=draw).split([number, len(images) - number])
+        self.evidence = to_float(images.x[held].to(self.task.device)), images.y[held].to(self.task.device)
+        return Images(images.x[others], images.y[others])
 
     def parameters(self) -> list[nn.Parameter]:
         return [*self.network.parameters(), *self.shared.values(), *self.added.values()]
@@ -59,6 +71,7 @@ class SelectionSession(Session):
             labels=labels,
             generator=self.task.generator,
             held=self.pace.due(),
+            evidence=self.evidence,
         )
         loss, posterior = self.objective.way.step(step)
         self.pace.took(posterior)
@@ -83,8 +96,9 @@ class SelectionSession(Session):
         }
 
 
-def belief_of(objective: "LayerSelection", groups: int, stored: State, others: Mapping[str, Tensor]) -> Belief:
-    """A site's belief as it was stored, or the uniform one."""
+def belief_of(objective: "LayerSelection", groups: int, stored: State, others: Mapping[str, Tensor], round: int) -> Belief:
+    """A site's belief as it was stored, or the uniform one; of a configuration that is given, or warms up in this round, the
+    fixed one."""
     configurations = objective.configurations(groups)
     nothing = torch.zeros(len(configurations), dtype=torch.float64)
     counts = stored.get(COUNTS, nothing)
@@ -93,7 +107,8 @@ def belief_of(objective: "LayerSelection", groups: int, stored: State, others: M
         counts.double() if len(counts) == len(nothing) else nothing,
         others[COUNTS].double() if COUNTS in others else nothing,
         PRIORS[objective.prior],
-        objective.fixed(configurations),
+        objective.fixed(configurations, round),
+        objective.smoothing,
     )
 
 
