@@ -72,12 +72,12 @@ def grouped(
     not one behind the other.
     """
     network = architecture.build()
-    known = layers_of(network)
+    known, usual = layers_of(network)
     if not known:
         raise UserError("network: layer selection shares convolutions or linear layers before the head, and it has none")
     if odd := next((name for name in names if name not in known), ""):
         raise unknown("objective.layers", odd, known)
-    among = [name for name in known if not names or name in names]
+    among = [name for name in known if name in (names or usual)]
     chosen = [name for name in among if not _beside(name)] or among
     if sizes and sum(sizes) != len(chosen):
         told = f"{' + '.join(map(str, sizes))} = {sum(sizes)}"

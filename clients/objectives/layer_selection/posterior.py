@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from clients.objectives.layer_selection.configurations import Configuration
+
+TIED = 1e-9  # configurations whose posteriors differ by less, as a share, are equally probable
 
 
 def mean_likelihood(log_probabilities: Tensor) -> Tensor:
@@ -25,8 +26,9 @@ LIKELIHOODS: dict[str, Callable[[Tensor], Tensor]] = {"mean": mean_likelihood, "
 
 
 def by_winner(counts: Tensor, posterior: Tensor) -> Tensor:
-    """Eq. 1: one more mini-batch for the most probable configuration."""
-    return counts + F.one_hot(posterior.argmax(), len(counts))
+    """Eq. 1: one more mini-batch for the most probable configuration; several that are equally probable divide it."""
+    winners = (posterior >= posterior.max() * (1.0 - TIED)).to(counts.dtype)
+    return counts + winners / winners.sum()
 
 
 def by_posterior(counts: Tensor, posterior: Tensor) -> Tensor:

@@ -59,8 +59,10 @@ def operations(costs: Sequence[float], configurations: Iterable[Configuration]) 
     return sum(cost * number for cost, number in zip(costs, [*prefixes, len(set(found))], strict=True))
 
 
-def layers_of(network: Network) -> list[str]:
-    """The layers that can be shared, in order: the extractor's convolutions, or its linear layers where it has none."""
-    found = {kind: [f"extractor.{name}" for name, one in network.extractor.named_modules() if isinstance(one, kind)]
-             for kind in (nn.Conv2d, nn.Linear)}  # fmt: skip
-    return found[nn.Conv2d] or found[nn.Linear]
+def layers_of(network: Network) -> tuple[list[str], list[str]]:
+    """The extractor's layers that can be shared, in order: convolutions and linear layers; and those that are if none are
+    named: the convolutions, or the linear layers where there are none."""
+    kinds = {f"extractor.{name}": type(one) for name, one in network.extractor.named_modules()
+             if isinstance(one, nn.Conv2d | nn.Linear)}  # fmt: skip
+    convolutions = [name for name, kind in kinds.items() if issubclass(kind, nn.Conv2d)]
+    return list(kinds), convolutions or list(kinds)

@@ -43,7 +43,7 @@ LONG = Plan(2000, 0.01, every=10)
 RESNET = {"name": "resnet18", "norm": "group", "groups": 8}
 SIZES: dict[str, dict[str, TaskSequence]] = {
     "cpu": {
-        "cifar100": TaskSequence("CIFAR-100, 10 tasks", "cifar100", 10, 16, CNN4, Plan(100, 0.03), "CIFAR-100"),
+        "cifar100": TaskSequence("CIFAR-100, 10 tasks", "cifar100", 10, 16, CNN4, Plan(40, 0.03), "CIFAR-100"),
         "digits": TaskSequence("digits, 12 tasks", "digits", 12, 16, CNN4, Plan(20, 0.03)),
         "resnet": TaskSequence(
             "CIFAR-100, 10 tasks, ResNet-18 of a quarter of the width", "cifar100", 10, 16, {**RESNET, "width": 0.25},

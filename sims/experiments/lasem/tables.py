@@ -8,6 +8,7 @@ from typing import Any
 
 from clients.objectives.layer_selection.configurations import every, shown
 from sims.experiments.kept import told
+from sims.experiments.lasem.federated import federated
 from sims.experiments.lasem.lifelong import Outcome
 from sims.experiments.lasem.plots import over, ranges
 from sims.experiments.lasem.study import COMPARED, LEARNERS, Study, of
@@ -162,6 +163,7 @@ TABLES: dict[str, Callable[[Study, int], list[Part]]] = {
     "figure5": figure5,
     "figure6": figure6,
     "searches": searches,
+    "federated": federated,
     "table1": table1,
     "table2": table2,
     "table3": table3,
