@@ -62,7 +62,7 @@ def layers(section: dict[str, Any], sizes: list[int], learner: str = "hps") -> L
     import json
 
     architecture = Architecture(json.dumps(section), 1, 8, 3)
-    return grouped(architecture, [], sizes, BASE_LEARNERS.build({"name": learner}, ""), 10)
+    return grouped(architecture, (), tuple(sizes), BASE_LEARNERS.build({"name": learner}, ""), 10)
 
 
 def one_by_one(network: Network, layers: Layers, weights: dict[str, Tensor], one: Configuration, images: Tensor) -> Tensor:

@@ -1,8 +1,11 @@
 """The layers of a site's network that can be shared, and the states of their two kinds of parameters."""
 
-from collections.abc import Mapping, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from clients.initial import SHARED, initial_state
@@ -54,17 +57,18 @@ class Layers:
         """Whether the site's network has BatchNorm with running statistics."""
         return any(name.endswith("running_mean") for name in architecture_of(config, site).build().state_dict())
 
-    def _drawn(self, draw: object, start: State, seed: int, who: str) -> State:
+    def _drawn(self, draw: Callable[[State, torch.Generator], State], start: State, seed: int, who: str) -> State:
         found: State = {}
         for layer in self.names:
             tensors = {name: start[f"{layer}.{name}"] for name in (WEIGHT, BIAS) if f"{layer}.{name}" in start}
-            made = draw(tensors, torch_generator(seed, "layer selection", who, layer))  # type: ignore[operator]
+            made = draw(tensors, torch_generator(seed, "layer selection", who, layer))
             found |= {f"{layer}.{name}": tensor for name, tensor in made.items()}
         return found
 
 
+@functools.lru_cache(maxsize=64)
 def grouped(
-    architecture: Architecture, names: Sequence[str], sizes: Sequence[int], learner: BaseLearner, most: int
+    architecture: Architecture, names: tuple[str, ...], sizes: tuple[int, ...], learner: BaseLearner, most: int
 ) -> Layers:
     """Layers by these names (none: all that can be shared) in groups of these sizes (none: each alone).
 
@@ -82,10 +86,10 @@ def grouped(
     if sizes and sum(sizes) != len(chosen):
         told = f"{' + '.join(map(str, sizes))} = {sum(sizes)}"
         raise UserError(f"objective.groups: {told}, there are {len(chosen)} layers: {', '.join(chosen)}")
-    ends = [sum(sizes[: place + 1]) for place in range(len(sizes))] if sizes else range(1, len(chosen) + 1)
-    groups = [(chosen[start], among[(among.index(chosen[end]) if end < len(chosen) else len(among)) - 1])
-              for start, end in zip([0, *ends], ends, strict=False)]  # fmt: skip
-    groups = [tuple(among[among.index(first) : among.index(last) + 1]) for first, last in groups]
+    group_of = [group for group, size in enumerate(sizes or [1] * len(chosen)) for _ in range(size)]
+    counted = itertools.accumulate(int(name in chosen) for name in among)  # layers up to each that count
+    pairs = [(name, group_of[max(0, number - 1)]) for name, number in zip(among, counted, strict=True)]
+    groups = [tuple(name for name, group in pairs if group == one) for one in dict.fromkeys(group_of)]
     if len(groups) > most:
         told = (
             f"{len(groups)} groups of layers have {2 ** len(groups)} configurations, objective.limit={most} takes {2**most}"

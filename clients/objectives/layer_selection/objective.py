@@ -11,7 +11,7 @@ from torch import Tensor
 from clients.data import Images, outputs
 from clients.measure import count_right
 from clients.messages import MEAN, MODEL, RIGHT, TOTAL
-from clients.networks import Architecture, HeadView, architecture_of
+from clients.networks import HeadView, architecture_of
 from clients.objectives.base import OBJECTIVES, Answer, Objective, Session, Task
 from clients.objectives.layer_selection.configurations import LEARNED, Configuration, every, named
 from clients.objectives.layer_selection.layers import Layers, grouped
@@ -70,7 +70,8 @@ class LayerSelection(Objective):
 
     def layers_of(self, config: Config, site: Site) -> Layers:
         """The layers of a site's network that may be shared. UserError if options do not fit it."""
-        return self._layers(architecture_of(config, site))
+        architecture = architecture_of(config, site)
+        return grouped(architecture, tuple(self.layers), tuple(self.groups), self.base, self.limit)
 
     def configurations(self, groups: int) -> list[Configuration]:
         """Those that can be chosen."""
@@ -113,14 +114,3 @@ class LayerSelection(Objective):
         finally:
             view.train()  # the next site trains in it
         return Answer(metrics={RIGHT: right, TOTAL: len(test)})
-
-    def _layers(self, architecture: Architecture) -> Layers:
-        return self._by_architecture(architecture)
-
-    @functools.cached_property
-    def _by_architecture(self) -> Any:
-        @functools.lru_cache(maxsize=64)
-        def found(architecture: Architecture) -> Layers:
-            return grouped(architecture, self.layers, self.groups, self.base, self.limit)
-
-        return found
