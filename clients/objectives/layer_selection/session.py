@@ -10,7 +10,7 @@ from clients.data import Images, outputs, to_float
 from clients.initial import initial_state
 from clients.messages import MEAN, SITE
 from clients.objectives.base import Session, Task
-from clients.objectives.layer_selection.configurations import Configuration
+from clients.objectives.layer_selection.configurations import LEARNED, Configuration
 from clients.objectives.layer_selection.posterior import LIKELIHOODS, PRIORS, TASKS, Belief, shares
 from clients.objectives.layer_selection.search import Pace, Step
 from clients.objectives.layer_selection.tree import Tree
@@ -39,7 +39,7 @@ class SelectionSession(Session):
         added = below(stored, OWN_PARTS) or self.layers.own(task.config, task.site)
         self.belief = belief_of(objective, len(self.layers.groups), stored, task.incoming.get(COUNTS, {}), task.round)
         network = below(stored, NETWORK) or initial_state(task.config, task.site.name, task.site)
-        follows = objective.warm_up and not self.belief.counts.any()  # no E-step was made yet
+        follows = objective.warm_up and objective.mode == LEARNED and not self.belief.counts.any()  # no E-step was made yet
         task.network.load_state_dict({**network, **self.layers.weights(given, added)} if follows else network)
         self.network, self.shared, self.added = task.network, _parameters(given, task), _parameters(added, task)
         self.tree = Tree(self.network, self.layers.groups)
