@@ -39,7 +39,7 @@ RESNET = "network={name: resnet20, width: 0.25, norm: batch}"
 OTHER = "sites.1.network={name: convnet, widths: %s, pools: [1], hidden: [8], norm: %s, bias: true}"
 FIXED = ["data.size=8", "data.grey=true", "data.heads=shared", "data.test_limit=60", "data.validation_limit=40",
          "engine.name=inline", "engine.device=cpu", "baselines=[]", "objective.mode=learned",
-         "objective.warm_up=0", "objective.layers=[]",
+         "objective.warm_up=0", "objective.layers=[]", "objective.m_steps=1",
          "strategy.every=1", "evaluation.every=1", NETWORK_OF_TWO,
          "training={steps: 6, batch: 20, rate: 0.5}", "rounds=2"]  # fmt: skip
 

@@ -44,7 +44,7 @@ class LayerSelection(Objective):
     prior: str = value("counts", "of configurations: counts (Eq. 1), posteriors or tasks", choices=tuple(PRIORS))
     smoothing: float = value(1.0, "count that each configuration starts with; 1: Eq. 1", low=0.001)
     likelihood: str = value("mean", "of a mini-batch: its classes' mean or joint probability", choices=tuple(LIKELIHOODS))
-    m_steps: int = value(1, "gradient steps for each E-step, each on a batch of its own", low=1)
+    m_steps: int = value(2, "gradient steps for each E-step, each on a batch of its own", low=1)
     warm_up: int = value(
         0,
         "rounds of a site in which it shares all layers; its own ones then start at these, else as its name draws them",
