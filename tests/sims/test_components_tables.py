@@ -13,6 +13,7 @@ from sims.experiments import components, papers
 from sims.experiments.components import details, looks, rivals, sizes
 from sims.experiments.components.study import Found, Study, way
 from sims.experiments.components.ways import ALL, DCC, INDEPENDENT, PULLS, WAYS
+from sims.report.tables import Table
 from tests.server.arithmetics import one_core
 
 CHAIN = {"name": "convnet", "widths": [6, 8], "strides": [1, 1]}
@@ -68,7 +69,7 @@ def test_figure_2_is_written_beside_the_papers_cells_and_measured_once(
 @pytest.mark.parametrize(("table", "known"), [("steps", "2 sites, pulled"), ("figure9", "61.8 ?")])
 def test_every_row_of_a_table_is_there(study: Study, table: str, known: str) -> None:
     parts = components.TABLES[table](study, 1)
-    assert known in "".join(part.markdown() for part in parts if isinstance(part, components.Table))
+    assert known in "".join(part.markdown() for part in parts if isinstance(part, Table))
 
 
 def test_of_sites_that_lack_classes_both_heads_are_asked_for_these(study: Study) -> None:

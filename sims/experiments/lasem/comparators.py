@@ -33,11 +33,11 @@ class Column(nn.Module):
         for name in layers.names:
             layer = network.get_submodule(name)
             assert isinstance(layer, nn.Conv2d)
-            layer.register_forward_hook(self._added)
             if earlier and name != layers.names[0]:
                 self.scales.append(nn.Parameter(torch.full((len(earlier),), 1.0 / len(earlier))))
                 self.reduced.append(nn.Conv2d(layer.in_channels * len(earlier), layer.in_channels, 1))
                 self.lateral.append(copy.deepcopy(layer))
+            layer.register_forward_hook(self._added)  # behind the copy, which has none
         for module in (self.reduced, self.lateral):
             initialise(module, generator)
 

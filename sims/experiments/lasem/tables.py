@@ -44,9 +44,10 @@ def figure4(study: Study, seeds: int) -> list[Part]:
             means = {mode: statistics.fmean(_peaks(runs)) for mode, runs in static.items()}
             ours, best = study.each(name, of(learner), seeds), max(means, key=means.__getitem__)
             here = statistics.fmean(_peaks(ours))
-            place = (here - min(means.values())) / (max(means.values()) - min(means.values()))
-            rows.append([learner, _percent(_peaks(ours)), f"{place:.0%}", _percent(_peaks(static["all"])),
-                         f"{best}: {_percent(_peaks(static[best]))}", f"{100 * min(means.values()):.1f}",
+            low, high = min(means.values()), max(means.values())
+            place = f"{(here - low) / (high - low):.0%}" if high > low else "-"
+            rows.append([learner, _percent(_peaks(ours)), place, _percent(_peaks(static["all"])),
+                         f"{best}: {_percent(_peaks(static[best]))}", f"{100 * low:.1f}",
                          *(_number(_kept(runs)) for runs in (ours, static["all"], static[best]))])  # fmt: skip
             series[learner] = (list(means.values()), means["all"], _peaks(ours))
         head = ["", "LASEM", "place in the range", "all", "best", "worst", "final / peak: LASEM", "all", "best"]
