@@ -10,12 +10,12 @@ from hypothesis import settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 from PIL import Image
 
-# Each of the workers that share the tests has a core of its own, and so have the processes that it starts: threads of tiny
-# operations that wait for a core are many times slower than one thread.
+# Threads of tiny operations that wait for a core are many times slower than one thread. Each of the workers that share the
+# tests has a core of its own, and so have the processes that it starts.
+os.environ["OMP_NUM_THREADS"] = "1"
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
-    os.environ["OMP_NUM_THREADS"] = "1"
 
 # Processes that tests start find all modules compiled, also where Python must not write them beside the sources.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
