@@ -91,7 +91,7 @@ class Method:
             federation = Federation(grid, members, window)
             federation.enrolment.simulate()
         else:
-            federation = Federation(grid, members, window, self.ledger.bound, self.ledger.bind)
+            federation = Federation(grid, members, window, self.ledger)
             federation.join(self.config.federation.join_timeout, self.config.federation.min_sites)
         return federation
 

@@ -229,11 +229,14 @@ class Ledger(Records):
 
     # Nodes
 
-    def bind(self, nodes: Mapping[str, int], by: str = "joined") -> None:
-        """Note to which node each site's contributions belong from now on. Works beside a server, too."""
+    def bind(self, nodes: Mapping[str, int], by: str = "joined", keys: Mapping[str, str] | None = None) -> None:
+        """Note to which node each site's contributions belong from now on, and the digest of its public key if it has one.
+
+        Works beside a server, too.
+        """
         with self._database.queueing() as db:
             check_sites(db, nodes)
-            append(db, BOUND, {"nodes": dict(nodes), "by": by})
+            append(db, BOUND, {"nodes": dict(nodes), "by": by, **({"keys": dict(keys)} if keys else {})})
 
     # Events and upkeep
 

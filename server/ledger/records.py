@@ -107,6 +107,14 @@ class Records:
             found |= event.body["nodes"]
         return found
 
+    def keys(self) -> dict[str, str]:
+        """The digest of the public key that each site joined with; without those that joined without one, or were moved."""
+        found: dict[str, str] = {}
+        for event in self.events(BOUND):
+            found = {site: key for site, key in found.items() if site not in event.body["nodes"]}
+            found |= event.body.get("keys", {})
+        return found
+
     def events(self, kind: str = "", after: int = 0) -> Iterator[Event]:
         """The events, oldest first; of one kind, if it is given, and with ids above `after`."""
         which, values = (" AND kind = ?", [kind]) if kind else ("", [])

@@ -1,12 +1,13 @@
 """Which node is which site. A node says so itself; a name that is taken goes to another node only when its holder is gone.
 
-What a site gave is bound to the node that first joined under its name: where Flower authenticates nodes, a node's id is that
-of its key. Another node may train under a name whose holder is gone, but is never sent what the site gave before, unless
-the operator says that it may (`fedloom readmit RUN SITE --node ID`).
+What a site gave is bound to the node that first joined under its name. Where Flower authenticates nodes, the name belongs to
+that node's key from then on, and a key that the operator registered under another name cannot claim it at all. Where it does
+not, another node may train under a name whose holder is gone, but is never sent what the site gave before. In both cases the
+operator may give the name to another node (`fedloom readmit RUN SITE --node ID`).
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flwr.app import Message, RecordDict
@@ -15,6 +16,7 @@ from flwr.serverapp import Grid
 from clients.messages import PROTOCOL, QUERY, WHO
 from conf.errors import UserError, plain
 from conf.sites import Site
+from server.rounds.nodes import Bindings, Node, nodes_of
 
 POLL_SECONDS = 0.2
 REFRESH_SECONDS = 15.0
@@ -23,6 +25,8 @@ ANSWER_SECONDS = 60.0  # after which a question is taken for lost
 MOST_TOLD = 300  # characters of an error
 PATIENCE_SECONDS = 1.0  # for a first answer, however short the time to join
 REFUSED = "says so, too, and is refused: node {1} is {2}"
+OTHER_NAME = "claims to be {2} and is refused: its key is registered as '{3}'"
+OTHER_KEY = "has another key than {2} joined with and is refused ('fedloom readmit RUN {2} --node {0}' takes the new key)"
 NOT_OWNER = ", though not the one that gave what is kept ('fedloom readmit RUN {2} --node ID' says which one is)"
 
 
@@ -43,18 +47,17 @@ class _Asked:
 
 @dataclass
 class Enrolment:
-    """The nodes of the sites. `bound`: reads which node each site's contributions belong to; `bind`: keeps that for good.
+    """The nodes of the sites. `bindings`: which node and key each site's contributions belong to.
 
     `warnings` are for the user; whoever tells them takes them out.
     """
 
     grid: Grid
     sites: Sequence[Site]
-    bound: Callable[[], Mapping[str, int]]
-    bind: Callable[[Mapping[str, int]], None]
+    bindings: Bindings
     nodes: dict[str, int] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
-    present: set[int] = field(default_factory=set)
+    present: dict[int, Node] = field(default_factory=dict)
     _claims: dict[str, list[int]] = field(default_factory=dict)  # by name, the nodes that say they are it, oldest first
     _known: set[int] = field(default_factory=set)  # nodes that have said who they are
     _asked: dict[int, _Asked] = field(default_factory=dict)
@@ -70,8 +73,9 @@ class Enrolment:
         places = dict(enumerate(sorted(self.grid.get_node_ids())))
         self.nodes = {site.name: places[site.index] for site in self.sites}
         self._claims = {name: [node] for name, node in self.nodes.items()}
-        self.present = self._known = set(places.values())
-        self.bind(self.nodes)
+        self.present = {node: Node(node) for node in places.values()}
+        self._known = set(self.present)
+        self.bindings.bind(self.nodes)
 
     def join(self, timeout: float, fewest: int = 0) -> None:
         """Wait until every site is there, or for `timeout` seconds; `fewest` will do then (0: all must be there).
@@ -137,15 +141,15 @@ class Enrolment:
 
     def owns(self, site: str) -> bool:
         """Whether the site's node is the one that its contributions belong to."""
-        return self.nodes.get(site) == self.bound().get(site)
+        return self.nodes.get(site) == self.bindings.bound().get(site)
 
     def _look(self) -> None:
         """Which nodes are there now. One that was gone is asked again: it may come back as another site."""
-        self.present = set(self.grid.get_node_ids())
-        self._known &= self.present
+        self.present = nodes_of(self.grid)
+        self._known &= self.present.keys()
         self._claims = {name: [node for node in nodes if node in self.present] for name, nodes in self._claims.items()}
         self._asked = {node: asked for node, asked in self._asked.items() if node in self.present}
-        for node in self.present - self._known:
+        for node in self.present.keys() - self._known:
             self._asked.setdefault(node, _Asked())
 
     def _waiting(self) -> bool:
@@ -169,18 +173,24 @@ class Enrolment:
         del self._asked[node]
         self._known.add(node)
         name = str(who["site"]) if "site" in who else self._by_place.get(str(who.get("partition-id")), "")
-        if name in self._names:
+        registered = self.present[node].name if node in self.present else ""
+        if name in self._names and registered in ("", name):
             self._claims.setdefault(name, []).append(node)
+        elif name in self._names:
+            self._warn(name, node, 0, OTHER_NAME, registered)
 
     def _assign(self) -> None:
         """Each name to the node that it is bound to; else its holder keeps it; else to the oldest claim."""
-        bound, new = self.bound(), {}
-        for name, here in self._claims.items():
+        bound, keys, new = self.bindings.bound(), self.bindings.keys(), dict[str, int]()
+        for name, claims in self._claims.items():
+            here = self._with_key(name, claims, keys.get(name, ""), bound)
             holder = self.nodes.get(name)
             if (chosen := next((node for node in (bound.get(name), holder, *here) if node in here), None)) is None:
                 continue
             self.nodes[name] = chosen
-            if name not in bound:
+            if bound.get(name) != chosen and keys.get(name):
+                new[name] = chosen  # the same key, known to Flower as another node
+            elif name not in bound or (chosen == bound[name] and name not in keys and self._key(chosen)):
                 new[name] = chosen
             elif chosen not in (holder, bound[name]):
                 self._warn(name, chosen, bound[name], "takes the place of node {1}, which is gone, and is not sent what "
@@ -190,12 +200,24 @@ class Enrolment:
                     owner = chosen == bound.get(name, chosen)
                     self._warn(name, other, chosen, REFUSED if owner else REFUSED + NOT_OWNER)
         if new:
-            self.bind(new)
+            self.bindings.bind(new, keys={name: self._key(node) for name, node in new.items() if self._key(node)})
 
-    def _warn(self, name: str, node: int, other: int, text: str) -> None:
+    def _key(self, node: int) -> str:
+        return self.present[node].key if node in self.present else ""
+
+    def _with_key(self, name: str, claims: Sequence[int], key: str, bound: Mapping[str, int]) -> list[int]:
+        """Those of the claims that may have a name which belongs to a key."""
+        if not key:
+            return list(claims)
+        for node in claims:
+            if self._key(node) != key:
+                self._warn(name, node, bound.get(name, 0), OTHER_KEY)
+        return [node for node in claims if self._key(node) == key]
+
+    def _warn(self, name: str, node: int, other: int, text: str, more: str = "") -> None:
         if (name, node, other) not in self._told:
             self._told.add((name, node, other))
-            self.warnings.append(f"{name}: node {node} {text.format(node, other, name)}")
+            self.warnings.append(f"{name}: node {node} {text.format(node, other, name, plain(more))}")
 
 
 def reason_of(reply: Message) -> str:

@@ -3,7 +3,7 @@
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from clients.messages import ASK, TRAIN
 from clients.partial import PartialSum
 from conf.sites import Site
 from server.rounds.enrolment import POLL_SECONDS, REFRESH_SECONDS, Enrolment, reason_of
+from server.rounds.nodes import Bindings, Unkept
 
 WINDOW_BYTES = 256 * 2**20
 LEAST_UNDER_WAY, MOST_UNDER_WAY = 4, 1000
@@ -37,19 +38,17 @@ class Reply:
 class Federation:
     """All sites of a run, found through the grid. `window` messages are under way at once (0: by their size).
 
-    `bound` and `bind`: which node each site's contributions belong to, kept for good (server.rounds.enrolment).
+    `bindings`: which node each site's contributions belong to, kept for good (server.rounds.enrolment).
     """
 
     grid: Grid
     sites: list[Site]
     window: int
-    bound: Callable[[], Mapping[str, int]] | None = None
-    bind: Callable[[Mapping[str, int]], None] | None = None
+    bindings: Bindings = field(default_factory=Unkept)
     enrolment: Enrolment = field(init=False)
 
     def __post_init__(self) -> None:
-        here: dict[str, int] = {}
-        self.enrolment = Enrolment(self.grid, self.sites, self.bound or (lambda: here), self.bind or here.update)
+        self.enrolment = Enrolment(self.grid, self.sites, self.bindings)
 
     @property
     def simulated(self) -> bool:

@@ -159,7 +159,7 @@ class Questions:
     def _stranger(self, site: str) -> str:
         """Why a node that took a site's place is not sent what the site gave, and how to mend it."""
         enrolment, run = self.federation.enrolment, f"{self.config.run.root}/{self.config.run.name}"
-        node, owner = enrolment.nodes.get(site), enrolment.bound().get(site)
+        node, owner = enrolment.nodes.get(site), enrolment.bindings.bound().get(site)
         claims = ", ".join(map(str, enrolment.claims(site)))
         return (f"node {node} is not sent what node {owner} gave ('fedloom readmit {run} {site} --node ID' says which one "
                 f"is the site now, of those that claim it: {claims})")  # fmt: skip

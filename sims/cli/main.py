@@ -15,7 +15,7 @@ import typer
 
 from conf import UserError, load, to_yaml
 from conf.errors import FailedError, plain
-from sims.cli import heads, networks
+from sims.cli import federation, heads, networks
 from sims.cli.named import named
 from sims.cli.options import numbers
 from sims.report.tables import Table
@@ -241,6 +241,7 @@ def doctor(
 
 app.add_typer(networks.app)
 app.add_typer(heads.app)
+app.add_typer(federation.app, name="federation")
 
 
 def main() -> NoReturn:

@@ -13,7 +13,7 @@ from sims.engines.adapter import LocalGrid
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
 
 # Modules by name, imported when asked for: Ray is needed by its own engine only.
-MODULES = {"inline": "sims.engines.inline", "ray": "sims.engines.ray"}
+MODULES = {"inline": "sims.engines.inline", "ray": "sims.engines.ray", "flower": "sims.engines.flower"}
 
 
 def refuse_engine(config: Config) -> None:

@@ -13,6 +13,7 @@ from conf import Config, UserError
 from conf.sites import roster
 from server.ledger import Ledger
 from server.rounds.exchange import Federation
+from server.rounds.nodes import Unkept
 from sims.cli.unlearn import readmit
 from sims.engines.adapter import FIRST_NODE, store_folder
 from sims.engines.inline import InlineGrid
@@ -50,7 +51,7 @@ class Nodes(InlineGrid):
 
 def federation(config: Config, names: Mapping[int, str], bound: Mapping[str, int] | None = None) -> tuple[Federation, Nodes]:
     grid, kept = Nodes(config, names), dict(bound or {})
-    return Federation(grid, roster(config), 32, lambda: kept, kept.update), grid
+    return Federation(grid, roster(config), 32, Unkept(kept)), grid
 
 
 def test_a_name_that_is_taken_is_refused_and_both_nodes_are_named(tmp_path: Path):
@@ -79,7 +80,7 @@ def test_a_name_whose_holder_is_gone_is_taken_but_what_the_site_gave_is_not(tmp_
     found.refresh()
     assert found.nodes["north"] == A and found.enrolment.owns("north")
     # and the operator's word is the last
-    found.enrolment.bind({"north": C})
+    found.bindings.bind({"north": C})
     found.refresh()
     assert found.nodes["north"] == C and found.enrolment.owns("north")
 
@@ -89,12 +90,11 @@ def test_who_came_first_is_kept_by_the_ledger_and_counts_after_a_restart(tmp_pat
     run = set_up(config)
     run.loop.one(1)
     ledger = run.aggregate.ledger
-    kept = {"bound": ledger.bound, "bind": ledger.bind}
-    first = Federation(Nodes(config, {A: "north", B: "south"}), roster(config), 32, **kept)
+    first = Federation(Nodes(config, {A: "north", B: "south"}), roster(config), 32, ledger)
     first.join(0.0)
     assert ledger.bound() == {"north": A, "south": B}
     # a server that starts anew meets another node first
-    again = Federation(Nodes(config, {B: "south", C: "north"}), roster(config), 32, **kept)
+    again = Federation(Nodes(config, {B: "south", C: "north"}), roster(config), 32, ledger)
     again.join(0.0)
     assert again.nodes == {"north": C, "south": B}
     assert not again.enrolment.owns("north")

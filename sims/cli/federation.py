@@ -1,0 +1,88 @@
+"""`fedloom federation`: machines that Flower connects, here or elsewhere."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sims.report.tables import Table
+
+app = typer.Typer(no_args_is_help=True, help="A real federation: a server and a node at each site.")
+
+Folder = Annotated[Path, typer.Argument(help="Where the machines' folders are.")]
+HERE = Path("federation")
+
+
+@app.command()
+def up(
+    folder: Folder = HERE,
+    nodes: Annotated[int, typer.Option(help="So many sites, where there is no such folder yet.", min=1, max=100)] = 3,
+    tls: Annotated[bool, typer.Option("--tls", help="Encrypted; the sites are known by their keys.")] = False,
+) -> None:
+    """Start a federation on this machine and wait until all nodes are in; again: start what is down."""
+    from sims.federation.local import up as start
+
+    names = start(folder, nodes, tls)
+    typer.echo(f"{len(names)} nodes are in: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}; a run:")
+    typer.echo(f"  fedloom run digits engine.name=flower engine.address={folder}")
+
+
+@app.command()
+def down(folder: Folder = HERE) -> None:
+    """Stop what `up` started, and nothing else."""
+    from sims.federation.local import down as stop
+
+    typer.echo(f"stopped: {', '.join(stop(folder)) or 'nothing was running'}")
+
+
+@app.command()
+def status(folder: Folder = HERE) -> None:
+    """Which machines of the folder are up, and which nodes the server sees."""
+    from rich.console import Console
+
+    from sims.federation.local import status as examine
+
+    Console().print(Table(f"{folder}", ["machine", "here", "at the server"], examine(folder)).rich())
+
+
+@app.command()
+def logs(
+    names: Annotated[list[str] | None, typer.Argument(help="Machines, such as site-0001; none: all.")] = None,
+    folder: Annotated[Path, typer.Option(help="Where the machines' folders are.")] = HERE,
+    lines: Annotated[int, typer.Option(help="So many last lines of each.", min=1)] = 10,
+) -> None:
+    """What the machines said last."""
+    from sims.federation.local import logs as read
+
+    for name, text in read(folder, names or [], lines):
+        typer.echo(f"== {name}\n{text}")
+
+
+@app.command()
+def plan(
+    nodes: Annotated[Path, typer.Argument(help="A YAML file: host, port, sites: [{name: ...}, ...].")],
+    folder: Annotated[Path, typer.Option(help="Where the machines' folders go.")] = HERE,
+) -> None:
+    """Write a folder with keys, sheet and start command for each machine."""
+    from sims.federation.plan import Plan, write_plan
+    from sims.federation.sheets import read
+
+    for home in write_plan(read(Plan, nodes), folder):
+        command = "server ." if home.name == "server" else "node site.yaml"
+        typer.echo(f"{home}: copy it to its machine; there, in it: fedloom federation {command}")
+
+
+@app.command()
+def server(folder: Annotated[Path, typer.Argument(help="The server's folder.")]) -> None:
+    """Keep the SuperLink of a server's folder running."""
+    from sims.federation.machines import run_server
+
+    run_server(folder)
+
+
+@app.command()
+def node(sheet: Annotated[Path, typer.Argument(help="The site's site.yaml.")]) -> None:
+    """Keep the node of a site running."""
+    from sims.federation.machines import run_node
+
+    run_node(sheet)

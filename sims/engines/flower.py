@@ -1,0 +1,113 @@
+"""The engine `flower`: a real federation's nodes, reached over a SuperLink of Flower (flwr 1.41).
+
+A run is submitted whose ServerApp hands its place over (server.relay); from then on this process speaks to the SuperLink
+itself, so that progress, reports, resuming and unlearning are what they are with every other engine.
+"""
+
+import json
+import shutil
+import socket
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.superlink.grid.http_grid import HttpGrid
+
+from conf.errors import UserError
+from conf.schema import Config
+from server.relay import DONE, SOCKET
+from sims.federation.plan import CONNECTION, SERVER
+from sims.federation.programs import BIN, environment
+
+START_SECONDS = 90.0  # of a ServerApp, on a busy machine
+MOST_PLACE = 1 << 20  # bytes of what the ServerApp tells
+TOLD = 300  # letters of what a program said
+APP = {
+    "project": {"name": "fedloom-relay", "version": "1.0.0", "description": "", "license": "Apache-2.0"},
+    "tool": {"flwr": {"app": {
+        "publisher": "fedloom",
+        "components": {"serverapp": "server.relay:app", "clientapp": "clients.app:app"},
+        "config": {SOCKET: ""},
+    }}},
+}  # fmt: skip
+
+
+class FlowerGrid(HttpGrid):
+    """A run's place at a SuperLink. `line`: to the ServerApp that holds it."""
+
+    poll_seconds = 0.1
+
+    def __init__(self, place: dict[str, Any], line: socket.socket, told: str) -> None:
+        root = place["certificates"].encode() if place["certificates"] else None
+        super().__init__(place["address"], place["insecure"], root, token=place["token"])
+        TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = place["run"], place["task"], place["node"]
+        self.set_run(Run.create_empty(place["run"]))
+        self._line, self._told = line, told
+
+    def describe(self) -> str:
+        """Where the nodes are, in a line."""
+        return self._told
+
+    def close(self) -> None:
+        """Give the place back: the run is done."""
+        with self._line as line:
+            line.sendall(DONE)
+        super().close()
+
+
+def start(config: Config) -> FlowerGrid:
+    """A run's place at the SuperLink that engine.address names. UserError if there is none, or it takes no run."""
+    home, connection = _connection(config.engine.address)
+    folder = Path(tempfile.mkdtemp(prefix="fedloom-"))  # of this user alone; a socket's path must be short
+    try:
+        app = folder / "app"
+        app.mkdir()
+        (app / "pyproject.toml").write_text(tomli_w.dumps(APP), encoding="utf-8")
+        with socket.socket(socket.AF_UNIX) as door:
+            door.bind(str(folder / SOCKET))
+            door.listen(1)
+            run = _submit(app, connection, folder / SOCKET, home)
+            line, place = _handed_over(door, run)
+        return FlowerGrid(place, line, f"engine flower: {config.engine.address}, Flower's run {run}")
+    finally:
+        shutil.rmtree(folder)
+
+
+def _connection(address: str) -> tuple[dict[str, str], str]:
+    """Environment and name by which Flower's own command finds the SuperLink."""
+    if not address:
+        raise UserError("engine.address: takes the folder of a federation ('fedloom federation up' makes one), or the name "
+                        "of a SuperLink in Flower's config.toml")  # fmt: skip
+    home = Path(address) / SERVER / "flwr"
+    return ({"FLWR_HOME": str(home.resolve())}, CONNECTION) if home.is_dir() else ({}, address)
+
+
+def _submit(app: Path, connection: str, door: Path, home: dict[str, str]) -> str:
+    """Have the SuperLink start the ServerApp; the run's id."""
+    words = [str(BIN / "flwr"), "run", str(app), connection, "--run-config", f'{SOCKET}="{door}"', "--format", "json"]
+    done = subprocess.run(words, env=environment(home), cwd=app, capture_output=True, text=True, timeout=START_SECONDS)
+    try:
+        return str(json.loads(done.stdout)["run-id"])
+    except (ValueError, KeyError):
+        told = " ".join((done.stdout + done.stderr).split())[-TOLD:]
+        how = "'fedloom federation status' says how it is"
+        raise UserError(f"engine.address: the SuperLink there takes no run ({how}): {told}") from None
+
+
+def _handed_over(door: socket.socket, run: str) -> tuple[socket.socket, dict[str, Any]]:
+    """What the ServerApp tells, and the line to it."""
+    door.settimeout(START_SECONDS)
+    try:
+        line, _ = door.accept()
+        line.settimeout(START_SECONDS)
+        with line.makefile("rb") as told:
+            place = json.loads(told.readline(MOST_PLACE))
+    except (TimeoutError, ValueError) as error:
+        raise UserError(f"engine.address: the ServerApp of Flower's run {run} did not come within {START_SECONDS:g} s; the "
+                        "server's log says why ('fedloom federation logs server')") from error  # fmt: skip
+    line.settimeout(None)
+    return line, place

@@ -1,0 +1,79 @@
+"""Keys and certificates of a federation, made by the `cryptography` package: an authority of its own, the server's
+certificate, and a key for each site, by which Flower knows its node."""
+
+import datetime
+import ipaddress
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+AUTHORITY, CERTIFICATE, SERVER_KEY = "ca.crt", "server.crt", "server.key"
+NODE_KEY = "key"
+LASTS = datetime.timedelta(days=3650)
+PRIVATE = 0o600
+
+
+def write_certificates(folder: Path, hosts: Sequence[str]) -> None:
+    """A new authority's certificate, and the server's for these names and addresses with its key, into the folder.
+
+    The authority's own key is thrown away: nobody can have another certificate made.
+    """
+    root, key = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
+    issuer, subject = _name("Fedloom federation"), _name(hosts[0])
+    authority = _certificate(issuer, issuer, root.public_key(), True, []).sign(root, hashes.SHA384())
+    names = [_alternative(host) for host in hosts]
+    certificate = _certificate(subject, issuer, key.public_key(), False, names).sign(root, hashes.SHA384())
+    pem = serialization.Encoding.PEM
+    (folder / AUTHORITY).write_bytes(authority.public_bytes(pem))
+    (folder / CERTIFICATE).write_bytes(certificate.public_bytes(pem) + authority.public_bytes(pem))
+    _write_private(folder / SERVER_KEY, _private_bytes(key, serialization.PrivateFormat.PKCS8))
+
+
+def write_node_key(folder: Path) -> str:
+    """A site's new key, as `ssh-keygen -t ecdsa -b 384` makes it; the public half, one line."""
+    key = ec.generate_private_key(ec.SECP384R1())
+    _write_private(folder / NODE_KEY, _private_bytes(key, serialization.PrivateFormat.OpenSSH))
+    line = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
+    (folder / f"{NODE_KEY}.pub").write_text(f"{line}\n", encoding="ascii")
+    return line
+
+
+def _name(common: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common[:64])])
+
+
+def _alternative(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _certificate(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, authority: bool, names: Sequence[x509.GeneralName]
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    builder = (
+        x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1)).not_valid_after(now + LASTS)  # clocks differ
+        .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+    )  # fmt: skip
+    return builder.add_extension(x509.SubjectAlternativeName(names), critical=False) if names else builder
+
+
+def _private_bytes(key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat) -> bytes:
+    return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+
+
+def _write_private(path: Path, content: bytes) -> None:
+    """Readable by its owner alone, from the first byte on."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE)
+    with os.fdopen(handle, "wb") as file:
+        file.write(content)

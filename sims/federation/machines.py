@@ -1,0 +1,95 @@
+"""What runs on a federation's machines: the server's SuperLink, and a node of Flower at each site."""
+
+import contextlib
+import json
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UserError
+from sims.federation import sheets
+from sims.federation.plan import CONNECTION, KEYS
+from sims.federation.programs import BIN, environment, free_port, keep_running
+from sims.federation.sheets import ServerSheet, SiteSheet
+
+DATABASE = "state.db"  # of the SuperLink: its restart costs no node its registration
+NODE_CONFIG = "node.toml"
+ID = ".id"  # of the file beside a site's public key: the id of its node
+START_SECONDS = 60.0
+TOLD = 300  # letters of what a program said
+
+
+def run_server(folder: Path) -> None:
+    """Keep the SuperLink of a server's folder running, until told to stop; the sites' keys in it may join."""
+    sheet = sheets.read(ServerSheet, folder / sheets.SERVER)
+    words = [str(BIN / "flower-superlink"), "--host", sheet.host, "--port", str(sheet.port), "--database", DATABASE]
+    if sheet.certificate:
+        words += ["--ssl-certfile", sheet.certificate, "--ssl-keyfile", sheet.key, "--ssl-ca-certfile", sheet.authority]
+    else:
+        words += ["--insecure"]
+    words += ["--enable-supernode-auth"] if sheet.authenticate else []
+
+    def ready() -> None:
+        wait_for(sheet.port)
+        if sheet.authenticate:
+            register(folder)
+
+    keep_running(folder, lambda: words, {"FLWR_HOME": str(folder.resolve() / "flwr")}, ready)
+
+
+def run_node(path: Path) -> None:
+    """Keep the node of a site's sheet running, until told to stop."""
+    sheet, folder = sheets.read(SiteSheet, path), path.parent.resolve()
+    if not sheet.superlink:
+        raise UserError(f"{path}: superlink: takes the server's address, HOST:PORT")
+    for name in filter(None, (sheet.certificate, sheet.key)):
+        if not (folder / name).is_file():
+            raise UserError(f"{path}: there is no {folder / name}")
+    (folder / NODE_CONFIG).write_text(sheets.node_config(sheet, folder), encoding="utf-8")
+    words = [str(BIN / "flower-supernode"), "--superlink", sheet.superlink, "--node-config", NODE_CONFIG]
+    words += ["--root-certificates", sheet.certificate] if sheet.certificate else ["--insecure"]
+    words += ["--auth-supernode-private-key", sheet.key] if sheet.key else []
+    more = {"FLWR_HOME": str(folder / "flwr"), **sheet.environment}
+    keep_running(folder, lambda: [*words, "--port", str(sheet.port or free_port())], more)
+
+
+def register(folder: Path) -> None:
+    """Let the nodes whose public keys lie in the server's folder join; the id of each is put beside its key."""
+    known = {one["node-id"] for one in nodes(folder)}
+    for path in sorted((folder / KEYS).glob("*.pub")):
+        if registered(path) not in known:
+            words = ("supernode", "register", str(path.resolve()), CONNECTION, "--name", path.stem, "--format", "json")
+            path.with_suffix(ID).write_text(str(json.loads(flwr(folder, *words))["node-id"]), encoding="ascii")
+
+
+def registered(path: Path) -> str:
+    """The id of the node of a public key's file; empty: it is not registered yet."""
+    beside = path.with_suffix(ID)
+    return beside.read_text(encoding="ascii").strip() if beside.is_file() else ""
+
+
+def nodes(folder: Path) -> list[dict[str, Any]]:
+    """The nodes that the SuperLink of a server's folder knows: {"node-id", "status", ...}."""
+    return json.loads(flwr(folder, "supernode", "list", CONNECTION, "--format", "json"))["nodes"]
+
+
+def flwr(folder: Path, *words: str) -> str:
+    """What a command of Flower says, spoken to the SuperLink of a server's folder. UserError if it fails."""
+    more = environment({"FLWR_HOME": str(folder.resolve() / "flwr")})
+    done = subprocess.run([str(BIN / "flwr"), *words], env=more, cwd=folder, capture_output=True, text=True, timeout=120)
+    if done.returncode or '"success": false' in done.stdout:
+        told = " ".join((done.stdout + done.stderr).split())[-TOLD:]
+        raise UserError(f"{folder}: 'flwr {words[0]}' failed: {told}")
+    return done.stdout
+
+
+def wait_for(port: int, seconds: float = START_SECONDS) -> None:
+    """Until something listens at a port of this machine. UserError if nothing does in time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.2)
+    raise UserError(f"nothing listens at port {port} after {seconds:g} s")

@@ -1,0 +1,94 @@
+"""A federation as folders, one for each machine: its keys, its sheet, and how it is started."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from conf.errors import UserError
+from conf.typed import build, value
+from sims.federation import sheets
+from sims.federation.keys import AUTHORITY, CERTIFICATE, NODE_KEY, SERVER_KEY, write_certificates, write_node_key
+from sims.federation.sheets import ServerSheet, SiteSheet
+
+SERVER = "server"  # the folder of the server's machine
+KEYS = "keys"  # in it: the public keys of the sites
+CONNECTION = "here"  # how Flower's configuration names the SuperLink
+OWN = ("name", "superlink", "certificate", "key")  # keys of a site's sheet that the plan writes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The whole federation, as `nodes.yaml` says it."""
+
+    host: str = value("127.0.0.1", "the server's address, as the sites reach it")
+    port: int = value(8000, "the SuperLink's", low=1, high=65535)
+    tls: bool = value(True, "encrypted, the server known by its certificate and each site by its key")
+    names: list[str] = value([], "further names and addresses of the server, for its certificate")
+    sites: list[dict[str, Any]] = value([], "a section for each: name, and any other key of site.yaml")
+
+    @property
+    def local(self) -> bool:
+        """Whether it is all on one machine."""
+        return self.host in ("127.0.0.1", "localhost")
+
+
+def site_sheets(plan: Plan) -> list[SiteSheet]:
+    """Each site's sheet. UserError for none, names that are no folder's or are there twice, keys that the plan sets."""
+    if not plan.sites:
+        raise UserError("sites: takes at least one, such as '- {name: site-0000}'")
+    made: list[SiteSheet] = []
+    for place, given in enumerate(plan.sites):
+        if odd := next((key for key in OWN[1:] if key in given), ""):
+            raise UserError(f"sites[{place}].{odd}: is what the plan itself says; leave it out")
+        sheet = build(SiteSheet, given, f"sites[{place}]")
+        if not _fit(sheet.name):
+            raise UserError(f"sites[{place}].name: got {sheet.name!r}, takes letters, digits, '-', '_' and '.'")
+        if sheet.name == SERVER or any(sheet.name == one.name for one in made):
+            raise UserError(f"sites[{place}].name: '{sheet.name}' is taken")
+        tls = {"certificate": AUTHORITY, "key": NODE_KEY} if plan.tls else {}
+        made.append(replace(sheet, superlink=f"{plan.host}:{plan.port}", **tls))
+    return made
+
+
+def write_plan(plan: Plan, folder: Path) -> list[Path]:
+    """The machines' folders, the server's first. UserError if there is something in the folder already."""
+    made = site_sheets(plan)
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder}: is not empty; name another folder, or remove it with its keys")
+    server = folder / SERVER
+    (server / KEYS).mkdir(parents=True)
+    server.chmod(0o700)
+    if plan.tls:
+        hosts = [plan.host, *plan.names, "localhost", "127.0.0.1"]
+        write_certificates(server, list(dict.fromkeys(hosts)))
+    _write_server(plan, server)
+    for sheet in made:
+        home = folder / sheet.name
+        home.mkdir(mode=0o700)
+        if plan.tls:
+            (home / AUTHORITY).write_bytes((server / AUTHORITY).read_bytes())
+            (server / KEYS / f"{sheet.name}.pub").write_text(write_node_key(home) + "\n", encoding="ascii")
+        sheets.write(home / sheets.SITE, sheet)
+    return [server, *(folder / sheet.name for sheet in made)]
+
+
+def sites_of(folder: Path) -> list[str]:
+    """The sites whose folders are on this machine."""
+    return sorted(path.parent.name for path in folder.glob(f"*/{sheets.SITE}"))
+
+
+def _write_server(plan: Plan, server: Path) -> None:
+    listen = "127.0.0.1" if plan.local else "0.0.0.0"
+    tls = {"certificate": CERTIFICATE, "key": SERVER_KEY, "authority": AUTHORITY, "authenticate": True} if plan.tls else {}
+    sheets.write(server / sheets.SERVER, ServerSheet(host=listen, port=plan.port, **tls))
+    known: Mapping[str, Any] = {"root-certificates": str((server / AUTHORITY).resolve())} if plan.tls else {"insecure": True}
+    connection = {"superlink": {"default": CONNECTION, CONNECTION: {"address": f"127.0.0.1:{plan.port}", **known}}}
+    (server / "flwr").mkdir()
+    (server / "flwr" / "config.toml").write_text(tomli_w.dumps(connection), encoding="utf-8")
+
+
+def _fit(name: str) -> bool:
+    return 0 < len(name) <= sheets.MOST_NAME and not name.startswith(".") and all(c.isalnum() or c in "-_." for c in name)

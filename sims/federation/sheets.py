@@ -1,0 +1,92 @@
+"""What a machine of a federation runs, as files that its owner reads and changes: `site.yaml` and `server.yaml`."""
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tomli_w
+import yaml
+
+from conf.errors import UserError
+from conf.typed import build, value
+from conf.yamls import read_yaml, write_yaml
+
+SITE, SERVER = "site.yaml", "server.yaml"
+POLICY = ("data", "domain", "networks", "objectives", "publish")  # keys that a node-config has, too (clients.policy)
+MOST_NAME = 100  # letters
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SiteSheet:
+    """One site: who it is, where the server is, what it lets a server do with it. Paths are relative to the file."""
+
+    name: str = value("", "the site's name, as in the configurations of runs")
+    superlink: str = value("", "the server's address, HOST:PORT")
+    certificate: str = value("", "the authority's certificate, by which the server is known; empty: no TLS")
+    key: str = value("", "the site's private key, by which the server knows it; empty: no authentication")
+    store: str = value("store", "folder of what the site keeps of runs")
+    port: int = value(0, "of the node's own program, on this machine alone; 0: any that is free", low=0, high=65535)
+    data: str = value("", "folder with its data sets; empty: $FEDLOOM_DATA, else ./data")
+    domain: str = value("", "its own images in place of the configuration's: images:FOLDER, npz:FILE, module:function, ...")
+    networks: list[str] = value([], "networks that it runs; none: all that ship")
+    objectives: list[str] = value([], "objectives that it runs; none: all that ship")
+    publish: list[str] = value(
+        [], "parts of its network that others may have: extractor, head, or none; empty: as the run says"
+    )
+    environment: dict[str, str] = value({}, "environment variables of the node, such as CUDA_VISIBLE_DEVICES: '0'")
+
+
+@dataclass(frozen=True)
+class ServerSheet:
+    """The server: its SuperLink. Paths are relative to the file."""
+
+    host: str = value("127.0.0.1", "address to listen at; 0.0.0.0: all of the machine's")
+    port: int = value(8000, "to listen at", low=1, high=65535)
+    certificate: str = value("", "the server's certificate; empty: no TLS")
+    key: str = value("", "its private key")
+    authority: str = value("", "the authority's certificate")
+    authenticate: bool = value(False, "only nodes whose keys are in `keys` may join")
+
+
+def read(schema: type[T], path: Path) -> T:
+    """The sheet in a file. UserError for one that is not there or holds something else."""
+    try:
+        given = read_yaml(path.read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(given, Mapping):
+        raise UserError(f"{path}: takes a section of keys, such as 'name: site-0000'")
+    try:
+        return build(schema, given)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def write(path: Path, sheet: Any) -> None:
+    """A sheet as YAML, each key's meaning behind it; what has its default is left out as a comment."""
+    lines = []
+    for one in dataclasses.fields(sheet):
+        given = getattr(sheet, one.name)
+        default = one.default if one.default is not dataclasses.MISSING else one.default_factory()  # type: ignore[misc]
+        text = write_yaml({one.name: given}).strip() if given or given == default else f"{one.name}: {given}"
+        lines.append(f"{'# ' if given == default else ''}{text}  # {one.metadata['help']}")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def node_config(sheet: SiteSheet, folder: Path) -> str:
+    """The TOML that Flower's SuperNode passes to the ClientApp (clients.policy, clients.store)."""
+    if not sheet.name or len(sheet.name) > MOST_NAME:
+        raise UserError(f"{folder / SITE}: name: takes 1 to {MOST_NAME} letters, got {sheet.name[:20]!r}")
+    given = {"site": sheet.name, "store": str((folder / sheet.store).resolve())}
+    for key in POLICY:
+        one = getattr(sheet, key)
+        if one:
+            given[key] = ",".join(one) if isinstance(one, list) else one
+    text = tomli_w.dumps(given)
+    assert tomllib.loads(text) == given
+    return text
