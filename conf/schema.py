@@ -27,7 +27,7 @@ class EngineConfig:
         "ray", "inline: this process; ray: Ray actors; flower: a real federation", choices=("inline", "ray", "flower")
     )
     workers: int = value(0, "processes that run sites; 0: sized to the machine", low=0)
-    address: str = value("", "address of a Ray cluster; empty: start one on this machine")
+    address: str = value("", "ray: of a cluster; empty: one on this machine is started; flower: a federation's folder")
     ship_data: bool = value(False, "with an address: send the data folder to the cluster's nodes; off: they have it")
     num_cpus: float = value(1.0, "CPU cores per worker", low=0.0)
     num_gpus: float = value(0.0, "GPUs per worker (a fraction shares one)", low=0.0)
