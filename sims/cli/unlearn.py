@@ -22,7 +22,7 @@ from server.runfolder import RunFolder, read_config
 from server.unlearning.certificate import CERTIFICATES, changed, read, verify, verify_accuracy
 from server.unlearning.requests import receive, wants_training
 from sims.cli.progress import listener_for
-from sims.engines import MODULES, open_engine, refuse_engine
+from sims.engines import SIMULATED, can_start, open_engine, refuse_engine
 from sims.report.certificates import write_pages
 from sims.report.report import write_report
 from sims.report.tables import Table
@@ -111,7 +111,7 @@ def _vouch(path: Path, sites: Sequence[str], node: int) -> str:
         raise UserError(f"--node: is that of one site; got {len(sites)} sites")
     if not 0 < node < 2**64:
         raise UserError(f"--node: got {node}, takes the id of one of Flower's nodes, as the server's warning names it")
-    if (engine := read_config(path).engine.name) in MODULES:
+    if (engine := read_config(path).engine.name) in SIMULATED:
         raise UserError(f"--node: the sites of this run are simulated (engine.name={engine}) and have no nodes of their own")
     with Ledger.open(path, server=False) as ledger:
         before = ledger.bound().get(sites[0])
@@ -223,10 +223,10 @@ def _fulfil(method: Method, listener: Listener, mine: str) -> None:
     Where sites can only be trained by a real federation, requests that want that are left to it as they are. `mine`: the
     request whose refusal the caller tells.
     """
-    unlearning, engine = method.unlearning(), method.config.engine.name
+    unlearning = method.unlearning()
 
     def can(request: Request) -> bool:
-        return engine in MODULES or not wants_training(request.options)
+        return can_start(method.config) or not wants_training(request.options)
 
     unlearning.screen(listener.note, mine)
     while (due := list(filter(can, unlearning.under_way()))) or _cut_off(method.ledger):

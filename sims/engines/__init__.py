@@ -13,16 +13,22 @@ from sims.engines.adapter import LocalGrid
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
 
 # Modules by name, imported when asked for: Ray is needed by its own engine only.
+SIMULATED = ("inline", "ray")  # whose sites are on the user's own machines
 MODULES = {"inline": "sims.engines.inline", "ray": "sims.engines.ray", "flower": "sims.engines.flower"}
+
+
+def can_start(config: Config) -> bool:
+    """Whether the run's engine is one that we start ourselves: not a federation that `flwr run` speaks to."""
+    return config.engine.name in SIMULATED or bool(config.engine.address)
 
 
 def refuse_engine(config: Config) -> None:
     """UserError for an engine that is not ours to start."""
-    if config.engine.name not in MODULES:
+    if not can_start(config):
         again = " --run-config 'overrides=\"... run.resume=true\"'" if config.run.resume else ""
         raise UserError(
-            f"engine.name: '{config.engine.name}' is a real federation: start it with `flwr run .{again}`; "
-            f"fedloom run takes one of: {', '.join(MODULES)}"
+            "engine.name: 'flower' is a real federation: name its folder in engine.address ('fedloom federation up' makes "
+            f"one), or start it with `flwr run .{again}`"
         )
 
 

@@ -79,9 +79,6 @@ def start(config: Config) -> FlowerGrid:
 
 def _connection(address: str) -> tuple[dict[str, str], str]:
     """Environment and name by which Flower's own command finds the SuperLink."""
-    if not address:
-        raise UserError("engine.address: takes the folder of a federation ('fedloom federation up' makes one), or the name "
-                        "of a SuperLink in Flower's config.toml")  # fmt: skip
     home = Path(address) / SERVER / "flwr"
     return ({"FLWR_HOME": str(home.resolve())}, CONNECTION) if home.is_dir() else ({}, address)
 

@@ -44,11 +44,7 @@ def status(folder: Path) -> list[list[str]]:
         raise UserError(f"{folder}: is no federation's folder; 'fedloom federation up {folder}' makes one")
     there = running(folder / SERVER)
     online = _online(folder) if there else {}
-    rows = (
-        [[SERVER, _processes(there), f"{len(online)} nodes online" if there else "down"]]
-        if (folder / SERVER).is_dir()
-        else []
-    )
+    rows = [[SERVER, _processes(there), f"{len(online)} nodes online" if there else ""]]
     for name in names:
         id = registered(folder / SERVER / KEYS / f"{name}.pub")
         told = f"node {id}: {online.get(id, 'offline')}" if id else "not authenticated"

@@ -35,9 +35,7 @@ class SiteSheet:
     domain: str = value("", "its own images in place of the configuration's: images:FOLDER, npz:FILE, module:function, ...")
     networks: list[str] = value([], "networks that it runs; none: all that ship")
     objectives: list[str] = value([], "objectives that it runs; none: all that ship")
-    publish: list[str] = value(
-        [], "parts of its network that others may have: extractor, head, or none; empty: as the run says"
-    )
+    publish: list[str] = value([], "parts of its network that others may have: extractor, head, or none; empty: any")
     environment: dict[str, str] = value({}, "environment variables of the node, such as CUDA_VISIBLE_DEVICES: '0'")
 
 

@@ -39,7 +39,7 @@ def test_what_would_have_to_be_trained_is_refused_and_nothing_is_touched(run: Co
     """Once the site was subtracted and erased first, and then the engine failed."""
     with Ledger.open(folder(run), server=False) as ledger:
         before = [(event.kind, event.digest) for event in ledger.events()], ledger.all_latest()
-    with pytest.raises(UserError, match=r"engine\.name: 'flower' is a real federation: start it with `flwr run"):
+    with pytest.raises(UserError, match=r"engine\.name: 'flower' is a real federation: name its folder in engine.address"):
         unlearn(folder(run), Wish(["site-0001"], **wish), quiet=True)
     with Ledger.open(folder(run), server=False) as ledger:
         assert ([(event.kind, event.digest) for event in ledger.events()], ledger.all_latest()) == before
