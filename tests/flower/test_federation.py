@@ -1,0 +1,205 @@
+"""`fedloom federation` and the engine `flower`: real processes, TLS, keys, and what goes wrong between machines."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conf import load
+from conf.errors import UserError
+from server.experiment import run_experiment
+from server.ledger import Ledger
+from server.listener import LogListener
+from sims.engines import open_engine
+from sims.federation import local
+from sims.federation.machines import nodes
+from sims.federation.plan import SERVER, Plan, sites_of, write_plan
+from sims.federation.programs import LOG, PID, free_port, launch, running
+from sims.federation.sheets import SITE, SiteSheet, read, write
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SITES = "sites=[{domain: digits, samples: 60}, {domain: digits, samples: 60}, {domain: digits, samples: 60}]"
+SMALL = [SITES, "data.size=8", "data.test_limit=50", "baselines=[]", "seed=3", "training.epochs=1"]
+ENVIRONMENT = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Three authenticated nodes of a SuperLink with TLS, started once; nothing of it is left at the end."""
+    folder = tmp_path_factory.mktemp("machines") / "federation"
+    try:
+        assert local.up(folder, 3, tls=True) == ["site-0000", "site-0001", "site-0002"]
+        yield folder
+    finally:
+        local.down(folder)
+        assert not any(running(folder / name) for name in [SERVER, *sites_of(folder)])
+
+
+def fedloom(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "sims.cli", *words]
+    return subprocess.run(command, cwd=root, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+
+
+def words(federation: Path, root: Path, name: str, *more: str) -> list[str]:
+    return [*SMALL, "engine.name=flower", f"engine.address={federation}", f"run.root={root}", f"run.name={name}", *more]
+
+
+def run(federation: Path, root: Path, name: str, *more: str) -> dict[str, Any]:
+    done = fedloom(root, "run", "digits", *words(federation, root, name, *more), "--quiet")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((root / name / "summary.json").read_text())
+
+
+def inline(root: Path, *more: str) -> dict[str, Any]:
+    config = load("digits", [*SMALL, "engine.name=inline", f"run.root={root}", "run.name=inline", *more])
+    with open_engine(config) as grid:
+        return run_experiment(grid, config, LogListener())
+
+
+def until(there: Callable[[], Any], what: str, seconds: float = 150.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.3)
+
+
+def rounds(path: Path) -> int:
+    file = path / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.is_file() else 0
+
+
+def online(federation: Path) -> set[str]:
+    return {one["node-id"] for one in nodes(federation / SERVER) if one["status"] == "online"}
+
+
+def program(folder: Path) -> int:
+    """The process of Flower's own program in a machine's folder."""
+    return int((folder / PID).read_text().split()[1])
+
+
+def test_a_run_over_tls_has_the_bits_of_the_inline_engine_and_names_belong_to_keys(federation: Path, tmp_path: Path):
+    found, expected = run(federation, tmp_path, "plain", "rounds=2"), inline(tmp_path, "rounds=2")
+    assert (found["status"], found["engine"]) == ("finished", "flower")
+    assert found["digest"] == expected["digest"] and found["accuracy"] == expected["accuracy"]
+    assert (tmp_path / "plain" / "report.html").is_file()
+    with Ledger.open(tmp_path / "plain", server=False) as ledger:
+        keys = ledger.keys()
+    assert keys.keys() == {"site-0000", "site-0001", "site-0002"}
+    assert all(len(key) == 64 for key in keys.values()) and len(set(keys.values())) == 3
+    # what needs training works, too, without a server at work: it is started against the same SuperLink
+    done = fedloom(tmp_path, "unlearn", "plain", "site-0001", "--repair", "1", "--request-id", "gone", "--quiet")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "match" in fedloom(tmp_path, "verify", "plain/certificates/gone.json", "plain").stdout
+    assert rounds(tmp_path / "plain") == 3
+
+
+def test_a_server_that_is_killed_goes_on_to_the_same_bits(federation: Path, tmp_path: Path):
+    command = [sys.executable, "-m", "sims.cli", "run", "digits", *words(federation, tmp_path, "killed", "rounds=3")]
+    child = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until(lambda: rounds(tmp_path / "killed") >= 1, "no round was committed")
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    done = fedloom(tmp_path, "resume", "killed", "--quiet")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "killed" / "summary.json").read_text())
+    assert found["digest"] == inline(tmp_path, "rounds=3")["digest"]
+
+
+def test_a_superlink_that_is_killed_comes_back_and_knows_all_nodes(federation: Path, tmp_path: Path):
+    before, keeper = online(federation), running(federation / SERVER)[0]
+    killed = program(federation / SERVER)
+    os.killpg(killed, signal.SIGKILL)
+    until(lambda: (there := running(federation / SERVER)) and there[-1] not in (killed, keeper), "it was not started again")
+    until(lambda: _quietly(lambda: online(federation)) == before, "the nodes did not come back")
+    assert running(federation / SERVER)[0] == keeper
+    assert run(federation, tmp_path, "after", "rounds=1")["status"] == "finished"
+
+
+def test_a_claimed_name_is_refused_and_told(federation: Path, tmp_path: Path):
+    """The node of site-0002, registered, with a key of its own, says that it is site-0001."""
+    home = federation / "site-0002"
+    kept = (home / SITE).read_text()
+    local.stop(home)
+    try:
+        write(home / SITE, SiteSheet(**{**vars(read(SiteSheet, home / SITE)), "name": "site-0001"}))
+        launch(home, "federation", "node", SITE)
+        told = fedloom(tmp_path, "run", "digits", *words(federation, tmp_path, "claimed", "rounds=1",
+                       "federation.min_sites=2", "federation.min_replies=2", "federation.join_timeout=40"))  # fmt: skip
+        assert "claims to be site-0001 and is refused: its key is registered as 'site-0002'" in told.stdout + told.stderr
+        assert told.returncode == 0, told.stdout + told.stderr
+        with Ledger.open(tmp_path / "claimed", server=False) as ledger:
+            assert ledger.bound().keys() == {"site-0000", "site-0001"}
+    finally:
+        local.stop(home)
+        (home / SITE).write_text(kept)
+        local.up(federation, 3, tls=True)
+
+
+def test_a_key_that_is_not_registered_does_not_get_in(federation: Path, tmp_path: Path):
+    server = read(SiteSheet, federation / "site-0000" / SITE).superlink
+    write_plan(Plan(port=int(server.rpartition(":")[2]), sites=[{"name": "stranger"}]), tmp_path / "other")
+    home = tmp_path / "other" / "stranger"
+    shutil.copy(federation / "site-0000" / "ca.crt", home / "ca.crt")
+    before = online(federation)
+    try:
+        launch(home, "federation", "node", SITE)
+        until(lambda: "again in" in (home / LOG).read_text(), "it was let in, or hangs", 60)
+        assert online(federation) == before
+    finally:
+        assert local.stop(home)
+
+
+def test_a_node_that_is_killed_in_the_middle_of_a_round_comes_back(federation: Path, tmp_path: Path):
+    """Its round goes on without it, or waits for it; in the end all three are there."""
+    command = [sys.executable, "-m", "sims.cli", "run", "digits", *words(
+        federation, tmp_path, "wounded", "rounds=2", "federation.min_replies=2", "federation.timeout=60")]  # fmt: skip
+    child = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    until(lambda: rounds(tmp_path / "wounded") >= 1, "no round was committed")
+    os.killpg(program(federation / "site-0001"), signal.SIGKILL)
+    out = child.communicate(timeout=300)[0].decode()
+    assert child.returncode == 0, out
+    lines = [json.loads(line) for line in (tmp_path / "wounded" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["replies"] == 3 and lines[1]["replies"] in (2, 3)
+    until(lambda: len(online(federation)) == 3, "it did not come back")
+
+
+def _quietly(ask: Callable[[], Any]) -> Any:
+    with contextlib.suppress(UserError, subprocess.TimeoutExpired):
+        return ask()
+    return None
+
+
+def test_what_is_wrong_is_told_in_a_line(tmp_path: Path):
+    for given, told in [
+        (Plan(), "sites: takes at least one"),
+        (Plan(sites=[{"name": "../away"}]), r"sites\[0\]\.name: got '\.\./away', takes letters"),
+        (Plan(sites=[{"name": "server"}]), r"sites\[0\]\.name: 'server' is taken"),
+        (Plan(sites=[{"name": "a"}, {"name": "a"}]), r"sites\[1\]\.name: 'a' is taken"),
+        (Plan(sites=[{"name": "a", "key": "mine"}]), r"sites\[0\]\.key: is what the plan itself says"),
+        (Plan(sites=[{"name": "a", "nets": []}]), r"unknown key 'sites\[0\]\.nets'"),
+    ]:
+        with pytest.raises(UserError, match=told):
+            write_plan(given, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    write_plan(Plan(port=free_port(), sites=[{"name": "a"}]), tmp_path / "new")
+    with pytest.raises(UserError, match="is not empty"):
+        write_plan(Plan(sites=[{"name": "a"}]), tmp_path / "new")
+    assert (tmp_path / "new" / "a" / "key").stat().st_mode & 0o077 == 0
+    assert local.down(tmp_path / "new") == []
+    with pytest.raises(UserError, match=r"is no federation's folder; 'fedloom federation up"):
+        local.status(tmp_path)
+    with pytest.raises(UserError, match="unknown machine 'b'"):
+        local.logs(tmp_path / "new", ["b"], 3)
+    (tmp_path / "new" / "a" / SITE).write_text("nam: a")
+    with pytest.raises(UserError, match="unknown key 'nam'"):
+        read(SiteSheet, tmp_path / "new" / "a" / SITE)
