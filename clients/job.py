@@ -15,6 +15,8 @@ from clients.measure import count_right
 from clients.messages import (
     CLASSES,
     ENROL,
+    ERASE,
+    ERASED,
     EVALUATE,
     MEAN,
     METRICS,
@@ -205,6 +207,21 @@ def read_job(message: Message, context: Context) -> Job:
     if not 0 <= order.site < len(sites):
         raise UserError(f"order.site: is no place among the configuration's {len(sites)} sites")
     return Job(order, config, SiteStore(root, order.run, sites[order.site].name), message.content, policy)
+
+
+def erased(message: Message, context: Context) -> RecordDict | None:
+    """What a site of a real federation says that it deleted, if that is what the message wants; whatever its policy is."""
+    order = read_order(message.content)
+    if order.kind != ERASE:
+        return None
+    if context.node_config.get(SIMULATED):
+        raise UserError("order.kind: simulated sites keep nothing of their own to erase")
+    root = Path(str(context.node_config.get("store") or STORE))
+    sites = roster(parsed(configuration(order.config, message.content, root)))
+    if not 0 <= order.site < len(sites):
+        raise UserError(f"order.site: is no place among the configuration's {len(sites)} sites")
+    numbers = SiteStore(root, order.run, sites[order.site].name).erase()
+    return RecordDict({METRICS: MetricRecord(dict(zip(ERASED, numbers, strict=True)))})
 
 
 def stretched(config: Config, rounds: int) -> Config:

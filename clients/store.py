@@ -4,6 +4,7 @@ Keyed by run, site and round, so that a round can be repeated without harm: it s
 """
 
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,15 @@ class SiteStore:
         if not self.folder.is_dir():
             return []
         return sorted(int(match[1]) for path in self.folder.iterdir() if (match := _ROUND.fullmatch(path.name)))
+
+    def erase(self) -> tuple[int, int]:
+        """Delete all that is kept of the site in the run and in those beside it (its baselines); files, and their bytes."""
+        runs = [self.root / self.run, *self.root.glob(f"{self.run}-*")]
+        folders = [run / self.site for run in runs if (run / self.site).is_dir()]
+        sizes = [path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file()]
+        for folder in folders:
+            shutil.rmtree(folder)
+        return len(sizes), sum(sizes)
 
     def _path(self, round: int) -> Path:
         return round_file(self.root / self.run, self.site, round)

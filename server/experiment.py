@@ -27,6 +27,7 @@ from server.rounds.loop import MOST_TOLD
 from server.rounds.schedules import sample_size
 from server.runfolder import SUMMARY, RunFolder, refuse_existing
 from server.strategies import STRATEGIES, slots_of
+from server.unlearning.at_sites import outstanding
 
 NO_SUMS = ("median", "coordinate_median", "trimmed_mean", "krum")  # robust aggregations, by their usual names
 
@@ -140,7 +141,7 @@ def check_sums(path: Path, found: Mapping[str, Any]) -> None:
 def _untouched(ledger: Ledger, folder: RunFolder) -> bool:
     """Whether the run is finished, nothing waits, and neither ledger nor files have changed since."""
     last = deque(ledger.events(), maxlen=1)[0]
-    if ledger.waiting(applied=True):
+    if ledger.waiting(applied=True) or outstanding(ledger):
         return False
     return last.kind == "finished" and SUMMARY in last.body["files"] and last.body["files"] == folder.results()
 

@@ -29,6 +29,7 @@ from server.rounds.site_evaluation import PERSONAL
 from server.rounds.view import Models, Setup
 from server.runfolder import AGGREGATE, RunFolder, is_file_name
 from server.strategies import strategy_of
+from server.unlearning.at_sites import Erasure
 from server.unlearning.requests import RETRAINED, Unlearning
 
 QUESTION_BYTES = 64 * 2**20  # of networks that sites are sent in one question, about
@@ -44,6 +45,7 @@ class Method:
     evaluator: Evaluator
     aggregation: Aggregation = field(init=False)
     loop: RoundLoop | None = None  # once it has trained
+    erasure: Erasure | None = None  # where nodes can be told to delete what they keep
 
     def __post_init__(self) -> None:
         self.folder.check(self.ledger.run().config)
@@ -57,7 +59,8 @@ class Method:
 
     def unlearning(self) -> Unlearning:
         """Requests to it."""
-        return Unlearning(self.config, self.folder.path, self.ledger, self.aggregation, self.evaluator)
+        return Unlearning(self.config, self.folder.path, self.ledger, self.aggregation, self.evaluator,
+                          self.erasure)  # fmt: skip
 
     def train(self, federation: Federation, listener: Listener, rounds: int | None = None) -> None:
         """All rounds that are not committed yet (`rounds`: until there are so many), and those that requests ask for.
@@ -66,9 +69,12 @@ class Method:
         """
         loop = RoundLoop(self.config, self.ledger.run().run, federation, self.aggregation, self.evaluator, listener)
         self.loop = loop
+        if not federation.simulated:
+            self.erasure = Erasure(self.config, self.ledger, federation.grid, listener.message)
         unlearning, wanted = self.unlearning(), loop.last if rounds is None else rounds
         loop.last = max(wanted, unlearning.goal())
         unlearning.tidy()
+        unlearning.tell_sites()
         self._resumed(loop)
         self._announce(loop)
         while True:
@@ -81,6 +87,7 @@ class Method:
                 return
             if changed:
                 self._announce(loop)
+            unlearning.tell_sites()
             recalibrates = unlearning.recalibrates(last + 1)
             self.folder.append(loop.recalibration(last + 1) if recalibrates else loop.one(last + 1))
 

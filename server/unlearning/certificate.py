@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clients.states import write_bytes
 from conf.errors import UserError
 from fusion.exact import ExactSum, digest
 from server.ledger import Ledger, Request
@@ -18,10 +19,12 @@ from server.ledger.blobs import LedgerError, file_digest
 from server.ledger.sums import added_up
 from server.ledger.tables import Event
 from server.rounds.aggregation import Aggregation
+from server.unlearning.at_sites import at_sites
 
 CERTIFICATES, FORMAT = "certificates", 1
 CERTIFIED = "certified"  # an event of the ledger, with the sha256 of the certificate that is written then
 TIMES = ("received", "applied")  # events of a request that a certificate dates
+OUTSTANDING = "outstanding"
 CLOSE = 0.002  # accuracies this far apart are equal: another machine may round another way
 EXACT = ("The sum after the request equals, bit for bit, the sum of the remaining sites' contributions. Nothing of the "
          "forgotten sites' contributions is in it, and their weights are deleted from the ledger. What its events still say "
@@ -65,6 +68,7 @@ def certificate(ledger: Ledger, aggregation: Aggregation, request: Request) -> d
             "copies": COPIES,
         },
         "erased": erased(ledger, request.id),
+        "at_sites": at_sites(ledger, request.id, request.sites),
         "ledger": {"event": event.id, "digest": event.digest},
     }
 
@@ -76,6 +80,17 @@ def check_sums(ledger: Ledger) -> dict[str, ExactSum]:
         raise LedgerError(f"{ledger.folder}: the sum is not that of the contributions, so nothing is subtracted or erased "
                           f"('fedloom ledger {ledger.folder} --check' says more)")  # fmt: skip
     return totals
+
+
+def reissue(ledger: Ledger, request: str) -> None:
+    """Write a request's certificate again, if there is one, with what sites have deleted since."""
+    path = ledger.folder / CERTIFICATES / f"{request}.json"
+    if not path.is_file():
+        return
+    given = read(path)
+    text = text_of({**given, "at_sites": at_sites(ledger, request, given["sites"])}).encode()
+    ledger.note(CERTIFIED, {"request": request, "sha256": hashlib.sha256(text).hexdigest()})
+    write_bytes(path, text)
 
 
 def erased(ledger: Ledger, request: str) -> list[str]:
@@ -210,7 +225,8 @@ def _findings(given: dict[str, Any], ledger: Ledger) -> Iterator[Finding]:
         held = ledger.history(site) or list((ledger.folder / "sites").glob(f"*/{site}"))
         told = "it was readmitted since, as the ledger says" if site in back else "it does"
         yield _found(f"{site} takes no part", states.get(site, False), told)
-        yield _found(f"nothing is kept of {site}", not held, "contributions or its store are there")
+        yield _found(f"nothing is kept of {site} here", not held, "contributions or its store are there")
+    yield from _at_sites(given, ledger)
     now = one_digest(last.digest if last else {})
     summed = one_digest(_digests(sums_of(ledger)))
     yield _compared("sum of the remaining contributions now", now, summed)
@@ -221,6 +237,18 @@ def _findings(given: dict[str, Any], ledger: Ledger) -> Iterator[Finding]:
         yield _compared("remaining contributions", given["exact"]["remaining"], here)
     else:
         yield Finding("sum of the remaining contributions then", "not checkable", "the run went on; its chain still holds")
+
+
+def _at_sites(given: dict[str, Any], ledger: Ledger) -> Iterator[Finding]:
+    """Of sites that joined a federation: whether they have deleted what they kept, as they say."""
+    for site, told in at_sites(ledger, given["request"], given["sites"]).items():
+        what = f"{site} says that it deleted its own store"
+        if told is None:
+            yield Finding(what, OUTSTANDING, "its node has not been there since; the next server that runs tells it")
+        elif (stated := given.get("at_sites", {}).get(site)) is None:
+            yield Finding(what, "match", f"since the certificate: {told['files']} files")
+        else:
+            yield _compared(what, stated, told)
 
 
 def _found(what: str, right: bool, told: str) -> Finding:

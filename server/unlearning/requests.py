@@ -20,7 +20,8 @@ from server.evaluate import Evaluator
 from server.ledger import Ledger, LedgerError, Request
 from server.ledger.contributions import STAGING
 from server.rounds.aggregation import Aggregation
-from server.unlearning.certificate import CERTIFICATES, CERTIFIED, certificate, check_sums, text_of
+from server.unlearning.at_sites import Erasure
+from server.unlearning.certificate import CERTIFICATES, CERTIFIED, certificate, check_sums, reissue, text_of
 from server.unlearning.evaluation import UnlearningEvaluation
 
 KIND = "unlearn"
@@ -41,6 +42,7 @@ class Unlearning:
     ledger: Ledger
     aggregation: Aggregation
     evaluator: Evaluator
+    erasure: Erasure | None = None  # where nodes can be told
 
     def apply(self, request: Request) -> Request:
         """Subtract the sites' contributions, commit that and erase the rest, unless it is done; roll back first if asked to.
@@ -57,7 +59,13 @@ class Unlearning:
         self.aggregation.forget(request.sites, body, request.id)
         self.ledger.note("subtracted", {"request": request.id, "seconds": time.perf_counter() - begin})
         self._erase(request)
+        self.tell_sites()
         return self.ledger.request(request.id) or request
+
+    def tell_sites(self) -> None:
+        """Have forgotten sites delete what they keep, as far as their nodes are there; certificates say so."""
+        for request in dict.fromkeys((self.erasure.tell() if self.erasure else {}).values()):
+            reissue(self.ledger, request)
 
     def certify(self, request: Request, retrained: Model | None = None) -> dict[str, Any]:
         """Check, measure and write the certificate of an applied request.

@@ -19,6 +19,7 @@ from server.ledger.database import LEDGER, BusyError
 from server.listener import Listener
 from server.method import Method
 from server.runfolder import RunFolder, read_config
+from server.unlearning.at_sites import Erasure, outstanding
 from server.unlearning.certificate import CERTIFICATES, changed, read, verify, verify_accuracy
 from server.unlearning.requests import receive, wants_training
 from sims.cli.progress import listener_for
@@ -76,6 +77,7 @@ def unlearn(path: Path, wish: Wish, *, quiet: bool = False) -> tuple[str, dict[s
             return _first_result(path, request, wish)
         method = Method(config, RunFolder(path), ledger, Evaluator(config))
         _fulfil(method, listener, id)
+        _tell_sites(method, listener)
         request = ledger.request(id) or request
     write_pages(path)
     write_report(path)
@@ -238,6 +240,21 @@ def _fulfil(method: Method, listener: Listener, mine: str) -> None:
             changed = unlearning.take(listener.note, can=can, mine=mine)
         if changed or _cut_off(method.ledger):
             _measure_again(method, listener)
+
+
+def _tell_sites(method: Method, listener: Listener) -> None:
+    """Have the nodes of forgotten sites delete what they keep, where a federation can be reached; say so where not."""
+    if not outstanding(method.ledger):
+        return
+    try:
+        with open_engine(method.config) as grid:
+            method.erasure = Erasure(method.config, method.ledger, grid, listener.message)
+            method.unlearning().tell_sites()
+    except UserError as error:
+        listener.message(str(error))
+    if waiting := outstanding(method.ledger):
+        listener.message(f"outstanding: {', '.join(sorted(waiting))} must still delete what its node keeps; "
+                         "'fedloom resume' asks it again")  # fmt: skip
 
 
 def _measure_again(method: Method, listener: Listener) -> None:

@@ -15,17 +15,33 @@ def write_html(path: Path) -> Path:
     sections: list[tuple[str, list[Part]]] = [
         ("What is exact", [given["exact"]["statement"], _exact(given)]),
         ("What is not", [Table("", ["part", "why"], [[part, why] for part, why in given["not_exact"].items()])]),
-        ("What was deleted", [Table("", ["path in the run's folder"], [[one] for one in given["erased"]])]),
+        (
+            "What was deleted",
+            [Table("", ["path in the run's folder"], [[one] for one in given["erased"]]), *_at_sites(given)],
+        ),
         ("What was measured", [_accuracy(evidence), _attacks(evidence), _relearning(evidence), *_retrained(evidence)]),
     ]
     return write_page(path.with_suffix(".html"), f"Certificate of request {given['request']}", sections)
 
 
 def write_pages(folder: Path) -> None:
-    """Write the pages of a run's certificates that have none."""
+    """Write the pages of a run's certificates that have none, or were written again."""
     for path in sorted((folder / CERTIFICATES).glob("*.json")):
-        if not path.with_suffix(".html").exists():
+        page = path.with_suffix(".html")
+        if not page.exists() or page.stat().st_mtime < path.stat().st_mtime:
             write_html(path)
+
+
+def _at_sites(given: dict[str, Any]) -> list[Part]:
+    """What nodes of a real federation say that they deleted."""
+    if not (told := given.get("at_sites")):
+        return []
+    rows = [[site, f"{done['files']} files, {done['bytes']:,} bytes", done["time"]] if done else [site, "outstanding", ""]
+            for site, done in told.items()]  # fmt: skip
+    note = (
+        "As they say: nobody can see from here what another machine keeps. Outstanding: the node has not been there since."
+    )
+    return [Table("At the sites themselves", ["site", "deleted", "when"], rows, note)]
 
 
 def _exact(given: dict[str, Any]) -> Table:

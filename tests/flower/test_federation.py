@@ -101,6 +101,10 @@ def test_a_run_over_tls_has_the_bits_of_the_inline_engine_and_names_belong_to_ke
     assert done.returncode == 0, done.stdout + done.stderr
     assert "match" in fedloom(tmp_path, "verify", "plain/certificates/gone.json", "plain").stdout
     assert rounds(tmp_path / "plain") == 3
+    with Ledger.open(tmp_path / "plain", server=False) as ledger:
+        name = ledger.run().run
+    stores = {site: list((federation / site / "store").glob(f"{name}*/{site}")) for site in keys}
+    assert {site for site, there in stores.items() if there} == {"site-0000", "site-0002"}  # the site itself deleted its own
 
 
 def test_a_server_that_is_killed_goes_on_to_the_same_bits(federation: Path, tmp_path: Path):

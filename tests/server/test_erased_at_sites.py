@@ -1,0 +1,64 @@
+"""A request reaches the site itself: its node deletes what it keeps, and until it has said so the request is outstanding."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from clients.store import SiteStore
+from conf import Config
+from server.evaluate import Evaluator
+from server.experiment import run_experiment
+from server.ledger import Ledger
+from server.listener import LogListener
+from server.method import Method
+from server.runfolder import RunFolder
+from server.unlearning.at_sites import Erasure, at_sites, outstanding
+from server.unlearning.certificate import verify
+from server.unlearning.requests import receive
+from sims.report.certificates import write_html
+from tests.server.parts import one_thread, small
+from tests.server.test_enrolment import NAMES, A, B, C, Nodes
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> tuple[Config, Nodes]:
+    """A finished run of two sites that joined as nodes do."""
+    one_thread()
+    config = small(tmp_path, NAMES, "rounds=1", "engine.name=flower", "baselines=[fedavg]")
+    grid = Nodes(config, {A: "north", B: "south"})
+    grid.store = str(tmp_path / "elsewhere")  # as on another machine
+    run_experiment(grid, config, LogListener())
+    return config, grid
+
+
+def test_a_node_that_is_gone_is_told_when_it_comes_and_the_certificate_says_so(run: tuple[Config, Nodes]):
+    config, grid = run
+    path, told = Path(config.run.root) / config.run.name, list[str]()
+    with Ledger.open(path) as ledger:
+        method = Method(config, RunFolder(path), ledger, Evaluator(config))
+        method.erasure = Erasure(config, ledger, grid, told.append)
+        kept = SiteStore(Path(grid.store), ledger.run().run, "south")
+        assert kept.rounds() and not outstanding(ledger)
+        receive(ledger, "gone", ["south"], "", {})
+        grid.alive = [A]
+        method.unlearning().take(told.append)
+        assert outstanding(ledger) == {"south": "gone"} and kept.rounds()
+        certificate = path / "certificates" / "gone.json"
+        assert json.loads(certificate.read_text())["at_sites"] == {"south": None}
+        assert "outstanding" in write_html(certificate).read_text()
+        verdicts = {finding.what: finding.verdict for finding in verify(certificate, ledger)}
+        assert verdicts["south says that it deleted its own store"] == "outstanding"
+        # another node that says it is the site is not asked: it has nothing of it
+        grid.names[C], grid.alive = "south", [A, C]
+        method.unlearning().tell_sites()
+        assert outstanding(ledger) and kept.rounds()
+        grid.alive = [A, B]
+        method.unlearning().tell_sites()
+        assert not outstanding(ledger) and not kept.folder.exists()
+        assert SiteStore(Path(grid.store), ledger.run().run, "north").rounds()
+        done = json.loads(certificate.read_text())["at_sites"]["south"]
+        assert done["files"] >= 1 and done["bytes"] > 0 and done == at_sites(ledger, "gone", ["south"])["south"]
+        findings = verify(certificate, ledger)
+        assert all(finding.verdict == "match" for finding in findings), findings
+    assert any("south: deleted what it kept of the run" in line for line in told)
