@@ -5,9 +5,14 @@ import torch
 from conf.errors import UserError
 
 
-def pick_device(name: str) -> torch.device:
-    """The device of engine.device: `auto` takes a GPU if this process sees one. UserError for a GPU that is not there."""
+def pick_device(name: str, share: float = 1.0) -> torch.device:
+    """The device of engine.device: `auto` takes a GPU if this process sees one. UserError for a GPU that is not there.
+
+    `share`: of the GPU's memory, above which this process gets no more.
+    """
     seen = torch.cuda.is_available()
     if name == "cuda" and not seen:
         raise UserError("engine.device: got cuda, but this worker sees no GPU; set engine.num_gpus, or engine.device=auto")
+    if share < 1.0 and seen and name != "cpu":
+        torch.cuda.set_per_process_memory_fraction(share)
     return torch.device("cuda" if seen and name != "cpu" else "cpu")

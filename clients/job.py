@@ -64,7 +64,7 @@ class Job:
     @property
     def device(self) -> torch.device:
         """Where it trains."""
-        return pick_device(self.config.engine.device)
+        return pick_device(self.config.engine.device, self.policy.gpu)
 
     def images(self) -> Images:
         """What it trains on."""
@@ -201,6 +201,7 @@ def read_job(message: Message, context: Context) -> Job:
     simulated, root = bool(here.get(SIMULATED)), Path(str(here.get("store") or STORE))
     text = configuration(order.config, message.content, None if simulated else root)
     policy = Policy() if simulated else Policy.of(here)
+    policy.weigh(message.content)
     config = parsed(text) if simulated else followed(parsed(text), policy, order.site)
     config = config if order.rounds == config.rounds else stretched(config, order.rounds)
     sites = roster(config)

@@ -1,8 +1,11 @@
 """A site's own policy in a real federation: its node-config, not the server, says what it reads and runs."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+
+from flwr.app import RecordDict
 
 from clients.data import domain_names
 from clients.data.partition import WAYS
@@ -18,6 +21,8 @@ from conf.sites import Site, roster
 from fusion.exact import State
 
 NOTHING = "none"
+LISTS = ("networks", "objectives", "publish", "strategies")
+DEVICES = ("", "auto", "cpu", "cuda")
 
 
 class RefusedError(UserError):
@@ -31,7 +36,9 @@ class Policy:
     `data`: the folder with its data. `domain`: its own data in any form that `domain:` takes in a configuration, read in
     place of what the server's says for it. `networks`, `objectives`: the names that it is willing to run; none: all that
     this project ships, nothing from outside. `publish`: which components of its network others may have (extractor, head),
-    `none`: none; empty: what the server's configuration says.
+    `none`: none; empty: what the server's configuration says. `strategies`: of runs that it takes part in; none: any.
+    `device`: where it computes (auto, cpu, cuda), whatever the server's configuration says; `gpu`: its share of a GPU's
+    memory, from 0 to 1; `largest_order`: MB of a message, above which it answers nothing; 0: any.
     """
 
     data: str = ""
@@ -39,15 +46,29 @@ class Policy:
     networks: tuple[str, ...] = ()
     objectives: tuple[str, ...] = ()
     publish: tuple[str, ...] = ()
+    strategies: tuple[str, ...] = ()
+    device: str = ""
+    gpu: float = 1.0
+    largest_order: float = 0.0
 
     @staticmethod
     def of(node_config: Mapping[str, Any]) -> "Policy":
         """The policy in a node-config, whose names are separated by commas."""
-        here = {key: str(node_config.get(key, "")) for key in ("data", "domain", "networks", "objectives", "publish")}
-        names = {key: _names(here[key]) for key in ("networks", "objectives", "publish")}
+        here = {key: str(node_config.get(key, "")) for key in ("data", "domain", "device", *LISTS)}
+        names = {key: _names(here[key]) for key in LISTS}
         if odd := next((name for name in names["publish"] if name not in (*PARTS, NOTHING)), ""):
             raise UserError(f"publish: got '{odd}', takes extractor, head, both separated by a comma, or none")
-        return Policy(here["data"], here["domain"], **names)
+        if here["device"] not in DEVICES:
+            raise UserError(f"device: got '{here['device']}', takes auto, cpu or cuda")
+        gpu, most = _number(node_config, "gpu", 1.0, 1.0), _number(node_config, "largest_order", 0.0, math.inf)
+        return Policy(here["data"], here["domain"], device=here["device"], gpu=gpu, largest_order=most, **names)
+
+    def weigh(self, content: RecordDict) -> None:
+        """RefusedError for a message that is larger than this policy takes."""
+        size = sum(len(array.data) for record in content.array_records.values() for array in record.values()) / 1e6
+        if 0 < self.largest_order < size:
+            told = f"has {size:.1f} MB, and this site's policy takes {self.largest_order:g}"
+            raise RefusedError(f"order: {told} (site.yaml: largest_order)")
 
     def follow(self, config: Config, place: int) -> Config:
         """The server's configuration as the site at this place of the roster follows it: its data are where it has them.
@@ -64,6 +85,9 @@ class Policy:
             if section:
                 self._allow_all(NETWORKS, self.networks, section, where)
         self._allow_all(OBJECTIVES, self.objectives, config.objective, "objective")
+        if self.strategies and (name := config.strategy.get("name")) not in self.strategies:
+            told = f"'{name}' is not among the strategies of this site's policy ({', '.join(self.strategies)})"
+            raise RefusedError(f"strategy.name: {told}")
         if not self.domain and site.spec.partition.name not in WAYS:
             told = f"'{site.spec.partition.name}' is none of this project's ways to divide"
             raise RefusedError(f"{key}.partition.name: {told}; a site imports none that a server names")
@@ -72,7 +96,8 @@ class Policy:
             if one.spec.domain not in shipped and not (unread and (self.domain or one is not site)):
                 told = f"'{one.spec.domain}' is none of this project's domains"
                 raise RefusedError(f"sites[{one.index}].domain: {told}; a site opens and imports none that a server names")
-        return replace(config, data=replace(config.data, root=self.data, download=False))
+        engine = replace(config.engine, device=self.device or config.engine.device)
+        return replace(config, data=replace(config.data, root=self.data, download=False), engine=engine)
 
     def source(self, config: Config, site: Site) -> Site:
         """The site with the domain that its images are read from: whole if it is the policy's own.
@@ -118,6 +143,13 @@ def _inside(section: Mapping[str, Any], where: str, registry: Registry[Any]) -> 
                 yield from _inside(one, path, kind)
             elif kind is AUXILIARY:
                 yield path, kind, one
+
+
+def _number(node_config: Mapping[str, Any], key: str, default: float, most: float) -> float:
+    given = node_config.get(key, default)
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= most:
+        raise UserError(f"{key}: got {given!r}, takes a number from 0" + (f" to {most:g}" if math.isfinite(most) else " on"))
+    return float(given)
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -15,7 +15,17 @@ from conf.typed import build, value
 from conf.yamls import read_yaml, write_yaml
 
 SITE, SERVER = "site.yaml", "server.yaml"
-POLICY = ("data", "domain", "networks", "objectives", "publish")  # keys that a node-config has, too (clients.policy)
+POLICY = (
+    "data",
+    "domain",
+    "networks",
+    "objectives",
+    "strategies",
+    "publish",
+    "device",
+    "gpu",
+    "largest_order",
+)  # keys that a node-config has, too (clients.policy)
 MOST_NAME = 100  # letters
 
 T = TypeVar("T")
@@ -35,7 +45,11 @@ class SiteSheet:
     domain: str = value("", "its own images in place of the configuration's: images:FOLDER, npz:FILE, module:function, ...")
     networks: list[str] = value([], "networks that it runs; none: all that ship")
     objectives: list[str] = value([], "objectives that it runs; none: all that ship")
+    strategies: list[str] = value([], "strategies of runs that it takes part in; none: any")
     publish: list[str] = value([], "parts of its network that others may have: extractor, head, or none; empty: any")
+    device: str = value("", "where it computes; empty: as the run says", choices=("", "auto", "cpu", "cuda"))
+    gpu: float = value(1.0, "share of a GPU's memory that it may take", low=0.0, high=1.0)
+    largest_order: float = value(0.0, "MB of the largest message that it works on; 0: any", low=0.0)
     environment: dict[str, str] = value({}, "environment variables of the node, such as CUDA_VISIBLE_DEVICES: '0'")
 
 
@@ -80,7 +94,7 @@ def node_config(sheet: SiteSheet, folder: Path) -> str:
     """The TOML that Flower's SuperNode passes to the ClientApp (clients.policy, clients.store)."""
     if not sheet.name or len(sheet.name) > MOST_NAME:
         raise UserError(f"{folder / SITE}: name: takes 1 to {MOST_NAME} letters, got {sheet.name[:20]!r}")
-    given = {"site": sheet.name, "store": str((folder / sheet.store).resolve())}
+    given: dict[str, Any] = {"site": sheet.name, "store": str((folder / sheet.store).resolve())}
     for key in POLICY:
         one = getattr(sheet, key)
         if one:

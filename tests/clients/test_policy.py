@@ -154,6 +154,22 @@ def test_a_node_trains_on_the_images_that_its_node_config_names(tmp_path: Path):
     assert reply.error.reason == "UserError; the site's own log says more"
 
 
+def test_a_node_takes_part_in_runs_of_its_strategies_alone_with_messages_of_its_size_on_its_device(tmp_path: Path):
+    config = load("digits", [*WORDS, "engine.device=cuda", "rounds=2"])
+    for told, reason in [
+        ({"strategies": "arithmetic"}, "RefusedError at strategy.name"),
+        ({"largest_order": 0.001}, "RefusedError at order"),
+        ({"gpu": 2}, "UserError;"),
+        ({"gpu": True}, "UserError;"),
+        ({"device": "tpu"}, "UserError;"),
+        ({"largest_order": "much"}, "UserError;"),
+    ]:
+        reply = answered(tmp_path / "store", config, **told)
+        assert str(reply.error.reason).startswith(reason), (told, reply.error.reason)
+    allowed = {"strategies": "sum_aggregation, arithmetic", "largest_order": 100, "gpu": 0.5, "device": "cpu"}
+    assert answered(tmp_path / "store", config, **allowed).content[METRICS]["samples"] == 30
+
+
 def test_a_node_runs_no_network_that_its_node_config_does_not_name(tmp_path: Path):
     reply = answered(tmp_path / "store", load("digits", WORDS), networks="mlp, lenet")
     assert reply.error.reason == "RefusedError at network.name; the site's own log says more"
