@@ -73,6 +73,21 @@ def plan(
 
 
 @app.command()
+def rekey(
+    site: Annotated[str, typer.Argument(help="The site whose key is lost.")],
+    folder: Annotated[Path, typer.Option(help="Where the machines' folders are.")] = HERE,
+) -> None:
+    """Let nobody in with a site's old key any more, and make it a new one."""
+    from sims.federation.machines import rekey as renew
+
+    node = renew(folder, site)
+    typer.echo(
+        f"{folder / site}: has a new key; copy it to the site's machine and start its node again. In runs that it takes"
+    )
+    typer.echo(f"part in, it is let in when you say so: fedloom readmit RUN {site} --node {node}")
+
+
+@app.command()
 def server(folder: Annotated[Path, typer.Argument(help="The server's folder.")]) -> None:
     """Keep the SuperLink of a server's folder running."""
     from sims.federation.machines import run_server

@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError
+from conf.errors import UserError, unknown
 from sims.federation import sheets
-from sims.federation.plan import CONNECTION, KEYS
+from sims.federation.keys import NODE_KEY, write_node_key
+from sims.federation.plan import CONNECTION, KEYS, SERVER
 from sims.federation.programs import BIN, environment, free_port, keep_running
 from sims.federation.sheets import ServerSheet, SiteSheet
 
@@ -62,6 +63,25 @@ def register(folder: Path) -> None:
         if registered(path) not in known:
             words = ("supernode", "register", str(path.resolve()), CONNECTION, "--name", path.stem, "--format", "json")
             path.with_suffix(ID).write_text(str(json.loads(flwr(folder, *words))["node-id"]), encoding="ascii")
+
+
+def rekey(folder: Path, site: str) -> str:
+    """Take a site's lost key back and let a new one in, which is written into the site's folder; the id of its new node.
+
+    `folder`: with the machines' folders. The server must be up; the site's node is started again by its owner.
+    """
+    server, home = folder / SERVER, folder / site
+    public = server / KEYS / f"{site}.pub"
+    if not public.is_file():
+        raise unknown("site", site, [path.stem for path in (server / KEYS).glob("*.pub")])
+    if old := registered(public):
+        flwr(server, "supernode", "unregister", old, CONNECTION, "--format", "json")
+    home.mkdir(mode=0o700, exist_ok=True)
+    (home / NODE_KEY).unlink(missing_ok=True)
+    public.write_text(write_node_key(home) + "\n", encoding="ascii")
+    public.with_suffix(ID).unlink(missing_ok=True)
+    register(server)
+    return registered(public)
 
 
 def registered(path: Path) -> str:

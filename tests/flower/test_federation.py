@@ -149,6 +149,26 @@ def test_a_claimed_name_is_refused_and_told(federation: Path, tmp_path: Path):
         local.up(federation, 3, tls=True)
 
 
+def test_a_lost_key_is_replaced_and_the_ledger_notes_who_said_so(federation: Path, tmp_path: Path):
+    run(federation, tmp_path, "lost", "rounds=1")
+    before = online(federation)
+    with Ledger.open(tmp_path / "lost", server=False) as ledger:
+        old = ledger.keys()["site-0001"]
+    local.stop(federation / "site-0001")
+    done = fedloom(tmp_path, "federation", "rekey", "site-0001", "--folder", str(federation))
+    assert done.returncode == 0, done.stdout + done.stderr
+    node = done.stdout.split()[-1]
+    local.up(federation, 3, tls=True)
+    until(lambda: node in online(federation), "the new key does not get in")
+    assert node not in before
+    assert fedloom(tmp_path, "readmit", "lost", "site-0001", "--node", node).returncode == 0
+    done = fedloom(tmp_path, "unlearn", "lost", "site-0002", "--repair", "1", "--request-id", "r", "--quiet")
+    assert done.returncode == 0, done.stdout + done.stderr
+    with Ledger.open(tmp_path / "lost", server=False) as ledger:
+        assert ledger.keys()["site-0001"] != old and ledger.bound()["site-0001"] == int(node)
+        assert [event.body["by"] for event in ledger.events("bound")][-2:] == ["operator", "joined"]
+
+
 def test_a_key_that_is_not_registered_does_not_get_in(federation: Path, tmp_path: Path):
     server = read(SiteSheet, federation / "site-0000" / SITE).superlink
     write_plan(Plan(port=int(server.rpartition(":")[2]), sites=[{"name": "stranger"}]), tmp_path / "other")
