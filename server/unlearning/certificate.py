@@ -3,6 +3,7 @@
 It claims no more than that. `verify` recomputes what can be recomputed.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -20,6 +21,7 @@ from server.ledger.sums import added_up
 from server.ledger.tables import Event
 from server.rounds.aggregation import Aggregation
 from server.unlearning.at_sites import at_sites
+from server.unlearning.signing import sign, signed_by
 
 CERTIFICATES, FORMAT = "certificates", 1
 CERTIFIED = "certified"  # an event of the ledger, with the sha256 of the certificate that is written then
@@ -82,15 +84,23 @@ def check_sums(ledger: Ledger) -> dict[str, ExactSum]:
     return totals
 
 
+def issue(ledger: Ledger, content: dict[str, Any]) -> None:
+    """Write a certificate into the run's folder; the ledger keeps its sha256. Signed, unless there is no key to be had."""
+    text = text_of(content).encode()
+    path = ledger.folder / CERTIFICATES / f"{content['request']}.json"
+    ledger.note(CERTIFIED, {"request": content["request"], "sha256": hashlib.sha256(text).hexdigest()})
+    write_bytes(path, text)
+    with contextlib.suppress(UserError, OSError):  # 'fedloom key' says what is wrong; nothing is kept back for that
+        sign(path, text)
+
+
 def reissue(ledger: Ledger, request: str) -> None:
     """Write a request's certificate again, if there is one, with what sites have deleted since."""
     path = ledger.folder / CERTIFICATES / f"{request}.json"
     if not path.is_file():
         return
     given = read(path)
-    text = text_of({**given, "at_sites": at_sites(ledger, request, given["sites"])}).encode()
-    ledger.note(CERTIFIED, {"request": request, "sha256": hashlib.sha256(text).hexdigest()})
-    write_bytes(path, text)
+    issue(ledger, {**given, "at_sites": at_sites(ledger, request, given["sites"])})
 
 
 def erased(ledger: Ledger, request: str) -> list[str]:
@@ -141,6 +151,19 @@ def verify(path: Path, ledger: Ledger) -> list[Finding]:
     """Compare a certificate with the run's ledger and folder. Raises UserError if either cannot be read."""
     given = read(path)
     return [_as_written(path, given["request"], ledger), *ledger.steady(lambda: list(_findings(given, ledger)))]
+
+
+def verify_signature(path: Path, key: str) -> list[Finding]:
+    """What can be checked of a certificate without its run: who signed it, and that it agrees with itself."""
+    given = read(path)
+    found = [_found("signed by this key", signed_by(path, key), "the file was changed, or another key signed it, or none")]
+    if not any(given["options"].get(option) for option in ("repair", "rollback")):
+        after, remaining = one_digest(given["exact"]["digest_after"]), given["exact"]["sum_of_remaining"]
+        found.append(_compared("the sum after the request is that of the remaining contributions", after, remaining))
+    apart = not set(given["sites"]) & set(given["exact"]["remaining"])
+    found.append(_found("no forgotten site is among the remaining", apart, "one is"))
+    return [*found, *(Finding(f"{site} says that it deleted its own store", "match" if told else OUTSTANDING)
+                      for site, told in given.get("at_sites", {}).items())]  # fmt: skip
 
 
 def changed(ledger: Ledger) -> list[str]:

@@ -3,7 +3,6 @@
 A request is received, then applied (one transaction of the ledger), then verified. It is taken up where a crash left it.
 """
 
-import hashlib
 import re
 import shutil
 import time
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from clients.networks import Model
-from clients.states import write_bytes
 from conf.errors import UserError, unknown
 from conf.schema import Config
 from server.evaluate import Evaluator
@@ -21,7 +19,7 @@ from server.ledger import Ledger, LedgerError, Request
 from server.ledger.contributions import STAGING
 from server.rounds.aggregation import Aggregation
 from server.unlearning.at_sites import Erasure
-from server.unlearning.certificate import CERTIFICATES, CERTIFIED, certificate, check_sums, reissue, text_of
+from server.unlearning.certificate import certificate, check_sums, issue, reissue
 from server.unlearning.evaluation import UnlearningEvaluation
 
 KIND = "unlearn"
@@ -77,9 +75,7 @@ class Unlearning:
         evaluation = UnlearningEvaluation(self.config, self.evaluator, request.sites)
         done = certificate(self.ledger, self.aggregation, request)
         done["evidence"] = evaluation.report((request.result or {})["evidence"], self._aggregate(), retrained)
-        text = text_of(done).encode()
-        self.ledger.note(CERTIFIED, {"request": request.id, "sha256": hashlib.sha256(text).hexdigest()})
-        write_bytes(self.folder / CERTIFICATES / f"{request.id}.json", text)
+        issue(self.ledger, done)
         self.ledger.set_request(request.id, "verified", request.result)
         return done
 

@@ -132,13 +132,25 @@ def compose(
 
 
 @app.command()
-def verify(certificate: Annotated[Path, typer.Argument(help="certificates/<request>.json")], run: RunPath) -> None:
+def verify(
+    certificate: Annotated[Path, typer.Argument(help="certificates/<request>.json")],
+    run: Annotated[Path | None, typer.Argument(help="The run's folder; not needed with --key.")] = None,
+    key: Annotated[str, typer.Option(help="The operator's public key, a file or its line: check the signature.")] = "",
+) -> None:
     """Compare a certificate with a run's ledger: recompute what can be recomputed (exit code 1: a mismatch)."""
     from sims.cli.unlearn import verify_certificate
 
-    table, good = verify_certificate(certificate, run)
+    table, good = verify_certificate(certificate, run, key)
     typer.echo(table.markdown())
     raise typer.Exit(0 if good else 1)
+
+
+@app.command()
+def key() -> None:
+    """Print the public key by which others can check this operator's certificates."""
+    from server.unlearning.signing import operator_key, public_line
+
+    typer.echo(public_line(operator_key()))
 
 
 @app.command()

@@ -20,7 +20,7 @@ from server.listener import Listener
 from server.method import Method
 from server.runfolder import RunFolder, read_config
 from server.unlearning.at_sites import Erasure, outstanding
-from server.unlearning.certificate import CERTIFICATES, changed, read, verify, verify_accuracy
+from server.unlearning.certificate import CERTIFICATES, changed, read, verify, verify_accuracy, verify_signature
 from server.unlearning.requests import receive, wants_training
 from sims.cli.progress import listener_for
 from sims.engines import SIMULATED, can_start, open_engine, refuse_engine
@@ -122,12 +122,16 @@ def _vouch(path: Path, sites: Sequence[str], node: int) -> str:
     return f"{told}: it may have what the site gave; a running server knows it before its next round"
 
 
-def verify_certificate(certificate: Path, path: Path) -> tuple[Table, bool]:
-    """What was compared, and whether nothing differs."""
-    config = read_config(path)
-    with Ledger.open(path, server=False) as ledger:
-        findings = verify(certificate, ledger)
-        findings += verify_accuracy(certificate, ledger, lambda: _accuracy_now(config, path, ledger))
+def verify_certificate(certificate: Path, path: Path | None, key: str = "") -> tuple[Table, bool]:
+    """What was compared, and whether nothing differs: with the run, by the operator's public key, or both."""
+    if path is None and not key:
+        raise UserError("verify: takes the run's folder, such as runs/digits, or --key, the operator's public key")
+    findings = verify_signature(certificate, key) if key else []
+    if path is not None:
+        config = read_config(path)
+        with Ledger.open(path, server=False) as ledger:
+            findings += verify(certificate, ledger)
+            findings += verify_accuracy(certificate, ledger, lambda: _accuracy_now(config, path, ledger))
     rows = [[finding.what, finding.verdict, finding.told] for finding in findings]
     good = all(finding.verdict != "mismatch" for finding in findings)
     verdict = "match" if good else "mismatch"

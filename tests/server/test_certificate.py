@@ -12,6 +12,8 @@ import pytest
 from conf import Config, UserError
 from server.ledger import Ledger
 from server.unlearning.certificate import CERTIFICATES
+from server.unlearning.signing import key_path, operator_key, public_line
+from sims.cli.unlearn import verify_certificate
 from sims.report.certificates import write_html
 from tests.server.parts import WatchedApp, folder
 from tests.server.runs import copied, findings, method_of
@@ -105,6 +107,40 @@ def test_a_certificate_is_verified_and_a_forged_one_is_not(certified: tuple[Conf
         file.write_text(text)
         with pytest.raises(UserError, match=r"r1\.json: is no certificate of fedloom"):
             findings(config)
+
+
+def test_a_certificate_is_signed_and_checked_without_the_run(
+    certified: tuple[Config, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config, done = certified
+    path = folder(config) / CERTIFICATES / f"{done['request']}.json"
+    ours, there = public_line(operator_key()), tmp_path / path.name
+    assert key_path().stat().st_mode & 0o077 == 0
+    for one in (path, path.with_suffix(".sig")):
+        (tmp_path / one.name).write_bytes(one.read_bytes())
+    assert verify_certificate(there, None, ours)[1]
+    (tmp_path / "key.pub").write_text(ours)
+    assert verify_certificate(there, None, str(tmp_path / "key.pub"))[1]
+    # another one's key, a changed file, no signature
+    monkeypatch.setenv("FEDLOOM_KEY", str(tmp_path / "other"))
+    assert not verify_certificate(there, None, public_line(operator_key()))[1]
+    there.write_text(path.read_text().replace("asked", "never asked", 1))
+    assert not verify_certificate(there, None, ours)[1]
+    there.write_bytes(path.read_bytes())
+    there.with_suffix(".sig").write_text("{")
+    assert not verify_certificate(there, None, ours)[1]
+    there.with_suffix(".sig").unlink()
+    assert not verify_certificate(there, None, ours)[1]
+    for odd, told in [
+        ("", "verify: takes the run's folder"),
+        ("nowhere", "there is no file 'nowhere'"),
+        ("a b", "ssh-ed25519"),
+    ]:
+        with pytest.raises(UserError, match=told):
+            verify_certificate(there, None, odd)
+    (tmp_path / "other").write_text("nonsense")
+    with pytest.raises(UserError, match="is no private key"):
+        operator_key()
 
 
 def test_a_network_that_relearns_badly_is_certified_all_the_same(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import server.unlearning.certificate
 import server.unlearning.requests
 from conf import Config, UserError
 from server.ledger import Ledger
@@ -70,8 +71,12 @@ PLACES = {
     "before the deletion": (server.unlearning.requests, "left_of", crash),
     "within the deletion": (server.unlearning.requests, "shutil", SimpleNamespace(rmtree=crash_after(shutil.rmtree))),
     "before the certificate": (server.unlearning.requests, "certificate", crash),
-    "before it is written": (server.unlearning.requests, "write_bytes", crash),
-    "after it is written": (server.unlearning.requests, "write_bytes", crash_after(server.unlearning.requests.write_bytes)),
+    "before it is written": (server.unlearning.certificate, "write_bytes", crash),
+    "after it is written": (
+        server.unlearning.certificate,
+        "write_bytes",
+        crash_after(server.unlearning.certificate.write_bytes),
+    ),
 }
 
 
