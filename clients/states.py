@@ -43,7 +43,7 @@ def write_state(path: Path, state: Mapping[str, Tensor], **metadata: str) -> Non
 def read_state(path: Path) -> State:
     """The state that write_state wrote. Raises UserError naming a file that is missing or no safetensors file."""
     try:
-        return load_file(path)
+        return dict(sorted(load_file(path).items()))  # safetensors has no order of its own
     except FileNotFoundError:
         raise UserError(f"{path}: no such state") from None
     except (OSError, SafetensorError) as error:

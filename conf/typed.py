@@ -199,9 +199,18 @@ def _check_values(instance: Any, where: str) -> None:
         choices = field.metadata.get("choices")
         if choices and got not in choices:
             raise UserError(f"{key}: got '{got}', takes one of: {', '.join(choices)}")
+        if get_origin(field.type) is list and get_args(field.type)[0] in (str, int, float):
+            _check_entries(key, got)
         for number in got if isinstance(got, list) else [got]:
             if isinstance(number, int | float) and not isinstance(number, bool):
                 _check_range(key, number, low, high)
+
+
+def _check_entries(key: str, given: list[Any]) -> None:
+    """UserError for a list or a section among entries that are texts or numbers, which OmegaConf lets through."""
+    for place, entry in enumerate(given):
+        if isinstance(entry, list | dict):
+            raise UserError(f"{key}[{place}]: got {_short(entry)}, takes a text or a number")
 
 
 def _check_range(key: str, number: float, low: float | None, high: float | None) -> None:

@@ -100,7 +100,7 @@ class Blobs:
         if hashlib.sha256(content).hexdigest() != digest:
             raise LedgerError(f"{path}: is damaged, its sha256 is not its name; put it back from a copy of the run")
         try:
-            return load(content)
+            return dict(sorted(load(content).items()))  # safetensors has no order of its own
         except SafetensorError as error:
             raise LedgerError(f"{path}: is no readable safetensors file ({error})") from None
 

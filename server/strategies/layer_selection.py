@@ -38,6 +38,7 @@ TOGETHER, LIFELONG = "together", "lifelong"
 PARTS, CHANGES, FOUND, OTHERS = "parts", "changes", "selection", "counts"  # slots
 SHARED, PROGRESS = "shared", "progress"  # kept: what all share; what was found in every round
 KEY = "layer_selection"  # in the summary, by mode
+FEWEST_BITS = 24
 LEAST_MASS = 2.0**-16  # of a layer that a site shares: parameters times less would be rounded too coarsely
 
 
@@ -65,14 +66,18 @@ class LayerSelectionStrategy(Strategy):
         return {**own, **others, FOUND: Catalogue()}
 
     def check(self, config: Config) -> None:
-        """UserError for another objective, options that do not fit a site's network, and layers that are not alike."""
+        """UserError for sums too coarse for small masses, another objective, options that do not fit a site's network, and
+        layers that are not alike."""
         check_objective(config, "layer_selection")
+        if self.arrival == TOGETHER and config.federation.scale_bits < FEWEST_BITS:
+            told = f"got {config.federation.scale_bits}, layers times masses down to 2^-16 take at least {FEWEST_BITS}"
+            raise UserError(f"federation.scale_bits: {told}")
         objective, sites = _objective(config), roster(config)
         first = objective.layers_of(config, sites[0])
         objective.way  # noqa: B018 # whose options are checked
-        objective.fixed(objective.configurations(len(first.groups)), 1)
+        objective.fixed(objective.configurations(len(first.groups)))
         for mode in config.baselines:
-            replace(objective, mode=mode).fixed(every(len(first.groups)), 1)
+            replace(objective, mode=mode).fixed(every(len(first.groups)))
         shapes = _shapes(first.shared(config, sites[0]))
         for site in sites[1:]:
             other = _shapes(objective.layers_of(config, site).shared(config, site))
@@ -84,12 +89,14 @@ class LayerSelectionStrategy(Strategy):
             raise UserError(f"evaluation.statistics: got 'running', {told}; takes recomputed or batch")
 
     def advice(self, config: Config) -> Sequence[str]:
-        """That a certainty is for configurations that are given."""
-        objective = _objective(config)
-        if objective.certainty == 1.0 or objective.mode != LEARNED or config.baselines:
-            return ()
-        told = "is for a configuration that objective.mode gives; it is learned, and the certainty has no effect"
-        return (f"objective.certainty={objective.certainty:g} {told}",)
+        """That a certainty is for configurations that are given, and that nothing is selected while all warm up."""
+        objective, told = _objective(config), list[str]()
+        if objective.mode == LEARNED and objective.warm_up >= config.rounds:
+            told.append(f"objective.warm_up={objective.warm_up} leaves no round of {config.rounds} in which sites select")
+        if objective.certainty < 1.0 and objective.mode == LEARNED and not config.baselines:
+            told.append(f"objective.certainty={objective.certainty:g} is for a configuration that objective.mode gives; it "
+                        "is learned, and the certainty has no effect")  # fmt: skip
+        return told
 
     def schedule(self, config: Config) -> Schedule:
         """Everyone, or all rounds of one site after all of another."""
@@ -175,7 +182,11 @@ class LayerSelectionStrategy(Strategy):
         if view.rounds_with(names) < (1 if self.arrival == LIFELONG else 2):
             return ()
         why = "they were trained from shared parameters that the forgotten sites had a part in"
-        return (Residue("the other sites' own layers, and what they gave for shared ones", why),)
+        told = "measured with the forgotten sites' part in the shared parameters; a further round (--repair 1) measures anew"
+        return (
+            Residue("the other sites' own layers, and what they gave for shared ones", why),
+            Residue("accuracies on sites' own tasks", told),
+        )
 
     def _put(self, run: Run, site: Site, reply: Reply, shared: State) -> None:
         found = reply[SELECTION]
@@ -186,7 +197,8 @@ class LayerSelectionStrategy(Strategy):
             run.put(PARTS, site, {**weighted, MASS: mass}, reply.samples)
         else:
             before = run.contribution(CHANGES, site.name) if run.has(CHANGES, site.name) else {}
-            last = run.site_round >= run.config.rounds  # layers that are not chosen go back to what they were
+            further = run.number > self.schedule(run.config).length(run.config.rounds)  # for a request: each may be the last
+            last = further or run.site_round >= run.config.rounds  # layers that are not chosen go back to what they were
             kept = {name: float(not last or found[CHOSEN][layers.group_of(name)] > 0) for name in shared}
             changes = {name: (one - shared[name] + before.get(name, 0.0)) * kept[name] for name, one in reply[SITE].items()}
             run.put(CHANGES, site, changes)

@@ -240,6 +240,8 @@ def _fulfil(method: Method, listener: Listener, mine: str) -> None:
         if any(wants_training(request.options) for request in due):
             with open_engine(method.config) as grid:  # before anything is subtracted: it may not start
                 method.train(method.joined(grid), listener, rounds=unlearning.last_round())
+                _measure_again(method, listener)  # sites may have to measure, too
+            method.loop = None
         else:
             changed = unlearning.take(listener.note, can=can, mine=mine)
         if changed or _cut_off(method.ledger):

@@ -11,11 +11,19 @@ from clients.states import write_bytes
 def kept(path: Path, key: Any, make: Callable[[], Any]) -> Any:
     """What `make` gives, as JSON at `path`; taken from there if it was made before, of the same `key` (anything of JSON)."""
     key = json.loads(json.dumps(key))
-    there = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    there = _read(path)
     if there.get("key") != key:
         there = {"key": key, "value": make()}
         write_bytes(path, json.dumps(there).encode())
     return there["value"]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What is in the file; nothing if it is not there or was cut off."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
 
 
 def told(seeds: int) -> str:

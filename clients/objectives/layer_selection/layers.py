@@ -79,8 +79,8 @@ def grouped(
     known, usual = layers_of(network)
     if not known:
         raise UserError("network: layer selection shares convolutions or linear layers before the head, and it has none")
-    if odd := next((name for name in names if name not in known), ""):
-        raise unknown("objective.layers", odd, known)
+    if odd := [name for name in names if name not in known]:
+        raise unknown("objective.layers", odd[0], known)
     among = [name for name in known if name in (names or usual)]
     chosen = [name for name in among if not _beside(name)] or among
     if sizes and sum(sizes) != len(chosen):
@@ -99,6 +99,9 @@ def grouped(
     pieces(network, groups)  # which have to be told apart
     state = network.state_dict()
     for name in among:
+        if f"{name}.{WEIGHT}" not in state:
+            told = f"'{name}' makes its weight out of others (a parametrization) and cannot be shared"
+            raise UserError(f"objective.layers: {told}; name layers without it")
         learner.check({part: state[f"{name}.{part}"] for part in (WEIGHT, BIAS) if f"{name}.{part}" in state}, name)
     return Layers(tuple(groups), learner)
 

@@ -42,7 +42,7 @@ class LayerSelection(Objective):
     layers: list[str] = value([], "that may be shared; empty: the extractor's convolutions, or its linear layers")
     groups: list[int] = value([], "how many layers are shared together, from the input on; empty: each by itself", low=1)
     prior: str = value("counts", "of configurations: counts (Eq. 1), posteriors or tasks", choices=tuple(PRIORS))
-    smoothing: float = value(1.0, "count that each configuration starts with; 1: Eq. 1", low=0.001)
+    smoothing: float = value(1.0, "count that each configuration starts with; 1: Eq. 1", low=0.001, high=1e6)
     likelihood: str = value("mean", "of a mini-batch: its classes' mean or joint probability", choices=tuple(LIKELIHOODS))
     m_steps: int = value(2, "gradient steps for each E-step, each on a batch of its own", low=1)
     warm_up: int = value(
@@ -79,9 +79,9 @@ class LayerSelection(Objective):
             return every(groups)
         return [named(self.mode, groups, "objective.mode")]
 
-    def fixed(self, configurations: Sequence[Configuration], round: int) -> Tensor | None:
+    def fixed(self, configurations: Sequence[Configuration], warms_up: bool = False) -> Tensor | None:
         """The posterior of a configuration that is given, or of all layers in a warm-up; None where it is learned."""
-        if self.mode == LEARNED and round > self.warm_up:
+        if self.mode == LEARNED and not warms_up:
             return None
         certainty, mode = (1.0, "all") if self.mode == LEARNED else (self.certainty, self.mode)
         given = named(mode, len(configurations[0]), "objective.mode")

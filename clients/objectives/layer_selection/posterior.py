@@ -80,11 +80,15 @@ class Belief:
             self.counts = self.update(self.counts, posterior)
 
     def likely(self, left_out: float) -> Tensor:
-        """The places of the fewest configurations whose prior is at least 1 - left_out together, in order."""
+        """The places of the fewest configurations whose prior is at least 1 - left_out together, and one further, another
+        one with each mini-batch that was counted; in order."""
         prior = self.prior()
         order = prior.argsort(descending=True, stable=True)
         enough = int((prior[order].cumsum(0) < 1.0 - left_out).sum()) + 1
-        return order[:enough].sort().values
+        if not (others := len(order) - enough):
+            return torch.arange(len(order))
+        further = order[enough:].sort().values[round(float(self.counts.sum())) % others]
+        return torch.cat([order[:enough], further[None]]).sort().values
 
     def best(self) -> Configuration:
         """The most probable one a priori, which is what the site uses."""

@@ -17,6 +17,7 @@ from clients.objectives.layer_selection.tree import Tree
 from conf.registry import Registry
 from conf.typed import value
 
+FEWEST = 2  # images of an E-step: BatchNorm takes no single one
 Likelihood = Callable[[Tensor], Tensor]
 
 
@@ -93,7 +94,8 @@ class Exact(Search):
 @SEARCHES.register("pruned")
 @dataclass(frozen=True)
 class Pruned(Search):
-    """Configurations whose prior is at most `left_out` together are left out of a step, and come back when others lose.
+    """Configurations whose prior is at most `left_out` together are left out of a step, but for one of them, each in its
+    turn, so that one which has become better is found.
 
     Their posterior mass is at most left_out / (left_out + sum of prior x likelihood of the others), if likelihoods are
     means of probabilities, which are at most 1: the same share of the M-step's gradient is missing.
@@ -124,9 +126,11 @@ class Sampled(Search):
         if posterior is None:
             everything = torch.arange(len(step.belief.configurations))
             with torch.no_grad():
-                part = max(1, round(self.part * len(step.images)))
+                part = max(FEWEST, round(self.part * len(step.images)))
                 losses = step.losses(everything, part, evidence=True)
             posterior = step.expect(everything, losses)
+        if not bool(torch.isfinite(posterior).all()):  # training has diverged, which a loss that is no number tells
+            return step.losses(torch.arange(1)).mean() * torch.nan, posterior
         drawn = torch.multinomial(posterior, self.draws, replacement=True, generator=step.generator)
         places, times = torch.unique(drawn, return_counts=True)
         losses = step.losses(places)

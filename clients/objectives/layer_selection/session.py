@@ -49,7 +49,7 @@ class SelectionSession(Session):
     def training_images(self, images: Images) -> Images:
         """All, or those that the E-step does not look at: the same ones in all rounds."""
         number = round(self.objective.held_out * len(images))
-        if not number or self.belief.fixed is not None or number == len(images):
+        if not number or self.objective.mode != LEARNED or number == len(images):
             return images
         draw = torch_generator(self.task.config.seed, self.task.site.name, "held out")
         held, others = torch.randperm(len(images), generator=draw).split([number, len(images) - number])
@@ -97,17 +97,18 @@ class SelectionSession(Session):
 
 
 def belief_of(objective: "LayerSelection", groups: int, stored: State, others: Mapping[str, Tensor], round: int) -> Belief:
-    """A site's belief as it was stored, or the uniform one; of a configuration that is given, or warms up in this round, the
-    fixed one."""
+    """A site's belief as it was stored, or the uniform one; of a configuration that is given, or warms up in this round (and
+    has never chosen), the fixed one."""
     configurations = objective.configurations(groups)
     nothing = torch.zeros(len(configurations), dtype=torch.float64)
-    counts = stored.get(COUNTS, nothing)
+    kept = stored.get(COUNTS, nothing)
+    counts = kept.double() if len(kept) == len(nothing) else nothing
     return Belief(
         configurations,
-        counts.double() if len(counts) == len(nothing) else nothing,
+        counts,
         others[COUNTS].double() if COUNTS in others else nothing,
         PRIORS[objective.prior],
-        objective.fixed(configurations, round),
+        objective.fixed(configurations, round <= objective.warm_up and not bool(counts.any())),
         objective.smoothing,
     )
 
@@ -138,7 +139,9 @@ def prefixed(prefix: str, state: Mapping[str, Tensor]) -> State:
 
 
 def _parameters(state: Mapping[str, Tensor], task: Task) -> dict[str, nn.Parameter]:
-    return {name: nn.Parameter(tensor.detach().to(task.device, copy=True)) for name, tensor in state.items()}
+    """In the order of names: gradients are summed up in it, and states from disk have none."""
+    tensors = {name: state[name] for name in sorted(state)}
+    return {name: nn.Parameter(tensor.detach().to(task.device, copy=True)) for name, tensor in tensors.items()}
 
 
 def _plain(parameters: Mapping[str, Tensor]) -> State:

@@ -13,6 +13,8 @@ from sims.experiments.tabled import chosen, write
 from sims.report.page import Part
 
 FOLDER = Path("runs/lasem")
+MOST = 1e6
+KINDS = {int: "a whole number", float: "a number"}
 PLAN = {"epochs": int, "rate": float}  # of each task, which overrides may change
 
 
@@ -44,5 +46,7 @@ def _plan(overrides: Sequence[str]) -> dict[str, float]:
         try:
             found[key] = PLAN[key](given)
         except ValueError:
-            raise UserError(f"{key}: got '{given}', takes a number") from None
+            raise UserError(f"{key}: got '{given}', takes {KINDS[PLAN[key]]}") from None
+        if not 0 < found[key] < MOST:
+            raise UserError(f"{key}: got {given}, takes {KINDS[PLAN[key]]} above 0")
     return found
