@@ -170,9 +170,20 @@ def test_what_pruning_leaves_out_is_as_unlikely_as_it_says(counts: list[int], le
     posterior = prior * likelihood / (prior * likelihood).sum()
     bound = left_out / (left_out + float((prior * likelihood)[kept].sum()))
     assert 1 - float(posterior[kept].sum()) <= bound + 1e-12
+    watched = belief.watched(left_out)
+    assert len(watched) == min(8, len(kept) + 1) and set(kept.tolist()) <= set(watched.tolist())
     found = Pruned(left_out=left_out).step(step)[1]
-    torch.testing.assert_close(found[kept], posterior[kept] / posterior[kept].sum())
+    torch.testing.assert_close(found[watched], posterior[watched] / posterior[watched].sum())
     assert float(found.sum()) == pytest.approx(1.0)
+
+
+def test_pruning_looks_at_all_configurations_in_turn():
+    """Once those of equal priors at the end of the list were never looked at."""
+    belief, seen = uniform(every(5)), set[int]()
+    for _ in range(200):
+        seen |= set(belief.watched(0.05).tolist())
+        belief.learn(torch.nn.functional.one_hot(torch.tensor(3), 32).double())
+    assert seen == set(range(32))
 
 
 def test_expectation_maximisation_finds_the_configuration_that_a_problem_was_made_for():

@@ -41,7 +41,7 @@ FIXED = ["data.size=8", "data.grey=true", "data.heads=shared", "data.test_limit=
          "engine.name=inline", "engine.device=cpu", "baselines=[]", "objective.mode=learned",
          "objective.warm_up=0", "objective.layers=[]", "objective.m_steps=1",
          "strategy.every=1", "evaluation.every=1", NETWORK_OF_TWO,
-         "training={steps: 6, batch: 20, rate: 0.5}", "rounds=2"]  # fmt: skip
+         "training={steps: 6, batch: 20, rate: 0.5, clip: 0.3}", "rounds=2"]  # fmt: skip
 
 
 def configured(root: Path, *words: str, tasks: list[str] = TASKS) -> Config:

@@ -206,7 +206,8 @@ def test_forgetting_leaves_the_sum_that_never_held_the_site_and_erases_its_progr
         assert (table[MASS][:, 1:] >= 0).all() and table["total"][-1, 1:].all()
         [facts] = strategy.facts(view)["layer_selection"].values()
         assert facts["sites"] == [B, C] and not view.has(FOUND, A)
-        [residue] = strategy.residue(view)
+        residue, measured = strategy.residue(view)
+        assert "accuracies" in measured.where
         assert "other sites" in residue.where
     summary = json.loads((folder(config) / "summary.json").read_text())
     assert all(A not in json.dumps(one) for one in summary["layer_selection"].values()) and not audit(folder(config))

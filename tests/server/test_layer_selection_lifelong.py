@@ -110,7 +110,7 @@ def test_forgetting_subtracts_the_change_and_nothing_else(done: Done, tmp_path: 
         assert same(view.kept(SHARED), {name: start[name] + one for name, one in total.total().items()})
         [facts] = method.aggregation.strategy.facts(view)["layer_selection"].values()
         assert facts["sites"] == [B, C] and facts["own"] == [[3, 4], [5, 6]]
-        [residue] = method.aggregation.residue([A])
+        residue, _ = method.aggregation.residue([A])
         assert "other sites' own layers" in residue.where
     assert not audit(folder(config))
 

@@ -179,7 +179,9 @@ def test_wrong_words_are_told_in_a_line():
         (["tables=figure9"], "table.*figure"),
         (["sequences=office"], "sequences"),
         (["rat=1"], "rate"),
-        (["epochs=many"], "epochs: got 'many', takes a number"),
+        (["epochs=many"], "epochs: got 'many', takes a whole number"),
+        (["epochs=0"], "epochs: got 0, takes a whole number above 0"),
+        (["rate=nan"], "rate: got nan, takes a number above 0"),
     ]:
         with pytest.raises(UserError, match=told):
             lasem.reproduce("cpu", 1, words, quiet=True)

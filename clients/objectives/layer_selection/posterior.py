@@ -80,15 +80,20 @@ class Belief:
             self.counts = self.update(self.counts, posterior)
 
     def likely(self, left_out: float) -> Tensor:
-        """The places of the fewest configurations whose prior is at least 1 - left_out together, and one further, another
-        one with each mini-batch that was counted; in order."""
+        """The places of the fewest configurations whose prior is at least 1 - left_out together, in order."""
         prior = self.prior()
         order = prior.argsort(descending=True, stable=True)
         enough = int((prior[order].cumsum(0) < 1.0 - left_out).sum()) + 1
-        if not (others := len(order) - enough):
-            return torch.arange(len(order))
-        further = order[enough:].sort().values[round(float(self.counts.sum())) % others]
-        return torch.cat([order[:enough], further[None]]).sort().values
+        return order[:enough].sort().values
+
+    def watched(self, left_out: float) -> Tensor:
+        """Those that are `likely`, and where they are learned one further: another one with each mini-batch that counted."""
+        likely = self.likely(left_out)
+        others = torch.ones(len(self.counts), dtype=torch.bool).index_fill(0, likely, False).nonzero().flatten()
+        if self.fixed is not None or not len(others):
+            return likely
+        further = others[round(float(self.counts.sum())) % len(others)]
+        return torch.cat([likely, further[None]]).sort().values
 
     def best(self) -> Configuration:
         """The most probable one a priori, which is what the site uses."""

@@ -104,7 +104,7 @@ class Pruned(Search):
     left_out: float = value(0.05, "prior probability of the configurations that a step may leave out", low=0.0, high=0.999)
 
     def step(self, step: Step) -> tuple[Tensor, Tensor]:
-        places = step.belief.likely(self.left_out)
+        places = step.belief.watched(self.left_out)
         if step.held is not None:
             places = torch.nonzero(step.held).flatten()
         losses = step.losses(places)
