@@ -57,7 +57,11 @@ class LayerSelectionStrategy(Strategy):
     say how good these are with the shared parameters of the moment."""
 
     arrival: str = value(TOGETHER, "all sites at once, or one after the other", choices=(TOGETHER, LIFELONG))
-    every: int = value(1, "rounds from one measurement of the sites' networks to the next; 0: the last one alone", low=0)
+    every: int = value(
+        1,
+        "rounds from one measurement of the sites' networks to the next (and each turn's end); 0: the last one alone",
+        low=0,
+    )
 
     def slots(self, config: Config) -> Mapping[str, Slot]:
         """Together: masses x parameters and masses, one sum, weighted by images; lifelong: each site's changes."""
@@ -222,7 +226,8 @@ class LayerSelectionStrategy(Strategy):
             table[site.index] = masses.get(site.name, table[site.index])
         right, images = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
         length = self.schedule(run.config).length(run.config.rounds)
-        if run.number >= length or (self.every and run.number % self.every == 0):
+        turn_ends = self.arrival == LIFELONG and run.site_round >= run.config.rounds
+        if run.number >= length or (self.every and (turn_ends or run.number % self.every == 0)):
             shared, asked = self.shared(run), [site for site in run.sites if run.has(FOUND, site.name)]
             for reply in run.ask(COMPOSED, {MEAN: shared}, {}, asked, metrics=[RIGHT, TOTAL], needed=False):
                 hits, total = reply.metrics[RIGHT], reply.metrics[TOTAL]
