@@ -59,7 +59,7 @@ class LayerSelectionStrategy(Strategy):
     arrival: str = value(TOGETHER, "all sites at once, or one after the other", choices=(TOGETHER, LIFELONG))
     every: int = value(
         1,
-        "rounds from one measurement of the sites' networks to the next (and each turn's end); 0: the last one alone",
+        "rounds between measurements of the sites' networks (and each turn's end); 0: the last alone",
         low=0,
     )
 
