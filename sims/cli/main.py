@@ -240,10 +240,17 @@ def bench(
 @app.command()
 def doctor(
     root: Annotated[str, typer.Option("--data", help="The folder with the data (data.root).")] = "",
+    federation: Annotated[Path | None, typer.Option(help="Look at a real federation's folder, or at one machine's.")] = None,
 ) -> None:
     """Say what this machine has: versions, cores, GPUs, Ray, and where each domain would come from."""
     from rich.console import Console
 
+    if federation is not None:
+        from sims.federation.checks import check
+
+        rows = [list(row) for row in check(federation)]
+        Console().print(Table(str(federation), ["machine", "what", "found"], rows).rich())
+        return
     from conf.schema import DataConfig
     from sims.cli.doctor import doctor as examine
     from sims.cli.doctor import doctor_table

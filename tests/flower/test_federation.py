@@ -21,6 +21,8 @@ from server.ledger import Ledger
 from server.listener import LogListener
 from sims.engines import open_engine
 from sims.federation import local
+from sims.federation.checks import GOOD, check
+from sims.federation.keys import write_certificates
 from sims.federation.machines import nodes
 from sims.federation.plan import SERVER, Plan, sites_of, write_plan
 from sims.federation.programs import LOG, PID, free_port, launch, running
@@ -105,6 +107,25 @@ def test_a_run_over_tls_has_the_bits_of_the_inline_engine_and_names_belong_to_ke
         name = ledger.run().run
     stores = {site: list((federation / site / "store").glob(f"{name}*/{site}")) for site in keys}
     assert {site for site, there in stores.items() if there} == {"site-0000", "site-0002"}  # the site itself deleted its own
+
+
+def test_the_doctor_finds_what_is_wrong(federation: Path, tmp_path: Path):
+    found = {(machine, what): told for machine, what, told in check(federation)}
+    assert set(found.values()) - {found["here", "versions"]} == {GOOD}
+    assert len(found) == 1 + 4 + 3 * 4
+    home = tmp_path / "site"
+    shutil.copytree(federation / "site-0000", home, ignore=shutil.ignore_patterns("running.*"))
+    (home / "key").chmod(0o644)
+    write_certificates(tmp_path, ["elsewhere"])
+    shutil.copy(tmp_path / "ca.crt", home / "ca.crt")  # of another authority
+    told = [line for _, what, line in check(home) if what != "versions"]
+    for word in ("does not run", "chmod 600", "is not the server of this"):
+        assert any(word in line for line in told), told
+    sheet = read(SiteSheet, home / SITE)
+    write(home / SITE, SiteSheet(**{**vars(sheet), "superlink": f"127.0.0.1:{free_port()}"}))
+    assert "cannot be reached" in check(home)[-1][2]
+    with pytest.raises(UserError, match="is no federation's folder, nor a machine's"):
+        check(tmp_path / "nowhere")
 
 
 def test_a_server_that_is_killed_goes_on_to_the_same_bits(federation: Path, tmp_path: Path):
