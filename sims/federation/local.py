@@ -8,7 +8,7 @@ from conf.errors import UserError, unknown
 from sims.federation import sheets
 from sims.federation.machines import START_SECONDS, nodes, registered
 from sims.federation.plan import KEYS, SERVER, Plan, sites_of, write_plan
-from sims.federation.programs import LOG, free_port, launch, running, stop
+from sims.federation.programs import LOG, Running, free_port, launch, running, stop
 
 JOIN_SECONDS = 90.0
 MOST_TOLD = 300  # letters
@@ -75,8 +75,8 @@ def _online(folder: Path) -> dict[str, str]:
     return {one["node-id"]: one["status"] for one in nodes(folder / SERVER) if one["status"] == "online"}
 
 
-def _processes(given: list[int]) -> str:
-    return f"up, process {given[0]}" if given else "down"
+def _processes(given: Running) -> str:
+    return f"up, process {given.keeper or given.program}" if given else "down"
 
 
 def _await(folder: Path, there: Callable[[], bool], what: str, seconds: float, *names: str) -> None:

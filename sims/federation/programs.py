@@ -9,14 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from conf.errors import UserError
 
-LOCK, PID, LOG = "running.lock", "running.pid", "log.txt"
+LOCK, KEEPER = "running.lock", "keeper.lock"  # the first is held by keeper and program, the second by the keeper alone
+PID, LOG = "running.pid", "log.txt"
 PAUSES = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)  # seconds before a program that ended is started again
 STEADY_SECONDS = 60.0  # after which it counts as having been well
 STOP_SECONDS = 10.0
+TRIES = 5  # to have a lock
 BIN = Path(sys.executable).parent
 ENVIRONMENT = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -40,7 +43,8 @@ def keep_running(folder: Path, words: Callable[[], Sequence[str]], more: Mapping
     UserError if another one is at work there. The program holds the folder's lock, too: if this process is killed and it
     is left behind, `running` and `stop` still know it.
     """
-    lock, stopped, failures = _lock(folder), _Stopped(), 0
+    lock, stopped, failures = _lock(folder / LOCK), _Stopped(), 0
+    keeper = _lock(folder / KEEPER)
     try:
         while not stopped:
             began = time.monotonic()
@@ -60,6 +64,7 @@ def keep_running(folder: Path, words: Callable[[], Sequence[str]], more: Mapping
                 stopped.wait(pause)
     finally:
         (folder / PID).unlink(missing_ok=True)
+        os.close(keeper)
         os.close(lock)
 
 
@@ -91,31 +96,40 @@ def launch(folder: Path, *words: str) -> None:
                          stdout=log, stderr=log, start_new_session=True)  # fmt: skip
 
 
-def running(folder: Path) -> list[int]:
-    """The processes that keep a folder's program running and that it is; none: it does not run."""
-    if not (folder / LOCK).exists():
-        return []
+@dataclass(frozen=True)
+class Running:
+    """Processes of a folder: the one that keeps its program running (0: it was killed), and the program's; 0, 0: none."""
+
+    keeper: int = 0
+    program: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.keeper or self.program)
+
+
+def running(folder: Path) -> Running:
+    """What is at work in a folder."""
+    if not _held(folder / LOCK):
+        return Running()
     try:
-        os.close(_lock(folder))
-    except UserError:
-        try:
-            return [int(one) for one in (folder / PID).read_text(encoding="ascii").split() if _lives(int(one))]
-        except (OSError, ValueError):
-            return []  # it has only just begun
-    return []
+        keeper, program = map(int, (folder / PID).read_text(encoding="ascii").split())
+    except (OSError, ValueError):
+        return Running()  # it has only just begun, or is about to end
+    return Running(keeper if _held(folder / KEEPER) else 0, program)
 
 
 def stop(folder: Path) -> bool:
     """Stop a folder's program and wait until it is gone; whether there was one. UserError if it does not end."""
     if not (there := running(folder)):
         return False
-    os.kill(there[0], signal.SIGTERM)
+    if there.keeper:
+        os.kill(there.keeper, signal.SIGTERM)
     deadline = time.monotonic() + 3 * STOP_SECONDS
     while left := running(folder):
-        if left != there:  # who kept it running is gone, or was before
-            _end(left[-1], lambda: None if _lives(left[-1]) else 0)
+        if not left.keeper:
+            _end(left.program, lambda: None if _held(folder / LOCK) else 0)
         if time.monotonic() > deadline:
-            raise UserError(f"{folder}: process {left[0]} does not end; see {folder / LOG}")
+            raise UserError(f"{folder}: process {left.keeper or left.program} does not end; see {folder / LOG}")
         time.sleep(0.1)
     return True
 
@@ -127,23 +141,29 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _lock(folder: Path) -> int:
-    """The folder's lock, as an open file: whoever has it at work there holds it. UserError if somebody else does."""
-    file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(file)
-        raise UserError(f"{folder}: is at work already; 'fedloom federation status' says as what") from None
-    return file
+def _lock(path: Path) -> int:
+    """A lock, as an open file. UserError if somebody else holds it."""
+    for _ in range(TRIES):  # somebody may only be looking
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except OSError:
+            os.close(file)
+            time.sleep(0.05)
+    raise UserError(f"{path.parent}: is at work already; 'fedloom federation status' says as what")
 
 
-def _lives(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
+def _held(path: Path) -> bool:
+    """Whether somebody holds a lock."""
+    if not path.exists():
         return False
-    return True
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
 
 
 def _end(group: int, ended: Callable[[], int | None]) -> None:

@@ -25,13 +25,14 @@ from sims.federation.checks import GOOD, check
 from sims.federation.keys import write_certificates
 from sims.federation.machines import nodes
 from sims.federation.plan import SERVER, Plan, sites_of, write_plan
-from sims.federation.programs import LOG, PID, free_port, launch, running
+from sims.federation.programs import LOG, PID, Running, free_port, keep_running, launch, running
 from sims.federation.sheets import SITE, SiteSheet, read, write
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SITES = "sites=[{domain: digits, samples: 60}, {domain: digits, samples: 60}, {domain: digits, samples: 60}]"
 SMALL = [SITES, "data.size=8", "data.test_limit=50", "baselines=[]", "seed=3", "training.epochs=1"]
+ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 
 
@@ -141,12 +142,12 @@ def test_a_server_that_is_killed_goes_on_to_the_same_bits(federation: Path, tmp_
 
 
 def test_a_superlink_that_is_killed_comes_back_and_knows_all_nodes(federation: Path, tmp_path: Path):
-    before, keeper = online(federation), running(federation / SERVER)[0]
+    before, keeper = online(federation), running(federation / SERVER).keeper
     killed = program(federation / SERVER)
     os.killpg(killed, signal.SIGKILL)
-    until(lambda: (there := running(federation / SERVER)) and there[-1] not in (killed, keeper), "it was not started again")
+    until(lambda: (there := running(federation / SERVER)) and there.program != killed, "it was not started again")
     until(lambda: _quietly(lambda: online(federation)) == before, "the nodes did not come back")
-    assert running(federation / SERVER)[0] == keeper
+    assert running(federation / SERVER).keeper == keeper
     assert run(federation, tmp_path, "after", "rounds=1")["status"] == "finished"
 
 
@@ -222,6 +223,24 @@ def _quietly(ask: Callable[[], Any]) -> Any:
     with contextlib.suppress(UserError, subprocess.TimeoutExpired):
         return ask()
     return None
+
+
+def test_what_a_killed_keeper_leaves_behind_is_known_and_stopped(tmp_path: Path):
+    """A keeper of a program that hears no SIGTERM; and no other process is ever taken for either."""
+    deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
+    program = [sys.executable, "-c", deaf]
+    keep = f"from sims.federation.programs import keep_running, Path; keep_running(Path('.'), lambda: {program!r})"
+    child = subprocess.Popen([sys.executable, "-c", keep], cwd=tmp_path, env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)})
+    until(lambda: running(tmp_path).keeper == child.pid, "it did not start")
+    with pytest.raises(UserError, match="is at work already"):
+        keep_running(tmp_path, lambda: program)
+    left = running(tmp_path).program
+    child.kill()
+    child.wait()
+    assert running(tmp_path) == Running(0, left)
+    assert local.stop(tmp_path) and not running(tmp_path) and not local.stop(tmp_path)
+    (tmp_path / PID).write_text(f"{os.getpid()} {os.getpid()}")
+    assert not running(tmp_path) and not local.stop(tmp_path)
 
 
 def test_what_is_wrong_is_told_in_a_line(tmp_path: Path):
