@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -265,8 +266,7 @@ app.add_typer(federation.app, name="federation")
 
 def main() -> NoReturn:
     """Run the command line. Bad input: one line and exit code 2; interrupted: 130; a run that failed: 1."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # even where the shell started us with it ignored
-    signal.signal(signal.SIGTERM, _terminate)
+    listen()
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     _import_from_here()
     sys.exit(_guarded())
@@ -305,5 +305,20 @@ def _say(text: str, code: int) -> int:
     return code
 
 
+def listen() -> None:
+    """Be interrupted by SIGINT, even where the shell started us with it ignored, and by SIGTERM, at whatever moment."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _terminate)
+    sys.unraisablehook = _again
+
+
 def _terminate(*_: Any) -> None:
     raise KeyboardInterrupt
+
+
+def _again(ignored: Any) -> None:
+    """An interruption while an object is destroyed goes no further than there: hear it again."""
+    if issubclass(ignored.exc_type, KeyboardInterrupt):
+        threading.Timer(0.1, signal.raise_signal, [signal.SIGTERM]).start()
+    else:
+        sys.__unraisablehook__(ignored)

@@ -164,6 +164,31 @@ def test_an_interruption_ends_within_seconds_and_leaves_nothing_behind(
     assert fedloom("report", tmp_path / "runs/digits").code == 0
 
 
+DESTROYED = """
+import os, signal, time
+from sims.cli.main import listen
+
+class Last:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)
+
+listen()
+try:
+    last = Last()
+    del last
+    time.sleep(30)
+except KeyboardInterrupt:
+    print("heard")
+"""
+
+
+def test_an_interruption_is_heard_also_while_an_object_is_destroyed():
+    """Python drops what is raised in a destructor: a run interrupted there would go on."""
+    done = subprocess.run([sys.executable, "-c", DESTROYED], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "heard\n", "")
+
+
 def in_session(session: int) -> list[str]:
     """The processes of a session that still run (Ray's are all in the session that started it)."""
     listed = subprocess.run(["ps", "-e", "-o", "sid=,stat=,args="], capture_output=True, text=True, check=True).stdout
