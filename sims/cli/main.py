@@ -319,6 +319,7 @@ def _terminate(*_: Any) -> None:
 def _again(ignored: Any) -> None:
     """An interruption while an object is destroyed goes no further than there: hear it again."""
     if issubclass(ignored.exc_type, KeyboardInterrupt):
-        threading.Timer(0.1, signal.raise_signal, [signal.SIGTERM]).start()
+        main = threading.main_thread().ident or 0  # a signal to another thread would not end a wait
+        threading.Timer(0.1, signal.pthread_kill, [main, signal.SIGTERM]).start()
     else:
         sys.__unraisablehook__(ignored)
