@@ -18,10 +18,12 @@ from clients.messages import (
     ERASE,
     ERASED,
     EVALUATE,
+    LIFT,
     MEAN,
     METRICS,
     MODEL,
     OWN,
+    SECURE_SHARES,
     TOTAL,
     TRAIN,
     Order,
@@ -35,6 +37,7 @@ from clients.objectives import Answer, Session, Task, objective_of
 from clients.objectives.components.objective import COMPONENTS
 from clients.policy import Policy, followed
 from clients.randomness import torch_generator
+from clients.secure_aggregation import ANSWERS, masked
 from clients.statistics import CLASS_STATISTICS, MOMENTS, class_statistics, moments
 from clients.store import SiteStore
 from conf.errors import UserError
@@ -75,6 +78,8 @@ class Job:
         order, config, site = self.order, self.config, self.site
         incoming = to_states(self.content)
         lost = incoming.pop(OWN, None)
+        for record in (SECURE_SHARES, LIFT):
+            incoming.pop(record, None)
         return Task(
             config=config,
             site=site,
@@ -101,7 +106,11 @@ class Job:
         """Save the trained session's own state; what goes to the server."""
         if (own := session.own()) is not None:
             self.store.save(self.order.round, self.order.base, own)
-        reply = RecordDict({name: to_arrays(state) for name, state in session.contribution().items()})
+        given = session.contribution()
+        if self.order.secure:
+            reply = RecordDict({**masked(self, given, outcome.samples)})
+        else:
+            reply = RecordDict({name: to_arrays(state) for name, state in given.items()})
         reply[METRICS] = MetricRecord({"loss": outcome.loss, "samples": outcome.samples})
         return reply
 
@@ -115,7 +124,9 @@ class Job:
         if self.order.kind == TRAIN:
             return self.train()
         source, classes = self.policy.source(self.config, self.site), None
-        if self.order.kind == ENROL:
+        if self.order.kind in ANSWERS:
+            found = ANSWERS[self.order.kind](self)
+        elif self.order.kind == ENROL:
             found = Answer(metrics={"samples": site_size(self.config, source)})
             classes = ConfigRecord({"names": list(class_names(source.spec)), "things": list(class_things(source.spec))})
         else:

@@ -38,6 +38,7 @@ MOST_ROUNDS = 999_999
 MOST_RECORDS = 16  # that are added up on the way
 _RUN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_ATTEMPT = re.compile(r"[0-9a-f]{0,32}")
 _KIND = re.compile(r"[a-z][a-z0-9_]{0,99}")
 
 MEAN = "mean"  # down: the aggregate (of sum aggregation: the mean extractor and the shared head)
@@ -47,6 +48,10 @@ OWN = "own"  # down, to a site that lost its store: its last contribution
 MODEL = "model"  # down: a network to measure; of several: + / and their number
 RIGHT, TOTAL = "right", "total"  # up: right answers of the site's own network (right/ and a number: of one that was sent)
 LOST = "lost"  # up, alone: the site has no own state after the round that it should go on from
+# kinds of questions of secure aggregation, and the records that go with them
+SECURE_KEYS, SECURE_SHARES, SECURE_UNMASK = "secure_keys", "secure_shares", "secure_unmask"
+MASKED = "masked"  # up: the tensor, int64 [n], of each record of a masked reply
+LIFT = "secure_lift"  # down: of sites that leave, the rounds whose masks this site has in common with them
 UNKNOWN = "unknown"  # up, alone: the site has no configuration of that digest
 SITE = "site"  # up: what the server keeps for this site and can subtract
 ROUND = "round"  # up: what is averaged over the replies of this round and kept for no site
@@ -59,7 +64,7 @@ class Order:
     `rounds` is the length of the learning rate's schedule, `members` the number of sites in the aggregate, `split` the
     images that EVALUATE looks at. `sums`: records that are added up on the way, and how often each counts (once, samples);
     `ledger` is the folder where whoever adds them up writes each contribution, `before` the file of the one in the sum now,
-    which counts `weight` times.
+    which counts `weight` times. `secure`: the attempt at a round of secure aggregation; the records in `sums` are masked.
     """
 
     config: str  # sha256 of the configuration's JSON (CONFIG)
@@ -76,6 +81,7 @@ class Order:
     ledger: str = ""
     before: str = ""
     weight: int = 0
+    secure: str = ""
 
     def record(self) -> ConfigRecord:
         """As a Flower record."""
@@ -101,6 +107,8 @@ def read_order(content: RecordDict) -> Order:
         raise UserError("order.config: is no sha256")
     if not _KIND.fullmatch(order.kind):
         raise UserError("order.kind: is no kind of question (small letters, digits and '_')")
+    if not _ATTEMPT.fullmatch(order.secure):
+        raise UserError("order.secure: is no name of an attempt (up to 32 of 0-9 and a-f)")
     if not 1 <= order.round <= MOST_ROUNDS or not 0 <= order.base <= MOST_ROUNDS:
         raise UserError(f"order.round: is no round (1 to {MOST_ROUNDS})")
     if order.rounds < 1:

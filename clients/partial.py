@@ -71,7 +71,7 @@ def combine(asked: Sequence[Message], replies: Sequence[Message]) -> tuple[list[
     answers = []
     for message, reply in zip(asked, replies, strict=True):
         order = None if reply.has_error() or message.metadata.message_type != TRAIN else read_order(message.content)
-        if order is None or not order.sums or {LOST, UNKNOWN} & reply.content.config_records.keys():
+        if order is None or not order.sums or order.secure or {LOST, UNKNOWN} & reply.content.config_records.keys():
             answers.append(reply)
             continue
         key = order.run, order.round, order.ledger

@@ -18,12 +18,15 @@ def round_file(root: Path, name: str, round: int) -> Path:
     return root / name / f"round-{round:06d}.safetensors"
 
 
-def write_bytes(path: Path, content: bytes, durable: bool = True) -> None:
-    """Replace the file at `path` in one step: temporary file beside it, fsync (if `durable`), rename."""
+def write_bytes(path: Path, content: bytes, durable: bool = True, private: bool = False) -> None:
+    """Replace the file at `path` in one step: temporary file beside it, fsync (if `durable`), rename.
+
+    `private`: nobody but the user may read it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:
-        with open(temporary, "xb") as file:
+        with open(temporary, "xb", opener=_private if private else None) as file:
             file.write(content)
             file.flush()
             if durable:
@@ -32,6 +35,10 @@ def write_bytes(path: Path, content: bytes, durable: bool = True) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def write_state(path: Path, state: Mapping[str, Tensor], **metadata: str) -> None:

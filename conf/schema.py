@@ -123,6 +123,13 @@ class FederationConfig:
         "latest", "contributions the server keeps of a site: latest, or those of all rounds", choices=("latest", "all")
     )
     partial_sums: bool = value(False, "workers add up their sites' contributions; they need the server's disk")
+    secure_aggregation: bool = value(False, "sites mask what they send: the server can read nothing but sums")
+    secure_threshold: float = value(
+        0.67,
+        "under masks: share of a round's sites that must answer to its end",
+        low=0.5,
+        high=1.0,
+    )
     scale_bits: int = value(32, "exact sums count in units of 2**-scale_bits", low=8, high=48)
     largest_weight: float = value(1e4, "replies with an entry of a larger absolute value are refused; 0: none", low=0.0)
     largest_change: float = value(

@@ -81,12 +81,14 @@ class ExactSum:
     """A running sum of quantised states (all of the same names and shapes), in units of 2**-bits.
 
     `totals` are int64 tensors and `addends` the number of states in the sum. What is added must be subtracted as the
-    same integers: quantise once, keep the result.
+    same integers: quantise once, keep the result. `modular`: it is a sum modulo 2**64, of masked states (secure
+    aggregation), which no state is too large for.
     """
 
     bits: int = 32
     totals: State = field(default_factory=dict)
     addends: int = 0
+    modular: bool = False
     _bounds: dict[str, int] = field(default_factory=dict, repr=False)
 
     def add(self, quantised: Mapping[str, Tensor], times: int = 1) -> None:
@@ -123,7 +125,7 @@ class ExactSum:
     def copy(self) -> "ExactSum":
         """An independent copy."""
         totals = {name: tensor.clone() for name, tensor in self.totals.items()}
-        return ExactSum(self.bits, totals, self.addends, dict(self._bounds))
+        return ExactSum(self.bits, totals, self.addends, self.modular, dict(self._bounds))
 
     def _accumulate(self, quantised: Mapping[str, Tensor], times: int) -> None:
         self._check(quantised)
@@ -152,6 +154,8 @@ class ExactSum:
 
     def _bound(self, name: str, tensor: Tensor, times: int) -> int:
         """An upper bound of the largest entry after the addition; exact maxima are taken only when it gets tight."""
+        if self.modular:
+            return 0
         step = _largest(tensor) * abs(times)
         bound = self._bounds.get(name, 0) + step
         if bound > LARGEST and name in self.totals:

@@ -28,7 +28,7 @@ from server.rounds.loop import RoundLoop
 from server.rounds.site_evaluation import PERSONAL
 from server.rounds.view import Models, Setup
 from server.runfolder import AGGREGATE, RunFolder, is_file_name
-from server.strategies import strategy_of
+from server.strategies import slots_of
 from server.unlearning.at_sites import Erasure
 from server.unlearning.requests import RETRAINED, Unlearning
 
@@ -72,6 +72,7 @@ class Method:
         if not federation.simulated:
             self.erasure = Erasure(self.config, self.ledger, federation.grid, listener.message)
         unlearning, wanted = self.unlearning(), loop.last if rounds is None else rounds
+        loop.lifted = lambda: unlearning.lifted(listener.message)
         loop.last = max(wanted, unlearning.goal())
         unlearning.tidy()
         unlearning.tell_sites()
@@ -262,5 +263,5 @@ def open_ledger(config: Config, folder: RunFolder, run: str = "", sites: Sequenc
         return Ledger.open(folder.path)
     run = run or hashlib.sha256(f"{to_json(config)}{time.time_ns()}".encode()).hexdigest()[:16]
     names = sites or [site.name for site in roster(config)]
-    sums = declared_sums(strategy_of(config).slots(config))
+    sums = declared_sums(slots_of(config))
     return Ledger.create(folder.path, run, folder.config(), config.federation.scale_bits, names, sums)

@@ -44,7 +44,7 @@ class Slots:
         states = {name: self.ledger.blobs.get(blob) for name, blob in last.states.items()} if last else {}
         self._totals: dict[str, ExactSum] = {}  # of the round under way
         self._kept: dict[str, State] = {}
-        self.totals = {name: ExactSum(self.bits) for name, slot in self.declared.items() if isinstance(slot, Sum)}
+        self.totals = {name: self.empty(name) for name, slot in self.declared.items() if isinstance(slot, Sum)}
         for name, total in self.totals.items():
             if name in states:
                 total.merge(states[name], addends=sum(self.weight(name, site) for site in self._names(name)))
@@ -78,6 +78,15 @@ class Slots:
         declared = self.declared[slot]
         return declared.part(state) if isinstance(declared, Sum) else {}
 
+    def empty(self, slot: str) -> ExactSum:
+        """A sum of nothing, as the slot's is made."""
+        return ExactSum(self.bits, modular=self.masked(slot))
+
+    def masked(self, slot: str) -> bool:
+        """Whether only the site itself can read what it put into the slot."""
+        declared = self.declared[slot]
+        return isinstance(declared, Sum) and declared.masked
+
     def weighted(self, slot: str) -> bool:
         """Whether contributions to the slot count as many times as the site has samples."""
         declared = self.declared[slot]
@@ -89,7 +98,7 @@ class Slots:
 
     def sum_of(self, slot: str, names: Iterable[str]) -> ExactSum:
         """The sum of these sites' contributions, read again and added up in this order."""
-        total = ExactSum(self.bits)
+        total = self.empty(slot)
         for name in names:
             if self.has(slot, name):
                 total.add(self.summed(slot, self.contribution(slot, name)), self.weight(slot, name))
@@ -102,7 +111,7 @@ class Slots:
             if self.has(slot, name):
                 rest.subtract(self.summed(slot, self.contribution(slot, name)), self.weight(slot, name))
         nobody = not rest.addends and not any(bool(tensor.any()) for tensor in rest.totals.values())
-        return ExactSum(self.bits) if nobody else rest  # as if nobody had ever put anything
+        return self.empty(slot) if nobody else rest  # as if nobody had ever put anything
 
     def base(self, site: str) -> int:
         """The round after which the site's own state is valid: that of its last contribution; 0 if there is none."""
@@ -184,6 +193,10 @@ class Slots:
         if len(names) >= len(self.members):
             raise UserError("no site would be left: delete the run's folder instead")
         if rollback and (before := self._before(names)) is not None:
+            if before and any(map(self.masked, self.declared)):
+                raise UserError(
+                    "--rollback: under masks sites keep only what they gave last; they were there before these sites"
+                )
             self.ledger.check_roll_back(before)
 
     def forget(

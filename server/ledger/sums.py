@@ -12,11 +12,15 @@ ONE = {"sum": {"prefix": "", "weighted": False}}  # in ledgers that do not say i
 
 @dataclass(frozen=True)
 class SumRow:
-    """A slot that is summed: what stands before its tensors' names in contributions, whether samples are weights."""
+    """A slot that is summed: what stands before its tensors' names in contributions, whether samples are weights.
+
+    `masked`: contributions are masked (secure aggregation), and their sum is one modulo 2**64, in which masks cancel.
+    """
 
     name: str
     prefix: str
     weighted: bool
+    masked: bool = False
 
     def of(self, whole: State, names: Iterable[str], bits: int) -> State:
         """What a contribution has of these tensors (int64); empty if the site has put nothing into the slot."""
@@ -37,7 +41,7 @@ def added_up(
     row: SumRow, names: Iterable[str], contributions: Iterable[Contribution], read: Callable[[str], State], bits: int
 ) -> ExactSum:
     """The sum of these tensors over contributions, read one after the other."""
-    total, names = ExactSum(bits), list(names)
+    total, names = ExactSum(bits, modular=row.masked), list(names)
     for one in contributions:
         if part := row.of(read(one.blob), names, bits):
             total.add(part, row.times(one.samples))

@@ -53,6 +53,7 @@ class Aggregation:
         )
         self._check_slots(declared)
         self.slots = Slots(declared, setup.sites, self.ledger, bits, self.config.federation.history)
+        self.leaving: list[str] = []  # sites to be forgotten in the next round, in which others take out their masks
         if self.ledger.last_round() is None:
             self.strategy.begin(self.run())
             self.slots.commit(0, {})
@@ -94,6 +95,8 @@ class Aggregation:
 
     def restart(self, site: Site) -> State | None:
         """What a site that lost its own state can begin with (float32); None if the server keeps nothing of that kind."""
+        if self.config.federation.secure_aggregation:
+            return None
         view = self.view()
         kept = [slot for slot, one in self.slots.declared.items() if one.resumable and self.slots.has(slot, site.name)]
         return {name: tensor for slot in kept for name, tensor in view.contribution(slot, site.name).items()} or None
@@ -122,6 +125,8 @@ class Aggregation:
     def without(self, names: Sequence[str]) -> Model | None:
         """The aggregated network without these sites; None if the method has no such network."""
         if not self.slots.totals or not self.display_name or len(self.members()) <= len(names):
+            return None
+        if self.config.federation.secure_aggregation:  # a sum without one site is had by forgetting it alone
             return None
         return self.aggregate(self.view().without(names))
 
@@ -186,7 +191,7 @@ class _Sums:
 
     def __init__(self, slots: Slots, slot: str) -> None:
         self.slots, self.slot = slots, slot
-        self.halves = [ExactSum(slots.bits), ExactSum(slots.bits)]
+        self.halves = [slots.empty(slot), slots.empty(slot)]
         self.last: tuple[State, int] | None = None
         self.place = 0
 

@@ -1,7 +1,7 @@
 """The round loop of all strategies: who takes part, the strategy's round, commit, evaluate."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from server.rounds.questions import Questions
 from server.rounds.recalibration import Told, aggregates, end, recalibrate
 from server.rounds.run import Content, Expected, Run
 from server.rounds.schedules import Participation
+from server.rounds.secure_aggregation import RECORD, partners, rounds_together
 from server.rounds.site_evaluation import SiteEvaluation
 
 MOST_TOLD = 300  # characters of a reason
@@ -42,6 +43,7 @@ class RoundLoop:
     aggregation: Aggregation
     evaluator: Evaluator
     listener: Listener
+    lifted: Callable[[], None] = lambda: None  # once the masks in common with sites that leave are taken out
     last: int = field(init=False)  # the number of the last round
     questions: Questions = field(init=False)
     sites: SiteEvaluation = field(init=False)
@@ -79,7 +81,10 @@ class RoundLoop:
         self._warn()
         members = self.aggregation.members()
         participation = self.aggregation.schedule.participation(number, members)
-        participation = Participation(members, participation.round) if recalibration else participation
+        leaving = self._leaving(number)
+        if recalibration or leaving:
+            staying = [site for site in members if site.name not in leaving]
+            participation = Participation(staying, participation.round)
         participation = replace(participation, sites=self.questions.enrol(participation.sites))
         self.listener.round_started(number, len(participation.sites))
         self._dropped = {}
@@ -87,6 +92,7 @@ class RoundLoop:
         beyond = number > self.aggregation.length(self.config.rounds)
         self.questions.rounds = self.last if beyond else self.config.rounds
         run = self.aggregation.run(number, participation, self)
+        run.leaving = leaving
         told: Told | None = None
         try:
             if recalibration:
@@ -107,11 +113,29 @@ class RoundLoop:
                 self.listener.message(f"round {number}: {name} stays as it is: {why}")
         if run.losses:
             record["train_loss"] = sum(sorted(run.losses)) / len(run.losses)  # sorted: whatever the order of arrival
-        self.aggregation.commit(number, record)
+        masked = {RECORD: {"round": run.site_round, "sites": run.masked, "lifted": leaving}} if run.masked else {}
+        self.aggregation.commit(number, {**record, **masked})
+        if leaving:
+            self.lifted()
         record = self.measured(record)
         record["seconds"] = time.monotonic() - begin
         self.listener.round_done(record)
         return record
+
+    def _leaving(self, number: int) -> list[str]:
+        """The sites to be forgotten in this round, if all that have masks in common with them are there (FailedError if not,
+        and the round is for that alone).
+        """
+        leaving = self.aggregation.leaving
+        there = {site.name for site in self.aggregation.members()} & self.federation.nodes.keys()
+        needed = partners(rounds_together(self.aggregation.ledger), leaving) if leaving else []
+        if not (missing := [name for name in needed if name not in there]):
+            return leaving
+        told = f"{missing[0]} is not there, and it alone can take out its masks in common with {', '.join(leaving)}"
+        if number > self.aggregation.length(self.config.rounds):
+            raise FailedError(f"round {number}: {told}; 'fedloom resume' when it is there, or forget it, too")
+        self.listener.message(f"round {number}: {told}: they are forgotten later")
+        return []
 
     def measured(self, record: dict[str, Any]) -> dict[str, Any]:
         """The record of the round that was committed last, with its validation accuracy if it is due."""
@@ -144,7 +168,9 @@ class RoundLoop:
         self, kind: str, run: Run, sites: Sequence[Site], content: Content, expected: Mapping[str, Expected] | None
     ) -> Iterator[Reply]:
         """All sites' replies."""
-        return self.questions.ask(kind, run.number, run.site_round, sites, content, expected, trained=run.trained)
+        return self.questions.ask(
+            kind, run.number, run.site_round, sites, content, expected, trained=run.trained, attempt=run.attempt
+        )
 
     def class_names(self, sites: Sequence[Site]) -> dict[str, tuple[str, ...]]:
         """By site, the names of its classes; those that did not enrol are left out."""

@@ -64,10 +64,10 @@ class Questions:
 
     def ask(
         self, kind: str, number: int, site_round: int, sites: Sequence[Site], content: Content,
-        expected: Mapping[str, Expected] | None = None, split: str = "", trained: Collection[str] = (),
+        expected: Mapping[str, Expected] | None = None, split: str = "", trained: Collection[str] = (), attempt: str = "",
     ) -> Iterator[Reply]:  # fmt: skip
         """All sites' replies; those that lost their own state, or lack the configuration, are asked again with it."""
-        question = _Question(self, kind, number, site_round, content, expected or {}, split, trained)
+        question = _Question(self, kind, number, site_round, content, expected or {}, split, trained, attempt)
         tried: dict[str, set[str]] = {}  # what each site lacked, and was sent
         asked = [(site, False) for site in sites]
         while asked:
@@ -145,6 +145,8 @@ class Questions:
             self._has.discard(site.name)
             return ""
         base = self.aggregation.slots.base(site.name)
+        if base and self.config.federation.secure_aggregation:
+            return "its own state is lost, and under masks nobody else has it; forget it, then readmit it"
         told = f"{site.name}: its own state is lost: that after round {base}"
         begins = "its contribution" if self.aggregation.restart(site) is not None else "the beginning"
         if base < 1:
@@ -183,32 +185,33 @@ class _Question:
     expected: Mapping[str, Expected]
     split: str
     trained: Collection[str]  # sites that have trained in this very round: their own state is that after it
+    attempt: str  # at secure aggregation
     _arrays: dict[int, tuple[State, ArrayRecord]] = field(default_factory=dict)  # by the state's identity
     _common: dict[str, ArrayRecord] | None = None
 
     def __post_init__(self) -> None:
         config, slots = self.questions.config, self.questions.aggregation.slots
-        summed = config.federation.partial_sums and bool(self.expected)
+        summed = (config.federation.partial_sums or bool(self.attempt)) and bool(self.expected)
         self.slot = next((record for record, one in self.expected.items() if one.slot), "") if summed else ""
         weighted = {record for record, one in self.expected.items() if one.slot and slots.weighted(one.slot)}
         counted = {record: SAMPLES if record in weighted else one.mean or ONCE for record, one in self.expected.items()}
         self.sums = counted if summed else {}
-        self.staging = str(slots.contributions.staging.resolve()) if summed else ""
+        self.staging = str(slots.contributions.staging.resolve()) if summed and not self.attempt else ""
         self.members = len(slots.members)
         likes = {record: one.like for record, one in self.expected.items() if one.like is not None}
-        self.likes = {EXPECTED: expected_record(likes)} if summed else {}
+        self.likes = {EXPECTED: expected_record(likes)} if summed and not self.attempt else {}
 
     def order(self, site: Site, lost: bool) -> RecordDict:
         """The site's order with all that goes with it; `lost`: it has no state of its own any more."""
         asking, aggregation = self.questions, self.questions.aggregation
-        file = aggregation.slots.contributions.file(site.name) if self.slot else None
+        file = aggregation.slots.contributions.file(site.name) if self.slot and not self.attempt else None
         own = aggregation.restart(site) if lost else None
         order = Order(
             config=asking._digest, run=asking.run, site=site.index, round=self.site_round, rounds=asking.rounds,
             base=0 if lost and own is None else self._base(site), members=self.members, kind=self.kind,
             split=self.split, sums=self.sums, slot=self.slot, ledger=self.staging,
             before=str(file.resolve()) if file else "",
-            weight=aggregation.slots.weight(self.expected[self.slot].slot, site.name) if file else 0,
+            weight=aggregation.slots.weight(self.expected[self.slot].slot, site.name) if file else 0, secure=self.attempt,
         )  # fmt: skip
         records: dict[str, Any] = {ORDER: order.record(), **self._records(site), **self.likes}
         if own is not None:

@@ -22,6 +22,7 @@ from fusion.exact import ExactSum, ExactSumError, State, quantise
 from server.ledger.slots import Put, Slots
 from server.rounds.exchange import Reply as Received
 from server.rounds.schedules import Participation
+from server.rounds.secure_aggregation import SecureAggregation
 from server.rounds.view import Setup, View
 
 Content = Mapping[str, State] | Callable[[Site], Mapping[str, State]]  # states by record name; for all, or of each site
@@ -101,6 +102,9 @@ class Run(View):
         self.losses: list[float] = []
         self.trained: set[str] = set()  # sites whose own state is that after this round
         self._puts: list[Put] | None = None  # of the reply that is at hand
+        self.attempt = ""  # at secure aggregation, while it is under way
+        self.masked: list[str] = []  # the sites whose masked contributions count
+        self.leaving: list[str] = []  # sites to be forgotten, whose masks are taken out of the others' contributions
         self._left: list[tuple[str, int]] = []  # questions whose replies were not all heard, and how many were
 
     def rng(self, purpose: str) -> np.random.Generator:
@@ -123,6 +127,10 @@ class Run(View):
         Raises TooFewRepliesError, unless no answer is `needed`: then the method goes on with those that it has.
         """
         asked, replies = self.participants if sites is None else sites, 0
+        if kind == TRAIN and self.config.federation.secure_aggregation:
+            name = self.config.strategy["name"]
+            raise UserError(f"federation.secure_aggregation: strategy '{name}' reads every site's own reply; take "
+                            "one that gathers sums alone, such as sum_aggregation")  # fmt: skip
         for received in self._exchange.ask(kind, self, asked, content, None):
             try:
                 wanted = expected(received.site) if callable(expected) else expected
@@ -164,9 +172,12 @@ class Run(View):
     ) -> dict[str, State]:
         """Ask, and put every expected record where it goes; the means over the replies, by record name.
 
-        Where federation.partial_sums allows it, workers add the records up. Raises TooFewRepliesError.
+        Where federation.partial_sums allows it, workers add the records up; with federation.secure_aggregation nobody reads
+        more than the sums. Raises TooFewRepliesError.
         """
         asked, replies = self.participants if sites is None else sites, 0
+        if self.config.federation.secure_aggregation:
+            return SecureAggregation(self, self._exchange, expected).gather(kind, content, asked)
         means = {record: ExactSum(self.bits) for record, one in expected.items() if one.mean}
         partials = _Partials(self, self._exchange.run, means, expected)
         for received in self._exchange.ask(kind, self, asked, content, expected):

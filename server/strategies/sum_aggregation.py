@@ -44,6 +44,9 @@ class SumAggregationStrategy(Strategy):
     def check(self, config: Config) -> None:
         """UserError for another objective or mode, and for networks with counters: their mean would be none."""
         check_objective(config, "sum_aggregation")
+        if config.federation.secure_aggregation and mode_of(config).subsets and config.objective.get("subset_probability"):
+            raise UserError("objective.subset_probability: means without one site need what it gave, which is hidden by "
+                            "federation.secure_aggregation; set it to 0")  # fmt: skip
         mode_of(config)
         common_architecture(config)
         if name := counter(config):
@@ -87,7 +90,8 @@ class SumAggregationStrategy(Strategy):
             return {**_part(shared, HEAD), **view.contribution(NETWORKS, site)}
 
         found = {mode.display_name: aggregate, **({"star": lambda: shared} if mode.star else {})}
-        found |= {site.name: partial(own, site.name) for site in view.sites} if mode.sums else {}
+        readable = mode.sums and not view.config.federation.secure_aggregation
+        found |= {site.name: partial(own, site.name) for site in view.sites} if readable else {}
         return Models({name: partial(_model, view, state) for name, state in found.items()})
 
     def first(self, view: View, site: str) -> Mapping[str, State]:

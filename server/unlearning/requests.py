@@ -18,11 +18,13 @@ from server.evaluate import Evaluator
 from server.ledger import Ledger, LedgerError, Request
 from server.ledger.contributions import STAGING
 from server.rounds.aggregation import Aggregation
+from server.rounds.secure_aggregation import rounds_together
 from server.unlearning.at_sites import Erasure
 from server.unlearning.certificate import certificate, check_sums, issue, reissue
 from server.unlearning.evaluation import UnlearningEvaluation
 
 KIND = "unlearn"
+LEAVING = "leaving"  # an event: the sites of a request are forgotten in the next round (secure aggregation)
 RETRAINED = "retrained"  # networks trained without the sites of a request, in a folder of its name
 _ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")  # it names files
 
@@ -94,7 +96,10 @@ class Unlearning:
         Requests that come after a rollback wait until its rounds are trained: before, there is little to measure.
         """
         changed = False
+        self.aggregation.leaving = []
         for request in filter(can, self.under_way()):
+            if request.state == "received" and self._leaves(request, told, mine):
+                continue
             if request.state == "received":
                 request = self._taken(request, told, mine)
                 changed |= request.state == "applied"
@@ -108,6 +113,34 @@ class Unlearning:
                 told(f"request '{request.id}' verified: {', '.join(request.sites)} forgotten")
                 changed = True
         return changed
+
+    def lifted(self, told: Callable[[str], None]) -> None:
+        """After a round in which the others have taken out their masks in common with sites that leave: forget them."""
+        for request in self.under_way():
+            if request.state == "received" and set(request.sites) <= set(self.aggregation.leaving):
+                self._taken(request, told, "")
+        self.aggregation.leaving = []
+
+    def _leaves(self, request: Request, told: Callable[[str], None], mine: str) -> bool:
+        """Whether what a request's sites gave is under masks, which others must take out in a round before it is applied."""
+        if request.options.get("rollback") or not any(pair & set(request.sites) for pair in rounds_together(self.ledger)):
+            return False
+        if not self._noted(request, LEAVING):
+            try:
+                self._refuse(request)
+            except RefusedError as error:
+                if request.id != mine:
+                    told(str(error))
+                return True
+            self.ledger.note(LEAVING, {"request": request.id, "sites": request.sites, "body": self._before(request)})
+        told(f"request '{request.id}': in the next round the others take their masks with {', '.join(request.sites)} out")
+        self.aggregation.leaving = [*self.aggregation.leaving, *request.sites]
+        return True
+
+    def _noted(self, request: Request, *kinds: str) -> dict[str, Any] | None:
+        """What an event of these kinds says was before a request changed anything; None if there is none."""
+        events = (event for event in self.ledger.events() if event.kind in kinds)
+        return next((event.body["body"] for event in events if event.body.get("request") == request.id), None)
 
     def screen(self, told: Callable[[str], None], mine: str = "") -> None:
         """Refuse what cannot be fulfilled of the requests that wait, before anything starts for them; `mine` as above."""
@@ -127,9 +160,8 @@ class Unlearning:
 
     def _before(self, request: Request) -> dict[str, Any]:
         """What is known before anything is changed; of a request that was rolled back when it crashed, what was then."""
-        for event in self.ledger.events():
-            if event.kind == "rolled back" and event.body.get("request") == request.id:
-                return event.body["body"]
+        if known := self._noted(request, "rolled back", LEAVING):
+            return {**known, "round": self.last_round()} if not request.options.get("rollback") else known
         evidence = UnlearningEvaluation(self.config, self.evaluator, request.sites).of(self._aggregate())
         return {"digest_before": self.aggregation.digest(), "evidence": evidence, "round": self.last_round()}
 
@@ -152,7 +184,8 @@ class Unlearning:
 
     def goal(self) -> int:
         """The round up to which the requests under way want to be trained; 0 if none does."""
-        return max((self._due(request) for request in self.under_way() if request.state == "applied"), default=0)
+        due = [self._due(request) for request in self.under_way() if request.state == "applied"]
+        return max([*due, self.last_round() + 1 if self.aggregation.leaving else 0])
 
     def _aggregate(self) -> Model | None:
         """What is measured before and after; None if the method's networks are the sites' own."""
@@ -197,9 +230,11 @@ class Unlearning:
         return any(request.options.get("recalibrate") and self._due(request) == round for request in applied)
 
 
-def wants_training(options: Mapping[str, Any]) -> bool:
+def wants_training(config: Config, options: Mapping[str, Any]) -> bool:
     """Whether a request with these options is fulfilled only with sites that train."""
-    return any(options.get(option) for option in ("repair", "rollback", "retrain", "recalibrate"))
+    return config.federation.secure_aggregation or any(
+        options.get(option) for option in ("repair", "rollback", "retrain", "recalibrate")
+    )
 
 
 def receive(ledger: Ledger, id: str, sites: Sequence[str], reason: str, options: dict[str, Any]) -> Request:

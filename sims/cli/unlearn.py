@@ -70,7 +70,7 @@ def unlearn(path: Path, wish: Wish, *, quiet: bool = False) -> tuple[str, dict[s
         return _queue(path, id, wish)
     with ledger, listener_for(quiet) as listener:
         RunFolder(path).check(ledger.run().config)  # before anything is received
-        if ledger.request(id) is None and wants_training(wish.options):
+        if ledger.request(id) is None and wants_training(config, wish.options):
             refuse_engine(config)
         request = receive(ledger, id, wish.sites, wish.reason, wish.options)
         if request.state == "refused" or (request.state == "verified" and not _cut_off(ledger)):
@@ -232,12 +232,12 @@ def _fulfil(method: Method, listener: Listener, mine: str) -> None:
     unlearning = method.unlearning()
 
     def can(request: Request) -> bool:
-        return can_start(method.config) or not wants_training(request.options)
+        return can_start(method.config) or not wants_training(method.config, request.options)
 
     unlearning.screen(listener.note, mine)
     while (due := list(filter(can, unlearning.under_way()))) or _cut_off(method.ledger):
         changed = False
-        if any(wants_training(request.options) for request in due):
+        if any(wants_training(method.config, request.options) for request in due):
             with open_engine(method.config) as grid:  # before anything is subtracted: it may not start
                 method.train(method.joined(grid), listener, rounds=unlearning.last_round())
                 _measure_again(method, listener)  # sites may have to measure, too

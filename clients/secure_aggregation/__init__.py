@@ -1,0 +1,9 @@
+"""Secure aggregation at the site: what leaves it is masked, and only the sum over many sites can be read.
+
+Bonawitz et al. 2017, "Practical Secure Aggregation for Privacy-Preserving Machine Learning", Sec. 4 (the protocol with
+double masking, Fig. 4), over the integers modulo 2**64 in which the server's sums are exact.
+"""
+
+from clients.secure_aggregation.site import ANSWERS, masked
+
+__all__ = ["ANSWERS", "masked"]

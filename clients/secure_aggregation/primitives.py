@@ -1,0 +1,107 @@
+"""What the protocol is made of: key agreement, masks, sealed messages and shared secrets, all from kept libraries.
+
+X25519 (RFC 7748), HKDF with SHA-256 (RFC 5869), ChaCha20 and ChaCha20-Poly1305 (RFC 8439), Shamir's scheme over GF(2**128).
+Secrets are drawn from the operating system, never from a run's seed.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import torch
+from Crypto.Protocol.SecretSharing import Shamir
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from torch import Tensor
+
+from conf.errors import UserError
+
+SECRET = 16  # bytes of what is shared out: seeds, from which keys follow
+KEY, NONCE = 32, 12
+LABEL = "fedloom secure aggregation"
+
+
+def secret() -> bytes:
+    """16 bytes that nobody can guess."""
+    return os.urandom(SECRET)
+
+
+def derived(secret: bytes, *words: str) -> bytes:
+    """A key of 32 bytes that follows from a secret for one purpose only."""
+    return HKDF(SHA256(), KEY, salt=None, info="\n".join((LABEL, *words)).encode()).derive(secret)
+
+
+def commitment(secret: bytes) -> bytes:
+    """32 bytes by which a secret is known again; they do not tell it."""
+    return hashlib.sha256(derived(secret, "commitment")).digest()
+
+
+def public_key(seed: bytes) -> bytes:
+    """The public half (32 bytes) of the key pair that follows from a seed."""
+    return _private(seed).public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
+
+
+def agreed(seed: bytes, public: bytes, *words: str) -> bytes:
+    """The key of 32 bytes that both holders of two key pairs come to. UserError for bytes that are no public key."""
+    try:
+        both = _private(seed).exchange(X25519PublicKey.from_public_bytes(public))
+    except ValueError:
+        raise UserError("secure aggregation: a site's public key is none") from None
+    return derived(both, *words)
+
+
+def mask(key: bytes, record: str, size: int) -> Tensor:
+    """int64 [size] that look drawn at random modulo 2**64 to whoever has not the key."""
+    stream, cipher = bytearray(8 * size), Cipher(ChaCha20(derived(key, "mask", record), bytes(16)), mode=None)
+    cipher.encryptor().update_into(bytes(8 * size), stream)
+    return torch.from_numpy(np.frombuffer(stream, dtype="<i8").astype(np.int64, copy=False))
+
+
+def seal(key: bytes, text: bytes, about: str) -> bytes:
+    """Encrypted and authenticated, together with what it is about."""
+    nonce = os.urandom(NONCE)
+    return nonce + ChaCha20Poly1305(key).encrypt(nonce, text, about.encode())
+
+
+def unseal(key: bytes, sealed: bytes, about: str) -> bytes | None:
+    """The inverse; None for what was not sealed so."""
+    try:
+        return ChaCha20Poly1305(key).decrypt(sealed[:NONCE], sealed[NONCE:], about.encode())
+    except (InvalidTag, ValueError):
+        return None
+
+
+def shared_out(secret: bytes, threshold: int, count: int) -> list[bytes]:
+    """`count` shares of a secret of 16 bytes, 16 bytes each; any `threshold` of them tell it, fewer tell nothing."""
+    return [share for _, share in Shamir.split(threshold, count, secret, ssss=False)]
+
+
+def rebuilt(shares: Mapping[int, bytes]) -> bytes:
+    """The secret of which these are shares, by their places from 1 on."""
+    return Shamir.combine(list(shares.items()), ssss=False)
+
+
+def threshold_of(share: float, sites: int) -> int:
+    """How many of so many sites must answer: more than half, so that no two groups of them can be asked apart."""
+    return max(sites // 2 + 1, min(sites, int(-(-share * sites // 1))))
+
+
+def places(names: Iterable[str]) -> dict[str, int]:
+    """The place of each site's share, from 1 on."""
+    return {name: place for place, name in enumerate(sorted(names), 1)}
+
+
+def sign(mine: str, other: str) -> int:
+    """Of two sites one adds their common mask and the other subtracts it."""
+    return 1 if mine < other else -1
+
+
+def _private(seed: bytes) -> X25519PrivateKey:
+    return X25519PrivateKey.from_private_bytes(derived(seed, "private key"))

@@ -1,0 +1,193 @@
+"""The site's side of secure aggregation, question by question: keys, shares, the masked contribution, taking masks off.
+
+A site answers only while more than half of those that began the round are with it, takes masks off once in an attempt, and
+of no other site both kinds: it helps to rebuild either the mask that is that site's alone (its contribution counts) or its
+common masks (it dropped out). Bonawitz et al. 2017, Fig. 4, with hashes of the secrets, by which wrong shares are known.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from clients.messages import LIFT, MASKED, SECURE_KEYS, SECURE_SHARES, SECURE_UNMASK, to_arrays, to_states
+from clients.objectives import Answer
+from clients.partial import SAMPLES
+from clients.secure_aggregation.primitives import (
+    KEY,
+    agreed,
+    commitment,
+    mask,
+    places,
+    public_key,
+    seal,
+    secret,
+    shared_out,
+    sign,
+    threshold_of,
+    unseal,
+)
+from clients.secure_aggregation.secrets import Attempt, Secrets
+from conf.errors import UserError
+from conf.sites import roster
+from fusion.exact import State, quantise
+
+if TYPE_CHECKING:
+    from flwr.app import ArrayRecord
+
+    from clients.job import Job
+
+MOST_SITES = 1000  # of one secure sum: every two of them agree on a mask
+
+
+def keys(job: "Job") -> Answer:
+    """Begin an attempt: draw three secrets; what goes out are two public keys and a commitment, 96 bytes."""
+    attempt = Attempt(_attempt_id(job), channel=secret().hex(), pair=secret().hex(), own=secret().hex())
+    Secrets(job.store).save(attempt)
+    return Answer({SECURE_KEYS: {"keys": _tensor(_public(attempt))}})
+
+
+def shares(job: "Job") -> Answer:
+    """Hear of every site's keys; share out two secrets among all, each share sealed for the site that it is for."""
+    secrets = Secrets(job.store)
+    attempt, mine = secrets.attempt(_attempt_id(job)), job.site.name
+    attempt.peers = {name: one.hex() for name, one in _incoming(job, SECURE_KEYS, 3 * KEY).items()}
+    if attempt.peers.get(mine) != _public(attempt).hex():
+        raise UserError("secure aggregation: the keys that are said to be this site's are not")
+    if len(set(attempt.peers.values())) < len(attempt.peers):
+        raise UserError("secure aggregation: two sites have the same keys")
+    attempt.threshold = threshold_of(job.config.federation.secure_threshold, len(attempt.peers))
+    _enough(attempt, len(attempt.peers))
+    two, count = (bytes.fromhex(attempt.own), bytes.fromhex(attempt.pair)), len(attempt.peers)
+    own, pair = (shared_out(one, attempt.threshold, count) for one in two)
+    sealed: State = {}
+    for name, place in places(attempt.peers).items():
+        if name == mine:
+            attempt.shares = own[place - 1].hex()
+        else:
+            text = own[place - 1] + pair[place - 1]
+            sealed[name] = _tensor(seal(_channel(job, attempt, name, mine, name), text, _about(job, mine, name)))
+    secrets.save(attempt)
+    return Answer({SECURE_SHARES: sealed})
+
+
+def masked(job: "Job", contribution: Mapping[str, State], samples: int) -> "dict[str, ArrayRecord]":
+    """What goes out of a round's records: of each one vector, int64, that looks random; only the sum over sites does not.
+
+    Of the contribution that the server keeps it is the change since the last one that counted. Masks that this site has in
+    common with one that leaves (LIFT) are taken out of it in passing.
+    """
+    secrets, order = Secrets(job.store), job.order
+    attempt = secrets.attempt(order.secure)
+    attempt.sealed = {name: one.hex() for name, one in _incoming(job, SECURE_SHARES).items()}
+    if attempt.sent:
+        raise UserError("secure aggregation: this attempt's contribution was sent")
+    if not attempt.sealed.keys() <= attempt.peers.keys() - {job.site.name}:
+        raise UserError("secure aggregation: shares are from sites that did not begin this round")
+    _enough(attempt, len(attempt.sealed) + 1)
+    common = {name: agreed(bytes.fromhex(attempt.pair), bytes.fromhex(attempt.peers[name])[KEY : 2 * KEY], *_words(job))
+              for name in attempt.sealed}  # fmt: skip
+    found = {}
+    for record, counted in order.sums.items():
+        whole = quantise(contribution[record], job.config.federation.scale_bits)
+        vector = flat(whole) * (samples if counted == SAMPLES else 1)
+        if record == order.slot:
+            vector = vector - flat(secrets.summed(order.base)) if order.base else vector
+            secrets.keep(order.round, order.base, whole)
+            vector = vector - _lifted(job, record, len(vector))
+        vector = vector + mask(bytes.fromhex(attempt.own), record, len(vector))
+        for name, key in common.items():
+            vector += sign(job.site.name, name) * mask(key, record, len(vector))
+        found[record] = to_arrays({MASKED: vector})
+    attempt.sent = True
+    secrets.masked(order.round, common)
+    secrets.save(attempt)
+    return found
+
+
+def unmask(job: "Job") -> Answer:
+    """Shares of each site's secret: of those whose contribution counts (1), of the mask that is theirs alone; of those that
+    dropped out (0), of their common masks. Once in an attempt.
+    """
+    secrets = Secrets(job.store)
+    attempt, mine = secrets.attempt(_attempt_id(job)), job.site.name
+    counts = {name: bool(one[0]) for name, one in _incoming(job, SECURE_UNMASK, 1).items()}
+    if counts.keys() != attempt.sealed.keys() | {mine} or not counts[mine] or attempt.unmasked:
+        raise UserError("secure aggregation: these masks are not to be taken off now")
+    _enough(attempt, sum(counts.values()))
+    attempt.unmasked = True
+    secrets.save(attempt)
+    found = {mine: _tensor(bytes.fromhex(attempt.shares))}
+    for name, sealed in attempt.sealed.items():
+        key = _channel(job, attempt, name, name, mine)
+        text = unseal(key, bytes.fromhex(sealed), _about(job, name, mine))
+        if text is not None:  # else that site has sent nonsense: others' shares may do
+            half = len(text) // 2
+            found[name] = _tensor(text[:half] if counts[name] else text[half:])
+    return Answer({SECURE_UNMASK: found})
+
+
+ANSWERS: "dict[str, Callable[[Job], Answer]]" = {SECURE_KEYS: keys, SECURE_SHARES: shares, SECURE_UNMASK: unmask}
+
+
+def flat(state: State) -> Tensor:
+    """All entries of an int64 state as one vector, its tensors in the order of their names."""
+    return torch.cat([torch.empty(0, dtype=torch.int64), *(state[name].flatten() for name in sorted(state))])
+
+
+def _lifted(job: "Job", record: str, size: int) -> Tensor:
+    """The masks that this site's contribution has in common with sites that leave, from the rounds that count."""
+    total, kept = torch.zeros(size, dtype=torch.int64), Secrets(job.store).masks()
+    for name, rounds in to_states(job.content).get(LIFT, {}).items():
+        for round in map(int, rounds.flatten().tolist()):
+            if name not in kept.get(round, {}):
+                raise UserError(f"secure aggregation: the mask in common with a site that leaves, of round {round}, is lost")
+            total += sign(job.site.name, name) * mask(kept[round][name], record, size)
+    return total
+
+
+def _incoming(job: "Job", record: str, size: int = 0) -> dict[str, bytes]:
+    """Bytes by name of a site, as the server passes them on. UserError for what cannot be that."""
+    found = to_states(job.content).get(record, {})
+    known = {site.name for site in roster(job.config)}
+    good = found.keys() <= known and len(found) <= MOST_SITES and all(one.dtype == torch.uint8 for one in found.values())
+    passed = {name: bytes(one.flatten().numpy()) for name, one in found.items()} if good else {}
+    if not good or any(size and len(one) != size for one in passed.values()):
+        raise UserError(f"secure aggregation: the record '{record}' cannot be read")
+    return passed
+
+
+def _enough(attempt: Attempt, sites: int) -> None:
+    """UserError if so few sites are left that a sum over them tells too much."""
+    if not 2 <= attempt.threshold <= sites:
+        raise UserError(f"secure aggregation: {sites} sites are too few; {max(2, attempt.threshold)} must take part")
+
+
+def _public(attempt: Attempt) -> bytes:
+    pairs = b"".join(public_key(bytes.fromhex(seed)) for seed in (attempt.channel, attempt.pair))
+    return pairs + commitment(bytes.fromhex(attempt.own))
+
+
+def _channel(job: "Job", attempt: Attempt, other: str, sender: str, receiver: str) -> bytes:
+    """The key with which one site seals shares for another."""
+    public = bytes.fromhex(attempt.peers[other])[:KEY]
+    return agreed(bytes.fromhex(attempt.channel), public, *_words(job), sender, receiver)
+
+
+def _about(job: "Job", sender: str, receiver: str) -> str:
+    return "\n".join((*_words(job), sender, receiver))
+
+
+def _words(job: "Job") -> tuple[str, str, str]:
+    return job.order.run, str(job.order.round), job.order.secure
+
+
+def _attempt_id(job: "Job") -> str:
+    if not job.order.secure:
+        raise UserError("order.secure: names no attempt at a round")
+    return job.order.secure
+
+
+def _tensor(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
