@@ -213,6 +213,7 @@ def read_job(message: Message, context: Context) -> Job:
     text = configuration(order.config, message.content, None if simulated else root)
     policy = Policy() if simulated else Policy.of(here)
     policy.weigh(message.content)
+    policy.hide(order)
     config = parsed(text) if simulated else followed(parsed(text), policy, order.site)
     config = config if order.rounds == config.rounds else stretched(config, order.rounds)
     sites = roster(config)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flwr.app import RecordDict
@@ -10,6 +10,8 @@ from flwr.app import RecordDict
 from clients.data import domain_names
 from clients.data.partition import WAYS
 from clients.data.variants import class_count, outputs
+from clients.identity import Identity
+from clients.messages import ENROL, EVALUATE, SECURE_KEYS, SECURE_SHARES, SECURE_UNMASK, TRAIN, Order
 from clients.networks import NETWORKS
 from clients.objectives import AUXILIARY, OBJECTIVES
 from clients.objectives.components.sharing import PARTS
@@ -23,6 +25,8 @@ from fusion.exact import State
 NOTHING = "none"
 LISTS = ("networks", "objectives", "publish", "strategies")
 DEVICES = ("", "auto", "cpu", "cuda")
+MASKS = ("", "required")
+IN_THE_CLEAR = (ENROL, EVALUATE, SECURE_KEYS, SECURE_SHARES, SECURE_UNMASK)  # kinds of questions that tell only numbers
 
 
 class RefusedError(UserError):
@@ -38,7 +42,9 @@ class Policy:
     this project ships, nothing from outside. `publish`: which components of its network others may have (extractor, head),
     `none`: none; empty: what the server's configuration says. `strategies`: of runs that it takes part in; none: any.
     `device`: where it computes (auto, cpu, cuda), whatever the server's configuration says; `gpu`: its share of a GPU's
-    memory, from 0 to 1; `largest_order`: MB of a message, above which it answers nothing; 0: any.
+    memory, from 0 to 1; `largest_order`: MB of a message, above which it answers nothing; 0: any. `masks`: `required`: what
+    it trains leaves it under secure aggregation only, and it answers no question that tells more of its images than numbers
+    of them. `identity`: how it signs, and knows others' signatures.
     """
 
     data: str = ""
@@ -50,18 +56,31 @@ class Policy:
     device: str = ""
     gpu: float = 1.0
     largest_order: float = 0.0
+    masks: str = ""
+    identity: Identity = field(default_factory=Identity)
 
     @staticmethod
     def of(node_config: Mapping[str, Any]) -> "Policy":
         """The policy in a node-config, whose names are separated by commas."""
-        here = {key: str(node_config.get(key, "")) for key in ("data", "domain", "device", *LISTS)}
+        here = {key: str(node_config.get(key, "")) for key in ("data", "domain", "device", "masks", *LISTS)}
         names = {key: _names(here[key]) for key in LISTS}
         if odd := next((name for name in names["publish"] if name not in (*PARTS, NOTHING)), ""):
             raise UserError(f"publish: got '{odd}', takes extractor, head, both separated by a comma, or none")
         if here["device"] not in DEVICES:
             raise UserError(f"device: got '{here['device']}', takes auto, cpu or cuda")
+        if here["masks"] not in MASKS:
+            raise UserError(f"masks: got '{here['masks']}', takes required, or nothing")
         gpu, most = _number(node_config, "gpu", 1.0, 1.0), _number(node_config, "largest_order", 0.0, math.inf)
-        return Policy(here["data"], here["domain"], device=here["device"], gpu=gpu, largest_order=most, **names)
+        identity = Identity(str(node_config.get("identity", "")), str(node_config.get("peers", "")))
+        return Policy(here["data"], here["domain"], device=here["device"], gpu=gpu, largest_order=most, masks=here["masks"],
+                      identity=identity, **names)  # fmt: skip
+
+    def hide(self, order: Order) -> None:
+        """RefusedError for an order whose answer would tell what this policy wants hidden."""
+        if not self.masks or order.kind in IN_THE_CLEAR or (order.kind == TRAIN and order.secure):
+            return
+        told = "takes part under masks only (site.yaml: masks); the run needs federation.secure_aggregation=true"
+        raise RefusedError(f"order.kind: '{order.kind}' asks for more than sums, and this site {told}")
 
     def weigh(self, content: RecordDict) -> None:
         """RefusedError for a message that is larger than this policy takes."""

@@ -42,17 +42,21 @@ MOST_SITES = 1000  # of one secure sum: every two of them agree on a mask
 
 
 def keys(job: "Job") -> Answer:
-    """Begin an attempt: draw three secrets; what goes out are two public keys and a commitment, 96 bytes."""
+    """Begin an attempt: draw three secrets; what goes out are two public keys, a commitment (96 bytes) and a signature."""
     attempt = Attempt(_attempt_id(job), channel=secret().hex(), pair=secret().hex(), own=secret().hex())
     Secrets(job.store).save(attempt)
-    return Answer({SECURE_KEYS: {"keys": _tensor(_public(attempt))}})
+    public = _public(attempt)
+    return Answer({SECURE_KEYS: {"keys": _tensor(public + job.policy.identity.signed(_claim(job, job.site.name, public)))}})
 
 
 def shares(job: "Job") -> Answer:
     """Hear of every site's keys; share out two secrets among all, each share sealed for the site that it is for."""
     secrets = Secrets(job.store)
     attempt, mine = secrets.attempt(_attempt_id(job)), job.site.name
-    attempt.peers = {name: one.hex() for name, one in _incoming(job, SECURE_KEYS, 3 * KEY).items()}
+    given = _incoming(job, SECURE_KEYS)
+    for name, one in given.items():
+        job.policy.identity.check(name, _claim(job, name, one[: 3 * KEY]), one[3 * KEY :])
+    attempt.peers = {name: one[: 3 * KEY].hex() for name, one in given.items()}
     if attempt.peers.get(mine) != _public(attempt).hex():
         raise UserError("secure aggregation: the keys that are said to be this site's are not")
     if len(set(attempt.peers.values())) < len(attempt.peers):
@@ -177,6 +181,11 @@ def _channel(job: "Job", attempt: Attempt, other: str, sender: str, receiver: st
 
 def _about(job: "Job", sender: str, receiver: str) -> str:
     return "\n".join((*_words(job), sender, receiver))
+
+
+def _claim(job: "Job", name: str, public: bytes) -> bytes:
+    """What a site signs: these are its keys in this attempt."""
+    return "\n".join((*_words(job), name, public.hex())).encode()
 
 
 def _words(job: "Job") -> tuple[str, str, str]:

@@ -22,6 +22,7 @@ import torch
 from flwr.app import RecordDict
 from torch import Tensor
 
+from clients.identity import MOST_BYTES
 from clients.messages import LIFT, MASKED, SECURE_KEYS, SECURE_SHARES, SECURE_UNMASK, to_states
 from clients.partial import SAMPLES
 from clients.replies import ReplyError, check_metrics
@@ -85,10 +86,13 @@ def rounds_together(ledger: Ledger) -> dict[frozenset[str], list[int]]:
 
 @dataclass
 class _Heard:
-    """What sites have said in one attempt, by name. `keys`: two public keys and a commitment, 96 bytes."""
+    """What sites have said in one attempt, by name. `keys`: two public keys and a commitment, 96 bytes; `signatures` of them
+    are for the other sites.
+    """
 
     id: str
     keys: dict[str, bytes] = field(default_factory=dict)
+    signatures: dict[str, bytes] = field(default_factory=dict)
     sealed: dict[str, dict[str, bytes]] = field(default_factory=dict)  # by sender and receiver
     samples: dict[str, int] = field(default_factory=dict)
     losses: dict[str, float] = field(default_factory=dict)
@@ -131,7 +135,10 @@ class SecureAggregation:
 
     def _keys(self, asked: Sequence[Site]) -> None:
         def take(site: Site, answer: State) -> None:
-            self.heard.keys[site.name] = _bytes(answer, "keys", 3 * KEY)
+            given = _bytes(answer, "keys")
+            if not 3 * KEY <= len(given) <= 3 * KEY + MOST_BYTES:
+                raise ReplyError("its part of secure aggregation cannot be read")
+            self.heard.keys[site.name], self.heard.signatures[site.name] = given[: 3 * KEY], given[3 * KEY :]
 
         self._ask(SECURE_KEYS, asked, {}, take)
         self._enough(SECURE_KEYS, len(self.heard.keys))
@@ -143,7 +150,8 @@ class SecureAggregation:
                 raise ReplyError("its shares are not for those that began the round")
             self.heard.sealed[site.name] = {name: _bytes(answer, name) for name in sorted(others)}
 
-        sent = {SECURE_KEYS: {name: _tensor(one) for name, one in self.heard.keys.items()}}
+        signed = {name: one + self.heard.signatures[name] for name, one in self.heard.keys.items()}
+        sent = {SECURE_KEYS: {name: _tensor(one) for name, one in signed.items()}}
         self._ask(SECURE_SHARES, asked, sent, take)
         self._enough(SECURE_SHARES, len(self.heard.sealed))
 

@@ -114,6 +114,8 @@ def slots_of(config: Config) -> dict[str, Slot]:
     if odd := [slot for slot in slots if not isinstance(slot, str) or not PLAIN.fullmatch(slot)]:
         raise UserError(f"strategy '{name}': the slot {odd[0]!r} needs a name of letters, digits, '-', '_' and '.'")
     if config.federation.secure_aggregation:
+        if config.federation.partial_sums:
+            raise UserError("federation.partial_sums: workers would read what sites give; not with secure_aggregation")
         slots = {name: _masked(config, name, slot) for name, slot in slots.items()}
     if config.federation.partial_sums and (len(slots) > 1 or any(isinstance(slot, Catalogue) for slot in slots.values())):
         raise UserError(f"federation.partial_sums: workers add up one sum alone; strategy '{name}' has other slots")

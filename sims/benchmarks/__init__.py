@@ -9,6 +9,7 @@ MODULES = {
     "layer_selection": "sims.benchmarks.layer_selection",
     "many-faults": "sims.benchmarks.fault_run",
     "memory": "sims.benchmarks.server_memory",
+    "secure_aggregation": "sims.benchmarks.secure_aggregation",
     "scale": "sims.benchmarks.scale",
     "unlearning": "sims.benchmarks.unlearning",
     "vectorise": "sims.benchmarks.vectorise",

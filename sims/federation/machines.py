@@ -11,7 +11,7 @@ from typing import Any
 from conf.errors import UserError, unknown
 from sims.federation import sheets
 from sims.federation.keys import NODE_KEY, write_node_key
-from sims.federation.plan import CONNECTION, KEYS, SERVER
+from sims.federation.plan import CONNECTION, KEYS, SERVER, write_peers
 from sims.federation.programs import BIN, environment, free_port, keep_running
 from sims.federation.sheets import ServerSheet, SiteSheet
 
@@ -45,7 +45,7 @@ def run_node(path: Path) -> None:
     sheet, folder = sheets.read(SiteSheet, path), path.parent.resolve()
     if not sheet.superlink:
         raise UserError(f"{path}: superlink: takes the server's address, HOST:PORT")
-    for name in filter(None, (sheet.certificate, sheet.key)):
+    for name in filter(None, (sheet.certificate, sheet.key, sheet.peers)):
         if not (folder / name).is_file():
             raise UserError(f"{path}: there is no {folder / name}")
     (folder / NODE_CONFIG).write_text(sheets.node_config(sheet, folder), encoding="utf-8")
@@ -81,6 +81,7 @@ def rekey(folder: Path, site: str) -> str:
     public.write_text(write_node_key(home) + "\n", encoding="ascii")
     public.with_suffix(ID).unlink(missing_ok=True)
     register(server)
+    write_peers(folder)
     return registered(public)
 
 

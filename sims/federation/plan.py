@@ -15,6 +15,7 @@ from sims.federation.sheets import ServerSheet, SiteSheet
 
 SERVER = "server"  # the folder of the server's machine
 KEYS = "keys"  # in it: the public keys of the sites
+PEERS = "peers"  # in a site's folder: all of them
 CONNECTION = "here"  # how Flower's configuration names the SuperLink
 OWN = ("name", "superlink", "certificate", "key")  # keys of a site's sheet that the plan writes
 
@@ -49,6 +50,7 @@ def site_sheets(plan: Plan) -> list[SiteSheet]:
         if sheet.name == SERVER or any(sheet.name == one.name for one in made):
             raise UserError(f"sites[{place}].name: '{sheet.name}' is taken")
         tls = {"certificate": AUTHORITY, "key": NODE_KEY} if plan.tls else {}
+        tls |= {"peers": sheet.peers or PEERS} if plan.tls else {}
         made.append(replace(sheet, superlink=f"{plan.host}:{plan.port}", **tls))
     return made
 
@@ -72,7 +74,16 @@ def write_plan(plan: Plan, folder: Path) -> list[Path]:
             (home / AUTHORITY).write_bytes((server / AUTHORITY).read_bytes())
             (server / KEYS / f"{sheet.name}.pub").write_text(write_node_key(home) + "\n", encoding="ascii")
         sheets.write(home / sheets.SITE, sheet)
+    write_peers(folder)
     return [server, *(folder / sheet.name for sheet in made)]
+
+
+def write_peers(folder: Path) -> None:
+    """Each site's file of all sites' public keys, in their folders below this one."""
+    keys = sorted((folder / SERVER / KEYS).glob("*.pub"))
+    text = "".join(f"{path.stem} {path.read_text(encoding='ascii').strip()}\n" for path in keys)
+    for name in sites_of(folder) if keys else ():
+        (folder / name / PEERS).write_text(text, encoding="ascii")
 
 
 def sites_of(folder: Path) -> list[str]:

@@ -25,6 +25,7 @@ POLICY = (
     "device",
     "gpu",
     "largest_order",
+    "masks",
 )  # keys that a node-config has, too (clients.policy)
 MOST_NAME = 100  # letters
 
@@ -50,6 +51,8 @@ class SiteSheet:
     device: str = value("", "where it computes; empty: as the run says", choices=("", "auto", "cpu", "cuda"))
     gpu: float = value(1.0, "share of a GPU's memory that it may take", low=0.0, high=1.0)
     largest_order: float = value(0.0, "MB of the largest message that it works on; 0: any", low=0.0)
+    masks: str = value("", "required: what it trains leaves it under secure aggregation only", choices=("", "required"))
+    peers: str = value("", "file of all sites' public keys, by which it knows with whom it shares masks; empty: any")
     environment: dict[str, str] = value({}, "environment variables of the node, such as CUDA_VISIBLE_DEVICES: '0'")
 
 
@@ -99,6 +102,8 @@ def node_config(sheet: SiteSheet, folder: Path) -> str:
         one = getattr(sheet, key)
         if one:
             given[key] = ",".join(one) if isinstance(one, list) else one
+    given |= {name: str((folder / file).resolve()) for name, file in
+              {"identity": sheet.key, "peers": sheet.peers}.items() if file}  # fmt: skip
     text = tomli_w.dumps(given)
     assert tomllib.loads(text) == given
     return text

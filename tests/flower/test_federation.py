@@ -9,13 +9,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from clients.states import read_state
 from conf import load
 from conf.errors import UserError
+from fusion.exact import ExactSum, digest
 from server.experiment import run_experiment
 from server.ledger import Ledger
 from server.listener import LogListener
@@ -108,6 +111,37 @@ def test_a_run_over_tls_has_the_bits_of_the_inline_engine_and_names_belong_to_ke
         name = ledger.run().run
     stores = {site: list((federation / site / "store").glob(f"{name}*/{site}")) for site in keys}
     assert {site for site, there in stores.items() if there} == {"site-0000", "site-0002"}  # the site itself deleted its own
+
+
+def test_sums_under_masks_have_the_same_bits_and_forget_a_site_that_is_gone(federation: Path, tmp_path: Path):
+    """All sites want masks, and know each other's keys; one is gone when it is to be forgotten."""
+    more = ["rounds=2", "objective.subset_probability=0"]
+    try:
+        for site in sites_of(federation):
+            sheet = read(SiteSheet, federation / site / SITE)
+            assert sheet.peers and (federation / site / sheet.peers).read_text().count("\n") == 3
+            local.stop(federation / site)
+            write(federation / site / SITE, replace(sheet, masks="required"))
+        local.up(federation, 3, tls=True)
+        refused = fedloom(tmp_path, "run", "digits", *words(federation, tmp_path, "plain", *more))
+        assert refused.returncode == 1 and "RefusedError at order.kind" in refused.stdout + refused.stderr
+        found = run(federation, tmp_path, "masked", *more, "federation.secure_aggregation=true")
+        assert found["digest"] == inline(tmp_path, *more)["digest"]
+        local.stop(federation / "site-0001")
+        shutil.rmtree(federation / "site-0001" / "store")
+        done = fedloom(tmp_path, "unlearn", "masked", "site-0001", "--request-id", "gone", "--quiet")
+        assert done.returncode == 0, done.stdout + done.stderr
+        total = ExactSum(32)
+        for site in ("site-0000", "site-0002"):
+            state = read_state(max((federation / site / "store").glob(f"*/{site}/summed-*.safetensors")))
+            total.add({name: one for name, one in state.items() if name.startswith("extractor.")})
+        after = json.loads((tmp_path / "masked" / "summary.json").read_text())
+        assert after["digest"] == {"sum": digest(total.totals)}
+    finally:
+        for site in sites_of(federation):
+            local.stop(federation / site)
+            write(federation / site / SITE, replace(read(SiteSheet, federation / site / SITE), masks=""))
+        local.up(federation, 3, tls=True)
 
 
 def test_the_doctor_finds_what_is_wrong(federation: Path, tmp_path: Path):

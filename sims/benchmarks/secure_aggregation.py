@@ -1,0 +1,70 @@
+"""What masks cost: seconds of a round under secure aggregation beside a plain one, and of a request. One thread."""
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from clients.app import app
+from conf import load
+from conf.schema import Config
+from conf.sites import roster
+from server.evaluate import Evaluator
+from server.method import Method, open_ledger
+from server.runfolder import RunFolder
+from server.unlearning.requests import receive
+from sims.cli.progress import listener_for
+from sims.engines.adapter import store_folder
+from sims.engines.inline import InlineGrid
+from sims.report.tables import Table
+
+SITES, ROUNDS, BAR = 10, 6, 1.5
+FIXED = [
+    f"sites=[{{domain: digits, count: {SITES}, samples: 60}}]", "network.width=1.85", "objective.subset_probability=0",
+    "baselines=[]", "engine.name=inline", "evaluation.every=1000", "training.epochs=1", "training.batch=20",
+]  # fmt: skip
+
+
+def bench() -> tuple[Table, list[dict[str, Any]]]:
+    """Plain and masked rounds of the same sites in turn, so that noise meets both alike; then one more that forgets."""
+    with tempfile.TemporaryDirectory() as folder:
+        ways = {"plain": _begun(folder, "plain", False), "masked": _begun(folder, "masked", True)}
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        for number in range(1, ROUNDS + 2):
+            for way, (config, method) in ways.items():
+                taken = _seconds(config, method, number)
+                seconds[way] += [taken] if number > 1 else []  # the first warms up
+        same = ways["plain"][1].aggregation.digest() == ways["masked"][1].aggregation.digest()
+        config, method = ways["masked"]
+        receive(method.ledger, "bench", [roster(config)[0].name], "", {})
+        forgetting = _seconds(config, method, ROUNDS + 1)
+        size = sum(tensor.nbytes for tensor in method.aggregation.aggregate().state.values()) / 1e6
+        for _, each in ways.values():
+            each.ledger.close()
+    plain, masked = (statistics.median(seconds[way]) for way in ways)
+    row = {"sites": SITES, "mb": size, "plain_s": plain, "masked_s": masked, "ratio": masked / plain,
+           "forgetting_s": forgetting, "same_bits": same, "met": masked / plain <= BAR}  # fmt: skip
+    head = ["sites", "state, MB", "plain round, s", "masked, s", "ratio", "a request, s", "same bits", "verdict"]
+    line = [str(SITES), f"{size:.2f}", f"{plain:.2f}", f"{masked:.2f}", f"{masked / plain:.2f}", f"{forgetting:.2f}",
+            "yes" if same else "NO", "met" if row["met"] else "not met"]  # fmt: skip
+    note = f"Medians of {ROUNDS} rounds of an epoch over 60 images a site, inline; bar: {BAR} times the plain round. "
+    note += "A request: a round, measurements, the certificate."
+    return Table("Secure aggregation", head, [line], note), [row]
+
+
+def _begun(folder: str, name: str, masks: bool) -> tuple[Config, Method]:
+    words = [f"federation.secure_aggregation={str(masks).lower()}", f"run.root={folder}", f"run.name={name}"]
+    config = load("digits", [*FIXED, *words])
+    there = RunFolder(Path(folder) / name)
+    there.open(config)
+    return config, Method(config, there, open_ledger(config, there), Evaluator(config))
+
+
+def _seconds(config: Config, method: Method, rounds: int) -> float:
+    """Of all rounds up to that number that are not done yet, and of what requests want."""
+    federation = method.joined(InlineGrid(SITES, store_folder(config), app))
+    with listener_for(quiet=True) as listener:
+        begin = time.perf_counter()
+        method.train(federation, listener, rounds=rounds)
+        return time.perf_counter() - begin

@@ -1,0 +1,393 @@
+"""Sums under masks: the same bits as sums of what can be read, whoever drops out; forgetting; what the server keeps."""
+
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Context, Error, Message
+from flwr.clientapp import ClientApp
+
+from clients.app import app
+from clients.messages import (
+    MASKED,
+    SECURE_KEYS,
+    SECURE_SHARES,
+    SECURE_UNMASK,
+    SITE,
+    TRAIN,
+    read_order,
+    to_arrays,
+    to_states,
+)
+from clients.states import read_state
+from conf import Config, UserError, load
+from conf.errors import FailedError
+from conf.sites import roster
+from fusion.exact import ExactSum, State, digest
+from server.experiment import run_experiment
+from server.ledger.audit import check
+from server.method import Method
+from server.strategies import slots_of, strategy_of
+from server.unlearning.requests import Unlearning, receive
+from sims.engines.adapter import store_folder
+from sims.engines.inline import InlineGrid
+from tests.server.parts import Recorder, folder, small
+from tests.server.runs import method_of
+
+SITES = 5
+ONE, TWO, FOUR = "site-0001", "site-0002", "site-0004"
+MASKS = ("objective.subset_probability=0", "federation.secure_aggregation=true")
+STAGES = (SECURE_KEYS, SECURE_SHARES, TRAIN, SECURE_UNMASK)
+Answer = Callable[[Message, Message], Message]
+
+
+class Spoiled(ClientApp):
+    """The real ClientApp; what sites say to questions of some kinds goes through `spoil`, and orders are noted."""
+
+    def __init__(self, spoil: Answer | None = None, kinds: Sequence[str] = (), sites: Sequence[int] = (1,)) -> None:
+        super().__init__()
+        self.spoil, self.kinds, self.sites = spoil, kinds, sites
+        self.replies: list[tuple[str, int, Message]] = []
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        if message.metadata.message_type == "query":
+            return app(message, context)
+        order = read_order(message.content)
+        reply = app(message, context)
+        self.replies.append((order.kind, order.site, reply))
+        if self.spoil is not None and order.kind in self.kinds and order.site in self.sites:
+            return self.spoil(message, reply)
+        return reply
+
+
+def gone(message: Message, reply: Message) -> Message:
+    return Message(Error(1, "gone"), reply_to=message)
+
+
+def changed(record: str, change: Callable[[State], State]) -> Answer:
+    def answer(_: Message, reply: Message) -> Message:
+        reply.content[record] = to_arrays(change(to_states(reply.content)[record]))
+        return reply
+
+    return answer
+
+
+def configured(root: Path, *words: str, name: str = "run") -> Config:
+    return small(root, "objective.subset_probability=0", "baselines=[]", f"run.name={name}", *words, sites=SITES, samples=20)
+
+
+def run(config: Config, client: ClientApp | None = None) -> Recorder:
+    listener = Recorder()
+    grid = InlineGrid(len(roster(config)), store_folder(config), client or Spoiled())
+    run_experiment(grid, config, listener)
+    return listener
+
+
+def sum_of(config: Config) -> str:
+    """The digest of the server's sum."""
+    with method_of(config) as method:
+        return method.aggregation.digest()["sum"]
+
+
+def held(config: Config, sites: Sequence[str], prefix: str = "extractor.") -> str:
+    """The digest of the sum of what these sites hold in their own stores."""
+    total = ExactSum(config.federation.scale_bits)
+    for site in sites:
+        state = read_state(max(store_folder(config).glob(f"*/{site}/summed-*.safetensors")))
+        total.add({name: tensor for name, tensor in state.items() if name.startswith(prefix)})
+    return digest(total.totals)
+
+
+def forget(method: Method, config: Config, sites: Sequence[str], id: str, client: ClientApp | None = None) -> Recorder:
+    """Receive a request and fulfil it, with sites that are simulated anew."""
+    listener = Recorder()
+    receive(method.ledger, id, sites, "", {})
+    grid = InlineGrid(len(roster(config)), store_folder(config), client or Spoiled())
+    method.train(method.joined(grid), listener, rounds=method.unlearning().last_round())
+    return listener
+
+
+def others(*names: str) -> list[str]:
+    return [f"site-{place:04d}" for place in range(SITES) if f"site-{place:04d}" not in names]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [(), ("objective.mode=independent",), ("objective.mode=regularised",), ("objective.mode=fedavg",),
+     ("strategy.weighting=samples",), ("federation.fraction=0.6", "rounds=3"), ("objective.initialisation=own",)],
+)  # fmt: skip
+def test_the_sums_are_those_that_can_be_read(tmp_path: Path, words: tuple[str, ...]) -> None:
+    plain, masked = configured(tmp_path, *words, name="plain"), configured(tmp_path, *words, MASKS[1], name="masked")
+    run(plain)
+    run(masked)
+    with method_of(plain) as first, method_of(masked) as second:
+        assert first.aggregation.digest() == second.aggregation.digest()
+        for one in (first, second):
+            assert all(one.aggregation.checks()[0].values())
+        states = [digest(one.aggregation.aggregate().state) for one in (first, second)]
+        assert states[0] == states[1]
+    assert check(folder(masked)) == []
+
+
+def test_neither_messages_nor_the_ledger_hold_what_a_site_gave(tmp_path: Path) -> None:
+    config, client = configured(tmp_path, MASKS[1]), Spoiled()
+    run(config, client)
+    own = {site: read_state(max(store_folder(config).glob(f"*/{site}/summed-*.safetensors"))) for site in others()}
+    low = torch.cat([tensor.flatten() for tensor in own[ONE].values()]).abs().double().mean()
+    assert low < 2.0**32
+    for kind, _, reply in client.replies:
+        if kind == TRAIN:
+            vector = to_states(reply.content)[SITE][MASKED].double().abs()
+            assert vector.mean() > 2.0**61 and set(reply.content.array_records) == {SITE, "round"}
+    with method_of(config) as method:
+        for site in own:
+            kept = torch.cat([tensor.flatten() for tensor in method.aggregation.slots.contribution("sum", site).values()])
+            assert kept.double().abs().mean() > 2.0**61
+        assert list(method.aggregation.models()) == ["sum"] and method.aggregation.without([ONE]) is None
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_whoever_drops_out_is_not_in_the_sum(tmp_path: Path, stage: str) -> None:
+    config = configured(tmp_path, MASKS[1], "rounds=1")
+    told = run(config, Spoiled(gone, [stage]))
+    counts = others() if stage == SECURE_UNMASK else others(ONE)
+    with method_of(config) as method:
+        event = next(event for event in method.ledger.events() if event.kind == "round" and event.body["round"] == 1)
+        assert event.body["record"]["masked"]["sites"] == counts
+        total, initial = ExactSum(32), method.aggregation.view()
+        for name in counts:
+            state = read_state(max(store_folder(config).glob(f"*/{name}/summed-*.safetensors")))
+            total.add({key: one for key, one in state.items() if key.startswith("extractor.")})
+        for name in set(others()) - set(counts):
+            total.add(initial.slots.summed("sum", initial.integers("sum", name)))
+        assert method.aggregation.digest()["sum"] == digest(total.totals)
+    assert told.records[0]["replies"] == len(counts)
+
+
+def test_too_few_sites_end_the_round(tmp_path: Path) -> None:
+    for stage in STAGES:
+        config = configured(tmp_path, MASKS[1], name=stage)
+        missing = (1, 2, 3, 4) if stage == SECURE_KEYS else (1, 2)  # those that began count
+        with pytest.raises(FailedError, match=r"secure aggregation needs [24]|good replies|shares, of which 4"):
+            run(config, Spoiled(gone, [stage], sites=missing))
+        with method_of(config) as method:
+            assert method.unlearning().last_round() == 0
+
+
+def test_forgetting_leaves_the_sum_of_what_the_others_hold(tmp_path: Path) -> None:
+    config, client = configured(tmp_path, MASKS[1], "federation.fraction=0.8", "rounds=3"), Spoiled()
+    run(config)
+    shutil.rmtree(next(store_folder(config).glob(f"*/{TWO}")))  # it is gone for good
+    with method_of(config) as method:
+        forget(method, config, [TWO], "first", client)
+        assert 2 not in {site for _, site, _ in client.replies}
+        assert method.aggregation.digest()["sum"] == held(config, others(TWO))
+        forget(method, config, [ONE, FOUR], "second")
+        assert method.aggregation.digest()["sum"] == held(config, others(ONE, TWO, FOUR))
+        assert all(method.aggregation.checks()[0].values())
+        assert [one.state for one in map(method.ledger.request, ("first", "second")) if one] == ["verified"] * 2
+        method.aggregation.readmit([ONE])
+        further = method.unlearning().last_round() + 1
+        grid = InlineGrid(SITES, store_folder(config), Spoiled())
+        method.train(method.joined(grid), Recorder(), rounds=further)
+        assert method.aggregation.digest()["sum"] == held(config, others(TWO, FOUR))
+        forget(method, config, [ONE], "third")
+        assert method.aggregation.digest()["sum"] == held(config, others(ONE, TWO, FOUR))
+    assert check(folder(config)) == []
+
+
+def test_a_crash_between_masks_and_forgetting_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configured(tmp_path, MASKS[1])
+    run(config)
+    with method_of(config) as method, monkeypatch.context() as patch:
+        patch.setattr(Unlearning, "lifted", killed)
+        with pytest.raises(InterruptedError):
+            forget(method, config, [TWO], "first")
+    with method_of(config) as method:
+        assert TWO in {site.name for site in method.aggregation.members()}
+        assert method.aggregation.digest()["sum"] == held(config, others(TWO))
+        forget(method, config, [TWO], "first")
+        assert method.aggregation.digest()["sum"] == held(config, others(TWO))
+        assert TWO not in {site.name for site in method.aggregation.members()}
+
+
+def killed(*_: Any) -> None:
+    raise InterruptedError
+
+
+def test_who_holds_masks_must_be_there_or_leave_too(tmp_path: Path) -> None:
+    config = configured(tmp_path, MASKS[1])
+    run(config)
+    with method_of(config) as method:
+        before = method.aggregation.digest()
+        with pytest.raises(
+            FailedError, match=f"{ONE} did not answer, and it alone can take out its masks in common with {TWO}"
+        ):
+            forget(method, config, [TWO], "first", Spoiled(gone, [TRAIN]))
+        assert method.aggregation.digest() == before
+        method.ledger.set_request("first", "refused", {})
+        forget(method, config, [ONE, TWO], "both", Spoiled(gone, [TRAIN]))
+        assert method.aggregation.digest()["sum"] == held(config, others(ONE, TWO))
+
+
+def test_a_site_that_lost_its_store_is_dropped_until_it_is_readmitted(tmp_path: Path) -> None:
+    config = configured(tmp_path, MASKS[1], "rounds=1")
+    run(config)
+    shutil.rmtree(next(store_folder(config).glob(f"*/{TWO}")))
+    with method_of(config) as method:
+        grid, listener = InlineGrid(SITES, store_folder(config), Spoiled()), Recorder()
+        method.train(method.joined(grid), listener, rounds=2)
+        assert "its own state is lost" in listener.records[0]["dropped"][TWO]
+        assert "forget it, then readmit it" in listener.records[0]["dropped"][TWO]
+        forget(method, config, [TWO], "first")
+        method.aggregation.readmit([TWO])
+        method.train(method.joined(grid), listener, rounds=4)
+        assert method.aggregation.digest()["sum"] == held(config, others())
+
+
+# Hostile sites
+
+
+def wrong(state: State) -> State:
+    return {name: torch.flip(tensor, [0]) + 1 for name, tensor in state.items()}
+
+
+def test_wrong_shares_are_found_out(tmp_path: Path) -> None:
+    config = configured(tmp_path, MASKS[1], "rounds=1")
+    run(config, Spoiled(changed(SECURE_UNMASK, wrong), [SECURE_UNMASK]))
+    assert sum_of(config) == held(config, others())
+
+
+@pytest.mark.parametrize(
+    ("stage", "record", "change"),
+    [
+        (SECURE_KEYS, SECURE_KEYS, lambda state: {"keys": state["keys"][:95]}),
+        (SECURE_KEYS, SECURE_KEYS, lambda state: {}),
+        (SECURE_KEYS, SECURE_KEYS, lambda state: {"keys": state["keys"].double()}),
+        (SECURE_SHARES, SECURE_SHARES, lambda state: {}),
+        (SECURE_SHARES, SECURE_SHARES, lambda state: {name: torch.zeros(300, dtype=torch.uint8) for name in state}),
+        (TRAIN, SITE, lambda state: {MASKED: state[MASKED][1:]}),
+        (TRAIN, SITE, lambda state: {MASKED: state[MASKED].double()}),
+        (TRAIN, SITE, lambda state: {**state, "more": state[MASKED]}),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_drops_its_site_alone(tmp_path: Path, stage: str, record: str, change: Any) -> None:
+    config = configured(tmp_path, MASKS[1], "rounds=1")
+    told = run(config, Spoiled(changed(record, change), [stage]))
+    assert list(told.records[0]["dropped"]) == [ONE] and told.records[0]["replies"] == SITES - 1
+
+
+def test_shares_that_nobody_can_open_cost_their_sender_the_round(tmp_path: Path) -> None:
+    config = configured(tmp_path, MASKS[1], "rounds=1")
+    with pytest.raises(FailedError, match=f"its own mask cannot be taken off for {ONE}"):
+        run(config, Spoiled(changed(SECURE_SHARES, wrong), [SECURE_SHARES]))
+    with method_of(config) as method:
+        assert method.unlearning().last_round() == 0
+
+
+def test_what_is_no_contribution_is_seen_in_the_sum(tmp_path: Path) -> None:
+    config = configured(tmp_path, MASKS[1], "rounds=1")
+    with pytest.raises(FailedError, match=r"is beyond federation.largest_weight=10000: a site sent what is no contribution"):
+        run(config, Spoiled(changed(SITE, lambda state: {MASKED: state[MASKED] * 3}), [TRAIN]))
+    with method_of(config) as method:
+        assert method.unlearning().last_round() == 0
+
+
+# A hostile server, as a site sees it
+
+
+def asked_again(tmp_path: Path, kind: str, change: Callable[[Message], None] = lambda message: None) -> list[str]:
+    """What sites say when the server sends its questions of a kind once more, changed."""
+    said: list[str] = []
+
+    class Twice(Spoiled):
+        def __call__(self, message: Message, context: Context) -> Message:
+            reply = super().__call__(message, context)
+            if message.metadata.message_type != "query" and read_order(message.content).kind == kind:
+                change(message)
+                again = app(message, context)
+                said.append(str(again.error.reason) if again.has_error() else "answered")
+            return reply
+
+    run(configured(tmp_path, MASKS[1], "rounds=1"), Twice())
+    return said
+
+
+def turned(message: Message) -> None:
+    """Those that count are said to have dropped out, but for one."""
+    counts = to_states(message.content)[SECURE_UNMASK]
+    message.content[SECURE_UNMASK] = to_arrays({name: one * (name == ONE) for name, one in counts.items()})
+
+
+def test_a_site_answers_once(tmp_path: Path) -> None:
+    assert all("this attempt's contribution was sent" in told for told in asked_again(tmp_path / "a", TRAIN))
+    assert all("not to be taken off now" in told for told in asked_again(tmp_path / "b", SECURE_UNMASK))
+    assert all("not to be taken off now" in told for told in asked_again(tmp_path / "c", SECURE_UNMASK, turned))
+
+
+@pytest.mark.parametrize(
+    ("stage", "record", "change", "told"),
+    [
+        (SECURE_SHARES, SECURE_KEYS, lambda keys: dict.fromkeys(keys, keys[ONE]), "are not|the same keys"),
+        (SECURE_SHARES, SECURE_KEYS, lambda keys: {**keys, TWO: keys[ONE]}, "two sites have the same keys|are not"),
+        (SECURE_SHARES, SECURE_KEYS, lambda keys: dict.fromkeys(keys, torch.zeros(96, dtype=torch.uint8)), "are not"),
+        (SECURE_SHARES, SECURE_KEYS, lambda keys: {**keys, "../x": keys[ONE]}, "cannot be read"),
+        (TRAIN, SECURE_SHARES, lambda shares: dict(list(shares.items())[:2]), "3 sites are too few; 4 must take part"),
+        (TRAIN, SECURE_SHARES, lambda shares: {}, "1 sites are too few"),
+        (SECURE_UNMASK, SECURE_UNMASK, lambda counts: {n: one * (n < TWO) for n, one in counts.items()}, "few|to be"),
+    ],
+)  # fmt: skip
+def test_a_site_refuses_to_give_itself_away(tmp_path: Path, stage: str, record: str, change: Any, told: str) -> None:
+    class Server(Spoiled):
+        def __call__(self, message: Message, context: Context) -> Message:
+            if message.metadata.message_type != "query" and read_order(message.content).kind == stage:
+                message.content[record] = to_arrays(change(to_states(message.content)[record]))
+            return super().__call__(message, context)
+
+    config, client = configured(tmp_path, MASKS[1], "rounds=1"), Server()
+    with pytest.raises(FailedError):
+        run(config, client)
+    reasons = [str(reply.error.reason) for kind, _, reply in client.replies if kind == stage and reply.has_error()]
+    assert len(reasons) == SITES
+    assert all(re.search(told, reason) for reason in reasons), reasons
+
+
+# What it cannot be used with
+
+
+@pytest.mark.parametrize(
+    ("experiment", "words", "told"),
+    [
+        ("digits", ("objective.subset_probability=0.5",), "objective.subset_probability: means without one site"),
+        ("different_digits", (), "counts by samples; take one that gathers unweighted sums"),
+        ("components", (), "is not summed"),
+        ("digits", ("federation.partial_sums=true", MASKS[0]), "federation.partial_sums: workers would read"),
+    ],
+)  # fmt: skip
+def test_what_needs_to_read_contributions_is_refused(experiment: str, words: tuple[str, ...], told: str) -> None:
+    config = load(experiment, [MASKS[1], *words])
+    with pytest.raises(UserError, match=told):
+        strategy_of(config).check(config)
+        slots_of(config)
+
+
+def test_going_back_to_a_round_under_masks_is_refused(tmp_path: Path) -> None:
+    config = configured(tmp_path, MASKS[1], "federation.history=all", "federation.fraction=0.8", "rounds=4")
+    run(config)
+    with method_of(config) as method:
+        first = {site: min(one.round for one in method.ledger.history(site) if one.round) for site in others()}
+        late = [site for site, round in first.items() if round > 1]
+        early = next(site for site, round in first.items() if round == 1)
+        method.aggregation.check_forgetting([early], rollback=True)
+        for site in late:
+            with pytest.raises(UserError, match="--rollback: under masks"):
+                method.aggregation.check_forgetting([site], rollback=True)
+
+
+def test_the_configuration_says_what_it_takes() -> None:
+    with pytest.raises(UserError, match=r"federation\.secure_threshold: got 0\.4"):
+        load("digits", ["federation.secure_threshold=0.4"])
