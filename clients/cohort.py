@@ -51,7 +51,7 @@ def same_shape(jobs: Sequence[Job], most: int) -> list[list[int]]:
         outs = () if alone else (outputs(job.config, job.site.spec).start, outputs(job.config, job.site.spec).stop)
         order, architecture = job.order, architecture_of(job.config, job.site)
         one = order.config, order.round, order.rounds, order.members, order.kind, architecture
-        shape = place if alone else (*one, len(images), outs)
+        shape = place if alone or job.config.privacy.noise else (*one, len(images), outs)
         groups.setdefault(shape, []).append(place)
     return [group[start : start + most] for group in groups.values() for start in range(0, len(group), most)]
 

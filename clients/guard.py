@@ -21,8 +21,8 @@ SIMULATED = "simulated"  # node-config of engines, whose sites are on the user's
 LOG = logging.getLogger("fedloom.site")
 
 _OPTION = re.compile(
-    r"(?:[^:]{0,120}: )?((?:run|engine|data|training|federation|evaluation|network|objective|strategy|sites|seed|order)"
-    r"(?:\.\w+|\[\d+\])*): "
+    r"(?:[^:]{0,120}: )?((?:run|engine|data|training|federation|privacy|evaluation|network|objective|strategy|sites|seed"
+    r"|order)(?:\.\w+|\[\d+\])*): "
 )
 
 

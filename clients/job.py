@@ -1,5 +1,6 @@
 """One site's work on one message, from the order to the reply."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -36,8 +37,9 @@ from clients.networks import Architecture, HeadView, Network, architecture_of
 from clients.objectives import Answer, Session, Task, objective_of
 from clients.objectives.components.objective import COMPONENTS
 from clients.policy import Policy, followed
+from clients.privacy import private, spend
 from clients.randomness import torch_generator
-from clients.secure_aggregation import ANSWERS, masked
+from clients.secure_aggregation import ANSWERS, masked, noise_share
 from clients.statistics import CLASS_STATISTICS, MOMENTS, class_statistics, moments
 from clients.store import SiteStore
 from conf.errors import UserError
@@ -102,22 +104,27 @@ class Job:
             return {**incoming.get(MEAN, {}), **contribution}
         return self.store.load(self.order.base) if self.order.base else None
 
-    def reply(self, session: Session, outcome: Outcome) -> RecordDict:
-        """Save the trained session's own state; what goes to the server."""
+    def reply(self, session: Session, outcome: Outcome, start: Mapping[str, State] | None = None) -> RecordDict:
+        """Save the trained session's own state; what goes to the server. `start`: what would go, if nothing was trained."""
         if (own := session.own()) is not None:
             self.store.save(self.order.round, self.order.base, own)
-        given = session.contribution()
+        given, numbers = session.contribution(), {"loss": outcome.loss, "samples": outcome.samples}
+        if start is not None:
+            numbers["epsilon"] = spend(self)
+            given = private(self, given, start, noise_share(self) if self.order.secure else 1.0)
         if self.order.secure:
             reply = RecordDict({**masked(self, given, outcome.samples)})
         else:
             reply = RecordDict({name: to_arrays(state) for name, state in given.items()})
-        reply[METRICS] = MetricRecord({"loss": outcome.loss, "samples": outcome.samples})
+        reply[METRICS] = MetricRecord(numbers)
         return reply
 
     def train(self) -> RecordDict:
         """The whole of a round, this site alone."""
         session = self.session(workbench(self.config, architecture_of(self.config, self.site)))
-        return self.reply(session, learn(session, self.images(), self.config, self.site, self.order.round, self.device))
+        start = copied(session.contribution()) if self.config.privacy.noise else None
+        outcome = learn(session, self.images(), self.config, self.site, self.order.round, self.device)
+        return self.reply(session, outcome, start)
 
     def answer(self) -> RecordDict:
         """What the site says to a question."""
@@ -191,6 +198,11 @@ class Job:
             return count_right(view, images, self.config.evaluation.batch, self.device) if len(images) else 0
         finally:
             view.train()  # the next site trains in it
+
+
+def copied(records: Mapping[str, State]) -> dict[str, State]:
+    """The same with memory of their own."""
+    return {record: {name: one.detach().clone() for name, one in state.items()} for record, state in records.items()}
 
 
 @once

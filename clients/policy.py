@@ -44,7 +44,8 @@ class Policy:
     `device`: where it computes (auto, cpu, cuda), whatever the server's configuration says; `gpu`: its share of a GPU's
     memory, from 0 to 1; `largest_order`: MB of a message, above which it answers nothing; 0: any. `masks`: `required`: what
     it trains leaves it under secure aggregation only, and it answers no question that tells more of its images than numbers
-    of them. `identity`: how it signs, and knows others' signatures.
+    of them. `epsilon`: what all its rounds together may cost of its privacy (clients.privacy); 0: any. `identity`: how it
+    signs, and knows others' signatures.
     """
 
     data: str = ""
@@ -57,6 +58,7 @@ class Policy:
     gpu: float = 1.0
     largest_order: float = 0.0
     masks: str = ""
+    epsilon: float = 0.0
     identity: Identity = field(default_factory=Identity)
 
     @staticmethod
@@ -71,9 +73,10 @@ class Policy:
         if here["masks"] not in MASKS:
             raise UserError(f"masks: got '{here['masks']}', takes required, or nothing")
         gpu, most = _number(node_config, "gpu", 1.0, 1.0), _number(node_config, "largest_order", 0.0, math.inf)
+        cost = _number(node_config, "epsilon", 0.0, math.inf)
         identity = Identity(str(node_config.get("identity", "")), str(node_config.get("peers", "")))
         return Policy(here["data"], here["domain"], device=here["device"], gpu=gpu, largest_order=most, masks=here["masks"],
-                      identity=identity, **names)  # fmt: skip
+                      epsilon=cost, identity=identity, **names)  # fmt: skip
 
     def hide(self, order: Order) -> None:
         """RefusedError for an order whose answer would tell what this policy wants hidden."""

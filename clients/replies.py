@@ -64,6 +64,14 @@ def check_metrics(content: RecordDict, bounds: Bounds) -> tuple[float, int]:
     return loss, samples
 
 
+def train_numbers(content: RecordDict, bounds: Bounds) -> dict[str, float]:
+    """What a reply to TRAIN reports: loss, samples, and what its privacy has cost if it says so. Raises ReplyError."""
+    loss, samples = check_metrics(content, bounds)
+    cost = content.metric_records[METRICS].get("epsilon")
+    told = {"epsilon": cost} if isinstance(cost, float) and 0 <= cost < MOST_LOSS else {}
+    return {"loss": loss, "samples": samples, **told}
+
+
 def check_samples(samples: object, bounds: Bounds) -> None:
     """Raises ReplyError for a number of samples that is none, or more than the site has."""
     if not isinstance(samples, int) or not 1 <= samples < 2**31:

@@ -139,6 +139,18 @@ class FederationConfig:
 
 
 @dataclass(frozen=True)
+class PrivacyConfig:
+    """Differential privacy of what leaves a site (clients.privacy). Zero clip and noise: none."""
+
+    clip: float = value(
+        0.0, "largest change (L2 norm) of what a site sends in a round; larger ones are scaled to it", low=0.0
+    )
+    noise: float = value(0.0, "noise multiplier: the noise's standard deviation is noise * clip", low=0.0, high=1e6)
+    delta: float = value(1e-5, "for which epsilon is told", low=1e-15, high=0.5)
+    epsilon: float = value(0.0, "a site trains no further when its rounds would cost more; 0: no limit", low=0.0)
+
+
+@dataclass(frozen=True)
 class EvaluationConfig:
     """When and how the server measures accuracy."""
 
@@ -173,4 +185,5 @@ class Config:
     data: DataConfig = value(DataConfig, "where data comes from")
     training: TrainingConfig = value(TrainingConfig, "a site's training")
     federation: FederationConfig = value(FederationConfig, "the round loop")
+    privacy: PrivacyConfig = value(PrivacyConfig, "differential privacy")
     evaluation: EvaluationConfig = value(EvaluationConfig, "measuring")

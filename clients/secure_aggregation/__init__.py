@@ -4,6 +4,6 @@ Bonawitz et al. 2017, "Practical Secure Aggregation for Privacy-Preserving Machi
 double masking, Fig. 4), over the integers modulo 2**64 in which the server's sums are exact.
 """
 
-from clients.secure_aggregation.site import ANSWERS, masked
+from clients.secure_aggregation.site import ANSWERS, masked, noise_share
 
-__all__ = ["ANSWERS", "masked"]
+__all__ = ["ANSWERS", "masked", "noise_share"]

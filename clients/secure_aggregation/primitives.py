@@ -59,9 +59,14 @@ def agreed(seed: bytes, public: bytes, *words: str) -> bytes:
 
 def mask(key: bytes, record: str, size: int) -> Tensor:
     """int64 [size] that look drawn at random modulo 2**64 to whoever has not the key."""
-    stream, cipher = bytearray(8 * size), Cipher(ChaCha20(derived(key, "mask", record), bytes(16)), mode=None)
-    cipher.encryptor().update_into(bytes(8 * size), stream)
-    return torch.from_numpy(np.frombuffer(stream, dtype="<i8").astype(np.int64, copy=False))
+    return torch.from_numpy(np.frombuffer(stream(derived(key, "mask", record), 8 * size), dtype="<i8").astype(np.int64))
+
+
+def stream(key: bytes, size: int) -> bytearray:
+    """So many bytes of ChaCha20's key stream; `key`: 32 bytes, or a secret of which one follows. Never twice for one use."""
+    found, whole = bytearray(size), key if len(key) == KEY else derived(key, "stream")
+    Cipher(ChaCha20(whole, bytes(16)), mode=None).encryptor().update_into(bytes(size), found)
+    return found
 
 
 def seal(key: bytes, text: bytes, about: str) -> bytes:

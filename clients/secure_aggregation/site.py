@@ -110,6 +110,11 @@ def masked(job: "Job", contribution: Mapping[str, State], samples: int) -> "dict
     return found
 
 
+def noise_share(job: "Job") -> float:
+    """Of the variance of noise in the sum, what a site adds so that it is there if as few sites count as may."""
+    return 1.0 / max(1, Secrets(job.store).attempt(job.order.secure).threshold)
+
+
 def unmask(job: "Job") -> Answer:
     """Shares of each site's secret: of those whose contribution counts (1), of the mask that is theirs alone; of those that
     dropped out (0), of their common masks. Once in an attempt.

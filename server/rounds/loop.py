@@ -114,6 +114,8 @@ class RoundLoop:
         if run.losses:
             record["train_loss"] = sum(sorted(run.losses)) / len(run.losses)  # sorted: whatever the order of arrival
         masked = {RECORD: {"round": run.site_round, "sites": run.masked, "lifted": leaving}} if run.masked else {}
+        if run.epsilon:
+            record["epsilon"] = dict(sorted(run.epsilon.items()))
         self.aggregation.commit(number, {**record, **masked})
         if leaving:
             self.lifted()

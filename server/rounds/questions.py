@@ -192,7 +192,8 @@ class _Question:
     def __post_init__(self) -> None:
         config, slots = self.questions.config, self.questions.aggregation.slots
         summed = (config.federation.partial_sums or bool(self.attempt)) and bool(self.expected)
-        self.slot = next((record for record, one in self.expected.items() if one.slot), "") if summed else ""
+        told = summed or bool(config.privacy.noise)
+        self.slot = next((record for record, one in self.expected.items() if one.slot), "") if told else ""
         weighted = {record for record, one in self.expected.items() if one.slot and slots.weighted(one.slot)}
         counted = {record: SAMPLES if record in weighted else one.mean or ONCE for record, one in self.expected.items()}
         self.sums = counted if summed else {}
@@ -204,7 +205,7 @@ class _Question:
     def order(self, site: Site, lost: bool) -> RecordDict:
         """The site's order with all that goes with it; `lost`: it has no state of its own any more."""
         asking, aggregation = self.questions, self.questions.aggregation
-        file = aggregation.slots.contributions.file(site.name) if self.slot and not self.attempt else None
+        file = aggregation.slots.contributions.file(site.name) if self.slot and self.sums and not self.attempt else None
         own = aggregation.restart(site) if lost else None
         order = Order(
             config=asking._digest, run=asking.run, site=site.index, round=self.site_round, rounds=asking.rounds,

@@ -15,7 +15,7 @@ from torch import Tensor
 from clients.messages import TRAIN, to_states
 from clients.partial import ONCE, SAMPLES, PartialSum
 from clients.randomness import generator
-from clients.replies import Bounds, ReplyError, check_metrics, check_numbers, check_record, check_samples
+from clients.replies import Bounds, ReplyError, check_numbers, check_record, check_samples, train_numbers
 from conf.errors import FailedError, UserError, unknown
 from conf.sites import Site
 from fusion.exact import ExactSum, ExactSumError, State, quantise
@@ -100,6 +100,7 @@ class Run(View):
         self.participants, self.site_round, self.number = participation.sites, participation.round, number
         self._exchange = exchange
         self.losses: list[float] = []
+        self.epsilon: dict[str, float] = {}  # what its rounds have cost each site, by its own word
         self.trained: set[str] = set()  # sites whose own state is that after this round
         self._puts: list[Put] | None = None  # of the reply that is at hand
         self.attempt = ""  # at secure aggregation, while it is under way
@@ -127,9 +128,10 @@ class Run(View):
         Raises TooFewRepliesError, unless no answer is `needed`: then the method goes on with those that it has.
         """
         asked, replies = self.participants if sites is None else sites, 0
-        if kind == TRAIN and self.config.federation.secure_aggregation:
+        if kind == TRAIN and (self.config.federation.secure_aggregation or self.config.privacy.noise):
+            key = "federation.secure_aggregation" if self.config.federation.secure_aggregation else "privacy.noise"
             name = self.config.strategy["name"]
-            raise UserError(f"federation.secure_aggregation: strategy '{name}' reads every site's own reply; take "
+            raise UserError(f"{key}: strategy '{name}' reads every site's own reply; take "
                             "one that gathers sums alone, such as sum_aggregation")  # fmt: skip
         for received in self._exchange.ask(kind, self, asked, content, None):
             try:
@@ -228,8 +230,7 @@ class Run(View):
             raise ReplyError(received.reason)
         site, bounds = received.site, self._exchange.bounds(received.site)
         if kind == TRAIN:
-            loss, samples = check_metrics(received.content, bounds)
-            numbers: dict[str, float] = {"loss": loss, "samples": samples}
+            numbers = train_numbers(received.content, bounds)
         else:
             numbers = check_numbers(received.content, metrics)
             if "samples" in numbers:
@@ -273,9 +274,15 @@ class Run(View):
 
     def _took(self, kind: str, reply: Reply) -> None:
         if kind == TRAIN:
-            self.losses.append(reply.metrics["loss"])
-            self.trained.add(reply.site.name)
+            self.took(reply.site.name, reply.metrics)
         self._exchange.replied(reply.site, "")
+
+    def took(self, site: str, numbers: Mapping[str, float]) -> None:
+        """Count a site's training, with the loss and what it has cost."""
+        self.losses.append(numbers["loss"])
+        self.trained.add(site)
+        if self.config.privacy.noise and "epsilon" in numbers:
+            self.epsilon[site] = numbers["epsilon"]
 
     def _drop(self, site: Site, reason: str) -> None:
         self._exchange.replied(site, reason)

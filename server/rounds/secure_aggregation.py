@@ -25,7 +25,7 @@ from torch import Tensor
 from clients.identity import MOST_BYTES
 from clients.messages import LIFT, MASKED, SECURE_KEYS, SECURE_SHARES, SECURE_UNMASK, to_states
 from clients.partial import SAMPLES
-from clients.replies import ReplyError, check_metrics
+from clients.replies import ReplyError, train_numbers
 from clients.secure_aggregation.primitives import (
     KEY,
     SECRET,
@@ -95,7 +95,7 @@ class _Heard:
     signatures: dict[str, bytes] = field(default_factory=dict)
     sealed: dict[str, dict[str, bytes]] = field(default_factory=dict)  # by sender and receiver
     samples: dict[str, int] = field(default_factory=dict)
-    losses: dict[str, float] = field(default_factory=dict)
+    numbers: dict[str, dict[str, float]] = field(default_factory=dict)  # its loss, and more
     vectors: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # by site and record
     shares: dict[str, dict[int, bytes]] = field(default_factory=dict)  # of one of its secrets, by place
 
@@ -165,14 +165,14 @@ class SecureAggregation:
             site = received.site
             try:
                 states = _read(received)
-                loss, samples = check_metrics(_content(received), self.exchange.bounds(site))
+                numbers = train_numbers(_content(received), self.exchange.bounds(site))
                 self.heard.vectors[site.name] = {
                     record: _vector(states.get(record), record, self._like(record, site.name)) for record in self.expected
                 }
             except ReplyError as error:
                 self.exchange.replied(site, str(error))
                 continue
-            self.heard.losses[site.name], self.heard.samples[site.name] = loss, samples
+            self.heard.numbers[site.name], self.heard.samples[site.name] = numbers, int(numbers["samples"])
         self._enough(kind, len(self.heard.vectors))
         if missing := [name for name in partners(self.together, self.run.leaving) if name not in self.heard.vectors]:
             raise FailedError(f"round {self.run.number}: {missing[0]} did not answer, and it alone can take out its masks "
@@ -275,8 +275,8 @@ class SecureAggregation:
 
     def _count(self, asked: Sequence[Site]) -> None:
         """Note who took part."""
-        self.run.losses += list(self.heard.losses.values())
-        self.run.trained |= self.heard.vectors.keys()
+        for name, numbers in self.heard.numbers.items():
+            self.run.took(name, numbers)
         self.run.masked = sorted(self.heard.vectors)
         for site in self._those(asked, self.heard.vectors):
             self.exchange.replied(site, "")

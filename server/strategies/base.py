@@ -15,6 +15,7 @@ import torch
 
 from clients.networks import architecture_of
 from clients.objectives import OBJECTIVES, objective_of
+from clients.privacy import check_privacy
 from conf.errors import UserError
 from conf.registry import Registry
 from conf.schema import Config
@@ -113,6 +114,7 @@ def slots_of(config: Config) -> dict[str, Slot]:
         raise UserError(f"strategy '{name}': its slots() must give a dictionary of server.strategies.Sum and Catalogue")
     if odd := [slot for slot in slots if not isinstance(slot, str) or not PLAIN.fullmatch(slot)]:
         raise UserError(f"strategy '{name}': the slot {odd[0]!r} needs a name of letters, digits, '-', '_' and '.'")
+    check_privacy(config.privacy)
     if config.federation.secure_aggregation:
         if config.federation.partial_sums:
             raise UserError("federation.partial_sums: workers would read what sites give; not with secure_aggregation")

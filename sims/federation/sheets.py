@@ -26,6 +26,7 @@ POLICY = (
     "gpu",
     "largest_order",
     "masks",
+    "epsilon",
 )  # keys that a node-config has, too (clients.policy)
 MOST_NAME = 100  # letters
 
@@ -52,6 +53,7 @@ class SiteSheet:
     gpu: float = value(1.0, "share of a GPU's memory that it may take", low=0.0, high=1.0)
     largest_order: float = value(0.0, "MB of the largest message that it works on; 0: any", low=0.0)
     masks: str = value("", "required: what it trains leaves it under secure aggregation only", choices=("", "required"))
+    epsilon: float = value(0.0, "what all its rounds may cost of its privacy; then it trains no more; 0: any", low=0.0)
     peers: str = value("", "file of all sites' public keys, by which it knows with whom it shares masks; empty: any")
     environment: dict[str, str] = value({}, "environment variables of the node, such as CUDA_VISIBLE_DEVICES: '0'")
 

@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clients.identity import Identity, is_signed
-from clients.messages import Order
+from clients.messages import TRAIN, Order
 from clients.policy import Policy, RefusedError
 from conf.errors import UserError
 from sims.federation.keys import write_node_key
 
 
-def ordered(**more: str) -> Order:
-    return Order(config="", run="run", site=1, round=1, rounds=2, base=0, members=2, **more)
+def ordered(kind: str = TRAIN, secure: str = "") -> Order:
+    return Order(config="", run="run", site=1, round=1, rounds=2, base=0, members=2, kind=kind, secure=secure)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,144 @@
+"""Differential privacy of what leaves a site: the change of a round is clipped, and noise is added, before anything is sent.
+
+The discrete Gaussian mechanism (Canonne, Kamath and Steinke 2020), in units of 2**-scale_bits as the server's sums are, so
+that no rounding of floating-point numbers undoes it. Neighbours are runs in which a site sends its change of a round, or
+none (zero-out of a whole site). Under secure aggregation the noise is that of the sum: each site adds its part of it
+(Kairouz, Liu and Steinke 2021), enough if no more sites drop out than the round bears.
+Noise is drawn from the operating system's secrets, never from the run's seed.
+"""
+
+import functools
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from clients.secure_aggregation.primitives import secret, stream
+from clients.secure_aggregation.secrets import Secrets
+from clients.states import write_bytes
+from conf.errors import UserError
+from conf.schema import PrivacyConfig
+from fusion.exact import State, dequantise, quantise
+
+if TYPE_CHECKING:
+    from clients.job import Job
+
+MOST_DEVIATION = 2.0**50  # in units of 2**-scale_bits
+
+
+def private(job: "Job", given: Mapping[str, State], start: Mapping[str, State], share: float = 1.0) -> dict[str, State]:
+    """What goes out in place of `given`: start + clip(given - start) + noise, all records clipped together (L2 norm).
+
+    `start`: what would go out if the site had not trained; of its contribution to a sum, what it sent last. `share`: of the
+    noise's variance, that this site adds.
+    """
+    bits, privacy = job.config.federation.scale_bits, job.config.privacy
+    begin = {record: quantise(state, bits) for record, state in start.items()}
+    secrets, order = Secrets(job.store), job.order
+    if order.slot and order.base:
+        begin[order.slot] = secrets.summed(order.base)
+    moved = {record: {name: one - begin[record][name] for name, one in quantise(state, bits).items()}
+             for record, state in given.items()}  # fmt: skip
+    entries = sum(one.numel() for state in moved.values() for one in state.values())
+    room = privacy.clip * 2.0**bits - math.sqrt(entries)  # rounding moves every entry by less than one unit
+    norm = math.hypot(*(float(one.double().norm()) for state in moved.values() for one in state.values()))
+    factor, deviation = min(1.0, max(0.0, room) / norm) if norm else 1.0, privacy.noise * privacy.clip * 2.0**bits
+    drawn = iter(discrete_gaussian(deviation * math.sqrt(share), entries).split(
+        [one.numel() for state in moved.values() for one in state.values()]))  # fmt: skip
+    noised = {record: {name: begin[record][name] + (one.double() * factor).round().long() + next(drawn).view(one.shape)
+                       for name, one in state.items()} for record, state in moved.items()}  # fmt: skip
+    sent = {record: dequantise(state, bits) for record, state in noised.items()}
+    if order.slot and not order.secure:
+        secrets.keep(order.round, order.base, quantise(sent[order.slot], bits))
+    return sent
+
+
+def discrete_gaussian(deviation: float, count: int) -> Tensor:
+    """int64 [count], each k with a probability in proportion to exp(-k**2 / (2 deviation**2)).
+
+    Canonne, Kamath and Steinke 2020, Alg. 1 to 3, for all entries at once, with probabilities of 53 bits.
+    """
+    if not 0 < deviation < MOST_DEVIATION:
+        raise UserError(
+            f"privacy.noise: noise of {deviation:g} units cannot be drawn; change privacy or federation.scale_bits"
+        )
+    found, scale = np.empty(0, dtype=np.int64), int(deviation) + 1
+    while len(found) < count:
+        number = int(1.5 * (count - len(found))) + 64
+        laplace = _discrete_laplace(scale, number)
+        off = (np.abs(laplace).astype(np.float64) - deviation**2 / scale) ** 2 / (2 * deviation**2)
+        found = np.concatenate([found, laplace[_uniform(len(laplace)) < np.exp(-off)]])
+    return torch.from_numpy(found[:count])
+
+
+def epsilon(times: Mapping[float, int], delta: float) -> float:
+    """Epsilon of so many rounds with each noise multiplier, by dp-accounting's Renyi accountant."""
+    return _epsilon(tuple(sorted(times.items())), delta)
+
+
+def spend(job: "Job") -> float:
+    """Note one more round of this site, in whatever run; the epsilon of all of them. UserError if that is too much."""
+    privacy, path = job.config.privacy, _budget(job)
+    times = _spent(path)
+    times[privacy.noise] = times.get(privacy.noise, 0) + 1
+    found = epsilon(times, privacy.delta)
+    limits = [limit for limit in (privacy.epsilon, job.policy.epsilon) if limit]
+    if limits and found > min(limits):
+        raise UserError(f"privacy.epsilon: another round would cost {found:.3g} in all, and {min(limits):g} may be spent")
+    write_bytes(path, json.dumps({str(noise): count for noise, count in times.items()}).encode())
+    return found
+
+
+def check_privacy(privacy: PrivacyConfig) -> None:
+    """UserError for half a mechanism."""
+    if bool(privacy.noise) != bool(privacy.clip):
+        raise UserError("privacy: takes both privacy.clip and privacy.noise, or neither")
+
+
+def _budget(job: "Job") -> Path:
+    return job.store.root / "privacy" / f"{job.site.name}.json"
+
+
+def _spent(path: Path) -> dict[float, int]:
+    try:
+        text = path.read_text(encoding="utf-8") if path.is_file() else "{}"
+        return {float(noise): int(count) for noise, count in json.loads(text).items()}
+    except (OSError, ValueError, AttributeError):
+        raise UserError(f"{path}: cannot be read; without it nobody knows what this site has spent") from None
+
+
+@functools.lru_cache
+def _epsilon(times: tuple[tuple[float, int], ...], delta: float) -> float:
+    import dp_accounting
+    from dp_accounting.rdp import RdpAccountant
+
+    accountant = RdpAccountant()
+    for noise, count in times:
+        accountant.compose(dp_accounting.GaussianDpEvent(noise), count)
+    return float(accountant.get_epsilon(delta))
+
+
+def _discrete_laplace(scale: int, count: int) -> NDArray[np.int64]:
+    """About `count` draws, each k with a probability in proportion to exp(-|k| / scale) (Alg. 2)."""
+    fine = (_words(count) % np.uint64(scale)).astype(np.int64)  # uniform up to a share of scale * 2**-64
+    fine = fine[_uniform(count) < np.exp(-fine / scale)]
+    coarse = np.floor(-np.log1p(-_uniform(len(fine)))).astype(np.int64)  # geometric: P(k) in proportion to exp(-k)
+    size, minus = fine + scale * coarse, _words(len(fine)) % np.uint64(2) == 1
+    keep = ~(minus & (size == 0))
+    return np.where(minus, -size, size)[keep]
+
+
+def _uniform(count: int) -> NDArray[np.float64]:
+    """Multiples of 2**-53 in [0, 1)."""
+    return (_words(count) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _words(count: int) -> NDArray[np.uint64]:
+    """Whole numbers of 64 bits that nobody can guess."""
+    return np.frombuffer(stream(secret(), 8 * count), dtype=np.uint64)
