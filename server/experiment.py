@@ -175,6 +175,13 @@ def _mean(accuracies: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {key: sum(shares) / len(shares) for key, shares in given.items()}
 
 
+def _hidden(config: Config) -> dict[str, Any]:
+    """How sites' contributions were hidden, if they were."""
+    masks = {"secure_aggregation": True} if config.federation.secure_aggregation else {}
+    noise = {key: getattr(config.privacy, key) for key in ("clip", "noise", "delta")} if config.privacy.noise else {}
+    return {**masks, **noise}
+
+
 def head(config: Config, ledger: Ledger | None = None) -> dict[str, Any]:
     """What a summary says before anything is measured; without the sites that the ledger has as forgotten."""
     gone = {name for name, forgotten in ledger.sites().items() if forgotten} if ledger else set()
@@ -187,4 +194,5 @@ def head(config: Config, ledger: Ledger | None = None) -> dict[str, Any]:
         "engine": config.engine.name,
         "sites": [row for row in site_rows(config) if row["name"] not in gone],
         **({"unlearned": sorted(gone)} if gone else {}),
+        **({"privacy": hidden} if (hidden := _hidden(config)) else {}),
     }

@@ -11,6 +11,7 @@ from sims.report import plots
 from sims.report.forgotten import Forgotten, forgotten_sentence, forgotten_sites, forgotten_table
 from sims.report.heads import exchanges, heads_table
 from sims.report.page import Details, Part, Picture, write_page
+from sims.report.privacy import privacy_parts
 from sims.report.selection import methods_table, selections, sites_table
 from sims.report.tables import (
     Holders,
@@ -175,6 +176,7 @@ def _sections(
         ),
         ("Training", [*_pictures(pictures, "accuracy.png"), *_dropped(metrics)]),
         ("Test accuracy", [*accuracy, *different, *_pictures(pictures, "sites.png")]),
+        ("Privacy", [*privacy_parts(summary, metrics)]),
         ("Exchanged heads", [*_heads(summary), *_pictures(pictures, "heads.png")]),
         ("Layer selection", [*_selection(summary), *_pictures(pictures, "layers.png")]),
         ("Forgetting", [*forgotten, *_pictures(pictures, "forgetting.png")]),
