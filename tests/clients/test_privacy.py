@@ -91,7 +91,6 @@ def test_what_is_sent_is_noised_and_told(tmp_path: Path, masks: str) -> None:
         assert first.aggregation.digest() != second.aggregation.digest()  # not drawn from the run's seed
 
 
-@pytest.mark.parametrize(("masks", "parts"), [("false", 1.0), ("true", 4.0)])
 def test_the_report_tells_what_was_hidden_and_what_it_cost(tmp_path: Path) -> None:
     config = configured(tmp_path, *NOISE, "federation.secure_aggregation=true")
     run(config)
@@ -101,6 +100,7 @@ def test_the_report_tells_what_was_hidden_and_what_it_cost(tmp_path: Path) -> No
     assert f"{epsilon({1.0: 2}, 1e-5):.3g}" in page.text
 
 
+@pytest.mark.parametrize(("masks", "parts"), [("false", 1.0), ("true", 4.0)])
 def test_noise_and_clipping_have_the_size_that_is_accounted_for(tmp_path: Path, masks: str, parts: float) -> None:
     """Of one round from one start: what was sent is as far as the noise; under masks each adds a fourth of its variance."""
     word = f"federation.secure_aggregation={masks}"
