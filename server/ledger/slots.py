@@ -192,6 +192,8 @@ class Slots:
             raise UserError("its method keeps no contributions: no site's part can be subtracted; train again without it")
         if len(names) >= len(self.members):
             raise UserError("no site would be left: delete the run's folder instead")
+        if any(map(self.masked, self.declared)) and len(self.members) - len(names) == 1:
+            raise UserError("one site would be left, and the sum would be what it gave: under masks two must stay")
         if rollback and (before := self._before(names)) is not None:
             if before and any(map(self.masked, self.declared)):
                 raise UserError(

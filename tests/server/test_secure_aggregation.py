@@ -375,6 +375,17 @@ def test_what_needs_to_read_contributions_is_refused(experiment: str, words: tup
         slots_of(config)
 
 
+def test_the_sum_of_one_site_is_refused(tmp_path: Path) -> None:
+    config = configured(tmp_path, MASKS[1], "rounds=1")
+    run(config)
+    with method_of(config) as method:
+        forget(method, config, [ONE, TWO, FOUR], "most")
+        forget(method, config, ["site-0000"], "one")
+        request = method.ledger.request("one")
+        assert request is not None and request.state == "refused"
+        assert "under masks two must stay" in (request.result or {})["reason"]
+
+
 def test_going_back_to_a_round_under_masks_is_refused(tmp_path: Path) -> None:
     config = configured(tmp_path, MASKS[1], "federation.history=all", "federation.fraction=0.8", "rounds=4")
     run(config)
