@@ -93,14 +93,15 @@ class Method:
             self.folder.append(loop.recalibration(last + 1) if recalibrates else loop.one(last + 1))
 
     def joined(self, grid: Grid) -> Federation:
-        """The federation of its members, when all are there. Raises UserError naming those that are missing."""
+        """The federation of its members, when all are there that are not to be forgotten. UserError names the missing."""
         members, window = self.aggregation.members(), self.config.federation.window
         if getattr(grid, "simulated", False):
             federation = Federation(grid, members, window)
             federation.enrolment.simulate()
         else:
             federation = Federation(grid, members, window, self.ledger)
-            federation.join(self.config.federation.join_timeout, self.config.federation.min_sites)
+            leaving = {site for request in self.unlearning().under_way() for site in request.sites}
+            federation.join(self.config.federation.join_timeout, self.config.federation.min_sites, leaving)
         return federation
 
     def retrained(self, request: Request, federation: Federation, listener: Listener) -> Model:

@@ -7,7 +7,7 @@ operator may give the name to another node (`fedloom readmit RUN SITE --node ID`
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flwr.app import Message, RecordDict
@@ -77,15 +77,15 @@ class Enrolment:
         self._known = set(self.present)
         self.bindings.bind(self.nodes)
 
-    def join(self, timeout: float, fewest: int = 0) -> None:
-        """Wait until every site is there, or for `timeout` seconds; `fewest` will do then (0: all must be there).
+    def join(self, timeout: float, fewest: int = 0, unneeded: Collection[str] = ()) -> None:
+        """Wait until every site is there but `unneeded` ones, or for `timeout` seconds; `fewest` will do then (0: all).
 
         Raises UserError naming those that are missing. A site that comes later takes part from then on.
         """
         begin = time.monotonic()
         while True:
             heard = self.poll()
-            missing = [site.name for site in self.sites if site.name not in self.nodes]
+            missing = [site.name for site in self.sites if site.name not in {*self.nodes, *unneeded}]
             if not missing:
                 return
             waited = time.monotonic() - begin

@@ -3,7 +3,7 @@
 import itertools
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,9 +60,9 @@ class Federation:
         """The node of each site that is there, by name."""
         return self.enrolment.nodes
 
-    def join(self, timeout: float, fewest: int = 0) -> None:
+    def join(self, timeout: float, fewest: int = 0, unneeded: Collection[str] = ()) -> None:
         """Wait until every site is there (server.rounds.enrolment.Enrolment.join)."""
-        self.enrolment.join(timeout, fewest)
+        self.enrolment.join(timeout, fewest, unneeded)
 
     def refresh(self, timeout: float = REFRESH_SECONDS) -> None:
         """Look for nodes that came or went."""
