@@ -11,6 +11,7 @@ from clients.configurations import configuration, parsed
 from clients.data import Images, class_names, class_things, outputs, own_images, site_images, site_size
 from clients.device import pick_device
 from clients.guard import SIMULATED
+from clients.identity import SIGNED, erased_words, sent_words
 from clients.learner import Outcome, drawing, learn
 from clients.measure import count_right
 from clients.messages import (
@@ -117,6 +118,8 @@ class Job:
         else:
             reply = RecordDict({name: to_arrays(state) for name, state in given.items()})
         reply[METRICS] = MetricRecord(numbers)
+        if word := self.policy.identity.word(*sent_words(self.order.run, self.site.name, self.order.round, reply)):
+            reply[SIGNED] = word
         return reply
 
     def train(self) -> RecordDict:
@@ -245,8 +248,12 @@ def erased(message: Message, context: Context) -> RecordDict | None:
     sites = roster(parsed(configuration(order.config, message.content, root)))
     if not 0 <= order.site < len(sites):
         raise UserError(f"order.site: is no place among the configuration's {len(sites)} sites")
-    numbers = SiteStore(root, order.run, sites[order.site].name).erase()
-    return RecordDict({METRICS: MetricRecord(dict(zip(ERASED, numbers, strict=True)))})
+    name = sites[order.site].name
+    numbers = SiteStore(root, order.run, name).erase()
+    reply = RecordDict({METRICS: MetricRecord(dict(zip(ERASED, numbers, strict=True)))})
+    if word := Policy.of(context.node_config).identity.word(*erased_words(order.run, name, *numbers)):
+        reply[SIGNED] = word
+    return reply
 
 
 def stretched(config: Config, rounds: int) -> Config:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from clients.identity import SIGNED
 from clients.messages import TRAIN
 from clients.networks import Model
 from clients.replies import Bounds
@@ -116,7 +117,8 @@ class RoundLoop:
         masked = {RECORD: {"round": run.site_round, "sites": run.masked, "lifted": leaving}} if run.masked else {}
         if run.epsilon:
             record["epsilon"] = dict(sorted(run.epsilon.items()))
-        self.aggregation.commit(number, {**record, **masked})
+        signed = {SIGNED: run.signed} if run.signed else {}
+        self.aggregation.commit(number, {**record, **masked, **signed})
         if leaving:
             self.lifted()
         record = self.measured(record)

@@ -4,6 +4,7 @@ Nothing that a round does is valid before the loop commits it; a round that fail
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -12,6 +13,7 @@ import numpy as np
 from flwr.app import RecordDict
 from torch import Tensor
 
+from clients.identity import fingerprint, heard, sent_words
 from clients.messages import TRAIN, to_states
 from clients.partial import ONCE, SAMPLES, PartialSum
 from clients.randomness import generator
@@ -101,6 +103,7 @@ class Run(View):
         self._exchange = exchange
         self.losses: list[float] = []
         self.epsilon: dict[str, float] = {}  # what its rounds have cost each site, by its own word
+        self.signed: dict[str, dict[str, str]] = {}  # what sites sent, in their own word
         self.trained: set[str] = set()  # sites whose own state is that after this round
         self._puts: list[Put] | None = None  # of the reply that is at hand
         self.attempt = ""  # at secure aggregation, while it is under way
@@ -231,6 +234,7 @@ class Run(View):
         site, bounds = received.site, self._exchange.bounds(received.site)
         if kind == TRAIN:
             numbers = train_numbers(received.content, bounds)
+            self.countersigned(site.name, received.content)
         else:
             numbers = check_numbers(received.content, metrics)
             if "samples" in numbers:
@@ -276,6 +280,17 @@ class Run(View):
         if kind == TRAIN:
             self.took(reply.site.name, reply.metrics)
         self._exchange.replied(reply.site, "")
+
+    @functools.cached_property
+    def _keys(self) -> dict[str, str]:
+        return self.ledger.keys()
+
+    def countersigned(self, site: str, content: RecordDict) -> None:
+        """Keep the site's signature of what it sent, if it signs."""
+        words = sent_words(self._exchange.run, site, self.site_round, content)
+        signed = heard(content, *words)
+        if signed and fingerprint(signed["key"]) == self._keys.get(site):
+            self.signed[site] = {"sha256": str(words[-1]), **signed}
 
     def took(self, site: str, numbers: Mapping[str, float]) -> None:
         """Count a site's training, with the loss and what it has cost."""

@@ -166,6 +166,7 @@ class SecureAggregation:
             try:
                 states = _read(received)
                 numbers = train_numbers(_content(received), self.exchange.bounds(site))
+                self.run.countersigned(site.name, _content(received))
                 self.heard.vectors[site.name] = {
                     record: _vector(states.get(record), record, self._like(record, site.name)) for record in self.expected
                 }

@@ -12,6 +12,7 @@ from typing import Any
 from flwr.app import RecordDict
 from flwr.serverapp import Grid
 
+from clients.identity import erased_words, fingerprint, heard
 from clients.messages import CONFIG, ERASE, ERASED, ORDER, Order, config_digest, text_record
 from clients.replies import ReplyError, check_numbers
 from conf import to_json
@@ -26,8 +27,12 @@ WAIT_SECONDS = 60.0  # for an answer
 
 
 def at_sites(ledger: Ledger, request: str, sites: Sequence[str]) -> dict[str, dict[str, Any] | None]:
-    """By site of a request that joined a federation: what its node says that it deleted, and when; None: outstanding."""
-    said = {event.body["site"]: {**{key: event.body[key] for key in ERASED}, "time": event.time}
+    """By site of a request that joined a federation: what its node says that it deleted, and when; None: outstanding.
+
+    With its signature, and its key, if it signs (clients.identity).
+    """
+    kept = (*ERASED, "signature", "key")
+    said = {event.body["site"]: {**{key: event.body[key] for key in kept if key in event.body}, "time": event.time}
             for event in ledger.events(AT_SITE) if event.body["request"] == request}  # fmt: skip
     joined = ledger.bound()
     return {site: said.get(site) for site in sites if site in joined}
@@ -67,7 +72,7 @@ class Erasure:
                 self.told(f"{reply.site.name}: does not say what it deleted: {error}")
                 continue
             if found:
-                self._note(reply.site.name, waiting[reply.site.name], found)
+                self._note(reply.site.name, waiting[reply.site.name], found, reply.content)
                 done[reply.site.name] = waiting[reply.site.name]
             else:
                 self.told(f"{reply.site.name}: its node did not delete what it keeps: {reply.reason}")
@@ -89,7 +94,11 @@ class Erasure:
                       members=1, kind=ERASE)  # fmt: skip
         return RecordDict({ORDER: order.record(), CONFIG: text_record(text)})
 
-    def _note(self, site: str, request: str, found: Mapping[str, float]) -> None:
+    def _note(self, site: str, request: str, found: Mapping[str, float], content: RecordDict | None) -> None:
         numbers = {name: max(0, int(found[name])) for name in ERASED}
-        self.ledger.note(AT_SITE, {"request": request, "site": site, **numbers})
+        words = erased_words(self.ledger.run().run, site, *numbers.values())
+        signed = heard(content, *words) if content is not None else {}
+        if signed and fingerprint(signed["key"]) != self.ledger.keys().get(site):
+            signed = {}  # of a key that is not the site's
+        self.ledger.note(AT_SITE, {"request": request, "site": site, **numbers, **signed})
         self.told(f"{site}: deleted what it kept of the run: {numbers['files']} files, {numbers['bytes']:,} bytes")

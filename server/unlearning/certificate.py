@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clients.identity import erased_words, fingerprint, is_signed, said
 from clients.states import write_bytes
 from conf.errors import UserError
 from fusion.exact import ExactSum, digest
@@ -162,8 +163,20 @@ def verify_signature(path: Path, key: str) -> list[Finding]:
         found.append(_compared("the sum after the request is that of the remaining contributions", after, remaining))
     apart = not set(given["sites"]) & set(given["exact"]["remaining"])
     found.append(_found("no forgotten site is among the remaining", apart, "one is"))
-    return [*found, *(Finding(f"{site} says that it deleted its own store", "match" if told else OUTSTANDING)
-                      for site, told in given.get("at_sites", {}).items())]  # fmt: skip
+    return [*found, *(_deleted(given["run"], site, told) for site, told in given.get("at_sites", {}).items())]
+
+
+def _deleted(run: str, site: str, told: Mapping[str, Any] | None) -> Finding:
+    """What a site says of its own store, with its signature if it gave one."""
+    what = f"{site} says that it deleted its own store"
+    if not told or "signature" not in told:
+        return Finding(what, "match" if told else OUTSTANDING)
+    try:
+        words = said(*erased_words(run, site, told["files"], told["bytes"]))
+        good = is_signed(str(told["key"]), words, bytes.fromhex(str(told["signature"])))
+    except (KeyError, ValueError):
+        good = False
+    return _found(f"{what}, signed by {fingerprint(str(told.get('key')))[:16]}", good, "the signature does not hold")
 
 
 def changed(ledger: Ledger) -> list[str]:

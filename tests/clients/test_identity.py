@@ -1,13 +1,16 @@
 """Signatures by a site's key: what was signed is known, what was changed or signed by another is not."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from flwr.app import ConfigRecord, MetricRecord, RecordDict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clients.identity import Identity, is_signed
-from clients.messages import TRAIN, Order
+from clients.identity import SIGNED, Identity, fingerprint, heard, is_signed, sent_words
+from clients.messages import TRAIN, Order, to_arrays
 from clients.policy import Policy, RefusedError
 from conf.errors import UserError
 from sims.federation.keys import write_node_key
@@ -38,6 +41,24 @@ def test_a_signature_is_of_one_text_and_one_key(
     at = place % len(signature)
     changed = signature[:at] + bytes([signature[at] ^ 1]) + signature[at + 1 :]
     assert not is_signed(keys["a"][1], text, changed)
+
+
+def test_a_word_travels_with_its_key(keys: dict[str, tuple[str, str]]) -> None:
+    content = RecordDict({"site": to_arrays({"w": torch.ones(3)}), "metrics": MetricRecord({"loss": 1.0})})
+    words = sent_words("run", "a", 3, content)
+    word = Identity(keys["a"][0]).word(*words)
+    assert word is not None and Identity().word(*words) is None
+    content[SIGNED] = word
+    found = heard(content, *sent_words("run", "a", 3, content))
+    assert found["key"] == " ".join(keys["a"][1].split()[:2]) and len(fingerprint(found["key"])) == 64
+    for other in (("run", "b", 3), ("run", "a", 2), ("other", "a", 3)):
+        assert heard(content, *sent_words(*other, content)) == {}
+    content["site"] = to_arrays({"w": torch.ones(3) * 2})
+    assert heard(content, *sent_words("run", "a", 3, content)) == {}
+    odd: dict[str, Any]
+    for odd in ({}, {"signature": "xyz", "key": "ssh"}, {"signature": [1], "key": 3.0}, {"signature": "00" * 9999}):
+        content[SIGNED] = ConfigRecord(odd)
+        assert heard(content, *words) == {} and fingerprint("nonsense") == ""
 
 
 def test_peers_are_known_by_the_file_as_it_is_now(keys: dict[str, tuple[str, str]], tmp_path: Path) -> None:

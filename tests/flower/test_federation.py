@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from clients.identity import fingerprint
 from clients.states import read_state
 from conf import load
 from conf.errors import UserError
@@ -109,6 +110,16 @@ def test_a_run_over_tls_has_the_bits_of_the_inline_engine_and_names_belong_to_ke
     assert rounds(tmp_path / "plain") == 3
     with Ledger.open(tmp_path / "plain", server=False) as ledger:
         name = ledger.run().run
+        signed = [
+            event.body["record"]["signed"] for event in ledger.events() if event.kind == "round" and event.body["round"]
+        ]
+    assert [one.keys() for one in signed] == [keys.keys(), keys.keys(), {"site-0000", "site-0002"}]
+    assert {fingerprint(one["key"]) for one in signed[0].values()} == set(keys.values())
+    certificate = tmp_path / "plain" / "certificates" / "gone.json"
+    done = fedloom(tmp_path, "verify", str(certificate), "--key", fedloom(tmp_path, "key").stdout.split()[-1])
+    assert f"site-0001 says that it deleted its own store, signed by {keys['site-0001'][:16]}" in " ".join(
+        done.stdout.split()
+    )
     stores = {site: list((federation / site / "store").glob(f"{name}*/{site}")) for site in keys}
     assert {site for site, there in stores.items() if there} == {"site-0000", "site-0002"}  # the site itself deleted its own
 
