@@ -27,11 +27,13 @@ class Bounds:
     largest_weight: float = 0.0
     largest_change: float = 0.0
     most_samples: int = 0
+    clip_change: float = 0.0
 
     @classmethod
     def of(cls, federation: FederationConfig, images: int) -> "Bounds":
         """As configured, for a site of so many training images."""
-        return cls(federation.largest_weight, federation.largest_change, federation.most_samples or images)
+        return cls(federation.largest_weight, federation.largest_change, federation.most_samples or images,
+                   federation.clip_change)  # fmt: skip
 
     def check(self, kind: str, given: Mapping[str, Tensor], start: Mapping[str, Tensor], *, change: bool = True) -> None:
         """Raises ReplyError if a record's floating-point weights are too large, or (`change`) too far from its start's."""
@@ -48,6 +50,18 @@ class Bounds:
             if self.largest_change < moved < math.inf:
                 told = f"record '{kind}' moved by {moved:.3g} (L2 norm) in a round"
                 raise ReplyError(f"{told}, more than federation.largest_change={self.largest_change:g}")
+
+    def clipped(self, given: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], float]:
+        """The record, its floating-point weights scaled back to `clip_change` from its start's (L2 norm); and how far they
+        were, 0 if they are as they came. What is not finite stays so.
+        """
+        floats = {name: tensor for name, tensor in given.items() if tensor.dtype.is_floating_point}
+        moved = math.hypot(*(float(torch.dist(tensor, start[name])) for name, tensor in floats.items()))
+        if not 0 < self.clip_change < moved < math.inf:
+            return dict(given), 0.0
+        share = self.clip_change / moved
+        near = {name: torch.lerp(start[name].to(tensor), tensor, share) for name, tensor in floats.items()}
+        return {**given, **near}, moved
 
 
 FREE = Bounds()

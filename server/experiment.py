@@ -70,9 +70,12 @@ def _check_method(config: Config) -> None:
     for key in ("name", "weighting"):
         if (given := config.strategy.get(key)) in NO_SUMS:
             raise UserError(f"strategy.{key}: '{given}' is no sum: no site could be subtracted again. Against poisoned "
-                            "replies there are bounds: federation.largest_weight, largest_change, most_samples")  # fmt: skip
+                            "replies there are bounds: federation.largest_weight, largest_change, clip_change, "
+                            "most_samples")  # fmt: skip
     if config.federation.partial_sums and config.engine.name == "flower":
         raise UserError("federation.partial_sums: needs workers of this run's own (engine.name=ray); leave it off")
+    if config.federation.partial_sums and config.federation.clip_change:
+        raise UserError("federation.clip_change: the server scales each reply itself; leave federation.partial_sums off")
 
 
 def with_mode(config: Config, mode: str) -> Config:

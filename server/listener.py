@@ -29,6 +29,10 @@ class Listener(Protocol):
         """The run is complete; the summary is that of summary.json."""
 
 
+class Silent(Listener):
+    """Nobody listens."""
+
+
 class LogListener:
     """Everything as log lines, for the ServerApp in a real federation."""
 

@@ -112,6 +112,8 @@ class RoundLoop:
             record["recalibrated"] = True
             for name, why in told.left.items():
                 self.listener.message(f"round {number}: {name} stays as it is: {why}")
+        if run.clipped:
+            record["clipped"] = run.clipped
         if run.losses:
             record["train_loss"] = sum(sorted(run.losses)) / len(run.losses)  # sorted: whatever the order of arrival
         masked = {RECORD: {"round": run.site_round, "sites": run.masked, "lifted": leaving}} if run.masked else {}

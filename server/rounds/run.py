@@ -55,6 +55,7 @@ class Reply:
     records: Mapping[str, State]
     metrics: Mapping[str, float] = field(default_factory=dict)
     integers: Mapping[str, State] = field(default_factory=dict)  # the records in units of 2**-bits
+    clipped: Mapping[str, float] = field(default_factory=dict)  # of records that were scaled back, how far they had moved
 
     def __getitem__(self, record: str) -> State:
         return self.records[record]
@@ -99,6 +100,7 @@ class Run(View):
 
     def __init__(self, setup: Setup, slots: Slots, participation: Participation, number: int, exchange: Exchange) -> None:
         super().__init__(setup, slots)
+        self.clipped: dict[str, dict[str, float]] = {}  # by site and record: how far what was scaled back had moved
         self.participants, self.site_round, self.number = participation.sites, participation.round, number
         self._exchange = exchange
         self.losses: list[float] = []
@@ -244,6 +246,7 @@ class Run(View):
         except Exception as error:  # bytes from outside: NumPy raises EOFError, BadZipFile and more
             raise ReplyError(f"its arrays cannot be read ({error})") from None
         exact: dict[str, State] = {}
+        clipped: dict[str, float] = {}
         for record, one in expected.items():
             integers = None if one.like is not None else False
             like = self._like(one, site)
@@ -252,9 +255,12 @@ class Run(View):
                 like = {name: tensor for name, tensor in like.items() if name in records[record]}
             check_record(record, records.get(record), like, integers)
             bounds.check(record, records[record], like, change=one.bounded)
+            if one.bounded:
+                records[record], moved = bounds.clipped(records[record], like)
+                clipped |= {record: moved} if moved else {}
             exact[record] = quantise(records[record], self.bits)
             one.check(records[record])
-        return Reply(site, records, numbers, exact)
+        return Reply(site, records, numbers, exact, clipped)
 
     def _like(self, one: Expected, site: Site) -> Mapping[str, Tensor]:
         if one.like is not None:
@@ -279,6 +285,8 @@ class Run(View):
     def _took(self, kind: str, reply: Reply) -> None:
         if kind == TRAIN:
             self.took(reply.site.name, reply.metrics)
+        if reply.clipped:
+            self.clipped[reply.site.name] = {**self.clipped.get(reply.site.name, {}), **reply.clipped}
         self._exchange.replied(reply.site, "")
 
     @functools.cached_property

@@ -22,6 +22,7 @@ from server.rounds.secure_aggregation import rounds_together
 from server.unlearning.at_sites import Erasure
 from server.unlearning.certificate import certificate, check_sums, issue, reissue
 from server.unlearning.evaluation import UnlearningEvaluation
+from server.unlearning.scope import scope
 
 KIND = "unlearn"
 LEAVING = "leaving"  # an event: the sites of a request are forgotten in the next round (secure aggregation)
@@ -77,6 +78,7 @@ class Unlearning:
         evaluation = UnlearningEvaluation(self.config, self.evaluator, request.sites)
         done = certificate(self.ledger, self.aggregation, request)
         done["evidence"] = evaluation.report((request.result or {})["evidence"], self._aggregate(), retrained)
+        done["scope"] = scope(done["evidence"])
         issue(self.ledger, done)
         self.ledger.set_request(request.id, "verified", request.result)
         return done

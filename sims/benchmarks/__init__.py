@@ -1,6 +1,7 @@
 """Measurements of time and memory; never part of the tests. Each module has a function `bench`: tables, and its rows."""
 
 MODULES = {
+    "attacks": "sims.benchmarks.attacks",
     "engines": "sims.benchmarks.engines",
     "faults": "sims.benchmarks.soak",
     "fusion": "sims.benchmarks.fusion",

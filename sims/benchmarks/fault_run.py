@@ -12,8 +12,9 @@ from flwr.serverapp import Grid
 
 from conf import load
 from conf.schema import Config
+from server.listener import Silent
 from sims.benchmarks import untrained
-from sims.benchmarks.soak_run import Silent, begun, left_by
+from sims.benchmarks.soak_run import begun, left_by
 from sims.engines import ray
 from sims.engines.adapter import store_folder
 from sims.engines.inline import InlineGrid

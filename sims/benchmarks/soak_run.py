@@ -14,7 +14,7 @@ from conf.sites import roster
 from fusion.exact import digest
 from server.evaluate import Evaluator
 from server.ledger.audit import check
-from server.listener import Listener
+from server.listener import Listener, Silent
 from server.rounds.aggregation import Aggregation
 from server.rounds.exchange import Federation
 from server.rounds.loop import RoundLoop, TooFewRepliesError
@@ -32,10 +32,6 @@ from sims.engines.ray import RayGrid
 MOST_REPEATS = 10  # of one round
 
 Dropped = dict[int, dict[int, str]]  # by round: the places of the sites whose replies did not count, and why
-
-
-class Silent(Listener):
-    """Nobody listens."""
 
 
 @dataclass(frozen=True)

