@@ -26,6 +26,7 @@ from server.evaluate import Evaluator
 from server.experiment import check, open_ledger
 from server.listener import Silent
 from server.method import Method
+from server.rounds.loop import TooFewRepliesError
 from server.runfolder import RunFolder
 from sims.benchmarks.attack_sites import TARGET, triggered
 from sims.engines.inline import InlineGrid
@@ -76,15 +77,16 @@ NOTE = (
     "are taken for the attacker's. Refused, clipped: of the hostile site's replies. Forgotten: subtracted. Never there: the "
     "bits that rolling back leads to. Honest sites move by at most 7 (L2 norm) in a round (seed 7)."
 )
-HEAD = ["attack", "bound", "refused", "clipped", "accuracy", "success", "hostile site forgotten: accuracy", "success",
-        "camouflage forgotten: accuracy", "success"]  # fmt: skip
+HEAD = ["attack", "bound", "rounds", "refused", "clipped", "accuracy", "success", "hostile site forgotten: accuracy",
+        "success", "camouflage forgotten: accuracy", "success"]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Found:
-    """What one run came to: shares by who was forgotten (none: ""), and the shares of the hostile site's replies."""
+    """What one run came to: shares by who was forgotten (none: ""), rounds, and shares of the hostile site's replies."""
 
     shares: dict[str, Shares]
+    rounds: int
     refused: float = 0.0
     clipped: float = 0.0
 
@@ -108,17 +110,19 @@ def run(attack: Attack, bounds: Mapping[str, float], seed: int, gone: Sequence[s
         for site in (HOSTILE, COLLUDING):
             if site in attack.roles and site not in gone:
                 shares[site] = measured(method.evaluator, method.aggregation.aggregate(view.without([site])))
-    told = {kind: sum(HOSTILE in one.get(kind, {}) for one in rounds) / len(rounds) for kind in ("dropped", "clipped")}
+    told = {
+        kind: sum(HOSTILE in one.get(kind, {}) for one in rounds) / max(1, len(rounds)) for kind in ("dropped", "clipped")
+    }
     if not attack.triggers:
         shares = {site: {"accuracy": one["accuracy"]} for site, one in shares.items()}
-    return Found(shares, told["dropped"], told["clipped"])
+    return Found(shares, len(rounds), told["dropped"], told["clipped"])
 
 
 @contextlib.contextmanager
 def trained(
     attack: Attack, bounds: Mapping[str, float], seed: int, folder: Path, gone: Sequence[str] = ()
 ) -> Iterator[Method]:
-    """The federation when all rounds are over."""
+    """The federation when all rounds are over, or nobody's loss is finite any more."""
     config = configured(attack, bounds, seed, folder)
     check(config)
     place = RunFolder(folder / config.run.name)
@@ -126,7 +130,8 @@ def trained(
     there = [site.name for site in roster(config) if site.name not in gone]
     with open_ledger(config, place, "attacks", there) as ledger:
         method = Method(config, place, ledger, Evaluator(config))
-        method.train(method.joined(InlineGrid(len(roster(config)), folder / "stores")), Silent())
+        with contextlib.suppress(TooFewRepliesError):
+            method.train(method.joined(InlineGrid(len(roster(config)), folder / "stores")), Silent())
         yield method
 
 
@@ -153,7 +158,11 @@ def row_of(attack: str, bound: str, found: Sequence[Found]) -> dict[str, Any]:
     """Lists over the seeds."""
     shares = {site: {kind: [one.shares[site][kind] for one in found] for kind in found[0].shares[site]}
               for site in found[0].shares}  # fmt: skip
-    told = {"refused": [one.refused for one in found], "clipped": [one.clipped for one in found]}
+    told = {
+        "rounds": [one.rounds for one in found],
+        "refused": [one.refused for one in found],
+        "clipped": [one.clipped for one in found],
+    }
     return {"attack": attack, "bound": bound, **told, "trained": shares.pop(""), "forgotten": shares}
 
 
@@ -161,4 +170,4 @@ def _line(row: Mapping[str, Any]) -> list[str]:
     stages = [row["trained"], row["forgotten"].get(HOSTILE, {}), row["forgotten"].get(COLLUDING, {})]
     told = [percent(statistics.fmean(row[kind])) if any(row[kind]) else "" for kind in ("refused", "clipped")]
     shares = [mean_and_spread(stage[kind]) if kind in stage else "" for stage in stages for kind in ("accuracy", "success")]
-    return [row["attack"], row["bound"], *told, *shares]
+    return [row["attack"], row["bound"], f"{statistics.fmean(row['rounds']):.1f}", *told, *shares]

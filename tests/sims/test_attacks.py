@@ -92,7 +92,7 @@ def test_the_table_has_a_row_for_every_attack_and_bound(monkeypatch: pytest.Monk
     ]  # fmt: skip
     assert rows[1]["forgotten"].keys() == {HOSTILE, COLLUDING} and len(rows[1]["trained"]["success"]) == 2
     assert all(len(line) == len(attacks.HEAD) for line in table.rows)
-    assert table.rows[0][5] == "" and "±" in str(table.rows[1][5])
+    assert table.rows[0][6] == "" and "±" in str(table.rows[1][6])
 
 
 def test_a_role_that_is_none_is_one_line(tmp_path: Path):
