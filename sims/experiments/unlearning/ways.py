@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from clients.data import label
-from conf import UserError, load
+from conf import load
 from conf.schema import Config
 from conf.sites import roster
 from server.ledger import Ledger
 from server.runfolder import RunFolder, read_config
 from sims.cli.unlearn import Wish, unlearn
-from sims.report.page import write_page
 from sims.report.tables import Table
 from sims.simulate import simulate_once
 
@@ -46,18 +45,9 @@ WAYS = {
 }
 
 
-def reproduce(preset: str, seeds: int, overrides: Sequence[str], *, quiet: bool) -> Path:
-    """Train, remove a site in every way, write the table; runs that are finished are taken as they are.
-
-    Returns the folder. Raises UserError for another preset.
-    """
-    if preset != "cpu":
-        raise UserError("reproduce unlearning: takes --preset cpu")
-    found = [measured(seed, overrides, quiet) for seed in range(seeds)]
-    table = _table(found)
-    (ROOT / "tables.md").write_text(table.markdown(), encoding="utf-8")
-    write_page(ROOT / "report.html", "Ways to remove a site", [("", [table])])
-    return ROOT
+def ways(seeds: int, overrides: Sequence[str], *, quiet: bool) -> Table:
+    """Train, remove a site in every way; runs that are finished are taken as they are."""
+    return _table([measured(seed, overrides, quiet) for seed in range(seeds)])
 
 
 def measured(seed: int, overrides: Sequence[str], quiet: bool) -> dict[str, dict[str, float]]:

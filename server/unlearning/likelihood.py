@@ -1,0 +1,77 @@
+"""An attack fitted to every image: was a network made to forget it, or did it never see it?
+
+U-LiRA (Hayes et al. 2024, Sec. 4), after LiRA (Carlini et al. 2022, Alg. 1): over many federations the confidence in an
+image's true class is close to normal, with one mean where the image was forgotten and another where it never was. The score
+of a confidence is the logarithm of the ratio of both densities.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from conf.errors import UserError
+from server.unlearning.attacks import Floats, area
+
+FEWEST = 4  # federations
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Found:
+    """`rate`: true positives at `false` false positives; `area` under the curve; `trials` on each side."""
+
+    rate: float
+    false: float
+    area: float
+    trials: tuple[int, int]
+
+
+def confidence(logits: Tensor, labels: Tensor) -> Floats:
+    """log p - log(1 - p), [n], of the true class of logits [n, classes] (Carlini et al. 2022, Sec. VI-A)."""
+    logs = logits.double().log_softmax(dim=1)
+    true = labels[:, None]
+    others = logs.scatter(1, true, -float("inf")).logsumexp(dim=1)
+    return (logs.gather(1, true)[:, 0] - others).cpu().numpy()
+
+
+def likelihood_ratio(forgotten: Floats, never: Floats, was: Mask, never_was: Mask, false: float = 0.01) -> Found:
+    """Attack every federation with what all others show.
+
+    `forgotten`, `never`: confidences [federations, n]; `was`, `never_was`: which of them count. An image's means are those
+    over the other federations; each side has one variance for all images, as there are few federations (Carlini et al.
+    2022, Sec. VI-B). UserError for fewer than FEWEST federations.
+    """
+    if len(forgotten) < FEWEST or forgotten.shape != never.shape:
+        raise UserError(f"a likelihood-ratio attack takes the same images in {FEWEST} federations or more")
+    members, others = [], []
+    for held in range(len(forgotten)):
+        rest = np.arange(len(forgotten)) != held
+        known = was[rest].any(0) & never_was[rest].any(0)
+        sides = _fitted(forgotten[rest], was[rest]), _fitted(never[rest], never_was[rest])
+        for values, mask, into in ((forgotten, was, members), (never, never_was, others)):
+            asked = mask[held] & known
+            ahead, behind = (_log_density(values[held], *side)[asked] for side in sides)
+            into.append(ahead - behind)
+    inside, outside = np.concatenate(members), np.concatenate(others)
+    return Found(rate_at(inside, outside, false), false, area(inside, outside), (len(inside), len(outside)))
+
+
+def rate_at(inside: Floats, outside: Floats, false: float) -> float:
+    """The largest share of `inside` above a threshold that at most a share `false` of `outside` is above."""
+    threshold = np.sort(outside)[::-1][int(false * len(outside))]
+    return float((inside > threshold).mean())
+
+
+def _fitted(values: Floats, mask: Mask) -> tuple[Floats, float]:
+    """Each image's mean over the federations that count, [n] (0 where none does), and one standard deviation for all."""
+    count = mask.sum(0)
+    means = np.where(mask, values, 0.0).sum(0) / np.maximum(count, 1)
+    squares = np.where(mask, (values - means) ** 2, 0.0).sum()
+    freedom = np.maximum(count - 1, 0).sum()
+    return means, float(np.sqrt(squares / max(freedom, 1))) + 1e-9
+
+
+def _log_density(values: Floats, mean: Floats, deviation: float) -> Floats:
+    return -((values - mean) ** 2) / (2 * deviation**2) - np.log(deviation)

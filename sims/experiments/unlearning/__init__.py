@@ -1,0 +1,44 @@
+"""Ways to forget a site side by side, and what each leaves behind.
+
+`ways`: on rotated_digits, at its size. The others: small federations of embedded digits (shadows), of which an attack that
+is fitted to single images takes many.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from conf.errors import UserError
+from sims.experiments.tabled import chosen
+from sims.experiments.unlearning.sequence import sequence
+from sims.experiments.unlearning.traces import traces
+from sims.experiments.unlearning.ways import ROOT, ways
+from sims.report.page import Part, write_page
+from sims.report.tables import Table
+
+SHADOWS = 16  # federations of an attack that is fitted to single images
+SMALL: dict[str, Callable[[Path, int], list[Table]]] = {
+    "traces": lambda folder, seeds: traces(folder, max(seeds, SHADOWS)),
+    "sequence": sequence,
+}
+WAYS = "ways"
+
+
+def reproduce(preset: str, seeds: int, overrides: Sequence[str], *, quiet: bool) -> Path:
+    """Write the tables (tables=traces,sequence: these alone); what is on disk is taken as it is.
+
+    Other overrides are for the runs of `ways`. Returns the folder. Raises UserError for another preset or table.
+    """
+    if preset != "cpu":
+        raise UserError("reproduce unlearning: takes --preset cpu")
+    names, rest = chosen("tables", overrides, [WAYS, *SMALL])
+    torch.set_num_threads(1)
+    parts = list[Table]()
+    for name in names or [WAYS, *SMALL]:
+        parts += SMALL[name](ROOT / "small", seeds) if name in SMALL else [ways(seeds, rest, quiet=quiet)]
+        ROOT.mkdir(parents=True, exist_ok=True)
+        (ROOT / "tables.md").write_text("\n".join(table.markdown() for table in parts), encoding="utf-8")
+    shown: list[Part] = [*parts]
+    write_page(ROOT / "report.html", "Ways to remove a site", [("", shown)])
+    return ROOT

