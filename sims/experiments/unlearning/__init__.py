@@ -11,16 +11,14 @@ import torch
 
 from conf.errors import UserError
 from sims.experiments.tabled import chosen
-from sims.experiments.unlearning.sequence import sequence
-from sims.experiments.unlearning.traces import traces
-from sims.experiments.unlearning.ways import ROOT, ways
-from sims.report.page import Part, write_page
+from sims.experiments.unlearning import sequence, traces, ways
+from sims.report.page import write_page
 from sims.report.tables import Table
 
 SHADOWS = 16  # federations of an attack that is fitted to single images
 SMALL: dict[str, Callable[[Path, int], list[Table]]] = {
-    "traces": lambda folder, seeds: traces(folder, max(seeds, SHADOWS)),
-    "sequence": sequence,
+    "traces": lambda folder, seeds: traces.tables(folder, max(seeds, SHADOWS)),
+    "sequence": sequence.tables,
 }
 WAYS = "ways"
 
@@ -34,11 +32,10 @@ def reproduce(preset: str, seeds: int, overrides: Sequence[str], *, quiet: bool)
         raise UserError("reproduce unlearning: takes --preset cpu")
     names, rest = chosen("tables", overrides, [WAYS, *SMALL])
     torch.set_num_threads(1)
-    parts = list[Table]()
+    found = list[Table]()
     for name in names or [WAYS, *SMALL]:
-        parts += SMALL[name](ROOT / "small", seeds) if name in SMALL else [ways(seeds, rest, quiet=quiet)]
-        ROOT.mkdir(parents=True, exist_ok=True)
-        (ROOT / "tables.md").write_text("\n".join(table.markdown() for table in parts), encoding="utf-8")
-    shown: list[Part] = [*parts]
-    write_page(ROOT / "report.html", "Ways to remove a site", [("", shown)])
-    return ROOT
+        found += SMALL[name](ways.ROOT / "small", seeds) if name in SMALL else ways.tables(seeds, rest, quiet=quiet)
+        ways.ROOT.mkdir(parents=True, exist_ok=True)
+        (ways.ROOT / "tables.md").write_text("\n".join(table.markdown() for table in found), encoding="utf-8")
+    write_page(ways.ROOT / "report.html", "Ways to remove a site", [("", [*found])])
+    return ways.ROOT

@@ -15,7 +15,7 @@ from sims.report.tables import Table, mean_and_spread
 LEAVING = (LEAVER, "kept-1", "kept-2")  # in this order
 
 
-def sequence(folder: Path, seeds: int) -> list[Table]:
+def tables(folder: Path, seeds: int) -> list[Table]:
     """A table of both methods."""
     rows = []
     for method, options in METHODS.items():

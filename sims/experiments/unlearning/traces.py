@@ -51,7 +51,7 @@ WAYS = {
 }
 
 
-def traces(folder: Path, shadows: int) -> list[Table]:
+def tables(folder: Path, shadows: int) -> list[Table]:
     """A table for each method, of so many federations; those that are on disk are taken as they are."""
     return [table(method, [one(folder, method, seed) for seed in range(shadows)]) for method in METHODS]
 

@@ -45,9 +45,9 @@ WAYS = {
 }
 
 
-def ways(seeds: int, overrides: Sequence[str], *, quiet: bool) -> Table:
+def tables(seeds: int, overrides: Sequence[str], *, quiet: bool) -> list[Table]:
     """Train, remove a site in every way; runs that are finished are taken as they are."""
-    return _table([measured(seed, overrides, quiet) for seed in range(seeds)])
+    return [_table([measured(seed, overrides, quiet) for seed in range(seeds)])]
 
 
 def measured(seed: int, overrides: Sequence[str], quiet: bool) -> dict[str, dict[str, float]]:

@@ -1,0 +1,112 @@
+"""`fedloom reproduce unlearning`, its small federations: tiny ones, FedEraser's replay, the tables."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from clients.data import site_images
+from clients.states import write_state
+from conf import UserError
+from conf.sites import roster
+from server.ledger import Ledger
+from sims.experiments import unlearning
+from sims.experiments.unlearning import sequence, shadows, traces, ways
+from sims.experiments.unlearning.averaging import averaged, calibrated
+from sims.experiments.unlearning.shadows import LEAVER, configured, everything, membership, opened
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    network, training = {"name": "mlp", "widths": [4]}, {**shadows.SETTING["training"], "epochs": 2}
+    small: dict[str, Any] = {**shadows.SETTING, "rounds": 2, "network": network, "training": training}
+    small["data"] = {**shadows.SETTING["data"], "size": 8}
+    for name, number in (("POOL", 40), ("DRAWN", 20), ("KEPT", 20), ("TEST", 30)):
+        monkeypatch.setattr(shadows, name, number)
+    for module in (shadows, traces, sequence):
+        monkeypatch.setattr(module, "SETTING", small)
+    for name, number in (("ROUNDS", 2), ("FURTHER", 1), ("AS_ONE", 1), ("MOST", 4), ("RELEARNED", 1)):
+        monkeypatch.setattr(traces, name, number)
+    monkeypatch.setattr(ways, "ROOT", tmp_path / "out")
+
+
+def test_each_federation_draws_half_of_the_pool_and_the_others_keep_their_images(tmp_path: Path):
+    first, second = (configured("averaging", seed, tmp_path / str(seed)) for seed in (0, 1))
+    drawn = membership(first), membership(second)
+    assert [int(one.sum()) for one in drawn] == [shadows.DRAWN] * 2
+    assert 0 < np.logical_and(*drawn).sum() < shadows.DRAWN
+    leaver = site_images(first, roster(first)[-1])
+    assert torch.equal(everything(first).x[torch.from_numpy(drawn[0])], leaver.x)
+    same = [site_images(config, roster(config)[0]) for config in (first, second)]
+    assert torch.equal(same[0].x, same[1].x) and torch.equal(same[0].y, same[1].y)
+
+
+def test_a_replayed_step_has_the_direction_of_the_new_one_and_the_length_of_the_old():
+    start = {"a": torch.tensor([1.0, 1.0]), "b": torch.tensor([2.0])}
+    end = {"a": torch.tensor([4.0, 5.0]), "b": torch.tensor([2.0])}
+    found = calibrated(start, end, {"a": 10.0, "b": 3.0})
+    torch.testing.assert_close(found["a"], torch.tensor([7.0, 9.0]))
+    assert torch.equal(found["b"], start["b"])
+
+
+def test_the_replay_moves_every_site_as_far_as_the_ledger_says_it_had(tmp_path: Path):
+    run = tmp_path / "run"
+    with opened(configured("averaging", 0, run)) as first:
+        first.train()
+    with opened(configured("averaging", 0, tmp_path / "replay", changes=traces._replay(run)), [LEAVER]) as again:
+        again.train()
+    old, new = ({site: ledger.history(site) for site in ledger.sites()} for ledger in (read(run), read(tmp_path / "replay")))
+    assert LEAVER in old and LEAVER not in new
+    with read(run) as then, read(tmp_path / "replay") as now:
+        for round in (1, 2):
+            begun = [means(ledger, given, round - 1) for ledger, given in ((then, old), (now, new))]
+            for site, given in new.items():
+                ends = then.blobs.get(old[site][round - 1].blob), now.blobs.get(given[round - 1].blob)
+                if round == 1:
+                    begun = [first.method.aggregation.view().initial()] * 2
+                lengths = [{name: float(torch.dist(end[name], start[name])) for name in end}
+                           for end, start in zip(ends, begun, strict=True)]  # fmt: skip
+                assert lengths[0] == pytest.approx(lengths[1], rel=1e-3, abs=1e-5)
+
+
+def read(folder: Path) -> Ledger:
+    return Ledger.open(folder, server=False)
+
+
+def means(ledger: Ledger, given: dict, round: int) -> dict[str, torch.Tensor]:
+    if round == 0:
+        return {}
+    return averaged([(ledger.blobs.get(each[round - 1].blob), each[round - 1].samples) for each in given.values()])
+
+
+def test_averaging_goes_on_from_part_of_the_way_to_a_network(tmp_path: Path):
+    with opened(configured("averaging", 0, tmp_path / "run")) as run:
+        drawn = run.model().state
+    end = {name: tensor + 1.0 for name, tensor in drawn.items()}
+    write_state(tmp_path / "end.safetensors", end)
+    strategy = {**shadows.METHODS["averaging"]["strategy"], "start": str(tmp_path / "end.safetensors"), "share": 0.5}
+    with opened(configured("averaging", 0, tmp_path / "half", changes={"strategy": strategy})) as half:
+        torch.testing.assert_close(half.model().state, {name: tensor + 0.5 for name, tensor in drawn.items()})
+
+
+def test_the_tables_have_a_row_for_every_way_and_are_taken_from_disk(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(unlearning, "SHADOWS", 4)
+    folder = unlearning.reproduce("cpu", 1, ["tables=traces,sequence"], quiet=True)
+    text = (folder / "tables.md").read_text()
+    assert text.count("| retrained, other batches |") == 2 and text.count("FedEraser's replay") == 1
+    assert "from half-way back" in text and "Requests one after the other, 1 seed" in text
+    monkeypatch.setattr(traces, "shadow", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(sequence, "left", lambda *_: pytest.fail("measured again"))
+    assert unlearning.reproduce("cpu", 1, ["tables=traces,sequence"], quiet=True) == folder
+    assert (folder / "tables.md").read_text() == text
+    assert (folder / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("preset", "words", "told"), [("paper", [], "takes --preset cpu"), ("cpu", ["tables=trace"], "did you mean 'traces'")]
+)
+def test_another_preset_or_table_is_one_line(preset: str, words: list[str], told: str):
+    with pytest.raises(UserError, match=told):
+        unlearning.reproduce(preset, 1, words, quiet=True)
