@@ -207,7 +207,7 @@ def reproduce(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value for every run, such as engine.workers=2")] = None,
     preset: Annotated[str, typer.Option(help="cpu: minutes on two cores; paper: the paper's size, for a GPU.")] = "cpu",
     seeds: Annotated[int, typer.Option(help="Runs of each method.", min=1)] = 5,
-    table: Annotated[str, typer.Option(help="cla, components, lasem: these tables alone, such as figure2,steps.")] = "",
+    table: Annotated[str, typer.Option(help="Where there are several: these alone, such as figure2,steps.")] = "",
     quiet: Quiet = False,
 ) -> None:
     """Measure a paper's tables again, its cells beside ours; runs that are finished already are not run again."""

@@ -91,12 +91,47 @@ def test_averaging_goes_on_from_part_of_the_way_to_a_network(tmp_path: Path):
         torch.testing.assert_close(half.model().state, {name: tensor + 0.5 for name, tensor in drawn.items()})
 
 
+@pytest.mark.parametrize(
+    ("method", "ways"),
+    [("averaging", {"replay", "repair"}), ("exact", {"as one", "halved", "repair", "recalibrated"})],
+)
+def test_a_federation_forgets_in_every_way(method: str, ways: set[str]):
+    found = traces.shadow(method, 0)
+    assert found["ways"].keys() == {"before", "subtract", "retrained", "again"} | ways
+    assert sum(found["was"]) == shadows.DRAWN and len(found["was"]) == shadows.POOL
+    for name, one in found["ways"].items():
+        assert len(one["confidences"]) == shadows.POOL and np.isfinite(one["confidences"]).all()
+        assert (one["distance"] == 0 and one["apart"] == 0) if name == "retrained" else 0 < one["apart"] <= 1
+        assert one["relearned"] in (0, 2, 4)
+
+
+def test_sites_that_leave_one_after_the_other_are_measured_on_both_sides():
+    found = sequence.left("averaging", 0)
+    assert [list(one) for one in found] == [["subtract"], *[["subtract", "retrained"]] * 3]
+    assert all(0 <= share <= 1 for one in found for sides in one.values() for share in sides.values())
+
+
+def made_up(method: str, seed: int) -> dict[str, Any]:
+    """Of a federation in which subtraction leaves everything, and a retrained network differs by chance alone."""
+    random = np.random.default_rng(seed)
+    was, names = random.random(50) < 0.5, [name for name in traces.WAYS if name != "replay" or method == "averaging"]
+    plain = {"forgotten": 0.2, "retained": 0.6, "seconds": 1.0, "distance": 0.5, "apart": 0.1, "relearned": 2}
+    there = {name: 9.0 * was if name in ("before", "subtract") else 0.0 for name in names}
+    ways = {name: {**plain, "confidences": (there[name] + random.normal(size=50)).tolist()} for name in names}
+    return {"was": was.tolist(), "ways": ways}
+
+
 def test_the_tables_have_a_row_for_every_way_and_are_taken_from_disk(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(unlearning, "SHADOWS", 4)
+    monkeypatch.setattr(traces, "shadow", made_up)
+    sides = {"left": 0.1, "stay": 0.6}
+    monkeypatch.setattr(sequence, "left", lambda *_: [{"subtract": sides}, *[{"subtract": sides, "retrained": sides}] * 3])
     folder = unlearning.reproduce("cpu", 1, ["tables=traces,sequence"], quiet=True)
     text = (folder / "tables.md").read_text()
+    rows = {row[1]: row for line in text.splitlines() if (row := [cell.strip() for cell in line.split("|")])[1:]}
+    assert (rows["subtract"][4], rows["subtract"][6]) == ("100.0", "100.0")
+    assert float(rows["retrained, other batches"][4]) < 10 and rows["retrained"][4] == ""
     assert text.count("| retrained, other batches |") == 2 and text.count("FedEraser's replay") == 1
-    assert "from half-way back" in text and "Requests one after the other, 1 seed" in text
+    assert "8 federations" in text and "Requests one after the other, 1 seed" in text
     monkeypatch.setattr(traces, "shadow", lambda *_: pytest.fail("measured again"))
     monkeypatch.setattr(sequence, "left", lambda *_: pytest.fail("measured again"))
     assert unlearning.reproduce("cpu", 1, ["tables=traces,sequence"], quiet=True) == folder

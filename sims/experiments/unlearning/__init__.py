@@ -15,7 +15,7 @@ from sims.experiments.unlearning import sequence, traces, ways
 from sims.report.page import write_page
 from sims.report.tables import Table
 
-SHADOWS = 16  # federations of an attack that is fitted to single images
+SHADOWS = 8  # federations of an attack that is fitted to single images
 SMALL: dict[str, Callable[[Path, int], list[Table]]] = {
     "traces": lambda folder, seeds: traces.tables(folder, max(seeds, SHADOWS)),
     "sequence": sequence.tables,
