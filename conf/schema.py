@@ -136,7 +136,7 @@ class FederationConfig:
         1e3, "replies further (L2 norm) from what the site started from are refused; 0: none", low=0.0
     )
     clip_change: float = value(
-        0.0, "replies further (L2 norm) from what the site started from are scaled back to so far; 0: none", low=0.0
+        0.0, "the server scales replies further (L2 norm) from what the site started from back to so far; 0: none", low=0.0
     )
     most_samples: int = value(0, "replies that claim more samples are refused; 0: as the site's configuration says", low=0)
 

@@ -74,8 +74,10 @@ def _check_method(config: Config) -> None:
                             "most_samples")  # fmt: skip
     if config.federation.partial_sums and config.engine.name == "flower":
         raise UserError("federation.partial_sums: needs workers of this run's own (engine.name=ray); leave it off")
-    if config.federation.partial_sums and config.federation.clip_change:
-        raise UserError("federation.clip_change: the server scales each reply itself; leave federation.partial_sums off")
+    for key in ("partial_sums", "secure_aggregation"):
+        if getattr(config.federation, key) and config.federation.clip_change:
+            raise UserError(f"federation.clip_change: the server scales each reply itself; leave federation.{key} off "
+                            "(privacy.clip: sites scale what they send)")  # fmt: skip
 
 
 def with_mode(config: Config, mode: str) -> Config:

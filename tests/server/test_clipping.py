@@ -61,6 +61,7 @@ def test_without_the_bound_nothing_is_told(tmp_path: Path):
     assert "clipped" not in run.listener.records[0]
 
 
-def test_workers_that_add_up_cannot_clip(tmp_path: Path):
-    with pytest.raises(UserError, match=r"federation\.clip_change: .*leave federation\.partial_sums off"):
-        check(small(tmp_path, "federation.clip_change=1", "federation.partial_sums=true", "engine.name=ray"))
+@pytest.mark.parametrize(("key", "words"), [("partial_sums", ("engine.name=ray",)), ("secure_aggregation", ())])
+def test_where_the_server_sees_no_single_reply_it_cannot_clip(tmp_path: Path, key: str, words: tuple[str, ...]):
+    with pytest.raises(UserError, match=rf"federation\.clip_change: .*leave federation\.{key} off"):
+        check(small(tmp_path, "federation.clip_change=1", f"federation.{key}=true", *words))
