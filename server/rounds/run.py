@@ -15,14 +15,15 @@ from torch import Tensor
 
 from clients.identity import fingerprint, heard, sent_words
 from clients.messages import TRAIN, to_states
-from clients.partial import ONCE, SAMPLES, PartialSum
+from clients.partial import ONCE, SAMPLES
 from clients.randomness import generator
 from clients.replies import Bounds, ReplyError, check_numbers, check_record, check_samples, train_numbers
-from conf.errors import FailedError, UserError, unknown
+from conf.errors import UserError, unknown
 from conf.sites import Site
 from fusion.exact import ExactSum, ExactSumError, State, quantise
 from server.ledger.slots import Put, Slots
 from server.rounds.exchange import Reply as Received
+from server.rounds.partial_sums import Partials
 from server.rounds.schedules import Participation
 from server.rounds.secure_aggregation import SecureAggregation
 from server.rounds.view import Setup, View
@@ -186,7 +187,7 @@ class Run(View):
         if self.config.federation.secure_aggregation:
             return SecureAggregation(self, self._exchange, expected).gather(kind, content, asked)
         means = {record: ExactSum(self.bits) for record, one in expected.items() if one.mean}
-        partials = _Partials(self, self._exchange.run, means, expected)
+        partials = Partials(self, self._exchange.run, means, expected)
         for received in self._exchange.ask(kind, self, asked, content, expected):
             try:
                 reply = self._checked(kind, received, expected if received.partial is None else {})
@@ -309,49 +310,6 @@ class Run(View):
 
     def _drop(self, site: Site, reason: str) -> None:
         self._exchange.replied(site, reason)
-
-
-@dataclass
-class _Partials:
-    """The partial sums of one question: each is taken in once, for all of its sites, or refused for all of them."""
-
-    run: Run
-    name: str
-    means: dict[str, ExactSum]
-    expected: Mapping[str, Expected]
-    _found: dict[frozenset[str], str] = field(default_factory=dict)  # why each was refused; empty: it was not
-
-    def add(self, partial: PartialSum, reply: Reply) -> None:
-        """Take in the sum that a site's reply is in, unless it is in already. Raises ReplyError.
-
-        FailedError if it is not the sum of this reply: then nobody knows what it is.
-        """
-        known = partial.run, partial.round, partial.samples.get(reply.site.name)
-        if known != (self.name, self.run.site_round, reply.samples):
-            raise FailedError(f"round {self.run.number}: a worker's partial sum is not that of {reply.site.name}'s reply; "
-                              "nothing of it counts")  # fmt: skip
-        if partial.messages not in self._found:
-            try:
-                self._merge(partial)
-                self._found[partial.messages] = ""
-            except (ReplyError, ExactSumError) as error:
-                self._found[partial.messages] = str(error)
-        if reason := self._found[partial.messages]:
-            raise ReplyError(reason)
-
-    def _merge(self, partial: PartialSum) -> None:
-        records, added = to_states(RecordDict({**partial.records})), {}
-        for record, one in self.expected.items():
-            like = one.like if one.like is not None else records.get(record, {})
-            check_record(record, records.get(record), like, integers=True)
-            if one.mean:
-                added[record] = self.means[record].copy()
-                added[record].merge(records[record], partial.addends[record])
-        for record, one in self.expected.items():
-            if one.slot:
-                change = self.run.slots.summed(one.slot, records[record])
-                self.run.slots.merge(one.slot, change, partial.samples, self.run.number)
-        self.means |= added
 
 
 __all__ = ["ONCE", "SAMPLES", "Content", "Exchange", "Expected", "Reply", "Run"]

@@ -19,11 +19,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from flwr.app import RecordDict
 from torch import Tensor
 
 from clients.identity import MOST_BYTES
-from clients.messages import LIFT, MASKED, SECURE_KEYS, SECURE_SHARES, SECURE_UNMASK, to_states
+from clients.messages import LIFT, SECURE_KEYS, SECURE_SHARES, SECURE_UNMASK
 from clients.partial import SAMPLES
 from clients.replies import ReplyError, train_numbers
 from clients.secure_aggregation.primitives import (
@@ -41,47 +40,14 @@ from clients.secure_aggregation.primitives import (
 from conf.errors import FailedError
 from conf.sites import Site
 from fusion.exact import ExactSum, State
-from server.ledger import Ledger
 from server.ledger.slots import Put
+from server.rounds.masked_replies import content_of, read, read_bytes, read_vector, shaped, to_tensor
+from server.rounds.masks import partners, rounds_together
 
 if TYPE_CHECKING:
-    from server.rounds.exchange import Reply
     from server.rounds.run import Content, Exchange, Expected, Run
 
-MOST_SEALED = 256  # bytes of a share that is sealed
 MOST_TRIES = 500  # subsets of shares, if some are wrong
-RECORD = "masked"  # of a round's record in the ledger: which sites' masks are in what is kept of each other
-
-
-_Masked = tuple[int, int, set[str]]  # a round: its number, the sites' number of it, the sites that count
-
-
-def _without(rounds: Sequence[_Masked], gone: Sequence[str]) -> list[_Masked]:
-    return [(number, at, sites - set(gone)) for number, at, sites in rounds]
-
-
-def partners(together: Mapping[frozenset[str], object], leaving: Sequence[str]) -> list[str]:
-    """The sites that stay and have masks in common with those that leave."""
-    others = {name for pair in together if pair & set(leaving) for name in pair}
-    return sorted(others - set(leaving))
-
-
-def rounds_together(ledger: Ledger) -> dict[frozenset[str], list[int]]:
-    """By two sites, the sites' rounds of which what is kept of both holds their common mask; forgotten sites are in none."""
-    rounds: list[_Masked] = []
-    for event in ledger.events():
-        if event.kind == "round" and (record := (event.body.get("record") or {}).get(RECORD)):
-            rounds = _without(rounds, record["lifted"])
-            rounds.append((event.body["round"], record["round"], set(record["sites"])))
-        elif event.kind == "rolled back":
-            rounds = [one for one in rounds if one[0] <= event.body["round"]]
-        elif event.kind == "forgotten":
-            rounds = _without(rounds, event.body["sites"])
-    found: dict[frozenset[str], list[int]] = {}
-    for _, at, sites in rounds:
-        for pair in itertools.combinations(sorted(sites), 2):
-            found.setdefault(frozenset(pair), []).append(at)
-    return found
 
 
 @dataclass
@@ -135,7 +101,7 @@ class SecureAggregation:
 
     def _keys(self, asked: Sequence[Site]) -> None:
         def take(site: Site, answer: State) -> None:
-            given = _bytes(answer, "keys")
+            given = read_bytes(answer, "keys")
             if not 3 * KEY <= len(given) <= 3 * KEY + MOST_BYTES:
                 raise ReplyError("its part of secure aggregation cannot be read")
             self.heard.keys[site.name], self.heard.signatures[site.name] = given[: 3 * KEY], given[3 * KEY :]
@@ -148,27 +114,28 @@ class SecureAggregation:
             others = self.heard.keys.keys() - {site.name}
             if answer.keys() != others:
                 raise ReplyError("its shares are not for those that began the round")
-            self.heard.sealed[site.name] = {name: _bytes(answer, name) for name in sorted(others)}
+            self.heard.sealed[site.name] = {name: read_bytes(answer, name) for name in sorted(others)}
 
         signed = {name: one + self.heard.signatures[name] for name, one in self.heard.keys.items()}
-        sent = {SECURE_KEYS: {name: _tensor(one) for name, one in signed.items()}}
+        sent = {SECURE_KEYS: {name: to_tensor(one) for name, one in signed.items()}}
         self._ask(SECURE_SHARES, asked, sent, take)
         self._enough(SECURE_SHARES, len(self.heard.sealed))
 
     def _contributions(self, kind: str, content: "Content", asked: Sequence[Site]) -> None:
         def sent(site: Site) -> Mapping[str, State]:
-            shares = {name: _tensor(one[site.name]) for name, one in self.heard.sealed.items() if name != site.name}
+            shares = {name: to_tensor(one[site.name]) for name, one in self.heard.sealed.items() if name != site.name}
             given = content(site) if callable(content) else content
             return {**given, SECURE_SHARES: shares, **self._lifts(site)}
 
         for received in self.exchange.ask(kind, self.run, asked, sent, self.expected):
             site = received.site
             try:
-                states = _read(received)
-                numbers = train_numbers(_content(received), self.exchange.bounds(site))
-                self.run.countersigned(site.name, _content(received))
+                states = read(received)
+                numbers = train_numbers(content_of(received), self.exchange.bounds(site))
+                self.run.countersigned(site.name, content_of(received))
                 self.heard.vectors[site.name] = {
-                    record: _vector(states.get(record), record, self._like(record, site.name)) for record in self.expected
+                    record: read_vector(states.get(record), record, self._like(record, site.name))
+                    for record in self.expected
                 }
             except ReplyError as error:
                 self.exchange.replied(site, str(error))
@@ -182,10 +149,10 @@ class SecureAggregation:
 
     def _unmask(self, asked: Sequence[Site]) -> None:
         number = places(self.heard.keys)
-        counts = {name: _tensor(bytes([name in self.heard.vectors])) for name in self.heard.sealed}
+        counts = {name: to_tensor(bytes([name in self.heard.vectors])) for name in self.heard.sealed}
 
         def take(site: Site, answer: State) -> None:
-            given = {name: _bytes(answer, name, SECRET) for name in answer.keys() & counts.keys()}
+            given = {name: read_bytes(answer, name, SECRET) for name in answer.keys() & counts.keys()}
             for name, share in given.items():
                 self.heard.shares.setdefault(name, {})[number[site.name]] = share
 
@@ -195,7 +162,7 @@ class SecureAggregation:
         """Have each readable answer taken in; sites whose answer is not are dropped."""
         for received in self.exchange.ask(kind, self.run, asked, sent, None):
             try:
-                take(received.site, _read(received).get(kind, {}))
+                take(received.site, read(received).get(kind, {}))
             except ReplyError as error:
                 self.exchange.replied(received.site, str(error))
 
@@ -244,7 +211,7 @@ class SecureAggregation:
                 total = ExactSum(self.run.bits, modular=True)
                 for name, vectors in self.heard.vectors.items():
                     times = self.heard.samples[name] if one.mean == SAMPLES else 1
-                    total.merge(_shaped(vectors[record], self._like(record, name)), addends=times)
+                    total.merge(shaped(vectors[record], self._like(record, name)), addends=times)
                 found[record] = total.mean()
         return found
 
@@ -253,7 +220,7 @@ class SecureAggregation:
         for record, slot in summed:
             puts = []
             for name, vectors in self.heard.vectors.items():
-                now = _shaped(vectors[record], self._like(record, name))
+                now = shaped(vectors[record], self._like(record, name))
                 if slots.base(name):  # else what is kept is its first contribution, which is not masked
                     before = slots.contribution(slot, name)
                     now = {key: tensor + before[key] for key, tensor in now.items()}
@@ -301,52 +268,3 @@ class SecureAggregation:
 
 def _is_pair(public: bytes, seed: bytes) -> bool:
     return public_key(seed) == public
-
-
-def _content(received: "Reply") -> RecordDict:
-    """What a site has answered. ReplyError if it has not."""
-    if received.content is None:
-        raise ReplyError(received.reason)
-    return received.content
-
-
-def _read(received: "Reply") -> dict[str, State]:
-    content = _content(received)
-    try:
-        return to_states(content)
-    except Exception as error:  # bytes from outside: NumPy raises EOFError, BadZipFile and more
-        raise ReplyError(f"its arrays cannot be read ({error})") from None
-
-
-def _bytes(state: State, name: str, size: int = 0) -> bytes:
-    """The bytes under a name. ReplyError for what is none, or of another size."""
-    one = state.get(name)
-    good = (
-        one is not None
-        and one.dtype == torch.uint8
-        and one.ndim == 1
-        and len(one) in ((size,) if size else range(MOST_SEALED))
-    )
-    if one is None or not good:
-        raise ReplyError("its part of secure aggregation cannot be read")
-    return bytes(one.numpy())
-
-
-def _tensor(content: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
-
-
-def _vector(state: State | None, record: str, like: Mapping[str, Tensor]) -> Tensor:
-    """A masked record: int64, as long as what is under it. ReplyError for anything else."""
-    size = sum(tensor.numel() for tensor in like.values())
-    vector = (state or {}).get(MASKED)
-    if vector is None or len(state or {}) != 1 or vector.dtype != torch.int64 or vector.shape != (size,):
-        raise ReplyError(f"record '{record}' is no masked vector of {size} whole numbers")
-    return vector.clone()
-
-
-def _shaped(vector: Tensor, like: Mapping[str, Tensor]) -> State:
-    """The inverse of clients.secure_aggregation.site.flat, for the shapes of `like`."""
-    names = sorted(like)
-    parts = vector.split([like[name].numel() for name in names])
-    return {name: part.view(like[name].shape) for name, part in zip(names, parts, strict=True)}

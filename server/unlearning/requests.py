@@ -18,7 +18,7 @@ from server.evaluate import Evaluator
 from server.ledger import Ledger, LedgerError, Request
 from server.ledger.contributions import STAGING
 from server.rounds.aggregation import Aggregation
-from server.rounds.secure_aggregation import rounds_together
+from server.rounds.masks import rounds_together
 from server.unlearning.at_sites import Erasure
 from server.unlearning.certificate import certificate, check_sums, issue, reissue
 from server.unlearning.evaluation import UnlearningEvaluation

@@ -1,0 +1,59 @@
+"""Partial sums that workers hand over in the place of replies (clients.partial), taken in at the server."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from flwr.app import RecordDict
+
+from clients.messages import to_states
+from clients.partial import PartialSum
+from clients.replies import ReplyError, check_record
+from conf.errors import FailedError
+from fusion.exact import ExactSum, ExactSumError
+
+if TYPE_CHECKING:
+    from server.rounds.run import Expected, Reply, Run
+
+
+@dataclass
+class Partials:
+    """The partial sums of one question: each is taken in once, for all of its sites, or refused for all of them."""
+
+    run: "Run"
+    name: str
+    means: dict[str, ExactSum]
+    expected: "Mapping[str, Expected]"
+    _found: dict[frozenset[str], str] = field(default_factory=dict)  # why each was refused; empty: it was not
+
+    def add(self, partial: PartialSum, reply: "Reply") -> None:
+        """Take in the sum that a site's reply is in, unless it is in already. Raises ReplyError.
+
+        FailedError if it is not the sum of this reply: then nobody knows what it is.
+        """
+        known = partial.run, partial.round, partial.samples.get(reply.site.name)
+        if known != (self.name, self.run.site_round, reply.samples):
+            raise FailedError(f"round {self.run.number}: a worker's partial sum is not that of {reply.site.name}'s reply; "
+                              "nothing of it counts")  # fmt: skip
+        if partial.messages not in self._found:
+            try:
+                self._merge(partial)
+                self._found[partial.messages] = ""
+            except (ReplyError, ExactSumError) as error:
+                self._found[partial.messages] = str(error)
+        if reason := self._found[partial.messages]:
+            raise ReplyError(reason)
+
+    def _merge(self, partial: PartialSum) -> None:
+        records, added = to_states(RecordDict({**partial.records})), {}
+        for record, one in self.expected.items():
+            like = one.like if one.like is not None else records.get(record, {})
+            check_record(record, records.get(record), like, integers=True)
+            if one.mean:
+                added[record] = self.means[record].copy()
+                added[record].merge(records[record], partial.addends[record])
+        for record, one in self.expected.items():
+            if one.slot:
+                change = self.run.slots.summed(one.slot, records[record])
+                self.run.slots.merge(one.slot, change, partial.samples, self.run.number)
+        self.means |= added
