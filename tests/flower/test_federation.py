@@ -116,7 +116,7 @@ def test_a_run_over_tls_has_the_bits_of_the_inline_engine_and_names_belong_to_ke
     assert [one.keys() for one in signed] == [keys.keys(), keys.keys(), {"site-0000", "site-0002"}]
     assert {fingerprint(one["key"]) for one in signed[0].values()} == set(keys.values())
     certificate = tmp_path / "plain" / "certificates" / "gone.json"
-    done = fedloom(tmp_path, "verify", str(certificate), "--key", fedloom(tmp_path, "key").stdout.split()[-1])
+    done = fedloom(tmp_path, "verify", str(certificate), "--key", fedloom(tmp_path, "key").stdout.strip())
     assert f"site-0001 says that it deleted its own store, signed by {keys['site-0001'][:16]}" in " ".join(
         done.stdout.split()
     )
