@@ -4,10 +4,12 @@ import shlex
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
+from flwr.superlink.grid.http_grid import HttpGrid
 
 from conf import load
 from conf.errors import FailedError, UserError
 from server.experiment import run_experiment
+from server.grid import CarefulGrid
 from server.listener import LogListener
 
 app = ServerApp()
@@ -34,6 +36,7 @@ def main(grid: Grid, context: Context) -> None:
     try:
         experiment = str(context.run_config.get("experiment", "digits"))
         overrides = shlex.split(str(context.run_config.get("overrides", "")))
+        grid = CarefulGrid.like(grid) if isinstance(grid, HttpGrid) else grid
         run_experiment(grid, load(experiment, ["engine.name=flower", *overrides]), LogListener())
     except (UserError, FailedError) as error:
         raise RunFailed(str(error)) from None

@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 from clients.messages import PROTOCOL, QUERY, WHO
 from conf.errors import UserError, plain
 from conf.sites import Site
-from server.rounds.nodes import Bindings, Node, nodes_of
+from server.rounds.nodes import NONCE, Bindings, Node, nodes_of, nonce
 
 POLL_SECONDS = 0.2
 REFRESH_SECONDS = 15.0
@@ -122,9 +122,11 @@ class Enrolment:
                 asked.fail(now)
         due = sorted(node for node, asked in self._asked.items() if not asked.message and asked.due <= now)
         if due:
-            ids = self.grid.push_messages([Message(RecordDict(), node, QUERY, group_id="who") for node in due])
-            for node, message in zip(due, ids, strict=True):
+            questions = [Message(RecordDict({NONCE: nonce()}), node, QUERY, group_id="who") for node in due]
+            for node, message in zip(due, self.grid.push_messages(questions), strict=True):
                 self._asked[node].message, self._asked[node].sent = message, now
+                if not message:  # the node is not registered any more
+                    self._asked[node].fail(now)
         out = {asked.message: node for node, asked in self._asked.items() if asked.message}
         heard = False
         while out and (replies := list(self.grid.pull_messages(list(out)))):

@@ -14,11 +14,12 @@ from clients.messages import ASK, TRAIN
 from clients.partial import PartialSum
 from conf.sites import Site
 from server.rounds.enrolment import POLL_SECONDS, REFRESH_SECONDS, Enrolment, reason_of
-from server.rounds.nodes import Bindings, Unkept
+from server.rounds.nodes import NONCE, Bindings, Unkept, nonce
 
 WINDOW_BYTES = 256 * 2**20
 LEAST_UNDER_WAY, MOST_UNDER_WAY = 4, 1000
 LEAST_TTL = 60.0  # seconds that a message is kept for its node
+NOT_TAKEN = "its node is not registered any more"
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,8 @@ class Federation:
             for site, content in orders:
                 if site.name in self.nodes:
                     ttl = max(timeout, LEAST_TTL)
+                    if not self.simulated:
+                        content[NONCE] = nonce()
                     yield site, Message(content, self.nodes[site.name], message_type, group_id=str(round), ttl=ttl)
                 else:
                     absent.append(site)
@@ -103,12 +106,14 @@ class Federation:
                 batch = list(itertools.islice(queue, window - len(pending)))
                 if batch:
                     ids = self.grid.push_messages([message for _, message in batch])
-                    pending.update(zip(ids, (site for site, _ in batch), strict=True))
+                    pairs = [(id, site) for id, (site, _) in zip(ids, batch, strict=True)]
+                    pending.update((id, site) for id, site in pairs if id)
+                    yield from (Reply(site, None, NOT_TAKEN) for id, site in pairs if not id)
                 if not pending:
                     return
                 replies = list(self.grid.pull_messages(list(pending)))
-                pairs = [(pending.pop(message.metadata.reply_to_message_id, None), message) for message in replies]
-                yield from (self._reply(site, message) for site, message in pairs if site is not None)
+                found = [(pending.pop(message.metadata.reply_to_message_id, None), message) for message in replies]
+                yield from (self._reply(site, message) for site, message in found if site is not None)
                 if time.monotonic() > deadline:
                     break
                 if not replies:

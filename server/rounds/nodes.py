@@ -1,12 +1,21 @@
 """Nodes as Flower knows them, and to which of them each site belongs."""
 
 import hashlib
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from flwr.app import ConfigRecord
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
+
+NONCE = "nonce"
+
+
+def nonce() -> ConfigRecord:
+    """What makes a message's id, which is a hash of it, unguessable: any node that knows the id can answer the message."""
+    return ConfigRecord({NONCE: secrets.token_hex(16)})
 
 
 @dataclass(frozen=True)

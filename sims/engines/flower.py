@@ -15,10 +15,10 @@ from typing import Any
 import tomli_w
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
-from flwr.superlink.grid.http_grid import HttpGrid
 
 from conf.errors import UserError
 from conf.schema import Config
+from server.grid import CarefulGrid
 from server.relay import DONE, SOCKET
 from sims.federation.plan import CONNECTION, SERVER
 from sims.federation.programs import BIN, environment
@@ -36,14 +36,12 @@ APP = {
 }  # fmt: skip
 
 
-class FlowerGrid(HttpGrid):
+class FlowerGrid(CarefulGrid):
     """A run's place at a SuperLink. `line`: to the ServerApp that holds it."""
-
-    poll_seconds = 0.1
 
     def __init__(self, place: dict[str, Any], line: socket.socket, told: str) -> None:
         root = place["certificates"].encode() if place["certificates"] else None
-        super().__init__(place["address"], place["insecure"], root, token=place["token"])
+        super().__init__(place["address"], place["insecure"], root, place["token"])
         TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = place["run"], place["task"], place["node"]
         self.set_run(Run.create_empty(place["run"]))
         self._line, self._told = line, told

@@ -1,0 +1,169 @@
+"""A run's place at Flower's SuperLink (flwr 1.41), careful with what nodes send: whatever it is, it is that node's failure.
+
+Flower's own HttpGrid raises for a reply that it cannot read, which ends the run and loses the replies that came with it; it
+waits for parts that do not come, up to two hours; and it believes what a reply says of itself, as which message it answers.
+"""
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from flwr.app import Error, Message, RecordDict
+from flwr.app.message import make_message
+from flwr.common.constant import ErrorCode
+from flwr.common.serde import message_from_proto
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest
+from flwr.proto.message_pb2 import Message as Told
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest
+from flwr.supercore.inflatable.inflatable_object import get_object_head_values_from_object_content as head_of
+from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.superlink.grid.http_grid import HttpGrid
+
+from conf.errors import plain
+
+SLICE_SECONDS = 1.0  # for one reply's parts; then others have their turn
+AT_ONCE = 4  # parts that are fetched side by side
+LEAST_LIMIT = 2**28  # bytes of a reply that are taken in any case
+TIMES_SENT = 8  # and so many times the bytes of the largest message that was sent
+DIVIDER = b"\x00"  # between an object's head and its body
+MOST_TOLD = 200  # characters of an error
+
+
+class UnreadableError(ValueError):
+    """A reply that nobody will look at; the message says why."""
+
+
+@dataclass
+class _Coming:
+    """A reply that was announced: what the SuperLink says of it, and its parts as far as they have come."""
+
+    told: Told
+    missing: list[str]
+    parts: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Bytes that have come."""
+        return sum(map(len, self.parts.values()))
+
+
+class CarefulGrid(HttpGrid):
+    """Flower's own, but for what it does with replies. Of a reply's metadata only what the SuperLink has checked counts."""
+
+    poll_seconds = 0.1
+
+    def __init__(self, address: str, insecure: bool, certificates: bytes | None, token: str) -> None:
+        super().__init__(address, insecure, certificates, token=token)
+        self._coming: dict[str, _Coming] = {}  # by the id of the message that it answers
+        self._largest = 0  # bytes of a message that was sent
+
+    @classmethod
+    def like(cls, grid: HttpGrid) -> "CarefulGrid":
+        """In the place of Flower's own."""
+        careful = cls(grid._addr, grid._insecure, grid._cert, grid._token)
+        careful.set_run(grid.run)
+        return careful
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        """Send; the messages' ids, empty for one that the SuperLink does not take: its node is not registered any more."""
+        outgoing = list(messages)
+        self._largest = max([self._largest, *(array_bytes(message.content) for message in outgoing)])
+        ids = list(super().push_messages(outgoing))
+        return [id or "" for id in ids] if ids else [""] * len(outgoing)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        """The replies to these messages that have come as a whole, at once; an error message for one that cannot be read."""
+        wanted = set(message_ids)
+        found = self._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=wanted - self._coming.keys()))
+        for told, tree in zip(found.messages_list, found.message_object_trees, strict=True):
+            parts = dict.fromkeys(part.object_id for part in iterate_object_tree(tree))
+            self._coming[told.metadata.reply_to_message_id] = _Coming(told, list(parts))
+        whole = {asked: self._whole(self._coming[asked]) for asked in sorted(wanted & self._coming.keys())}
+        self.cancel(asked for asked, reply in whole.items() if reply is not None)
+        return [reply for reply in whole.values() if reply is not None]
+
+    def cancel(self, message_ids: Iterable[str]) -> None:
+        """No reply to these messages is wanted any more."""
+        for asked in message_ids:
+            self._coming.pop(asked, None)
+
+    def _whole(self, coming: _Coming) -> Message | None:
+        """The reply, or why it is none; None: not all of it has come."""
+        told, most = coming.told, max(LEAST_LIMIT, TIMES_SENT * self._largest)
+        try:
+            self._fetch(coming, most)
+        except UnreadableError as error:
+            return _failed(told, error)
+        if coming.missing:
+            return None
+        ids = {"run_id": told.metadata.run_id, "message_object_id": told.metadata.message_id}
+        self._runtime_client.ConfirmMessageReceived(ConfirmMessageReceivedRequest(node=self.node, **ids))
+        try:
+            return read(told, coming.parts, most)
+        except Exception as error:  # whatever Flower raises for bytes from outside
+            return _failed(told, error)
+
+    def _fetch(self, coming: _Coming, most: int) -> None:
+        """The parts that are there, for a while. UnreadableError beyond `most` bytes, and for a part that does not exist."""
+        deadline = time.monotonic() + SLICE_SECONDS
+
+        def fetch(part: str) -> bytes | None:
+            asked = PullObjectRequest(node=self.node, run_id=coming.told.metadata.run_id, object_id=part)
+            found = self._runtime_client.PullObject(asked)
+            if not found.object_found:
+                raise UnreadableError("a part of it is gone")
+            return found.object_content if found.object_available else None
+
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            for first in range(0, len(coming.missing), AT_ONCE):
+                parts = coming.missing[first : first + AT_ONCE]
+                there = {part: content for part, content in zip(parts, pool.map(fetch, parts), strict=True) if content}
+                coming.parts |= there
+                if coming.size > most:
+                    raise UnreadableError(f"it has more than {most >> 20} MiB")
+                if len(there) < len(parts) or time.monotonic() > deadline:
+                    break
+        coming.missing = [part for part in coming.missing if part not in coming.parts]
+
+
+def read(told: Told, parts: dict[str, bytes], most: int) -> Message:
+    """The message in these parts, which are used up. Raises UnreadableError, and whatever Flower raises for what is none."""
+    root, metadata = told.metadata.message_id, message_from_proto(told).metadata
+    if unfolded(root, parts, {}) > most:
+        raise UnreadableError(f"it unfolds to more than {most >> 20} MiB")
+    message = inflate_object_from_contents(root, parts)
+    if not isinstance(message, Message):
+        raise UnreadableError("it is no message")
+    if message.has_error():
+        return make_message(metadata, error=message.error)
+    if not isinstance(message.content, RecordDict):
+        raise UnreadableError("it holds no records")
+    return make_message(metadata, content=message.content)
+
+
+def unfolded(id: str, parts: Mapping[str, bytes], known: dict[str, int]) -> int:
+    """Bytes that an object takes in memory: parts that it names several times count as often. `known`: of those seen."""
+    if id not in known:
+        kind, children, _ = head_of(parts[id])
+        body = parts[id].partition(DIVIDER)[2]
+        named = children
+        if kind == "Array":
+            named = [children[place] for place in json.loads(body)["arraychunk_ids"]]
+        elif kind in ("ArrayRecord", "RecordDict"):
+            named = list(json.loads(body).values())
+        known[id] = len(body) + sum(unfolded(child, parts, known) for child in named)
+    return known[id]
+
+
+def array_bytes(content: RecordDict) -> int:
+    """Bytes of a message's arrays."""
+    return sum(len(array.data) for record in content.array_records.values() for array in record.values())
+
+
+def _failed(told: Told, error: Exception) -> Message:
+    why = str(error) if isinstance(error, UnreadableError) else f"{type(error).__name__}: {error}"
+    reason = f"its reply cannot be read ({plain(why)[:MOST_TOLD]})"
+    return make_message(message_from_proto(told).metadata, error=Error(ErrorCode.MESSAGE_UNAVAILABLE, reason))
