@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 from flwr.app import Error, Message, RecordDict
 from flwr.app.message import make_message
@@ -101,10 +102,7 @@ class CarefulGrid(HttpGrid):
             return None
         ids = {"run_id": told.metadata.run_id, "message_object_id": told.metadata.message_id}
         self._runtime_client.ConfirmMessageReceived(ConfirmMessageReceivedRequest(node=self.node, **ids))
-        try:
-            return read(told, coming.parts, most)
-        except Exception as error:  # whatever Flower raises for bytes from outside
-            return _failed(told, error)
+        return received(told, coming.parts, most)
 
     def _fetch(self, coming: _Coming, most: int) -> None:
         """The parts that are there, for a while. UnreadableError beyond `most` bytes, and for a part that does not exist."""
@@ -129,18 +127,25 @@ class CarefulGrid(HttpGrid):
         coming.missing = [part for part in coming.missing if part not in coming.parts]
 
 
+def received(told: Told, parts: dict[str, bytes], most: int) -> Message:
+    """The message in these parts, which are used up; if there is none, an error message that says why."""
+    try:
+        return read(told, parts, most)
+    except Exception as error:  # whatever Flower raises for bytes from outside
+        return _failed(told, error)
+
+
 def read(told: Told, parts: dict[str, bytes], most: int) -> Message:
     """The message in these parts, which are used up. Raises UnreadableError, and whatever Flower raises for what is none."""
     root, metadata = told.metadata.message_id, message_from_proto(told).metadata
     if unfolded(root, parts, {}) > most:
         raise UnreadableError(f"it unfolds to more than {most >> 20} MiB")
-    message = inflate_object_from_contents(root, parts)
-    if not isinstance(message, Message):
-        raise UnreadableError("it is no message")
+    kinds = [head_of(parts[id])[0] for id in (root, *head_of(parts[root])[1])]
+    if kinds not in (["Message"], ["Message", "RecordDict"]):
+        raise UnreadableError("it holds no records")
+    message: Any = inflate_object_from_contents(root, parts)
     if message.has_error():
         return make_message(metadata, error=message.error)
-    if not isinstance(message.content, RecordDict):
-        raise UnreadableError("it holds no records")
     return make_message(metadata, content=message.content)
 
 

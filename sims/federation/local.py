@@ -22,14 +22,19 @@ def up(folder: Path, number: int, tls: bool) -> list[str]:
     names = sites_of(folder)
     if not (folder / SERVER / sheets.SERVER).is_file():
         raise UserError(f"{folder}: has no {SERVER}/{sheets.SERVER}; this is no federation's folder")
-    if not running(folder / SERVER):
-        launch(folder / SERVER, "federation", "server", ".")
-    _await(folder, lambda: _answers(folder), "the SuperLink", START_SECONDS, SERVER)
+    start_server(folder)
     for name in names:
         if not running(folder / name):
             launch(folder / name, "federation", "node", sheets.SITE)
     _await(folder, lambda: len(_online(folder)) >= len(names), "the nodes", JOIN_SECONDS, *names)
     return names
+
+
+def start_server(folder: Path) -> None:
+    """Start the SuperLink if it does not run, and wait until it knows all keys."""
+    if not running(folder / SERVER):
+        launch(folder / SERVER, "federation", "server", ".")
+    _await(folder, lambda: _answers(folder), "the SuperLink", START_SECONDS, SERVER)
 
 
 def down(folder: Path) -> list[str]:

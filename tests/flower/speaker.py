@@ -37,7 +37,20 @@ FAULTS = "faults"  # a file
 LATE_SECONDS = 15.0  # later than a round that waits for 10 seconds
 
 
-class Speaker:
+class Node:
+    """Who answers orders."""
+
+    def send(self, reply: Message) -> bool:
+        """Send a message; whether any part of it was wanted."""
+        parts = {id: part.deflate() for id, part in get_all_nested_objects(reply).items()}
+        return self.push(reply, get_object_tree(reply), parts)
+
+    def push(self, reply: Message, tree: ObjectTree, parts: Mapping[str, bytes]) -> bool:
+        """Send a message whose parts are these bytes, whatever they are."""
+        raise NotImplementedError
+
+
+class Speaker(Node):
     """The connection of one node. `home`: its folder, with sheet and key."""
 
     def __init__(self, home: Path) -> None:
@@ -72,13 +85,7 @@ class Speaker:
         config = tomllib.loads(node_config(self.sheet, self.home))
         return app(asked, Context(asked.metadata.run_id, self.node, config, RecordDict(), {}))  # type: ignore[arg-type]
 
-    def send(self, reply: Message) -> bool:
-        """Send a message; whether the SuperLink wanted any part of it."""
-        parts = {id: part.deflate() for id, part in get_all_nested_objects(reply).items()}
-        return self.push(reply, get_object_tree(reply), parts)
-
     def push(self, reply: Message, tree: ObjectTree, parts: Mapping[str, bytes]) -> bool:
-        """Send a message whose parts are these bytes, whatever they are."""
         reply.metadata.__dict__["_message_id"] = tree.object_id
         wanted, session = self._announce(reply, tree, 0.0)
         for id in wanted & parts.keys():
