@@ -10,6 +10,7 @@ from clients.data.domains import data_folder
 from conf.errors import UserError
 from conf.schema import Config, SiteConfig
 from server.experiment import check, run_experiment
+from server.ledger.database import refuse_busy
 from server.runfolder import RunFolder, holds, refuse_existing
 from sims.cli.progress import listener_for
 from sims.engines import open_engine, refuse_engine
@@ -25,6 +26,7 @@ def simulate(config: Config, *, quiet: bool = False, json_output: bool = False) 
     config = _absolute(config)
     refuse_engine(config)
     refuse_existing(config)
+    refuse_busy(Path(config.run.root) / config.run.name)
     check(config)
     _check_engine(config)
     with contextlib.ExitStack() as stack:

@@ -54,6 +54,12 @@ def acquire(folder: Path) -> int:
     raise BusyError(f"{folder}: process {owner} is working on it; let it end, or stop it, and run again")
 
 
+def refuse_busy(folder: Path) -> None:
+    """BusyError if a server is at work on the run in a folder."""
+    if (folder / LOCK).exists():
+        _unlock(acquire(folder))
+
+
 def _try_lock(folder: Path) -> int | None:
     """The same, None if another has it."""
     with told(folder / LOCK):

@@ -3,6 +3,7 @@
 MODULES = {
     "attacks": "sims.benchmarks.attacks",
     "engines": "sims.benchmarks.engines",
+    "federation": "sims.benchmarks.federation",
     "faults": "sims.benchmarks.soak",
     "fusion": "sims.benchmarks.fusion",
     "flat-memory": "sims.benchmarks.flat_memory",

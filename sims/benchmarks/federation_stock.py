@@ -1,0 +1,66 @@
+"""FedAvg as a stock Flower app has it: Flower's own strategy, a plain loop of torch, nothing of this project."""
+
+import itertools
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
+from torch import nn
+
+client, server = ClientApp(), ServerApp()
+
+
+def network(widths: list[int], inputs: int, classes: int) -> nn.Sequential:
+    """Linear layers with ReLU between them."""
+    sizes = [inputs, *widths, classes]
+    layers = [layer for one, other in itertools.pairwise(sizes) for layer in (nn.Linear(one, other), nn.ReLU())]
+    return nn.Sequential(nn.Flatten(), *layers[:-1])
+
+
+def read(path: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A site's images, [n, 1, h, w] float32, and their labels, [n]."""
+    with np.load(path) as arrays:
+        return torch.from_numpy(arrays["x"]).float() / 255, torch.from_numpy(arrays["y"])
+
+
+@client.train()
+def train(message: Message, context: Context) -> Message:
+    """Some epochs of SGD on the site's own images."""
+    job = json.loads(str(context.run_config["job"]))
+    torch.set_num_threads(job["threads"])
+    images, labels = read(f"{job['data']}/{context.node_config['site']}.npz")
+    model = network(job["widths"], images[0].numel(), job["classes"])
+    model.load_state_dict(message.content["arrays"].to_torch_state_dict())  # type: ignore[union-attr]
+    optimiser = torch.optim.SGD(model.parameters(), lr=job["rate"], momentum=job["momentum"])
+    losses = []
+    for _ in range(job["epochs"]):
+        for batch in torch.randperm(len(images)).split(job["batch"]):
+            loss = F.cross_entropy(model(images[batch]), labels[batch])
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            losses.append(loss.item())
+    metrics = MetricRecord({"train_loss": sum(losses) / len(losses), "num-examples": len(images)})
+    return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=message)
+
+
+@server.main()
+def main(grid: Grid, context: Context) -> None:
+    """FedAvg's rounds; the time at which each ended goes into a file."""
+    job, ends = json.loads(str(context.run_config["job"])), []
+
+    def ended(round: int, arrays: ArrayRecord) -> None:
+        ends.append(time.time())
+        Path(job["ends"]).write_text(json.dumps(ends), encoding="utf-8")
+
+    sites = job["sites"]
+    strategy = FedAvg(fraction_evaluate=0.0, min_train_nodes=sites, min_available_nodes=sites)
+    start = ArrayRecord(network(job["widths"], job["inputs"], job["classes"]).state_dict())
+    strategy.start(grid, start, job["rounds"], evaluate_fn=ended)  # type: ignore[arg-type]
