@@ -154,6 +154,11 @@ def read_config_record(content: RecordDict, digest: str) -> str | None:
     return text
 
 
+def array_bytes(content: RecordDict) -> int:
+    """Bytes of a message's arrays; what else is in it is small."""
+    return sum(len(array.data) for record in content.array_records.values() for array in record.values())
+
+
 def to_arrays(state: Mapping[str, Tensor]) -> ArrayRecord:
     """A state as a Flower record (bfloat16, which Flower cannot carry, as float32)."""
     plain = {name: tensor.float() if tensor.dtype == torch.bfloat16 else tensor for name, tensor in state.items()}

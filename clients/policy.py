@@ -11,7 +11,7 @@ from clients.data import domain_names
 from clients.data.partition import WAYS
 from clients.data.variants import class_count, outputs
 from clients.identity import Identity
-from clients.messages import ENROL, EVALUATE, SECURE_KEYS, SECURE_SHARES, SECURE_UNMASK, TRAIN, Order
+from clients.messages import ENROL, EVALUATE, SECURE_KEYS, SECURE_SHARES, SECURE_UNMASK, TRAIN, Order, array_bytes
 from clients.networks import NETWORKS
 from clients.objectives import AUXILIARY, OBJECTIVES
 from clients.objectives.components.sharing import PARTS
@@ -87,7 +87,7 @@ class Policy:
 
     def weigh(self, content: RecordDict) -> None:
         """RefusedError for a message that is larger than this policy takes."""
-        size = sum(len(array.data) for record in content.array_records.values() for array in record.values()) / 1e6
+        size = array_bytes(content) / 1e6
         if 0 < self.largest_order < size:
             told = f"has {size:.1f} MB, and this site's policy takes {self.largest_order:g}"
             raise RefusedError(f"order: {told} (site.yaml: largest_order)")

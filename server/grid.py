@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from flwr.app import Error, Message, RecordDict
+from flwr.app import Error, Message
 from flwr.app.message import make_message
 from flwr.common.constant import ErrorCode
 from flwr.common.serde import message_from_proto
@@ -23,6 +23,7 @@ from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.superlink.grid.http_grid import HttpGrid
 
+from clients.messages import array_bytes
 from conf.errors import plain
 
 SLICE_SECONDS = 1.0  # for one reply's parts; then others have their turn
@@ -161,11 +162,6 @@ def unfolded(id: str, parts: Mapping[str, bytes], known: dict[str, int]) -> int:
             named = list(json.loads(body).values())
         known[id] = len(body) + sum(unfolded(child, parts, known) for child in named)
     return known[id]
-
-
-def array_bytes(content: RecordDict) -> int:
-    """Bytes of a message's arrays."""
-    return sum(len(array.data) for record in content.array_records.values() for array in record.values())
 
 
 def _failed(told: Told, error: Exception) -> Message:

@@ -10,7 +10,7 @@ from typing import Any
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from clients.messages import ASK, TRAIN
+from clients.messages import ASK, TRAIN, array_bytes
 from clients.partial import PartialSum
 from conf.sites import Site
 from server.rounds.enrolment import POLL_SECONDS, REFRESH_SECONDS, Enrolment, reason_of
@@ -39,7 +39,8 @@ class Reply:
 class Federation:
     """All sites of a run, found through the grid. `window` messages are under way at once (0: by their size).
 
-    `bindings`: which node each site's contributions belong to, kept for good (server.rounds.enrolment).
+    `bindings`: which node each site's contributions belong to, kept for good (server.rounds.enrolment). `traffic`: bytes of
+    arrays to and from each site since somebody cleared it.
     """
 
     grid: Grid
@@ -47,6 +48,7 @@ class Federation:
     window: int
     bindings: Bindings = field(default_factory=Unkept)
     enrolment: Enrolment = field(init=False)
+    traffic: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.enrolment = Enrolment(self.grid, self.sites, self.bindings)
@@ -83,6 +85,7 @@ class Federation:
                     ttl = max(timeout, LEAST_TTL)
                     if not self.simulated:
                         content[NONCE] = nonce()
+                    self._count(site, array_bytes(content), 0)
                     yield site, Message(content, self.nodes[site.name], message_type, group_id=str(round), ttl=ttl)
                 else:
                     absent.append(site)
@@ -126,8 +129,13 @@ class Federation:
     def _reply(self, site: Site, message: Message) -> Reply:
         if message.has_error():
             return Reply(site, None, reason_of(message))
+        self._count(site, 0, array_bytes(message.content))
         partial_sum: Any = getattr(self.grid, "partial_sum", None)  # of our own engines
         return Reply(site, message.content, "", partial_sum(message.metadata.reply_to_message_id) if partial_sum else None)
+
+    def _count(self, site: Site, sent: int, received: int) -> None:
+        before = self.traffic.get(site.name, (0, 0))
+        self.traffic[site.name] = before[0] + sent, before[1] + received
 
     def _cancel(self, pending: Mapping[str, Site]) -> None:
         """Give up what is under way: our own engines stop it, in a real federation nobody pulls it any more."""
@@ -138,5 +146,4 @@ class Federation:
 
 def room(content: RecordDict) -> int:
     """How many messages such as this one may be under way at once, so that their arrays stay within WINDOW_BYTES."""
-    size = sum(len(array.data) for record in content.array_records.values() for array in record.values())
-    return max(LEAST_UNDER_WAY, min(MOST_UNDER_WAY, WINDOW_BYTES // max(1, size)))
+    return max(LEAST_UNDER_WAY, min(MOST_UNDER_WAY, WINDOW_BYTES // max(1, array_bytes(content))))

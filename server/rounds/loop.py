@@ -78,6 +78,7 @@ class RoundLoop:
 
     def _round(self, number: int, recalibration: bool) -> dict[str, Any]:
         begin = time.monotonic()
+        self.federation.traffic.clear()
         self.federation.refresh()
         self._warn()
         members = self.aggregation.members()
@@ -124,6 +125,7 @@ class RoundLoop:
         if leaving:
             self.lifted()
         record = self.measured(record)
+        record["bytes"] = dict(sorted(self.federation.traffic.items()))
         record["seconds"] = time.monotonic() - begin
         self.listener.round_done(record)
         return record

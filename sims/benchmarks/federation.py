@@ -65,8 +65,8 @@ def configured(root: Path) -> Config:
     entries = ", ".join([f"{{domain: digits, samples: {SAMPLES}}}"] * SITES)
     return load("digits", [
         f"sites=[{entries}]", f"network={{name: mlp, widths: {WIDTHS}}}", "objective.mode=fedavg", "baselines=[]",
-        "data.size=8", "training.epochs=1", "training.batch=32", f"rounds={2 * ROUNDS}", "evaluation.every=1000000", "run.name=bench",
-        f"run.root={root}", "engine.name=flower", f"engine.address={root / 'federation'}",
+        "data.size=8", "training.epochs=1", "training.batch=32", f"rounds={2 * ROUNDS}", "evaluation.every=1000000",
+        "run.name=bench", f"run.root={root}", "engine.name=flower", f"engine.address={root / 'federation'}",
     ])  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def stock(config: Config, folder: Path, out: Path) -> list[float]:
     except FileNotFoundError:
         ends = []
     if len(ends) <= ROUNDS:
-        raise FailedError(f"the stock app did not get through: {done.stdout[-500:]}")
+        raise FailedError(f"the stock app did not get through: {(done.stdout + done.stderr)[-500:]}")
     return [later - before for before, later in itertools.pairwise(ends)][1:]
 
 

@@ -79,6 +79,7 @@ class PlainListener(QuietListener):
         parts += [f"{record.get('replies', 0)} replies"]
         dropped, loss, union = len(record.get("dropped") or {}), record.get("train_loss"), _union(record)
         parts += [f"{dropped} dropped"] if dropped else []
+        parts += [traffic] if (traffic := traffic_of(record)) else []
         parts += [f"train loss {loss:.4g}"] if loss is not None else []
         parts += [f"validation accuracy {percent(union)}"] if union is not None else []
         self._say(", ".join(parts))
@@ -203,6 +204,13 @@ def listener_for(quiet: bool, console: Console | None = None, json_output: bool 
 
 def _opening(run: str, sites: int, rounds: int, note: str) -> str:
     return f"{run}: {sites} sites, {rounds} rounds" + (f" ({note})" if note else "")
+
+
+def traffic_of(record: dict[str, Any]) -> str:
+    """What went to the sites in a round, and came from them."""
+    each = (record.get("bytes") or {}).values()
+    sent, received = (sum(one[place] for one in each) / 1e6 for place in (0, 1))
+    return f"{sent:.3g} MB sent, {received:.3g} MB received" if each else ""
 
 
 def _ending(summary: dict[str, Any]) -> str:

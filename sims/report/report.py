@@ -27,6 +27,7 @@ from sims.report.tables import (
     homes,
     mean,
     percent,
+    traffic_table,
 )
 
 SUMMARY_KEYS = {
@@ -174,7 +175,7 @@ def _sections(
             "What was run",
             [_run_table(summary), _sites_table(summary), *_gone(gone), Details("The whole configuration", config)],
         ),
-        ("Training", [*_pictures(pictures, "accuracy.png"), *_dropped(metrics)]),
+        ("Training", [*_pictures(pictures, "accuracy.png"), *_dropped(metrics), *traffic_table(metrics)]),
         ("Test accuracy", [*accuracy, *different, *_pictures(pictures, "sites.png")]),
         ("Privacy", [*privacy_parts(summary, metrics)]),
         ("Exchanged heads", [*_heads(summary), *_pictures(pictures, "heads.png")]),

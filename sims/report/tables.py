@@ -217,6 +217,18 @@ def costs_table(summary: Mapping[str, Any]) -> Table:
     return Table("What the networks cost", columns, rows, "MB: heard and sent. Milliseconds on the server's machine.")
 
 
+def traffic_table(metrics: Sequence[Mapping[str, Any]]) -> list[Table]:
+    """Bytes of arrays to and from each site in a round that asked it; none where no round tells."""
+    rounds: dict[str, list[tuple[int, int]]] = {}
+    for record in metrics:
+        for site, both in (record.get("bytes") or {}).items():
+            rounds.setdefault(site, []).append(both)
+    rows = [[site, len(each), *(sum(one[place] for one in each) / len(each) / 1e6 for place in (0, 1))]
+            for site, each in sorted(rounds.items())]  # fmt: skip
+    note = "Arrays of all questions of a round. What several sites are sent alike travels once as far as the engine can."
+    return [Table("What travels in a round, MB", ["site", "rounds", "to it", "from it"], rows, note)] if rows else []
+
+
 def _megabytes(number: int | None) -> float | None:
     return None if number is None else round(number / 1e6, 3)
 
