@@ -267,7 +267,7 @@ def test_a_node_that_is_killed_in_the_middle_of_a_round_comes_back(federation: P
 
 
 @pytest.fixture(scope="module")
-def weathered(federation: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
+def weathered(federation: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Records of a run in which site-0001's network is cut for a while and site-0002's operator has altered the program."""
     root, homes = tmp_path_factory.mktemp("weathered"), [federation / name for name in ("site-0001", "site-0002")]
     kept = [(home / SITE).read_text() for home in homes]
@@ -291,7 +291,7 @@ def weathered(federation: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
             assert child.returncode == 0, out
             for home in homes:
                 local.stop(home)
-        yield [json.loads(line) for line in (root / "cut" / "metrics.jsonl").read_text().splitlines()]
+        return [json.loads(line) for line in (root / "cut" / "metrics.jsonl").read_text().splitlines()]
     finally:
         for home, text in zip(homes, kept, strict=True):
             local.stop(home)
