@@ -37,6 +37,7 @@ from clients.messages import (
 from clients.networks import Architecture, HeadView, Network, architecture_of
 from clients.objectives import Answer, Session, Task, objective_of
 from clients.objectives.components.objective import COMPONENTS
+from clients.packing import NONE, as_sent
 from clients.policy import Policy, followed
 from clients.privacy import private, spend
 from clients.randomness import torch_generator
@@ -107,16 +108,19 @@ class Job:
 
     def reply(self, session: Session, outcome: Outcome, start: Mapping[str, State] | None = None) -> RecordDict:
         """Save the trained session's own state; what goes to the server. `start`: what would go, if nothing was trained."""
-        if (own := session.own()) is not None:
-            self.store.save(self.order.round, self.order.base, own)
+        own, packing = session.own(), self.config.federation.packed
         given, numbers = session.contribution(), {"loss": outcome.loss, "samples": outcome.samples}
         if start is not None:
             numbers["epsilon"] = spend(self)
             given = private(self, given, start, noise_share(self) if self.order.secure else 1.0)
         if self.order.secure:
-            reply = RecordDict({**masked(self, given, outcome.samples)})
+            sent = masked(self, given, outcome.samples)
         else:
-            reply = RecordDict({name: to_arrays(state) for name, state in given.items()})
+            sent = {name: to_arrays(state, packing) for name, state in given.items()}
+            own = as_sent(own, given, sent) if own is not None and packing != NONE else own
+        if own is not None:
+            self.store.save(self.order.round, self.order.base, own)
+        reply = RecordDict({**sent})
         reply[METRICS] = MetricRecord(numbers)
         if word := self.policy.identity.word(*sent_words(self.order.run, self.site.name, self.order.round, reply)):
             reply[SIGNED] = word

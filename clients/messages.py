@@ -14,7 +14,8 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
-from clients.codec import decode, encode
+from clients.codec import decode
+from clients.packing import NONE, packed, unpacked
 from conf.errors import UserError
 from fusion.exact import State
 
@@ -159,13 +160,12 @@ def array_bytes(content: RecordDict) -> int:
     return sum(len(array.data) for record in content.array_records.values() for array in record.values())
 
 
-def to_arrays(state: Mapping[str, Tensor]) -> ArrayRecord:
-    """A state as a Flower record (bfloat16, which Flower cannot carry, as float32)."""
-    plain = {name: tensor.float() if tensor.dtype == torch.bfloat16 else tensor for name, tensor in state.items()}
-    return ArrayRecord({name: encode(tensor) for name, tensor in plain.items()})
+def to_arrays(state: Mapping[str, Tensor], packing: str = NONE) -> ArrayRecord:
+    """A state as a Flower record (bfloat16, which Flower cannot carry, as float32), packed as federation.packed says."""
+    return packed(state, packing)
 
 
 def to_states(content: RecordDict) -> dict[str, State]:
     """All array records of a message, by name, but for those that are texts."""
     records = ((name, record) for name, record in content.array_records.items() if name not in TEXTS)
-    return {name: {key: decode(array) for key, array in record.items()} for name, record in records}
+    return {name: unpacked(record) for name, record in records}

@@ -130,6 +130,9 @@ class FederationConfig:
         low=0.5,
         high=1.0,
     )
+    packed: str = value(
+        "none", "what sites send after training in half of its bytes (sums stay exact)", choices=("none", "bf16", "int16")
+    )
     scale_bits: int = value(32, "exact sums count in units of 2**-scale_bits", low=8, high=48)
     largest_weight: float = value(1e4, "replies with an entry of a larger absolute value are refused; 0: none", low=0.0)
     largest_change: float = value(

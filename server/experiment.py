@@ -14,6 +14,7 @@ from clients.networks import NETWORKS, Architecture, architecture_of
 from clients.networks.base import SelfStarting
 from clients.networks.head_view import BATCH, FEWEST
 from clients.objectives import objective_of
+from clients.packing import NONE
 from conf.errors import FailedError, UserError, plain
 from conf.schema import Config
 from conf.sites import roster
@@ -72,6 +73,8 @@ def _check_method(config: Config) -> None:
             raise UserError(f"strategy.{key}: '{given}' is no sum: no site could be subtracted again. Against poisoned "
                             "replies there are bounds: federation.largest_weight, largest_change, clip_change, "
                             "most_samples")  # fmt: skip
+    if config.federation.packed != NONE and config.federation.secure_aggregation:
+        raise UserError("federation.packed: under masks everything travels as integers of 64 bits; leave it at none")
     if config.federation.partial_sums and config.engine.name == "flower":
         raise UserError("federation.partial_sums: needs workers of this run's own (engine.name=ray); leave it off")
     for key in ("partial_sums", "secure_aggregation"):
@@ -200,4 +203,5 @@ def head(config: Config, ledger: Ledger | None = None) -> dict[str, Any]:
         "sites": [row for row in site_rows(config) if row["name"] not in gone],
         **({"unlearned": sorted(gone)} if gone else {}),
         **({"privacy": hidden} if (hidden := _hidden(config)) else {}),
+        **({"packed": config.federation.packed} if config.federation.packed != NONE else {}),
     }

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from clients.packing import PACKINGS
 from conf.errors import UserError
 from server.runfolder import RunFolder
 from sims.report import plots
@@ -199,6 +200,8 @@ def _selection(summary: Mapping[str, Any]) -> list[Part]:
 
 def _run_table(summary: Mapping[str, Any]) -> Table:
     rows = [[key, str(summary[key])] for key in ("experiment", "method", "seed", "rounds", "engine", "status")]
+    if packing := PACKINGS.get(summary.get("packed", "")):
+        rows += [["packed updates", f"{summary['packed']}: {packing.error}; sums are exact sums of what was sent"]]
     return Table("", ["what", "value"], [*rows, ["seconds", f"{summary['seconds']:.1f}"]])
 
 
