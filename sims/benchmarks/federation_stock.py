@@ -28,7 +28,7 @@ def network(widths: list[int], inputs: int, classes: int) -> nn.Sequential:
 def read(path: str) -> tuple[torch.Tensor, torch.Tensor]:
     """A site's images, [n, 1, h, w] float32, and their labels, [n]."""
     with np.load(path) as arrays:
-        return torch.from_numpy(arrays["x"]).float() / 255, torch.from_numpy(arrays["y"])
+        return torch.from_numpy(arrays["x_train"]).unsqueeze(1).float() / 255, torch.from_numpy(arrays["y_train"])
 
 
 @client.train()

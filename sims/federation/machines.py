@@ -2,14 +2,16 @@
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError, unknown
-from sims.federation import sheets
+from sims.federation import hand_over, sheets
 from sims.federation.keys import NODE_KEY, write_node_key
 from sims.federation.plan import CONNECTION, KEYS, SERVER, write_peers
 from sims.federation.programs import BIN, environment, free_port, keep_running
@@ -52,8 +54,17 @@ def run_node(path: Path) -> None:
     words = [str(BIN / "flower-supernode"), "--superlink", sheet.superlink, "--node-config", NODE_CONFIG]
     words += ["--root-certificates", sheet.certificate] if sheet.certificate else ["--insecure"]
     words += ["--auth-supernode-private-key", sheet.key] if sheet.key else []
-    more = {"FLWR_HOME": str(folder / "flwr"), **sheet.environment}
+    more = {"FLWR_HOME": str(folder / "flwr"), **(_warm(folder) if sheet.warm else {}), **sheet.environment}
     keep_running(folder, lambda: [*words, "--port", str(sheet.port or free_port())], more)
+
+
+def _warm(folder: Path) -> dict[str, str]:
+    """What makes a node's programs find our `flwr-clientapp` before Flower's (sims.federation.hand_over)."""
+    command = folder / "bin" / "flwr-clientapp"
+    command.parent.mkdir(exist_ok=True)
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{hand_over.__file__}" "$@"\n', encoding="utf-8")
+    command.chmod(0o700)
+    return {"PATH": f"{command.parent}{os.pathsep}{environment()['PATH']}"}
 
 
 def register(folder: Path) -> None:

@@ -55,6 +55,7 @@ class SiteSheet:
     masks: str = value("", "required: what it trains leaves it under secure aggregation only", choices=("", "required"))
     epsilon: float = value(0.0, "what all its rounds may cost of its privacy; then it trains no more; 0: any", low=0.0)
     peers: str = value("", "file of all sites' public keys, by which it knows with whom it shares masks; empty: any")
+    warm: bool = value(True, "a process that has all imported waits for orders: saves seconds of each, takes some 400 MB")
     environment: dict[str, str] = value({}, "environment variables of the node, such as CUDA_VISIBLE_DEVICES: '0'")
 
 

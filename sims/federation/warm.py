@@ -1,0 +1,65 @@
+"""A process of a node that has imported Flower, torch and the ClientApp, and forks for each message: `python -m ... PID`.
+
+Flower's nodes start a program anew for every message, which takes seconds of imports each time. It ends with the process
+PID, and each ClientApp is a process of its own as before.
+"""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from sims.federation.hand_over import DOOR
+
+LOOK_SECONDS = 2.0  # between looks whether the node is still there
+MOST_BYTES = 1 << 16
+
+
+def next_words(parent: int) -> list[str] | None:
+    """Of a message, in a new process for it; None, in this one, when the parent has ended."""
+    Path(DOOR).unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(DOOR)
+        door.listen()
+        door.settimeout(LOOK_SECONDS)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that have ended
+        while _there(parent):
+            with contextlib.suppress(TimeoutError, ValueError):
+                line, _ = door.accept()
+                with line, line.makefile("rb") as told:
+                    words = json.loads(told.readline(MOST_BYTES))
+                if not os.fork():
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    return words
+    return None
+
+
+def main(parent: int) -> None:
+    """Wait for messages; in the process of one, do what Flower's own program does."""
+    from flwr.supernode.cli.flwr_clientapp import flwr_clientapp
+
+    import clients.app  # noqa: F401
+
+    if (words := next_words(parent)) is not None:
+        random.seed()
+        np.random.seed()  # noqa: NPY002
+        sys.argv = ["flwr-clientapp", *words]
+        flwr_clientapp()
+
+
+def _there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
