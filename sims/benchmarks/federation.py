@@ -79,16 +79,9 @@ def configured(root: Path) -> Config:
     """FedAvg of three sites on a network of linear layers; nothing is evaluated."""
     entries = ", ".join([f"{{domain: digits, samples: {SAMPLES}}}"] * SITES)
     fixed = [f"sites=[{entries}]", f"network={{name: mlp, widths: {WIDTHS}}}", "objective.mode=fedavg", "baselines=[]"]
-    small = [
-        "data.size=8",
-        "data.validation=0",
-        f"data.classes={CLASSES}",
-        "training.epochs=1",
-        "training.batch=32",
-        "evaluation.every=1000000",
-    ]
+    small = ["data.size=8", "data.validation=0", f"data.classes={CLASSES}", "training.epochs=1", "training.batch=32"]
     place = ["engine.name=flower", f"engine.address={root / 'federation'}", f"run.root={root}", "run.name=bench"]
-    return load("digits", [*fixed, *small, *place, f"rounds={2 * ROUNDS}"])
+    return load("digits", [*fixed, *small, *place, f"rounds={2 * ROUNDS}", "evaluation.every=1000000"])
 
 
 def write_data(config: Config, root: Path) -> None:
