@@ -46,7 +46,7 @@ def arrays(draw: st.DrawFn) -> Array:
     sizes = draw(st.lists(st.sampled_from([-1, 0, 1, 8, 10**6, 10**12, 2**62]), max_size=40))
     cut = draw(st.integers(0, len(plain.data)))
     data = draw(st.sampled_from([plain.data, plain.data[:cut], plain.data[:cut] + b"PK\x03\x04", b"\x93NUMPY" + bytes(cut)]))
-    return Array(told, tuple(sizes), draw(st.sampled_from(["numpy.ndarray", "pickle", ""])), data)
+    return Array(told, tuple(sizes), draw(st.sampled_from(["numpy.ndarray", "int16", "bf16", "pickle"])), data)
 
 
 @st.composite
