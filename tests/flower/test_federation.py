@@ -7,8 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,83 +16,18 @@ import pytest
 
 from clients.identity import fingerprint
 from clients.states import read_state
-from conf import load
 from conf.errors import UserError
 from fusion.exact import ExactSum, digest
-from server.experiment import run_experiment
 from server.ledger import Ledger
-from server.listener import LogListener
-from sims.engines import open_engine
 from sims.federation import local
 from sims.federation.checks import GOOD, check
 from sims.federation.keys import write_certificates
-from sims.federation.machines import nodes
 from sims.federation.plan import SERVER, Plan, sites_of, write_plan
 from sims.federation.programs import LOG, PID, Running, free_port, keep_running, launch, running
 from sims.federation.sheets import SITE, SiteSheet, read, write
-from tests.flower.proxy import network
+from tests.flower.machines import ENVIRONMENT, ROOT, fedloom, inline, online, program, rounds, run, until, words
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-SITES = "sites=[{domain: digits, samples: 60}, {domain: digits, samples: 60}, {domain: digits, samples: 60}]"
-SMALL = [SITES, "data.size=8", "data.test_limit=50", "baselines=[]", "seed=3", "training.epochs=1"]
-ROOT = Path(__file__).parents[2]
-CUT_SECONDS = 8.0  # longer than Flower's nodes wait for an answer
-ENVIRONMENT = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
-
-
-@pytest.fixture(scope="module")
-def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Three authenticated nodes of a SuperLink with TLS, started once; nothing of it is left at the end."""
-    folder = tmp_path_factory.mktemp("machines") / "federation"
-    try:
-        assert local.up(folder, 3, tls=True) == ["site-0000", "site-0001", "site-0002"]
-        yield folder
-    finally:
-        local.down(folder)
-        assert not any(running(folder / name) for name in [SERVER, *sites_of(folder)])
-
-
-def fedloom(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "sims.cli", *words]
-    return subprocess.run(command, cwd=root, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
-
-
-def words(federation: Path, root: Path, name: str, *more: str) -> list[str]:
-    return [*SMALL, "engine.name=flower", f"engine.address={federation}", f"run.root={root}", f"run.name={name}", *more]
-
-
-def run(federation: Path, root: Path, name: str, *more: str) -> dict[str, Any]:
-    done = fedloom(root, "run", "digits", *words(federation, root, name, *more), "--quiet")
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads((root / name / "summary.json").read_text())
-
-
-def inline(root: Path, *more: str) -> dict[str, Any]:
-    config = load("digits", [*SMALL, "engine.name=inline", f"run.root={root}", "run.name=inline", *more])
-    with open_engine(config) as grid:
-        return run_experiment(grid, config, LogListener())
-
-
-def until(there: Callable[[], Any], what: str, seconds: float = 150.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not there():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.3)
-
-
-def rounds(path: Path) -> int:
-    file = path / "metrics.jsonl"
-    return len(file.read_text().splitlines()) if file.is_file() else 0
-
-
-def online(federation: Path) -> set[str]:
-    return {one["node-id"] for one in nodes(federation / SERVER) if one["status"] == "online"}
-
-
-def program(folder: Path) -> int:
-    """The process of Flower's own program in a machine's folder."""
-    return int((folder / PID).read_text().split()[1])
 
 
 def test_a_run_over_tls_has_the_bits_of_the_inline_engine_and_names_belong_to_keys(federation: Path, tmp_path: Path):
@@ -264,95 +198,6 @@ def test_a_node_that_is_killed_in_the_middle_of_a_round_comes_back(federation: P
     lines = [json.loads(line) for line in (tmp_path / "wounded" / "metrics.jsonl").read_text().splitlines()]
     assert lines[0]["replies"] == 3 and lines[1]["replies"] in (2, 3)
     until(lambda: len(online(federation)) == 3, "it did not come back")
-
-
-@pytest.fixture(scope="module")
-def weathered(federation: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Records of a run in which site-0001's network is cut for a while and site-0002's operator has altered the program."""
-    root, homes = tmp_path_factory.mktemp("weathered"), [federation / name for name in ("site-0001", "site-0002")]
-    kept = [(home / SITE).read_text() for home in homes]
-    sheets = [read(SiteSheet, home / SITE) for home in homes]
-    altered = {"PYTHONPATH": os.pathsep.join([str(alter(root / "altered")), str(ROOT)])}
-    for home in homes:
-        local.stop(home)
-    try:
-        with network(int(sheets[0].superlink.rpartition(":")[2])) as between:
-            write(homes[0] / SITE, replace(sheets[0], superlink=f"127.0.0.1:{between.port}"))
-            write(homes[1] / SITE, replace(sheets[1], environment=altered))
-            local.up(federation, 3, tls=True)
-            more = ["rounds=3", "federation.min_replies=1", "federation.timeout=60", "evaluation.sites=0"]
-            command = [sys.executable, "-m", "sims.cli", "run", "digits", *words(federation, root, "cut", *more)]
-            child = subprocess.Popen(command, cwd=root, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-            until(lambda: rounds(root / "cut") >= 1, "no round was committed")
-            between.cut()
-            time.sleep(CUT_SECONDS)
-            between.mend()
-            out = child.communicate(timeout=300)[0].decode()
-            assert child.returncode == 0, out
-            for home in homes:
-                local.stop(home)
-        return [json.loads(line) for line in (root / "cut" / "metrics.jsonl").read_text().splitlines()]
-    finally:
-        for home, text in zip(homes, kept, strict=True):
-            local.stop(home)
-            (home / SITE).write_text(text)
-        local.up(federation, 3, tls=True)
-
-
-def alter(folder: Path) -> Path:
-    """A package `clients` with another ClientApp, over the installed one: any operator may have one on its own machine."""
-    package = folder / "clients"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("import pkgutil\n__path__ = pkgutil.extend_path(__path__, __name__)\n")
-    (package / "app.py").write_text(ALTERED)
-    return folder
-
-
-ALTERED = """
-from pathlib import Path
-
-import clients
-
-installed = next(path for path in (Path(one) / "app.py" for one in clients.__path__[1:]) if path.is_file())
-exec(compile(installed.read_text(), installed, "exec"))
-
-from sims.benchmarks.soak_replies import REFUSED
-
-class Altered(ClientApp):
-    honest = app
-
-    def __call__(self, message, context):
-        reply = self.honest(message, context)
-        return REFUSED["NaN"][0](reply) if message.metadata.message_type == "train" else reply
-
-app = Altered()
-"""
-
-
-def test_a_site_whose_network_is_cut_takes_part_again(weathered: list[dict[str, Any]]):
-    assert [record["round"] for record in weathered] == [1, 2, 3]
-    assert "site-0001" not in weathered[0]["dropped"] and "site-0001" not in weathered[2]["dropped"]
-    assert all("site-0000" not in record["dropped"] for record in weathered)
-
-
-def test_what_an_altered_program_answers_is_refused(weathered: list[dict[str, Any]]):
-    assert all("not finite" in record["dropped"]["site-0002"] for record in weathered)
-
-
-def test_a_second_server_of_a_run_is_refused_in_a_line_and_one_of_another_run_is_not(federation: Path, tmp_path: Path):
-    given = words(federation, tmp_path, "one", "rounds=3", "evaluation.sites=0")
-    child = subprocess.Popen([sys.executable, "-m", "sims.cli", "run", "digits", *given], cwd=tmp_path, env=ENVIRONMENT,
-                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
-    until(lambda: rounds(tmp_path / "one") >= 1, "no round was committed")
-    for command in (["resume", "one"], ["run", "digits", *given, "--overwrite"]):
-        told = fedloom(tmp_path, *command)
-        assert told.returncode and f"process {child.pid} is working on it" in told.stderr.splitlines()[-1], told.stderr
-    other = run(federation, tmp_path, "other", "rounds=1", "evaluation.sites=0")
-    out = child.communicate(timeout=300)[0].decode()
-    assert child.returncode == 0, out
-    one = json.loads((tmp_path / "one" / "summary.json").read_text())
-    assert one["digest"] == inline(tmp_path, "rounds=3", "evaluation.sites=0")["digest"]
-    assert other["status"] == "finished"
 
 
 def _quietly(ask: Callable[[], Any]) -> Any:

@@ -1,0 +1,22 @@
+"""A federation of machines for the tests of a file."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sims.federation import local
+from sims.federation.plan import SERVER, sites_of
+from sims.federation.programs import running
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Three authenticated nodes of a SuperLink with TLS, started once; nothing of it is left at the end."""
+    folder = tmp_path_factory.mktemp("machines") / "federation"
+    try:
+        assert local.up(folder, 3, tls=True) == ["site-0000", "site-0001", "site-0002"]
+        yield folder
+    finally:
+        local.down(folder)
+        assert not any(running(folder / name) for name in [SERVER, *sites_of(folder)])
