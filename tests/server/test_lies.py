@@ -20,6 +20,8 @@ from tests.flower.lies import Lie, lies
 from tests.flower.speaker import Node
 from tests.server.parts import Run, contribution, set_up, small, sum_of_contributions
 
+pytestmark = pytest.mark.slow
+
 LIAR = 1  # its place
 MOST = 2**22  # bytes of a reply
 
