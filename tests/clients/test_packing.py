@@ -17,7 +17,7 @@ from conf import UserError
 from fusion.exact import digest, quantise
 from server.experiment import check
 from sims.engines.adapter import store_folder
-from tests.server.parts import WatchedApp, contribution, set_up, small, sum_of_contributions
+from tests.server.parts import WatchedApp, close_all, contribution, set_up, small, sum_of_contributions
 
 SHAPES = arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5)
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -77,6 +77,7 @@ def test_the_sum_is_that_of_what_was_sent_and_the_site_keeps_just_that(tmp_path:
     both = [sum(received for _, received in run.listener.records[0]["bytes"].values()) for run in (run, plain)]
     assert both[0] < 0.6 * both[1] and {order.kind for order in app.orders} == {"train"}
     assert run.aggregate.digest() != plain.aggregate.digest()
+    close_all()
 
 
 def test_packed_updates_and_masks_exclude_each_other(tmp_path: Path):
