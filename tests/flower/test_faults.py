@@ -38,12 +38,17 @@ def weathered(federation: Path, tmp_path_factory: pytest.TempPathFactory) -> lis
             local.up(federation, 3, tls=True)
             more = ["rounds=3", "federation.min_replies=1", "federation.timeout=60", "evaluation.sites=0"]
             command = [sys.executable, "-m", "sims.cli", "run", "digits", *words(federation, root, "cut", *more)]
-            child = subprocess.Popen(command, cwd=root, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-            until(lambda: rounds(root / "cut") >= 1, "no round was committed")
-            between.cut()
-            time.sleep(CUT_SECONDS)
-            between.mend()
-            out = child.communicate(timeout=300)[0].decode()
+            with subprocess.Popen(
+                command, cwd=root, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            ) as child:
+                try:
+                    until(lambda: rounds(root / "cut") >= 1, "no round was committed")
+                    between.cut()
+                    time.sleep(CUT_SECONDS)
+                    between.mend()
+                    out = child.communicate(timeout=300)[0].decode()
+                finally:
+                    child.kill()
             assert child.returncode == 0, out
             for home in homes:
                 local.stop(home)
