@@ -8,12 +8,14 @@ trains as it should, but for the rounds that the file HOME/faults names: "3 NaN"
 import contextlib
 import signal
 import sys
+import threading
 import time
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import sklearn.datasets  # noqa: F401  # or else the first order waits for it
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from flwr.app import Context, Message, RecordDict
 from flwr.proto.message_pb2 import ObjectTree
@@ -34,7 +36,7 @@ from sims.federation.sheets import SITE, SiteSheet, node_config, read
 
 POLL_SECONDS = 0.02
 FAULTS = "faults"  # a file
-LATE_SECONDS = 15.0  # later than a round that waits for 10 seconds
+LATE_SECONDS = 25.0  # later than a round waits
 
 
 class Node:
@@ -189,9 +191,10 @@ KINDS: dict[str, Callable[[Speaker, Message, Message, str], None]] = {
 
 def main(home: Path) -> None:
     """Answer until this process is told to stop (SIGTERM)."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # and say so to the SuperLink
-    with Speaker(home) as node:
-        while True:
+    told = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: told.set())
+    with Speaker(home) as node:  # which says to the SuperLink that it goes
+        while not told.is_set():
             with contextlib.suppress(RunNotRunningException):  # the run ended meanwhile
                 if (asked := node.take()) is None:
                     time.sleep(POLL_SECONDS)

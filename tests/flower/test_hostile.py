@@ -38,7 +38,7 @@ from tests.server.parts import Recorder, close_all, contribution, started, sum_o
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 NAMES = ("site-0000", "site-0001", "site-0002")
-WAIT_SECONDS = 12
+WAIT_SECONDS = 20
 assert WAIT_SECONDS < LATE_SECONDS
 PLANNED = {  # by round and place: what comes, and why it does not count (empty: it counts)
     (2, 1): ("late", f"no reply within {WAIT_SECONDS} s"),
