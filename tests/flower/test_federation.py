@@ -96,7 +96,7 @@ def test_the_doctor_finds_what_is_wrong(federation: Path, tmp_path: Path):
     assert set(found.values()) - {found["here", "versions"]} == {GOOD}
     assert len(found) == 1 + 4 + 3 * 4
     home = tmp_path / "site"
-    shutil.copytree(federation / "site-0000", home, ignore=shutil.ignore_patterns("running.*"))
+    shutil.copytree(federation / "site-0000", home, ignore=shutil.ignore_patterns("running.*", "*.socket"))
     (home / "key").chmod(0o644)
     write_certificates(tmp_path, ["elsewhere"])
     shutil.copy(tmp_path / "ca.crt", home / "ca.crt")  # of another authority
