@@ -156,8 +156,9 @@ def read_config_record(content: RecordDict, digest: str) -> str | None:
 
 
 def array_bytes(content: RecordDict) -> int:
-    """Bytes of a message's arrays; what else is in it is small."""
-    return sum(len(array.data) for record in content.array_records.values() for array in record.values())
+    """Bytes of a message's states; what else is in it is small, or goes to a site once (the configuration)."""
+    states = (record for name, record in content.array_records.items() if name not in TEXTS)
+    return sum(len(array.data) for record in states for array in record.values())
 
 
 def to_arrays(state: Mapping[str, Tensor], packing: str = NONE) -> ArrayRecord:

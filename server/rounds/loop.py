@@ -117,6 +117,7 @@ class RoundLoop:
             record["clipped"] = run.clipped
         if run.losses:
             record["train_loss"] = sum(sorted(run.losses)) / len(run.losses)  # sorted: whatever the order of arrival
+        record["bytes"] = dict(sorted(self.federation.traffic.items()))
         masked = {RECORD: {"round": run.site_round, "sites": run.masked, "lifted": leaving}} if run.masked else {}
         if run.epsilon:
             record["epsilon"] = dict(sorted(run.epsilon.items()))
@@ -125,7 +126,6 @@ class RoundLoop:
         if leaving:
             self.lifted()
         record = self.measured(record)
-        record["bytes"] = dict(sorted(self.federation.traffic.items()))
         record["seconds"] = time.monotonic() - begin
         self.listener.round_done(record)
         return record
