@@ -72,7 +72,7 @@ def results(path: Path) -> dict[str, Any]:
     found["labels"] = {file.name: read_metadata(file) for file in (path / "states").iterdir()}
     with Ledger.open(path, server=False) as ledger:
         found["rounds"] = [
-            dataclasses.replace(row, time="", record={key: one for key, one in row.record.items() if key != "bytes"})
+            dataclasses.replace(row, time="", record={key: one for key, one in (row.record or {}).items() if key != "bytes"})
             for row in ledger.rounds()
         ]
         found["latest"] = {name: ledger.history(name) for name in ledger.sites()}
