@@ -156,8 +156,8 @@ def read_config_record(content: RecordDict, digest: str) -> str | None:
 
 
 def array_bytes(content: RecordDict) -> int:
-    """Bytes of a message's states; what else is in it is small, or is repair (the configuration, a lost state)."""
-    states = (record for name, record in content.array_records.items() if name not in (*TEXTS, OWN))
+    """Bytes of a message's states; what else is in it is small, or the configuration, which sites have but for once."""
+    states = (record for name, record in content.array_records.items() if name not in TEXTS)
     return sum(len(array.data) for record in states for array in record.values())
 
 

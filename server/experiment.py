@@ -23,6 +23,7 @@ from server.evaluate import RECOMPUTED, Evaluator, has_data, site_rows
 from server.ledger import Ledger
 from server.listener import Listener
 from server.method import Method, open_ledger
+from server.privacy import check_hidden, hidden
 from server.rounds.exchange import Federation
 from server.rounds.loop import MOST_TOLD
 from server.rounds.schedules import sample_size
@@ -36,6 +37,7 @@ NO_SUMS = ("median", "coordinate_median", "trimmed_mean", "krum")  # robust aggr
 def check(config: Config) -> None:
     """Refuse what cannot work before anything is started: data, sites, method. Raises UserError."""
     _check_method(config)
+    check_hidden(config)
     if has_data(config):
         site_sizes(config)
     asked = sample_size(config, len(roster(config)))
@@ -73,14 +75,8 @@ def _check_method(config: Config) -> None:
             raise UserError(f"strategy.{key}: '{given}' is no sum: no site could be subtracted again. Against poisoned "
                             "replies there are bounds: federation.largest_weight, largest_change, clip_change, "
                             "most_samples")  # fmt: skip
-    if config.federation.packed != NONE and config.federation.secure_aggregation:
-        raise UserError("federation.packed: under masks everything travels as integers of 64 bits; leave it at none")
     if config.federation.partial_sums and config.engine.name == "flower":
         raise UserError("federation.partial_sums: needs workers of this run's own (engine.name=ray); leave it off")
-    for key in ("partial_sums", "secure_aggregation"):
-        if getattr(config.federation, key) and config.federation.clip_change:
-            raise UserError(f"federation.clip_change: the server scales each reply itself; leave federation.{key} off "
-                            "(privacy.clip: sites scale what they send)")  # fmt: skip
 
 
 def with_mode(config: Config, mode: str) -> Config:
@@ -183,13 +179,6 @@ def _mean(accuracies: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {key: sum(shares) / len(shares) for key, shares in given.items()}
 
 
-def _hidden(config: Config) -> dict[str, Any]:
-    """How sites' contributions were hidden, if they were."""
-    masks = {"secure_aggregation": True} if config.federation.secure_aggregation else {}
-    noise = {key: getattr(config.privacy, key) for key in ("clip", "noise", "delta")} if config.privacy.noise else {}
-    return {**masks, **noise}
-
-
 def head(config: Config, ledger: Ledger | None = None) -> dict[str, Any]:
     """What a summary says before anything is measured; without the sites that the ledger has as forgotten."""
     gone = {name for name, forgotten in ledger.sites().items() if forgotten} if ledger else set()
@@ -202,6 +191,6 @@ def head(config: Config, ledger: Ledger | None = None) -> dict[str, Any]:
         "engine": config.engine.name,
         "sites": [row for row in site_rows(config) if row["name"] not in gone],
         **({"unlearned": sorted(gone)} if gone else {}),
-        **({"privacy": hidden} if (hidden := _hidden(config)) else {}),
+        **({"privacy": ways} if (ways := hidden(config)) else {}),
         **({"packed": config.federation.packed} if config.federation.packed != NONE else {}),
     }

@@ -22,6 +22,7 @@ from conf.errors import UserError, unknown
 from conf.sites import Site
 from fusion.exact import ExactSum, ExactSumError, State, quantise
 from server.ledger.slots import Put, Slots
+from server.privacy import refuse_hidden
 from server.rounds.exchange import Reply as Received
 from server.rounds.partial_sums import Partials
 from server.rounds.schedules import Participation
@@ -134,11 +135,8 @@ class Run(View):
         Raises TooFewRepliesError, unless no answer is `needed`: then the method goes on with those that it has.
         """
         asked, replies = self.participants if sites is None else sites, 0
-        if kind == TRAIN and (self.config.federation.secure_aggregation or self.config.privacy.noise):
-            key = "federation.secure_aggregation" if self.config.federation.secure_aggregation else "privacy.noise"
-            name = self.config.strategy["name"]
-            raise UserError(f"{key}: strategy '{name}' reads every site's own reply; take "
-                            "one that gathers sums alone, such as sum_aggregation")  # fmt: skip
+        if kind == TRAIN:
+            refuse_hidden(self.config)
         for received in self._exchange.ask(kind, self, asked, content, None):
             try:
                 wanted = expected(received.site) if callable(expected) else expected

@@ -8,18 +8,18 @@ compositions and certificates are therefore not a method's business.
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from clients.networks import architecture_of
 from clients.objectives import OBJECTIVES, objective_of
-from clients.privacy import check_privacy
 from conf.errors import UserError
 from conf.registry import Registry
 from conf.schema import Config
 from server.ledger.declared import Catalogue, Slot, Sum
+from server.privacy import masked
 from server.rounds.run import Run
 from server.rounds.schedules import Sampling, Schedule
 from server.rounds.view import Models, View
@@ -114,23 +114,11 @@ def slots_of(config: Config) -> dict[str, Slot]:
         raise UserError(f"strategy '{name}': its slots() must give a dictionary of server.strategies.Sum and Catalogue")
     if odd := [slot for slot in slots if not isinstance(slot, str) or not PLAIN.fullmatch(slot)]:
         raise UserError(f"strategy '{name}': the slot {odd[0]!r} needs a name of letters, digits, '-', '_' and '.'")
-    check_privacy(config.privacy)
     if config.federation.secure_aggregation:
-        if config.federation.partial_sums:
-            raise UserError("federation.partial_sums: workers would read what sites give; not with secure_aggregation")
-        slots = {name: _masked(config, name, slot) for name, slot in slots.items()}
+        slots = masked(config, slots)
     if config.federation.partial_sums and (len(slots) > 1 or any(isinstance(slot, Catalogue) for slot in slots.values())):
         raise UserError(f"federation.partial_sums: workers add up one sum alone; strategy '{name}' has other slots")
     return dict(slots)
-
-
-def _masked(config: Config, name: str, slot: Slot) -> Slot:
-    """The slot as secure aggregation keeps it. UserError for one that cannot be summed without being read."""
-    if isinstance(slot, Sum) and not slot.weighted:
-        return replace(slot, masked=True)
-    kind = "counts by samples" if isinstance(slot, Sum) else "is not summed"
-    raise UserError(f"federation.secure_aggregation: slot '{name}' of strategy '{config.strategy.get('name')}' {kind}; take "
-                    "one that gathers unweighted sums alone, such as sum_aggregation")  # fmt: skip
 
 
 def check_objective(config: Config, name: str) -> None:

@@ -10,14 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clients.privacy import discrete_gaussian, epsilon
+from clients.states import read_state
 from conf import UserError
 from conf.errors import FailedError
 from fusion.exact import digest
-from server.strategies import slots_of
+from server.privacy import check_hidden
+from sims.engines.adapter import store_folder
 from sims.report.report import write_report
+from tests.server.masked import configured, held, others, run
 from tests.server.parts import Recorder, folder, small
 from tests.server.runs import method_of
-from tests.server.test_secure_aggregation import configured, held, others, run
 from tests.sims.pages import checked
 
 NOISE = ("privacy.clip=0.5", "privacy.noise=1.0")
@@ -108,9 +110,6 @@ def test_noise_and_clipping_have_the_size_that_is_accounted_for(tmp_path: Path, 
     run(config)
     with method_of(config) as method:
         start = method.aggregation.run().initial()
-        from clients.states import read_state
-        from sims.engines.adapter import store_folder
-
         for site in others():
             sent = read_state(max(store_folder(config).glob(f"*/{site}/summed-*.safetensors")))
             moved = torch.cat([(one.double() * 2.0**-32 - start[name].double()).flatten() for name, one in sent.items()])
@@ -130,7 +129,7 @@ def test_a_site_stops_when_its_budget_is_spent(tmp_path: Path) -> None:
 
 def test_half_a_mechanism_and_methods_that_read_replies_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="takes both"):
-        slots_of(small(tmp_path, "privacy.noise=1.0"))
+        check_hidden(small(tmp_path, "privacy.noise=1.0"))
     config = small(tmp_path, *NOISE, "strategy.name=exclusive", "objective.name=heterogeneous", "baselines=[]")
     with pytest.raises(UserError, match=r"privacy\.noise: strategy 'exclusive' reads every site's own reply"):
         run(config)

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import tomllib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ FAULTS = "faults"  # a file
 LATE_SECONDS = 25.0  # later than a round waits
 
 
-class Node:
+class Node(ABC):
     """Who answers orders."""
 
     def send(self, reply: Message) -> bool:
@@ -47,9 +48,9 @@ class Node:
         parts = {id: part.deflate() for id, part in get_all_nested_objects(reply).items()}
         return self.push(reply, get_object_tree(reply), parts)
 
+    @abstractmethod
     def push(self, reply: Message, tree: ObjectTree, parts: Mapping[str, bytes]) -> bool:
         """Send a message whose parts are these bytes, whatever they are."""
-        raise NotImplementedError
 
 
 class Speaker(Node):

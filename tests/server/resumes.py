@@ -59,9 +59,9 @@ def stopped(config: Config, after: int, baseline: str = "") -> Config:
 
 
 def metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, but for seconds, and bytes: who is asked again is sent more."""
+    """The lines of metrics.jsonl, but for seconds."""
     lines = [json.loads(line) for line in (path / METRICS).read_text().splitlines()]
-    return [{key: item for key, item in line.items() if key not in ("seconds", "bytes")} for line in lines]
+    return [{key: item for key, item in line.items() if key != "seconds"} for line in lines]
 
 
 def results(path: Path) -> dict[str, Any]:
@@ -71,10 +71,7 @@ def results(path: Path) -> dict[str, Any]:
     found["states"] = files(path / "states")
     found["labels"] = {file.name: read_metadata(file) for file in (path / "states").iterdir()}
     with Ledger.open(path, server=False) as ledger:
-        found["rounds"] = [
-            dataclasses.replace(row, time="", record={key: one for key, one in (row.record or {}).items() if key != "bytes"})
-            for row in ledger.rounds()
-        ]
+        found["rounds"] = [dataclasses.replace(row, time="") for row in ledger.rounds()]
         found["latest"] = {name: ledger.history(name) for name in ledger.sites()}
     beside = path / "baselines"
     return {**found, **{one.name: results(one) for one in (beside.iterdir() if beside.is_dir() else ())}}

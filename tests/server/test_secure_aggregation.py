@@ -1,118 +1,33 @@
 """Sums under masks: the same bits as sums of what can be read, whoever drops out; forgetting; what the server keeps."""
 
-import re
 import shutil
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from flwr.app import Context, Error, Message
-from flwr.clientapp import ClientApp
 
-from clients.app import app
 from clients.messages import (
     MASKED,
     SECURE_KEYS,
-    SECURE_SHARES,
     SECURE_UNMASK,
     SITE,
     TRAIN,
-    read_order,
-    to_arrays,
     to_states,
 )
 from clients.states import read_state
-from conf import Config, UserError, load
+from conf import UserError, load
 from conf.errors import FailedError
-from conf.sites import roster
-from fusion.exact import ExactSum, State, digest
-from server.experiment import run_experiment
+from fusion.exact import ExactSum, digest
 from server.ledger.audit import check
-from server.method import Method
+from server.privacy import check_hidden
 from server.strategies import slots_of, strategy_of
-from server.unlearning.requests import Unlearning, receive
+from server.unlearning.requests import Unlearning
 from sims.engines.adapter import store_folder
 from sims.engines.inline import InlineGrid
-from tests.server.parts import Recorder, folder, small
+from tests.server.masked import FOUR, MASKS, ONE, SITES, STAGES, TWO, Spoiled, configured, forget, gone, held, others, run
+from tests.server.parts import Recorder, folder
 from tests.server.runs import method_of
-
-SITES = 5
-ONE, TWO, FOUR = "site-0001", "site-0002", "site-0004"
-MASKS = ("objective.subset_probability=0", "federation.secure_aggregation=true")
-STAGES = (SECURE_KEYS, SECURE_SHARES, TRAIN, SECURE_UNMASK)
-Answer = Callable[[Message, Message], Message]
-
-
-class Spoiled(ClientApp):
-    """The real ClientApp; what sites say to questions of some kinds goes through `spoil`, and orders are noted."""
-
-    def __init__(self, spoil: Answer | None = None, kinds: Sequence[str] = (), sites: Sequence[int] = (1,)) -> None:
-        super().__init__()
-        self.spoil, self.kinds, self.sites = spoil, kinds, sites
-        self.replies: list[tuple[str, int, Message]] = []
-
-    def __call__(self, message: Message, context: Context) -> Message:
-        if message.metadata.message_type == "query":
-            return app(message, context)
-        order = read_order(message.content)
-        reply = app(message, context)
-        self.replies.append((order.kind, order.site, reply))
-        if self.spoil is not None and order.kind in self.kinds and order.site in self.sites:
-            return self.spoil(message, reply)
-        return reply
-
-
-def gone(message: Message, reply: Message) -> Message:
-    return Message(Error(1, "gone"), reply_to=message)
-
-
-def changed(record: str, change: Callable[[State], State]) -> Answer:
-    def answer(_: Message, reply: Message) -> Message:
-        reply.content[record] = to_arrays(change(to_states(reply.content)[record]))
-        return reply
-
-    return answer
-
-
-def configured(root: Path, *words: str, name: str = "run") -> Config:
-    return small(root, "objective.subset_probability=0", "baselines=[]", f"run.name={name}", *words, sites=SITES, samples=20)
-
-
-def run(config: Config, client: ClientApp | None = None) -> Recorder:
-    listener = Recorder()
-    grid = InlineGrid(len(roster(config)), store_folder(config), client or Spoiled())
-    run_experiment(grid, config, listener)
-    return listener
-
-
-def sum_of(config: Config) -> str:
-    """The digest of the server's sum."""
-    with method_of(config) as method:
-        return method.aggregation.digest()["sum"]
-
-
-def held(config: Config, sites: Sequence[str], prefix: str = "extractor.") -> str:
-    """The digest of the sum of what these sites hold in their own stores."""
-    total = ExactSum(config.federation.scale_bits)
-    for site in sites:
-        state = read_state(max(store_folder(config).glob(f"*/{site}/summed-*.safetensors")))
-        total.add({name: tensor for name, tensor in state.items() if name.startswith(prefix)})
-    return digest(total.totals)
-
-
-def forget(method: Method, config: Config, sites: Sequence[str], id: str, client: ClientApp | None = None) -> Recorder:
-    """Receive a request and fulfil it, with sites that are simulated anew."""
-    listener = Recorder()
-    receive(method.ledger, id, sites, "", {})
-    grid = InlineGrid(len(roster(config)), store_folder(config), client or Spoiled())
-    method.train(method.joined(grid), listener, rounds=method.unlearning().last_round())
-    return listener
-
-
-def others(*names: str) -> list[str]:
-    return [f"site-{place:04d}" for place in range(SITES) if f"site-{place:04d}" not in names]
 
 
 @pytest.mark.parametrize(
@@ -249,116 +164,6 @@ def test_a_site_that_lost_its_store_is_dropped_until_it_is_readmitted(tmp_path: 
         assert method.aggregation.digest()["sum"] == held(config, others())
 
 
-# Hostile sites
-
-
-def wrong(state: State) -> State:
-    return {name: torch.flip(tensor, [0]) + 1 for name, tensor in state.items()}
-
-
-def test_wrong_shares_are_found_out(tmp_path: Path) -> None:
-    config = configured(tmp_path, MASKS[1], "rounds=1")
-    run(config, Spoiled(changed(SECURE_UNMASK, wrong), [SECURE_UNMASK]))
-    assert sum_of(config) == held(config, others())
-
-
-@pytest.mark.parametrize(
-    ("stage", "record", "change"),
-    [
-        (SECURE_KEYS, SECURE_KEYS, lambda state: {"keys": state["keys"][:95]}),
-        (SECURE_KEYS, SECURE_KEYS, lambda state: {}),
-        (SECURE_KEYS, SECURE_KEYS, lambda state: {"keys": state["keys"].double()}),
-        (SECURE_SHARES, SECURE_SHARES, lambda state: {}),
-        (SECURE_SHARES, SECURE_SHARES, lambda state: {name: torch.zeros(300, dtype=torch.uint8) for name in state}),
-        (TRAIN, SITE, lambda state: {MASKED: state[MASKED][1:]}),
-        (TRAIN, SITE, lambda state: {MASKED: state[MASKED].double()}),
-        (TRAIN, SITE, lambda state: {**state, "more": state[MASKED]}),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_read_drops_its_site_alone(tmp_path: Path, stage: str, record: str, change: Any) -> None:
-    config = configured(tmp_path, MASKS[1], "rounds=1")
-    told = run(config, Spoiled(changed(record, change), [stage]))
-    assert list(told.records[0]["dropped"]) == [ONE] and told.records[0]["replies"] == SITES - 1
-
-
-def test_shares_that_nobody_can_open_cost_their_sender_the_round(tmp_path: Path) -> None:
-    config = configured(tmp_path, MASKS[1], "rounds=1")
-    with pytest.raises(FailedError, match=f"its own mask cannot be taken off for {ONE}"):
-        run(config, Spoiled(changed(SECURE_SHARES, wrong), [SECURE_SHARES]))
-    with method_of(config) as method:
-        assert method.unlearning().last_round() == 0
-
-
-def test_what_is_no_contribution_is_seen_in_the_sum(tmp_path: Path) -> None:
-    config = configured(tmp_path, MASKS[1], "rounds=1")
-    with pytest.raises(FailedError, match=r"is beyond federation.largest_weight=10000: a site sent what is no contribution"):
-        run(config, Spoiled(changed(SITE, lambda state: {MASKED: state[MASKED] * 3}), [TRAIN]))
-    with method_of(config) as method:
-        assert method.unlearning().last_round() == 0
-
-
-# A hostile server, as a site sees it
-
-
-def asked_again(tmp_path: Path, kind: str, change: Callable[[Message], None] = lambda message: None) -> list[str]:
-    """What sites say when the server sends its questions of a kind once more, changed."""
-    said: list[str] = []
-
-    class Twice(Spoiled):
-        def __call__(self, message: Message, context: Context) -> Message:
-            reply = super().__call__(message, context)
-            if message.metadata.message_type != "query" and read_order(message.content).kind == kind:
-                change(message)
-                again = app(message, context)
-                said.append(str(again.error.reason) if again.has_error() else "answered")
-            return reply
-
-    run(configured(tmp_path, MASKS[1], "rounds=1"), Twice())
-    return said
-
-
-def turned(message: Message) -> None:
-    """Those that count are said to have dropped out, but for one."""
-    counts = to_states(message.content)[SECURE_UNMASK]
-    message.content[SECURE_UNMASK] = to_arrays({name: one * (name == ONE) for name, one in counts.items()})
-
-
-def test_a_site_answers_once(tmp_path: Path) -> None:
-    assert all("this attempt's contribution was sent" in told for told in asked_again(tmp_path / "a", TRAIN))
-    assert all("not to be taken off now" in told for told in asked_again(tmp_path / "b", SECURE_UNMASK))
-    assert all("not to be taken off now" in told for told in asked_again(tmp_path / "c", SECURE_UNMASK, turned))
-
-
-@pytest.mark.parametrize(
-    ("stage", "record", "change", "told"),
-    [
-        (SECURE_SHARES, SECURE_KEYS, lambda keys: dict.fromkeys(keys, keys[ONE]), "are not|the same keys"),
-        (SECURE_SHARES, SECURE_KEYS, lambda keys: {**keys, TWO: keys[ONE]}, "two sites have the same keys|are not"),
-        (SECURE_SHARES, SECURE_KEYS, lambda keys: dict.fromkeys(keys, torch.zeros(96, dtype=torch.uint8)), "are not"),
-        (SECURE_SHARES, SECURE_KEYS, lambda keys: {**keys, "../x": keys[ONE]}, "cannot be read"),
-        (TRAIN, SECURE_SHARES, lambda shares: dict(list(shares.items())[:2]), "3 sites are too few; 4 must take part"),
-        (TRAIN, SECURE_SHARES, lambda shares: {}, "1 sites are too few"),
-        (SECURE_UNMASK, SECURE_UNMASK, lambda counts: {n: one * (n < TWO) for n, one in counts.items()}, "few|to be"),
-    ],
-)  # fmt: skip
-def test_a_site_refuses_to_give_itself_away(tmp_path: Path, stage: str, record: str, change: Any, told: str) -> None:
-    class Server(Spoiled):
-        def __call__(self, message: Message, context: Context) -> Message:
-            if message.metadata.message_type != "query" and read_order(message.content).kind == stage:
-                message.content[record] = to_arrays(change(to_states(message.content)[record]))
-            return super().__call__(message, context)
-
-    config, client = configured(tmp_path, MASKS[1], "rounds=1"), Server()
-    with pytest.raises(FailedError):
-        run(config, client)
-    reasons = [str(reply.error.reason) for kind, _, reply in client.replies if kind == stage and reply.has_error()]
-    assert len(reasons) == SITES
-    assert all(re.search(told, reason) for reason in reasons), reasons
-
-
-# What it cannot be used with
-
-
 @pytest.mark.parametrize(
     ("experiment", "words", "told"),
     [
@@ -371,6 +176,7 @@ def test_a_site_refuses_to_give_itself_away(tmp_path: Path, stage: str, record: 
 def test_what_needs_to_read_contributions_is_refused(experiment: str, words: tuple[str, ...], told: str) -> None:
     config = load(experiment, [MASKS[1], *words])
     with pytest.raises(UserError, match=told):
+        check_hidden(config)
         strategy_of(config).check(config)
         slots_of(config)
 

@@ -1,0 +1,131 @@
+"""Secure aggregation among liars: hostile sites as the server meets them, and a hostile server as a site sees it."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Context, Message
+
+from clients.app import app
+from clients.messages import (
+    MASKED,
+    SECURE_KEYS,
+    SECURE_SHARES,
+    SECURE_UNMASK,
+    SITE,
+    TRAIN,
+    read_order,
+    to_arrays,
+    to_states,
+)
+from conf.errors import FailedError
+from fusion.exact import State
+from tests.server.masked import MASKS, ONE, SITES, TWO, Spoiled, changed, configured, held, others, run, sum_of
+from tests.server.runs import method_of
+
+
+def wrong(state: State) -> State:
+    return {name: torch.flip(tensor, [0]) + 1 for name, tensor in state.items()}
+
+
+def test_wrong_shares_are_found_out(tmp_path: Path) -> None:
+    config = configured(tmp_path, MASKS[1], "rounds=1")
+    run(config, Spoiled(changed(SECURE_UNMASK, wrong), [SECURE_UNMASK]))
+    assert sum_of(config) == held(config, others())
+
+
+@pytest.mark.parametrize(
+    ("stage", "record", "change"),
+    [
+        (SECURE_KEYS, SECURE_KEYS, lambda state: {"keys": state["keys"][:95]}),
+        (SECURE_KEYS, SECURE_KEYS, lambda state: {}),
+        (SECURE_KEYS, SECURE_KEYS, lambda state: {"keys": state["keys"].double()}),
+        (SECURE_SHARES, SECURE_SHARES, lambda state: {}),
+        (SECURE_SHARES, SECURE_SHARES, lambda state: {name: torch.zeros(300, dtype=torch.uint8) for name in state}),
+        (TRAIN, SITE, lambda state: {MASKED: state[MASKED][1:]}),
+        (TRAIN, SITE, lambda state: {MASKED: state[MASKED].double()}),
+        (TRAIN, SITE, lambda state: {**state, "more": state[MASKED]}),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_drops_its_site_alone(tmp_path: Path, stage: str, record: str, change: Any) -> None:
+    config = configured(tmp_path, MASKS[1], "rounds=1")
+    told = run(config, Spoiled(changed(record, change), [stage]))
+    assert list(told.records[0]["dropped"]) == [ONE] and told.records[0]["replies"] == SITES - 1
+
+
+def test_shares_that_nobody_can_open_cost_their_sender_the_round(tmp_path: Path) -> None:
+    config = configured(tmp_path, MASKS[1], "rounds=1")
+    with pytest.raises(FailedError, match=f"its own mask cannot be taken off for {ONE}"):
+        run(config, Spoiled(changed(SECURE_SHARES, wrong), [SECURE_SHARES]))
+    with method_of(config) as method:
+        assert method.unlearning().last_round() == 0
+
+
+def test_what_is_no_contribution_is_seen_in_the_sum(tmp_path: Path) -> None:
+    config = configured(tmp_path, MASKS[1], "rounds=1")
+    with pytest.raises(FailedError, match=r"is beyond federation.largest_weight=10000: a site sent what is no contribution"):
+        run(config, Spoiled(changed(SITE, lambda state: {MASKED: state[MASKED] * 3}), [TRAIN]))
+    with method_of(config) as method:
+        assert method.unlearning().last_round() == 0
+
+
+# A hostile server, as a site sees it
+
+
+def asked_again(tmp_path: Path, kind: str, change: Callable[[Message], None] = lambda message: None) -> list[str]:
+    """What sites say when the server sends its questions of a kind once more, changed."""
+    said: list[str] = []
+
+    class Twice(Spoiled):
+        def __call__(self, message: Message, context: Context) -> Message:
+            reply = super().__call__(message, context)
+            if message.metadata.message_type != "query" and read_order(message.content).kind == kind:
+                change(message)
+                again = app(message, context)
+                said.append(str(again.error.reason) if again.has_error() else "answered")
+            return reply
+
+    run(configured(tmp_path, MASKS[1], "rounds=1"), Twice())
+    return said
+
+
+def turned(message: Message) -> None:
+    """Those that count are said to have dropped out, but for one."""
+    counts = to_states(message.content)[SECURE_UNMASK]
+    message.content[SECURE_UNMASK] = to_arrays({name: one * (name == ONE) for name, one in counts.items()})
+
+
+def test_a_site_answers_once(tmp_path: Path) -> None:
+    assert all("this attempt's contribution was sent" in told for told in asked_again(tmp_path / "a", TRAIN))
+    assert all("not to be taken off now" in told for told in asked_again(tmp_path / "b", SECURE_UNMASK))
+    assert all("not to be taken off now" in told for told in asked_again(tmp_path / "c", SECURE_UNMASK, turned))
+
+
+@pytest.mark.parametrize(
+    ("stage", "record", "change", "told"),
+    [
+        (SECURE_SHARES, SECURE_KEYS, lambda keys: dict.fromkeys(keys, keys[ONE]), "are not|the same keys"),
+        (SECURE_SHARES, SECURE_KEYS, lambda keys: {**keys, TWO: keys[ONE]}, "two sites have the same keys|are not"),
+        (SECURE_SHARES, SECURE_KEYS, lambda keys: dict.fromkeys(keys, torch.zeros(96, dtype=torch.uint8)), "are not"),
+        (SECURE_SHARES, SECURE_KEYS, lambda keys: {**keys, "../x": keys[ONE]}, "cannot be read"),
+        (TRAIN, SECURE_SHARES, lambda shares: dict(list(shares.items())[:2]), "3 sites are too few; 4 must take part"),
+        (TRAIN, SECURE_SHARES, lambda shares: {}, "1 sites are too few"),
+        (SECURE_UNMASK, SECURE_UNMASK, lambda counts: {n: one * (n < TWO) for n, one in counts.items()}, "few|to be"),
+    ],
+)  # fmt: skip
+def test_a_site_refuses_to_give_itself_away(tmp_path: Path, stage: str, record: str, change: Any, told: str) -> None:
+    class Server(Spoiled):
+        def __call__(self, message: Message, context: Context) -> Message:
+            if message.metadata.message_type != "query" and read_order(message.content).kind == stage:
+                message.content[record] = to_arrays(change(to_states(message.content)[record]))
+            return super().__call__(message, context)
+
+    config, client = configured(tmp_path, MASKS[1], "rounds=1"), Server()
+    with pytest.raises(FailedError):
+        run(config, client)
+    reasons = [str(reply.error.reason) for kind, _, reply in client.replies if kind == stage and reply.has_error()]
+    assert len(reasons) == SITES
+    assert all(re.search(told, reason) for reason in reasons), reasons
