@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from conf.progress import steps
 from fusion.exact import ExactSum
 from server.ledger.blobs import Blobs, file_digest
 from server.ledger.database import LEDGER, SEAL, reading
@@ -95,7 +96,7 @@ def _seal(folder: Path) -> Iterator[Problem]:
 
 def _named(blobs: Blobs) -> Iterator[Problem]:
     """Blobs whose bytes are not what their name says."""
-    for blob in sorted(blobs.names()):
+    for blob in steps("checking files", sorted(blobs.names())):
         try:
             if file_digest(blobs.path(blob)) != blob:
                 yield Problem(_file(blob), "is damaged: its sha256 is not its name")
@@ -207,7 +208,7 @@ def _sum(blobs: Blobs, refers: _Refers, row: SumRow) -> Iterator[Problem]:
     """A stored sum against the sum of the latest contributions, read one by one, in exact integers."""
     stored = blobs.get(refers.states[row.name])
     added = ExactSum(refers.bits, modular=row.masked)
-    for site, one in refers.latest.items():
+    for site, one in steps("adding contributions up", refers.latest.items()):
         part = row.of(blobs.get(one.blob), stored, refers.bits)
         if absent := stored.keys() - part.keys() if part or not row.prefix else ():
             yield Problem(_file(one.blob), f"{site}'s contribution has no tensor '{min(absent)}', the sum has")

@@ -7,6 +7,7 @@ from clients.networks import Model
 from clients.replies import Bounds
 from conf import to_yaml
 from conf.errors import UserError
+from conf.progress import steps
 from conf.sites import Site
 from fusion.exact import ExactSum, State, digest
 from server.ledger import Ledger
@@ -177,7 +178,7 @@ class Aggregation:
         Every contribution is read once, site by site; `visit` may look at the site's then.
         """
         sums = {slot: _Sums(self.slots, slot) for slot in self.slots.totals}
-        for site in self.members():
+        for site in steps("measuring sites and checking sums", self.members()):
             for one in sums.values():
                 one.read(site.name)
             visit(site)

@@ -11,6 +11,7 @@ from typing import Any
 
 from clients.data import label
 from conf.errors import UserError, unknown
+from conf.progress import step
 from conf.schema import Config
 from conf.sites import UNION, Site
 from conf.typed import value
@@ -71,6 +72,7 @@ class Search:
     ) -> None:  # fmt: skip
         """`how`: GRADIENTS or WEIGHTS; `start`: theta_0; `ends`: the sites' own networks, by name; all float32."""
         self.evaluator, self.options, self.names = evaluator, options, list(ends)
+        self.measured, self.expected = 0, expected(options, len(ends))
         self.own = self._own(start, ends, sites)
         self.composer = Composer(evaluator.network, start, list(ends.values()), how)
 
@@ -82,6 +84,8 @@ class Search:
 
     def worth(self, alphas: Sequence[Alpha]) -> float:
         """How good the combination is: the worst relative accuracy, and a hundredth of the mean one."""
+        step("searching coefficients", min(self.measured, self.expected - 1), self.expected)
+        self.measured += 1
         self.composer(alphas)
         return worth(self.evaluator.measure("validation", self.options.images), self.own)
 
@@ -96,6 +100,11 @@ class Search:
             if domain in found:
                 own[domain] = max(own.get(domain, 0.0), found[domain])
         return own
+
+
+def expected(options: SearchOptions, sites: int) -> int:
+    """About how many combinations of so many sites' networks are measured."""
+    return len(options.steps or GRID) ** sites if options.by == "grid" else options.evaluations
 
 
 def worth(found: Mapping[str, float], own: Mapping[str, float]) -> float:

@@ -13,6 +13,7 @@ from clients.learner import DivergedError
 from clients.networks import Model, architecture_of
 from clients.randomness import torch_generator
 from conf.errors import UserError
+from conf.progress import steps
 from conf.schema import Config
 from conf.sites import Site, roster
 from server.evaluate import Evaluator
@@ -42,7 +43,7 @@ class UnlearningEvaluation:
             found: dict[str, Any] = {"accuracy": self.evaluator.accuracy(model, "test"), "membership": {}}
         except UserError as error:  # the images are the sites' own
             return {"accuracy": {}, "membership": {}, "not_measured": str(error)}
-        for site in self.sites:
+        for site in steps("membership attacks", self.sites):
             found["membership"][site.name] = self._attacked(site, model)
         return found
 
@@ -76,7 +77,7 @@ class UnlearningEvaluation:
     def _relearning(self, before: dict[str, Any], model: Model) -> dict[str, Any]:
         """Steps until REGAIN of the old accuracy on a site's domain is back, from here and from a fresh start."""
         found = {}
-        for site in self.sites:
+        for site in steps("time to relearn", self.sites):
             target = REGAIN * before.get("accuracy", {}).get(label(site.spec), float("nan"))
             fresh = initial_state(self.config) if model.architecture == architecture_of(self.config) else {}
             starts = {"forgotten": model, **({"fresh": replace(model, state=fresh)} if fresh else {})}

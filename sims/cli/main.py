@@ -163,13 +163,15 @@ def ledger(
 ) -> None:
     """List a run's events, or check all that is kept of it."""
     from sims.cli import unlearn
+    from sims.cli.progress import listener_for
 
     found: dict[str, Any] = {}
     if prune:
         found["removed"] = unlearn.prune(run)
         typer.echo(f"{len(found['removed'])} files removed")
     if check:
-        found |= unlearn.audit(run)
+        with listener_for(quiet=as_json):
+            found |= unlearn.audit(run)
         for line in found["problems"] or ["no problems"]:
             typer.echo(line)
         for line in found["notes"]:

@@ -3,6 +3,7 @@
 All three are listeners as the server's round loop calls them, and context managers that leave the terminal in order.
 """
 
+import contextlib
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -14,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table as Grid
 from rich.text import Text
 
+from conf.progress import heard
 from sims.benchmarks.memory import tree_bytes
 from sims.report.heads import exchanges, heads_table
 from sims.report.selection import methods_table, selections
@@ -21,6 +23,7 @@ from sims.report.tables import Table, accuracy_table, at_sites_table, clean, cos
 
 REFRESHES_PER_SECOND = 4
 MEMORY_SECONDS = 2.0
+TOLD_SECONDS, AGAIN_SECONDS = 2.0, 10.0  # plain lines tell of a longer step after so long, and then now and then
 
 
 class QuietListener:
@@ -28,11 +31,14 @@ class QuietListener:
 
     def __init__(self, console: Console) -> None:
         self.console = console
+        self._hears = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
+        self._hears.enter_context(heard(self.step))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._hears.close()
         self.close()
 
     def close(self) -> None:
@@ -50,6 +56,9 @@ class QuietListener:
     def round_done(self, record: dict[str, Any]) -> None:
         """The round is committed; `record` is its line in metrics.jsonl."""
 
+    def step(self, what: str, done: int, of: int) -> None:
+        """Of a longer piece of work between rounds, `done` of `of` parts (0: nobody knows) are done. Has to be cheap."""
+
     def note(self, text: str) -> None:
         """A line on how things go."""
 
@@ -66,6 +75,17 @@ class QuietListener:
 
 class PlainListener(QuietListener):
     """Plain lines, one per round, for logs and pipes."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(console)
+        self._clock, self._what, self._due = clock, "", 0.0
+
+    def step(self, what: str, done: int, of: int) -> None:
+        if what != self._what or not done:
+            self._what, self._due = what, self._clock() + TOLD_SECONDS
+        elif self._clock() >= self._due and done != of:
+            self._due = self._clock() + AGAIN_SECONDS
+            self._say(_step_text(what, done, of))
 
     def note(self, text: str) -> None:
         self._say(text)
@@ -106,6 +126,7 @@ class RichListener(QuietListener):
         self._run, self._rounds, self._round, self._done = run, rounds, 0, 0
         self._asked, self._heard, self._failed = 0, set[str](), set[str]()
         self._accuracy: float | None = None
+        self._step = ""
         self._replies, self._memory, self._looked = 0, 0, 0.0
         self._since, self._first = self._clock(), 0.0
 
@@ -113,6 +134,9 @@ class RichListener(QuietListener):
         self.close()
         self._begin(run, rounds)
         self._say(_opening(run, sites, rounds, note))
+        self._show()
+
+    def _show(self) -> None:
         self._live = Live(
             console=self.console,
             get_renderable=self.line,
@@ -122,13 +146,18 @@ class RichListener(QuietListener):
         )
         self._live.start()
 
+    def step(self, what: str, done: int, of: int) -> None:
+        self._step = "" if done == of else _step_text(what, done, of)
+        if self._step and self._live is None:
+            self._show()
+
     def note(self, text: str) -> None:
         self._say(text)
 
     def round_started(self, round: int, asked: int) -> None:
         if not self._round:  # the first round of this process: a run that goes on does not start at 1
             self._done, self._first, self._since = round - 1, float(round - 1), self._clock()
-        self._round = round
+        self._round, self._step = round, ""
         self._ask(asked)
 
     def _ask(self, asked: int) -> None:
@@ -163,7 +192,8 @@ class RichListener(QuietListener):
         """What the display shows now."""
         done = len(self._heard)
         sites = f"sites {done}/{self._asked} ({self._asked - done} running)" if self._asked else ""
-        parts = [f"round {max(self._round, self._done)}/{self._rounds}", sites]
+        parts = [f"round {max(self._round, self._done)}/{self._rounds}", sites] if self._rounds else []
+        parts += [self._step]
         parts += [f"{len(self._failed)} failed"] if self._failed else []
         parts += [f"validation {percent(self._accuracy)}"] if self._accuracy is not None else []
         parts += [self._load()]
@@ -211,6 +241,10 @@ def traffic_of(record: dict[str, Any]) -> str:
     each = (record.get("bytes") or {}).values()
     sent, received = (sum(one[place] for one in each) / 1e6 for place in (0, 1))
     return f"{sent:.3g} MB sent, {received:.3g} MB received" if each else ""
+
+
+def _step_text(what: str, done: int, of: int) -> str:
+    return f"{what}: {done} of {of}" if of else f"{what}: {done}"
 
 
 def _ending(summary: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from conf.progress import step, steps
 from sims.cli.progress import PlainListener, QuietListener, RichListener, listener_for
 
 RECORD = {
@@ -70,6 +71,34 @@ def test_plain_lines_one_per_round() -> None:
     ]
     assert "| sum | 90.0% | 88.0% |" in lines
     assert "\x1b" not in written(console)
+
+
+def test_plain_lines_tell_of_steps_that_take_long() -> None:
+    clock, console = Clock(), pipe()
+    with PlainListener(console, clock):
+        for _ in steps("searching", range(40)):
+            clock.now += 1.0
+        for _ in steps("soon done", range(3)):
+            clock.now += 0.5
+    told = ["searching: 2 of 40", "searching: 12 of 40", "searching: 22 of 40", "searching: 32 of 40"]
+    assert written(console).splitlines() == told
+    step("searching", 50, 60)
+    assert written(console).splitlines() == told  # nobody listens any more
+
+
+def test_the_live_line_shows_a_step_until_it_is_done() -> None:
+    console = terminal()
+    with RichListener(console) as listener:
+        step("searching", 3, 40)
+        assert "searching: 3 of 40" in line(listener) and "round" not in line(listener)
+        listener.started("digits", 3, 2, "")
+        listener.round_started(1, 3)
+        assert "round 1/2" in line(listener) and "searching" not in line(listener)
+        step("attacks", 1)
+        assert "attacks: 1" in line(listener)
+        step("attacks", 2, 2)
+        assert "attacks" not in line(listener)
+    assert "searching" in written(console)  # shown although no run had begun
 
 
 def test_quiet_tells_only_messages() -> None:
