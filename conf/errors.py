@@ -25,8 +25,19 @@ def plain(text: str, lines: bool = False) -> str:
 def unknown(kind: str, name: object, known: Iterable[str]) -> UserError:
     """The error for a name that is not among `known`: suggests the nearest one and lists them, unless they are many."""
     names = sorted(known)
-    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
-    hint = f"; did you mean '{near[0]}'?" if near else ""
+    near = nearest(str(name), names)
+    hint = f"; did you mean '{near}'?" if near else ""
+    return UserError(f"unknown {kind} '{name}'{hint} (known: {listed(str(name), names)})")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The one of `known` that is spelt most like it; empty if none is."""
+    return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)), "")
+
+
+def listed(name: str, known: Iterable[str]) -> str:
+    """The names in a row; of many those spelt most like `name`, and their number."""
+    names = sorted(known)
     if len(names) > MOST_TOLD:
-        names = [*difflib.get_close_matches(str(name), names, 8, 0.3), f"{len(names)} in all"]
-    return UserError(f"unknown {kind} '{name}'{hint} (known: {', '.join(names)})")
+        names = [*difflib.get_close_matches(name, names, 8, 0.3), f"{len(names)} in all"]
+    return ", ".join(names)

@@ -11,9 +11,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from conf.errors import UserError, plain, unknown
+from conf.meant import meant
 from conf.schema import Config
 from conf.sites import roster
-from conf.typed import build, checked
+from conf.typed import UnknownKeyError, build, checked
 from conf.yamls import check_yaml, read_yaml, write_yaml
 
 FOLDER = Path(__file__).parent
@@ -139,15 +140,21 @@ def from_mapping(tree: Mapping[str, Any]) -> Config:
     run = filled.get("run") or {}
     if isinstance(run, Mapping) and not run.get("name"):
         filled["run"] = {**run, "name": filled.get("experiment", "")}
-    sites = filled.pop("sites", None)
-    if isinstance(sites, list) and len(sites) >= MANY:  # as it is: the roster checks every entry
-        config = dataclasses.replace(build(Config, filled), sites=checked(sites, "sites"))
-    else:
-        config = build(Config, filled if sites is None else {**filled, "sites": sites})
-    if not _names_a_folder(config.run.name):
-        raise UserError(f"run.name: got '{_short(config.run.name)}', takes a plain folder name (run.root says where)")
-    roster(config)
+    try:
+        config = _built(filled)
+        if not _names_a_folder(config.run.name):
+            raise UserError(f"run.name: got '{_short(config.run.name)}', takes a plain folder name (run.root says where)")
+        roster(config)
+    except UnknownKeyError as error:
+        raise meant(error) from None
     return config
+
+
+def _built(tree: dict[str, Any]) -> Config:
+    sites = tree.pop("sites", None)
+    if isinstance(sites, list) and len(sites) >= MANY:  # as it is: the roster checks every entry
+        return dataclasses.replace(build(Config, tree), sites=checked(sites, "sites"))
+    return build(Config, tree if sites is None else {**tree, "sites": sites})
 
 
 def _check_version(version: Any) -> None:

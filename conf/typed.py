@@ -4,13 +4,13 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, get_args, get_origin
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from conf.errors import UserError, plain, unknown
+from conf.errors import UserError, listed, nearest, plain
 from conf.plugins import told
 
 T = TypeVar("T")
@@ -31,6 +31,20 @@ def value(
         hashed = None if callable(default) else False  # lists and dictionaries cannot be
         return dataclasses.field(default_factory=factory, hash=hashed, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+class UnknownKeyError(UserError):
+    """A key that its section does not take."""
+
+    def __init__(self, key: str, known: Sequence[str], near: str = "") -> None:
+        self.key, self.known = key, known
+        near = near or nearest(key, known)
+        hint = f"; did you mean '{near}'?" if near else ""
+        super().__init__(f"unknown key '{key}'{hint} (known: {listed(key, known)})")
+
+    def suggesting(self, near: str) -> "UnknownKeyError":
+        """The same with another key as the one that was probably meant."""
+        return UnknownKeyError(self.key, self.known, near)
 
 
 def build(schema: type[T], given: Mapping[str, Any], where: str = "") -> T:
@@ -105,7 +119,7 @@ def _check_keys(schema: type, given: Mapping[str, Any], where: str) -> None:
     fields = {field.name: field for field in dataclasses.fields(schema)}
     for key, item in given.items():
         if key not in fields:
-            raise unknown("key", _join(where, str(key)), [_join(where, name) for name in fields])
+            raise UnknownKeyError(_join(where, str(key)), [_join(where, name) for name in fields])
         for section, content, place in _sections(fields[key], item, _join(where, key)):
             if not isinstance(content, Mapping):
                 raise UserError(f"{place}: got {_short(content)}, takes a section of keys")
@@ -147,7 +161,7 @@ def _misfit(schema: type, given: Mapping[str, Any], where: str) -> UserError | N
             if error := _misfit(section, content, place):
                 return error
         about = f" ({field.metadata['help']})" if field.metadata.get("help") else ""
-        return UserError(f"{key}: got {_short(item)}, takes {_taken(field, item)}{about}")
+        return UserError(f"{key}: got {_short(item)}, takes {takes(field, item)}{about}")
     return None
 
 
@@ -159,8 +173,8 @@ def _fits(schema: type, name: str, item: Any) -> bool:
     return True
 
 
-def _taken(field: dataclasses.Field[Any], item: Any) -> str:
-    """What a field takes, in words, where `item` is none of it."""
+def takes(field: dataclasses.Field[Any], item: Any = None) -> str:
+    """What a field takes, in words; `item`: something that is none of it."""
     if choices := field.metadata.get("choices"):
         return f"one of: {', '.join(choices)}"
     kind = get_origin(field.type) or field.type

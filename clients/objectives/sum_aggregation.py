@@ -29,7 +29,7 @@ STAR_ = "star."  # before the names of N*'s weights, beside those of N_i
 @OBJECTIVES.register("sum_aggregation")
 @dataclass(frozen=True)
 class SumAggregation(Objective):
-    """Options of the method; see the module's text for the modes."""
+    """Networks whose sum is a good one, too; modes exact, regularised (the paper's), independent and fedavg."""
 
     mode: str = value("exact", "how the sum is made a good network", choices=tuple(MODES))
     initialisation: str = value("shared", "of the sites' networks", choices=("shared", "own"))

@@ -34,7 +34,7 @@ GRADIENT = "sum"  # the slot
 @STRATEGIES.register("arithmetic")
 @dataclass(frozen=True)
 class ArithmeticStrategy(Strategy):
-    """Options of the server's side; the objective is `local`."""
+    """theta_0 + sum alpha_i G_i: what sites have learned, added with coefficients. The objective is `local`."""
 
     combine: str = value(GRADIENTS, "theta_0 + sum alpha g, or sum alpha theta", choices=(GRADIENTS, WEIGHTS))
     coefficient: float = value(

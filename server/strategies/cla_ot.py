@@ -38,7 +38,7 @@ UNSEEN = 10.0  # nats by which a head starts below all others for a class that n
 @STRATEGIES.register("cla_ot")
 @dataclass(frozen=True)
 class ClaOt(InParts):
-    """Options of the server's side; the objective is `heterogeneous`."""
+    """Networks of different depth and width, fused every round (CLA+OT). The objective is `heterogeneous`."""
 
     start: str = value(
         SHARED,

@@ -31,7 +31,7 @@ WEIGHTINGS = {"equal": ONCE, "samples": SAMPLES}
 @STRATEGIES.register("sum_aggregation")
 @dataclass(frozen=True)
 class SumAggregationStrategy(Strategy):
-    """Options of the server's side; the modes are those of the objective."""
+    """The sum of the sites' networks, of which any can be taken out again. The objective is `sum_aggregation`."""
 
     subsets: int = value(16, "most leave-one-out means sent per round (if objective.subset_probability > 0)", low=1)
     weighting: str = value("equal", "of the replies in round averages (head, N*, fedavg)", choices=tuple(WEIGHTINGS))

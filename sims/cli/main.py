@@ -8,13 +8,14 @@ import os
 import signal
 import sys
 import threading
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import click
 import typer
 
-from conf import UserError, load, to_yaml
+from conf import UserError, load
 from conf.errors import FailedError, plain
 from sims.cli import federation, heads, networks
 from sims.cli.named import named
@@ -38,6 +39,19 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as one line
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar.")]
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fedloom {metadata.version('fedloom')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it and stop.")] = False,
+) -> None:
+    """Options of the whole command."""
+
+
 @app.command()
 def run(
     experiment: Annotated[str, typer.Argument(help="A shipped experiment, or the path of a YAML file.")] = "digits",
@@ -53,7 +67,9 @@ def run(
         words, experiment = [experiment, *words], "digits"
     config = load(experiment, [*words, *(["run.overwrite=true"] if overwrite else [])])
     if show:
-        typer.echo(to_yaml(config), nl=False)
+        from sims.cli.keys import with_options
+
+        typer.echo(with_options(config), nl=False)
         return
     from sims.simulate import simulate
 
@@ -182,6 +198,19 @@ def ledger(
     if as_json:
         typer.echo(json.dumps(found))
     raise typer.Exit(0 if found.get("ok", True) else 1)
+
+
+@app.command()
+def options(
+    section: Annotated[str, typer.Argument(help="training, strategy, strategy.cla_ot, sites.partition; none: all.")] = "",
+) -> None:
+    """List the keys of a configuration, with what they take, their defaults and their meaning."""
+    from rich.console import Console
+
+    from sims.cli.keys import table
+
+    found, console = table(section), Console()
+    console.print(found.rich()) if console.is_terminal else typer.echo(found.markdown(), nl=False)
 
 
 @app.command()

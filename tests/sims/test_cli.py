@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,10 @@ def test_report_draws_again(fedloom: Command, finished):
         (["run", "sites=0"], "sites: got 0"),
         (["run", "sites=[{domain: diggits}]"], "did you mean 'digits'"),
         (["run", "sites=[{domain: digits, count: 5000}]"], "site-0000 (digits): 1294 training images for 5000 sites"),
+        (["run", "lr=0.1"], "unknown key 'lr'; did you mean 'training.rate'?"),
+        (["run", "training.epoch=3"], "did you mean 'training.epochs'?"),
+        (["run", "epochs=3"], "did you mean 'training.epochs'?"),
+        (["run", "sites.0.dataset=mnist"], "did you mean 'sites.0.domain'?"),
         (["run", "network.name=conv5"], "did you mean 'conv6'"),
         (["run", "network.groups=3"], "network.groups: got 3"),
         (["run", "objective.mode=exat"], "objective.mode: got 'exat'"),
@@ -122,9 +127,49 @@ def test_bad_input_of_a_real_process(tmp_path: Path):
 
 def test_show_prints_the_merged_configuration(fedloom: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.chdir(tmp_path)
-    said = fedloom("run", "usps_mnistm", "rounds=7", "--show")
+    said = fedloom("run", "usps_mnistm", "rounds=7", "strategy.name=arithmetic", "objective.name=local", "--show")
     assert said.code == 0 and "rounds: 7" in said.out
+    assert "  search:\n    by: none\n" in said.out  # an option that the file does not give
+    (tmp_path / "shown.yaml").write_text(said.out)
+    assert fedloom("run", "shown.yaml", "run.name=usps_mnistm", "experiment=usps_mnistm", "--show").out == said.out
     assert not (tmp_path / "runs").exists()
+
+
+def test_show_leaves_networks_of_ones_own_as_they_are_given(fedloom: Command):
+    said = fedloom("run", "digits", "network={name: 'torchvision.models:resnet18'}", "--show")
+    assert "network:\n  name: torchvision.models:resnet18\nobjective:\n" in said.out
+
+
+@pytest.mark.parametrize(
+    ("section", "line"),
+    [
+        ("", "| training | a section |"),
+        ("training", "| rate | a number of at least 0.0 | 0.03 |"),
+        ("sites.partition", "| alpha | a number of at least 0.001 | 0.5 |"),
+        ("network", "| mlp | Images flattened"),
+        ("network.mlp", "| bias | true or false | true |"),
+        ("strategy.arithmetic.search", "| by | one of: none, grid, powell |"),
+    ],
+)
+def test_options_lists_what_keys_take(fedloom: Command, section: str, line: str):
+    assert line in fedloom("options", *filter(None, [section])).out
+
+
+@pytest.mark.parametrize(
+    ("section", "line"),
+    [
+        ("sit", "unknown section 'sit'; did you mean 'sites'?"),
+        ("training.rate", "unknown section 'training.rate'"),
+        ("network.mpl", "unknown network 'mpl'; did you mean 'mlp'?"),
+        ("strategy.arithmetic.serch", "unknown section 'strategy.arithmetic.serch' (known: search)"),
+    ],
+)
+def test_options_names_the_sections_that_there_are(fedloom: Command, section: str, line: str):
+    refused(fedloom("options", section), line)
+
+
+def test_the_version_is_that_of_the_package(fedloom: Command):
+    assert fedloom("--version").out == f"fedloom {metadata.version('fedloom')}\n"
 
 
 @pytest.mark.slow

@@ -1,0 +1,65 @@
+"""Which key was probably meant by one that there is not: another tool's word for it, or a key of another section."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any, get_args, get_origin
+
+from conf.errors import UserError
+from conf.schema import Config, SiteConfig
+from conf.typed import UnknownKeyError
+
+WORDS = {
+    "engine.device": ("cuda", "gpu"),
+    "engine.name": ("backend", "simulation"),
+    "engine.num_gpus": ("gpus", "client_resources"),
+    "engine.workers": ("num_workers", "processes"),
+    "data.size": ("image_size", "img_size", "resolution"),
+    "data.validation": ("validation_split", "val_split", "validation_size"),
+    "federation.fraction": ("fraction_fit", "fraction_train", "client_fraction", "participation", "sample_fraction"),
+    "federation.min_replies": ("min_fit_clients", "min_train_nodes", "min_available_clients"),
+    "network": ("model", "net", "architecture"),
+    "objective": ("loss", "criterion"),
+    "privacy.noise": ("noise_multiplier", "sigma"),
+    "rounds": ("num_rounds", "n_rounds", "num_server_rounds", "global_epochs", "communication_rounds"),
+    "run.resume": ("checkpoint",),
+    "run.root": ("output", "output_dir", "out", "save_dir", "log_dir"),
+    "seed": ("random_seed", "random_state"),
+    "sites": ("clients", "num_clients", "n_clients", "num_supernodes", "num_partitions", "nodes", "parties"),
+    "sites.0.domain": ("dataset", "datasets", "data_set"),
+    "sites.0.partition.alpha": ("dirichlet", "dirichlet_alpha"),
+    "strategy": ("algorithm", "method", "aggregation", "aggregator"),
+    "training": ("optimizer", "optim"),
+    "training.batch": ("batch_size", "local_batch_size"),
+    "training.epochs": ("local_epochs", "num_epochs", "n_epochs"),
+    "training.rate": ("lr", "learning_rate"),
+    "training.schedule": ("scheduler", "lr_scheduler"),
+    "training.weight_decay": ("wd", "l2"),
+}
+BY_WORD = {word: key for key, words in WORDS.items() for word in words}
+
+
+def meant(error: UnknownKeyError) -> UserError:
+    """The error, suggesting what goes by the key's word elsewhere; the same where there is no such thing."""
+    word = error.key.rpartition(".")[2].lower()
+    places = [BY_WORD[word]] if word in BY_WORD else _places().get(word, [])
+    return error.suggesting(places[0]) if len(places) == 1 else error
+
+
+@functools.cache
+def _places() -> dict[str, list[str]]:
+    """The dotted keys of a configuration by their last parts."""
+    found: dict[str, list[str]] = {}
+    for key in _keys(Config, ""):
+        found.setdefault(key.rpartition(".")[2], []).append(key)
+    return found
+
+
+def _keys(schema: Any, above: str) -> Iterator[str]:
+    for field in dataclasses.fields(schema):
+        key, entry = f"{above}{field.name}", next(iter(get_args(field.type)), None)
+        yield key
+        if dataclasses.is_dataclass(field.type):
+            yield from _keys(field.type, f"{key}.")
+        elif get_origin(field.type) is list and entry is SiteConfig:
+            yield from _keys(SiteConfig, "sites.0.")

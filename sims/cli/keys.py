@@ -1,0 +1,84 @@
+"""The keys of a configuration: what each takes, its default and its meaning; the options of what it names."""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args, get_origin
+
+from clients.networks import NETWORKS
+from clients.objectives import OBJECTIVES
+from conf.errors import unknown
+from conf.load import to_yaml
+from conf.registry import Registry
+from conf.schema import Config, SiteConfig
+from conf.typed import takes
+from server.strategies import STRATEGIES
+from sims.report.tables import Table
+
+NAMED: Mapping[str, Registry[Any]] = {"network": NETWORKS, "objective": OBJECTIVES, "strategy": STRATEGIES}
+COLUMNS = ["key", "takes", "default", "meaning"]
+
+
+def with_options(config: Config) -> str:
+    """The configuration as YAML, with all options of its network, objective and strategy; those of one's own as given."""
+    sections = {name: _filled(registry, getattr(config, name), name) for name, registry in NAMED.items()}
+    return to_yaml(dataclasses.replace(config, **sections))
+
+
+def _filled(registry: Registry[Any], section: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if not section or not registry.shipped(str(section.get("name"))):
+        return dict(section)
+    return {"name": section["name"], **dataclasses.asdict(registry.build(section, where))}
+
+
+def table(section: str = "") -> Table:
+    """The keys of a section (`training`, `strategy.cla_ot`, `sites.partition`); none named: of all of them. UserError."""
+    parts = section.split(".") if section else []
+    if parts and parts[0] in NAMED:
+        return _named(section, NAMED[parts[0]], parts[1:])
+    schema: Any = Config
+    for place, part in enumerate(parts):
+        schema = _inside(schema, part, ".".join(parts[: place + 1]))
+    return Table(section, COLUMNS, list(_rows(schema)))
+
+
+def _named(section: str, registry: Registry[Any], parts: list[str]) -> Table:
+    """The names that a registry has, or the options of one of them."""
+    if not parts:
+        told = f"fedloom options {section}.NAME lists its options"
+        return Table(section, ["name", "what it is"], [[name, _about(registry, name)] for name in registry.names()], told)
+    schema = registry.get(parts[0])
+    for place, part in enumerate(parts[1:], 2):
+        schema = _inside(schema, part, ".".join([section.split(".")[0], *parts[:place]]))
+    return Table(section, COLUMNS, list(_rows(schema)))
+
+
+def _about(registry: Registry[Any], name: str) -> str:
+    if not registry.shipped(name):
+        return "of an installed package"
+    return " ".join((registry.find(name).__doc__ or "").partition("\n\n")[0].split())
+
+
+def _section(field: dataclasses.Field[Any]) -> Any:
+    """The dataclass of a field that is a section, or a list of them; None for other fields."""
+    if field.name == "sites":
+        return SiteConfig
+    entry = next(iter(get_args(field.type)), None) if get_origin(field.type) is list else field.type
+    return entry if dataclasses.is_dataclass(entry) else None
+
+
+def _inside(schema: Any, part: str, where: str) -> Any:
+    sections = {field.name: inner for field in dataclasses.fields(schema) if (inner := _section(field))}
+    if part not in sections:
+        above = [name for name in NAMED if schema is Config]
+        raise unknown("section", where, [*sections, *above])
+    return sections[part]
+
+
+def _rows(schema: Any) -> Iterator[list[str]]:
+    for field in dataclasses.fields(schema):
+        if _section(field):
+            yield [field.name, "a section", "", field.metadata["help"]]
+            continue
+        given = field.default_factory() if field.default is dataclasses.MISSING else field.default  # type: ignore[misc]
+        yield [field.name, takes(field), json.dumps(given), str(field.metadata.get("help", ""))]
