@@ -1,7 +1,6 @@
 """Accuracy of networks on every domain of the experiment, and on the union of all of them."""
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -22,6 +21,7 @@ from clients.device import pick_device
 from clients.measure import count_right, pieces
 from clients.networks import Architecture, HeadView, Model, Network, architecture_of
 from clients.randomness import torch_generator
+from conf import machine
 from conf.errors import UserError, plain
 from conf.schema import Config
 from conf.sites import UNION, roster
@@ -140,7 +140,7 @@ def site_rows(config: Config) -> list[dict[str, object]]:
 @contextlib.contextmanager
 def all_cores(afterwards: int) -> Iterator[None]:
     """Let torch use every core for a while, then `afterwards` threads again."""
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(machine.cores())
     try:
         yield
     finally:

@@ -1,12 +1,12 @@
 """What a network is here, the registry of networks, and their initialisation from a generator."""
 
-import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from conf import machine
 from conf.errors import UserError
 from conf.plugins import told
 from conf.registry import Registry
@@ -55,7 +55,7 @@ class NetworkSpec(ABC):
             built = f"{type(self).__name__}.build gave a {type(network).__name__}"
             raise UserError(f"network: {built}, takes a clients.networks.Network(extractor, head)")
         needed = sum(tensor.nbytes for tensor in network.state_dict().values())
-        if needed > (there := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
+        if needed > (there := machine.memory()):
             told_size = f"needs {needed / 2**30:.0f} GiB for its weights, and this machine has {there / 2**30:.0f} GiB"
             raise UserError(f"network: {told_size}; make it narrower, or data.classes and data.size smaller")
         return network._apply(_real)

@@ -1,6 +1,5 @@
 """The SQLite file of a ledger: opened to write or to read, locked by one server, sealed by its sha256 when closed."""
 
-import fcntl
 import os
 import sqlite3
 import time
@@ -9,6 +8,8 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import portalocker
 
 from clients.states import write_bytes
 from server.ledger.blobs import LedgerError, sync, told
@@ -65,12 +66,12 @@ def _try_lock(folder: Path) -> int | None:
     with told(folder / LOCK):
         handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            portalocker.lock(handle, portalocker.LockFlags.EXCLUSIVE | portalocker.LockFlags.NON_BLOCKING)
             os.ftruncate(handle, 0)
-            os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
-        except OSError as error:
+            os.write(handle, f"{os.getpid()}\n".encode())
+        except BaseException as error:
             os.close(handle)
-            if isinstance(error, BlockingIOError):
+            if isinstance(error, portalocker.AlreadyLocked):
                 return None
             raise
     return handle

@@ -1,7 +1,6 @@
 """Engines side by side: inline, ray and the stock simulation on the same messages, and training beside plain loops."""
 
 import json
-import os
 import platform
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from conf import UserError
+from conf.machine import cores
 from sims.benchmarks.engine_cases import CASES, Case
 from sims.benchmarks.engine_measure import Row, measure
 from sims.benchmarks.engine_plot import draw
@@ -91,7 +91,7 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
 
 def machine() -> str:
     """The machine in a few words."""
-    return f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, Python {platform.python_version()}"
+    return f"{cores()} cores, {platform.machine()}, Python {platform.python_version()}"
 
 
 def _tell(row: Row) -> None:

@@ -1,35 +1,26 @@
-"""Memory of this process and all its descendants, from /proc."""
+"""Memory of this process and all its descendants."""
 
 import contextlib
 import os
-from pathlib import Path
 
-PAGE = os.sysconf("SC_PAGE_SIZE")
+import psutil
 
 
 def descendants(root: int) -> list[int]:
     """The process and everything it started, directly or not, that runs now."""
-    children: dict[int, list[int]] = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it has just ended
-            parent = int(Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()[1])
-            children.setdefault(parent, []).append(int(name))
-    found = [root]
-    for process in found:  # grows while it is walked
-        found += children.get(process, [])
-    return found
+    with contextlib.suppress(psutil.Error):  # it has just ended
+        return [root, *(process.pid for process in psutil.Process(root).children(recursive=True))]
+    return [root]
 
 
 def own_bytes(process: int) -> int:
-    """Resident bytes without shared pages (files, object store)."""
-    with contextlib.suppress(OSError):
-        fields = Path(f"/proc/{process}/statm").read_text().split()
-        return PAGE * (int(fields[1]) - int(fields[2]))
+    """Resident bytes without shared pages (files, object store), where the system tells them apart."""
+    with contextlib.suppress(psutil.Error):
+        told = psutil.Process(process).memory_info()
+        return told.rss - getattr(told, "shared", 0)
     return 0
 
 
 def tree_bytes(root: int | None = None) -> int:
-    """Own bytes of a process (default: this one) and its descendants together; 0 where there is no /proc."""
-    if not os.path.isdir("/proc/self"):
-        return 0
+    """Own bytes of a process (default: this one) and its descendants together."""
     return sum(own_bytes(process) for process in descendants(root or os.getpid()))

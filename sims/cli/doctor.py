@@ -11,6 +11,7 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
+from conf import machine
 from conf.schema import DataConfig
 from sims.report.tables import Table
 
@@ -113,14 +114,11 @@ def _guarded(look: Callable[[], tuple[str, bool]]) -> tuple[str, bool]:
 
 
 def _cores() -> tuple[str, bool]:
-    affinity = getattr(os, "sched_getaffinity", None)
-    usable = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return f"{usable} usable of {os.cpu_count()}", True
+    return f"{machine.cores()} usable of {os.cpu_count()}", True
 
 
 def _memory() -> tuple[str, bool]:
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = page * os.sysconf("SC_PHYS_PAGES")
+    total = machine.memory()
     limit = Path("/sys/fs/cgroup/memory.max")
     bound = limit.read_text().strip() if limit.is_file() else "max"
     if bound.isdigit() and int(bound) < total:

@@ -1,5 +1,6 @@
 """The command `fedloom`."""
 
+import _thread
 import contextlib
 import errno
 import inspect
@@ -347,10 +348,17 @@ def _terminate(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
+def _interrupt() -> None:
+    """A signal to another thread would not end a wait; Windows has none to a thread."""
+    if hasattr(signal, "pthread_kill"):
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+    else:
+        _thread.interrupt_main()
+
+
 def _again(ignored: Any) -> None:
     """An interruption while an object is destroyed goes no further than there: hear it again."""
     if issubclass(ignored.exc_type, KeyboardInterrupt):
-        main = threading.main_thread().ident or 0  # a signal to another thread would not end a wait
-        threading.Timer(0.1, signal.pthread_kill, [main, signal.SIGTERM]).start()
+        threading.Timer(0.1, _interrupt).start()
     else:
         sys.__unraisablehook__(ignored)

@@ -28,6 +28,7 @@ from clients.data.partition import find_way
 from clients.networks import NETWORKS
 from clients.objectives import OBJECTIVES
 from clients.partial import PartialSum
+from conf import machine
 from conf.errors import UserError
 from conf.plugins import OURS, is_reference
 from conf.schema import Config, DataConfig, EngineConfig
@@ -175,7 +176,8 @@ def _kept(engine: EngineConfig, sites: int) -> int:
 
 
 _starting = threading.Event()
-os.register_at_fork(after_in_child=lambda: os.setpgrp() if _starting.is_set() else None)
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=lambda: os.setpgrp() if _starting.is_set() else None)
 
 
 @contextlib.contextmanager
@@ -212,13 +214,12 @@ def workers_for(engine: EngineConfig, resources: Mapping[str, float]) -> int:
 
 
 def _this_machine() -> dict[str, float]:
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    return {"CPU": len(os.sched_getaffinity(0)), "GPU": torch.cuda.device_count(), "memory": memory}
+    return {"CPU": machine.cores(), "GPU": torch.cuda.device_count(), "memory": machine.free_memory()}
 
 
 def _start(engine: EngineConfig, workers: int) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    cores = max(len(os.sched_getaffinity(0)), math.ceil(workers * engine.num_cpus))
+    cores = max(machine.cores(), math.ceil(workers * engine.num_cpus))
     with loopback():
         ray.init("local", num_cpus=cores, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
 

@@ -171,10 +171,10 @@ def _sections(
     different += [costs_table(summary)] if summary.get("costs") else []
     forgotten: list[Part] = [forgetting_table(summary)] if summary.get("forgotten") else []
     sections: list[tuple[str, list[Part]]] = [
-        ("", [headline(summary, metrics), *_failed_checks(summary)]),
+        ("", [headline(summary, metrics), *_failed_checks(summary), *_gone(gone)]),
         (
             "What was run",
-            [_run_table(summary), _sites_table(summary), *_gone(gone), Details("The whole configuration", config)],
+            [_run_table(summary), _sites_table(summary), Details("The whole configuration", config)],
         ),
         ("Training", [*_pictures(pictures, "accuracy.png"), *_dropped(metrics), *traffic_table(metrics)]),
         ("Test accuracy", [*accuracy, *different, *_pictures(pictures, "sites.png")]),

@@ -1,0 +1,21 @@
+"""What this machine has, asked the same way on Linux, macOS and Windows."""
+
+import os
+
+import psutil
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    usable = getattr(os, "sched_getaffinity", None)  # not on macOS
+    return len(usable(0)) if usable else os.cpu_count() or 1
+
+
+def memory() -> int:
+    """The bytes of memory that there are."""
+    return psutil.virtual_memory().total
+
+
+def free_memory() -> int:
+    """The bytes of memory that can be had without swapping."""
+    return psutil.virtual_memory().available
