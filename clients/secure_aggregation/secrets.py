@@ -23,7 +23,8 @@ class Attempt:
     `channel`: of the key pair that seals shares; `pair`: of the one that common masks follow from; `own`: of the mask that
     is this site's alone. `threshold`: how many must answer. `peers`: every site's public keys. `sealed`: others' shares for
     this site. `shares`: its share of its own secret `own`. `sent`, `unmasked`: it has sent its masked contribution, and has
-    helped to take masks off: each is done once, for two that differ under one mask would tell the difference.
+    helped to take masks off: each is done once, for two that differ under one mask would tell the difference. Secrets are
+    shared out once, too (then there are `peers`): of a second round of shares, enough could be asked for the other secret.
     """
 
     id: str

@@ -53,6 +53,8 @@ def shares(job: "Job") -> Answer:
     """Hear of every site's keys; share out two secrets among all, each share sealed for the site that it is for."""
     secrets = Secrets(job.store)
     attempt, mine = secrets.attempt(_attempt_id(job)), job.site.name
+    if attempt.peers:
+        raise UserError("secure aggregation: this attempt's secrets were shared out")
     given = _incoming(job, SECURE_KEYS)
     for name, one in given.items():
         job.policy.identity.check(name, _claim(job, name, one[: 3 * KEY]), one[3 * KEY :])
