@@ -102,6 +102,7 @@ def test_a_site_answers_once(tmp_path: Path) -> None:
     assert all("this attempt's contribution was sent" in told for told in asked_again(tmp_path / "a", TRAIN))
     assert all("not to be taken off now" in told for told in asked_again(tmp_path / "b", SECURE_UNMASK))
     assert all("not to be taken off now" in told for told in asked_again(tmp_path / "c", SECURE_UNMASK, turned))
+    assert all("secrets were shared out" in told for told in asked_again(tmp_path / "d", SECURE_SHARES))
 
 
 @pytest.mark.parametrize(
