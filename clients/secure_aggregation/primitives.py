@@ -94,8 +94,10 @@ def rebuilt(shares: Mapping[int, bytes]) -> bytes:
 
 
 def threshold_of(share: float, sites: int) -> int:
-    """How many of so many sites must answer: more than half, so that no two groups of them can be asked apart."""
-    return max(sites // 2 + 1, min(sites, int(-(-share * sites // 1))))
+    """How many of so many sites must answer: more than two thirds, for a server may tell each of them of others that count
+    (Bonawitz et al. 2017, against an active adversary).
+    """
+    return max(2 * sites // 3 + 1, min(sites, int(-(-share * sites // 1))))
 
 
 def places(names: Iterable[str]) -> dict[str, int]:

@@ -21,7 +21,7 @@ class Attempt:
     """One attempt at a round: this site's three secrets, and what it heard from others (all bytes as hex).
 
     `channel`: of the key pair that seals shares; `pair`: of the one that common masks follow from; `own`: of the mask that
-    is this site's alone. `threshold`: how many must answer. `peers`: every site's public keys. `sealed`: others' shares for
+    is this site's alone. `threshold`: how many must answer. `peers`: every site's public keys. `held`: others' shares for
     this site. `shares`: its share of its own secret `own`. `sent`, `unmasked`: it has sent its masked contribution, and has
     helped to take masks off: each is done once, for two that differ under one mask would tell the difference. Secrets are
     shared out once, too (then there are `peers`): of a second round of shares, enough could be asked for the other secret.
@@ -33,7 +33,7 @@ class Attempt:
     own: str
     threshold: int = 0
     peers: dict[str, str] = field(default_factory=dict)
-    sealed: dict[str, str] = field(default_factory=dict)
+    held: dict[str, str] = field(default_factory=dict)
     shares: str = ""
     sent: bool = False
     unmasked: bool = False

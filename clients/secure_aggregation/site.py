@@ -1,10 +1,12 @@
 """The site's side of secure aggregation, question by question: keys, shares, the masked contribution, taking masks off.
 
-A site answers only while more than half of those that began the round are with it, takes masks off once in an attempt, and
-of no other site both kinds: it helps to rebuild either the mask that is that site's alone (its contribution counts) or its
-common masks (it dropped out). Bonawitz et al. 2017, Fig. 4, with hashes of the secrets, by which wrong shares are known.
+A site answers only while more than two thirds of those that began the round are with it and heard of the same sites, takes
+masks off once in an attempt, and of no other site both kinds: it helps to rebuild either the mask that is that site's alone
+(its contribution counts) or its common masks (it dropped out). Bonawitz et al. 2017, Fig. 4, with hashes of the secrets, by
+which wrong shares are known.
 """
 
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,7 @@ from clients.objectives import Answer
 from clients.partial import SAMPLES
 from clients.secure_aggregation.primitives import (
     KEY,
+    SECRET,
     agreed,
     commitment,
     mask,
@@ -67,13 +70,13 @@ def shares(job: "Job") -> Answer:
     _enough(attempt, len(attempt.peers))
     two, count = (bytes.fromhex(attempt.own), bytes.fromhex(attempt.pair)), len(attempt.peers)
     own, pair = (shared_out(one, attempt.threshold, count) for one in two)
-    sealed: State = {}
+    about, sealed = _about(job, attempt), State()
     for name, place in places(attempt.peers).items():
         if name == mine:
             attempt.shares = own[place - 1].hex()
         else:
             text = own[place - 1] + pair[place - 1]
-            sealed[name] = _tensor(seal(_channel(job, attempt, name, mine, name), text, _about(job, mine, name)))
+            sealed[name] = _tensor(seal(_channel(job, attempt, name, mine, name), text, "\n".join((about, mine, name))))
     secrets.save(attempt)
     return Answer({SECURE_SHARES: sealed})
 
@@ -86,14 +89,12 @@ def masked(job: "Job", contribution: Mapping[str, State], samples: int) -> "dict
     """
     secrets, order = Secrets(job.store), job.order
     attempt = secrets.attempt(order.secure)
-    attempt.sealed = {name: one.hex() for name, one in _incoming(job, SECURE_SHARES).items()}
     if attempt.sent:
         raise UserError("secure aggregation: this attempt's contribution was sent")
-    if not attempt.sealed.keys() <= attempt.peers.keys() - {job.site.name}:
-        raise UserError("secure aggregation: shares are from sites that did not begin this round")
-    _enough(attempt, len(attempt.sealed) + 1)
+    attempt.held = _opened(job, attempt)
+    _enough(attempt, len(attempt.held) + 1)
     common = {name: agreed(bytes.fromhex(attempt.pair), bytes.fromhex(attempt.peers[name])[KEY : 2 * KEY], *_words(job))
-              for name in attempt.sealed}  # fmt: skip
+              for name in attempt.held}  # fmt: skip
     found = {}
     for record, counted in order.sums.items():
         whole = quantise(contribution[record], job.config.federation.scale_bits)
@@ -124,18 +125,14 @@ def unmask(job: "Job") -> Answer:
     secrets = Secrets(job.store)
     attempt, mine = secrets.attempt(_attempt_id(job)), job.site.name
     counts = {name: bool(one[0]) for name, one in _incoming(job, SECURE_UNMASK, 1).items()}
-    if counts.keys() != attempt.sealed.keys() | {mine} or not counts[mine] or attempt.unmasked:
+    if counts.keys() != attempt.held.keys() | {mine} or not counts[mine] or attempt.unmasked:
         raise UserError("secure aggregation: these masks are not to be taken off now")
     _enough(attempt, sum(counts.values()))
     attempt.unmasked = True
     secrets.save(attempt)
     found = {mine: _tensor(bytes.fromhex(attempt.shares))}
-    for name, sealed in attempt.sealed.items():
-        key = _channel(job, attempt, name, name, mine)
-        text = unseal(key, bytes.fromhex(sealed), _about(job, name, mine))
-        if text is not None:  # else that site has sent nonsense: others' shares may do
-            half = len(text) // 2
-            found[name] = _tensor(text[:half] if counts[name] else text[half:])
+    for name, text in ((name, bytes.fromhex(both)) for name, both in attempt.held.items()):
+        found[name] = _tensor(text[:SECRET] if counts[name] else text[SECRET:])
     return Answer({SECURE_UNMASK: found})
 
 
@@ -186,8 +183,25 @@ def _channel(job: "Job", attempt: Attempt, other: str, sender: str, receiver: st
     return agreed(bytes.fromhex(attempt.channel), public, *_words(job), sender, receiver)
 
 
-def _about(job: "Job", sender: str, receiver: str) -> str:
-    return "\n".join((*_words(job), sender, receiver))
+def _about(job: "Job", attempt: Attempt) -> str:
+    """What shares are sealed with, beside who is to read them: whoever heard of other sites or keys cannot open them."""
+    told = hashlib.sha256("\n".join(f"{name} {one}" for name, one in sorted(attempt.peers.items())).encode())
+    return "\n".join((*_words(job), told.hexdigest()))
+
+
+def _opened(job: "Job", attempt: Attempt) -> dict[str, str]:
+    """Others' shares for this site, of both of their secrets, as hex. UserError unless all who sealed them heard of the same
+    sites as this one: of sites that know of others, a server could ask for the other secret.
+    """
+    given, mine, about, found = _incoming(job, SECURE_SHARES), job.site.name, _about(job, attempt), dict[str, str]()
+    if not given.keys() <= attempt.peers.keys() - {mine}:
+        raise UserError("secure aggregation: shares are from sites that did not begin this round")
+    for name, sealed in given.items():
+        text = unseal(_channel(job, attempt, name, name, mine), sealed, "\n".join((about, name, mine)))
+        if text is None or len(text) != 2 * SECRET:
+            raise UserError(f"secure aggregation: {name}'s share cannot be opened, or {name} was told of other sites")
+        found[name] = text.hex()
+    return found
 
 
 def _claim(job: "Job", name: str, public: bytes) -> bytes:

@@ -53,8 +53,8 @@ def test_any_so_many_shares_tell_a_secret(one: bytes, count: int, data: st.DataO
 
 
 @given(st.floats(0.5, 1.0), st.integers(1, 2000))
-def test_more_than_half_must_answer_and_at_most_all(share: float, sites: int) -> None:
-    assert sites / 2 < threshold_of(share, sites) <= sites
+def test_more_than_two_thirds_must_answer_and_at_most_all(share: float, sites: int) -> None:
+    assert 2 * sites < 3 * threshold_of(share, sites) <= 3 * sites
     assert threshold_of(share, sites) >= share * sites - 1e-9
 
 

@@ -23,7 +23,7 @@ from clients.messages import (
 )
 from conf.errors import FailedError
 from fusion.exact import State
-from tests.server.masked import MASKS, ONE, SITES, TWO, Spoiled, changed, configured, held, others, run, sum_of
+from tests.server.masked import FOUR, MASKS, ONE, SITES, TWO, Spoiled, changed, configured, held, others, run, sum_of
 from tests.server.runs import method_of
 
 
@@ -58,7 +58,7 @@ def test_what_cannot_be_read_drops_its_site_alone(tmp_path: Path, stage: str, re
 
 def test_shares_that_nobody_can_open_cost_their_sender_the_round(tmp_path: Path) -> None:
     config = configured(tmp_path, MASKS[1], "rounds=1")
-    with pytest.raises(FailedError, match=f"its own mask cannot be taken off for {ONE}"):
+    with pytest.raises(FailedError, match=f"{ONE}'s share cannot be opened, or {ONE} was told of other sites"):
         run(config, Spoiled(changed(SECURE_SHARES, wrong), [SECURE_SHARES]))
     with method_of(config) as method:
         assert method.unlearning().last_round() == 0
@@ -130,3 +130,22 @@ def test_a_site_refuses_to_give_itself_away(tmp_path: Path, stage: str, record: 
     reasons = [str(reply.error.reason) for kind, _, reply in client.replies if kind == stage and reply.has_error()]
     assert len(reasons) == SITES
     assert all(re.search(told, reason) for reason in reasons), reasons
+
+
+def test_sites_that_were_told_of_different_sites_send_nothing(tmp_path: Path) -> None:
+    class Server(Spoiled):
+        def __call__(self, message: Message, context: Context) -> Message:
+            apart = message.metadata.message_type != "query" and read_order(message.content).kind == SECURE_SHARES
+            if apart and read_order(message.content).site == 1:
+                keys = to_states(message.content)[SECURE_KEYS]
+                message.content[SECURE_KEYS] = to_arrays({name: one for name, one in keys.items() if name != FOUR})
+            reply = super().__call__(message, context)
+            if apart and read_order(message.content).site == 1:
+                sealed = to_states(reply.content)[SECURE_SHARES]
+                reply.content[SECURE_SHARES] = to_arrays({**sealed, FOUR: sealed[TWO]})
+            return reply
+
+    client = Server()
+    with pytest.raises(FailedError, match=f"{ONE}'s share cannot be opened, or {ONE} was told of other sites"):
+        run(configured(tmp_path, MASKS[1], "rounds=1"), client)
+    assert all(reply.has_error() for kind, _, reply in client.replies if kind == TRAIN)
