@@ -234,6 +234,7 @@ def read_job(message: Message, context: Context) -> Job:
     policy.weigh(message.content)
     policy.hide(order)
     config = parsed(text) if simulated else followed(parsed(text), policy, order.site)
+    policy.spare(order, config)
     config = config if order.rounds == config.rounds else stretched(config, order.rounds)
     sites = roster(config)
     if not 0 <= order.site < len(sites):

@@ -45,7 +45,7 @@ class Policy:
     memory, from 0 to 1; `largest_order`: MB of a message, above which it answers nothing; 0: any. `masks`: `required`: what
     it trains leaves it under secure aggregation only, and it answers no question that tells more of its images than numbers
     of them. `epsilon`: what all its rounds together may cost of its privacy (clients.privacy); 0: any. `identity`: how it
-    signs, and knows others' signatures.
+    signs, and knows others' signatures. `name`: the site's own; empty: the one at its place of the server's roster.
     """
 
     data: str = ""
@@ -60,6 +60,7 @@ class Policy:
     masks: str = ""
     epsilon: float = 0.0
     identity: Identity = field(default_factory=Identity)
+    name: str = ""
 
     @staticmethod
     def of(node_config: Mapping[str, Any]) -> "Policy":
@@ -76,7 +77,7 @@ class Policy:
         cost = _number(node_config, "epsilon", 0.0, math.inf)
         identity = Identity(str(node_config.get("identity", "")), str(node_config.get("peers", "")))
         return Policy(here["data"], here["domain"], device=here["device"], gpu=gpu, largest_order=most, masks=here["masks"],
-                      epsilon=cost, identity=identity, **names)  # fmt: skip
+                      epsilon=cost, identity=identity, name=str(node_config.get("site", "")), **names)  # fmt: skip
 
     def hide(self, order: Order) -> None:
         """RefusedError for an order whose answer would tell what this policy wants hidden."""
@@ -84,6 +85,13 @@ class Policy:
             return
         told = "takes part under masks only (site.yaml: masks); the run needs federation.secure_aggregation=true"
         raise RefusedError(f"order.kind: '{order.kind}' asks for more than sums, and this site {told}")
+
+    def spare(self, order: Order, config: Config) -> None:
+        """RefusedError for an order whose answer would cost of this site's privacy what its `epsilon` does not count."""
+        if not self.epsilon or order.kind in IN_THE_CLEAR or (order.kind == TRAIN and config.privacy.noise):
+            return
+        told = "lets out what is noised only (site.yaml: epsilon); the run needs privacy.clip and privacy.noise"
+        raise RefusedError(f"order.kind: '{order.kind}' asks for what is not noised, and this site {told}")
 
     def weigh(self, content: RecordDict) -> None:
         """RefusedError for a message that is larger than this policy takes."""
@@ -102,6 +110,8 @@ class Policy:
         if not 0 <= place < len(sites):
             raise UserError(f"order.site: is no place among the configuration's {len(sites)} sites")
         site = sites[place]
+        if self.name not in ("", site.name):
+            raise RefusedError(f"order.site: is the place of '{site.name}', and this site is '{self.name}'")
         key = f"sites[{place}]"
         for where, section in {"network": config.network, f"{key}.network": getattr(site.spec, "network", {})}.items():
             if section:

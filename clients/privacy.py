@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from clients.messages import SITE
 from clients.secure_aggregation.primitives import secret, stream
 from clients.secure_aggregation.secrets import Secrets
 from clients.states import write_bytes
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from clients.job import Job
 
 MOST_DEVIATION = 2.0**50  # in units of 2**-scale_bits
+MOST_DELTA = 1e-5  # with which a site's own limit is kept, whatever delta a run tells epsilon for
 
 
 def private(job: "Job", given: Mapping[str, State], start: Mapping[str, State], share: float = 1.0) -> dict[str, State]:
@@ -41,6 +43,8 @@ def private(job: "Job", given: Mapping[str, State], start: Mapping[str, State], 
     bits, privacy = job.config.federation.scale_bits, job.config.privacy
     begin = {record: quantise(state, bits) for record, state in start.items()}
     secrets, order = Secrets(job.store), job.order
+    if order.base and SITE in given and order.slot != SITE:
+        raise UserError("order.slot: without it what this site keeps to itself would be let out, not the change of a round")
     if order.slot and order.base:
         begin[order.slot] = secrets.summed(order.base)
     moved = {record: {name: one - begin[record][name] for name, one in quantise(state, bits).items()}
@@ -88,9 +92,10 @@ def spend(job: "Job") -> float:
     times = _spent(path)
     times[privacy.noise] = times.get(privacy.noise, 0) + 1
     found = epsilon(times, privacy.delta)
-    limits = [limit for limit in (privacy.epsilon, job.policy.epsilon) if limit]
-    if limits and found > min(limits):
-        raise UserError(f"privacy.epsilon: another round would cost {found:.3g} in all, and {min(limits):g} may be spent")
+    mine = epsilon(times, min(privacy.delta, MOST_DELTA)) if job.policy.epsilon else 0.0
+    for cost, limit in ((found, privacy.epsilon), (mine, job.policy.epsilon)):
+        if limit and cost > limit:
+            raise UserError(f"privacy.epsilon: another round would cost {cost:.3g} in all, and {limit:g} may be spent")
     write_bytes(path, json.dumps({str(noise): count for noise, count in times.items()}).encode())
     return found
 

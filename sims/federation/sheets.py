@@ -53,7 +53,11 @@ class SiteSheet:
     gpu: float = value(1.0, "share of a GPU's memory that it may take", low=0.0, high=1.0)
     largest_order: float = value(0.0, "MB of the largest message that it works on; 0: any", low=0.0)
     masks: str = value("", "required: what it trains leaves it under secure aggregation only", choices=("", "required"))
-    epsilon: float = value(0.0, "what all its rounds may cost of its privacy; then it trains no more; 0: any", low=0.0)
+    epsilon: float = value(
+        0.0,
+        "what all its rounds may cost of its privacy (delta 1e-5 or less); what is not noised it refuses; 0: any",
+        low=0.0,
+    )
     peers: str = value("", "file of all sites' public keys, by which it knows with whom it shares masks; empty: any")
     warm: bool = value(True, "a process that has all imported waits for orders: saves seconds of each, takes some 400 MB")
     environment: dict[str, str] = value({}, "environment variables of the node, such as CUDA_VISIBLE_DEVICES: '0'")

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from clients.app import app
 from clients.data import label, num_classes, site_images
 from clients.guard import told_outside
 from clients.initial import initial_state
-from clients.messages import CONFIG, MEAN, METRICS, ORDER, config_digest, text_record, to_arrays
+from clients.messages import CONFIG, MEAN, METRICS, ORDER, Order, config_digest, text_record, to_arrays
 from clients.policy import Policy, RefusedError, followed
 from conf import Config, UserError, load, to_json
 from conf.sites import roster
@@ -174,3 +175,23 @@ def test_a_node_runs_no_network_that_its_node_config_does_not_name(tmp_path: Pat
     reply = answered(tmp_path / "store", load("digits", WORDS), networks="mlp, lenet")
     assert reply.error.reason == "RefusedError at network.name; the site's own log says more"
     assert not (tmp_path / "store" / "run").exists()
+
+
+def test_a_site_with_a_budget_lets_out_what_is_noised_only_and_counts_by_its_own_delta(tmp_path: Path):
+    noise = ["privacy.clip=0.5", "privacy.noise=1.0"]
+    plain, noised = load("digits", [*WORDS, "rounds=2"]), load("digits", [*WORDS, *noise, "rounds=2"])
+    loose = load("digits", [*WORDS, *noise, "privacy.delta=0.5", "rounds=2"])
+    assert answered(tmp_path / "store", noised, epsilon=6).content[METRICS]["epsilon"] > 4
+    for config in (loose, noised):
+        assert answered(tmp_path / "store", config, epsilon=6).error.reason.startswith("UserError at privacy.epsilon")
+    assert answered(tmp_path / "store", plain, epsilon=6).error.reason.startswith("RefusedError at order.kind")
+    policy, order = Policy(epsilon=1.0), Order("0" * 64, "run", 0, 1, 1, 0, 1)
+    policy.spare(replace(order, kind="evaluate"), plain)
+    with pytest.raises(RefusedError, match="'class_statistics' asks for what is not noised"):
+        policy.spare(replace(order, kind="class_statistics"), noised)
+
+
+def test_a_site_has_one_name_whatever_the_server_calls_it(tmp_path: Path):
+    config = load("digits", [*WORDS, "rounds=2"])
+    assert answered(tmp_path / "store", config, site="site-0001").content[METRICS]["samples"] == 30
+    assert answered(tmp_path / "store", config, site="north").error.reason.startswith("RefusedError at order.site")
