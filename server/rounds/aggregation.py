@@ -13,6 +13,7 @@ from fusion.exact import ExactSum, State, digest
 from server.ledger import Ledger
 from server.ledger.declared import Slot, declared_sums
 from server.ledger.slots import Slots
+from server.privacy import hidden
 from server.rounds.exchange import Reply
 from server.rounds.recalibration import check, end, recalibrated
 from server.rounds.run import Exchange, Run
@@ -139,6 +140,9 @@ class Aggregation:
 
     def check_recalibration(self, names: Sequence[str]) -> None:
         """UserError if the aggregate without these sites cannot be recalibrated."""
+        if hidden(self.config):
+            raise UserError("recalibration: reads what each site tells of its images, and this run hides that "
+                            "(federation.secure_aggregation, privacy.noise); ask without --recalibrate")  # fmt: skip
         view = self.view().without(names)
         check(view, self.strategy.models(view))
 

@@ -127,13 +127,19 @@ class Unlearning:
         """Whether what a request's sites gave is under masks, which others must take out in a round before it is applied."""
         if request.options.get("rollback") or not any(pair & set(request.sites) for pair in rounds_together(self.ledger)):
             return False
-        if not self._noted(request, LEAVING):
+        if self.aggregation.leaving:
             try:
-                self._refuse(request)
-            except RefusedError as error:
-                if request.id != mine:
-                    told(str(error))
+                self.aggregation.check_forgetting([*self.aggregation.leaving, *request.sites])
+            except UserError as error:
+                told(f"request '{request.id}' waits until {', '.join(self.aggregation.leaving)} are forgotten: {error}")
                 return True
+        try:
+            self._refuse(request)
+        except RefusedError as error:
+            if request.id != mine:
+                told(str(error))
+            return True
+        if not self._noted(request, LEAVING):
             self.ledger.note(LEAVING, {"request": request.id, "sites": request.sites, "body": self._before(request)})
         told(f"request '{request.id}': in the next round the others take their masks with {', '.join(request.sites)} out")
         self.aggregation.leaving = [*self.aggregation.leaving, *request.sites]

@@ -22,7 +22,7 @@ from fusion.exact import ExactSum, digest
 from server.ledger.audit import check
 from server.privacy import check_hidden
 from server.strategies import slots_of, strategy_of
-from server.unlearning.requests import Unlearning
+from server.unlearning.requests import Unlearning, receive
 from sims.engines.adapter import store_folder
 from sims.engines.inline import InlineGrid
 from tests.server.masked import FOUR, MASKS, ONE, SITES, STAGES, TWO, Spoiled, configured, forget, gone, held, others, run
@@ -190,6 +190,25 @@ def test_the_sum_of_one_site_is_refused(tmp_path: Path) -> None:
         request = method.ledger.request("one")
         assert request is not None and request.state == "refused"
         assert "under masks two must stay" in (request.result or {})["reason"]
+
+
+def test_requests_that_together_would_leave_one_site_are_taken_one_after_the_other(tmp_path: Path) -> None:
+    config = configured(tmp_path, MASKS[1], "rounds=1")
+    run(config)
+    with method_of(config) as method:
+        receive(method.ledger, "first", ["site-0000", ONE], "", {})
+        told = forget(method, config, [TWO, FOUR], "second")
+        assert "request 'second' waits until site-0000, site-0001 are forgotten" in " ".join(told.messages)
+        states = {id: request.state for id in ("first", "second") if (request := method.ledger.request(id))}
+        assert states == {"first": "verified", "second": "refused"}
+        assert method.aggregation.digest()["sum"] == held(config, others("site-0000", ONE))
+
+
+def test_what_sites_tell_of_their_images_is_not_asked_of_those_that_hide_it(tmp_path: Path) -> None:
+    config = configured(tmp_path, MASKS[1], "rounds=1")
+    run(config)
+    with method_of(config) as method, pytest.raises(UserError, match="recalibration: reads what each site tells"):
+        method.aggregation.check_recalibration([ONE])
 
 
 def test_going_back_to_a_round_under_masks_is_refused(tmp_path: Path) -> None:
