@@ -13,7 +13,7 @@ gone, and cannot lie. The server learns what k gave up to the sum of the others'
 import itertools
 import math
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -37,7 +37,7 @@ from clients.secure_aggregation.primitives import (
     sign,
     threshold_of,
 )
-from conf.errors import FailedError
+from conf.errors import FailedError, UserError
 from conf.sites import Site
 from fusion.exact import ExactSum, State
 from server.ledger.slots import Put
@@ -104,6 +104,7 @@ class SecureAggregation:
             given = read_bytes(answer, "keys")
             if not 3 * KEY <= len(given) <= 3 * KEY + MOST_BYTES:
                 raise ReplyError("its part of secure aggregation cannot be read")
+            _check_keys(given, self.heard.keys.values())
             self.heard.keys[site.name], self.heard.signatures[site.name] = given[: 3 * KEY], given[3 * KEY :]
 
         self._ask(SECURE_KEYS, asked, {}, take)
@@ -264,6 +265,17 @@ class SecureAggregation:
     @staticmethod
     def _those(asked: Sequence[Site], names: Mapping[str, object]) -> list[Site]:
         return [site for site in asked if site.name in names]
+
+
+def _check_keys(given: bytes, others: Iterable[bytes]) -> None:
+    """ReplyError for public keys with which no other site could agree on anything, and for those of another site."""
+    try:
+        for public in (given[:KEY], given[KEY : 2 * KEY]):
+            agreed(bytes(SECRET), public)
+    except UserError as error:
+        raise ReplyError(str(error)) from None
+    if given[: 3 * KEY] in others:
+        raise ReplyError("its keys are another site's")
 
 
 def _is_pair(public: bytes, seed: bytes) -> bool:

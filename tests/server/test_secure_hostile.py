@@ -43,6 +43,8 @@ def test_wrong_shares_are_found_out(tmp_path: Path) -> None:
         (SECURE_KEYS, SECURE_KEYS, lambda state: {"keys": state["keys"][:95]}),
         (SECURE_KEYS, SECURE_KEYS, lambda state: {}),
         (SECURE_KEYS, SECURE_KEYS, lambda state: {"keys": state["keys"].double()}),
+        (SECURE_KEYS, SECURE_KEYS, lambda state: {"keys": state["keys"] * (torch.arange(96) >= 32)}),
+        (SECURE_KEYS, SECURE_KEYS, lambda state: {"keys": state["keys"] * (torch.arange(96) // 32 != 1)}),
         (SECURE_SHARES, SECURE_SHARES, lambda state: {}),
         (SECURE_SHARES, SECURE_SHARES, lambda state: {name: torch.zeros(300, dtype=torch.uint8) for name in state}),
         (TRAIN, SITE, lambda state: {MASKED: state[MASKED][1:]}),
@@ -149,3 +151,14 @@ def test_sites_that_were_told_of_different_sites_send_nothing(tmp_path: Path) ->
     with pytest.raises(FailedError, match=f"{ONE}'s share cannot be opened, or {ONE} was told of other sites"):
         run(configured(tmp_path, MASKS[1], "rounds=1"), client)
     assert all(reply.has_error() for kind, _, reply in client.replies if kind == TRAIN)
+
+
+def test_of_two_sites_with_the_same_keys_one_takes_part(tmp_path: Path) -> None:
+    first: list[State] = []
+
+    def same(state: State) -> State:
+        first.append(state)
+        return first[0]
+
+    told = run(configured(tmp_path, MASKS[1], "rounds=1"), Spoiled(changed(SECURE_KEYS, same), [SECURE_KEYS], sites=(1, 2)))
+    assert told.records[0]["dropped"] == {TWO: "its keys are another site's"}
