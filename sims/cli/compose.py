@@ -92,6 +92,8 @@ def _composed(aggregation: Aggregation, order: Order) -> tuple[Model, list[list[
         raise UserError("--coefficients, --how and --start are for runs of the strategy arithmetic; leave them out")
     if not aggregation.slots.totals or not aggregation.display_name:
         raise UserError("this run's method keeps no contributions of its sites: nothing can be composed from it")
+    if aggregation.config.federation.secure_aggregation and {site.name for site in aggregation.members()} - {*order.sites}:
+        raise UserError("--sites: under masks nobody can read what some of the sites gave; name all that take part")
     return aggregation.aggregate(view), [[name, "1"] for name in order.sites]
 
 

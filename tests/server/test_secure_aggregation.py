@@ -23,6 +23,7 @@ from server.ledger.audit import check
 from server.privacy import check_hidden
 from server.strategies import slots_of, strategy_of
 from server.unlearning.requests import Unlearning, receive
+from sims.cli.compose import Order, compose
 from sims.engines.adapter import store_folder
 from sims.engines.inline import InlineGrid
 from tests.server.masked import FOUR, MASKS, ONE, SITES, STAGES, TWO, Spoiled, configured, forget, gone, held, others, run
@@ -202,6 +203,14 @@ def test_requests_that_together_would_leave_one_site_are_taken_one_after_the_oth
         states = {id: request.state for id in ("first", "second") if (request := method.ledger.request(id))}
         assert states == {"first": "verified", "second": "refused"}
         assert method.aggregation.digest()["sum"] == held(config, others("site-0000", ONE))
+
+
+def test_what_some_sites_gave_cannot_be_composed(tmp_path: Path) -> None:
+    config = configured(tmp_path, MASKS[1], "rounds=1")
+    run(config)
+    with pytest.raises(UserError, match="--sites: under masks nobody can read what some of the sites gave"):
+        compose(folder(config), Order([ONE, TWO]), tmp_path / "some.safetensors")
+    compose(folder(config), Order(others(), measure=False), tmp_path / "all.safetensors")
 
 
 def test_what_sites_tell_of_their_images_is_not_asked_of_those_that_hide_it(tmp_path: Path) -> None:
