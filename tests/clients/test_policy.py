@@ -181,10 +181,11 @@ def test_a_site_with_a_budget_lets_out_what_is_noised_only_and_counts_by_its_own
     noise = ["privacy.clip=0.5", "privacy.noise=1.0"]
     plain, noised = load("digits", [*WORDS, "rounds=2"]), load("digits", [*WORDS, *noise, "rounds=2"])
     loose = load("digits", [*WORDS, *noise, "privacy.delta=0.5", "rounds=2"])
-    assert answered(tmp_path / "store", noised, epsilon=6).content[METRICS]["epsilon"] > 4
+    first = answered(tmp_path / "store", noised, epsilon=6)
+    assert first.content[METRICS]["epsilon"] == pytest.approx(4.73, abs=0.01)
     for config in (loose, noised):
-        assert answered(tmp_path / "store", config, epsilon=6).error.reason.startswith("UserError at privacy.epsilon")
-    assert answered(tmp_path / "store", plain, epsilon=6).error.reason.startswith("RefusedError at order.kind")
+        assert str(answered(tmp_path / "store", config, epsilon=6).error.reason).startswith("UserError at privacy.epsilon")
+    assert str(answered(tmp_path / "store", plain, epsilon=6).error.reason).startswith("RefusedError at order.kind")
     policy, order = Policy(epsilon=1.0), Order("0" * 64, "run", 0, 1, 1, 0, 1)
     policy.spare(replace(order, kind="evaluate"), plain)
     with pytest.raises(RefusedError, match="'class_statistics' asks for what is not noised"):
@@ -194,4 +195,4 @@ def test_a_site_with_a_budget_lets_out_what_is_noised_only_and_counts_by_its_own
 def test_a_site_has_one_name_whatever_the_server_calls_it(tmp_path: Path):
     config = load("digits", [*WORDS, "rounds=2"])
     assert answered(tmp_path / "store", config, site="site-0001").content[METRICS]["samples"] == 30
-    assert answered(tmp_path / "store", config, site="north").error.reason.startswith("RefusedError at order.site")
+    assert str(answered(tmp_path / "store", config, site="north").error.reason).startswith("RefusedError at order.site")
