@@ -93,6 +93,13 @@ def rebuilt(shares: Mapping[int, bytes]) -> bytes:
     return Shamir.combine(list(shares.items()), ssss=False)
 
 
+def check_room(vector: Tensor, times: int) -> None:
+    """UserError if so many vectors of this size could add up to more than the integers modulo 2^64 hold."""
+    if vector.numel() and float(vector.abs().max()) * times >= 2.0**63:
+        raise UserError("federation.scale_bits: sums over all sites would not fit under masks; take fewer bits, or "
+                        "strategy.weighting=equal")  # fmt: skip
+
+
 def threshold_of(share: float, sites: int) -> int:
     """How many of so many sites must answer: more than two thirds, for a server may tell each of them of others that count
     (Bonawitz et al. 2017, against an active adversary).

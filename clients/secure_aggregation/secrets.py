@@ -3,7 +3,7 @@ its contribution as it was summed. Nobody else ever reads it.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from clients.store import LostStateError, SiteStore
 from conf.errors import UserError
 from fusion.exact import State
 
-ROUND, KEYS = "secure-round.json", "secure-keys.json"
+ROUND, KEYS, TOLD = "secure-round.json", "secure-keys.json", "secure-told.json"
 
 
 @dataclass
@@ -25,6 +25,7 @@ class Attempt:
     this site. `shares`: its share of its own secret `own`. `sent`, `unmasked`: it has sent its masked contribution, and has
     helped to take masks off: each is done once, for two that differ under one mask would tell the difference. Secrets are
     shared out once, too (then there are `peers`): of a second round of shares, enough could be asked for the other secret.
+    `leaving`: masks in common with a site that leaves are taken out in it.
     """
 
     id: str
@@ -37,6 +38,7 @@ class Attempt:
     shares: str = ""
     sent: bool = False
     unmasked: bool = False
+    leaving: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,15 @@ class Secrets:
         """Keep the keys of a round's masks, in place of those of an earlier attempt at it; later ones never counted."""
         kept = {number: one for number, one in self.masks().items() if number < round} | {round: dict(keys)}
         self._write(KEYS, {number: {site: key.hex() for site, key in one.items()} for number, one in kept.items()})
+
+    def tell(self, round: int, counted: Sequence[str]) -> None:
+        """Note over whom a round's sum is told. UserError if it was told over others: the two would tell what these gave."""
+        before = self._read(TOLD)
+        if before.get("round") == round and before["counted"] != sorted(counted):
+            apart = sorted(set(before["counted"]) ^ set(counted))
+            raise UserError(f"secure aggregation: this round's sum was told already, and {', '.join(apart)} would be in one "
+                            "of two sums only; resume when the same sites are there")  # fmt: skip
+        self._write(TOLD, {"round": round, "counted": sorted(counted)})
 
     def summed(self, round: int) -> State:
         """This site's contribution as it was summed after a round (int64). LostStateError if it is not there."""

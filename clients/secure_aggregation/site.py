@@ -20,6 +20,7 @@ from clients.secure_aggregation.primitives import (
     KEY,
     SECRET,
     agreed,
+    check_room,
     commitment,
     mask,
     places,
@@ -98,7 +99,9 @@ def masked(job: "Job", contribution: Mapping[str, State], samples: int) -> "dict
     found = {}
     for record, counted in order.sums.items():
         whole = quantise(contribution[record], job.config.federation.scale_bits)
-        vector = flat(whole) * (samples if counted == SAMPLES else 1)
+        times = samples if counted == SAMPLES else 1
+        check_room(flat(whole), times * max(len(common) + 1, job.order.members))
+        vector = flat(whole) * times
         if record == order.slot:
             vector = vector - flat(secrets.summed(order.base)) if order.base else vector
             secrets.keep(order.round, order.base, whole)
@@ -107,7 +110,7 @@ def masked(job: "Job", contribution: Mapping[str, State], samples: int) -> "dict
         for name, key in common.items():
             vector += sign(job.site.name, name) * mask(key, record, len(vector))
         found[record] = to_arrays({MASKED: vector})
-    attempt.sent = True
+    attempt.sent, attempt.leaving = True, LIFT in job.content.array_records
     secrets.masked(order.round, common)
     secrets.save(attempt)
     return found
@@ -120,7 +123,8 @@ def noise_share(job: "Job") -> float:
 
 def unmask(job: "Job") -> Answer:
     """Shares of each site's secret: of those whose contribution counts (1), of the mask that is theirs alone; of those that
-    dropped out (0), of their common masks. Once in an attempt.
+    dropped out (0), of their common masks. Once in an attempt, and over other sites than in an earlier attempt at the round
+    only when sites leave.
     """
     secrets = Secrets(job.store)
     attempt, mine = secrets.attempt(_attempt_id(job)), job.site.name
@@ -128,6 +132,8 @@ def unmask(job: "Job") -> Answer:
     if counts.keys() != attempt.held.keys() | {mine} or not counts[mine] or attempt.unmasked:
         raise UserError("secure aggregation: these masks are not to be taken off now")
     _enough(attempt, sum(counts.values()))
+    if not attempt.leaving:
+        secrets.tell(job.order.round, [name for name, one in counts.items() if one])
     attempt.unmasked = True
     secrets.save(attempt)
     found = {mine: _tensor(bytes.fromhex(attempt.shares))}

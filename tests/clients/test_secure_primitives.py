@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from clients.secure_aggregation.primitives import (
     agreed,
+    check_room,
     commitment,
     mask,
     places,
@@ -89,3 +90,11 @@ def test_what_is_sealed_is_opened_by_its_key_alone_and_unchanged(text: bytes, no
 def test_places_do_not_depend_on_the_order() -> None:
     assert places(["b", "a"]) == places(["a", "b"]) == {"a": 1, "b": 2}
     assert sign("a", "b") == -sign("b", "a")
+
+
+def test_sums_have_room_in_the_integers() -> None:
+    vector = torch.tensor([-(2**40), 5])
+    check_room(vector, 2**22)
+    check_room(torch.empty(0, dtype=torch.int64), 2**62)
+    with pytest.raises(UserError, match=r"federation\.scale_bits: sums over all sites would not fit"):
+        check_room(vector, 2**23)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
@@ -103,3 +104,7 @@ def forget(method: Method, config: Config, sites: Sequence[str], id: str, client
 
 def others(*names: str) -> list[str]:
     return [f"site-{place:04d}" for place in range(SITES) if f"site-{place:04d}" not in names]
+
+
+def killed(*_: Any) -> None:
+    raise InterruptedError

@@ -2,7 +2,6 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,22 @@ from server.unlearning.requests import Unlearning, receive
 from sims.cli.compose import Order, compose
 from sims.engines.adapter import store_folder
 from sims.engines.inline import InlineGrid
-from tests.server.masked import FOUR, MASKS, ONE, SITES, STAGES, TWO, Spoiled, configured, forget, gone, held, others, run
+from tests.server.masked import (
+    FOUR,
+    MASKS,
+    ONE,
+    SITES,
+    STAGES,
+    TWO,
+    Spoiled,
+    configured,
+    forget,
+    gone,
+    held,
+    killed,
+    others,
+    run,
+)
 from tests.server.parts import Recorder, folder
 from tests.server.runs import method_of
 
@@ -129,10 +143,6 @@ def test_a_crash_between_masks_and_forgetting_is_made_up_for(tmp_path: Path, mon
         forget(method, config, [TWO], "first")
         assert method.aggregation.digest()["sum"] == held(config, others(TWO))
         assert TWO not in {site.name for site in method.aggregation.members()}
-
-
-def killed(*_: Any) -> None:
-    raise InterruptedError
 
 
 def test_who_holds_masks_must_be_there_or_leave_too(tmp_path: Path) -> None:

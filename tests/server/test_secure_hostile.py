@@ -1,5 +1,6 @@
 """Secure aggregation among liars: hostile sites as the server meets them, and a hostile server as a site sees it."""
 
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,23 @@ from clients.messages import (
 )
 from conf.errors import FailedError
 from fusion.exact import State
-from tests.server.masked import FOUR, MASKS, ONE, SITES, TWO, Spoiled, changed, configured, held, others, run, sum_of
+from server.ledger.slots import Slots
+from tests.server.masked import (
+    FOUR,
+    MASKS,
+    ONE,
+    SITES,
+    TWO,
+    Spoiled,
+    changed,
+    configured,
+    gone,
+    held,
+    killed,
+    others,
+    run,
+    sum_of,
+)
 from tests.server.runs import method_of
 
 
@@ -162,3 +179,20 @@ def test_of_two_sites_with_the_same_keys_one_takes_part(tmp_path: Path) -> None:
 
     told = run(configured(tmp_path, MASKS[1], "rounds=1"), Spoiled(changed(SECURE_KEYS, same), [SECURE_KEYS], sites=(1, 2)))
     assert told.records[0]["dropped"] == {TWO: "its keys are another site's"}
+
+
+def test_a_round_is_not_told_again_over_other_sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server is killed between sum and commit; the difference of two sums would be what the missing site gave."""
+    config = configured(tmp_path, MASKS[1], "rounds=1")
+    with monkeypatch.context() as patch:
+        patch.setattr(Slots, "commit", killed)
+        with pytest.raises(InterruptedError):
+            run(config)
+    again = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
+    client = Spoiled(gone, [SECURE_KEYS])
+    with pytest.raises(FailedError):
+        run(again, client)
+    reasons = {str(reply.error.reason) for kind, _, reply in client.replies if kind == SECURE_UNMASK}
+    assert len(reasons) == 1 and f"{ONE} would be in one of two sums only" in reasons.pop()
+    run(again)  # the same sites are there
+    assert sum_of(config) == held(config, others())
