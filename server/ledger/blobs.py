@@ -145,7 +145,9 @@ def file_digest(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Make a file's content, or the names in a folder, durable."""
+    """Make a file's content, or the names in a folder (Windows cannot), durable."""
+    if os.name == "nt" and path.is_dir():
+        return
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -44,6 +44,9 @@ class Connection(sqlite3.Connection):
 
     def file_digest(self) -> str:
         """The sha256 of the file's bytes, read piece by piece."""
+        if not hasattr(os, "pread"):  # Windows, where closing a file frees no locks of others
+            with self._path.open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
         assert self._file is not None
         shared, found, place = _SHARED[self._file], hashlib.sha256(), 0
         with _GUARD:
