@@ -7,18 +7,18 @@ import functools
 from collections.abc import Callable, Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from clients.training.loss import task_loss
 from conf.errors import UserError
 
 Loss = Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor]
 
 
 @functools.lru_cache(maxsize=16)
-def compiled_loss(network: nn.Module, start: int, stop: int) -> Loss:
-    """Cross-entropy over outputs start to stop, at given weights by name, images [n, c, h, w] and labels [n].
+def compiled_loss(network: nn.Module, start: int, stop: int, smoothing: float = 0.0) -> Loss:
+    """The task's loss over outputs start to stop, at given weights by name, images [n, c, h, w] and labels [n].
 
     UserError where nothing can be compiled: torch.compile needs a C++ compiler.
     """
@@ -26,7 +26,7 @@ def compiled_loss(network: nn.Module, start: int, stop: int) -> Loss:
     from torch._dynamo.exc import TorchDynamoException  # imports the compiler
 
     def loss(weights: dict[str, Tensor], images: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(functional_call(network, weights, (images,))[:, start:stop], labels)
+        return task_loss(functional_call(network, weights, (images,))[:, start:stop], labels, smoothing)
 
     fast = torch.compile(loss, dynamic=False)
 

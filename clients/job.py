@@ -12,7 +12,7 @@ from clients.data import Images, class_names, class_things, outputs, own_images,
 from clients.device import pick_device
 from clients.guard import SIMULATED
 from clients.identity import SIGNED, erased_words, sent_words
-from clients.learner import Outcome, drawing, learn
+from clients.learner import Outcome, learn
 from clients.measure import count_right
 from clients.messages import (
     CLASSES,
@@ -40,7 +40,7 @@ from clients.objectives.components.objective import COMPONENTS
 from clients.packing import NONE, as_sent
 from clients.policy import Policy, followed
 from clients.privacy import private, spend
-from clients.randomness import torch_generator
+from clients.randomness import drawing, torch_generator
 from clients.secure_aggregation import ANSWERS, masked, noise_share
 from clients.statistics import CLASS_STATISTICS, MOMENTS, class_statistics, moments
 from clients.store import SiteStore

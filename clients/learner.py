@@ -1,4 +1,4 @@
-"""The local learner: some epochs of SGD on a session's loss."""
+"""The local learner: some epochs of the optimiser's steps on a session's loss."""
 
 import contextlib
 import math
@@ -10,11 +10,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
-from torch.optim.sgd import sgd
 
 from clients.data import Images, random_flip, to_float
 from clients.objectives import Session
-from clients.randomness import torch_generator
+from clients.randomness import drawing, torch_generator
+from clients.training.augmentation import augmentation_of
+from clients.training.optimizers import optimizer_of
+from clients.training.schedules import schedule_of
 from conf.schema import Config, TrainingConfig
 from conf.sites import Site
 
@@ -33,9 +35,7 @@ class Outcome:
 
 def rate_at(training: TrainingConfig, rounds: int, progress: float) -> float:
     """The learning rate after `progress` rounds (a fraction counts) of `rounds`."""
-    if training.schedule == "constant":
-        return training.rate
-    return training.rate * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress / rounds)))
+    return schedule_of(training).rate(training.rate, progress, rounds)
 
 
 def learn(session: Session, images: Images, config: Config, site: Site, round: int, device: torch.device) -> Outcome:
@@ -56,28 +56,21 @@ def step_count(images: Sized, config: Config) -> int:
     return config.training.steps or config.training.epochs * math.ceil(len(images) / config.training.batch)
 
 
-@contextlib.contextmanager
-def drawing(seed: int, device: torch.device) -> Iterator[None]:
-    """Let what a network draws itself, such as Dropout, follow from a seed; torch's own generators are put back after it."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.default_generator.manual_seed(seed)
-        if device.type == "cuda":
-            torch.cuda.manual_seed(seed)
-        yield
-
-
 def batches(
     images: Images, config: Config, site: Site, round: int, device: torch.device
 ) -> Iterator[tuple[float, Tensor, Tensor]]:
     """The steps of a round: learning rate, float32 images [b, c, h, w], int64 labels [b]."""
-    training = config.training
-    generator = torch_generator(config.seed, site.name, str(round), "batches")
-    pixels, labels = images.x.to(device), images.y.to(device)
+    training, words = config.training, (site.name, str(round))
+    generator, draws = (torch_generator(config.seed, *words, purpose) for purpose in ("batches", "augment"))
+    augmentation = augmentation_of(training)
+    pixels, labels = images.x if augmentation else images.x.to(device), images.y.to(device)
     number = step_count(images, config)
     for step, batch in enumerate(islice(_drawn(len(images), training.batch, generator), number)):
-        inputs = to_float(pixels[batch])
+        inputs = augmentation(pixels[batch], draws).to(device) if augmentation else to_float(pixels[batch])
         if site.spec.flip:
             inputs = random_flip(inputs, generator)
+        if training.channels_last:
+            inputs = inputs.clone(memory_format=torch.channels_last)
         yield rate_at(training, config.rounds, round - 1 + step / number), inputs, labels[batch]
 
 
@@ -100,23 +93,30 @@ def descend(
     training: TrainingConfig,
     clip: Callable[[Sequence[Tensor], float], list[Tensor]] = clip_all,
 ) -> Tensor:
-    """SGD on `loss`; the losses of all steps, [steps], or [steps, k] for a loss [k] of k independent sites.
+    """The optimiser's steps on `loss`; the losses of all steps: [steps], or [steps, k] for a loss [k] of k sites.
 
-    Parameters that are frozen (requires_grad=False) stay as they are.
-    It is torch.optim.SGD's functional form: the class would import torch's compiler, a second for each new worker.
+    Parameters that are frozen (requires_grad=False) stay as they are; they and their gradients are float32 under
+    training.precision=bf16 as well.
     """
     losses, moving = [], [cast("Tensor", one) for one in parameters if one.requires_grad]
-    buffers: list[Tensor | None] = [None] * len(moving)
-    fixed: dict[str, Any] = {"momentum": training.momentum, "weight_decay": training.weight_decay, "dampening": 0.0}
+    step = optimizer_of(training).over(moving, training)
     for rate, inputs, labels in steps:
-        value = loss(inputs, labels)
+        with _precise(training, inputs.device):
+            value = loss(inputs, labels)
         gradients = list(torch.autograd.grad(value.sum() if value.ndim else value, moving, materialize_grads=True))
         if training.clip > 0:
             gradients = clip(gradients, training.clip)
         with torch.no_grad():
-            sgd(moving, gradients, buffers, foreach=True, lr=rate, nesterov=False, maximize=False, **fixed)
+            step(rate, gradients)
         losses.append(value.detach())
     return torch.stack(losses)
+
+
+def _precise(training: TrainingConfig, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Where training.precision says so, bfloat16 for what autocast deems fit for it: convolutions and matrix products."""
+    if training.precision == "float32":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
 def outcome(losses: Tensor, samples: int, site: Site, round: int) -> Outcome:

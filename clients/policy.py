@@ -15,6 +15,8 @@ from clients.messages import ENROL, EVALUATE, SECURE_KEYS, SECURE_SHARES, SECURE
 from clients.networks import NETWORKS
 from clients.objectives import AUXILIARY, OBJECTIVES
 from clients.objectives.components.sharing import PARTS
+from clients.training.optimizers import OPTIMIZERS, optimizer_section
+from clients.training.schedules import SCHEDULES, schedule_section
 from conf.errors import UserError
 from conf.once import once
 from conf.registry import Registry
@@ -23,7 +25,7 @@ from conf.sites import Site, roster
 from fusion.exact import State
 
 NOTHING = "none"
-LISTS = ("networks", "objectives", "publish", "strategies")
+LISTS = ("networks", "objectives", "optimizers", "publish", "strategies")
 DEVICES = ("", "auto", "cpu", "cuda")
 MASKS = ("", "required")
 IN_THE_CLEAR = (ENROL, EVALUATE, SECURE_KEYS, SECURE_SHARES, SECURE_UNMASK)  # kinds of questions that tell only numbers
@@ -38,20 +40,22 @@ class Policy:
     """What a node's node-config says of its site.
 
     `data`: the folder with its data. `domain`: its own data in any form that `domain:` takes in a configuration, read in
-    place of what the server's says for it. `networks`, `objectives`: the names that it is willing to run; none: all that
-    this project ships, nothing from outside. `publish`: which components of its network others may have (extractor, head),
-    `none`: none; empty: what the server's configuration says. `strategies`: of runs that it takes part in; none: any.
-    `device`: where it computes (auto, cpu, cuda), whatever the server's configuration says; `gpu`: its share of a GPU's
-    memory, from 0 to 1; `largest_order`: MB of a message, above which it answers nothing; 0: any. `masks`: `required`: what
-    it trains leaves it under secure aggregation only, and it answers no question that tells more of its images than numbers
-    of them. `epsilon`: what all its rounds together may cost of its privacy (clients.privacy); 0: any. `identity`: how it
-    signs, and knows others' signatures. `name`: the site's own; empty: the one at its place of the server's roster.
+    place of what the server's says for it. `networks`, `objectives`, `optimizers`: the names that it is willing to run;
+    none: all that this project ships, nothing from outside. `publish`: which components of its network others may have
+    (extractor, head), `none`: none; empty: what the server's configuration says. `strategies`: of runs that it takes part
+    in; none: any. `device`: where it computes (auto, cpu, cuda), whatever the server's configuration says; `gpu`: its share
+    of a GPU's memory, from 0 to 1; `largest_order`: MB of a message, above which it answers nothing; 0: any. `masks`:
+    `required`: what it trains leaves it under secure aggregation only, and it answers no question that tells more of its
+    images than numbers of them. `epsilon`: what all its rounds together may cost of its privacy (clients.privacy); 0: any.
+    `identity`: how it signs, and knows others' signatures. `name`: the site's own; empty: the one at its place of the
+    server's roster.
     """
 
     data: str = ""
     domain: str = ""
     networks: tuple[str, ...] = ()
     objectives: tuple[str, ...] = ()
+    optimizers: tuple[str, ...] = ()
     publish: tuple[str, ...] = ()
     strategies: tuple[str, ...] = ()
     device: str = ""
@@ -117,6 +121,8 @@ class Policy:
             if section:
                 self._allow_all(NETWORKS, self.networks, section, where)
         self._allow_all(OBJECTIVES, self.objectives, config.objective, "objective")
+        self._allow_all(OPTIMIZERS, self.optimizers, optimizer_section(config.training), "training.optimizer")
+        self._allow_all(SCHEDULES, (), schedule_section(config.training), "training.schedule")
         if self.strategies and (name := config.strategy.get("name")) not in self.strategies:
             told = f"'{name}' is not among the strategies of this site's policy ({', '.join(self.strategies)})"
             raise RefusedError(f"strategy.name: {told}")

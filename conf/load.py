@@ -24,7 +24,7 @@ MOST_TOLD = 100  # letters of an override
 
 VERSION = 3  # of what `to_yaml` writes; it rises when a key comes, goes or changes its meaning. Without one: version 1
 
-NAMED = ("network", "of", "head", "objective", "strategy")
+NAMED = ("network", "of", "head", "objective", "strategy", "optimizer", "schedule")
 
 
 def experiment_names() -> list[str]:

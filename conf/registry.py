@@ -17,6 +17,14 @@ C = TypeVar("C", bound=type)
 Adapter = Callable[[str, Any, Mapping[str, Any], str], T]
 
 
+def section_of(given: Any, where: str, example: str) -> Mapping[str, Any]:
+    """A section of options, for which a name alone may stand. UserError for anything else."""
+    section = {"name": given} if isinstance(given, str) else given
+    if not isinstance(section, Mapping):
+        raise UserError(f"{where}: got {given!r}, takes a name or a section such as {example}")
+    return section
+
+
 class Registry(Generic[T]):
     """Names to classes. Each class is a frozen dataclass (of the kind `base`) whose fields are its configuration."""
 

@@ -92,16 +92,25 @@ class SiteConfig:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """What a site does in a round. SGD, as in the papers."""
+    """What a site does in a round. By default SGD, as in the papers; optimisers start anew in each round."""
 
     epochs: int = value(1, "passes over the site's images per round", low=1)
     steps: int = value(0, "steps per round instead of whole passes; 0: passes", low=0)
     batch: int = value(32, "images per step", low=1, high=2**31)
-    rate: float = value(0.03, "learning rate at the start", low=0.0)
-    momentum: float = value(0.9, "momentum", low=0.0, high=1.0)
-    weight_decay: float = value(0.0, "L2 penalty", low=0.0)
-    schedule: str = value("cosine", "of the learning rate over all rounds", choices=("cosine", "constant"))
+    optimizer: Any = value("sgd", "one of torch.optim by name, or module:attribute; with options: {name: adamw, eps: 1e-6}")
+    rate: float = value(0.03, "learning rate at the start, of every optimizer", low=0.0)
+    momentum: float = value(0.9, "momentum of sgd; others have their own options", low=0.0, high=1.0)
+    weight_decay: float = value(0.0, "L2 penalty of sgd; others have their own options", low=0.0)
+    schedule: Any = value(
+        "cosine", "of the rate over all rounds: cosine, constant, step; with options: {name: step, every: 5, warm_up: 1}"
+    )
     clip: float = value(0.0, "largest gradient norm; 0: no clipping", low=0.0)
+    label_smoothing: float = value(0.0, "share of each label that all classes divide, in the task's loss", low=0.0, high=1.0)
+    augment: list[Any] = value(
+        [], "of training images, by names of torchvision.transforms.v2: [{name: RandomCrop, size: 32, padding: 4}]"
+    )
+    precision: str = value("float32", "of forward and backward passes; bf16: autocast", choices=("float32", "bf16"))
+    channels_last: bool = value(False, "convolutions with channels as the innermost dimension of memory")
 
 
 @dataclass(frozen=True)

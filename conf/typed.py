@@ -5,6 +5,7 @@ import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
+from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin
 
 from omegaconf import OmegaConf
@@ -178,6 +179,8 @@ def takes(field: dataclasses.Field[Any], item: Any = None) -> str:
     if choices := field.metadata.get("choices"):
         return f"one of: {', '.join(choices)}"
     kind = get_origin(field.type) or field.type
+    if kind is UnionType:  # of a type and None
+        kind = get_args(field.type)[0]
     if kind is list:
         entry = next(iter(get_args(field.type)), Any)
         return f"a list of {ENTRIES.get(get_origin(entry) or entry, 'sections')}"

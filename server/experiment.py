@@ -15,6 +15,7 @@ from clients.networks.base import SelfStarting
 from clients.networks.head_view import BATCH, FEWEST
 from clients.objectives import objective_of
 from clients.packing import NONE
+from clients.training.checks import check_training
 from conf.errors import FailedError, UserError, plain
 from conf.schema import Config
 from conf.sites import roster
@@ -43,8 +44,10 @@ def check(config: Config) -> None:
     asked = sample_size(config, len(roster(config)))
     for one in [config, *(with_mode(config, mode) for mode in config.baselines)]:
         objective_of(one)
-    for architecture in {architecture_of(config, site) for site in roster(config)}:
+    architectures = {architecture_of(config, site) for site in roster(config)}
+    for architecture in architectures:
         _check_start(architecture, config.federation.scale_bits)
+    check_training(config, architectures)
     if config.network:
         NETWORKS.build(config.network, "network")  # no site may have it
     STRATEGIES.build(config.strategy, "strategy").check(config)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from clients.data import Images
 from clients.messages import MODEL
 from clients.networks import Network
+from clients.training.loss import task_loss
 from conf.errors import UserError
 from conf.once import once
 from conf.registry import Registry
@@ -49,6 +50,10 @@ class Task:
     def own(self) -> State | None:
         """The site's own state (Session.own) after the round before; None if it never trained. LostStateError if gone."""
         return self.stored()
+
+    def loss(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """The mean cross-entropy of scores [n, classes] with labels [n], as training.label_smoothing says."""
+        return task_loss(scores, labels, self.config.training.label_smoothing)
 
     @property
     def device(self) -> torch.device:

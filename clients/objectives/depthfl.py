@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from itertools import permutations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
 from clients.objectives.base import OBJECTIVES, Session, Task
 from clients.objectives.heterogeneous import Heterogeneous
 from clients.objectives.local import LocalSession
+from clients.training.loss import full
 from conf.typed import value
 from fusion.exact import State
 
@@ -35,8 +35,8 @@ class DepthFLSession(LocalSession):
         self.weight = weight
 
     def loss_of(self, weights: Mapping[str, Tensor], drawn: tuple[State, ...], images: Tensor, labels: Tensor) -> Tensor:
-        each = functional_call(self.network, dict(weights), (images,), {"each": True})[..., self.outputs]
-        loss = torch.stack([F.cross_entropy(scores, labels) for scores in each]).sum()
+        each = full(functional_call(self.network, dict(weights), (images,), {"each": True})[..., self.outputs])
+        loss = torch.stack([self.task.loss(scores, labels) for scores in each]).sum()
         answers = each.log_softmax(-1)  # kl_div is slow where several sites are trained as one
         pairs = permutations(zip(answers, answers.detach(), strict=True), 2)
         apart = [(other.exp() * (other - one)).sum(-1).mean() for (one, _), (_, other) in pairs]

@@ -75,7 +75,7 @@ class ProtoSession(AloneSession):
     def loss_of(self, weights: Mapping[str, Tensor], drawn: tuple[State, ...], images: Tensor, labels: Tensor) -> Tensor:
         features = functional_call(self.network.extractor, _of(weights, "extractor."), (images,))
         scores = functional_call(self.network.head, _of(weights, "head."), (features,))
-        loss = F.cross_entropy(scores[:, self.outputs], labels)
+        loss = self.task.loss(scores[:, self.outputs], labels)
         for given in drawn:
             classes = labels + self.outputs.start
             apart = (features - given[MEANS][classes]) * given[KNOWN][classes, None]

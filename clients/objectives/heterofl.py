@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from clients.data import Images, outputs
@@ -60,4 +59,4 @@ class HeteroFLSession(LocalSession):
         (lacks,) = drawn
         rates = self.rates  # (W x + b) / r is what W / r and b / r give
         scaled = {name: weight / rates[name] if name in rates else weight for name, weight in weights.items()}
-        return F.cross_entropy(self.scores(scaled, images).masked_fill(lacks[HELD], 0.0), labels)
+        return self.task.loss(self.scores(scaled, images).masked_fill(lacks[HELD], 0.0), labels)

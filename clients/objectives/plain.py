@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -49,8 +48,9 @@ class PlainSession(Session):
         """The loss of the network with these weights (its own where there is none) over the outputs of the site's domain."""
         config = self.task.config
         if config.engine.compile and len(images) == config.training.batch:
-            return compiled_loss(self.network, self.outputs.start, self.outputs.stop)(weights, images, labels)
-        return F.cross_entropy(self.scores(weights, images), labels)
+            smoothing = config.training.label_smoothing
+            return compiled_loss(self.network, self.outputs.start, self.outputs.stop, smoothing)(weights, images, labels)
+        return self.task.loss(self.scores(weights, images), labels)
 
     def scores(self, weights: Mapping[str, Tensor], images: Tensor) -> Tensor:
         """The outputs of the site's domain, [n, outputs], of the network at these weights (its own where there is none)."""

@@ -28,6 +28,8 @@ from clients.data.partition import find_way
 from clients.networks import NETWORKS
 from clients.objectives import OBJECTIVES
 from clients.partial import PartialSum
+from clients.training.optimizers import OPTIMIZERS, optimizer_section
+from clients.training.schedules import SCHEDULES, schedule_section
 from conf import machine
 from conf.errors import UserError
 from conf.plugins import OURS, is_reference
@@ -133,6 +135,8 @@ def _modules(config: Config) -> Iterator[tuple[str, str]]:
     names = {
         ("network", NETWORKS.find): {section.get("name") for section in sections},
         ("objective", OBJECTIVES.find): {config.objective.get("name")},
+        ("optimizer", OPTIMIZERS.find): {optimizer_section(config.training)["name"]},
+        ("schedule", SCHEDULES.find): {schedule_section(config.training)["name"]},
         ("domain", lookup): {spec.domain for spec in specs if not known(spec.domain)},
         ("partitioner", find_way): {spec.partition.name for spec in specs},
     }

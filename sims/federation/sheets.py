@@ -20,6 +20,7 @@ POLICY = (
     "domain",
     "networks",
     "objectives",
+    "optimizers",
     "strategies",
     "publish",
     "device",
@@ -47,6 +48,7 @@ class SiteSheet:
     domain: str = value("", "its own images in place of the configuration's: images:FOLDER, npz:FILE, module:function, ...")
     networks: list[str] = value([], "networks that it runs; none: all that ship")
     objectives: list[str] = value([], "objectives that it runs; none: all that ship")
+    optimizers: list[str] = value([], "optimisers that it runs; none: all that ship")
     strategies: list[str] = value([], "strategies of runs that it takes part in; none: any")
     publish: list[str] = value([], "parts of its network that others may have: extractor, head, or none; empty: any")
     device: str = value("", "where it computes; empty: as the run says", choices=("", "auto", "cpu", "cuda"))

@@ -133,12 +133,12 @@ def test_a_draw_has_the_gradient_of_its_configuration_and_draws_follow_the_poste
     posterior = torch.tensor([0.4, 0.0, 0.1, 0.0, 0.2, 0.0, 0.3, 0.0], dtype=torch.float64)
     belief = uniform(every(3))
     step = step_of(network, mine, weights, belief, held=posterior)
-    each = {i: float(step.losses(torch.tensor([i])).detach().mean()) for i in range(8)}
+    each = {i: float(step.losses(torch.tensor([i]))[1].mean()) for i in range(8)}
     losses = [float(Sampled(draws=1).step(step)[0].detach()) for _ in range(400)]
     seen = [sum(math.isclose(loss, one, rel_tol=1e-9) for loss in losses) / 400 for one in each.values()]
     assert sum(seen) == 1.0 and seen == pytest.approx(posterior.tolist(), abs=0.1)  # four standard deviations
     many = float(Sampled(draws=3000).step(step)[0].detach())
-    exact = float(step.weighted(posterior, torch.arange(8), step.losses(torch.arange(8)).detach()))
+    exact = float(step.weighted(posterior, torch.arange(8), step.losses(torch.arange(8))[1]))
     assert many == pytest.approx(exact, rel=0.02) and float(belief.counts.sum()) == 0
 
 
@@ -166,7 +166,7 @@ def test_what_pruning_leaves_out_is_as_unlikely_as_it_says(counts: list[int], le
     worst = prior[kept].min()
     assert len(kept) == 1 or float(prior[kept].sum() - worst) < 1 - left_out  # the fewest
     step = step_of(network, mine, weights, belief)
-    likelihood = torch.exp(LIKELIHOODS["mean"](-step.losses(torch.arange(8)).detach()))
+    likelihood = torch.exp(LIKELIHOODS["mean"](-step.losses(torch.arange(8))[1]))
     posterior = prior * likelihood / (prior * likelihood).sum()
     bound = left_out / (left_out + float((prior * likelihood)[kept].sum()))
     assert 1 - float(posterior[kept].sum()) <= bound + 1e-12

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clients.training.loss import full
 from conf.registry import Registry
 from conf.typed import value
 from fusion.exact import State
@@ -67,7 +68,7 @@ class CommonClasses(Auxiliary):
         return min(common, self.most or common)
 
     def loss(self, extract: Layer, head: Layer, batch: Batch, drawn: State) -> Tensor:
-        scores = head(batch.features)
+        scores = full(head(batch.features))
         labels = batch.common.where(batch.common < scores.shape[1], -1)
         return F.cross_entropy(scores, labels, ignore_index=-1, reduction="sum") / len(scores)
 
@@ -91,7 +92,7 @@ class Rotations(Auxiliary):
         turned = torch.stack([torch.rot90(batch.images, turns, (-2, -1)) for turns in range(4)])
         if self.turns == "all":
             labels = torch.arange(4, device=turned.device).repeat_interleave(turned.shape[1])
-            return F.cross_entropy(head(extract(turned.flatten(0, 1))), labels)
+            return F.cross_entropy(full(head(extract(turned.flatten(0, 1)))), labels)
         labels = drawn["turns"][: turned.shape[1]].to(turned.device)
         places = labels.view(1, -1, 1, 1, 1).expand(1, *turned.shape[1:])
-        return F.cross_entropy(head(extract(turned.gather(0, places)[0])), labels)
+        return F.cross_entropy(full(head(extract(turned.gather(0, places)[0]))), labels)

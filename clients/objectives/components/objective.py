@@ -1,7 +1,6 @@
 """The site's half of compatible components and of the methods that share a part of a network."""
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from clients.objectives.components.session import CompatibleSession, SharedParts
 from clients.objectives.components.sharing import COMPATIBLE, HEAD, PARTS, SHARING, Sharing
 from clients.objectives.fedproto import COUNTS, PROTOTYPES, SUMS
 from conf.errors import UserError, unknown
+from conf.registry import section_of
 from conf.typed import value
 from fusion.cla_ot.repair import recompute_statistics
 from fusion.exact import State
@@ -53,10 +53,8 @@ class Components(Objective):
             return {}
         found: dict[str, Auxiliary] = {}
         for place, given in enumerate(self.auxiliary):
-            section = {"name": given} if isinstance(given, str) else given
             where = f"objective.auxiliary[{place}]"
-            if not isinstance(section, Mapping):
-                raise UserError(f"{where}: got {given!r}, takes a name or a section such as {{name: rp}}")
+            section = section_of(given, where, "{name: rp}")
             name = str(section.get("name")).rpartition(":")[2]
             if name in found:
                 raise UserError(f"{where}: '{name}' is named twice")

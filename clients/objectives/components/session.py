@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -99,7 +98,7 @@ class CompatibleSession(SharedParts):
         extract = self._layer(self.network.extractor, weights, "extractor.")
         features = extract(images)
         scores = self._layer(self.network.head, weights, HEAD)(features)
-        loss = F.cross_entropy(scores[:, self.outputs], labels)
+        loss = self.task.loss(scores[:, self.outputs], labels)
         mine, *drawn_by_task = drawn
         batch = Batch(images, features, mine[COMMON][labels + self.outputs.start])
         for (name, one), random in zip(self.tasks.items(), drawn_by_task, strict=True):

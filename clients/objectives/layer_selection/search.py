@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from clients.objectives.layer_selection.posterior import Belief
 from clients.objectives.layer_selection.tree import Tree
+from clients.training.loss import task_loss
 from conf.registry import Registry
 from conf.typed import value
 
@@ -26,7 +26,7 @@ class Step:
     """A mini-batch at hand: images [n, c, h, w], labels [n] and the weights of shared layers, by name.
 
     `held`: the posterior of an earlier mini-batch that still counts; None: an E-step is due. `evidence`: images and labels
-    for the E-step, which nobody trains on; None: it looks at the mini-batch.
+    for the E-step, which nobody trains on; None: it looks at the mini-batch. `smoothing`: of labels, in the M-step.
     """
 
     tree: Tree
@@ -39,25 +39,29 @@ class Step:
     generator: torch.Generator
     held: Tensor | None = None
     evidence: tuple[Tensor, Tensor] | None = None
+    smoothing: float = 0.0
 
-    def losses(self, places: Tensor, images: int | None = None, evidence: bool = False) -> Tensor:
-        """Cross-entropies [k, n] of the first images (None: of all), or of the evidence, under the configurations at
-        `places`."""
+    def losses(self, places: Tensor, images: int | None = None, evidence: bool = False) -> tuple[Tensor, Tensor]:
+        """Of the first images (None: of all), or of the evidence, under the configurations at `places`, [k, n]: the losses
+        to minimise, and the cross-entropies, which are the same without label smoothing."""
         chosen = [self.belief.configurations[place] for place in places.tolist()]
         inputs, labels = self.evidence if evidence and self.evidence else (self.images[:images], self.labels[:images])
         scores = self.tree.scores(chosen, self.shared, inputs)[..., self.outputs]
-        found = F.cross_entropy(scores.flatten(0, 1), labels.repeat(len(chosen)), reduction="none")
-        return found.unflatten(0, scores.shape[:2])
+        flat, wanted = scores.flatten(0, 1), labels.repeat(len(chosen))
+        found = task_loss(flat, wanted, self.smoothing, reduction="none").unflatten(0, scores.shape[:2])
+        if not self.smoothing:
+            return found, found.detach()
+        return found, task_loss(flat.detach(), wanted, 0.0, reduction="none").unflatten(0, scores.shape[:2])
 
-    def expect(self, places: Tensor, losses: Tensor) -> Tensor:
-        """The posterior that counts: the one held, or that of the evidence or else of these losses (the E-step), which the
-        prior then learns."""
+    def expect(self, places: Tensor, entropies: Tensor) -> Tensor:
+        """The posterior that counts: the one held, or that of the evidence or else of these cross-entropies (the E-step),
+        which the prior then learns."""
         if self.held is not None:
             return self.held
         if self.evidence is not None:
             with torch.no_grad():
-                losses = self.losses(places, evidence=True)
-        posterior = self.belief.posterior(self.likelihood(-losses.detach()), places)
+                _, entropies = self.losses(places, evidence=True)
+        posterior = self.belief.posterior(self.likelihood(-entropies), places)
         self.belief.learn(posterior)
         return posterior
 
@@ -86,8 +90,8 @@ class Exact(Search):
 
     def step(self, step: Step) -> tuple[Tensor, Tensor]:
         places = torch.arange(len(step.belief.configurations))
-        losses = step.losses(places)
-        posterior = step.expect(places, losses)
+        losses, entropies = step.losses(places)
+        posterior = step.expect(places, entropies)
         return step.weighted(posterior, places, losses), posterior
 
 
@@ -107,8 +111,8 @@ class Pruned(Search):
         places = step.belief.watched(self.left_out)
         if step.held is not None:
             places = torch.nonzero(step.held).flatten()
-        losses = step.losses(places)
-        posterior = step.expect(places, losses)
+        losses, entropies = step.losses(places)
+        posterior = step.expect(places, entropies)
         return step.weighted(posterior, places, losses), posterior
 
 
@@ -127,13 +131,13 @@ class Sampled(Search):
             everything = torch.arange(len(step.belief.configurations))
             with torch.no_grad():
                 part = max(FEWEST, round(self.part * len(step.images)))
-                losses = step.losses(everything, part, evidence=True)
-            posterior = step.expect(everything, losses)
+                _, entropies = step.losses(everything, part, evidence=True)
+            posterior = step.expect(everything, entropies)
         if not bool(torch.isfinite(posterior).all()):  # training has diverged, which a loss that is no number tells
-            return step.losses(torch.arange(1)).mean() * torch.nan, posterior
+            return step.losses(torch.arange(1))[0].mean() * torch.nan, posterior
         drawn = torch.multinomial(posterior, self.draws, replacement=True, generator=step.generator)
         places, times = torch.unique(drawn, return_counts=True)
-        losses = step.losses(places)
+        losses, _ = step.losses(places)
         return (times.to(losses) / self.draws * losses.mean(1)).sum(), posterior
 
 

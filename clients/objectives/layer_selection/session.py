@@ -72,6 +72,7 @@ class SelectionSession(Session):
             generator=self.task.generator,
             held=self.pace.due(),
             evidence=self.evidence,
+            smoothing=self.task.config.training.label_smoothing,
         )
         loss, posterior = self.objective.way.step(step)
         self.pace.took(posterior)

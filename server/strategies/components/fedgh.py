@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from clients.messages import MEAN, TRAIN
 from clients.objectives.components.session import of
 from clients.objectives.components.sharing import HEAD
 from clients.objectives.fedproto import COUNTS, PROTOTYPES, SUMS, check_prototypes
+from clients.training.optimizers import optimizer_of
 from conf.schema import Config
 from conf.sites import Site
 from conf.typed import value
@@ -73,12 +74,12 @@ class FedGH(Recombining):
     def _trained(self, run: Run, features: torch.Tensor, labels: torch.Tensor) -> State:
         head = run.architecture(run.sites[0]).build().head
         head.load_state_dict(of(run.kept(GLOBAL), HEAD))
-        training = run.config.training
-        optimiser = torch.optim.SGD(head.train().parameters(), lr=training.rate, momentum=training.momentum)
+        training, weights = replace(run.config.training, weight_decay=0.0), list(head.train().parameters())
+        step = optimizer_of(training).over(weights, training)
         for _ in range(self.passes):
-            optimiser.zero_grad()
-            F.cross_entropy(head(features), labels).backward()
-            optimiser.step()
+            gradients = torch.autograd.grad(F.cross_entropy(head(features), labels), weights)
+            with torch.no_grad():
+                step(training.rate, gradients)
         return {HEAD + name: tensor.detach() for name, tensor in head.state_dict().items()}
 
     def sent(self, view: View) -> State:

@@ -20,6 +20,7 @@ from clients.objectives.components.session import AUXILIARY_HEADS, COMMON, FROZE
 from clients.objectives.components.sharing import COMPATIBLE, EXTRACTOR
 from clients.randomness import torch_generator
 from clients.states import read_state
+from clients.training.optimizers import SGD, optimizer_of
 from conf.errors import UserError, plain
 from conf.schema import Config, TrainingConfig
 from conf.sites import Site, roster
@@ -192,9 +193,11 @@ class HeadTransfer(Recombining):
 
 def check_pull(pull: float, training: TrainingConfig) -> None:
     """UserError for a pull at which steps of SGD lead ever further away: its curvature 2 * pull is too large for them."""
-    most = (1 + training.momentum) / training.rate if training.rate else math.inf
-    if pull >= most and not training.clip:
-        told = f"with training.rate={training.rate:g} and training.momentum={training.momentum:g}"
+    if not isinstance(optimizer := optimizer_of(training), SGD) or training.clip:
+        return
+    momentum = training.momentum if optimizer.momentum is None else optimizer.momentum
+    if pull >= (most := (1 + momentum) / training.rate if training.rate else math.inf):
+        told = f"with training.rate={training.rate:g} and training.momentum={momentum:g}"
         raise UserError(f"objective.pull: got {pull:g}; {told} training diverges from {most:.3g} on; 0.1 is usual")
 
 

@@ -1,0 +1,1 @@
+"""What `training` of a configuration names: optimisers, schedules of the learning rate, augmentations, the task's loss."""

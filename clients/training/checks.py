@@ -1,0 +1,60 @@
+"""Whether what `training` names can work, before anything is started."""
+
+from collections.abc import Iterable
+
+import torch
+
+from clients.networks import Architecture
+from clients.training.augmentation import check_augmentation
+from clients.training.optimizers import SGD, WHERE, Optimizer, optimizer_of, optimizer_section
+from clients.training.schedules import schedule_of
+from conf.errors import UserError
+from conf.plugins import told
+from conf.schema import Config, EngineConfig, TrainingConfig
+
+
+def check_training(config: Config, architectures: Iterable[Architecture]) -> None:
+    """UserError for names and options that there are not, and for those that the networks or images do not take."""
+    training, optimizer = config.training, optimizer_of(config.training)
+    schedule_of(training)
+    if isinstance(optimizer, SGD):
+        optimizer.over([], training)
+    else:
+        _check_handed_on(training)
+        for architecture in architectures:
+            _try(optimizer, architecture, training)
+    check_augmentation(training, 1 if config.data.grey else 3, config.data.size)
+    _check_stacking(config.engine, training, optimizer)
+
+
+def _check_handed_on(training: TrainingConfig) -> None:
+    """UserError for options of sgd that another optimiser would not hear of."""
+    name, usual = optimizer_section(training)["name"], TrainingConfig()
+    for key in ("momentum", "weight_decay"):
+        if getattr(training, key) != getattr(usual, key):
+            raise UserError(f"training.{key}: is handed on to sgd alone; '{name}' takes its options in {WHERE}")
+
+
+def _try(optimizer: Optimizer, architecture: Architecture, training: TrainingConfig) -> None:
+    """UserError if the optimiser cannot be made for a network's weights, or fails in a first step."""
+    moving = [one for one in architecture.build().parameters() if one.requires_grad]
+    step = optimizer.over(moving, training)
+    try:
+        with torch.no_grad():
+            step(training.rate, [torch.ones_like(one) for one in moving])
+    except Exception as error:
+        name = optimizer_section(training)["name"]
+        raise UserError(f"{WHERE}: '{name}' failed in a step ({told(error)})") from error
+
+
+def _check_stacking(engine: EngineConfig, training: TrainingConfig, optimizer: Optimizer) -> None:
+    """UserError for options that sites trained as one cannot have."""
+    if engine.vectorise == 1:
+        return
+    if not optimizer.elementwise:
+        name = optimizer_section(training)["name"]
+        raise UserError(f"engine.vectorise: optimizer '{name}' may look at whole weights, which sites trained as one have "
+                        "in common; leave it at 1, or take an optimizer such as adamw")  # fmt: skip
+    if training.channels_last:
+        raise UserError("engine.vectorise: sites trained as one have their own order of memory; leave it at 1, or "
+                        "training.channels_last at false")  # fmt: skip

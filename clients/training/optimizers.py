@@ -1,0 +1,174 @@
+"""Optimisers by name: torch.optim's with their own options, or the user's own. Their state begins anew in every round."""
+
+import dataclasses
+import functools
+import inspect
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.sgd import sgd
+
+from conf.errors import UserError
+from conf.plugins import call
+from conf.registry import Registry, section_of
+from conf.schema import TrainingConfig
+from conf.typed import value
+
+WHERE = "training.optimizer"
+Step = Callable[[float, Sequence[Tensor]], None]
+
+
+@dataclass(frozen=True)
+class Optimizer(ABC):
+    """The options of an optimiser. `elementwise`: every entry of a weight moves by itself, so that sites can be stacked."""
+
+    elementwise: ClassVar[bool] = False
+
+    @abstractmethod
+    def over(self, parameters: Sequence[Tensor], training: TrainingConfig) -> Step:
+        """What moves the parameters in place, given a learning rate and their gradients. UserError for options that it does
+        not take."""
+
+
+OPTIMIZERS: Registry[Optimizer] = Registry("optimizer", Optimizer)
+
+
+@OPTIMIZERS.register("sgd")
+@dataclass(frozen=True)
+class SGD(Optimizer):
+    """torch.optim.SGD in its functional form: the class would import torch's compiler, a second for each new worker."""
+
+    elementwise = True
+    momentum: float | None = value(None, "in the place of training.momentum", low=0.0, high=1.0)
+    weight_decay: float | None = value(None, "in the place of training.weight_decay", low=0.0)
+    dampening: float = value(0.0, "of the gradient in the momentum")
+    nesterov: bool = value(False, "Nesterov's momentum")
+    maximize: bool = value(False, "go uphill")
+
+    def over(self, parameters: Sequence[Tensor], training: TrainingConfig) -> Step:
+        momentum = training.momentum if self.momentum is None else self.momentum
+        decay = training.weight_decay if self.weight_decay is None else self.weight_decay
+        if self.nesterov and (not momentum or self.dampening):
+            raise UserError(f"{WHERE}.nesterov: takes a momentum above 0 and a dampening of 0")
+        moving, buffers = list(parameters), list[Tensor | None]([None] * len(parameters))
+        fixed: dict[str, Any] = {"momentum": momentum, "weight_decay": decay, "dampening": self.dampening,
+                                 "nesterov": self.nesterov, "maximize": self.maximize}  # fmt: skip
+
+        def step(rate: float, gradients: Sequence[Tensor]) -> None:
+            sgd(moving, list(gradients), buffers, foreach=True, lr=rate, **fixed)
+
+        return step
+
+
+@dataclass(frozen=True)
+class OfTorch(Optimizer):
+    """One of torch.optim's classes; the fields are its own options, with its own defaults."""
+
+    make: ClassVar[type[torch.optim.Optimizer]]
+
+    def over(self, parameters: Sequence[Tensor], training: TrainingConfig) -> Step:
+        options = {one.name: self._given(one.name) for one in dataclasses.fields(self)}
+        return _stepping(self.make, options, self.make.__name__.lower(), parameters, training.rate)
+
+    def _given(self, name: str) -> Any:
+        given, default = getattr(self, name), inspect.signature(self.make).parameters[name].default
+        if not isinstance(default, tuple):
+            return given
+        if len(given) != len(default):
+            raise UserError(f"{WHERE}.{name}: got {given}, takes {len(default)} numbers such as {list(default)}")
+        return tuple(given)
+
+
+@dataclass(frozen=True, eq=False)
+class OwnOptimizer(Optimizer):
+    """A class of optimisers of the user's own, or a function that makes one: make(parameters, lr=rate, **options)."""
+
+    name: str
+    make: Callable[..., Any]
+    options: Mapping[str, Any]
+
+    def over(self, parameters: Sequence[Tensor], training: TrainingConfig) -> Step:
+        return _stepping(self.make, self.options, self.name, parameters, training.rate)
+
+
+@OPTIMIZERS.adapter
+def own_optimizer(name: str, found: Any, options: Mapping[str, Any], where: str) -> Optimizer:
+    """The optimiser that a name from outside stands for."""
+    if not callable(found):
+        raise UserError(f"{where}.name: '{name}' is of the type {type(found).__name__}, takes a class of optimisers "
+                        "or a function that makes one")  # fmt: skip
+    return OwnOptimizer(name, found, options)
+
+
+def _stepping(
+    make: Callable[..., Any], options: Mapping[str, Any], name: str, parameters: Sequence[Tensor], rate: float
+) -> Step:
+    """Steps of make(parameters, lr=rate, **options). Rates that it gives groups of parameters keep their ratio to `rate`."""
+    made = call(functools.partial(make, list(parameters)), options, {"lr": rate}, name, WHERE)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise UserError(f"{WHERE}.name: '{name}' gave a {type(made).__name__}, takes a torch.optim.Optimizer")
+    shares = [group["lr"] / rate if rate else 1.0 for group in made.param_groups]
+
+    def step(rate: float, gradients: Sequence[Tensor]) -> None:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for group, share in zip(made.param_groups, shares, strict=True):
+            group["lr"] = rate * share
+        made.step()
+        made.zero_grad()
+
+    return step
+
+
+STACKED = {"adadelta", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "rprop"}
+UNFIT = {"lbfgs": "asks for the loss of a batch several times in one step", "sparseadam": "takes sparse gradients alone"}
+OURS = {"params", "lr", "differentiable"}  # parameters of torch's constructors that are no options here
+
+
+def _file(make: type[torch.optim.Optimizer]) -> None:
+    """Register one of torch's classes under its name in small letters; its options are what its constructor takes."""
+    name, told = make.__name__.lower(), f"as torch.optim.{make.__name__} has it"
+    listed = [one for one in inspect.signature(make).parameters.values() if one.name not in OURS]
+    fields = [(one.name, *_kind(one, told)) for one in listed]
+    namespace = {"make": make, "elementwise": name in STACKED, "__module__": __name__, "__doc__": f"{told}."}
+    made = dataclasses.make_dataclass(make.__name__, fields, bases=(OfTorch,), namespace=namespace, frozen=True)
+    OPTIMIZERS.register(name)(made)
+
+
+def _kind(one: inspect.Parameter, help: str) -> tuple[Any, Any]:
+    """The type and the field of an option."""
+    if not isinstance(one.default, tuple):
+        return one.annotation, value(one.default, help)
+    numbers = all(isinstance(entry, int | float) for entry in one.default)
+    return list[float] if numbers else list[Any], value([*one.default], help)
+
+
+for _one in [one for one in vars(torch.optim).values() if isinstance(one, type)]:
+    if issubclass(_one, torch.optim.Optimizer) and _one.__name__.lower() not in {"optimizer", "sgd", *UNFIT}:
+        _file(_one)
+
+
+def optimizer_section(training: TrainingConfig) -> Mapping[str, Any]:
+    """The configured optimiser: its name (none: sgd), in small letters if it is one of torch's, and options."""
+    section = {"name": "sgd", **section_of(training.optimizer, WHERE, "{name: adamw}")}
+    lower = str(section["name"]).lower()
+    if lower in UNFIT:
+        raise UserError(f"{WHERE}.name: '{section['name']}' {UNFIT[lower]}; take another one, such as adamw")
+    if "lr" in section:
+        raise UserError(f"{WHERE}.lr: the learning rate stands in training.rate")
+    return {**section, "name": lower} if OPTIMIZERS.shipped(lower) else section
+
+
+def optimizer_of(training: TrainingConfig) -> Optimizer:
+    """The configured optimiser; UserError if there is no such optimiser or option."""
+    return _built(json.dumps(optimizer_section(training), sort_keys=True))
+
+
+@functools.lru_cache(maxsize=64)
+def _built(section: str) -> Optimizer:
+    return OPTIMIZERS.build(json.loads(section), WHERE)
