@@ -60,6 +60,7 @@ def load_text(text: str, name: str, overrides: Sequence[str] = (), where: str = 
         merged = OmegaConf.merge(base, OmegaConf.create(preset))
         for key, item in changes.items():
             _check_places(merged, key)
+            _open_name(merged, key)
             _forget_options(merged, key, item)
             OmegaConf.update(merged, key, item, merge=_alike(OmegaConf.select(merged, key), item), force_add=True)
         whole = OmegaConf.to_container(merged, resolve=True)
@@ -80,6 +81,13 @@ def _check_places(merged: Any, key: str) -> None:
             raise UserError(
                 f"override '{_short(key)}': {above} is a list; give a place in it, such as {above}.0, or all of it"
             )
+
+
+def _open_name(merged: Any, key: str) -> None:
+    """Where a name alone stands for a section (`optimizer: adamw`), and the key is of an option in it, make it a section."""
+    section = key.rpartition(".")[0]
+    if section.rpartition(".")[2] in NAMED and isinstance(name := OmegaConf.select(merged, section), str):
+        OmegaConf.update(merged, section, {"name": name}, merge=False)
 
 
 def _alike(there: Any, item: Any) -> bool:
