@@ -135,6 +135,21 @@ def test_a_cohort_does_so_by_the_losses_of_methods_for_different_networks(name: 
             assert_same_reply(reply, run.alone(round, site))
 
 
+SMOOTH = ["training.optimizer={name: adamw, eps: 1e-2}", "training.label_smoothing=0.1", "training.schedule.warm_up=0.5"]
+
+
+@pytest.mark.parametrize(("options", "apart"), [(SMOOTH, 1e-5), (["training.precision=bf16"], 2e-2)], ids=["adamw", "bf16"])
+def test_a_cohort_trains_as_the_section_training_says(options: list[str], apart: float, tmp_path: Path):
+    run = Run(tmp_path, *options, "training.augment=[{name: RandomCrop, size: 8, padding: 1}]")
+    replies = train_cohort(run.jobs(1))
+    for site, reply in enumerate(replies):
+        assert isinstance(reply, RecordDict), reply
+        for name, state in to_states(run.alone(1, site)).items():
+            for key, tensor in state.items():
+                assert tensor.dtype == torch.float32
+                torch.testing.assert_close(to_states(reply)[name][key], tensor, rtol=apart, atol=apart)
+
+
 def test_a_site_that_diverges_and_one_that_lost_its_state_fail_alone(tmp_path: Path):
     run = Run(tmp_path, "objective.mode=independent", "training.clip=0.5", entries=[*ENTRIES, ENTRIES[0]], sites=4)
     train_cohort(run.jobs(1))

@@ -48,6 +48,9 @@ def test_a_node_config_is_read_and_its_names_are_separated_by_commas():
         ("network={name: split, at: '0', head: {name: rest, of: {name: 'a_trap:Net'}}}", "network.head.of.name"),
         ("objective={name: components, auxiliary: [dcc, {name: 'a_trap:Task'}]}", "objective.auxiliary[1].name"),
         ("objective={name: components, auxiliary: ['a_trap:Task']}", "objective.auxiliary[0].name"),
+        ("training.optimizer='a_trap:Optimizer'", "training.optimizer.name"),
+        ("training.optimizer={name: 'a_trap:Optimizer'}", "training.optimizer.name"),
+        ("training.schedule={name: 'a_trap:Schedule'}", "training.schedule.name"),
         ("sites.1.domain='a_trap:images'", "sites[1].domain"),
         ("sites.0.domain='a_trap:images'", "sites[0].domain"),
         ("sites.1.domain='images:/etc'", "sites[1].domain"),
@@ -72,6 +75,9 @@ def test_a_list_of_names_is_all_that_the_site_runs():
     with pytest.raises(RefusedError, match=r"objective\.name: 'sum_aggregation' is not among the objectives"):
         only.follow(load("digits", [*WORDS, "network={name: mlp}"]), 0)
     only.follow(load("digits", [*WORDS, "network={name: mlp}", "objective={name: local}"]), 0)
+    with pytest.raises(RefusedError, match=r"training\.optimizer\.name: 'adamw' is not among the optimizers"):
+        Policy(optimizers=("sgd",)).follow(load("digits", [*WORDS, "training.optimizer=AdamW"]), 0)
+    Policy(optimizers=("a_trap:Mine",)).follow(load("digits", [*WORDS, "training.optimizer='a_trap:Mine'"]), 0)
 
 
 def test_a_site_publishes_what_its_policy_says_whatever_a_server_asks():

@@ -50,6 +50,15 @@ def test_inline_and_ray_give_the_same_bits(tmp_path: Path, ray_with: Callable[..
     assert final_states(tmp_path, "ray", "engine.name=ray", grid=ray_with("engine.workers=2")) == inline
 
 
+@pytest.mark.slow
+def test_the_options_of_training_give_the_same_bits_on_ray(tmp_path: Path, ray_with: Callable[..., LocalGrid]):
+    words = ["training.optimizer={name: adamw, betas: [0.9, 0.95]}", "training.schedule.warm_up=1", "training.rate=0.01",
+             "training.augment=[{name: RandomCrop, size: 8, padding: 1}, RandomHorizontalFlip]", "training.precision=bf16",
+             "training.label_smoothing=0.1", "training.channels_last=true"]  # fmt: skip
+    inline = final_states(tmp_path, "inline", "engine.name=inline", *words)
+    assert final_states(tmp_path, "ray", "engine.name=ray", *words, grid=ray_with("engine.workers=2")) == inline
+
+
 def test_a_ray_that_was_there_is_used_and_kept(tmp_path: Path):
     config = load("digits", ["engine.name=ray", "engine.workers=2", f"run.root={tmp_path}"])
     with open_engine(config) as grid:

@@ -67,6 +67,19 @@ def test_a_run_stopped_after_a_round_ends_as_one_that_was_not(tmp_path: Path, ha
     assert check(folder(config)) == []
 
 
+def test_all_options_of_training_are_taken_up_where_they_were(tmp_path: Path):
+    words = ["training.optimizer={name: adamw, betas: [0.9, 0.95]}", "training.schedule={name: step, every: 1, warm_up: 1}",
+             "training.augment=[{name: RandomCrop, size: 8, padding: 1}, RandomHorizontalFlip]", "training.precision=bf16",
+             "training.label_smoothing=0.1", "training.channels_last=true", "training.rate=0.01"]  # fmt: skip
+    whole, halves = configured(tmp_path / "whole", *words), stopped(configured(tmp_path / "halves", *words), 2)
+    run(whole)
+    resumed(halves)
+    assert results(folder(halves)) == results(folder(whole))
+    assert check(folder(halves)) == []
+    run(plain := configured(tmp_path / "plain", words[-1]))
+    assert results(folder(plain))["summary"]["digest"] != results(folder(whole))["summary"]["digest"]
+
+
 @pytest.fixture(scope="module")
 def between(tmp_path_factory: pytest.TempPathFactory) -> Config:
     """A run that was stopped between two rounds, which no test changes."""
