@@ -48,6 +48,21 @@ def load(experiment: str, overrides: Sequence[str] = ()) -> Config:
     return load_text(_text(path), path.stem, overrides, where=str(path))
 
 
+def read_values(text: str) -> tuple[str, list[Any]]:
+    """The key and the values of `key=value,value`, each read as an override's value is; one list in brackets holds them all.
+
+    Raises UserError for what is none.
+    """
+    key, _, items = text.partition("=")
+    if not (key and items.strip()):
+        raise UserError(f"'{_short(text)}': takes the form key=value,value, such as training.rate=0.01,0.03")
+    found = _parse([f"{key}=[{items}]"])[key]
+    inside = found[0] if len(found) == 1 and isinstance(found[0], list) else found
+    if not inside:
+        raise UserError(f"'{_short(text)}': has no values; it takes key=value,value, such as training.rate=0.01,0.03")
+    return key, inside
+
+
 def load_text(text: str, name: str, overrides: Sequence[str] = (), where: str = "experiment") -> Config:
     """As `load`, of the YAML text of an experiment of that name; `where` it stands, in words."""
     tree, changes = _tree_of(text, where), _parse(overrides)

@@ -11,21 +11,17 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from clients.networks import Model
 from clients.states import write_bytes, write_state
 from conf import to_yaml
 from conf.errors import UserError
-from conf.load import from_mapping
-from conf.schema import Config, RunConfig
-from conf.yamls import read_yaml
+from conf.schema import Config
 from server.ledger.database import acquire
+from server.runs import CONFIG, METRICS, SUMMARY, holds, read_config, read_metrics, read_summary, refuse_existing
+
+__all__ = ["CONFIG", "METRICS", "SUMMARY", "RunFolder", "holds", "is_file_name", "read_config", "refuse_existing"]
 
 AGGREGATE, LONGEST = "aggregate", 100  # a network's file, and bytes of the name of any
-CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
-KEYS = {"experiment", "seed", "rounds", "sites", "population", "network", "objective", "strategy", "baselines", "run",
-        "engine", "data", "training", "federation", "evaluation"}  # in every run's config.yaml, since version 1  # fmt: skip
 
 
 def stored(config: Config) -> str:
@@ -82,14 +78,7 @@ class RunFolder:
 
     def metrics(self) -> dict[int, dict[str, Any]]:
         """The records in metrics.jsonl by round; a line that a crash tore is left out."""
-        found, path = {}, self.path / METRICS
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
-            try:
-                record = json.loads(line)
-                found[int(record["round"])] = record
-            except (ValueError, KeyError, TypeError):
-                continue
-        return found
+        return read_metrics(self.path)
 
     def write_metrics(self, records: Iterable[dict[str, Any]]) -> None:
         """Write metrics.jsonl anew."""
@@ -113,11 +102,7 @@ class RunFolder:
 
     def summary(self) -> dict[str, Any]:
         """What write_summary wrote; empty if there is nothing that can be read."""
-        try:
-            found = json.loads((self.path / SUMMARY).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
+        return read_summary(self.path)
 
     def seconds(self) -> float:
         """How long the sessions before this one took: those that left a summary."""
@@ -136,55 +121,3 @@ def is_file_name(name: object) -> bool:
     if not isinstance(name, str) or not name.isprintable() or set(name) & {"/", "\\"}:
         return False
     return not name.startswith(".") and 0 < len(name.encode()) <= LONGEST
-
-
-def refuse_existing(config: Config, path: Path | None = None) -> None:
-    """UserError if a run of that name exists, unless it is the one to resume, or run.overwrite says that it may go."""
-    path = path or Path(config.run.root) / config.run.name
-    if not path.exists():
-        pass
-    elif config.run.resume:
-        _same_run(config, path)
-    elif not config.run.overwrite:
-        raise UserError(f"the run '{config.run.name}' exists ({path}): pass --overwrite, or another run.name=")
-    elif not _is_run(path):
-        raise UserError(f"{path} is no run of fedloom (by its {CONFIG}): it will not be overwritten")
-
-
-def read_config(path: Path) -> Config:
-    """The configuration of the run in a folder, its place being where the folder is now. Raises UserError if it is none."""
-    if not _is_run(path):
-        raise UserError(f"{path}: is no run of fedloom (no readable {CONFIG} in it); name the folder of a run")
-    try:
-        config = from_mapping(read_yaml((path / CONFIG).read_text(encoding="utf-8")))
-    except UserError as error:
-        raise UserError(f"{path / CONFIG}: {error}") from None
-    if path.name != (whole := path.resolve()).name:  # a link, or '.'
-        path = whole
-    where = dataclasses.replace(config.run, name=path.name, root=str(path.parent))
-    return dataclasses.replace(config, run=where)
-
-
-def holds(path: Path, config: Config) -> bool:
-    """Whether the folder has a run of this configuration, wherever it was made and whatever keys came since."""
-    return _is_run(path) and _same(read_config(path), config)
-
-
-def _same_run(config: Config, path: Path) -> None:
-    """UserError unless the folder holds a run of this configuration."""
-    if not _same(read_config(path), config):
-        raise UserError(f"{path}: was run with another configuration ({CONFIG}); only that one can be resumed")
-
-
-def _same(one: Config, other: Config) -> bool:
-    """Whether both describe the same run, wherever it is kept."""
-    return dataclasses.replace(one, run=RunConfig()) == dataclasses.replace(other, run=RunConfig())
-
-
-def _is_run(path: Path) -> bool:
-    """Whether the folder is one that we have made, by the keys of its config.yaml; others are never deleted."""
-    try:
-        tree = read_yaml((path / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError):
-        return False
-    return isinstance(tree, dict) and tree.keys() >= KEYS

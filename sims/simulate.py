@@ -12,31 +12,45 @@ from conf.schema import Config, SiteConfig
 from server.experiment import check, run_experiment
 from server.ledger.database import refuse_busy
 from server.runfolder import RunFolder, holds, refuse_existing
-from sims.cli.progress import listener_for
+from sims.cli.progress import QuietListener, listener_for
 from sims.engines import open_engine, refuse_engine
+from sims.engines.share import WHOLE, Share
 from sims.report.certificates import write_pages
 from sims.report.report import write_report
 
 
-def simulate(config: Config, *, quiet: bool = False, json_output: bool = False) -> dict[str, Any]:
+def simulate(
+    config: Config,
+    *,
+    quiet: bool = False,
+    json_output: bool = False,
+    listener: QuietListener | None = None,
+    share: Share = WHOLE,
+) -> dict[str, Any]:
     """Run the experiment on its engine and write its report; returns what summary.json holds.
 
+    `listener`: who is told how it goes, instead of the terminal. `share`: of the machine, where several runs go on at once.
     Raises UserError before anything is started if something about the configuration, the data or the folder cannot work.
     """
-    config = _absolute(config)
-    refuse_engine(config)
-    refuse_existing(config)
-    refuse_busy(Path(config.run.root) / config.run.name)
-    check(config)
-    _check_engine(config)
+    config = absolute_paths(config)
+    refuse(config)
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(listener_for(quiet, json_output=json_output))
-        grid = stack.enter_context(open_engine(config))
+        listener = stack.enter_context(listener or listener_for(quiet, json_output=json_output))
+        grid = stack.enter_context(open_engine(config, share))
         listener.note(grid.describe())
         summary = run_experiment(grid, config, listener)
         write_pages(Path(config.run.root) / config.run.name)
         listener.note(f"report: {write_report(Path(config.run.root) / config.run.name)}")
     return summary
+
+
+def refuse(config: Config) -> None:
+    """UserError for all that can be known before anything is started: folder, engine, data, method."""
+    refuse_engine(config)
+    refuse_existing(config)
+    refuse_busy(Path(config.run.root) / config.run.name)
+    check(config)
+    _check_engine(config)
 
 
 def simulate_once(config: Config, *, quiet: bool = False) -> dict[str, Any]:
@@ -45,7 +59,7 @@ def simulate_once(config: Config, *, quiet: bool = False) -> dict[str, Any]:
     Raises UserError, as simulate does, if a run of that name but of another configuration exists.
     """
     folder = Path(config.run.root) / config.run.name
-    if holds(folder, _absolute(config)):
+    if holds(folder, absolute_paths(config)):
         summary = RunFolder(folder).summary()
         if summary.get("status") == "finished":
             return summary
@@ -65,7 +79,7 @@ def _check_engine(config: Config) -> None:
         )
 
 
-def _absolute(config: Config) -> Config:
+def absolute_paths(config: Config) -> Config:
     """The configuration with paths that mean the same in every worker, wherever that was started: data.root, domains."""
     root = str(Path(config.data.root).resolve()) if config.data.root else ""
     data = dataclasses.replace(config.data, root=root)

@@ -59,19 +59,33 @@ def run(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, dotted keys: rounds=20 engine.workers=2")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the merged configuration and stop.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run of the same name.")] = False,
+    seeds: Annotated[str, typer.Option(help="A run for each: 0,1,2. Finished ones are kept, half-done ones go on.")] = "",
+    sweep: Annotated[list[str] | None, typer.Option(help="A run for each: training.rate=0.01,0.03; repeatable.")] = None,
+    parallel: Annotated[int, typer.Option(help="So many runs at a time, each with its part of the machine.", min=1)] = 1,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Run an experiment; results land in runs/<name>/."""
+    """Run an experiment; results land in runs/<name>/. With --seeds or --sweep: many, each in a folder of its own."""
     words = list(overrides or [])
     if "=" in experiment:  # fedloom run rounds=3: the default experiment
         words, experiment = [experiment, *words], "digits"
+    if seeds or sweep:
+        from sims.cli import many
+
+        order = many.Order(experiment, words, seeds, sweep or [], parallel, overwrite)
+        raise typer.Exit(many.show(order) if show else many.run(order, quiet=quiet, as_json=as_json))
+    if parallel > 1:
+        raise UserError("--parallel: is for many runs; say which with --seeds 0,1,2 or --sweep key=value,value")
     config = load(experiment, [*words, *(["run.overwrite=true"] if overwrite else [])])
     if show:
         from sims.cli.keys import with_options
 
         typer.echo(with_options(config), nl=False)
         return
+    if not config.run.resume:
+        from server.runs import refuse_existing
+
+        refuse_existing(config)  # at once: what simulates takes seconds to import
     from sims.simulate import simulate
 
     summary = simulate(config, quiet=quiet, json_output=as_json)

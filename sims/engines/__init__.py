@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from conf.errors import UserError
 from conf.schema import Config
 from sims.engines.adapter import LocalGrid
+from sims.engines.share import WHOLE, Share
 
 # Read when Ray is imported. A worker's death is our affair: the pool tells which site did it, and Ray need not shout.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
@@ -33,10 +34,13 @@ def refuse_engine(config: Config) -> None:
 
 
 @contextlib.contextmanager
-def open_engine(config: Config) -> Iterator[LocalGrid]:
-    """The configured engine as a Flower Grid, its nodes being the configuration's sites; closed at the end in any case."""
+def open_engine(config: Config, share: Share = WHOLE) -> Iterator[LocalGrid]:
+    """The configured engine as a Flower Grid, its nodes being the configuration's sites; closed at the end in any case.
+
+    `share`: of the machine or cluster, where several runs go on at once.
+    """
     refuse_engine(config)
-    grid = importlib.import_module(MODULES[config.engine.name]).start(config)
+    grid = importlib.import_module(MODULES[config.engine.name]).start(config, share=share)
     try:
         yield grid
     finally:

@@ -20,6 +20,7 @@ from conf.errors import UserError
 from conf.schema import Config
 from server.grid import CarefulGrid
 from server.relay import DONE, SOCKET
+from sims.engines.share import WHOLE, Share
 from sims.federation.plan import CONNECTION, SERVER
 from sims.federation.programs import BIN, environment
 
@@ -57,8 +58,11 @@ class FlowerGrid(CarefulGrid):
         super().close()
 
 
-def start(config: Config) -> FlowerGrid:
-    """A run's place at the SuperLink that engine.address names. UserError if there is none, or it takes no run."""
+def start(config: Config, share: Share = WHOLE) -> FlowerGrid:
+    """A run's place at the SuperLink that engine.address names, whose nodes are not divided among runs.
+
+    UserError if there is none, or it takes no run.
+    """
     home, connection = _connection(config.engine.address)
     folder = Path(tempfile.mkdtemp(prefix="fedloom-"))  # of this user alone; a socket's path must be short
     try:

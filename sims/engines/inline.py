@@ -11,6 +11,7 @@ from clients.app import app
 from conf.schema import Config
 from conf.sites import roster
 from sims.engines.adapter import LocalGrid, answer, store_folder
+from sims.engines.share import WHOLE, Share
 
 
 class InlineGrid(LocalGrid):
@@ -39,6 +40,6 @@ class InlineGrid(LocalGrid):
         return "inline: sites one after the other in this process"
 
 
-def start(config: Config) -> InlineGrid:
-    """The engine for a configuration."""
+def start(config: Config, share: Share = WHOLE) -> InlineGrid:
+    """The engine for a configuration; it takes one core whatever its share."""
     return InlineGrid(len(roster(config)), store_folder(config))

@@ -38,6 +38,7 @@ from conf.sites import roster
 from sims.engines.adapter import FIRST_NODE, LocalGrid, failure, store_folder
 from sims.engines.codec import SharedRecords, pack, unpack, unpack_sum
 from sims.engines.pool import Pool
+from sims.engines.share import WHOLE, Share
 from sims.engines.worker import Recipe
 
 CLIENT_APP = "clients.app:app"
@@ -99,14 +100,14 @@ class RayGrid(LocalGrid):
         return self._description
 
 
-def start(config: Config, app: str = CLIENT_APP, combine: str = COMBINE) -> RayGrid:
+def start(config: Config, app: str = CLIENT_APP, combine: str = COMBINE, share: Share = WHOLE) -> RayGrid:
     """Start Ray (or join the cluster at engine.address) and the workers. Raises UserError if Ray cannot start.
 
     Without an address, a Ray that this process has started before is used, and kept. `combine` is for partial sums.
     """
     engine, sites, store, plugins = config.engine, len(roster(config)), store_folder(config), plugins_of(config)
     own = not ray.is_initialized()
-    workers = _begun(config, sites) if own else _kept(engine, sites)
+    workers = _begun(config, sites, share) if own else _kept(engine, sites)
     options = {"num_cpus": engine.num_cpus, "num_gpus": engine.num_gpus, "scheduling_strategy": "SPREAD"}
     joined = combine if config.federation.partial_sums else ""
     recipe = Recipe(app, joined, engine.vectorise, sites, str(store), plugins, own_paths())
@@ -153,15 +154,15 @@ def own_paths() -> tuple[str, ...]:
     return tuple(path for path in folders if os.path.isdir(path) and not os.path.realpath(path).startswith(python))
 
 
-def _begun(config: Config, sites: int) -> int:
+def _begun(config: Config, sites: int, share: Share) -> int:
     """Start Ray or join a cluster; the number of workers."""
     engine = config.engine
-    workers = min(sites, engine.workers or workers_for(engine, _this_machine()))
+    workers = min(sites, engine.workers or workers_for(engine, share.of_machine(_this_machine())))
     try:
         with own_signals(), apart():
             _join(engine.address, config.data if engine.ship_data else None) if engine.address else _start(engine, workers)
         if engine.address:
-            workers = min(sites, engine.workers or workers_for(engine, ray.cluster_resources()))
+            workers = min(sites, engine.workers or workers_for(engine, share.of_cluster(ray.cluster_resources())))
     except (OSError, RuntimeError, ConnectionError, ValueError) as error:
         ray.shutdown()
         reason = str(error).strip().splitlines()[0]

@@ -1,0 +1,133 @@
+"""Folders of runs as they lie on the disk: what is one, how it stands. Read without torch: to list many is quick."""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from conf.errors import UserError
+from conf.load import from_mapping
+from conf.schema import Config, RunConfig
+from conf.yamls import read_yaml
+
+CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
+LOCK = "ledger.lock"  # held by the run's server
+KEYS = {"experiment", "seed", "rounds", "sites", "population", "network", "objective", "strategy", "baselines", "run",
+        "engine", "data", "training", "federation", "evaluation"}  # in every run's config.yaml, since version 1  # fmt: skip
+MOST_DEPTH = 4  # of folders within each other in which runs are looked for
+BASELINES = "baselines"
+RUNNING, STOPPED, FINISHED = "running", "stopped", "finished"
+ENDED = (FINISHED, "failed", "interrupted")  # as a summary says it
+
+
+def is_run(path: Path) -> bool:
+    """Whether the folder is one that we have made, by the keys of its config.yaml; others are never deleted."""
+    try:
+        tree = read_yaml((path / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError):
+        return False
+    return isinstance(tree, dict) and tree.keys() >= KEYS
+
+
+def runs_in(path: Path, depth: int = MOST_DEPTH) -> Iterator[Path]:
+    """The folder itself if it is a run's, else all runs' folders in it, by name; baselines are parts of their run."""
+    if is_run(path):
+        yield path
+    elif depth:
+        with contextlib.suppress(OSError):  # it cannot be read, or has just gone
+            for inner in sorted(path.iterdir()):
+                if inner.is_dir() and not inner.name.startswith("."):
+                    yield from runs_in(inner, depth - 1)
+
+
+def refuse_existing(config: Config, path: Path | None = None) -> None:
+    """UserError if a run of that name exists, unless it is the one to resume, or run.overwrite says that it may go."""
+    path = path or Path(config.run.root) / config.run.name
+    if not path.exists():
+        pass
+    elif config.run.resume:
+        _same_run(config, path)
+    elif not config.run.overwrite:
+        raise UserError(f"the run '{config.run.name}' exists ({path}): pass --overwrite, or another run.name=")
+    elif not is_run(path):
+        raise UserError(f"{path} is no run of fedloom (by its {CONFIG}): it will not be overwritten")
+
+
+def read_config(path: Path) -> Config:
+    """The configuration of the run in a folder, its place being where the folder is now. Raises UserError if it is none."""
+    if not is_run(path):
+        raise UserError(f"{path}: is no run of fedloom (no readable {CONFIG} in it); name the folder of a run")
+    try:
+        config = from_mapping(read_yaml((path / CONFIG).read_text(encoding="utf-8")))
+    except UserError as error:
+        raise UserError(f"{path / CONFIG}: {error}") from None
+    if path.name != (whole := path.resolve()).name:  # a link, or '.'
+        path = whole
+    where = dataclasses.replace(config.run, name=path.name, root=str(path.parent))
+    return dataclasses.replace(config, run=where)
+
+
+def read_metrics(path: Path) -> dict[int, dict[str, Any]]:
+    """The records in a run's metrics.jsonl by round; a line that a crash tore is left out."""
+    found, file = {}, path / METRICS
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []:
+        try:
+            record = json.loads(line)
+            found[int(record["round"])] = record
+        except (ValueError, KeyError, TypeError):
+            continue
+    return found
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """What a run's summary.json holds; empty if there is nothing that can be read."""
+    try:
+        found = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def busy(path: Path) -> bool:
+    """Whether a server is at work on the run in a folder. Changes nothing, and needs no permission to."""
+    try:
+        handle = os.open(path / LOCK, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+def status(path: Path) -> str:
+    """How a run stands: running, finished, failed, interrupted, or stopped: by what left it no time to say so."""
+    if busy(path):
+        return RUNNING
+    told = read_summary(path).get("status")
+    return told if told in ENDED else STOPPED
+
+
+def holds(path: Path, config: Config) -> bool:
+    """Whether the folder has a run of this configuration, wherever it was made and whatever keys came since."""
+    return is_run(path) and _same(read_config(path), config)
+
+
+def _same_run(config: Config, path: Path) -> None:
+    """UserError unless the folder holds a run of this configuration."""
+    if not _same(read_config(path), config):
+        raise UserError(f"{path}: was run with another configuration ({CONFIG}); only that one can be resumed")
+
+
+def _same(one: Config, other: Config) -> bool:
+    """Whether both describe the same run, wherever it is kept."""
+    return dataclasses.replace(one, run=RunConfig()) == dataclasses.replace(other, run=RunConfig())

@@ -1,0 +1,79 @@
+"""`fedloom run --seeds ... --sweep ...`: many runs of one experiment, and what they have in common at the end."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from conf import load
+from sims.report.tables import Table, before_forgetting, percent
+from sims.sweeps.plan import Planned, plan, read_sweep
+
+if TYPE_CHECKING:
+    from sims.sweeps.outcome import Outcome
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is asked for: an experiment with overrides, seeds and sweeps as they were written, runs at a time."""
+
+    experiment: str
+    words: Sequence[str]
+    seeds: str
+    sweep: Sequence[str]
+    parallel: int
+    overwrite: bool
+
+    def plan(self) -> list[Planned]:
+        """The runs. UserError for keys and values that the configuration does not take."""
+        return plan(lambda words: load(self.experiment, words), self.words, read_sweep(self.seeds, self.sweep))
+
+
+def show(order: Order) -> int:
+    """Print the runs that there would be."""
+    for one in order.plan():
+        typer.echo(f"{one.folder}  {' '.join(f'{key}={json.dumps(value)}' for key, value in one.values.items())}")
+    return 0
+
+
+def run(order: Order, *, quiet: bool, as_json: bool) -> int:
+    """Carry them out, tell what they gave; the exit code: 1 if one failed."""
+    planned = order.plan()
+    from sims.sweeps.outcome import FAILED
+    from sims.sweeps.work import carry_out, ready
+
+    there = ready(planned, overwrite=order.overwrite)
+    outcomes = carry_out(there, min(order.parallel, len(there)), quiet=quiet, json_output=as_json)
+    for text in [outcome_table(outcomes).markdown(), *_together(outcomes)] if not quiet else []:
+        typer.echo(text, err=as_json)
+    if as_json:
+        typer.echo(json.dumps({"runs": [_row(outcome) for outcome in outcomes]}))
+    lost = [outcome for outcome in outcomes if outcome.status == FAILED]
+    for outcome in lost:
+        typer.echo(f"fedloom: {outcome.folder}: failed: {outcome.error}", err=True)
+    return 1 if lost else 0
+
+
+def outcome_table(outcomes: Sequence["Outcome"]) -> Table:
+    """A row for each run."""
+    rows = [[outcome.folder.name, outcome.status, percent(before_forgetting(outcome.summary).get("union"))]
+            for outcome in outcomes]  # fmt: skip
+    return Table("Runs", ["run", "status", "test accuracy"], rows, "kept: it was finished before.")
+
+
+def _together(outcomes: Sequence["Outcome"]) -> list[str]:
+    """The tables of a comparison, and how to see more."""
+    from sims.comparison import compare
+
+    folders = [outcome.folder for outcome in outcomes if outcome.summary.get("status") == "finished"]
+    if len(folders) < 2:
+        return []
+    return [compare(folders).text(), f"fedloom compare {' '.join(map(str, folders))} --html compare.html"]
+
+
+def _row(outcome: "Outcome") -> dict[str, Any]:
+    told = {"error": outcome.error} if outcome.error else {}
+    return {"run": str(outcome.folder), "values": dict(outcome.values), "status": outcome.status, **told,
+            "summary": dict(outcome.summary)}  # fmt: skip

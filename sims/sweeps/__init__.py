@@ -1,0 +1,1 @@
+"""Many runs of one experiment: other seeds, other values of its keys."""

@@ -1,0 +1,131 @@
+"""From an experiment, seeds and values of keys to the runs that there are to be, each with a folder of its own."""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UserError
+from conf.load import MOST_RUN_NAME_BYTES, read_values, to_json
+from conf.schema import Config, RunConfig
+from server.runs import CONFIG, FINISHED, holds, is_run, read_summary
+from sims.sweeps.names import part_of_name, short_keys, text_of
+
+SEED = "seed"
+KEPT = "run"  # the section that says where a run is kept, which the sweep itself does
+Load = Callable[[Sequence[str]], Config]  # an experiment with overrides
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run. `values`: the swept keys' and the seed's. `done`: it is finished already, and kept."""
+
+    config: Config
+    values: Mapping[str, Any]
+    done: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """Where it is kept."""
+        return Path(self.config.run.root) / self.config.run.name
+
+    @property
+    def name(self) -> str:
+        """Its folder's."""
+        return self.config.run.name
+
+
+def read_sweep(seeds: str, sweep: Sequence[str]) -> dict[str, list[Any]]:
+    """The values of each key, from `0,1,2` and words such as `training.rate=0.01,0.03`. UserError for what is none."""
+    grid: dict[str, list[Any]] = {}
+    for word in sweep:
+        key, values = read_values(word)
+        if key in grid:
+            raise UserError(f"--sweep: {key} is given twice; give all its values at once")
+        grid[key] = values
+    if seeds:
+        if SEED in grid:
+            raise UserError("--seeds: --sweep has seeds, too; leave one of the two out")
+        grid[SEED] = read_values(f"{SEED}={seeds}")[1]
+    return grid
+
+
+def plan(load: Load, words: Sequence[str], grid: Mapping[str, Sequence[Any]]) -> list[Planned]:
+    """Every combination of the values, the seed changing fastest.
+
+    Raises UserError for keys and values that the configuration does not take, and for a run that is there twice.
+    """
+    keys = sorted(grid, key=lambda key: key == SEED)
+    _check_keys(keys, grid, words)
+    planned: list[Planned] = []
+    for combination in itertools.product(*(grid[key] for key in keys)):
+        values = dict(zip(keys, combination, strict=True))
+        planned.append(Planned(_named(_loaded(load, words, values), values), values))
+    _refuse_twice(planned)
+    return planned
+
+
+def _check_keys(keys: Sequence[str], grid: Mapping[str, Sequence[Any]], words: Sequence[str]) -> None:
+    given = {word.partition("=")[0] for word in words}
+    for key in keys:
+        if key.partition(".")[0] == KEPT:
+            raise UserError(f"{key}: where runs are kept cannot be swept: each has a folder named after what is")
+        if key in given:
+            raise UserError(f"{key}: is given as an override, too; leave one of the two out")
+        if not grid[key]:
+            raise UserError(f"{key}: has no values to sweep")
+
+
+def _loaded(load: Load, words: Sequence[str], values: Mapping[str, Any]) -> Config:
+    try:
+        more = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
+    except TypeError:
+        raise UserError(f"sweep: takes lists of texts, numbers, lists and dictionaries; got {values!r}"[:200]) from None
+    try:
+        return load([*words, *more])
+    except UserError as error:
+        told = " ".join(f"{key}={text_of(value)}" for key, value in values.items())
+        raise UserError(f"{error} (the run with {told})") from None
+
+
+def _named(config: Config, values: Mapping[str, Any]) -> Config:
+    """The configuration with a folder that says what is swept: digits-rate=0.01-seed=0."""
+    short = short_keys(values)
+    name = "-".join([config.run.name, *(f"{short[key]}={part_of_name(value)}" for key, value in values.items())])
+    if len(name.encode()) > MOST_RUN_NAME_BYTES:
+        raise UserError(f"sweep: the folder's name '{name[:60]}...' is too long; give a shorter run.name=, or fewer keys")
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, name=name))
+
+
+def _refuse_twice(planned: Sequence[Planned]) -> None:
+    """UserError for two runs of the same configuration, or of the same name."""
+    seen: set[str] = set()
+    for one in planned:
+        same = to_json(dataclasses.replace(one.config, run=RunConfig()))
+        if seen & {same, one.name}:
+            told = " ".join(f"{key}={text_of(value)}" for key, value in one.values.items())
+            raise UserError(f"sweep: the same run is asked for twice ({told}); give each value once")
+        seen |= {same, one.name}
+
+
+def placed(one: Planned, overwrite: bool) -> Planned:
+    """The same: to be kept, to go on, or to start, by what is in its folder. UserError if that is another run."""
+    if overwrite:
+        return _with(one, overwrite=True)
+    if not one.folder.exists():
+        return one
+    if not holds(one.folder, one.config):
+        what = f"a run of another configuration ({CONFIG})" if is_run(one.folder) else "no run of fedloom"
+        raise UserError(f"{one.folder}: is there, and holds {what}; pass --overwrite, or another run.name=")
+    if read_summary(one.folder).get("status") == FINISHED:
+        return dataclasses.replace(one, done=True)
+    return _with(one, resume=True)
+
+
+def _with(one: Planned, **how: bool) -> Planned:
+    """The same, to be run so."""
+    run = dataclasses.replace(one.config.run, **how)
+    return dataclasses.replace(one, config=dataclasses.replace(one.config, run=run))
