@@ -1,16 +1,5 @@
 """Runs beside each other: means over seeds, paired differences, curves and cost."""
 
-from collections.abc import Sequence
-from pathlib import Path
+from sims.comparison.compare import Comparison, compare
 
-
-class C:
-    def __init__(self, f):
-        pass
-
-    def text(self):
-        return ""
-
-
-def compare(folders):
-    return C(folders)
+__all__ = ["Comparison", "compare"]

@@ -38,9 +38,9 @@ def accuracy_figure(
     ends = _worth_a_label(ends) if many else ends
     for place, (name, records) in enumerate(beside.items(), 0 if many else len(names) - 1):
         ends += _curve(axes, records, "union", name, PALETTE[place % len(PALETTE)], broken=True)
-    _label_ends(axes, ends)
+    label_ends(axes, ends)
     percent_axis(axes.yaxis)
-    _whole_rounds(axes, [record["round"] for records in (metrics, *beside.values()) for record in records])
+    whole_rounds(axes, [record["round"] for records in (metrics, *beside.values()) for record in records])
     axes.set_xlabel("round" + (" (broken lines: baselines and other architectures, on the union)" if beside else ""))
     axes.set_ylabel("validation accuracy")
     whose = "the aggregated network" if aggregated else "the sites' own networks, each at home"
@@ -92,7 +92,7 @@ def _worth_a_label(ends: list[End]) -> list[End]:
     return [*marked, *(end for end in ends if end[1] == "union")]
 
 
-def _label_ends(axes: Axes, ends: list[End]) -> None:
+def label_ends(axes: Axes, ends: list[End]) -> None:
     """Names the lines at their right ends, moved apart where they would overlap."""
     if not ends:
         return
@@ -118,7 +118,8 @@ def _label_ends(axes: Axes, ends: list[End]) -> None:
         )
 
 
-def _whole_rounds(axes: Axes, rounds: list[int]) -> None:
+def whole_rounds(axes: Axes, rounds: list[int]) -> None:
+    """Ticks at whole numbers alone."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))

@@ -1,0 +1,71 @@
+"""The commands on runs that are there, several at once: `fedloom runs`, `fedloom compare` and `fedloom rm`."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import click
+import typer
+
+from conf.errors import UserError
+
+app = typer.Typer()
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one line of JSON, last on stdout.")]
+
+
+@app.command()
+def runs(
+    folder: Annotated[Path, typer.Argument(help="Where to look for runs, also in folders within it.")] = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """List runs: how they stand, method, seed, rounds, test accuracy, size on disk."""
+    from sims.cli import listing
+
+    found = listing.rows_of(folder)
+    if as_json:
+        typer.echo(json.dumps({"runs": found}))
+    else:
+        typer.echo(listing.table(found, folder).markdown() if found else f"{folder}: no runs yet")
+
+
+@app.command()
+def compare(
+    paths: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or folders that hold some.")],
+    by: Annotated[
+        list[str] | None, typer.Option(help="A row for each value of this key: strategy.name (repeatable).")
+    ] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write a line for each run and baseline, too.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write one page with tables and curves, too.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare runs: means over seeds, paired differences with intervals, curves, cost. Baselines are rows, too."""
+    from sims.comparison import compare as beside
+
+    found = beside(paths, by or [])
+    typer.echo(found.text(), err=as_json)
+    for written in [found.write_csv(csv) if csv else None, found.write(html) if html else None]:
+        if written:
+            typer.echo(f"written: {written}", err=as_json)
+    if as_json:
+        typer.echo(json.dumps(found.as_json()))
+
+
+@app.command()
+def rm(
+    paths: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, such as runs/digits.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Remove runs with all that is kept of them. Refuses what is no run, and a run that a server works on."""
+    from sims.cli import listing, removal
+
+    folders = removal.removable(paths)
+    size = sum(listing.size_of(folder) for folder in folders)
+    told = f"{', '.join(map(str, folders))}: {listing.megabytes(size)} MB"
+    try:
+        agreed = yes or typer.confirm(f"Remove {told}?")
+    except click.Abort:
+        raise UserError("rm: nobody answered; nothing is removed (--yes does not ask)") from None
+    for folder in folders if agreed else []:
+        removal.remove(folder)
+    typer.echo(f"removed: {told}" if agreed else "nothing is removed")

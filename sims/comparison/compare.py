@@ -1,0 +1,160 @@
+"""A comparison of runs: tables, a page, data frames."""
+
+import base64
+import math
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from conf.errors import UserError
+from sims.comparison.curves import pictures
+from sims.comparison.entries import entries_of
+from sims.comparison.groups import UNION, Group, grouped, refuse_nothing
+from sims.comparison.statistics import spread
+from sims.comparison.tables import (
+    Pair,
+    accuracy_rows,
+    cost_table,
+    difference_table,
+    domains_of,
+    pairs,
+    runs_table,
+    what_differs,
+)
+from sims.report.page import Part, write_page
+from sims.report.tables import Table, mean_and_spread
+
+if TYPE_CHECKING:
+    import pandas
+
+COSTS = ("bytes_to_sites", "bytes_from_sites", "seconds")
+
+
+def compare(runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], by: str | Sequence[str] = ()) -> "Comparison":
+    """Runs beside each other: rows of what differs apart from the seed, or in the keys `by` (`strategy.name`).
+
+    `runs`: folders of runs, or that hold some; baselines are rows, too. Raises UserError where there is nothing to compare.
+    """
+    given = [runs] if isinstance(runs, str | os.PathLike) else list(runs)
+    entries, notes = entries_of([Path(path) for path in given])
+    refuse_nothing(entries, notes)
+    groups, differing, more = grouped(entries, [by] if isinstance(by, str) and by else list(by))
+    return Comparison(tuple(groups), tuple(differing), (*notes, *more))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Rows of runs over seeds. `differing`: the keys that tell them apart; `notes`: what is left out, or to mind."""
+
+    groups: Sequence[Group]
+    differing: Sequence[str]
+    notes: Sequence[str]
+
+    @property
+    def differences(self) -> list[Pair]:
+        """Paired differences on the union of all domains, over equal seeds, with their confidence intervals."""
+        return pairs(self.groups)
+
+    def tables(self) -> list[Table]:
+        """Accuracy, paired differences, cost."""
+        found = self.differences
+        return [accuracy_rows(self.groups), *([difference_table(found)] if found else []), cost_table(self.groups)]
+
+    def text(self) -> str:
+        """The tables as Markdown, and the notes below them."""
+        return "\n".join([*(table.markdown() for table in self.tables()), *(f"note: {note}" for note in self.notes)])
+
+    def table(self) -> "pandas.DataFrame":
+        """A row for each group: seeds, mean and standard deviation of test accuracy by domain, mean cost."""
+        import pandas
+
+        return pandas.DataFrame([_row(group, domains_of(self.groups)) for group in self.groups]).set_index("row")
+
+    def runs(self) -> "pandas.DataFrame":
+        """A row for each run and baseline: its group, seed, keys that differ, test accuracies, cost."""
+        import pandas
+
+        return pandas.DataFrame(self._runs())
+
+    def _runs(self) -> list[dict[str, Any]]:
+        names = [*domains_of(self.groups), UNION]
+        return [
+            {"row": group.label, "run": str(entry.folder), "seed": entry.config.seed, "baseline": entry.baseline}
+            | {key: entry.everything.get(key) for key in self.differing}
+            | {name: entry.accuracy.get(name) for name in names}
+            | {"rounds": len(entry.metrics), **entry.cost}
+            for group in self.groups
+            for entry in group.entries
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything as plain values; NaN is None."""
+        rows = [{**_row(group, domains_of(self.groups)), "values": dict(group.values)} for group in self.groups]
+        found = [{"one": pair.one, "other": pair.other, **asdict(pair.difference)} for pair in self.differences]
+        return {"rows": _plain(rows), "differences": _plain(found), "runs": _plain(self._runs()), "notes": list(self.notes)}
+
+    def write_csv(self, path: str | os.PathLike[str]) -> Path:
+        """`runs()` as a file. Raises UserError if it cannot be written."""
+        try:
+            self.runs().to_csv(path, index=False)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written ({error.strerror or error})") from None
+        return Path(path)
+
+    def write(self, path: str | os.PathLike[str]) -> Path:
+        """One self-contained page with tables and curves. Raises UserError if it cannot be written."""
+        with tempfile.TemporaryDirectory(prefix="fedloom-") as folder:
+            return write_page(Path(path), "Fedloom: runs compared", self._sections(Path(folder)))
+
+    @property
+    def html(self) -> str:
+        """The page's text."""
+        with tempfile.TemporaryDirectory(prefix="fedloom-") as folder:
+            return self.write(Path(folder) / "page.html").read_text(encoding="utf-8")
+
+    def _sections(self, folder: Path) -> list[tuple[str, Sequence[Part]]]:
+        accuracy, *others = self.tables()
+        differs: list[Part] = [what_differs(self.groups, self.differing)] if self.differing else []
+        sections: list[tuple[str, Sequence[Part]]] = [
+            ("", [headline(self.groups), *(f"Note: {note}" for note in self.notes)]),
+            ("Accuracy", [accuracy, *pictures(self.groups, folder)]),
+            ("Differences and cost", others),
+            ("What was compared", [*differs, runs_table(self.groups)]),
+        ]
+        return sections
+
+    def _repr_html_(self) -> str:
+        """A notebook shows the tables and the first picture."""
+        with tempfile.TemporaryDirectory(prefix="fedloom-") as folder:
+            drawn = [base64.b64encode(picture.path.read_bytes()).decode() for picture in pictures(self.groups, Path(folder))]
+        images = [f'<img src="data:image/png;base64,{data}">' for data in drawn[:1]]
+        return "".join([*(table.html() for table in self.tables()), *images])
+
+
+def headline(groups: Sequence[Group]) -> str:
+    """The comparison in a sentence."""
+    seeds = sorted({seed for group in groups for seed in group.seeds})
+    best = max(groups, key=lambda group: spread(list(group.scores().values()) or [-1.0]).mean)
+    many = f"{len(groups)} row{'s' * (len(groups) > 1)}, {len(seeds)} seed{'s' * (len(seeds) > 1)}"
+    reached = mean_and_spread(list(best.scores().values())) if best.scores() else "-"
+    return f"{many}: the best on average is {best.label}, with {reached} % of the test images."
+
+
+def _row(group: Group, domains: Sequence[str]) -> dict[str, Any]:
+    row: dict[str, Any] = {"row": group.label, "seeds": sorted(group.seeds), "runs": len(group.entries)}
+    for name in [*domains, UNION]:
+        found = spread(list(group.scores(name).values()) or [math.nan])
+        row |= {f"{name} mean": found.mean, f"{name} std": found.deviation}
+    return row | {what: group.cost(what).mean for what in COSTS}
+
+
+def _plain(value: Any) -> Any:
+    """The same for JSON, which has no NaN."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list) else value

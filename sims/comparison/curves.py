@@ -1,0 +1,87 @@
+"""Joint curves: validation accuracy over rounds, and over what travelled, as means over seeds with a band."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sims.comparison.entries import Entry
+from sims.comparison.groups import Group
+from sims.comparison.statistics import spread
+from sims.report.canvas import INK, PALETTE, new_figure, percent_axis, save
+from sims.report.curves import End, label_ends, whole_rounds
+from sims.report.page import Picture
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MOST_CURVES = 2 * len(PALETTE)
+MARKED = 25  # points of a line
+Place = Callable[[Entry], dict[int, float]]  # where a round stands on the axis
+
+CAPTION = "Accuracy on held-out validation images of all domains together: mean over seeds, the band one standard deviation."
+
+
+def pictures(groups: Sequence[Group], folder: Path) -> list[Picture]:
+    """The pictures that the runs allow, as PNGs in the folder."""
+    few = f" The first {MOST_CURVES} of {len(groups)} rows are drawn." if len(groups) > MOST_CURVES else ""
+    drawn = [group for group in groups[:MOST_CURVES] if any(entry.curve for entry in group.entries)]
+    if not drawn:
+        return []
+    rounds = save(figure_of(drawn, _round, "round"), folder / "rounds.png")
+    found = [Picture(rounds, CAPTION + few)]
+    if len({max(_travelled(group.entries[0]).values(), default=0.0) for group in drawn}) > 1:
+        bytes = save(figure_of(drawn, _travelled, "MB to and from sites"), folder / "bytes.png")
+        found.append(Picture(bytes, f"The same over what had travelled by then.{few}"))
+    return found
+
+
+def figure_of(groups: Sequence[Group], place: Place, label: str) -> Figure:
+    """A line for each group; the band where there are several seeds."""
+    figure, axes = new_figure(9.5, 4.8)
+    ends: list[End] = []
+    for number, group in enumerate(groups):
+        points = mean_curve(group, place)
+        xs, means, around = ([point[part] for point in points] for part in range(3))
+        colour, style = PALETTE[number % len(PALETTE)], "--" if number >= len(PALETTE) else "-"
+        marker = "o" if len(points) <= MARKED else None
+        axes.plot(xs, means, color=colour, linestyle=style, linewidth=1.8, marker=marker, markersize=3, zorder=3)
+        low, high = ([mean + sign * s for mean, s in zip(means, around, strict=True)] for sign in (-1, 1))
+        axes.fill_between(xs, low, high, color=colour, alpha=0.15, linewidth=0, zorder=1)
+        ends.append((means[-1], group.label, colour))
+    percent_axis(axes.yaxis)
+    if label == "round":
+        whole_rounds(axes, [round for group in groups for entry in group.entries for round in entry.curve])
+    axes.set_xlabel(label)
+    axes.set_ylabel("validation accuracy, all domains")
+    axes.set_title("Validation accuracy", loc="left", fontsize=12, color=INK)
+    label_ends(axes, ends)
+    return figure
+
+
+def mean_curve(group: Group, place: Place) -> list[tuple[float, float, float]]:
+    """(where, mean, standard deviation) for each round that all of the group's entries were measured in."""
+    entries = [entry for entry in group.entries if entry.curve]
+    rounds = sorted(set.intersection(*(set(entry.curve) for entry in entries)))
+    points = []
+    for round in rounds:
+        found = spread([entry.curve[round] for entry in entries])
+        where = spread([place(entry)[round] for entry in entries]).mean
+        points.append((where, found.mean, 0.0 if math.isnan(found.deviation) else found.deviation))
+    return points
+
+
+def _round(entry: Entry) -> dict[int, float]:
+    return {round: float(round) for round in entry.curve}
+
+
+def _travelled(entry: Entry) -> dict[int, float]:
+    """MB by round, of all rounds up to it."""
+    sent, received = entry.bytes(0), entry.bytes(1)
+    total, found = 0, {}
+    for round in sorted(sent):
+        total += sent[round] + received[round]
+        found[round] = total / 1e6
+    return found

@@ -1,0 +1,117 @@
+"""What is compared: every run, and every baseline of a run, with what its folder holds."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UserError
+from conf.schema import Config
+from conf.sites import roster
+from server.runs import BASELINES, FINISHED, is_run, read_config, read_metrics, read_summary, runs_in, status
+from sims.report.tables import accuracies, before_forgetting, has_aggregate
+
+NO_METHOD = ("run", "seed", "baselines", "experiment", "engine")  # sections that say nothing of what is trained how
+NO_METHOD_KEYS = ("data.root", "data.download", "evaluation.batch", "evaluation.every")
+DATA = ("data.", "sites", "population")  # keys that say what is trained on
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A run or one of its baselines."""
+
+    folder: Path
+    config: Config
+    summary: Mapping[str, Any]
+    metrics: Sequence[Mapping[str, Any]]
+    baseline: bool
+
+    @cached_property
+    def keys(self) -> dict[str, Any]:
+        """What is trained how: the configuration's values by dotted keys, without where, by what engine, from what seed."""
+        return {key: value for key, value in flat(dataclasses.asdict(self.config)).items()
+                if key.partition(".")[0] not in NO_METHOD and key not in NO_METHOD_KEYS}  # fmt: skip
+
+    @cached_property
+    def everything(self) -> dict[str, Any]:
+        """All of the configuration's values."""
+        return flat(dataclasses.asdict(self.config))
+
+    @cached_property
+    def accuracy(self) -> dict[str, float]:
+        """Test accuracy by domain and on their union: the aggregated network's, else the mean of the sites' own."""
+        if has_aggregate(self.summary):
+            return before_forgetting(self.summary)
+        return next(iter(accuracies(self.summary).values()), {})
+
+    @cached_property
+    def tested_on(self) -> dict[str, Any]:
+        """What makes the test images, and the classes to tell apart, what they are."""
+        data, evaluation = self.config.data, self.config.evaluation
+        variants = {(one.domain, one.rotation, one.invert, tuple(one.classes), one.relabel)
+                    for one in (site.spec for site in roster(self.config))}  # fmt: skip
+        own = {"sites": self.everything["sites"]} if evaluation.where == "sites" else {}
+        return {"domains": sorted(variants), "data.heads": data.heads, "data.classes": data.classes,
+                "data.test_limit": data.test_limit, "evaluation.where": evaluation.where, **own}  # fmt: skip
+
+    @cached_property
+    def curve(self) -> dict[int, float]:
+        """Validation accuracy on the union by round."""
+        scores = {record["round"]: (record.get("accuracy") or {}).get("union") for record in self.metrics}
+        return {round: float(score) for round, score in scores.items() if score is not None}
+
+    def bytes(self, place: int) -> dict[int, int]:
+        """Bytes of arrays by round: to the sites (place 0) or from them (1)."""
+        return {record["round"]: sum(both[place] for both in (record.get("bytes") or {}).values())
+                for record in self.metrics}  # fmt: skip
+
+    @cached_property
+    def cost(self) -> dict[str, float]:
+        """Of all rounds: bytes to and from sites, seconds."""
+        seconds = sum(float(record.get("seconds") or 0.0) for record in self.metrics)
+        return {"bytes_to_sites": sum(self.bytes(0).values()), "bytes_from_sites": sum(self.bytes(1).values()),
+                "seconds": seconds}  # fmt: skip
+
+
+def entries_of(paths: Sequence[Path]) -> tuple[list[Entry], list[str]]:
+    """The runs in these folders with their baselines, each once, and a line for each that is not finished.
+
+    Raises UserError for a folder that holds no run.
+    """
+    folders: dict[Path, Path] = {}
+    for path in paths:
+        there = list(runs_in(path))
+        if not there:
+            raise UserError(f"{path}: there is no run of fedloom in it; name folders of runs, or one that holds some")
+        for folder in there:
+            folders.setdefault(folder.resolve(), folder)
+    unfinished = {path: told for path in folders.values() if (told := status(path)) != FINISHED}
+    notes = [f"{path}: is {told}, and not compared ('fedloom resume {path}' goes on)" for path, told in unfinished.items()]
+    found = [entry for path in folders.values() if path not in unfinished for entry in _entries(path)]
+    return [entry for entry in found if entry.accuracy], notes + _unmeasured(found)
+
+
+def _entries(path: Path) -> Iterator[Entry]:
+    yield _entry(path)
+    for inner in sorted((path / BASELINES).glob("*")):
+        if is_run(inner):
+            yield _entry(inner, baseline=True)
+
+
+def _entry(path: Path, baseline: bool = False) -> Entry:
+    return Entry(path, read_config(path), read_summary(path), list(read_metrics(path).values()), baseline)
+
+
+def _unmeasured(found: Sequence[Entry]) -> list[str]:
+    return [f"{entry.folder}: has no test accuracy, and is not compared" for entry in found if not entry.accuracy]
+
+
+def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Sections by dotted keys; lists are values."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        inside = isinstance(value, Mapping) and value
+        found |= flat(value, f"{above}{key}.") if inside else {f"{above}{key}": value}
+    return found

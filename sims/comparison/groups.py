@@ -1,0 +1,156 @@
+"""Entries in groups that differ in the seed alone, or in keys that are named; what cannot be compared is told."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from conf.errors import UserError, unknown
+from sims.comparison.entries import DATA, Entry
+from sims.comparison.statistics import Spread, spread
+from sims.report.tables import percent
+from sims.sweeps.names import label_of
+
+TELLING = ("strategy.name", "objective.name", "objective.mode", "network.name")  # rows are named by these first
+DEFAULT = "default"  # for a key that a configuration leaves out
+MOST_TOLD = 10  # lines of a kind
+UNION = "union"
+
+
+@dataclass(frozen=True)
+class Group:
+    """A row: entries of one method, by seed. `values`: what it has of its own."""
+
+    label: str
+    values: Mapping[str, Any]
+    seeds: Mapping[int, Sequence[Entry]]
+
+    @property
+    def entries(self) -> list[Entry]:
+        """All of them."""
+        return [entry for each in self.seeds.values() for entry in each]
+
+    def scores(self, domain: str = UNION) -> dict[int, float]:
+        """Test accuracy by seed: the mean of the entries that have it."""
+        given = {seed: [one.accuracy[domain] for one in each if domain in one.accuracy] for seed, each in self.seeds.items()}
+        return {seed: sum(scores) / len(scores) for seed, scores in given.items() if scores}
+
+    def cost(self, what: str) -> Spread:
+        """Of a run: spread over all entries."""
+        return spread([entry.cost[what] for entry in self.entries])
+
+
+def grouped(entries: Sequence[Entry], by: Sequence[str]) -> tuple[list[Group], list[str], list[str]]:
+    """The groups in the order of their first entries, the keys that differ among them, and lines on what to mind.
+
+    Raises UserError for a key in `by` that no configuration has.
+    """
+    kept, notes = _comparable(entries)
+    kept, doubles = _once(kept)
+    differing = _differing(kept)
+    keys = _known(kept, by) if by else _shortest(kept, differing)
+    rows: dict[str, list[Entry]] = {}
+    for entry in kept:
+        rows.setdefault(_signature(entry, keys), []).append(entry)
+    groups = [_group(row, keys) for row in rows.values()]
+    mixed = [key for key in differing if any(len({_signature(entry, [key]) for entry in row}) > 1 for row in rows.values())]
+    return groups, differing, [*notes, *doubles, *_data_notes(differing), *_mixed_notes(mixed), *_forgotten_notes(kept)]
+
+
+def value_of(entry: Entry, key: str) -> Any:
+    """A key's value in the entry's configuration."""
+    return entry.everything.get(key, DEFAULT)
+
+
+def _group(row: Sequence[Entry], keys: Sequence[str]) -> Group:
+    values = {key: value_of(row[0], key) for key in keys}
+    label = label_of(values) or str(row[0].summary.get("method", row[0].folder.name))
+    seeds: dict[int, list[Entry]] = {}
+    for entry in row:
+        seeds.setdefault(entry.config.seed, []).append(entry)
+    baseline = " (baseline)" if all(entry.baseline for entry in row) else ""
+    return Group(label + baseline, values, dict(sorted(seeds.items())))
+
+
+def _signature(entry: Entry, keys: Sequence[str]) -> str:
+    return json.dumps([value_of(entry, key) for key in keys], sort_keys=True)
+
+
+def _differing(entries: Sequence[Entry]) -> list[str]:
+    """The keys, of what is trained how, that have several values; those that tell most first."""
+    keys = sorted(dict.fromkeys(key for entry in entries for key in entry.keys), key=lambda key: key not in TELLING)
+    return [key for key in keys if len({_signature(entry, [key]) for entry in entries}) > 1]
+
+
+def _shortest(entries: Sequence[Entry], keys: Sequence[str]) -> list[str]:
+    """Keys that tell the same groups apart, without those that follow from the others."""
+    left = list(keys)
+    apart = len({_signature(entry, left) for entry in entries})
+    for key in reversed(keys):
+        fewer = [one for one in left if one != key]
+        if len({_signature(entry, fewer) for entry in entries}) == apart:
+            left = fewer
+    return left
+
+
+def _known(entries: Sequence[Entry], by: Sequence[str]) -> list[str]:
+    known = dict.fromkeys(key for entry in entries for key in entry.everything)
+    for key in by:
+        if key not in known:
+            raise unknown("key", key, known)
+    return list(by)
+
+
+def _comparable(entries: Sequence[Entry]) -> tuple[list[Entry], list[str]]:
+    """Those that were measured on the test images that most were, and a line for each other."""
+    marks = [json.dumps(entry.tested_on) for entry in entries]
+    most = Counter(marks).most_common(1)[0][0] if marks else ""
+    usual = json.loads(most) if most else {}
+    notes = []
+    for entry, mark in zip(entries, marks, strict=True):
+        own = json.loads(mark)
+        odd = [key for key in dict.fromkeys([*own, *usual]) if own.get(key) != usual.get(key)]
+        if odd:
+            notes.append(f"{entry.folder}: was measured on other test images ({', '.join(odd)}), and is not compared")
+    return [entry for entry, mark in zip(entries, marks, strict=True) if mark == most], _cut(notes)
+
+
+def _once(entries: Sequence[Entry]) -> tuple[list[Entry], list[str]]:
+    """Each configuration and seed once, the first of them, and a line for each other."""
+    kept: dict[str, Entry] = {}
+    notes = []
+    for entry in entries:
+        first = kept.setdefault(json.dumps([entry.keys, entry.config.seed], sort_keys=True), entry)
+        if first is not entry:
+            here, there = (one.accuracy.get(UNION) for one in (entry, first))
+            apart = f" (though it reached {percent(here)}, there {percent(there)})" if here != there else ""
+            notes.append(f"{entry.folder}: has configuration and seed of {first.folder}, which stands for both{apart}")
+    return list(kept.values()), _cut(notes)
+
+
+def _data_notes(differing: Sequence[str]) -> list[str]:
+    odd = [key for key in differing if key.startswith(DATA)]
+    return [f"The rows were trained on different data: {', '.join(odd)}"] if odd else []
+
+
+def _mixed_notes(mixed: Sequence[str]) -> list[str]:
+    return [f"Rows are means over runs that differ in {', '.join(mixed)}, too"] if mixed else []
+
+
+def _forgotten_notes(entries: Sequence[Entry]) -> list[str]:
+    """Runs whose network is no longer the one that was trained."""
+    gone = {entry.folder: entry.summary.get("unlearned") or [] for entry in entries}
+    return _cut([f"{folder}: {', '.join(map(str, sites))} were removed from it since" for folder, sites in gone.items()
+                 if sites])  # fmt: skip
+
+
+def _cut(notes: list[str]) -> list[str]:
+    rest = len(notes) - MOST_TOLD
+    return notes if rest <= 0 else [*notes[:MOST_TOLD], f"... and {rest} more like these"]
+
+
+def refuse_nothing(entries: Sequence[Entry], notes: Sequence[str]) -> None:
+    """UserError where there is nothing to compare."""
+    if not entries:
+        raise UserError(f"compare: no finished run with test accuracies among them{f' ({notes[0]})' if notes else ''}")
