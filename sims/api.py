@@ -45,20 +45,26 @@ def run(
     `key=value` words as on the command line. `overwrite`: replace a run of that name. `progress`: tell how it goes.
     Raises UserError before anything starts for what cannot work. After a KeyboardInterrupt `resume` goes on.
     """
-    if odd := [word for word in overrides if not isinstance(word, str)]:
-        raise UserError(f"overrides: got {odd[0]!r}, takes words such as run('digits', 'rounds=2', 'seed=1')")
-    if not isinstance(experiment, str | os.PathLike | Mapping):
-        raise UserError(f"experiment: got {experiment!r}, takes a name such as 'digits', the path of a file or a dictionary")
-    words = [*overrides, *(["run.overwrite=true"] if overwrite else [])]
-    config = _config(experiment, words) if isinstance(experiment, Mapping) else load(os.fspath(experiment), words)
-    with _own_threads():
+    config = config_of(experiment, [*overrides, *(["run.overwrite=true"] if overwrite else [])])
+    with own_threads():
         simulate(config, quiet=not progress)
     return Result(Path(config.run.root) / config.run.name)
 
 
+def config_of(experiment: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str]) -> Config:
+    """The configuration of what `run` takes. Raises UserError for what is none."""
+    if odd := [word for word in overrides if not isinstance(word, str)]:
+        raise UserError(f"overrides: got {odd[0]!r}, takes words such as run('digits', 'rounds=2', 'seed=1')")
+    if not isinstance(experiment, str | os.PathLike | Mapping):
+        raise UserError(f"experiment: got {experiment!r}, takes a name such as 'digits', the path of a file or a dictionary")
+    if isinstance(experiment, Mapping):
+        return _config(experiment, overrides)
+    return load(os.fspath(experiment), overrides)
+
+
 def resume(folder: str | os.PathLike[str], *, progress: bool = False) -> "Result":
     """Go on with a run that was stopped, after its last committed round. Raises UserError if the folder holds none."""
-    with _own_threads():
+    with own_threads():
         commands.resume(Path(folder), quiet=not progress)
     return Result(folder)
 
@@ -129,7 +135,7 @@ class Result:
         """
         evaluator = Evaluator(self.config)
         own = copy.deepcopy(network).to(evaluator.device).eval()
-        with _own_threads():
+        with own_threads():
             return evaluator.measure("test", network=own)  # pyright: ignore[reportArgumentType]
 
     def unlearn(
@@ -151,7 +157,7 @@ class Result:
         """
         names = [sites] if isinstance(sites, str) else list(sites)
         wish = commands.Wish(names, request_id, reason, repair, retrain, rollback, recalibrate)
-        with _own_threads():
+        with own_threads():
             return commands.unlearn(self.folder, wish, quiet=not progress)[1]
 
     def _repr_html_(self) -> str:
@@ -206,7 +212,7 @@ def _config(experiment: Mapping[str, Any], overrides: Sequence[str]) -> Config:
 
 
 @contextlib.contextmanager
-def _own_threads() -> Iterator[None]:
+def own_threads() -> Iterator[None]:
     """Torch's number of threads is again what it was."""
     before = torch.get_num_threads()
     try:

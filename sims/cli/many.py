@@ -45,7 +45,11 @@ def run(order: Order, *, quiet: bool, as_json: bool) -> int:
     from sims.sweeps.work import carry_out, ready
 
     there = ready(planned, overwrite=order.overwrite)
-    outcomes = carry_out(there, min(order.parallel, len(there)), quiet=quiet, json_output=as_json)
+    try:
+        outcomes = carry_out(there, min(order.parallel, len(there)), quiet=quiet, json_output=as_json)
+    except KeyboardInterrupt:
+        typer.echo("fedloom: the same command goes on, with the runs that are not finished", err=True)
+        raise
     for text in [outcome_table(outcomes).markdown(), *_together(outcomes)] if not quiet else []:
         typer.echo(text, err=as_json)
     if as_json:

@@ -1,0 +1,84 @@
+"""Many runs from Python: `sweep` an experiment, and look at its Results."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+from conf.errors import UserError
+from sims.api import Result, config_of, own_threads
+from sims.comparison import Comparison, compare
+from sims.sweeps.outcome import FAILED
+from sims.sweeps.plan import SEED, plan
+from sims.sweeps.work import carry_out, ready
+
+
+def sweep(
+    experiment: str | os.PathLike[str] | Mapping[str, Any],
+    *overrides: str,
+    seeds: Sequence[int] = (),
+    over: Mapping[str, Sequence[Any]] | None = None,
+    parallel: int = 1,
+    overwrite: bool = False,
+    progress: bool = False,
+) -> "Results":
+    """Run an experiment with each seed and combination of values: sweep("digits", seeds=[0, 1], over={"rounds": [2, 4]}).
+
+    Finished runs are kept, half-done ones go on, those missing are started; one that fails stops no other. With `parallel`
+    above 1 so many go on at a time, in processes of their own: networks, data and methods of yours have to be in modules.
+    Raises UserError before anything starts for what cannot work. After a KeyboardInterrupt the same call goes on.
+    """
+    if not isinstance(parallel, int) or parallel < 1:
+        raise UserError(f"parallel: got {parallel!r}, takes a number of at least 1")
+    grid = _grid(seeds, over or {})
+    planned = ready(plan(lambda words: config_of(experiment, words), overrides, grid), overwrite=overwrite)
+    with own_threads():
+        outcomes = carry_out(planned, min(parallel, len(planned)) if parallel > 1 else 0, quiet=not progress)
+    failed = {outcome.folder: outcome.error for outcome in outcomes if outcome.status == FAILED}
+    return Results(tuple(Result(outcome.folder) for outcome in outcomes if outcome.status != FAILED), failed)
+
+
+def _grid(seeds: Sequence[int], over: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+    """The values of each key. UserError for none, and for what is no list."""
+    given = {**over, **({SEED: seeds} if seeds else {})}
+    if not given:
+        raise UserError("sweep: takes seeds=[0, 1, 2], over={'training.rate': [0.01, 0.03]} or both")
+    if seeds and SEED in over:
+        raise UserError("seeds: `over` has seeds, too; leave one of the two out")
+    for key, values in given.items():
+        if isinstance(values, str | Mapping) or not isinstance(values, Sequence | range):
+            raise UserError(f"{key}: got {values!r}, takes a list of values")
+    return given
+
+
+@dataclass(frozen=True)
+class Results(Sequence[Result]):
+    """The finished runs of a sweep, in its order. `failed`: why others failed, by their folders."""
+
+    runs: tuple[Result, ...]
+    failed: Mapping[Path, str]
+
+    @overload
+    def __getitem__(self, place: int) -> Result: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Result]: ...
+    def __getitem__(self, place: int | slice) -> Result | Sequence[Result]:
+        return self.runs[place]
+
+    def __len__(self) -> int:
+        return len(self.runs)
+
+    def __iter__(self) -> Iterator[Result]:
+        return iter(self.runs)
+
+    def compare(self, by: str | Sequence[str] = ()) -> Comparison:
+        """The runs beside each other, as `sims.compare` of their folders. UserError if none is finished."""
+        if not self.runs:
+            raise UserError("compare: no run of the sweep is finished")
+        return compare([result.folder for result in self.runs], by)
+
+    def _repr_html_(self) -> str:
+        """A notebook shows the comparison, and how many failed."""
+        failed = f"<p>failed: {len(self.failed)}</p>" if self.failed else ""
+        return (self.compare()._repr_html_() if self.runs else "") + failed

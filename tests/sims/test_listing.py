@@ -1,0 +1,116 @@
+"""The list of runs, and removing them."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from server.runs import CONFIG, SUMMARY, busy, status
+from sims.cli.listing import size_of
+from tests.sims.commands import Command, last_line, refused
+
+SERVER = "import sys, time; from pathlib import Path; from server.ledger.database import acquire; " \
+    "acquire(Path(sys.argv[1])); print(flush=True); time.sleep(60)"  # fmt: skip
+
+
+@pytest.fixture
+def served(run: Path):
+    """A run that a server works on."""
+    with subprocess.Popen([sys.executable, "-c", SERVER, str(run)], stdout=subprocess.PIPE) as server:
+        assert server.stdout
+        server.stdout.readline()
+        yield run
+        server.kill()
+
+
+def test_runs_are_listed_as_they_stand(fedloom: Command, run: Path):
+    root = run.parent
+    for name, summary in {
+        "stopped": None,
+        "failed": '{"status": "failed"}',
+        "interrupted": '{"status": "interrupted"}',
+    }.items():
+        shutil.copytree(run, root / "deeper" / name)
+        (root / "deeper" / name / SUMMARY).unlink()
+        if summary:
+            (root / "deeper" / name / SUMMARY).write_text(summary)
+    (root / "no-run").mkdir()
+    found = {Path(one["run"]).name: one for one in last_line(fedloom("runs", root, "--json"))["runs"]}
+    assert {name: one["status"] for name, one in found.items()} == {
+        "digits": "finished", "stopped": "stopped", "failed": "failed", "interrupted": "interrupted"}  # fmt: skip
+    one = found["digits"]
+    assert (one["method"], one["seed"], one["round"], one["rounds"]) == ("sum_aggregation/exact", 0, 2, 2)
+    assert 0 < one["test"] <= 1 and found["stopped"]["test"] is None and 0 < found["stopped"]["validation"] <= 1
+    assert found["stopped"]["method"] == "sum_aggregation/exact"
+    assert one["bytes"] == sum(path.lstat().st_size for path in run.rglob("*") if path.is_file())
+    said = fedloom("runs", root)
+    assert said.code == 0 and len([line for line in said.out.splitlines() if str(root) in line]) == 5
+    refused(fedloom("runs", root / "nowhere"), "there is no such folder")
+    assert "no runs yet" in fedloom("runs", root / "no-run").out
+
+
+def test_listing_and_its_help_need_no_torch(run: Path):
+    code = f"import sys; sys.argv = ['fedloom', 'runs', {str(run)!r}]; from sims.cli.main import _guarded; " \
+        "assert _guarded() == 0; assert 'torch' not in sys.modules"  # fmt: skip
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_a_run_that_is_worked_on_is_running_and_stays(fedloom: Command, served: Path):
+    assert busy(served) and status(served) == "running"
+    refused(fedloom("rm", served, "--yes"), "is working on it")
+    assert (served / CONFIG).is_file()
+
+
+def test_looking_changes_nothing(run: Path):
+    (run / "ledger.lock").chmod(0o444)
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    assert not busy(run) and status(run) == "finished" and not busy(run / "plots")
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+def test_runs_are_removed_and_nothing_else(fedloom: Command, run: Path, tmp_path: Path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").write_text("kept")
+    (run / "plots" / "link").symlink_to(outside)
+    other = Path(shutil.copytree(run, tmp_path / "other", symlinks=True))
+    size = size_of(run)
+    said = fedloom("rm", run, other, "--yes")
+    assert said.code == 0 and f"{2 * size / 1e6:.1f} MB" in said.out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["outside"]
+    assert (outside / "kept").read_text() == "kept"
+
+
+def test_what_is_not_to_be_removed_is_refused_and_all_stays(fedloom: Command, run: Path, tmp_path: Path):
+    (tmp_path / "link").symlink_to(run)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / CONFIG).write_text("seed: 1")
+    nested, baseline = run / "more" / "run", run / "baselines" / "fedavg"
+    for odd, told in (
+        (tmp_path / "link", "is a link"),
+        (tmp_path / "other", "is no run"),
+        (tmp_path / "nowhere", "is no run"),
+    ):
+        refused(fedloom("rm", run, odd, "--yes"), str(odd), told)
+    baseline.mkdir(parents=True)
+    shutil.copy(run / CONFIG, baseline)
+    refused(fedloom("rm", baseline, "--yes"), "is a baseline of the run")
+    nested.mkdir(parents=True)
+    shutil.copy(run / CONFIG, nested)
+    refused(fedloom("rm", run, "--yes"), "holds another run", str(nested))
+    assert (run / CONFIG).is_file() and (tmp_path / "link").is_symlink() and (tmp_path / "other" / CONFIG).is_file()
+
+
+@pytest.mark.parametrize(("answer", "left"), [("y\n", False), ("n\n", True), ("", True)])
+def test_it_asks_first(fedloom: Command, run: Path, monkeypatch: pytest.MonkeyPatch, answer: str, left: bool):
+    reader, writer = os.pipe()
+    os.write(writer, answer.encode())
+    os.close(writer)
+    with os.fdopen(reader) as given:
+        monkeypatch.setattr("sys.stdin", given)
+        said = fedloom("rm", run)
+    assert said.code == (0 if answer else 2), said
+    assert run.exists() == left

@@ -1,0 +1,213 @@
+"""Many runs of one experiment: which there are, what is there already, and what happens to them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+import sims
+from conf import load
+from conf.errors import UserError
+from conf.load import read_values
+from sims.engines.share import Share
+from sims.simulate import simulate
+from sims.sweeps.lanes import parts
+from sims.sweeps.names import part_of_name, short_keys
+from tests.sims.commands import FEDLOOM, SMALL, Command, events, last_line, refused
+
+pytestmark = pytest.mark.usefixtures("blank_pictures")
+
+QUICK = [*SMALL, "evaluation.sites=0"]
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("training.rate=0.01,0.03", [0.01, 0.03]),
+        ("training.rate=[0.01,1e-3]", [0.01, 0.001]),
+        ("objective.mode=exact,fedavg", ["exact", "fedavg"]),
+        ("network.widths=[16],[32,32]", [[16], [32, 32]]),
+        ("network.widths=[[16]]", [[16]]),
+        ("network={name: mlp, widths: [8]},{name: conv6}", [{"name": "mlp", "widths": [8]}, {"name": "conv6"}]),
+        ("network.name=torchvision:resnet18,mine:Net", ["torchvision:resnet18", "mine:Net"]),
+        ("strategy.note='a,b',true", ["a,b", True]),
+    ],
+)
+def test_values_are_read_as_lists_of_yaml(text: str, values: list):
+    assert read_values(text) == (text.partition("=")[0], values)
+
+
+@given(some.lists(some.text(), unique=True, max_size=6))
+def test_names_of_values_tell_them_apart_and_are_names_of_files(values: list[str]):
+    names = [part_of_name(value) for value in values]
+    assert len(set(names)) == len(values)
+    assert all(name.isprintable() and "/" not in name and len(name) < 60 for name in names)
+
+
+def test_keys_are_as_short_as_tells_them_apart():
+    assert short_keys(["training.rate", "strategy.name", "seed"]) == {
+        "training.rate": "rate", "strategy.name": "strategy", "seed": "seed"}  # fmt: skip
+    assert short_keys(["training.rate", "server.rate"]) == {key: key for key in ("training.rate", "server.rate")}
+
+
+@given(some.integers(1, 12), some.integers(1, 40), some.integers(0, 9))
+def test_a_machine_is_divided_among_runs(runs: int, cores: int, gpus: int):
+    found = parts(runs, list(range(cores)), [str(number) for number in range(gpus)])
+    for given, of in ((cores, [part.cores for part in found]), (gpus, [part.gpus for part in found])):
+        dealt = [one for each in of for one in each]
+        if given >= runs:
+            assert len(dealt) == len(set(dealt)) == given and max(map(len, of)) - min(map(len, of)) <= 1
+        elif given:
+            assert all(len(each) == 1 for each in of) and set(dealt) == set(of[0][:0]).union(*of)
+            most = max(dealt.count(one) for one in dealt)
+            assert most <= -(-runs // given)
+    assert all(part.share.runs == runs for part in found)
+    assert all(part.share.on_gpu == (max(1, -(-runs // gpus)) if gpus else 1) for part in found)
+
+
+def test_a_share_is_of_memory_and_gpus_here_and_of_all_on_a_cluster():
+    share = Share(runs=4, on_gpu=2)
+    assert share.of_machine({"CPU": 8, "GPU": 1, "memory": 16.0}) == {"CPU": 8, "GPU": 0.5, "memory": 4.0}
+    assert share.of_cluster({"CPU": 8, "GPU": 4, "node:a": 1}) == {"CPU": 2, "GPU": 1, "node:a": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--sweep", "training.rat=1,2"], "unknown key 'training.rat'"),
+        (["--sweep", "training.rate"], "takes the form key=value,value"),
+        (["--sweep", "training.rate="], "takes the form key=value,value"),
+        (["--sweep", "training.rate=[]"], "has no values"),
+        (["--sweep", "training.rate=0.1,fast"], "training.rate: got 'fast', takes a number"),
+        (["--sweep", "training.rate=0.1,[0.2"], "override 'training.rate=[0.1,[0.2]'"),
+        (["--sweep", "training.rate=0.1,0.10"], "the same run is asked for twice (training.rate=0.1)"),
+        (["--sweep", "training.rate=0.1", "--sweep", "training.rate=0.2"], "is given twice"),
+        (["--sweep", "training.rate=0.1,0.2", "training.rate=0.3"], "is given as an override, too"),
+        (["--sweep", "run.name=a,b"], "where runs are kept cannot be swept"),
+        (["--sweep", "seed=0,1", "--seeds", "0,1"], "leave one of the two out"),
+        (["--seeds", "0,x"], "seed: got 'x', takes a whole number"),
+        (["--seeds", "0,0"], "asked for twice (seed=0)"),
+        (["--seeds", "0,1", "engine.name=flower"], "(the run digits-seed=0)"),
+        (["--seeds", "0,1", "objective.mode=none"], "unknown"),
+        (["--parallel", "2"], "--parallel: is for many runs"),
+    ],
+)
+def test_what_cannot_be_swept_is_told_before_anything_starts(fedloom: Command, tmp_path: Path, words: list[str], told: str):
+    refused(fedloom("run", "digits", *QUICK, f"run.root={tmp_path}", *words), told)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_runs_are_shown(fedloom: Command, tmp_path: Path):
+    said = fedloom("run", "--seeds", "0,1", "--sweep", "strategy={name: sum_aggregation}", f"run.root={tmp_path}", "--show")
+    assert said.code == 0
+    assert len(said.out.splitlines()) == 2 and not list(tmp_path.iterdir())
+
+
+def test_runs_in_one_process_leak_nothing_and_are_kept(tmp_path: Path):
+    words = [*QUICK, "rounds=1"]
+    found = sims.sweep("digits", *words, f"run.root={tmp_path}", seeds=[0, 1], over={"objective.mode": ["exact", "fedavg"]})
+    names = [f"digits-mode={mode}-seed={seed}" for mode in ("exact", "fedavg") for seed in (0, 1)]
+    assert [result.folder.name for result in found] == names and not found.failed
+    alone = load("digits", [*words, "seed=1", "objective.mode=fedavg", f"run.root={tmp_path}", "run.name=alone"])
+    assert simulate(alone, quiet=True)["digest"] == found[3].summary["digest"]
+    assert (tmp_path / "alone/config.yaml").read_text().replace("alone", names[3]) == (
+        tmp_path / names[3] / "config.yaml"
+    ).read_text()
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    again = sims.sweep("digits", *words, f"run.root={tmp_path}", seeds=[0, 1], over={"objective.mode": ["exact", "fedavg"]})
+    assert again == found
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert [group.label for group in again.compare().groups] == ["mode=exact", "mode=fedavg"]
+
+
+def test_a_folder_with_another_run_is_refused(fedloom: Command, tmp_path: Path):
+    simulate(load("digits", [*QUICK, "rounds=1", "seed=1", f"run.root={tmp_path}", "run.name=digits-seed=1"]), quiet=True)
+    words = ["run", "digits", *QUICK, "rounds=2", f"run.root={tmp_path}", "--seeds", "0,1"]
+    refused(fedloom(*words), "digits-seed=1", "holds a run of another configuration", "--overwrite")
+    (tmp_path / "digits-seed=0").mkdir()
+    refused(fedloom(*words), "digits-seed=0", "holds no run of fedloom")
+    refused(fedloom(*words, "--overwrite"), "it will not be overwritten")
+    assert [path.name for path in tmp_path.iterdir() if path.name != "digits-seed=1"] == ["digits-seed=0"]
+
+
+BROKEN = """
+import os, sys
+import torch
+class Net(torch.nn.Module):
+    def __init__(self, fate="well"):
+        super().__init__()
+        self.fate, self.inner = fate, torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    def forward(self, x):
+        if self.training and self.fate == "raises":
+            raise ArithmeticError("as told")
+        if self.training and self.fate == "dies" and "sims.sweeps.lane" in sys.modules:
+            os._exit(7)
+        return self.inner(x)
+"""
+
+
+@pytest.mark.slow
+def test_runs_that_fail_stop_no_other(tmp_path: Path):
+    (tmp_path / "broken.py").write_text(BROKEN)
+    words = ["sites=[{domain: digits, count: 2, samples: 40}]", "data.size=8", "data.test_limit=60", "engine.name=inline",
+             "network={name: 'broken:Net'}", "rounds=1", "evaluation.sites=0"]  # fmt: skip
+    command = [FEDLOOM, "run", "digits", *words, "--sweep", "network.fate=dies,raises,well", "--parallel", "1", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    runs = json.loads(done.stdout.splitlines()[-1])["runs"]
+    assert [run["status"] for run in runs] == ["failed", "failed", "finished"]
+    assert "its process ended (exit code 7)" in runs[0]["error"] and runs[1]["error"]
+    assert "digits-fate=dies: failed" in done.stderr and "digits-fate=raises: failed" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_sweep_is_interrupted_and_goes_on(tmp_path: Path, fedloom: Command, monkeypatch: pytest.MonkeyPatch):
+    words = ["run", "digits", *QUICK, "rounds=30", "training.steps=1", "evaluation.every=30", "--seeds", "0,1,2",
+             "--parallel", "2"]  # fmt: skip
+    with subprocess.Popen(
+        [FEDLOOM, *words], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as begun:
+        assert begun.stdout
+        first = next(line for line in begun.stdout if "round 2/30" in line).partition(":")[0]
+        begun.send_signal(signal.SIGINT)
+        _, told = begun.communicate(timeout=60)
+    assert begun.returncode == 130 and "the same command goes on" in told
+    assert not _lanes_of(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    listed = {Path(run["run"]).name: run["status"] for run in last_line(fedloom("runs", "--json"))["runs"]}
+    assert listed[first] == "interrupted" and "digits-seed=2" not in listed
+    said = fedloom(*words, "--json")
+    assert said.code == 0, said.err
+    assert [run["status"] for run in last_line(said)["runs"]] == ["finished"] * 3
+    assert f"{first}: 3 sites, 30 rounds (goes on" in said.err or "round 3/30" in said.err
+    kinds = [kind for kind in events(tmp_path / "runs" / first) if kind in ("created", "interrupted", "finished")]
+    assert kinds[0] == "created" and kinds[-1] == "finished" and kinds.count("created") == 1
+    alone = load("digits", [*words[2:-4], "seed=2", f"run.root={tmp_path}", "run.name=alone"])
+    assert simulate(alone, quiet=True)["digest"] == last_line(said)["runs"][2]["summary"]["digest"]
+    assert [run["status"] for run in last_line(fedloom(*words, "--json"))["runs"]] == ["kept"] * 3
+
+
+def _lanes_of(folder: Path) -> list[int]:
+    """Processes that run something for a sweep in this folder."""
+    found = []
+    for process in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        try:
+            if os.readlink(f"/proc/{process}/cwd") == str(folder) and process != os.getpid():
+                found.append(process)
+        except OSError:
+            continue
+    return found
+
+
+def test_python_is_told_what_it_takes():
+    for odd in ({}, {"over": {"rounds": 3}}, {"over": {"rounds": "12"}}, {"seeds": [0], "parallel": 0},
+                {"seeds": [0], "over": {"seed": [1]}}, {"over": {"network": [{"name": {1, 2}}]}}):  # fmt: skip
+        with pytest.raises(UserError):
+            sims.sweep("digits", **odd)
+    assert sys.modules.get("ray") is None or True
