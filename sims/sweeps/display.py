@@ -8,9 +8,10 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from conf.errors import plain
 from sims.benchmarks.memory import tree_bytes
 from sims.cli.progress import MEMORY_SECONDS, REFRESHES_PER_SECOND, PlainListener, QuietListener, RichListener
-from sims.report.tables import before_forgetting, clean, percent
+from sims.report.tables import before_forgetting, percent
 from sims.sweeps.outcome import FAILED, Outcome
 
 
@@ -42,8 +43,8 @@ class Display:
 
     def say(self, name: str, text: str) -> None:
         """A line of a run."""
-        told = f"{name}: {text}" if name else text
-        self.console.print(clean(told), markup=False, highlight=False, soft_wrap=True)
+        told = plain(text).rstrip()
+        self.console.print(f"{name}: {told}" if name else told, markup=False, highlight=False, soft_wrap=True)
 
 
 class Quiet(QuietListener):

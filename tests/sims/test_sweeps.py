@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -59,14 +58,13 @@ def test_keys_are_as_short_as_tells_them_apart():
 @given(some.integers(1, 12), some.integers(1, 40), some.integers(0, 9))
 def test_a_machine_is_divided_among_runs(runs: int, cores: int, gpus: int):
     found = parts(runs, list(range(cores)), [str(number) for number in range(gpus)])
-    for given, of in ((cores, [part.cores for part in found]), (gpus, [part.gpus for part in found])):
+    for there, of in ((cores, [part.cores for part in found]), (gpus, [part.gpus for part in found])):
         dealt = [one for each in of for one in each]
-        if given >= runs:
-            assert len(dealt) == len(set(dealt)) == given and max(map(len, of)) - min(map(len, of)) <= 1
-        elif given:
-            assert all(len(each) == 1 for each in of) and set(dealt) == set(of[0][:0]).union(*of)
-            most = max(dealt.count(one) for one in dealt)
-            assert most <= -(-runs // given)
+        if there >= runs:
+            assert len(dealt) == len(set(dealt)) == there and max(map(len, of)) - min(map(len, of)) <= 1
+        elif there:
+            assert all(len(each) == 1 for each in of) and len(set(dealt)) == there
+            assert max(dealt.count(one) for one in dealt) == -(-runs // there)
     assert all(part.share.runs == runs for part in found)
     assert all(part.share.on_gpu == (max(1, -(-runs // gpus)) if gpus else 1) for part in found)
 
@@ -210,4 +208,3 @@ def test_python_is_told_what_it_takes():
                 {"seeds": [0], "over": {"seed": [1]}}, {"over": {"network": [{"name": {1, 2}}]}}):  # fmt: skip
         with pytest.raises(UserError):
             sims.sweep("digits", **odd)
-    assert sys.modules.get("ray") is None or True
