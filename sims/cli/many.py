@@ -1,18 +1,18 @@
 """`fedloom run --seeds ... --sweep ...`: many runs of one experiment, and what they have in common at the end."""
 
 import json
+import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from conf import load
 from sims.report.tables import Table, before_forgetting, percent
+from sims.sweeps.outcome import FAILED, KEPT, Outcome
 from sims.sweeps.plan import Planned, plan, read_sweep
-
-if TYPE_CHECKING:
-    from sims.sweeps.outcome import Outcome
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,6 @@ def show(order: Order) -> int:
 def run(order: Order, *, quiet: bool, as_json: bool) -> int:
     """Carry them out, tell what they gave; the exit code: 1 if one failed."""
     planned = order.plan()
-    from sims.sweeps.outcome import FAILED
     from sims.sweeps.work import carry_out, ready
 
     there = ready(planned, overwrite=order.overwrite)
@@ -60,24 +59,26 @@ def run(order: Order, *, quiet: bool, as_json: bool) -> int:
     return 1 if lost else 0
 
 
-def outcome_table(outcomes: Sequence["Outcome"]) -> Table:
+def outcome_table(outcomes: Sequence[Outcome]) -> Table:
     """A row for each run."""
     rows = [[outcome.folder.name, outcome.status, percent(before_forgetting(outcome.summary).get("union"))]
             for outcome in outcomes]  # fmt: skip
-    return Table("Runs", ["run", "status", "test accuracy"], rows, "kept: it was finished before.")
+    note = "kept: it was finished before." if any(outcome.status == KEPT for outcome in outcomes) else ""
+    return Table("Runs", ["run", "status", "test accuracy"], rows, note)
 
 
-def _together(outcomes: Sequence["Outcome"]) -> list[str]:
+def _together(outcomes: Sequence[Outcome]) -> list[str]:
     """The tables of a comparison, and how to see more."""
     from sims.comparison import compare
 
     folders = [outcome.folder for outcome in outcomes if outcome.summary.get("status") == "finished"]
     if len(folders) < 2:
         return []
-    return [compare(folders).text(), f"fedloom compare {' '.join(map(str, folders))} --html compare.html"]
+    alike = os.path.commonprefix([str(folder) for folder in folders])  # noqa: RUF071
+    return [compare(folders).text(), f"as a page: fedloom compare {shlex.quote(alike)}* --html compare.html"]
 
 
-def _row(outcome: "Outcome") -> dict[str, Any]:
+def _row(outcome: Outcome) -> dict[str, Any]:
     told = {"error": outcome.error} if outcome.error else {}
     return {"run": str(outcome.folder), "values": dict(outcome.values), "status": outcome.status, **told,
             "summary": dict(outcome.summary)}  # fmt: skip

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MOST_CURVES = 2 * len(PALETTE)
 MARKED = 25  # points of a line
+LONGEST = 42  # letters of its name
 Place = Callable[[Entry], dict[int, float]]  # where a round stands on the axis
 
 CAPTION = "Accuracy on held-out validation images of all domains together: mean over seeds, the band one standard deviation."
@@ -40,7 +41,7 @@ def pictures(groups: Sequence[Group], folder: Path) -> list[Picture]:
 
 def figure_of(groups: Sequence[Group], place: Place, label: str) -> Figure:
     """A line for each group; the band where there are several seeds."""
-    figure, axes = new_figure(9.5, 4.8)
+    figure, axes = new_figure(10.5, 4.8)
     ends: list[End] = []
     for number, group in enumerate(groups):
         points = mean_curve(group, place)
@@ -57,7 +58,7 @@ def figure_of(groups: Sequence[Group], place: Place, label: str) -> Figure:
     axes.set_xlabel(label)
     axes.set_ylabel("validation accuracy, all domains")
     axes.set_title("Validation accuracy", loc="left", fontsize=12, color=INK)
-    label_ends(axes, ends)
+    label_ends(axes, ends, room=LONGEST)
     return figure
 
 

@@ -92,8 +92,8 @@ def _worth_a_label(ends: list[End]) -> list[End]:
     return [*marked, *(end for end in ends if end[1] == "union")]
 
 
-def label_ends(axes: Axes, ends: list[End]) -> None:
-    """Names the lines at their right ends, moved apart where they would overlap."""
+def label_ends(axes: Axes, ends: list[End], room: int = 24) -> None:
+    """Names the lines at their right ends, in at most `room` letters, moved apart where they would overlap."""
     if not ends:
         return
     low, high = axes.get_ylim()
@@ -107,7 +107,7 @@ def label_ends(axes: Axes, ends: list[End]) -> None:
         places[i] = min(places[i], places[i + 1] - gap)
     for place, (score, name, colour) in zip(places, ends, strict=True):
         axes.annotate(
-            f"{short(name)} {percent(score)}",
+            f"{short(name, room)} {percent(score)}",
             (1.02, place),
             xycoords=axes.get_yaxis_transform(),
             color=colour,

@@ -1,6 +1,5 @@
 """Many runs of one experiment: which there are, what is there already, and what happens to them."""
 
-import json
 import os
 import signal
 import subprocess
@@ -14,11 +13,12 @@ import sims
 from conf import load
 from conf.errors import UserError
 from conf.load import read_values
+from server.runs import read_metrics, read_summary, status
 from sims.engines.share import Share
 from sims.simulate import simulate
 from sims.sweeps.lanes import parts
 from sims.sweeps.names import part_of_name, short_keys
-from tests.sims.commands import FEDLOOM, SMALL, Command, events, last_line, refused
+from tests.sims.commands import FEDLOOM, SMALL, Command, last_line, refused
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
 
@@ -92,7 +92,7 @@ def test_a_share_is_of_memory_and_gpus_here_and_of_all_on_a_cluster():
         (["--seeds", "0,x"], "seed: got 'x', takes a whole number"),
         (["--seeds", "0,0"], "asked for twice (seed=0)"),
         (["--seeds", "0,1", "engine.name=flower"], "(the run digits-seed=0)"),
-        (["--seeds", "0,1", "objective.mode=none"], "unknown"),
+        (["--seeds", "0,1", "objective.mode=none"], "objective.mode: got 'none'"),
         (["--parallel", "2"], "--parallel: is for many runs"),
     ],
 )
@@ -151,48 +151,43 @@ class Net(torch.nn.Module):
 
 
 @pytest.mark.slow
-def test_runs_that_fail_stop_no_other(tmp_path: Path):
+def test_runs_that_fail_stop_no_other(tmp_path: Path, fedloom: Command, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "broken.py").write_text(BROKEN)
+    monkeypatch.syspath_prepend(tmp_path)
     words = ["sites=[{domain: digits, count: 2, samples: 40}]", "data.size=8", "data.test_limit=60", "engine.name=inline",
-             "network={name: 'broken:Net'}", "rounds=1", "evaluation.sites=0"]  # fmt: skip
-    command = [FEDLOOM, "run", "digits", *words, "--sweep", "network.fate=dies,raises,well", "--parallel", "1", "--json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stderr
-    runs = json.loads(done.stdout.splitlines()[-1])["runs"]
+             "network={name: 'broken:Net'}", "rounds=1", "evaluation.sites=0", f"run.root={tmp_path}"]  # fmt: skip
+    said = fedloom("run", "digits", *words, "--sweep", "network.fate=dies,raises,well", "--json")
+    assert said.code == 1, said.err
+    runs = last_line(said)["runs"]
     assert [run["status"] for run in runs] == ["failed", "failed", "finished"]
     assert "its process ended (exit code 7)" in runs[0]["error"] and runs[1]["error"]
-    assert "digits-fate=dies: failed" in done.stderr and "digits-fate=raises: failed" in done.stderr
+    assert "digits-fate=dies: failed" in said.err and "digits-fate=raises: failed" in said.err
 
 
 @pytest.mark.slow
-def test_a_sweep_is_interrupted_and_goes_on(tmp_path: Path, fedloom: Command, monkeypatch: pytest.MonkeyPatch):
-    words = ["run", "digits", *QUICK, "rounds=30", "training.steps=1", "evaluation.every=30", "--seeds", "0,1,2",
-             "--parallel", "2"]  # fmt: skip
-    with subprocess.Popen(
-        [FEDLOOM, *words], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as begun:
+def test_a_sweep_is_interrupted_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    words = [*QUICK, "rounds=30", "training.steps=1", "evaluation.every=30"]
+    command, pipe = [FEDLOOM, "run", "digits", *words, "--seeds", "0,1,2", "--parallel", "2"], subprocess.PIPE
+    with subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True) as begun:
         assert begun.stdout
         first = next(line for line in begun.stdout if "round 2/30" in line).partition(":")[0]
         begun.send_signal(signal.SIGINT)
         _, told = begun.communicate(timeout=60)
     assert begun.returncode == 130 and "the same command goes on" in told
-    assert not _lanes_of(tmp_path)
+    assert not _processes_in(tmp_path)
     monkeypatch.chdir(tmp_path)
-    listed = {Path(run["run"]).name: run["status"] for run in last_line(fedloom("runs", "--json"))["runs"]}
-    assert listed[first] == "interrupted" and "digits-seed=2" not in listed
-    said = fedloom(*words, "--json")
-    assert said.code == 0, said.err
-    assert [run["status"] for run in last_line(said)["runs"]] == ["finished"] * 3
-    assert f"{first}: 3 sites, 30 rounds (goes on" in said.err or "round 3/30" in said.err
-    kinds = [kind for kind in events(tmp_path / "runs" / first) if kind in ("created", "interrupted", "finished")]
-    assert kinds[0] == "created" and kinds[-1] == "finished" and kinds.count("created") == 1
-    alone = load("digits", [*words[2:-4], "seed=2", f"run.root={tmp_path}", "run.name=alone"])
-    assert simulate(alone, quiet=True)["digest"] == last_line(said)["runs"][2]["summary"]["digest"]
-    assert [run["status"] for run in last_line(fedloom(*words, "--json"))["runs"]] == ["kept"] * 3
+    assert status(Path("runs", first)) == "interrupted" and not Path("runs/digits-seed=2").exists()
+    before = read_metrics(Path("runs", first))
+    found = sims.sweep("digits", *words, seeds=[0, 1, 2])
+    assert [result.summary["status"] for result in found] == ["finished"] * 3
+    after = read_metrics(Path("runs", first))
+    assert len(before) >= 2 and before.items() <= after.items() and len(after) == 30  # not trained again: the same seconds
+    alone = load("digits", [*words, f"seed={first[-1]}", "run.name=alone"])
+    assert simulate(alone, quiet=True)["digest"] == read_summary(Path("runs", first))["digest"]
 
 
-def _lanes_of(folder: Path) -> list[int]:
-    """Processes that run something for a sweep in this folder."""
+def _processes_in(folder: Path) -> list[int]:
+    """Processes that work in this folder, but this one."""
     found = []
     for process in map(int, filter(str.isdigit, os.listdir("/proc"))):
         try:
