@@ -24,8 +24,9 @@ from sims.comparison.tables import (
     runs_table,
     what_differs,
 )
-from sims.report.page import Part, write_page
+from sims.report.page import Details, Part, write_page
 from sims.report.tables import Table, mean_and_spread
+from sims.sweeps.names import text_of
 
 if TYPE_CHECKING:
     import pandas
@@ -122,9 +123,14 @@ class Comparison:
             ("", [headline(self.groups), *(f"Note: {note}" for note in self.notes)]),
             ("Accuracy", [accuracy, *pictures(self.groups, folder)]),
             ("Differences and cost", others),
-            ("What was compared", [*differs, runs_table(self.groups)]),
+            ("What was compared", [*differs, runs_table(self.groups), Details("What all have in common", self._common())]),
         ]
         return sections
+
+    def _common(self) -> str:
+        """The configuration's values that are every row's, a line each."""
+        first = self.groups[0].entries[0]
+        return "\n".join(f"{key}: {text_of(value)}" for key, value in first.keys.items() if key not in self.differing)
 
     def _repr_html_(self) -> str:
         """A notebook shows the tables and the first picture."""

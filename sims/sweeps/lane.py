@@ -24,6 +24,8 @@ def main() -> None:
     _take(cores)
     with contextlib.suppress(KeyboardInterrupt):
         work(_own_line(), Share(int(runs), int(on_gpu)))
+    sys.stderr.flush()
+    os._exit(0)  # all is in order: the end of an interpreter with torch in it takes seconds on a busy machine
 
 
 def work(out: TextIO, share: Share) -> None:

@@ -28,7 +28,7 @@ from sims.sweeps.outcome import Outcome, failed, finished
 from sims.sweeps.plan import Planned
 
 START = "from sims.sweeps.lane import main; main()"
-GRACE = 10.0  # seconds in which an interrupted run puts its folder in order and ends its Ray
+GRACE = 15.0  # seconds in which an interrupted run puts its folder in order and ends its Ray
 POLL = 0.2
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 LOST = "its process ended ({}); was there memory enough? Its folder keeps what was committed"

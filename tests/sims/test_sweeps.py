@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -199,7 +200,9 @@ def _processes_in(folder: Path) -> list[int]:
 
 
 def test_python_is_told_what_it_takes():
-    for odd in ({}, {"over": {"rounds": 3}}, {"over": {"rounds": "12"}}, {"seeds": [0], "parallel": 0},
-                {"seeds": [0], "over": {"seed": [1]}}, {"over": {"network": [{"name": {1, 2}}]}}):  # fmt: skip
+    grids: list[Any] = [{}, {"rounds": 3}, {"rounds": "12"}, {"rounds": []}, {"network": [{"name": {1, 2}}]}]
+    odd: list[dict[str, Any]] = [{"over": grid} for grid in grids]
+    odd += [{"seeds": [0], "parallel": 0}, {"seeds": [0], "over": {"seed": [1]}}]
+    for words in odd:
         with pytest.raises(UserError):
-            sims.sweep("digits", **odd)
+            sims.sweep("digits", **words)
