@@ -2,13 +2,13 @@
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import portalocker
 import yaml
 
 from conf.errors import UserError
@@ -101,9 +101,11 @@ def busy(path: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
+        portalocker.lock(handle, portalocker.LockFlags.SHARED | portalocker.LockFlags.NON_BLOCKING)
+    except portalocker.AlreadyLocked:
         return True
+    except (OSError, portalocker.LockException):  # a file system without locks
+        return False
     finally:
         os.close(handle)
     return False

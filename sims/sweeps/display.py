@@ -90,6 +90,9 @@ class Row(RichListener):
     def started(self, run: str, sites: int, rounds: int, note: str) -> None:
         self._begin(self._run, rounds)
 
+    def _show(self) -> None:
+        """The block shows it."""
+
     def note(self, text: str) -> None:
         """The line says how it goes."""
 

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from sims.cli.progress import QuietListener
 
-SECONDS = 0.25  # that replies wait for others, to travel together
-STARTED, ROUND, REPLIES, DONE, NOTE, MESSAGE = "started", "round", "replies", "done", "note", "message"
+SECONDS = 0.25  # that replies and steps wait for others, to travel together
+STARTED, ROUND, REPLIES, DONE, STEP, NOTE, MESSAGE = "started", "round", "replies", "done", "step", "note", "message"
 FINISHED, FAILED = "finished", "failed"  # the last of a run
 
 
@@ -20,7 +20,7 @@ class Teller(QuietListener):
 
     def __init__(self, out: TextIO) -> None:
         super().__init__(Console(quiet=True))
-        self._out, self._replies, self._told = out, [], 0.0
+        self._out, self._replies, self._told, self._stepped = out, [], 0.0, 0.0
 
     def tell(self, what: str, *given: Any) -> None:
         """One event."""
@@ -49,6 +49,11 @@ class Teller(QuietListener):
     def round_done(self, record: dict[str, Any]) -> None:
         self.tell(DONE, record)
 
+    def step(self, what: str, done: int, of: int) -> None:
+        if done in (0, of) or time.monotonic() - self._stepped > SECONDS:
+            self._stepped = time.monotonic()
+            self.tell(STEP, what, done, of)
+
     def note(self, text: str) -> None:
         self.tell(NOTE, text)
 
@@ -67,6 +72,7 @@ def repeat(event: list[Any], listener: QuietListener) -> None:
         STARTED: listener.started,
         ROUND: listener.round_started,
         DONE: listener.round_done,
+        STEP: listener.step,
         NOTE: listener.note,
         MESSAGE: listener.message,
     }

@@ -123,7 +123,10 @@ class Lane:
     def kill(self) -> None:
         """End it and what is in its group by force."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            if hasattr(os, "killpg"):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            else:
+                self._process.kill()
         self._process.wait()
 
     def ending(self) -> str:

@@ -1,5 +1,7 @@
 """Many runs of one experiment: which there are, what is there already, and what happens to them."""
 
+import io
+import json
 import os
 import signal
 import subprocess
@@ -9,14 +11,17 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
+from rich.console import Console
 
 import sims
 from conf import load
 from conf.errors import UserError
 from conf.load import read_values
 from server.runs import read_metrics, read_summary, status
+from sims.cli.progress import QuietListener
 from sims.engines.share import Share
 from sims.simulate import simulate
+from sims.sweeps.events import Teller, repeat
 from sims.sweeps.lanes import parts
 from sims.sweeps.names import part_of_name, short_keys
 from tests.sims.commands import FEDLOOM, SMALL, Command, last_line, refused
@@ -74,6 +79,40 @@ def test_a_share_is_of_memory_and_gpus_here_and_of_all_on_a_cluster():
     share = Share(runs=4, on_gpu=2)
     assert share.of_machine({"CPU": 8, "GPU": 1, "memory": 16.0}) == {"CPU": 8, "GPU": 0.5, "memory": 4.0}
     assert share.of_cluster({"CPU": 8, "GPU": 4, "node:a": 1}) == {"CPU": 2, "GPU": 1, "node:a": 0.25}
+
+
+class Heard(QuietListener):
+    """Notes every call."""
+
+    def __init__(self) -> None:
+        super().__init__(Console(quiet=True))
+        self.calls: list[tuple] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if name not in ("started", "round_started", "reply", "round_done", "step", "note", "message"):
+            return super().__getattribute__(name)
+        return lambda *given: self.calls.append((name, *given))
+
+
+def test_what_a_run_tells_is_heard_in_another_process_in_its_order():
+    calls = [
+        ("started", "digits (sum)", 2, 1, ""),
+        ("step", "search", 0, 0),
+        ("round_started", 1, 2),
+        ("reply", "a", True, ""),
+        ("reply", "b", False, "it raised"),
+        ("round_done", {"round": 1}),
+        ("step", "measuring", 3, 3),
+        ("note", "measured"),
+        ("message", "careful"),
+    ]
+    lines, heard = io.StringIO(), Heard()
+    teller = Teller(lines)
+    for name, *told in calls:
+        getattr(teller, name)(*told)
+    for line in lines.getvalue().splitlines():
+        repeat(json.loads(line), heard)
+    assert heard.calls == calls
 
 
 @pytest.mark.parametrize(
