@@ -4,7 +4,7 @@ import contextlib
 import copy
 import html
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from conf.schema import Config
 from conf.sites import roster
 from server.evaluate import Evaluator
 from server.ledger import Ledger
+from server.listener import Silent
 from server.runfolder import RunFolder, read_config
 from sims.cli import unlearn as commands
 from sims.cli.compose import name_of
@@ -30,6 +31,9 @@ from sims.simulate import simulate
 if TYPE_CHECKING:
     import pandas
 
+OnRound = Callable[[dict[str, Any]], object]
+OnReply = Callable[[str, bool, str], object]
+OnFinished = Callable[["Result"], object]
 AGGREGATE = "aggregate"  # the file of the aggregated network
 
 
@@ -38,12 +42,19 @@ def run(
     *overrides: str,
     overwrite: bool = False,
     progress: bool = False,
+    on_round: OnRound | None = None,
+    on_reply: OnReply | None = None,
+    on_finished: OnFinished | None = None,
 ) -> "Result":
     """Run an experiment into the folder run.root/run.name; returns when it is finished.
 
     `experiment`: the name of one that ships, the path of a YAML file, or the same keys as a dictionary. `overrides`:
     `key=value` words as on the command line. `overwrite`: replace a run of that name. `progress`: tell how it goes.
-    Raises UserError before anything starts for what cannot work. After a KeyboardInterrupt `resume` goes on.
+    `on_round(record)` is called after each committed round, with its record (Result.metrics) and `part`, which is empty or
+    the folder of a baseline; `on_reply(site, ok, reason)` for each answer, or why there is none; `on_finished(result)` at
+    the end, when the report is written. They are called in this thread; what they raise ends the run and comes out of here.
+    Raises UserError before anything starts for what cannot work. After a KeyboardInterrupt, or an error of yours, `resume`
+    goes on.
     """
     if odd := [word for word in overrides if not isinstance(word, str)]:
         raise UserError(f"overrides: got {odd[0]!r}, takes words such as run('digits', 'rounds=2', 'seed=1')")
@@ -52,15 +63,55 @@ def run(
     words = [*overrides, *(["run.overwrite=true"] if overwrite else [])]
     config = _config(experiment, words) if isinstance(experiment, Mapping) else load(os.fspath(experiment), words)
     with _own_threads():
-        simulate(config, quiet=not progress)
-    return Result(Path(config.run.root) / config.run.name)
+        simulate(config, quiet=not progress, listeners=[_Callbacks(on_round, on_reply)])
+    return _finished(Path(config.run.root) / config.run.name, on_finished)
 
 
-def resume(folder: str | os.PathLike[str], *, progress: bool = False) -> "Result":
-    """Go on with a run that was stopped, after its last committed round. Raises UserError if the folder holds none."""
+def resume(
+    folder: str | os.PathLike[str],
+    *,
+    progress: bool = False,
+    tracking: Sequence[Any] | None = None,
+    on_round: OnRound | None = None,
+    on_reply: OnReply | None = None,
+    on_finished: OnFinished | None = None,
+) -> "Result":
+    """Go on with a run that was stopped, after its last committed round. Raises UserError if the folder holds none.
+
+    `tracking`: the trackers from now on, as the key `tracking` has them, instead of those that the run began with; they get
+    the rounds before, too. Callbacks as of `run`.
+    """
     with _own_threads():
-        commands.resume(Path(folder), quiet=not progress)
-    return Result(folder)
+        listeners = [_Callbacks(on_round, on_reply)]
+        commands.resume(Path(folder), quiet=not progress, tracking=tracking, listeners=listeners)
+    return _finished(Path(folder), on_finished)
+
+
+class _Callbacks(Silent):
+    """A user's functions as a listener."""
+
+    def __init__(self, on_round: OnRound | None, on_reply: OnReply | None) -> None:
+        self._on_round, self._on_reply = on_round, on_reply
+        self._run, self._part = Path(), ""
+
+    def started(self, run: str, sites: int, rounds: int, note: str) -> None:
+        self._run = Path(note) if self._run == Path() else self._run  # the run itself comes first
+        self._part = "" if Path(note) == self._run else Path(note).relative_to(self._run).as_posix()
+
+    def round_done(self, record: dict[str, Any]) -> None:
+        if self._on_round is not None:
+            self._on_round({**record, "part": self._part})
+
+    def reply(self, site: str, ok: bool, reason: str) -> None:
+        if self._on_reply is not None:
+            self._on_reply(site, ok, reason)
+
+
+def _finished(folder: Path, on_finished: OnFinished | None) -> "Result":
+    result = Result(folder)
+    if on_finished is not None:
+        on_finished(result)
+    return result
 
 
 @dataclass(frozen=True)

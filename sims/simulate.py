@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,21 @@ from conf.errors import UserError
 from conf.schema import Config, SiteConfig
 from server.experiment import check, run_experiment
 from server.ledger.database import refuse_busy
+from server.listener import Listener, Listeners
 from server.runfolder import RunFolder, holds, refuse_existing
 from sims.cli.progress import listener_for
 from sims.engines import open_engine, refuse_engine
 from sims.report.certificates import write_pages
 from sims.report.report import write_report
+from sims.tracking import Tracking, refuse_trackers
 
 
-def simulate(config: Config, *, quiet: bool = False, json_output: bool = False) -> dict[str, Any]:
+def simulate(
+    config: Config, *, quiet: bool = False, json_output: bool = False, listeners: Sequence[Listener] = ()
+) -> dict[str, Any]:
     """Run the experiment on its engine and write its report; returns what summary.json holds.
 
+    `listeners`: who hears how it goes beside the terminal and the configuration's trackers; what they raise ends the run.
     Raises UserError before anything is started if something about the configuration, the data or the folder cannot work.
     """
     config = _absolute(config)
@@ -29,8 +35,10 @@ def simulate(config: Config, *, quiet: bool = False, json_output: bool = False) 
     refuse_busy(Path(config.run.root) / config.run.name)
     check(config)
     _check_engine(config)
+    refuse_trackers(config)
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(listener_for(quiet, json_output=json_output))
+        shown = stack.enter_context(listener_for(quiet, json_output=json_output))
+        listener = Listeners([shown, stack.enter_context(Tracking(config, shown.message)), *listeners])
         grid = stack.enter_context(open_engine(config))
         listener.note(grid.describe())
         summary = run_experiment(grid, config, listener)

@@ -32,11 +32,20 @@ from sims.simulate import simulate
 WITHOUT_SERVER = "where no server runs (any more), 'fedloom resume' does"
 
 
-def resume(path: Path, *, quiet: bool = False, json_output: bool = False) -> dict[str, Any]:
-    """Go on with a run after its last committed round; its summary."""
+def resume(
+    path: Path,
+    *,
+    quiet: bool = False,
+    json_output: bool = False,
+    tracking: Sequence[Any] | None = None,
+    listeners: Sequence[Listener] = (),
+) -> dict[str, Any]:
+    """Go on with a run after its last committed round; its summary. `tracking`: other trackers than it began with."""
     config = read_config(path)
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
-    return simulate(config, quiet=quiet, json_output=json_output)
+    if tracking is not None:
+        config = dataclasses.replace(config, tracking=list(tracking))
+    return simulate(config, quiet=quiet, json_output=json_output, listeners=listeners)
 
 
 @dataclass(frozen=True)
