@@ -69,8 +69,10 @@ class Tracking(Silent):
         if kind is None:
             self._guarded(self._results)
             self._close(FINISHED, SECONDS_AT_END)
+        elif issubclass(kind, Exception):
+            self._close(FAILED, SECONDS_AT_END)
         else:
-            self._close(FAILED if issubclass(kind, Exception) else INTERRUPTED, SECONDS_AFTER_STOP)
+            self._close(INTERRUPTED, SECONDS_AFTER_STOP)
 
     def started(self, run: str, sites: int, rounds: int, note: str) -> None:
         if self._couriers:

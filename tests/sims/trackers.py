@@ -1,0 +1,73 @@
+"""Trackers that go wrong, as an outside package would bring them, and readers of what the others wrote."""
+
+import errno
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conf.schema import Config
+from sims.tracking.base import Line, Part, Tracker, Writer
+from sims.tracking.results import Results
+
+BLOCK, HEADER = 32768, 7  # of the log format of LevelDB, in which W&B writes
+
+
+class FullLine(Line):
+    def write(self, record: dict[str, Any]) -> None:
+        if record["round"] == 2:
+            raise OSError(errno.ENOSPC, "No space left on device", "/full")
+
+    def close(self, status: str) -> None:
+        raise AssertionError("a tracker that has failed is left alone")
+
+
+class HangingLine(FullLine):
+    def write(self, record: dict[str, Any]) -> None:
+        threading.Event().wait()
+
+
+class OddWriter(Writer):
+    def __init__(self, config: Config, line: type[Line]) -> None:
+        super().__init__(config, 0)
+        self.line = line
+
+    def begin(self, part: Part) -> Line:
+        return self.line()
+
+    def results(self, results: Results) -> None:
+        raise AssertionError("a tracker that has failed is left alone")
+
+
+@dataclass(frozen=True)
+class Full(Tracker):
+    """The disk is full in round 2."""
+
+    def open(self, config: Config) -> Writer:
+        return OddWriter(config, FullLine)
+
+
+@dataclass(frozen=True)
+class Hanging(Tracker):
+    """It never comes back."""
+
+    def open(self, config: Config) -> Writer:
+        return OddWriter(config, HangingLine)
+
+
+def wandb_records(path: Path) -> Iterator[Any]:
+    """The protobuf records of a .wandb file: W&B's own messages in LevelDB's log format, behind seven bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, place, parts = path.read_bytes(), HEADER, b""
+    while place + HEADER <= len(content):
+        if BLOCK - place % BLOCK < HEADER:
+            place += BLOCK - place % BLOCK
+            continue
+        size, kind = int.from_bytes(content[place + 4 : place + 6], "little"), content[place + 6]
+        parts += content[place + HEADER : place + HEADER + size]
+        place += HEADER + size
+        if kind in (1, 4):  # whole, or the last part
+            yield Record.FromString(parts)
+            parts = b""
