@@ -2,6 +2,6 @@
 
 from sims.tracking import csv_files, mlflow, tensorboard, wandb
 from sims.tracking.base import TRACKERS
-from sims.tracking.follow import Tracking, refuse_trackers, trackers_of
+from sims.tracking.follow import Tracking, refuse_trackers, trackable
 
-__all__ = ["TRACKERS", "Tracking", "csv_files", "mlflow", "refuse_trackers", "tensorboard", "trackers_of", "wandb"]
+__all__ = ["TRACKERS", "Tracking", "csv_files", "mlflow", "refuse_trackers", "tensorboard", "trackable", "wandb"]

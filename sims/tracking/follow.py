@@ -1,5 +1,6 @@
 """The listener that has a run's trackers keep what it tells."""
 
+import dataclasses
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +46,16 @@ def refuse_trackers(config: Config) -> None:
             raise UserError(
                 f"tracking[{place}]: '{name}' needs the package '{tracker.package}', which is not installed: {how}"
             )
+
+
+def trackable(config: Config, say: Callable[[str], None]) -> Config:
+    """The configuration, without its trackers where they cannot work, which is said: what has to be done is done all the same."""
+    try:
+        refuse_trackers(config)
+    except UserError as error:
+        say(f"{error}; nothing is tracked")
+        return dataclasses.replace(config, tracking=[])
+    return config
 
 
 class Tracking(Silent):

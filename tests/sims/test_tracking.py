@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -286,3 +287,27 @@ def test_numbers_of_a_record():
         "b": {"dropped": 1.0, "sent": 3.0, "received": 0.0, "epsilon": 2.5},
     }
     assert [safe(name) for name in ("test/../é", "..", "a b/c", "/x")] == ["test/_/_", "_", "a b/c", "_/x"]
+
+
+def test_trackers_hear_of_a_round_of_repair_and_of_what_came_out_without_a_site(
+    tracked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    result = Result(shutil.copytree(tracked, tmp_path / "all", symlinks=True))
+    monkeypatch.setattr(follow, "SECONDS_AT_END", 500.0)
+    result.unlearn("site-0001", repair=1)
+    assert steps(read_events(result.folder / "tensorboard/main"), "train_loss") == [*ROUNDS, len(ROUNDS) + 1]
+    results = (result.folder / "csv/results.csv").read_text()
+    assert result.summary["digest"]["sum"] in results and "site-0001" not in results
+    assert audit(result.folder)["ok"]
+
+
+def test_a_package_that_is_gone_does_not_keep_a_site_from_being_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    with monkeypatch.context() as gone:
+        result = run({**TREE, "tracking": ["tests.sims.trackers:Absent", "csv"]}, f"run.root={tmp_path}", "run.name=gone")
+        gone.setattr("tests.sims.trackers.Absent.package", "no_such_package")
+        capfd.readouterr()
+        assert result.unlearn("clinic")["sites"] == ["clinic"]
+    told = capfd.readouterr().out
+    assert "needs the package 'no_such_package', which is not installed" in told and "; nothing is tracked" in told
