@@ -49,7 +49,7 @@ def refuse_trackers(config: Config) -> None:
 
 
 def trackable(config: Config, say: Callable[[str], None]) -> Config:
-    """The configuration, without its trackers where they cannot work, which is said: what has to be done is done all the same."""
+    """The configuration, without its trackers where they cannot work, which is said: what is due is done all the same."""
     try:
         refuse_trackers(config)
     except UserError as error:
@@ -65,7 +65,7 @@ class Tracking(Silent):
     """
 
     def __init__(self, config: Config, say: Callable[[str], None]) -> None:
-        self._say, self._folder = say, Path(config.run.root) / config.run.name
+        self._say, self._folder = say, (Path(config.run.root) / config.run.name).resolve()
         self._couriers = [
             Courier(name, lambda tracker=tracker: tracker.open(config)) for name, tracker in trackers_of(config).items()
         ]
@@ -94,12 +94,13 @@ class Tracking(Silent):
 
     def _part(self, folder: Path) -> None:
         """Tell of a part, and of all rounds of it that are committed: a tracker may lack some."""
-        name = folder.relative_to(self._folder).as_posix() if folder != self._folder else MAIN
+        within = folder.resolve().relative_to(self._folder)
+        name = within.as_posix() if within.parts else MAIN
         records = list(RunFolder(folder).metrics().values())
         with Ledger.open(folder, server=False) as ledger:
             again = sum(event.kind == "rolled back" for event in ledger.events())
             id = "-".join(filter(None, [ledger.run().run, "" if name == MAIN else name, str(again or "")]))
-        self._parts.add(folder)
+        self._parts.add(folder.resolve())
         self._tell("part", Part(name, id, max((each["round"] for each in records), default=0)), records)
 
     def _results(self) -> None:

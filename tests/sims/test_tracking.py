@@ -1,7 +1,6 @@
 """Trackers: what they wrote is read again by their own readers, and a run is what it would be without them."""
 
 import csv
-import dataclasses
 import shutil
 import subprocess
 import sys
@@ -13,30 +12,14 @@ from mlflow import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from conf.errors import UserError
-from conf.load import from_mapping
-from conf.schema import Config
 from sims import Result, resume, run
 from sims.cli.unlearn import audit
 from sims.tracking import follow
-from sims.tracking.base import Part
-from sims.tracking.mlflow import ID, MlflowLine, MlflowTracker
-from sims.tracking.numbers import round_numbers, safe, site_numbers
-from sims.tracking.tensorboard import TensorBoardTracker
 from tests.sims.commands import Command, refused
-from tests.sims.trackers import wandb_records
+from tests.sims.trackers import ROUNDS, TREE, read_events, wandb_records
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
 
-ROUNDS = [1, 2, 3]
-TREE = {
-    "sites": [{"domain": "digits", "samples": 40, "name": "clinic"}, {"domain": "digits", "samples": 40, "invert": True}],
-    "rounds": len(ROUNDS),
-    "data": {"size": 8, "test_limit": 60},
-    "network": {"name": "mlp", "widths": [16]},
-    "objective": {"name": "sum_aggregation"},
-    "strategy": {"name": "sum_aggregation"},
-    "engine": {"name": "inline"},
-}
 ALL = ["tensorboard", {"name": "mlflow", "sites": 1}, "wandb", "csv"]
 
 
@@ -71,10 +54,6 @@ def untracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def steps(events: EventAccumulator, name: str) -> list[int]:
     return [event.step for event in events.Scalars(name)]
-
-
-def read_events(folder: Path) -> EventAccumulator:
-    return EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 0, "tensors": 0}).Reload()
 
 
 def test_a_run_is_the_same_with_trackers_and_without(tracked: Path, untracked: Path):
@@ -219,74 +198,31 @@ def test_what_no_tracker_can_be_made_of_is_refused_before_anything_starts(
         run({**TREE, "tracking": "csv"}, root)
 
 
+def test_what_a_callback_raises_in_the_middle_of_a_round_ends_the_run_which_goes_on_from_there(
+    tracked: Path, tmp_path: Path
+):
+    answers: list[tuple[str, bool, str]] = []
+
+    def third(*answer: Any) -> None:
+        answers.append(answer)
+        if len(answers) == 3:
+            raise LookupError("of mine")
+
+    with pytest.raises(LookupError, match="of mine"):
+        run(TREE, f"run.root={tmp_path}", "run.name=raised", on_reply=third)
+    assert answers[0] == ("clinic", True, "")
+    stopped = Result(tmp_path / "raised")
+    assert stopped.summary["status"] == "failed" and len(stopped.metrics) == 1
+    rounds: list[tuple[int, str]] = []
+    resume(stopped.folder, on_round=lambda record: rounds.append((record["round"], record["part"])))
+    assert rounds == [(2, ""), (3, "")] and len(stopped.metrics) == len(ROUNDS)
+    assert stopped.summary["digest"] == Result(tracked).summary["digest"]
+
+
 def test_packages_are_imported_only_when_asked_for():
     code = "import sys, sims.simulate; print([name for name in ('tensorboard', 'mlflow', 'wandb') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    config = from_mapping({**TREE, "run": {"root": str(tmp_path), "name": "direct"}})
-    (tmp_path / "direct").mkdir()
-    return dataclasses.replace(config, experiment="direct")
-
-
-def record(number: int, loss: float) -> dict[str, Any]:
-    return {"round": number, "replies": 2, "dropped": {}, "train_loss": loss, "bytes": {"clinic": [10, 20]}}
-
-
-def test_rounds_that_were_taken_back_leave_no_double_steps(config: Config):
-    """After a rollback to round 1; TensorBoard takes them back, MLflow has a run for before and one for after."""
-    first, second = [record(number, 1.0) for number in ROUNDS], [record(number, 2.0) for number in ROUNDS]
-    for tracker in (TensorBoardTracker(), MlflowTracker()):
-        writer = tracker.open(config)
-        writer.part(Part("main", "x", 3), first)
-        writer.part(Part("main", "x-1", 1), first[:1])
-        for each in second[1:]:
-            writer.round(each)
-        writer.close("finished")
-    folder = Path(config.run.root) / config.run.name
-    events = read_events(folder / "tensorboard/main").Scalars("train_loss")
-    assert [(event.step, event.value) for event in events] == [(1, 1.0), (2, 2.0), (3, 2.0)]
-    client = MlflowClient(tracking_uri=(folder / "mlruns").as_uri())
-    found = {one.data.tags[ID]: one.info.run_id for one in client.search_runs(_experiments(client))}
-    curves = {id: [one.value for one in client.get_metric_history(run, "train_loss")] for id, run in found.items()}
-    assert curves == {"x": [1.0, 1.0, 1.0], "x-1": [1.0, 2.0, 2.0]}
-
-
-def _experiments(client: MlflowClient) -> list[str]:
-    return [one.experiment_id for one in client.search_experiments()]
-
-
-def test_a_round_in_the_middle_of_which_a_process_died_is_completed(config: Config):
-    writer = MlflowTracker().open(config)
-    writer.part(Part("main", "x", 1), [record(1, 1.0)])
-    line = writer.lines["main"]
-    assert isinstance(line, MlflowLine)
-    line.log({"train_loss": 5.0}, 2, again=False)  # the rest of round 2 was never written
-    later = MlflowTracker().open(config)
-    later.part(Part("main", "x", 2), [record(1, 1.0), record(2, 5.0)])
-    client = MlflowClient(tracking_uri=(Path(config.run.root) / "direct/mlruns").as_uri())
-    for name in ("train_loss", "replies", "bytes/sent", "site clinic/sent"):
-        assert [point.step for point in client.get_metric_history(line.id, name)] == [1, 2]
-
-
-def test_numbers_of_a_record():
-    row = {
-        "round": 3, "replies": 2, "seconds": 0.5, "dropped": {"b": "too slow"}, "bytes": {"a": [1, 2], "b": [3, 0]},
-        "accuracy": {"digits": 0.5, "a/b": 0.25, "union": 0.4}, "epsilon": {"a": 1.5, "b": 2.5}, "recalibrated": True,
-        "clipped": {"a": {"body": 7.0}}, "odd": "text", "nothing": float("nan"), "at_home": {"a": 0.75},
-    }  # fmt: skip
-    assert round_numbers({**row, "at_home": {}}) == {
-        "replies": 2, "seconds": 0.5, "recalibrated": 1.0, "validation/digits": 0.5, "validation/a_b": 0.25,
-        "validation/union": 0.4, "dropped": 1.0, "clipped": 1.0, "bytes/sent": 4.0, "bytes/received": 2.0, "epsilon": 2.5,
-    }  # fmt: skip
-    assert site_numbers(row, {"a", "b", "c"}) == {
-        "a": {"dropped": 0.0, "sent": 1.0, "received": 2.0, "epsilon": 1.5, "clipped/body": 7.0, "at_home": 0.75},
-        "b": {"dropped": 1.0, "sent": 3.0, "received": 0.0, "epsilon": 2.5},
-    }
-    assert [safe(name) for name in ("test/../é", "..", "a b/c", "/x")] == ["test/_/_", "_", "a b/c", "_/x"]
 
 
 def test_trackers_hear_of_a_round_of_repair_and_of_what_came_out_without_a_site(

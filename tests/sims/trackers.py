@@ -1,4 +1,4 @@
-"""Trackers that go wrong, as an outside package would bring them, and readers of what the others wrote."""
+"""A small run, trackers that go wrong, as an outside package would bring them, and readers of what the others wrote."""
 
 import errno
 import threading
@@ -7,10 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
 from conf.schema import Config
 from sims.tracking.base import Line, Part, Tracker, Writer
 from sims.tracking.results import Results
 
+ROUNDS = [1, 2, 3]
+TREE = {
+    "sites": [{"domain": "digits", "samples": 40, "name": "clinic"}, {"domain": "digits", "samples": 40, "invert": True}],
+    "rounds": len(ROUNDS),
+    "data": {"size": 8, "test_limit": 60},
+    "network": {"name": "mlp", "widths": [16]},
+    "objective": {"name": "sum_aggregation"},
+    "strategy": {"name": "sum_aggregation"},
+    "engine": {"name": "inline"},
+}
 BLOCK, HEADER = 32768, 7  # of the log format of LevelDB, in which W&B writes
 
 
@@ -70,6 +82,10 @@ class Hanging(Tracker):
 
     def open(self, config: Config) -> Writer:
         return OddWriter(config, HangingLine)
+
+
+def read_events(folder: Path) -> EventAccumulator:
+    return EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 0, "tensors": 0}).Reload()
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
