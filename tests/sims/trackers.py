@@ -90,7 +90,7 @@ def read_events(folder: Path) -> EventAccumulator:
 
 def wandb_records(path: Path) -> Iterator[Any]:
     """The protobuf records of a .wandb file: W&B's own messages in LevelDB's log format, behind seven bytes."""
-    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
 
     content, place, parts = path.read_bytes(), HEADER, b""
     while place + HEADER <= len(content):
