@@ -4,18 +4,17 @@ import dataclasses
 import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
-from clients.states import write_bytes
 from conf.schema import Config
 from conf.typed import value
 from sims.report.tables import show
 from sims.tracking.base import FINISHED, MAIN, TRACKERS, Line, Part, Tracker, Writer
 from sims.tracking.numbers import round_numbers, site_numbers
 from sims.tracking.results import Results
+from sims.tracking.wandb_files import last_number
 
-FOLDER = "wandb"
+FOLDER, STEP = "wandb", "round"
 
 
 @TRACKERS.register("wandb")
@@ -48,6 +47,7 @@ class WandbWriter(Writer):
 
         id, options = re.sub(r"[^A-Za-z0-9_-]", "-", part.id), self._options
         tree = {key: item for key, item in dataclasses.asdict(self.config).items() if key not in ("run", "tracking")}
+        written = last_number(self.folder / FOLDER, id, STEP)
         (self.folder / FOLDER).mkdir(exist_ok=True)
         run = wandb.init(
             project=options.project,
@@ -63,8 +63,8 @@ class WandbWriter(Writer):
             reinit="create_new",  # whatever run of their own the user has stays as it is
             settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True),
         )
-        run.define_metric("*", step_metric="round")
-        return WandbLine(run, self.folder / FOLDER / f"{id}.round", self.sites)
+        run.define_metric("*", step_metric=STEP)
+        return WandbLine(run, written, self.sites)
 
     def results(self, results: Results) -> None:
         import wandb
@@ -82,18 +82,16 @@ class WandbWriter(Writer):
 
 
 class WandbLine(Line):
-    """One of W&B's runs. How far it is written stands beside it, before it is: W&B cannot be asked for that offline."""
+    """One of W&B's runs."""
 
-    def __init__(self, run: Any, mark: Path, sites: set[str]) -> None:
-        self.run, self._mark, self._sites = run, mark, sites
-        self.written = int(mark.read_text()) if mark.is_file() else 0
+    def __init__(self, run: Any, written: int, sites: set[str]) -> None:
+        self.run, self.written, self._sites = run, written, sites
 
     def write(self, record: dict[str, Any]) -> None:
         numbers = round_numbers(record)
         for site, each in site_numbers(record, self._sites).items():
             numbers |= {f"site {site}/{name}": number for name, number in each.items()}
-        write_bytes(self._mark, str(record["round"]).encode(), durable=False)
-        self.run.log({"round": record["round"], **numbers}, step=record["round"])
+        self.run.log({STEP: record["round"], **numbers}, step=record["round"])
 
     def close(self, status: str) -> None:
         self.run.finish(exit_code=0 if status == FINISHED else 1)

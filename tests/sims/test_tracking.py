@@ -15,8 +15,9 @@ from conf.errors import UserError
 from sims import Result, resume, run
 from sims.cli.unlearn import audit
 from sims.tracking import follow
+from sims.tracking.wandb_files import messages
 from tests.sims.commands import Command, refused
-from tests.sims.trackers import ROUNDS, TREE, read_events, wandb_records
+from tests.sims.trackers import ROUNDS, TREE, read_events
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
 
@@ -115,7 +116,7 @@ def test_wandb_wrote_every_round_once_and_what_came_out(tracked: Path):
     rounds: dict[str, list[int]] = {}
     summaries: set[str] = set()
     for path in sorted(tracked.glob("wandb/offline-run-*/*.wandb")):
-        records = list(wandb_records(path))
+        records = list(messages(path))
         (begun,) = [record.run for record in records if record.WhichOneof("record_type") == "run"][:1]
         for record in records:
             items = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 from mlflow import MlflowClient
 
 from conf.load import from_mapping
@@ -13,6 +14,7 @@ from sims.tracking.base import Part
 from sims.tracking.mlflow import ID, MlflowLine, MlflowTracker
 from sims.tracking.numbers import round_numbers, safe, site_numbers
 from sims.tracking.tensorboard import TensorBoardTracker
+from sims.tracking.wandb_files import last_number
 from tests.sims.trackers import ROUNDS, TREE, read_events
 
 
@@ -61,6 +63,22 @@ def test_a_round_in_the_middle_of_which_a_process_died_is_completed(config: Conf
     client = MlflowClient(tracking_uri=(Path(config.run.root) / "direct/mlruns").as_uri())
     for name in ("train_loss", "replies", "bytes/sent", "site clinic/sent"):
         assert [point.step for point in client.get_metric_history(line.id, name)] == [1, 2]
+
+
+def test_a_file_of_wandb_is_read_up_to_where_it_was_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name, value in [("WANDB_MODE", "offline"), ("WANDB_SILENT", "true"), ("WANDB_ERROR_REPORTING", "false")]:
+        monkeypatch.setenv(name, value)
+    with wandb.init(dir=str(tmp_path), id="x", project="p", settings=wandb.Settings(console="off")) as run:
+        for number in range(1, 30):
+            run.log({"round": number, "text": "a" * 3000}, step=number)  # several blocks
+    assert last_number(tmp_path / "wandb", "x", "round") == 29
+    (path,) = tmp_path.glob("wandb/offline-run-*-x/run-x.wandb")
+    path.write_bytes(path.read_bytes()[:40_000])
+    assert 5 < last_number(tmp_path / "wandb", "x", "round") < 13
+    path.write_bytes(b"something else")
+    with pytest.raises(ValueError, match="is no file of W&B's"):
+        last_number(tmp_path / "wandb", "x", "round")
+    assert last_number(tmp_path / "wandb", "y", "round") == 0
 
 
 def test_numbers_of_a_record():

@@ -2,7 +2,6 @@
 
 import errno
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ TREE = {
     "strategy": {"name": "sum_aggregation"},
     "engine": {"name": "inline"},
 }
-BLOCK, HEADER = 32768, 7  # of the log format of LevelDB, in which W&B writes
 
 
 class QuietLine(Line):
@@ -86,20 +84,3 @@ class Hanging(Tracker):
 
 def read_events(folder: Path) -> EventAccumulator:
     return EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 0, "tensors": 0}).Reload()
-
-
-def wandb_records(path: Path) -> Iterator[Any]:
-    """The protobuf records of a .wandb file: W&B's own messages in LevelDB's log format, behind seven bytes."""
-    from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
-
-    content, place, parts = path.read_bytes(), HEADER, b""
-    while place + HEADER <= len(content):
-        if BLOCK - place % BLOCK < HEADER:
-            place += BLOCK - place % BLOCK
-            continue
-        size, kind = int.from_bytes(content[place + 4 : place + 6], "little"), content[place + 6]
-        parts += content[place + HEADER : place + HEADER + size]
-        place += HEADER + size
-        if kind in (1, 4):  # whole, or the last part
-            yield Record.FromString(parts)
-            parts = b""
