@@ -22,7 +22,7 @@ MOST_RUN_NAME_BYTES = 200
 MANY = 100  # sites
 MOST_TOLD = 100  # letters of an override
 
-VERSION = 3  # of what `to_yaml` writes; it rises when a key comes, goes or changes its meaning. Without one: version 1
+VERSION = 4  # of what `to_yaml` writes; it rises when a key comes, goes or changes its meaning. Without one: version 1
 
 NAMED = ("network", "of", "head", "objective", "strategy", "optimizer", "schedule")
 
@@ -195,12 +195,12 @@ def _names_a_folder(name: str) -> bool:
 
 
 def to_json(config: Config) -> str:
-    """The whole configuration as one line of JSON, as it travels to the sites."""
-    return json.dumps(_tree(config), sort_keys=True)
+    """The configuration as one line of JSON, as it travels to the sites: but for `tracking`, no affair of theirs."""
+    return json.dumps({key: item for key, item in _tree(config).items() if key != "tracking"}, sort_keys=True)
 
 
 def from_json(text: str) -> Config:
-    """The inverse of to_json."""
+    """The inverse of to_json; nothing is tracked."""
     return from_mapping(json.loads(text))
 
 

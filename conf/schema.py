@@ -202,3 +202,6 @@ class Config:
     federation: FederationConfig = value(FederationConfig, "the round loop")
     privacy: PrivacyConfig = value(PrivacyConfig, "differential privacy")
     evaluation: EvaluationConfig = value(EvaluationConfig, "measuring")
+    tracking: list[Any] = value(
+        [], "trackers that are told of each round: tensorboard, mlflow, wandb, csv; {name: ...}: options"
+    )

@@ -37,6 +37,11 @@ def main(grid: Grid, context: Context) -> None:
         experiment = str(context.run_config.get("experiment", "digits"))
         overrides = shlex.split(str(context.run_config.get("overrides", "")))
         grid = CarefulGrid.like(grid) if isinstance(grid, HttpGrid) else grid
-        run_experiment(grid, load(experiment, ["engine.name=flower", *overrides]), LogListener())
+        config, listener = load(experiment, ["engine.name=flower", *overrides]), LogListener()
+        if config.tracking:
+            listener.message(
+                "tracking: none here: trackers are opened by 'fedloom run' with engine.address, not by `flwr run`"
+            )
+        run_experiment(grid, config, listener)
     except (UserError, FailedError) as error:
         raise RunFailed(str(error)) from None

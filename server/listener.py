@@ -1,6 +1,7 @@
 """What a run tells of itself while it goes on. All calls come from the main thread."""
 
 import logging
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 
@@ -8,7 +9,7 @@ class Listener(Protocol):
     """Whoever wants to know: a progress bar, a log, a test."""
 
     def started(self, run: str, sites: int, rounds: int, note: str) -> None:
-        """A run (or one of its baselines, named in `run`) begins."""
+        """A run (or one of its baselines, named in `run`) begins, or goes on; `note`: the folder that it is kept in."""
 
     def round_started(self, round: int, asked: int) -> None:
         """`asked` sites get their orders."""
@@ -31,6 +32,41 @@ class Listener(Protocol):
 
 class Silent(Listener):
     """Nobody listens."""
+
+
+class Listeners:
+    """Several listeners, told one after the other. What one of them raises, the others behind it do not hear of."""
+
+    def __init__(self, listeners: Sequence[Listener]) -> None:
+        self.listeners = list(listeners)
+
+    def started(self, run: str, sites: int, rounds: int, note: str) -> None:
+        for each in self.listeners:
+            each.started(run, sites, rounds, note)
+
+    def round_started(self, round: int, asked: int) -> None:
+        for each in self.listeners:
+            each.round_started(round, asked)
+
+    def reply(self, site: str, ok: bool, reason: str) -> None:
+        for each in self.listeners:
+            each.reply(site, ok, reason)
+
+    def round_done(self, record: dict[str, Any]) -> None:
+        for each in self.listeners:
+            each.round_done(record)
+
+    def note(self, text: str) -> None:
+        for each in self.listeners:
+            each.note(text)
+
+    def message(self, text: str) -> None:
+        for each in self.listeners:
+            each.message(text)
+
+    def finished(self, summary: dict[str, Any]) -> None:
+        for each in self.listeners:
+            each.finished(summary)
 
 
 class LogListener:

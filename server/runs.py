@@ -131,5 +131,6 @@ def _same_run(config: Config, path: Path) -> None:
 
 
 def _same(one: Config, other: Config) -> bool:
-    """Whether both describe the same run, wherever it is kept."""
-    return dataclasses.replace(one, run=RunConfig()) == dataclasses.replace(other, run=RunConfig())
+    """Whether both describe the same run, wherever it is kept and whatever tracks it."""
+    here, there = (dataclasses.replace(config, run=RunConfig(), tracking=[]) for config in (one, other))
+    return here == there

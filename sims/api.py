@@ -4,7 +4,7 @@ import contextlib
 import copy
 import html
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from conf.sites import roster
 from server.evaluate import Evaluator
 from server.ledger import Ledger
 from server.runfolder import RunFolder, read_config
+from sims.callbacks import Callbacks, OnReply, OnRound
 from sims.cli import unlearn as commands
 from sims.cli.compose import name_of
 from sims.report.tables import accuracy_table
@@ -30,6 +31,7 @@ from sims.simulate import simulate
 if TYPE_CHECKING:
     import pandas
 
+OnFinished = Callable[["Result"], object]
 AGGREGATE = "aggregate"  # the file of the aggregated network
 
 
@@ -38,17 +40,24 @@ def run(
     *overrides: str,
     overwrite: bool = False,
     progress: bool = False,
+    on_round: OnRound | None = None,
+    on_reply: OnReply | None = None,
+    on_finished: OnFinished | None = None,
 ) -> "Result":
     """Run an experiment into the folder run.root/run.name; returns when it is finished.
 
     `experiment`: the name of one that ships, the path of a YAML file, or the same keys as a dictionary. `overrides`:
     `key=value` words as on the command line. `overwrite`: replace a run of that name. `progress`: tell how it goes.
-    Raises UserError before anything starts for what cannot work. After a KeyboardInterrupt `resume` goes on.
+    `on_round(record)` is called after each committed round, with its record (Result.metrics) and `part`, which is empty or
+    the folder of a baseline; `on_reply(site, ok, reason)` for each answer, or why there is none; `on_finished(result)` at
+    the end, when the report is written. They are called in this thread; what they raise ends the run and comes out of here.
+    Raises UserError before anything starts for what cannot work. After a KeyboardInterrupt, or an error of yours, `resume`
+    goes on.
     """
     config = config_of(experiment, [*overrides, *(["run.overwrite=true"] if overwrite else [])])
     with own_threads():
-        simulate(config, quiet=not progress)
-    return Result(Path(config.run.root) / config.run.name)
+        simulate(config, quiet=not progress, listeners=[Callbacks(on_round, on_reply)])
+    return _finished(Path(config.run.root) / config.run.name, on_finished)
 
 
 def config_of(experiment: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str]) -> Config:
@@ -62,11 +71,31 @@ def config_of(experiment: str | os.PathLike[str] | Mapping[str, Any], overrides:
     return load(os.fspath(experiment), overrides)
 
 
-def resume(folder: str | os.PathLike[str], *, progress: bool = False) -> "Result":
-    """Go on with a run that was stopped, after its last committed round. Raises UserError if the folder holds none."""
+def resume(
+    folder: str | os.PathLike[str],
+    *,
+    progress: bool = False,
+    tracking: Sequence[Any] | None = None,
+    on_round: OnRound | None = None,
+    on_reply: OnReply | None = None,
+    on_finished: OnFinished | None = None,
+) -> "Result":
+    """Go on with a run that was stopped, after its last committed round. Raises UserError if the folder holds none.
+
+    `tracking`: the trackers from now on, as the key `tracking` has them, instead of those that the run began with; they get
+    the rounds before, too. Callbacks as of `run`.
+    """
     with own_threads():
-        commands.resume(Path(folder), quiet=not progress)
-    return Result(folder)
+        listeners = [Callbacks(on_round, on_reply)]
+        commands.resume(Path(folder), quiet=not progress, tracking=tracking, listeners=listeners)
+    return _finished(Path(folder), on_finished)
+
+
+def _finished(folder: Path, on_finished: OnFinished | None) -> "Result":
+    result = Result(folder)
+    if on_finished is not None:
+        on_finished(result)
+    return result
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ from conf.errors import UserError
 from conf.schema import Config, SiteConfig
 from server.experiment import check, run_experiment
 from server.ledger.database import refuse_busy
+from server.listener import Listener, Listeners
 from server.runfolder import RunFolder, holds, refuse_existing
 from sims.cli.progress import QuietListener, listener_for
 from sims.engines import open_engine, refuse_engine
 from sims.engines.share import WHOLE, Share
 from sims.report.certificates import write_pages
 from sims.report.report import write_report
+from sims.tracking import Tracking, refuse_trackers
 
 
 def simulate(
@@ -25,22 +28,25 @@ def simulate(
     quiet: bool = False,
     json_output: bool = False,
     listener: QuietListener | None = None,
+    listeners: Sequence[Listener] = (),
     share: Share = WHOLE,
 ) -> dict[str, Any]:
     """Run the experiment on its engine and write its report; returns what summary.json holds.
 
-    `listener`: who is told how it goes, instead of the terminal. `share`: of the machine, where several runs go on at once.
+    `listener`: who is told how it goes, instead of the terminal. `listeners`: who hears of it beside that and the
+    configuration's trackers; what they raise ends the run. `share`: of the machine, where several runs go on at once.
     Raises UserError before anything is started if something about the configuration, the data or the folder cannot work.
     """
     config = absolute_paths(config)
     refuse(config)
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(listener or listener_for(quiet, json_output=json_output))
+        shown = stack.enter_context(listener or listener_for(quiet, json_output=json_output))
+        listening = Listeners([shown, stack.enter_context(Tracking(config, shown.message)), *listeners])
         grid = stack.enter_context(open_engine(config, share))
-        listener.note(grid.describe())
-        summary = run_experiment(grid, config, listener)
+        listening.note(grid.describe())
+        summary = run_experiment(grid, config, listening)
         write_pages(Path(config.run.root) / config.run.name)
-        listener.note(f"report: {write_report(Path(config.run.root) / config.run.name)}")
+        listening.note(f"report: {write_report(Path(config.run.root) / config.run.name)}")
     return summary
 
 
@@ -51,6 +57,7 @@ def refuse(config: Config) -> None:
     refuse_busy(Path(config.run.root) / config.run.name)
     check(config)
     _check_engine(config)
+    refuse_trackers(config)
 
 
 def simulate_once(config: Config, *, quiet: bool = False) -> dict[str, Any]:

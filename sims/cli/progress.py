@@ -17,9 +17,8 @@ from rich.text import Text
 
 from conf.progress import heard
 from sims.benchmarks.memory import tree_bytes
-from sims.report.heads import exchanges, heads_table
-from sims.report.selection import methods_table, selections
-from sims.report.tables import Table, accuracy_table, at_sites_table, clean, costs_table, forgetting_table, percent
+from sims.report.results import result_tables
+from sims.report.tables import clean, percent
 
 REFRESHES_PER_SECOND = 4
 MEMORY_SECONDS = 2.0
@@ -106,7 +105,7 @@ class PlainListener(QuietListener):
 
     def finished(self, summary: dict[str, Any]) -> None:
         self._say(_ending(summary))
-        for table in _result_tables(summary):
+        for table in result_tables(summary):
             self.console.print("\n" + table.markdown(), end="", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -180,7 +179,7 @@ class RichListener(QuietListener):
     def finished(self, summary: dict[str, Any]) -> None:
         self.close()
         self._say(_ending(summary))
-        for table in _result_tables(summary):
+        for table in result_tables(summary):
             self.console.print(table.rich())
 
     def close(self) -> None:
@@ -249,15 +248,6 @@ def _step_text(what: str, done: int, of: int) -> str:
 
 def _ending(summary: dict[str, Any]) -> str:
     return f"{summary.get('status', 'finished')} after {summary.get('seconds', 0):.1f} s"
-
-
-def _result_tables(summary: dict[str, Any]) -> list[Table]:
-    tables = [accuracy_table(summary)] if summary.get("accuracy") else []
-    tables += [at_sites_table(summary)] if summary.get("at_sites") else []
-    tables += [costs_table(summary)] if summary.get("costs") else []
-    tables += [heads_table(found)] if (found := exchanges(summary)) else []
-    tables += [methods_table(chosen)] if (chosen := selections(summary)) else []
-    return [*tables, forgetting_table(summary)] if summary.get("forgotten") else tables
 
 
 def _union(record: dict[str, Any]) -> float | None:

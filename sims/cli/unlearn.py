@@ -16,7 +16,7 @@ from server.experiment import BY_METHOD, check_sums, head
 from server.ledger import Ledger, Request
 from server.ledger.audit import check
 from server.ledger.database import LEDGER, BusyError
-from server.listener import Listener
+from server.listener import Listener, Listeners
 from server.method import Method
 from server.runfolder import RunFolder, read_config
 from server.unlearning.at_sites import Erasure, outstanding
@@ -28,15 +28,25 @@ from sims.report.certificates import write_pages
 from sims.report.report import write_report
 from sims.report.tables import Table
 from sims.simulate import simulate
+from sims.tracking import Tracking, trackable
 
 WITHOUT_SERVER = "where no server runs (any more), 'fedloom resume' does"
 
 
-def resume(path: Path, *, quiet: bool = False, json_output: bool = False) -> dict[str, Any]:
-    """Go on with a run after its last committed round; its summary."""
+def resume(
+    path: Path,
+    *,
+    quiet: bool = False,
+    json_output: bool = False,
+    tracking: Sequence[Any] | None = None,
+    listeners: Sequence[Listener] = (),
+) -> dict[str, Any]:
+    """Go on with a run after its last committed round; its summary. `tracking`: other trackers than it began with."""
     config = read_config(path)
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
-    return simulate(config, quiet=quiet, json_output=json_output)
+    if tracking is not None:
+        config = dataclasses.replace(config, tracking=list(tracking))
+    return simulate(config, quiet=quiet, json_output=json_output, listeners=listeners)
 
 
 @dataclass(frozen=True)
@@ -68,19 +78,22 @@ def unlearn(path: Path, wish: Wish, *, quiet: bool = False) -> tuple[str, dict[s
         ledger = Ledger.open(path)
     except BusyError:
         return _queue(path, id, wish)
-    with ledger, listener_for(quiet) as listener:
-        RunFolder(path).check(ledger.run().config)  # before anything is received
-        if ledger.request(id) is None and wants_training(config, wish.options):
-            refuse_engine(config)
-        request = receive(ledger, id, wish.sites, wish.reason, wish.options)
-        if request.state == "refused" or (request.state == "verified" and not _cut_off(ledger)):
-            return _first_result(path, request, wish)
-        method = Method(config, RunFolder(path), ledger, Evaluator(config))
-        _fulfil(method, listener, id)
-        _tell_sites(method, listener)
-        request = ledger.request(id) or request
-    write_pages(path)
-    write_report(path)
+    with contextlib.ExitStack() as stack:
+        shown = stack.enter_context(listener_for(quiet))
+        with ledger:
+            RunFolder(path).check(ledger.run().config)  # before anything is received
+            if ledger.request(id) is None and wants_training(config, wish.options):
+                refuse_engine(config)
+            request = receive(ledger, id, wish.sites, wish.reason, wish.options)
+            if request.state == "refused" or (request.state == "verified" and not _cut_off(ledger)):
+                return _first_result(path, request, wish)
+            listener = Listeners([shown, stack.enter_context(Tracking(trackable(config, shown.message), shown.message))])
+            method = Method(config, RunFolder(path), ledger, Evaluator(config))
+            _fulfil(method, listener, id)
+            _tell_sites(method, listener)
+            request = ledger.request(id) or request
+        write_pages(path)
+        write_report(path)
     if request.state == "refused":
         return _first_result(path, request, wish)
     file = path / CERTIFICATES / f"{id}.json"

@@ -16,11 +16,11 @@ from conf.errors import UserError
 from conf.sites import roster
 from server.runfolder import read_config
 from server.strategies import strategy_of
-from sims.cli.progress import _result_tables
 from sims.cli.transfer import recombined
 from sims.cli.unlearn import Wish, unlearn
 from sims.report.heads import Exchange, exchanges, heads_figure, heads_table, matrix_table
 from sims.report.report import write_report
+from sims.report.results import result_tables
 from sims.report.tables import accuracies, has_aggregate, percent
 from sims.simulate import simulate
 from tests.sims.commands import Command, refused
@@ -248,4 +248,4 @@ def test_a_damaged_summary_is_told_in_one_line(fedloom: Command, run: Path, brok
 def test_what_networks_cost_is_no_table_where_nothing_was_measured() -> None:
     """Once sites with extractors of their own had one without a row."""
     found = {"at_sites": {"compatible": {"own": 0.5}}, "costs": {}}
-    assert [table.title for table in _result_tables(found)] == ["At the sites"]
+    assert [table.title for table in result_tables(found)] == ["At the sites"]

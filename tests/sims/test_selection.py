@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from conf.errors import UserError
-from sims.cli.progress import _result_tables
 from sims.cli.unlearn import Wish, unlearn
 from sims.report.report import write_report
+from sims.report.results import result_tables
 from sims.report.selection import Chosen, Selection, methods_table, selection_figure, selections, sites_table
 from sims.report.tables import percent
 from sims.simulate import simulate
@@ -107,7 +107,7 @@ def test_there_is_no_picture_where_nothing_was_learned() -> None:
 def test_the_run_tells_every_method_at_its_end_and_on_its_page(done: Path) -> None:
     found, page = selections(summary_of(done)), checked(done / "report.html")
     assert [one.method for one in found] == ["learned", "all"]
-    [table] = [table for table in _result_tables(summary_of(done)) if table.title == "Layer selection"]
+    [table] = [table for table in result_tables(summary_of(done)) if table.title == "Layer selection"]
     assert [row[0] for row in table.rows] == ["learned", "all"] and table.rows[1][4:6] == ["100.0%", "100.0%"]
     assert "Layer selection" in page.text and "learned: what sites chose" in page.text
     for site in found[0].sites:
@@ -119,7 +119,7 @@ def test_the_run_tells_every_method_at_its_end_and_on_its_page(done: Path) -> No
 def test_runs_of_other_methods_say_nothing_of_layers(finished_run: Path, tmp_path: Path) -> None:
     other = shutil.copytree(finished_run, tmp_path / "digits")
     assert selections(summary_of(other)) == []
-    assert not [table for table in _result_tables(summary_of(other)) if table.title == "Layer selection"]
+    assert not [table for table in result_tables(summary_of(other)) if table.title == "Layer selection"]
     assert "Layer selection" not in checked(write_report(other)).text
 
 

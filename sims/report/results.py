@@ -1,0 +1,17 @@
+"""The tables of what came out of a run."""
+
+from typing import Any
+
+from sims.report.heads import exchanges, heads_table
+from sims.report.selection import methods_table, selections
+from sims.report.tables import Table, accuracy_table, at_sites_table, costs_table, forgetting_table
+
+
+def result_tables(summary: dict[str, Any]) -> list[Table]:
+    """Those that a summary has something for."""
+    tables = [accuracy_table(summary)] if summary.get("accuracy") else []
+    tables += [at_sites_table(summary)] if summary.get("at_sites") else []
+    tables += [costs_table(summary)] if summary.get("costs") else []
+    tables += [heads_table(found)] if (found := exchanges(summary)) else []
+    tables += [methods_table(chosen)] if (chosen := selections(summary)) else []
+    return [*tables, forgetting_table(summary)] if summary.get("forgotten") else tables

@@ -1,0 +1,140 @@
+"""The listener that has a run's trackers keep what it tells."""
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from conf.errors import UserError
+from conf.plugins import told
+from conf.schema import Config
+from server.ledger import Ledger
+from server.listener import Silent
+from server.runfolder import RunFolder
+from sims.tracking.base import FAILED, FINISHED, INTERRUPTED, MAIN, TRACKERS, Part, Tracker
+from sims.tracking.courier import Courier
+from sims.tracking.results import results_of
+
+SECONDS_AT_END, SECONDS_AFTER_STOP = 60.0, 10.0  # that the run waits for trackers
+BESIDE = ("baselines", "retrained")  # folders of further parts
+
+
+def trackers_of(config: Config) -> dict[str, Tracker]:
+    """The configuration's trackers by name. UserError for one that is unknown, there twice, or has odd options."""
+    found: dict[str, Tracker] = {}
+    for place, entry in enumerate(config.tracking):
+        where = f"tracking[{place}]"
+        if not isinstance(entry, str | dict):
+            raise UserError(
+                f"{where}: got {entry!r}, takes a name such as csv, or a section such as {{name: mlflow, uri: ...}}"
+            )
+        section = {"name": entry} if isinstance(entry, str) else entry
+        tracker = TRACKERS.build(section, where)
+        if section["name"] in found:
+            raise UserError(f"{where}: '{section['name']}' is there twice; leave one out")
+        found[section["name"]] = tracker
+    return found
+
+
+def refuse_trackers(config: Config) -> None:
+    """UserError for a tracker that cannot work, such as one whose package is not installed. Imports none."""
+    for place, (name, tracker) in enumerate(trackers_of(config).items()):
+        if tracker.package and importlib.util.find_spec(tracker.package) is None:
+            how = f"pip install 'fedloom[{tracker.extra}]'" if tracker.extra else f"pip install {tracker.package}"
+            raise UserError(
+                f"tracking[{place}]: '{name}' needs the package '{tracker.package}', which is not installed: {how}"
+            )
+
+
+def trackable(config: Config, say: Callable[[str], None]) -> Config:
+    """The configuration, without its trackers where they cannot work, which is said: what is due is done all the same."""
+    try:
+        refuse_trackers(config)
+    except UserError as error:
+        say(f"{error}; nothing is tracked")
+        return dataclasses.replace(config, tracking=[])
+    return config
+
+
+class Tracking(Silent):
+    """The trackers of one run, to be entered before it begins and left when its report is written.
+
+    `say` gets a line for each tracker that fails; nothing else that happens to it is told, and nothing is raised.
+    """
+
+    def __init__(self, config: Config, say: Callable[[str], None]) -> None:
+        self._say, self._folder = say, (Path(config.run.root) / config.run.name).resolve()
+        self._couriers = [
+            Courier(name, lambda tracker=tracker: tracker.open(config)) for name, tracker in trackers_of(config).items()
+        ]
+        self._parts: set[Path] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not self._couriers:
+            return
+        if kind is None:
+            self._guarded(self._results)
+            self._close(FINISHED, SECONDS_AT_END)
+        elif issubclass(kind, Exception):
+            self._close(FAILED, SECONDS_AT_END)
+        else:
+            self._close(INTERRUPTED, SECONDS_AFTER_STOP)
+
+    def started(self, run: str, sites: int, rounds: int, note: str) -> None:
+        if self._couriers:
+            self._guarded(lambda: self._part(Path(note)))
+
+    def round_done(self, record: dict[str, Any]) -> None:
+        self._tell("round", dict(record))
+
+    def _part(self, folder: Path) -> None:
+        """Tell of a part, and of all rounds of it that are committed: a tracker may lack some."""
+        within = folder.resolve().relative_to(self._folder)
+        name = within.as_posix() if within.parts else MAIN
+        records = list(RunFolder(folder).metrics().values())
+        with Ledger.open(folder, server=False) as ledger:
+            again = sum(event.kind == "rolled back" for event in ledger.events())
+            id = "-".join(filter(None, [ledger.run().run, "" if name == MAIN else name, str(again or "")]))
+        self._parts.add(folder.resolve())
+        self._tell("part", Part(name, id, max((each["round"] for each in records), default=0)), records)
+
+    def _results(self) -> None:
+        """Tell what came out; first of parts of which nothing was told, since an earlier process finished them."""
+        if not (self._folder / "summary.json").is_file():
+            return
+        beside = [path for name in BESIDE for path in sorted((self._folder / name).glob("*"))]
+        for folder in [self._folder, *beside]:
+            if folder not in self._parts and folder.is_dir():
+                self._part(folder)
+        self._tell("results", results_of(self._folder))
+
+    def _close(self, status: str, seconds: float) -> None:
+        if self._parts:
+            self._tell("close", status)
+            for courier in self._couriers:
+                courier.wait(seconds)
+            self._news()
+
+    def _tell(self, call: str, *given: Any) -> None:
+        for courier in self._couriers:
+            courier.tell(call, *given)
+        self._news()
+
+    def _news(self) -> None:
+        for courier in self._couriers:
+            if line := courier.news():
+                self._say(line)
+
+    def _guarded(self, step: Callable[[], None]) -> None:
+        """What cannot be read for the trackers ends them all."""
+        try:
+            step()
+        except Exception as error:
+            for courier in self._couriers:
+                courier.failure = courier.failure or told(error)
+            self._news()

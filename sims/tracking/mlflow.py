@@ -1,0 +1,119 @@
+"""MLflow: a run of its own for each part, baselines within the main one; by default in the run's folder (mlruns)."""
+
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from conf.schema import Config
+from conf.typed import value
+from sims.tracking.base import FAILED, FINISHED, INTERRUPTED, MAIN, TRACKERS, Line, Part, Tracker, Writer
+from sims.tracking.numbers import round_numbers, safe, settings, site_numbers
+from sims.tracking.results import Results
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+FOLDER = "mlruns"
+ID = "fedloom.id"  # the tag by which a later process finds the run again
+MARK = "round"  # a number of each round, written last
+MOST_NUMBERS, MOST_SETTINGS, MOST_LETTERS = 1000, 100, 500  # in one request; of a setting
+STATUS = {FINISHED: "FINISHED", INTERRUPTED: "KILLED", FAILED: "FAILED"}
+
+
+@TRACKERS.register("mlflow")
+@dataclass(frozen=True)
+class MlflowTracker(Tracker):
+    """Passwords of a server are no options: MLflow reads MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."""
+
+    package: ClassVar[str] = "mlflow"
+    extra: ClassVar[str] = "mlflow"
+    uri: str = value("", "of the tracking server or store; empty: the folder mlruns in the run's own")
+    experiment: str = value("", "MLflow's experiment; empty: this one's name")
+
+    def open(self, config: Config) -> Writer:
+        return MlflowWriter(config, self)
+
+
+class MlflowWriter(Writer):
+    """Rounds that a rollback took back stay in the run that they were in; what follows is a new one, complete again."""
+
+    def __init__(self, config: Config, options: MlflowTracker) -> None:
+        super().__init__(config, options.sites)
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # read when a store is opened
+        from mlflow import MlflowClient
+
+        self._client = MlflowClient(tracking_uri=options.uri or (self.folder.resolve() / FOLDER).as_uri())
+        self._experiment = _experiment(self._client, options.experiment or config.experiment)
+
+    def begin(self, part: Part) -> "MlflowLine":
+        found = self._client.search_runs([self._experiment], f"tags.`{ID}` = '{safe(part.id)}'", max_results=1)
+        if found:
+            self._client.update_run(found[0].info.run_id, status="RUNNING")
+            return MlflowLine(self._client, found[0].info.run_id, self.sites)
+        main = self.lines.get(MAIN)
+        tags = {ID: safe(part.id), **({"mlflow.parentRunId": main.id} if isinstance(main, MlflowLine) else {})}
+        name = self.config.run.name if part.name == MAIN else f"{self.config.run.name}/{part.name}"
+        run = self._client.create_run(self._experiment, run_name=name, tags=tags).info.run_id
+        self._settings(run)
+        return MlflowLine(self._client, run, self.sites)
+
+    def _settings(self, run: str) -> None:
+        from mlflow.entities import Param
+
+        given = [Param(safe(name), text[:MOST_LETTERS]) for name, text in settings(self.config).items()]
+        for start in range(0, len(given), MOST_SETTINGS):
+            self._client.log_batch(run, params=given[start : start + MOST_SETTINGS])
+
+    def results(self, results: Results) -> None:
+        line = self.lines[MAIN]
+        assert isinstance(line, MlflowLine)
+        line.log(results.numbers, results.round)
+        for path in results.files:
+            self._client.log_artifact(line.id, str(path))
+        for path in results.pictures:
+            self._client.log_artifact(line.id, str(path), "plots")
+        for table in results.tables:
+            self._client.log_text(line.id, table.markdown(), f"tables/{safe(table.title.replace('/', ' '))}.md")
+        for name, digest in results.digest.items():
+            self._client.set_tag(line.id, safe(f"digest.{name}"), digest)
+
+
+class MlflowLine(Line):
+    """One of MLflow's runs."""
+
+    def __init__(self, client: "MlflowClient", id: str, sites: set[str]) -> None:
+        self.id, self._client, self._sites = id, client, sites
+        self.written = max((point.step for point in client.get_metric_history(id, MARK)), default=0)
+        self._torn = self.written + 1  # the round in which an earlier process may have ended
+
+    def write(self, record: dict[str, Any]) -> None:
+        numbers = round_numbers(record)
+        for site, each in site_numbers(record, self._sites).items():
+            numbers |= {f"site {site}/{name}": number for name, number in each.items()}
+        self.log({**numbers, MARK: float(record["round"])}, record["round"], again=record["round"] == self._torn)
+
+    def log(self, numbers: dict[str, float], step: int, again: bool = True) -> None:
+        """Add points to curves; where it may be done `again`, those that are not there with this value."""
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        points = [Metric(safe(name), number, now, step) for name, number in numbers.items()]
+        if again and (there := self._client.get_run(self.id).data.metrics.keys()):
+            points = [one for one in points if one.key not in there or not self._holds(one)]
+        for start in range(0, len(points), MOST_NUMBERS):
+            self._client.log_batch(self.id, metrics=points[start : start + MOST_NUMBERS])
+
+    def _holds(self, point: Any) -> bool:
+        """Whether the curve's latest point at this step is this one."""
+        there = [one.value for one in self._client.get_metric_history(self.id, point.key) if one.step == point.step]
+        return there[-1:] == [point.value]
+
+    def close(self, status: str) -> None:
+        self._client.set_terminated(self.id, STATUS[status])
+
+
+def _experiment(client: "MlflowClient", name: str) -> str:
+    found = client.get_experiment_by_name(name)
+    return found.experiment_id if found else client.create_experiment(name)

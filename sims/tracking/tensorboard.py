@@ -1,0 +1,100 @@
+"""TensorBoard's event files in the run's folder: tensorboard/PART with curves, tensorboard/results with what came out."""
+
+import logging
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from PIL import Image
+
+from conf import to_yaml
+from conf.schema import Config
+from sims.tracking.base import MAIN, TRACKERS, Line, Part, Tracker, Writer
+from sims.tracking.numbers import round_numbers, site_numbers
+from sims.tracking.results import Results
+
+FOLDER, RESULTS = "tensorboard", "results"
+MARK = "replies"  # a number that each round has, written last
+
+
+@TRACKERS.register("tensorboard")
+@dataclass(frozen=True)
+class TensorBoardTracker(Tracker):
+    """`tensorboard --logdir runs` shows all runs."""
+
+    package: ClassVar[str] = "tensorboard"
+    extra: ClassVar[str] = "tensorboard"
+
+    def open(self, config: Config) -> Writer:
+        return TensorBoardWriter(config, self.sites)
+
+
+class TensorBoardWriter(Writer):
+    """Each process adds a file of events; what it takes back of earlier ones is marked so, as TensorBoard does itself."""
+
+    def begin(self, part: Part) -> Line:
+        return TensorBoardLine(self.folder / FOLDER / part.name, part, self.sites, self.config)
+
+    def results(self, results: Results) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        place = self.folder / FOLDER / RESULTS
+        shutil.rmtree(place, ignore_errors=True)
+        with SummaryWriter(str(place)) as events:
+            for name, number in results.numbers.items():
+                events.add_scalar(name, number, results.round)
+            for table in results.tables:
+                events.add_text(f"tables/{table.title}", table.markdown(), results.round)
+            for path in results.pictures:
+                with Image.open(path) as picture:
+                    pixels = np.asarray(picture.convert("RGB"))
+                events.add_image(f"plots/{path.stem}", pixels, results.round, dataformats="HWC")
+            for name, digest in results.digest.items():
+                events.add_text(f"digest/{name}", digest, results.round)
+
+
+class TensorBoardLine(Line):
+    """Curves of one part, and at round 0 of the run's own its configuration."""
+
+    def __init__(self, folder: Path, part: Part, sites: set[str], config: Config) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        again = folder.is_dir()
+        self.written = min(_written(folder), part.committed)
+        self._sites = sites
+        self._events = SummaryWriter(str(folder), purge_step=self.written + 1 if again else None)
+        if part.name == MAIN and not again:
+            text = "".join(f"    {line}\n" for line in to_yaml(config).splitlines())  # an indented block of Markdown
+            self._events.add_text("configuration", text, 0)
+
+    def write(self, record: dict[str, Any]) -> None:
+        step, numbers = record["round"], round_numbers(record)
+        mark = numbers.pop(MARK, 0.0)
+        for name, number in numbers.items():
+            self._events.add_scalar(name, number, step)
+        for site, each in site_numbers(record, self._sites).items():
+            for name, number in each.items():
+                self._events.add_scalar(f"site {site}/{name}", number, step)
+        self._events.add_scalar(MARK, mark, step)
+        self._events.flush()
+
+    def close(self, status: str) -> None:
+        self._events.close()
+
+
+def _written(folder: Path) -> int:
+    """The last round that event files of earlier processes hold in full; 0 without any."""
+    if not folder.is_dir():
+        return 0
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = logging.getLogger("tensorboard")
+    level = log.level
+    log.setLevel(logging.ERROR)  # what was taken back earlier is no news
+    try:
+        events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 1}).Reload()
+    finally:
+        log.setLevel(level)
+    return max((event.step for event in events.Scalars(MARK)), default=0) if MARK in events.Tags()["scalars"] else 0

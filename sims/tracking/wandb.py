@@ -1,0 +1,97 @@
+"""Weights & Biases: a run of its own for each part, one group for all; offline in the run's folder (wandb) by default."""
+
+import dataclasses
+import os
+import re
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from conf.schema import Config
+from conf.typed import value
+from sims.report.tables import show
+from sims.tracking.base import FINISHED, MAIN, TRACKERS, Line, Part, Tracker, Writer
+from sims.tracking.numbers import round_numbers, site_numbers
+from sims.tracking.results import Results
+from sims.tracking.wandb_files import last_number
+
+FOLDER, STEP = "wandb", "round"
+
+
+@TRACKERS.register("wandb")
+@dataclass(frozen=True)
+class WandbTracker(Tracker):
+    """The key of an account is no option: W&B reads WANDB_API_KEY, or what `wandb login` has kept."""
+
+    package: ClassVar[str] = "wandb"
+    extra: ClassVar[str] = "wandb"
+    project: str = value("fedloom", "W&B's project")
+    entity: str = value("", "user or team that it belongs to; empty: the account's own")
+    mode: str = value(
+        "offline", "offline: files for `wandb sync`; online: sent while the run goes on", choices=("offline", "online")
+    )
+
+    def open(self, config: Config) -> Writer:
+        return WandbWriter(config, self)
+
+
+class WandbWriter(Writer):
+    """Rounds that a rollback took back stay in the run that they were in; what follows is a new one, complete again."""
+
+    def __init__(self, config: Config, options: WandbTracker) -> None:
+        super().__init__(config, options.sites)
+        self._options = options
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+
+    def begin(self, part: Part) -> "WandbLine":
+        import wandb
+
+        id, options = re.sub(r"[^A-Za-z0-9_-]", "-", part.id), self._options
+        tree = {key: item for key, item in dataclasses.asdict(self.config).items() if key not in ("run", "tracking")}
+        written = last_number(self.folder / FOLDER, id, STEP)
+        (self.folder / FOLDER).mkdir(exist_ok=True)
+        run = wandb.init(
+            project=options.project,
+            entity=options.entity or None,
+            mode=options.mode,  # pyright: ignore[reportArgumentType]
+            dir=str(self.folder),
+            id=id,
+            name=self.config.run.name if part.name == MAIN else f"{self.config.run.name}/{part.name}",
+            group=self.config.run.name,
+            job_type=part.name,
+            config=tree,
+            resume="allow",
+            reinit="create_new",  # whatever run of their own the user has stays as it is
+            settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True),
+        )
+        run.define_metric("*", step_metric=STEP)
+        return WandbLine(run, written, self.sites)
+
+    def results(self, results: Results) -> None:
+        import wandb
+
+        line = self.lines[MAIN]
+        assert isinstance(line, WandbLine)
+        pictures = {f"plots/{path.stem}": wandb.Image(str(path)) for path in results.pictures}
+        tables = {
+            f"tables/{table.title}": wandb.Table(columns=list(table.columns), data=[[*map(show, row)] for row in table.rows])
+            for table in results.tables
+        }
+        if pictures or tables:
+            line.run.log({**pictures, **tables}, step=results.round)
+        line.run.summary.update({**results.numbers, **{f"digest/{name}": one for name, one in results.digest.items()}})
+
+
+class WandbLine(Line):
+    """One of W&B's runs."""
+
+    def __init__(self, run: Any, written: int, sites: set[str]) -> None:
+        self.run, self.written, self._sites = run, written, sites
+
+    def write(self, record: dict[str, Any]) -> None:
+        numbers = round_numbers(record)
+        for site, each in site_numbers(record, self._sites).items():
+            numbers |= {f"site {site}/{name}": number for name, number in each.items()}
+        self.run.log({STEP: record["round"], **numbers}, step=record["round"])
+
+    def close(self, status: str) -> None:
+        self.run.finish(exit_code=0 if status == FINISHED else 1)
