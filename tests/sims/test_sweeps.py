@@ -221,7 +221,7 @@ def test_a_sweep_is_interrupted_and_goes_on(tmp_path: Path, monkeypatch: pytest.
     found = sims.sweep("digits", *words, seeds=[0, 1, 2])
     assert [result.summary["status"] for result in found] == ["finished"] * 3
     after = read_metrics(Path("runs", first))
-    assert len(before) >= 2 and before.items() <= after.items() and len(after) == 30  # not trained again: the same seconds
+    assert before and before.items() <= after.items() and len(after) == 30  # not trained again: the same seconds
     alone = load("digits", [*words, f"seed={first[-1]}", "run.name=alone"])
     assert simulate(alone, quiet=True)["digest"] == read_summary(Path("runs", first))["digest"]
 
