@@ -13,7 +13,7 @@ from clients.device import pick_device
 from clients.guard import SIMULATED
 from clients.identity import SIGNED, erased_words, sent_words
 from clients.learner import Outcome, learn
-from clients.measure import count_right
+from clients.measure import Score, score, score_numbers
 from clients.messages import (
     CLASSES,
     ENROL,
@@ -26,7 +26,6 @@ from clients.messages import (
     MODEL,
     OWN,
     SECURE_SHARES,
-    TOTAL,
     TRAIN,
     Order,
     read_order,
@@ -174,7 +173,9 @@ class Job:
         images = own_images(self.config, self.policy.source(self.config, self.site), self.order.split)
         sent = {name: record for name, record in self.content.array_records.items() if name.startswith(MODEL)}
         each = {name: replace(self, content=RecordDict({MODEL: record})) for name, record in sent.items()} or {MODEL: self}
-        return Answer(metrics={**{right_of(name): job._right(images) for name, job in each.items()}, TOTAL: len(images)})
+        told = self.config.engine.name != "flower" or (self.config.evaluation.classes and not self.policy.masks)
+        found = {right_of(name): job._score(images) for name, job in each.items()}
+        return Answer(metrics=score_numbers(found, len(images), told))
 
     def _told(self) -> Answer:
         """Statistics of the network that was sent, on the site's training images."""
@@ -193,7 +194,7 @@ class Job:
             task.network.train()  # the next site trains in it
         return Answer({self.order.kind: found}, {"samples": len(images)})
 
-    def _right(self, images: Images) -> int:
+    def _score(self, images: Images) -> Score:
         """How many of the images the network MODEL, or else the site's own, classifies rightly."""
         task = self._ready()
         state = objective_of(self.config).network(task, self.images())
@@ -202,7 +203,7 @@ class Job:
         task.network.load_state_dict(state)
         view = HeadView(task.network, outputs(self.config, self.site.spec), self.config.evaluation.statistics).eval()
         try:
-            return count_right(view, images, self.config.evaluation.batch, self.device) if len(images) else 0
+            return score(view, images, self.config.evaluation.batch, self.device)
         finally:
             view.train()  # the next site trains in it
 

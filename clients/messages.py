@@ -48,6 +48,7 @@ SUBSET = "subset/"  # down: + site name: the mean without that site
 OWN = "own"  # down, to a site that lost its store: its last contribution
 MODEL = "model"  # down: a network to measure; of several: + / and their number
 RIGHT, TOTAL = "right", "total"  # up: right answers of the site's own network (right/ and a number: of one that was sent)
+BY_CLASS = "by_class/"  # up: + one of these names: the same for the classes 0, 1, ...
 LOST = "lost"  # up, alone: the site has no own state after the round that it should go on from
 # kinds of questions of secure aggregation, and the records that go with them
 SECURE_KEYS, SECURE_SHARES, SECURE_UNMASK = "secure_keys", "secure_shares", "secure_unmask"

@@ -8,7 +8,8 @@ import torch
 from flwr.app import ConfigRecord, RecordDict
 from torch import Tensor
 
-from clients.messages import CLASSES, METRICS
+from clients.measure import Score
+from clients.messages import BY_CLASS, CLASSES, METRICS, TOTAL
 from conf.schema import FederationConfig
 
 MOST_LOSS = 1e30  # losses are averaged
@@ -134,6 +135,28 @@ def read_names(content: RecordDict, key: str = "names") -> tuple[str, ...]:
 def can_be(right: float, total: float) -> bool:
     """Whether there can be so many right answers of so many images: whole numbers, no more of them right than there are."""
     return isinstance(right, int) and isinstance(total, int) and 0 <= right <= total <= MOST_IMAGES
+
+
+def check_score(content: RecordDict, name: str) -> Score:
+    """The right answers of that name that a reply reports, and by class if it does. ReplyError for what cannot be.
+
+    Of each class as of all there are whole numbers of images, no more of them right than there are, and those of the classes
+    add up to all.
+    """
+    numbers = check_numbers(content, [name, TOTAL])
+    if not can_be(numbers[name], numbers[TOTAL]):
+        raise ReplyError(f"its number '{name}' of right answers cannot be")
+    metrics, whole = content.metric_records[METRICS], (int(numbers[name]), int(numbers[TOTAL]))
+    right, total = metrics.get(BY_CLASS + name), metrics.get(BY_CLASS + TOTAL)
+    if right is None and total is None:
+        return Score(*whole)
+    told = ReplyError(f"its numbers '{name}' of right answers by class cannot be")
+    if not isinstance(right, list) or not isinstance(total, list) or len(right) != len(total) or len(right) > MOST_CLASSES:
+        raise told
+    pairs = list(zip(right, total, strict=True))
+    if not all(can_be(*pair) for pair in pairs) or (sum(right), sum(total)) != whole:
+        raise told
+    return Score(*whole, {place: (int(hit), int(there)) for place, (hit, there) in enumerate(pairs) if there})
 
 
 def check_numbers(content: RecordDict, names: Sequence[str]) -> dict[str, float]:

@@ -179,7 +179,10 @@ class EvaluationConfig:
         "BatchNorm's: the network's own, those of each batch, or its own measured again on validation images",
         choices=("running", "batch", "recomputed"),
     )
-    sites: int = value(50, "how many sites' own networks, and forgetting of them, are measured at the end", low=0)
+    sites: int = value(
+        50, "of the sites that trained, a random sample of so many is looked at one by one at the end; -1: all", low=-1
+    )
+    classes: bool = value(False, "in a real federation: sites also tell right answers and images of each class")
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clients.data import label, site_images, to_float
-from clients.measure import pieces
+from clients.data import label, site_images
+from clients.measure import by_class, hits
 from clients.networks import Architecture, Model, architecture_of
 from conf.schema import Config
 from conf.sites import UNION, Site
@@ -54,11 +54,8 @@ def class_counts(evaluator: Evaluator, model: Model) -> dict[str, Tensor]:
     network, found = evaluator.loaded(model), {}
     for domain in evaluator.specs if model.domains is None else model.domains:
         view, images = evaluator.head_view(network, domain), evaluator.images(domain, "test")
-        parts = pieces(len(images), evaluator.config.evaluation.batch)
-        guesses = [view(to_float(x.to(evaluator.device))).argmax(1).cpu() for x in images.x.tensor_split(parts)]
-        hits = torch.cat(guesses) == images.y
-        size = model.architecture.classes
-        found[domain] = torch.stack([torch.bincount(y, minlength=size).double() for y in (images.y[hits], images.y)])
+        right = hits(view, images, evaluator.config.evaluation.batch, evaluator.device).cpu()
+        found[domain] = torch.stack(by_class(images.y, right, model.architecture.classes)).double()
     return found
 
 

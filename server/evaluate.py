@@ -12,19 +12,20 @@ from clients.data import (
     domain_specs,
     label,
     outputs,
+    own_images,
     site_sizes,
     test_images,
     to_float,
     validation_images,
 )
 from clients.device import pick_device
-from clients.measure import count_right, pieces
+from clients.measure import Score, count_right, pieces, score
 from clients.networks import Architecture, HeadView, Model, Network, architecture_of
 from clients.randomness import torch_generator
 from conf import machine
 from conf.errors import UserError, plain
 from conf.schema import Config
-from conf.sites import UNION, roster
+from conf.sites import UNION, Site, roster
 from fusion.cla_ot.repair import recompute_statistics
 
 RECOMPUTED = "recomputed"
@@ -91,6 +92,16 @@ class Evaluator:
                 right, total = right + hits, total + len(images)
                 shares[domain] = hits / len(images)
         return {**shares, UNION: right / total} if total else {}
+
+    def at_sites(self, model: Model, sites: Sequence[Site]) -> dict[str, Score]:
+        """By site, how the model (as `settled` gives it) does on the site's own test images; none where it has none."""
+        network, found = self.loaded(model), dict[str, Score]()
+        with all_cores(self.config.engine.threads):
+            for site in sites:
+                if images := own_images(self.config, site, "test"):
+                    view = self.head_view(network, label(site.spec))
+                    found[site.name] = score(view, images, self.config.evaluation.batch, self.device)
+        return found
 
     def settled(self, model: Model) -> Model:
         """The model as it is measured: with evaluation.statistics=recomputed, BatchNorm's running ones made anew."""

@@ -23,6 +23,7 @@ from fusion.exact import ExactSumError, check_range
 from server.evaluate import RECOMPUTED, Evaluator, has_data, site_rows
 from server.ledger import Ledger
 from server.listener import Listener
+from server.measured import OWN, counted
 from server.method import Method, open_ledger
 from server.privacy import check_hidden, hidden
 from server.rounds.exchange import Federation
@@ -119,6 +120,8 @@ def work(grid: Grid, config: Config, folder: RunFolder, listener: Listener) -> d
                 listener.note("measuring on the test images")
                 began = time.monotonic()
                 summary |= method.measure()
+                if has_data(config):
+                    summary["classes"] = counted(config, method.aggregation.members())
                 listener.note(f"networks measured and sums checked in {time.monotonic() - began:.1f} s")
                 check_sums(folder.path, summary)
                 for mode in config.baselines:
@@ -154,7 +157,7 @@ def _untouched(ledger: Ledger, folder: RunFolder) -> bool:
 
 
 Rows = dict[str, dict[str, float]]
-BY_METHOD = ("at_sites", "recombination", "layer_selection")  # what a summary says of every method
+BY_METHOD = ("at_sites", "per_site", "recombination", "layer_selection")  # what a summary says of every method
 
 
 def _run_baseline(config: Config, main: Method, federation: Federation, listener: Listener) -> tuple[Rows, dict[str, Any]]:
@@ -165,6 +168,7 @@ def _run_baseline(config: Config, main: Method, federation: Federation, listener
         method.train(federation, listener)
         found = method.measure()
         check_sums(method.folder.path, found)
+        found["per_site"] = {f"{mode}: {role}" if role == OWN else mode: one for role, one in found["per_site"].items()}
         method.folder.write_summary({**head(config, method.ledger), **found})
         method.ledger.note("finished", {"files": method.folder.results()})
     sites = {site.name for site in roster(config)}

@@ -13,7 +13,6 @@ from flwr.serverapp import Grid
 from clients.networks import Model
 from clients.objectives import objective_of
 from conf import to_json
-from conf.errors import UserError
 from conf.schema import Config
 from conf.sites import Site, roster
 from server.at_sites import at_sites, costs, different_networks
@@ -22,17 +21,16 @@ from server.ledger import Ledger, Request
 from server.ledger.database import LEDGER, begun
 from server.ledger.declared import declared_sums
 from server.listener import Listener
+from server.measured import Found, Measured, check_models
 from server.rounds.aggregation import Aggregation
 from server.rounds.exchange import Federation
 from server.rounds.loop import RoundLoop
 from server.rounds.site_evaluation import PERSONAL
-from server.rounds.view import Models, Setup
-from server.runfolder import AGGREGATE, RunFolder, is_file_name
+from server.rounds.view import Setup
+from server.runfolder import RunFolder
 from server.strategies import slots_of
 from server.unlearning.at_sites import Erasure
 from server.unlearning.requests import RETRAINED, Unlearning
-
-QUESTION_BYTES = 64 * 2**20  # of networks that sites are sent in one question, about
 
 
 @dataclass
@@ -151,12 +149,19 @@ class Method:
             records[rows[-1].round] = measured(records[rows[-1].round])
         self.folder.write_metrics(records.values())
 
-    def accuracies(self, models: Sequence[Model | None]) -> list[dict[str, float]]:
-        """Test accuracy by domain of each model, or (None) of the sites' own; empty where no site is there to measure it."""
-        if self.loop is not None:
-            return self.loop.accuracies(models, "test")
-        here = self.config.evaluation.where == "server"
-        return [self.evaluator.accuracy(model, "test") if here and model is not None else {} for model in models]
+    def scores(self, models: Sequence[Model | None], users: Sequence[Sequence[Site]]) -> list[Found]:
+        """Of each model, or (None) of the sites' own, test accuracy by domain, and at its users on their own test images.
+
+        Empty where no site is there to measure it.
+        """
+        if self.config.evaluation.where == "server" and None not in models:
+            return [Found(self.evaluator.accuracy(model, "test"), self.evaluator.at_sites(model, sites))
+                    for model, sites in zip(models, users, strict=True) if model is not None]  # fmt: skip
+        if self.loop is None:
+            return [Found({}, {}) for _ in models]
+        measuring, found = self.loop.sites, self.loop.sites.scores(models, "test")
+        return [Found(measuring.shares(scores), {site.name: scores[site.name] for site in sites if site.name in scores})
+                for scores, sites in zip(found, users, strict=True)]  # fmt: skip
 
     def measure(self) -> dict[str, Any]:
         """Test accuracy of all the method's networks, and of the aggregate without each site; all networks are written.
@@ -173,13 +178,14 @@ class Method:
         if again is not None and found.aggregate:
             found.measure(backwards, "", aggregation.aggregate(again))
         if not found.models:
-            found.measure(found.accuracy, PERSONAL, None)
+            found.measure(found.accuracy, PERSONAL, None, found.sites)
         found.settle()
         return {
             "aggregate": found.aggregate,
             "accuracy": {name: shares for name, shares in found.accuracy.items() if shares},
             "reversed": backwards.get("", {}),
             "forgotten": found.forgotten,
+            "per_site": found.per_site(),
             "digest": aggregation.digest(),
             "checks": checks,
             "traces": {one.where: one.why for one in aggregation.residue()},
@@ -195,67 +201,6 @@ class Method:
             return {}
         models, name = self.aggregation.models(), objective_of(self.config).mode
         return {"at_sites": {name: at_sites(self.evaluator, sites, models)}, "costs": costs(self.evaluator, sites, models)}
-
-
-class Measured:
-    """What is found of a method's networks as they are looked at one by one; each is written into the run's folder.
-
-    Where sites measure them, several travel in one question.
-    """
-
-    def __init__(self, method: Method) -> None:
-        self.method, self.aggregate = method, method.aggregation.display_name
-        self.models = check_models(method.config, method.aggregation.models())
-        self.accuracy: dict[str, dict[str, float]] = {}
-        self.forgotten: dict[str, dict[str, float]] = {}
-        self.facts: dict[str, Any] = {}
-        members = [site.name for site in method.aggregation.members()]
-        self._waiting: list[tuple[dict[str, dict[str, float]], str, Model | None]] = []
-        self._sites = set(members[: method.config.evaluation.sites])
-
-    def network(self, name: str) -> None:
-        """Look at a network by its display name."""
-        model = self.method.evaluator.settled(self.models[name])
-        self.method.folder.write_network(AGGREGATE if name == self.aggregate else name, model, display_name=name)
-        self.measure(self.accuracy, name, model)
-        self.facts |= model.facts
-
-    def site(self, site: Site) -> None:
-        """Look at a site's own network, and at the aggregate without it, if it is one of those to be looked at."""
-        if site.name not in self._sites:
-            return
-        if site.name in self.models:
-            self.network(site.name)
-        if (rest := self.method.aggregation.without([site.name])) is not None:
-            self.measure(self.forgotten, site.name, rest)
-
-    def measure(self, into: dict[str, dict[str, float]], name: str, model: Model | None) -> None:
-        """Have a model's accuracy put into a table under a name, at once or with others (`settle`)."""
-        self._waiting.append((into, name, model))
-        size = sum(tensor.nbytes for *_, one in self._waiting if one is not None for tensor in one.state.values())
-        if self.method.config.evaluation.where == "server" or size > QUESTION_BYTES:
-            self.settle()
-
-    def settle(self) -> None:
-        """Measure what waits."""
-        waiting, self._waiting = self._waiting, []
-        found = self.method.accuracies([model for *_, model in waiting]) if waiting else []
-        for (into, name, _), shares in zip(waiting, found, strict=True):
-            into[name] = shares
-
-
-def check_models(config: Config, models: Any) -> Models:
-    """What a strategy gives as its models. UserError unless all are named as files can be: they are written (RunFolder)."""
-    told = f"strategy '{config.strategy['name']}': its models()"
-    if not isinstance(models, Models):
-        raise UserError(f"{told} must give a server.strategies.Models, gave a {type(models).__name__}")
-    sites = {site.name for site in roster(config)}
-    for place, name in enumerate(models):
-        if name not in sites and not is_file_name(name):
-            raise UserError(f"{told} names a network {name!a}, which no file can be named; choose another name")
-        if place and name == AGGREGATE:
-            raise UserError(f"{told} names a network '{name}', as the first one's file is; choose another name")
-    return models
 
 
 def open_ledger(config: Config, folder: RunFolder, run: str = "", sites: Sequence[str] = ()) -> Ledger:

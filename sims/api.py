@@ -124,6 +124,20 @@ class Result:
         return self.summary.get("accuracy") or {}
 
     @property
+    def per_site(self) -> dict[str, Any]:
+        """How networks do on the sites' own test images: `aggregate`, `own` (the sites' own), and the baselines by mode.
+
+        Each with `mean`, `deviation`, `deciles`, `worst`, `best`, `classes` and `sites`, as summary.json has them.
+        """
+        return self.summary.get("per_site") or {}
+
+    @property
+    def class_counts(self) -> dict[str, dict[int, int]]:
+        """How many training images of each class a site has, by its name; empty where the server has not the data."""
+        counts = self.summary.get("classes") or {}
+        return {site: {int(name): number for name, number in one.items()} for site, one in counts.items()}
+
+    @property
     def metrics(self) -> list[dict[str, Any]]:
         """A record of each committed round: replies, dropped sites and why, training loss, validation accuracy, seconds."""
         return list(RunFolder(self.folder).metrics().values())
@@ -152,6 +166,16 @@ class Result:
         records = [{**record, "dropped": len(record.get("dropped") or {})} for record in self.metrics]
         table = pandas.json_normalize(records)
         return table.set_index("round") if records else table
+
+    def site_table(self) -> "pandas.DataFrame":
+        """`per_site` as a table: a row for each site with its domain, numbers of images, each network's accuracy there."""
+        import pandas
+
+        rows = {site["name"]: {"domain": site["domain"], "samples": site["samples"]} for site in self.summary["sites"]}
+        for name, found in self.per_site.items():
+            for site, one in found["sites"].items():
+                rows[site] |= {"test_images": one["images"], name: one["accuracy"]}
+        return pandas.DataFrame.from_dict(rows, orient="index").rename_axis("site")
 
     def open_ledger(self) -> Ledger:
         """The record of who contributed what, to be read: `with result.open_ledger() as ledger: list(ledger.events())`."""

@@ -3,7 +3,15 @@
 from clients.data.domains import domain_names, where
 from clients.data.images import Images, random_flip, to_float
 from clients.data.own import absolute
-from clients.data.sites import own_images, site_images, site_size, site_sizes, test_images, validation_images
+from clients.data.sites import (
+    class_counts,
+    own_images,
+    site_images,
+    site_size,
+    site_sizes,
+    test_images,
+    validation_images,
+)
 from clients.data.variants import (
     class_count,
     class_names,
@@ -19,6 +27,7 @@ __all__ = [
     "Images",
     "absolute",
     "class_count",
+    "class_counts",
     "class_names",
     "class_things",
     "differing",

@@ -2,7 +2,7 @@
 
 import hashlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,6 +132,28 @@ def _divide(labels: Labels, parts: int, how: PartitionConfig, seed: int, name: s
         except ValueError as error:
             why = f"no division of {count} training images among {parts} sites by {way.asked.format(**vars(how))}"
             raise UserError(f"{why}; {way.mend}") from error
+
+
+def divide_alike(labels: Labels, parts: Sequence[Labels], random: np.random.Generator) -> tuple[Positions, ...]:
+    """Disjoint positions in `labels`, int64 [n_k] ascending, that divide these images as `parts`, other images' labels, are.
+
+    Of each class every part gets its share of that class's images, up to one; who gets the ones that are over is drawn such
+    that a part's number of images follows its shares, too. Images of a class that no part has are left over.
+    """
+    known = np.unique(np.concatenate(parts))
+    there = [np.flatnonzero(labels == name) for name in known]
+    has = np.stack([np.bincount(np.searchsorted(known, part), minlength=len(known)) for part in parts])
+    owed, given = np.zeros(len(parts)), [[] for _ in parts]
+    for place, mine in enumerate(there):
+        shares = len(mine) * has[:, place] / has[:, place].sum()
+        whole = np.floor(shares + 1e-9).astype(np.int64)
+        rest = np.maximum(shares - whole, 0.0)
+        rank = np.lexsort((random.random(len(parts)), -(owed + rest), rest <= 1e-9))
+        whole[rank[: len(mine) - whole.sum()]] += 1
+        owed += shares - whole
+        for part, drawn in zip(given, np.split(random.permutation(mine), np.cumsum(whole)[:-1]), strict=True):
+            part.append(drawn)
+    return tuple(np.sort(np.concatenate(part)) for part in given)
 
 
 def sizes(count: int, parts: int, growth: float) -> list[int]:

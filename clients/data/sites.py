@@ -10,8 +10,8 @@ from clients.data.cache import ImageCache
 from clients.data.domains import Place, locate
 from clients.data.images import Images
 from clients.data.own import check_files
-from clients.data.partition import check_way, divide
-from clients.data.sources import Positions
+from clients.data.partition import check_way, divide, divide_alike
+from clients.data.sources import Labels, Positions
 from clients.data.splits import Selection, Split, at_most, labels, of_classes, split
 from clients.data.transforms import render
 from clients.data.variants import Variant, check_shared, label, variant
@@ -48,14 +48,21 @@ def site_images(config: Config, site: Site) -> Images:
     """
     pool, part, size = _share(config, site)
     key = (pool, config.data.size, config.data.grey, site.name, site.part, size)
+    return CACHE.get(key, lambda: _images(pool.place, _drawn(config, site, part, size), pool.variant, config.data))
 
-    def make() -> Images:
-        drawn = part
-        if size < len(part):
-            drawn = part.at(generator(config.seed, site.name, "samples").choice(len(part), size, replace=False))
-        return _images(pool.place, drawn, pool.variant, config.data)
 
-    return CACHE.get(key, make)
+def class_counts(config: Config, site: Site) -> dict[int, int]:
+    """How many training images of each class the site has, of those that it has; reads labels alone."""
+    pool, part, size = _share(config, site)
+    y = _relabelled(labels(pool.place, _drawn(config, site, part, size)), pool.variant)
+    return {int(name): int(count) for name, count in zip(*np.unique(y, return_counts=True), strict=True)}
+
+
+def _drawn(config: Config, site: Site, part: Selection, size: int) -> Selection:
+    """The images that the site takes of its part."""
+    if size == len(part):
+        return part
+    return part.at(generator(config.seed, site.name, "samples").choice(len(part), size, replace=False))
 
 
 @once
@@ -95,13 +102,19 @@ def test_images(config: Config, spec: SiteConfig) -> Images:
 
 
 def own_images(config: Config, site: Site, split: str) -> Images:
-    """The site's part of its variant's validation or test images, a random draw of them in an order of chance.
+    """The site's part of its variant's validation or test images, in an order of chance.
 
-    The parts of all its sites are the variant's images.
+    The test images are divided as the training images are: a site has of each class the same share of both, up to one image,
+    and those of classes that no site trains on are nobody's. Validation images, and those of an entry that is divided at
+    random (iid), are dealt out at random. The parts of an entry's sites share no image.
     """
     whole = {"validation": validation_images, "test": test_images}[split](config, site.spec)
     order = torch.randperm(len(whole), generator=torch_generator(config.seed, label(site.spec), split, "order"))
-    mine = order[site.part :: site.parts]
+    if split == "test" and site.parts > 1 and site.spec.partition.name != "iid":
+        pool, _, _ = _share(config, site)
+        mine = order[torch.isin(order, torch.from_numpy(_test_parts(pool, config.data.test_limit)[site.part]))]
+    else:
+        mine = order[site.part :: site.parts]
     return Images(whole.x[mine], whole.y[mine])
 
 
@@ -112,16 +125,24 @@ def _watched(config: Config, place: Place, spec: SiteConfig, use: str, whole: Se
     key = (use, place, variant(spec), config.data, config.seed)
 
     def make() -> Images:
-        chosen = at_most(place, of_classes(place, whole, variant(spec).classes), limit, config.seed)
+        chosen = _chosen(place, whole, variant(spec), limit, config.seed)
         return _images(place, chosen, variant(spec), config.data)
 
     return CACHE.get(key, make)
 
 
+def _chosen(place: Place, whole: Selection, change: Variant, limit: int, seed: int) -> Selection:
+    return at_most(place, of_classes(place, whole, change.classes), limit, seed)
+
+
 def _images(place: Place, chosen: Selection, change: Variant, data: DataConfig) -> Images:
     pixels = place.images(chosen.part, chosen.index)
     x, y = render(pixels, data.size, data.grey, change.rotation, change.invert), labels(place, chosen)
-    return Images(x, torch.from_numpy(np.searchsorted(change.classes, y) if change.relabel and change.classes else y))
+    return Images(x, torch.from_numpy(_relabelled(y, change)))
+
+
+def _relabelled(y: Labels, change: Variant) -> Labels:
+    return np.searchsorted(change.classes, y) if change.relabel and change.classes else y
 
 
 def _share(config: Config, site: Site) -> tuple[_Pool, Selection, int]:
@@ -164,3 +185,11 @@ def _parts(pool: _Pool) -> tuple[Selection, ...]:
         labels(pool.place, train), pool.parts, pool.partition, pool.seed, pool.variant.name
     )
     return tuple(train.at(mine) for mine in positions)
+
+
+@lru_cache(maxsize=64)
+def _test_parts(pool: _Pool, limit: int) -> tuple[Positions, ...]:
+    """Of the variant's test images, by their places, those of each site of the entry."""
+    chosen = _chosen(pool.place, pool.split().test, pool.variant, limit, pool.seed)
+    parts = [labels(pool.place, part) for part in _parts(pool)]
+    return divide_alike(labels(pool.place, chosen), parts, generator(pool.seed, pool.variant.name, "test parts"))

@@ -2,7 +2,7 @@
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -66,7 +66,7 @@ class Answer:
     """What a site says to a question other than TRAIN: states by record name, and numbers by name."""
 
     records: dict[str, State] = field(default_factory=dict)
-    metrics: dict[str, int | float] = field(default_factory=dict)
+    metrics: Mapping[str, int | float | list[int]] = field(default_factory=dict)
 
 
 class Session(ABC):

@@ -11,6 +11,7 @@ from fusion.exact import State
 
 HEAD = "head."
 EXTRACTOR = "extractor."
+AGGREGATE = "aggregate"  # an initialisation: at the aggregate of the sites that have trained
 
 
 @dataclass(frozen=True)

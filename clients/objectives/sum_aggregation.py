@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from clients.initial import SHARED, initial_state
 from clients.messages import MEAN, ROUND, SITE, STAR, SUBSET
 from clients.objectives.base import OBJECTIVES, Objective, Session, Task
-from clients.objectives.modes import EXTRACTOR, HEAD, MODES
+from clients.objectives.modes import AGGREGATE, EXTRACTOR, HEAD, MODES
 from clients.objectives.plain import PlainSession, state_of
 from conf.typed import value
 from fusion.exact import State
@@ -32,7 +32,11 @@ class SumAggregation(Objective):
     """Networks whose sum is a good one, too; modes exact, regularised (the paper's), independent and fedavg."""
 
     mode: str = value("exact", "how the sum is made a good network", choices=tuple(MODES))
-    initialisation: str = value("shared", "of the sites' networks", choices=("shared", "own"))
+    initialisation: str = value(
+        "shared",
+        "of the sites' networks; aggregate (exact): a site that joins begins at what there is",
+        choices=("shared", "own", AGGREGATE),
+    )
     own_weight: float = value(1.0, "weight of the loss of the site's own network (the aggregate's has 1)", low=0.0)
     subset_probability: float = value(0.0, "exact: share of batches that see a leave-one-out sum", low=0.0, high=1.0)
     strength: float = value(1.0, "regularised: weight of the penalty (the paper's lambda)", low=0.0)
@@ -91,7 +95,9 @@ class ExactSession(OwnSession):
         ]
 
     def start(self) -> State:
-        return {**super().start(), **_part(self.task.incoming[MEAN], HEAD)}
+        mean = self.task.incoming[MEAN]
+        joins = self.objective.initialisation == AGGREGATE and self.task.own is None
+        return dict(mean) if joins else {**super().start(), **_part(mean, HEAD)}
 
     def contribution(self) -> dict[str, State]:
         state = state_of(self.network)

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from flwr.app import ArrayRecord, RecordDict
@@ -23,6 +24,7 @@ from clients.messages import (
 )
 from clients.partial import ONCE, SAMPLES, expected_record
 from clients.replies import Bounds
+from clients.states import round_file, write_state
 from conf import to_json
 from conf.errors import UserError
 from conf.schema import Config
@@ -187,6 +189,7 @@ class _Question:
     trained: Collection[str]  # sites that have trained in this very round: their own state is that after it
     attempt: str  # at secure aggregation
     _arrays: dict[int, tuple[State, ArrayRecord]] = field(default_factory=dict)  # by the state's identity
+    _files: dict[int, tuple[State, Path]] = field(default_factory=dict)
     _common: dict[str, ArrayRecord] | None = None
 
     def __post_init__(self) -> None:
@@ -205,14 +208,14 @@ class _Question:
     def order(self, site: Site, lost: bool) -> RecordDict:
         """The site's order with all that goes with it; `lost`: it has no state of its own any more."""
         asking, aggregation = self.questions, self.questions.aggregation
-        file = aggregation.slots.contributions.file(site.name) if self.slot and self.sums and not self.attempt else None
+        file = self._before(site) if self.slot and self.staging else None
         own = aggregation.restart(site) if lost else None
         order = Order(
             config=asking._digest, run=asking.run, site=site.index, round=self.site_round, rounds=asking.rounds,
             base=0 if lost and own is None else self._base(site), members=self.members, kind=self.kind,
             split=self.split, sums=self.sums, slot=self.slot, ledger=self.staging,
             before=str(file.resolve()) if file else "",
-            weight=aggregation.slots.weight(self.expected[self.slot].slot, site.name) if file else 0, secure=self.attempt,
+            weight=self._weight(site) if file else 0, secure=self.attempt,
         )  # fmt: skip
         records: dict[str, Any] = {ORDER: order.record(), **self._records(site), **self.likes}
         if own is not None:
@@ -220,6 +223,23 @@ class _Question:
         if asking.needs_configuration(site):
             records[CONFIG] = asking._text
         return RecordDict(records)
+
+    def _before(self, site: Site) -> Path | None:
+        """A file with what a worker finds of the site in the sum; of one that enters it, with what it starts from."""
+        slots, expected = self.questions.aggregation.slots, self.expected[self.slot]
+        if (file := slots.contributions.file(site.name)) is not None or expected.first is None:
+            return file
+        start = expected.first(site.name)
+        if id(start) not in self._files:
+            path = round_file(slots.contributions.staging, f"start-{len(self._files)}", self.number)
+            write_state(path, start)
+            self._files[id(start)] = start, path
+        return self._files[id(start)][1]
+
+    def _weight(self, site: Site) -> int:
+        """How many times what a worker finds of the site is in the sum."""
+        slots, slot = self.questions.aggregation.slots, self.expected[self.slot].slot
+        return slots.weight(slot, site.name) if slots.has(slot, site.name) else 0
 
     def _base(self, site: Site) -> int:
         """The round after which the site's own state is valid."""

@@ -38,7 +38,8 @@ class Expected:
 
     Where it goes, if `Run.gather` is to see to it: into a `slot`, or into a mean over the replies in which it counts ONCE or
     as often as the site has SAMPLES. `bounded`: how far it is from `like` is limited (federation.largest_change). `check`:
-    raises ReplyError for a record that cannot be true; it sees finite numbers only.
+    raises ReplyError for a record that cannot be true; it sees finite numbers only. `first`: where `like` is None, of a site
+    that has put nothing into `slot` yet, by its name what it starts from.
     """
 
     like: Mapping[str, Tensor] | None = None
@@ -47,6 +48,15 @@ class Expected:
     bounded: bool = True
     whole: bool = True
     check: Callable[[State], None] = lambda record: None
+    first: Callable[[str], State] | None = None
+
+    def start(self, slots: Slots, site: str) -> Mapping[str, Tensor]:
+        """What the site's record is like, as floats: `like`, what it put last, or what it starts from."""
+        if self.like is not None:
+            return self.like
+        if self.first is not None and not slots.has(self.slot, site):
+            return self.first(site)
+        return slots.contributions.floats(site, self.slot)
 
 
 @dataclass(frozen=True)
@@ -248,7 +258,7 @@ class Run(View):
         clipped: dict[str, float] = {}
         for record, one in expected.items():
             integers = None if one.like is not None else False
-            like = self._like(one, site)
+            like = one.start(self.slots, site.name)
             if not one.whole:
                 records.setdefault(record, {})
                 like = {name: tensor for name, tensor in like.items() if name in records[record]}
@@ -260,11 +270,6 @@ class Run(View):
             exact[record] = quantise(records[record], self.bits)
             one.check(records[record])
         return Reply(site, records, numbers, exact, clipped)
-
-    def _like(self, one: Expected, site: Site) -> Mapping[str, Tensor]:
-        if one.like is not None:
-            return one.like
-        return self.slots.contributions.floats(site.name, one.slot)
 
     def _put_all(self, reply: Reply, expected: Mapping[str, Expected], means: dict[str, ExactSum]) -> None:
         """Into the slots and means: all of the reply or, with an ExactSumError, nothing."""

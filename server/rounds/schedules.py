@@ -72,6 +72,15 @@ def sample_size(config: Config, members: int) -> int:
     return max(1, round_half_up(config.federation.fraction * members))
 
 
+def looked_at(config: Config, names: Sequence[str]) -> list[str]:
+    """Of these sites, in their order, those that are looked at one by one: evaluation.sites of them, drawn by the seed."""
+    most = config.evaluation.sites
+    if not 0 <= most < len(names):
+        return list(names)
+    draw = generator(config.seed, "looked at").choice(len(names), size=most, replace=False)
+    return [names[int(place)] for place in sorted(draw)]
+
+
 def round_half_up(number: float) -> int:
     """The nearest integer, halves up."""
     return int(number + 0.5)

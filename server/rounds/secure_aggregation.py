@@ -227,8 +227,9 @@ class SecureAggregation:
                     now = {key: tensor + before[key] for key, tensor in now.items()}
                 puts.append(Put(slot, name, now, self.heard.samples[name], now))
             for name in self.run.leaving:
-                nothing = {key: torch.zeros_like(tensor) for key, tensor in slots.contribution(slot, name).items()}
-                puts.append(Put(slot, name, nothing, 0, nothing))
+                if slots.has(slot, name):
+                    nothing = {key: torch.zeros_like(tensor) for key, tensor in slots.contribution(slot, name).items()}
+                    puts.append(Put(slot, name, nothing, 0, nothing))
             slots.put(puts, self.run.number)
 
     def _sound(self, means: Mapping[str, State]) -> None:
@@ -252,8 +253,7 @@ class SecureAggregation:
 
     def _like(self, record: str, site: str) -> Mapping[str, Tensor]:
         """The names and shapes of what is under a record's masks."""
-        one = self.expected[record]
-        return one.like if one.like is not None else self.run.slots.contribution(one.slot, site)
+        return self.expected[record].start(self.run.slots, site)
 
     # Sites that leave
 

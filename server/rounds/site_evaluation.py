@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from clients.data import label
-from clients.messages import EVALUATE, RIGHT, TOTAL, measured_record, right_of
+from clients.measure import Score
+from clients.messages import EVALUATE, RIGHT, measured_record, right_of
 from clients.networks import Model, architecture_of
-from clients.replies import ReplyError, can_be, check_numbers
+from clients.replies import ReplyError, check_score
 from conf.sites import UNION, Site
 from fusion.exact import State
 from server.rounds.questions import Questions
@@ -30,10 +31,17 @@ class SiteEvaluation:
     def accuracies(self, models: Sequence[Model | None], split: str) -> list[dict[str, float]]:
         """Of each model the fraction of right answers for each domain, and `union`: of all sites' images together.
 
-        None: of each site's own network. All travel in one question. A site is sent the models of its own architecture;
-        what it does not answer does not count.
+        None: of each site's own network.
         """
-        tallies = [_Tally() for _ in models]
+        return [self.shares(scores) for scores in self.scores(models, split)]
+
+    def scores(self, models: Sequence[Model | None], split: str) -> list[dict[str, Score]]:
+        """Of each model by site how it does on the site's own images; None: of each site's own network.
+
+        All travel in one question. A site is sent the models of its own architecture; what it does not answer, or what
+        cannot be, does not count.
+        """
+        found: list[dict[str, Score]] = [{} for _ in models]
         sent = {
             site.name: [place for place, model in enumerate(models) if self._reads(site, model)] for site in self.sites()
         }
@@ -49,10 +57,22 @@ class SiteEvaluation:
         for reply in self.questions.ask(EVALUATE, number, number, asked, content, split=split):
             for place in sent[reply.site.name]:
                 name = RIGHT if models[place] is None else right_of(measured_record(place))
+                if reply.content is None:
+                    continue
                 with contextlib.suppress(ReplyError):
-                    found = check_numbers(reply.content, [name, TOTAL]) if reply.content is not None else {}
-                    tallies[place].add(label(reply.site.spec), found.get(name, 0), found.get(TOTAL, 0))
-        return [tally.shares() for tally in tallies]
+                    found[place][reply.site.name] = check_score(reply.content, name)
+        return found
+
+    def shares(self, scores: Mapping[str, Score]) -> dict[str, float]:
+        """The fraction of right answers for each domain, and of all together; nothing where there are no images."""
+        tally: dict[str, tuple[int, int]] = {}
+        for site in self.sites():
+            if (one := scores.get(site.name)) and one.images:
+                right, images = tally.get(label(site.spec), (0, 0))
+                tally[label(site.spec)] = right + one.right, images + one.images
+        shares = {domain: right / images for domain, (right, images) in sorted(tally.items())}
+        both = [sum(column) for column in zip(*tally.values(), strict=True)]
+        return {**shares, UNION: both[0] / both[1]} if shares else {}
 
     def _reads(self, site: Site, model: Model | None) -> bool:
         """Whether the site's network is of the model's architecture, and its domain one that the model is read on."""
@@ -60,22 +80,3 @@ class SiteEvaluation:
             return True
         same = architecture_of(self.questions.config, site) == model.architecture
         return same and (model.domains is None or label(site.spec) in model.domains)
-
-
-class _Tally:
-    """Right answers and images, by domain."""
-
-    def __init__(self) -> None:
-        self._right: dict[str, int] = {}
-        self._total: dict[str, int] = {}
-
-    def add(self, domain: str, right: float, total: float) -> None:
-        """Count what a site says, if it can be: whole numbers of images, no more of them right than there are."""
-        if can_be(right, total):
-            self._right[domain] = self._right.get(domain, 0) + int(right)
-            self._total[domain] = self._total.get(domain, 0) + int(total)
-
-    def shares(self) -> dict[str, float]:
-        """The fraction of right answers for each domain, and of all together; nothing where there are no images."""
-        shares = {domain: self._right[domain] / images for domain, images in sorted(self._total.items()) if images}
-        return {**shares, UNION: sum(self._right.values()) / sum(self._total.values())} if shares else {}

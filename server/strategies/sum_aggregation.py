@@ -13,17 +13,20 @@ import numpy as np
 
 from clients.messages import MEAN, ROUND, SITE, STAR, SUBSET, TRAIN
 from clients.networks import Model, common_architecture
-from clients.objectives.modes import EXTRACTOR, HEAD, Mode, mode_of
+from clients.objectives.modes import AGGREGATE, EXTRACTOR, HEAD, Mode, mode_of
 from conf.errors import UserError
 from conf.schema import Config
+from conf.sites import roster
 from conf.typed import value
 from fusion.exact import State, dequantise, quantise
 from server.ledger.declared import Slot, Sum
 from server.rounds.run import ONCE, SAMPLES, Expected, Run
+from server.rounds.schedules import sample_size
 from server.rounds.view import Models, View
 from server.strategies.base import STRATEGIES, Residue, Strategy, check_objective, counter
 
 NETWORKS = "sum"  # the slot
+LOW = 0.5  # share of the sites in a round, up to which a sum is slow
 SHARED = "shared"  # what is averaged over each round's replies
 WEIGHTINGS = {"equal": ONCE, "samples": SAMPLES}
 
@@ -47,7 +50,8 @@ class SumAggregationStrategy(Strategy):
         if config.federation.secure_aggregation and mode_of(config).subsets and config.objective.get("subset_probability"):
             raise UserError("objective.subset_probability: means without one site need what it gave, which is hidden by "
                             "federation.secure_aggregation; set it to 0")  # fmt: skip
-        mode_of(config)
+        if not mode_of(config).subsets and config.objective.get("initialisation") == AGGREGATE:
+            raise UserError(f"objective.initialisation: {AGGREGATE} is for mode=exact alone; take shared or own")
         common_architecture(config)
         if name := counter(config):
             if name.endswith(".num_batches_tracked"):
@@ -55,27 +59,47 @@ class SumAggregationStrategy(Strategy):
             raise UserError(f"network: '{name}' holds whole numbers, which cannot be averaged; register it with "
                             "persistent=False if it is a constant")  # fmt: skip
 
+    def advice(self, config: Config) -> Sequence[str]:
+        """That a sum over many sites moves slowly where few of them are asked."""
+        mode, sites = mode_of(config), len(roster(config))
+        if not mode.sums or (asked := sample_size(config, sites)) > LOW * sites:
+            return ()
+        told = f"federation.fraction={config.federation.fraction:g}: {asked} of {sites} sites are asked in a round, and"
+        more = "a larger fraction, or more rounds, may help"
+        if mode.star:
+            return (f"{told} sites that have not trained yet hold the sum back; {more}",)
+        if config.objective.get("initialisation") == AGGREGATE:
+            return ()
+        slow = "the aggregate, the mean over all that have trained, moves slower than fedavg's"
+        begin = f"objective.initialisation={AGGREGATE} (sites that join begin at it; more of a forgotten site then stays)"
+        return (f"{told} {slow}; {begin}, {more}",)
+
     def begin(self, run: Run) -> None:
-        """S_0 is the sum of the sites' initial networks; the head and N* start where the seed says."""
+        """S_0 is the sum of the sites' initial networks; the head and N* start where the seed says.
+
+        Where not all sites are asked in a round, it is empty: a site enters the sum with what it has trained first.
+        """
         mode, shared = mode_of(run.config), run.initial()
-        if mode.sums and _own_start(run):
-            for site in run.sites:
-                run.put(NETWORKS, site, self.first(run, site.name)[NETWORKS])
-        elif mode.sums:
-            run.put_all(NETWORKS, mode.site_part(run.initial()))
+        if mode.sums and _all_begin(run):
+            if _own_start(run):
+                for site in run.sites:
+                    run.put(NETWORKS, site, _start(run, site.name))
+            else:
+                run.put_all(NETWORKS, mode.site_part(run.initial()))
         shared = dequantise(quantise(shared, run.bits), run.bits)
         run.keep(SHARED, ({**shared, **run.sum(NETWORKS)} if mode.star else _part(shared, HEAD)) if mode.sums else shared)
 
     def round(self, run: Run) -> None:
         """Send the sites' mean (and N*); put each N_i that comes back; average the heads (and N*)."""
         mode, shared = mode_of(run.config), run.kept(SHARED)
-        content = {MEAN: {**(run.mean(NETWORKS) if mode.sums else shared), **_part(shared, HEAD)}}
+        entering = [site.name for site in run.participants if mode.sums and not run.has(NETWORKS, site.name)]
+        content = {MEAN: {**(_mean(run, entering) if mode.sums else shared), **_part(shared, HEAD)}}
         if mode.star:
             content[STAR] = _part(shared, EXTRACTOR)
         expected = {ROUND: Expected(shared, mean=WEIGHTINGS[self.weighting])}
         if mode.sums:
-            expected[SITE] = Expected(slot=NETWORKS)
-        run.keep(SHARED, run.gather(TRAIN, {**content, **self._leave_one_out(run, mode)}, expected)[ROUND])
+            expected[SITE] = Expected(slot=NETWORKS, first=_starts(run) if entering else None)
+        run.keep(SHARED, run.gather(TRAIN, {**content, **self._leave_one_out(run, mode, entering)}, expected)[ROUND])
 
     def models(self, view: View) -> Models:
         """The aggregate (the paper's sum with N*'s other weights, our mean, or the round average), N* and every N_i."""
@@ -84,20 +108,20 @@ class SumAggregationStrategy(Strategy):
         def aggregate() -> State:
             if not mode.sums:
                 return shared
-            return {**shared, **(view.sum(NETWORKS) if mode.star else view.mean(NETWORKS))}
+            return {**shared, **(view.sum(NETWORKS) if mode.star else _mean(view))}
 
         def own(site: str) -> State:
             return {**_part(shared, HEAD), **view.contribution(NETWORKS, site)}
 
         found = {mode.display_name: aggregate, **({"star": lambda: shared} if mode.star else {})}
         readable = mode.sums and not view.config.federation.secure_aggregation
-        found |= {site.name: partial(own, site.name) for site in view.sites} if readable else {}
+        there = [site.name for site in view.sites if readable and view.has(NETWORKS, site.name)]
+        found |= {name: partial(own, name) for name in there}
         return Models({name: partial(_model, view, state) for name, state in found.items()})
 
     def first(self, view: View, site: str) -> Mapping[str, State]:
-        """The site's initial network: its own, or the one that all share."""
-        initial = view.initial(site) if _own_start(view) else view.initial()
-        return {NETWORKS: mode_of(view.config).site_part(initial)}
+        """The site's initial network, if such are in the sum: its own, or the one that all share."""
+        return {NETWORKS: _start(view, site)} if _all_begin(view) else {}
 
     def residue(self, view: View, names: Sequence[str] = ()) -> Sequence[Residue]:
         """The head, the other sites' networks, and with N* all that is not summed."""
@@ -105,24 +129,69 @@ class SumAggregationStrategy(Strategy):
             return ()  # nothing was trained yet
         averaged = "averaged over rounds in which the forgotten sites took part; subtraction does not change"
         others = "they were trained while the forgotten sites' networks were in the sum; subtraction does not change them"
+        if _initialisation(view) == AGGREGATE:
+            others += ". Sites that joined later began at an aggregate that held the forgotten ones' networks"
         found = [Residue("head", f"the shared head was {averaged} it"), Residue("other sites' networks", others)]
         if mode_of(view.config).star:
             kept = f"they were {averaged} them, and the ledger keeps them"
             found.append(Residue("N* and all tensors that are not summed", kept))
         return found
 
-    def _leave_one_out(self, run: Run, mode: Mode) -> dict[str, State]:
-        """Means without one site, of a random choice of sites, if the sites train on them."""
-        sites = run.sites
+    def _leave_one_out(self, run: Run, mode: Mode, entering: Sequence[str]) -> dict[str, State]:
+        """Means without one site, of a random choice of sites in the sum, if the sites train on them."""
+        sites = [site for site in run.sites if run.has(NETWORKS, site.name)] if mode.sums else []
         if not mode.subsets or not run.config.objective.get("subset_probability") or len(sites) < 2:
             return {}
         chosen = run.rng("subsets").choice(len(sites), size=min(self.subsets, len(sites)), replace=False)
         names = [sites[int(place)].name for place in np.sort(chosen)]
-        return {SUBSET + name: run.without([name]).mean(NETWORKS) for name in names}
+        return {SUBSET + name: _mean(run.without([name]), entering) for name in names}
+
+
+def _all_begin(view: View) -> bool:
+    """Whether all sites are in the sum from the start, as the run's record has it or, before its first round, is to be."""
+    start = next(view.ledger.events("round"), None)
+    if start is not None:
+        return bool(start.body["contributions"])
+    everyone = sample_size(view.config, len(view.sites)) >= len(view.sites)
+    return mode_of(view.config).star or (everyone and _initialisation(view) != AGGREGATE)
+
+
+def _start(view: View, site: str) -> State:
+    """What a site starts from: its own initial network, the one that all share, or the aggregate."""
+    if _initialisation(view) == AGGREGATE:
+        return _mean(view)
+    return mode_of(view.config).site_part(view.initial(site) if _own_start(view) else view.initial())
+
+
+def _starts(view: View) -> Callable[[str], State]:
+    """The same as a function of the site: one state, where all have the same."""
+    if _own_start(view):
+        return partial(_start, view)
+    alike = _start(view, "")
+    return lambda site: alike
+
+
+def _mean(view: View, entering: Sequence[str] = ()) -> State:
+    """The mean over the sites in the sum and those that enter it, each as it starts; of none, what all start from."""
+    total, part = view.total(NETWORKS), mode_of(view.config).summed_part
+    if total.addends and (not entering or _initialisation(view) == AGGREGATE):
+        return total.mean()
+    total = total.copy()
+    if entering and _own_start(view):
+        for name in entering:
+            total.add(quantise(part(_start(view, name)), view.bits))
+    else:
+        total.add(quantise(part(view.initial()), view.bits), times=max(1, len(entering)))
+    return total.mean()
+
+
+def _initialisation(view: View) -> str:
+    given = view.config.objective.get("initialisation", "shared")
+    return given if given != AGGREGATE or mode_of(view.config).subsets else "shared"
 
 
 def _own_start(view: View) -> bool:
-    return view.config.objective.get("initialisation", "shared") == "own"
+    return _initialisation(view) == "own"
 
 
 def _model(view: View, state: Callable[[], State]) -> Model:

@@ -28,6 +28,7 @@ from sims.report.canvas import (
 from sims.report.curves import Records, accuracy_figure
 from sims.report.heads import exchanges, heads_figure
 from sims.report.selection import selection_figure, selections
+from sims.report.sites import classes_figure, spread_figure
 from sims.report.tables import accuracies, before_forgetting, domains, has_aggregate, homes
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ def draw_all(
         "accuracy.png": accuracy_figure(metrics, baselines, has_aggregate(summary)),
         "forgetting.png": forgetting_figure(summary),
         "sites.png": sites_figure(summary),
+        "per_site.png": spread_figure(summary),
+        "classes.png": classes_figure(summary),
         "layers.png": selection_figure(selections(summary)),
         "heads.png": heads_figure(exchanges(summary), homes(summary)),
     }

@@ -14,6 +14,8 @@ from sims.report.heads import exchanges, heads_table
 from sims.report.page import Details, Part, Picture, write_page
 from sims.report.privacy import privacy_parts
 from sims.report.selection import methods_table, selections, sites_table
+from sims.report.sites import classes_table, spread_table
+from sims.report.sites import sites_table as per_site_table
 from sims.report.tables import (
     Holders,
     Table,
@@ -39,6 +41,8 @@ CAPTIONS = {
     "accuracy.png": "How well the aggregated network did on held-out validation images, round by round.",
     "forgetting.png": "What subtracting a site changes: its own domain should fall, the others should stay.",
     "sites.png": "What each network knows: a site's own is good at home, the aggregated one should be good everywhere.",
+    "per_site.png": "How the accuracy on each site's own test images spreads over the sites, and over the classes.",
+    "classes.png": "How many training images of each class a site has: the larger the dot, the more.",
     "layers.png": "How probable each group of layers was to be shared: a row for each site, rounds from left to right.",
     "heads.png": "How good every site's head is on every site's extractor, without any training: dark off the frames means "
     "that heads can be exchanged.",
@@ -174,10 +178,16 @@ def _sections(
         ("", [headline(summary, metrics), *_failed_checks(summary), *_gone(gone)]),
         (
             "What was run",
-            [_run_table(summary), _sites_table(summary), Details("The whole configuration", config)],
+            [
+                _run_table(summary),
+                _sites_table(summary),
+                *_pictures(pictures, "classes.png"),
+                Details("The whole configuration", config),
+            ],
         ),
         ("Training", [*_pictures(pictures, "accuracy.png"), *_dropped(metrics), *traffic_table(metrics)]),
         ("Test accuracy", [*accuracy, *different, *_pictures(pictures, "sites.png")]),
+        ("Site by site", [*_at_home(summary), *_pictures(pictures, "per_site.png")]),
         ("Privacy", [*privacy_parts(summary, metrics)]),
         ("Exchanged heads", [*_heads(summary), *_pictures(pictures, "heads.png")]),
         ("Layer selection", [*_selection(summary), *_pictures(pictures, "layers.png")]),
@@ -191,6 +201,12 @@ def _sections(
 def _heads(summary: Mapping[str, Any]) -> list[Part]:
     found = exchanges(summary)
     return [heads_table(found)] if found else []
+
+
+def _at_home(summary: Mapping[str, Any]) -> list[Part]:
+    if not summary.get("per_site"):
+        return []
+    return [spread_table(summary), per_site_table(summary), *classes_table(summary)]
 
 
 def _selection(summary: Mapping[str, Any]) -> list[Part]:

@@ -261,6 +261,8 @@ def sum_of_contributions(aggregate: Aggregation) -> str:
     """The digest of the sum, added up afresh from what is kept for each site."""
     total, mode = ExactSum(aggregate.slots.bits), mode_of(aggregate.config)
     for site in aggregate.members():
+        if not aggregate.slots.has("sum", site.name):
+            continue
         kept = contribution(aggregate, site.name)
         total.add({name: tensor for name, tensor in kept.items() if mode.summed(name, tensor)})
     return digest(total.totals)

@@ -4,15 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flwr.app import ConfigRecord, Context, Message, MetricRecord
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from clients.app import app, identify
 from clients.guard import guard
-from clients.messages import LOST, METRICS, ORDER, OWN, ROUND, SITE, read_order
+from clients.measure import Score
+from clients.messages import BY_CLASS, LOST, METRICS, ORDER, OWN, RIGHT, ROUND, SITE, TOTAL, read_order
+from clients.replies import ReplyError, check_score
 from conf import UserError
 from server.rounds.nodes import Unkept
-from server.rounds.site_evaluation import _Tally
 from sims.benchmarks.soak_replies import ANSI, LAYER, LOST_STATE, PARTIALS, REFUSED, changed, edited, entry, raising
 from tests.server.parts import WatchedApp, set_up, small, sum_of_contributions
 
@@ -84,10 +85,19 @@ class LeavingApp(ClientApp):
 
 
 def test_what_a_site_measures_is_whole_numbers_of_no_more_images_than_there_are():
-    tally = _Tally()
-    for right, total in [(3, 4), (2.0, 4), (float("inf"), 1e25), (5, 4), (-1, 4), (1, 2**31 + 1), (0, 10**25)]:
-        tally.add("digits", right, total)
-    assert tally.shares() == {"digits": 0.75, "union": 0.75}
+    assert check_score(measured(right=3, total=4), "right") == Score(3, 4)
+    assert check_score(measured(right=3, total=4, classes=([1, 0, 2], [1, 0, 3])), "right").classes == {0: (1, 1), 2: (2, 3)}
+    for right, total in [(2.0, 4), (float("inf"), 1e25), (5, 4), (-1, 4), (1, 2**31 + 1), (0, 10**15)]:
+        with pytest.raises(ReplyError):
+            check_score(measured(right, total), "right")
+    for classes in [([1], [4]), ([3], [5]), ([3, 0], [4]), ([4, -1], [4, 0]), ([3.0], [4.0]), ([1, 2], [0, 4])]:
+        with pytest.raises(ReplyError, match="by class cannot be"):
+            check_score(measured(3, 4, classes), "right")
+
+
+def measured(right: float, total: float, classes: Any = None) -> RecordDict:
+    numbers = {} if classes is None else {BY_CLASS + RIGHT: classes[0], BY_CLASS + TOTAL: classes[1]}
+    return RecordDict({METRICS: MetricRecord({RIGHT: right, TOTAL: total, **numbers})})
 
 
 def test_the_name_of_a_tensor_from_outside_is_told_short_and_printable(tmp_path: Path):

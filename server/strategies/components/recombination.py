@@ -29,6 +29,7 @@ from fusion.exact import State
 from server.evaluate import has_data
 from server.ledger.declared import Catalogue, Slot
 from server.rounds.run import Expected, Run
+from server.rounds.schedules import looked_at
 from server.rounds.view import Models, View
 from server.strategies.base import Residue, Strategy
 from server.strategies.by_architecture import cast
@@ -106,10 +107,11 @@ class Recombining(Strategy):
     def recombine(self, run: Run) -> None:
         """Ask every site how good each published head is on its extractor."""
         places = {site.name: site.index for site in roster(run.config)}
-        kinds, most = self.kinds(run), run.config.evaluation.sites
-        there = [site for site in self.published(run) if site in kinds.names]
-        heads = {site: part for site in there[:most] if (part := self.component(run, site, HEAD))}
-        asked = [site for site in self.networked(run) if site.name in kinds.names][:most]
+        kinds = self.kinds(run)
+        there = looked_at(run.config, [site for site in self.published(run) if site in kinds.names])
+        heads = {site: part for site in there if (part := self.component(run, site, HEAD))}
+        extractors = looked_at(run.config, [site.name for site in self.networked(run) if site.name in kinds.names])
+        asked = [site for site in self.networked(run) if site.name in set(extractors)]
         if not heads or not asked:
             return
         known, records = kinds.all(), {f"{MODEL}/{places[site]}": part for site, part in heads.items()}

@@ -1,0 +1,131 @@
+"""How networks do at single sites, and which classes the sites have: tables and pictures."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from sims.report.canvas import INK, PALETTE, new_figure, percent_axis, plain, short
+from sims.report.tables import Table, aggregate, cut, percent
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MOST_ROWS = 40  # sites in the picture of classes
+MOST_CLASSES = 50  # named on an axis
+LARGEST = 260.0  # area of the largest dot
+
+
+def at_home(summary: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """By network what was found at the sites, on each site's own test images (server.measured)."""
+    names = {"aggregate": aggregate(summary) or "aggregate", "own": "the sites' own"}
+    return {names.get(name) or str(name): found for name, found in (summary.get("per_site") or {}).items()}
+
+
+def spread_table(summary: Mapping[str, Any]) -> Table:
+    """How accuracy spreads over the sites: mean, standard deviation, worst, deciles, best."""
+    rows = []
+    for name, one in at_home(summary).items():
+        low, middle, high = (one["deciles"][place] for place in (0, 4, 8))
+        worst, best = ((percent(one[end]["accuracy"]), one[end]["site"]) for end in ("worst", "best"))
+        rows.append([name, len(one["sites"]), percent(one["mean"]), percent(one["deviation"]), *worst,
+                     *map(percent, (low, middle, high)), *best])  # fmt: skip
+    columns = ["network", "sites", "mean", "deviation", "worst", "at", "10 %", "median", "90 %", "best", "at"]
+    note = f"{_looked_at(summary)}Every site counts the same. 10 %: a tenth of the sites are below; all: summary.json."
+    return Table("On each site's own test images", columns, rows, note)
+
+
+def sites_table(summary: Mapping[str, Any]) -> Table:
+    """Accuracy site by site, the worst of the first network first."""
+    found = at_home(summary)
+    first = next(iter(found.values()))["sites"]
+    names = sorted({name: None for one in found.values() for name in one["sites"]},
+                   key=lambda name: first.get(name, {}).get("accuracy", 2.0))  # fmt: skip
+    images = {name: each["images"] for one in found.values() for name, each in one["sites"].items()}
+    rows = [[name, images[name], *(percent(one["sites"].get(name, {}).get("accuracy")) for one in found.values())]
+            for name in names]  # fmt: skip
+    kept, note = cut(rows, "sites")
+    return Table("Site by site, the worst first", ["site", "test images", *found], kept, note)
+
+
+def classes_table(summary: Mapping[str, Any]) -> list[Table]:
+    """Accuracy class by class, over the test images of all sites that were looked at; nothing where none told."""
+    found = {name: one["classes"] for name, one in at_home(summary).items() if one["classes"]}
+    names = sorted({name for classes in found.values() for name in classes}, key=int)
+    rows = [[name, *(percent(_share(classes.get(name))) for classes in found.values())] for name in names]
+    kept, note = cut(rows, "classes")
+    return [Table("Class by class", ["class", *found], kept, note)] if found else []
+
+
+def spread_figure(summary: Mapping[str, Any]) -> Figure | None:
+    """The sites' accuracies in ascending order, a line for each network; beside it accuracy by class. None of one site."""
+    found = {name: one for name, one in at_home(summary).items() if len(one["sites"]) > 1}
+    if not found:
+        return None
+    figure, _ = new_figure(9.5, 4.2, empty=True)
+    left, right = figure.subplots(1, 2, sharey=True)
+    for place, (name, one) in enumerate(found.items()):
+        colour = PALETTE[place % len(PALETTE)]
+        values = sorted(each["accuracy"] for each in one["sites"].values())
+        left.plot([(number + 0.5) / len(values) for number in range(len(values))], values, color=colour, linewidth=2,
+                  marker="o" if len(values) <= MOST_ROWS else "", markersize=4, label=short(name, 40))  # fmt: skip
+        classes = sorted(one["classes"], key=int)
+        right.plot([int(name) for name in classes], [_share(one["classes"][name]) for name in classes], color=colour,
+                   linestyle="", marker="o", markersize=6, alpha=0.8)  # fmt: skip
+    for axes, name in ((left, "share of the sites, the worst first"), (right, "class")):
+        _dress(axes)
+        axes.set_xlabel(name)
+    percent_axis(left.xaxis)
+    right.xaxis.get_major_locator().set_params(integer=True)
+    left.legend(frameon=False, fontsize=8.5, loc="lower right")
+    figure.suptitle("Accuracy on the sites' own test images", x=0.01, ha="left", fontsize=12, color=INK)
+    return figure
+
+
+def classes_figure(summary: Mapping[str, Any]) -> Figure | None:
+    """Training images by site and class: a dot's area is their number; of many sites a sample. None of one site."""
+    counts = summary.get("classes") or {}
+    if len(counts) < 2:
+        return None
+    shown = sampled(counts)
+    classes = sorted({int(name) for site in shown for name in counts[site]})
+    most = max(number for site in shown for number in counts[site].values())
+    figure, axes = new_figure(max(5.0, min(14.0, 2.4 + 0.34 * len(classes))), max(3.0, 1.7 + 0.22 * len(shown)))
+    dots = [(place, int(name), number) for place, site in enumerate(shown) for name, number in counts[site].items()]
+    axes.scatter([name for _, name, _ in dots], [place for place, *_ in dots], color=PALETTE[0], alpha=0.75, linewidth=0,
+                 s=[max(1.0, LARGEST * number / most) for *_, number in dots])  # fmt: skip
+    axes.set_yticks(range(len(shown)), [short(site) for site in shown])
+    axes.set_ylim(len(shown) - 0.3, -0.7)
+    if len(classes) <= MOST_CLASSES:
+        axes.set_xticks(classes)
+    axes.set_xlim(classes[0] - 0.7, classes[-1] + 0.7)
+    axes.set_xlabel("class")
+    few = f", {len(shown)} of {len(summary['sites'])} sites" if len(shown) < len(summary["sites"]) else ""
+    figure.suptitle(f"Training images by class{few} (largest dot: {most})", x=0.01, ha="left", fontsize=12, color=INK)
+    return figure
+
+
+def sampled(counts: Mapping[str, Any]) -> list[str]:
+    """The sites that are shown, in their order: all, or of many a sample that is always the same."""
+    names = list(counts)
+    if len(names) <= MOST_ROWS:
+        return names
+    return [names[place] for place in sorted(random.Random(0).sample(range(len(names)), MOST_ROWS))]
+
+
+def _share(both: list[int] | None) -> float | None:
+    return both[0] / both[1] if both else None
+
+
+def _looked_at(summary: Mapping[str, Any]) -> str:
+    found, sites = max((len(one["sites"]) for one in at_home(summary).values()), default=0), len(summary["sites"])
+    few = f"{found} of {sites} sites, drawn from those that trained and have test images (evaluation.sites). "
+    return few if found < sites else ""
+
+
+def _dress(axes: Axes) -> None:
+    plain(axes)
+    axes.set_ylim(-0.03, 1.03)
+    percent_axis(axes.yaxis)
