@@ -152,7 +152,9 @@ def _lock(path: Path) -> int:
         except OSError:
             os.close(file)
             time.sleep(0.05)
-    raise UserError(f"{path.parent}: is at work already; 'fedloom federation status' says as what")
+    raise UserError(
+        f"{path.parent}: is at work already; 'fedloom federation status {path.parent}' says as what, 'down' stops it"
+    )
 
 
 def _held(path: Path) -> bool:
