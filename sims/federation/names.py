@@ -1,0 +1,50 @@
+"""Names in a site's sheet that nothing goes by: found before the site waits for runs that it would refuse, or fail in."""
+
+from collections.abc import Iterable
+
+from conf.errors import UserError, listed, nearest
+from conf.plugins import is_reference, offered
+from sims.federation.sheets import SiteSheet
+
+
+def check_names(sheet: SiteSheet, where: str = "") -> None:
+    """UserError for a network, objective, strategy or domain that is neither known nor `module:attribute`.
+
+    Nothing from outside is imported. `where`: the dotted key that the sheet stands at.
+    """
+    lists = (("networks", sheet.networks), ("objectives", sheet.objectives), ("strategies", sheet.strategies))
+    for key, given in lists:
+        for place, name in enumerate(given):
+            if not is_reference(name) and name not in (known := _known(key)):
+                raise _odd(f"{where}{key}[{place}]", name, known)
+    if sheet.domain:
+        _check_domain(sheet.domain, f"{where}domain")
+
+
+def _known(key: str) -> list[str]:
+    """The names that a list of a sheet takes. Imports torch: only for sites that name something."""
+    from clients.networks import NETWORKS
+    from clients.objectives import AUXILIARY, OBJECTIVES
+    from server.strategies import STRATEGIES
+
+    kinds = {"networks": [NETWORKS], "objectives": [OBJECTIVES, AUXILIARY], "strategies": [STRATEGIES]}
+    return [name for kind in kinds[key] for name in kind.names()]
+
+
+def _check_domain(given: str, where: str) -> None:
+    from clients.data.domains import domain_names
+    from clients.data.own import READERS
+
+    kind, _, rest = given.partition(":")
+    if is_reference(given) or (kind in READERS and rest):
+        return
+    names = [*domain_names(), *offered("domain")]
+    if given not in names:
+        raise _odd(where, given, [*names, *(f"{kind}:PATH" for kind in READERS)])
+
+
+def _odd(where: str, given: str, known: Iterable[str]) -> UserError:
+    names = [*known, "module:attribute"]
+    near = nearest(given, names)
+    hint = f"; did you mean '{near}'?" if near else ""
+    return UserError(f"{where}: got '{given}'{hint} (takes: {listed(given, names)})")
