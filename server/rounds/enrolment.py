@@ -98,11 +98,8 @@ class Enrolment:
                     self.warnings.append(f"{len(missing)} sites are not there yet, such as {missing[0]}, and may come later")
                     return self._tell_others()
                 named, told = _row(missing), f"; last failure: {self._failure}" if self._failure else ""
-                told = (
-                    f"; there, and no site that takes part: {_row(sorted(self._others.values()))}{told}"
-                    if self._others
-                    else told
-                )
+                others = _row(sorted(self._others.values()))
+                told = f"; there, and no site that takes part: {others}{told}" if others else told
                 raise UserError(
                     f"{len(missing)} of {len(self.sites)} sites did not join within {timeout:g} s: {named} "
                     f"(start their nodes, or raise federation.join_timeout{told})"

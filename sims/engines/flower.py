@@ -89,8 +89,9 @@ def _connection(address: str) -> tuple[dict[str, str], str]:
         return {"FLWR_HOME": str(home.resolve())}, CONNECTION
     if address not in (known := _connections(get_flwr_home() / CONFIG)):
         told = f"Flower's own: {', '.join(known)}" if known else "of Flower's own there is none"
-        raise UserError(f"engine.address: '{address}' is no federation's folder ('fedloom federation up {address}' makes one), "
-                        f"nor a connection in {get_flwr_home() / CONFIG} ({told})")  # fmt: skip
+        how = f"'fedloom federation up {address}' makes one"
+        where = f"nor a connection in {get_flwr_home() / CONFIG}"
+        raise UserError(f"engine.address: '{address}' is no federation's folder ({how}), {where} ({told})")
     return {}, address
 
 

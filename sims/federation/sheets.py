@@ -55,7 +55,7 @@ class SiteSheet:
     strategies: list[str] = value([], "strategies of runs that it takes part in; none: any")
     publish: list[str] = value(
         [],
-        "parts of its network that others may have: extractor, head, or none; empty: any",
+        "parts of its network that others may have; none of them: [none]; empty: any",
         choices=("extractor", "head", "none"),
     )
     device: str = value("", "where it computes; empty: as the run says", choices=("", "auto", "cpu", "cuda"))
