@@ -23,13 +23,13 @@ from conf.schema import Config
 from server.grid import CarefulGrid
 from server.relay import DONE, SOCKET
 from sims.engines.share import WHOLE, Share
+from sims.federation.machines import complaint
 from sims.federation.plan import CONNECTION, FLOWER, server_of
 from sims.federation.programs import BIN, environment
 
 CONFIG = "config.toml"  # in Flower's folder
 START_SECONDS = 90.0  # of a ServerApp, on a busy machine
 MOST_PLACE = 1 << 20  # bytes of what the ServerApp tells
-TOLD = 300  # letters of what a program said
 APP = {
     "project": {"name": "fedloom-relay", "version": "1.0.0", "description": "", "license": "Apache-2.0"},
     "tool": {"flwr": {"app": {
@@ -113,9 +113,8 @@ def _submit(app: Path, connection: str, door: Path, home: dict[str, str]) -> str
     try:
         return str(json.loads(done.stdout)["run-id"])
     except (ValueError, KeyError):
-        told = " ".join((done.stdout + done.stderr).split())[-TOLD:]
         how = "'fedloom federation status' says how it is"
-        raise UserError(f"engine.address: the SuperLink there takes no run ({how}): {told}") from None
+        raise UserError(f"engine.address: the SuperLink there takes no run ({how}): {complaint(done)}") from None
 
 
 def _handed_over(door: socket.socket, run: str) -> tuple[socket.socket, dict[str, Any]]:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError, unknown
+from conf.errors import UserError, plain, unknown
 from sims.federation import hand_over, sheets
 from sims.federation.keys import NODE_KEY, write_node_key
 from sims.federation.names import check_names
@@ -142,9 +142,17 @@ def flwr(folder: Path, *words: str) -> str:
     more = environment({"FLWR_HOME": str(folder.resolve() / FLOWER)})
     done = subprocess.run([str(BIN / "flwr"), *words], env=more, cwd=folder, capture_output=True, text=True, timeout=120)
     if done.returncode or '"success": false' in done.stdout:
-        told = " ".join((done.stdout + done.stderr).split())[-TOLD:]
-        raise UserError(f"{folder}: 'flwr {words[0]}' failed: {told}")
+        raise UserError(f"{folder}: 'flwr {words[0]}' failed: {complaint(done)}")
     return done.stdout
+
+
+def complaint(done: subprocess.CompletedProcess[str]) -> str:
+    """What a command of Flower says that is wrong, in a line."""
+    try:
+        told = str(json.loads(done.stdout)["error-message"])
+    except (ValueError, LookupError, TypeError):
+        told = done.stdout + done.stderr
+    return plain(" ".join(told.split()))[-TOLD:]
 
 
 def wait_for(port: int, seconds: float = START_SECONDS) -> None:

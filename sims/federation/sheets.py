@@ -54,9 +54,7 @@ class SiteSheet:
     optimizers: list[str] = value([], "optimisers that it runs; none: all that ship")
     strategies: list[str] = value([], "strategies of runs that it takes part in; none: any")
     publish: list[str] = value(
-        [],
-        "parts of its network that others may have; none of them: [none]; empty: any",
-        choices=("extractor", "head", "none"),
+        [], "parts of its network that others may have; [none]: none; empty: any", choices=("extractor", "head", "none")
     )
     device: str = value("", "where it computes; empty: as the run says", choices=("", "auto", "cpu", "cuda"))
     gpu: float = value(1.0, "share of a GPU's memory that it may take", low=0.0, high=1.0)
