@@ -6,15 +6,16 @@ from conf.errors import UserError, listed, nearest
 from conf.plugins import is_reference, offered
 from sims.federation.sheets import SiteSheet
 
+LISTS = ("networks", "objectives", "optimizers", "strategies")  # keys of a sheet that hold names
+
 
 def check_names(sheet: SiteSheet, where: str = "") -> None:
-    """UserError for a network, objective, strategy or domain that is neither known nor `module:attribute`.
+    """UserError for a network, objective, optimiser, strategy or domain that is neither known nor `module:attribute`.
 
     Nothing from outside is imported. `where`: the dotted key that the sheet stands at.
     """
-    lists = (("networks", sheet.networks), ("objectives", sheet.objectives), ("strategies", sheet.strategies))
-    for key, given in lists:
-        for place, name in enumerate(given):
+    for key in LISTS:
+        for place, name in enumerate(getattr(sheet, key)):
             if not is_reference(name) and name not in (known := _known(key)):
                 raise _odd(f"{where}{key}[{place}]", name, known)
     if sheet.domain:
@@ -25,9 +26,10 @@ def _known(key: str) -> list[str]:
     """The names that a list of a sheet takes. Imports torch: only for sites that name something."""
     from clients.networks import NETWORKS
     from clients.objectives import AUXILIARY, OBJECTIVES
+    from clients.training.optimizers import OPTIMIZERS
     from server.strategies import STRATEGIES
 
-    kinds = {"networks": [NETWORKS], "objectives": [OBJECTIVES, AUXILIARY], "strategies": [STRATEGIES]}
+    kinds = dict(zip(LISTS, ([NETWORKS], [OBJECTIVES, AUXILIARY], [OPTIMIZERS], [STRATEGIES]), strict=True))
     return [name for kind in kinds[key] for name in kind.names()]
 
 

@@ -20,6 +20,7 @@ BAD = {
     "strategies: [sum_agregation]": "strategies[0]: got 'sum_agregation'; did you mean 'sum_aggregation'? (takes: ",
     "networks: [conv6, conv5]": "networks[1]: got 'conv5'; did you mean 'conv6'? (takes: ",
     "objectives: [fedprotoo]": "objectives[0]: got 'fedprotoo'; did you mean 'fedproto'?",
+    "optimizers: [AdamW]": "optimizers[0]: got 'AdamW'; did you mean 'adamw'?",
     'domain: "imges:/x"': "domain: got 'imges:/x'; did you mean 'images:PATH'? (takes: ",
     "masks: always": "masks: got 'always', takes one of: \"\", required",
 }
