@@ -1,9 +1,11 @@
 """Names in a site's sheet that nothing goes by: found before the site waits for runs that it would refuse, or fail in."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from conf.errors import UserError, listed, nearest
 from conf.plugins import is_reference, offered
+from conf.registry import Registry
 from sims.federation.sheets import SiteSheet
 
 LISTS = ("networks", "objectives", "optimizers", "strategies")  # keys of a sheet that hold names
@@ -29,7 +31,12 @@ def _known(key: str) -> list[str]:
     from clients.training.optimizers import OPTIMIZERS
     from server.strategies import STRATEGIES
 
-    kinds = dict(zip(LISTS, ([NETWORKS], [OBJECTIVES, AUXILIARY], [OPTIMIZERS], [STRATEGIES]), strict=True))
+    kinds: dict[str, list[Registry[Any]]] = {
+        "networks": [NETWORKS],
+        "objectives": [OBJECTIVES, AUXILIARY],
+        "optimizers": [OPTIMIZERS],
+        "strategies": [STRATEGIES],
+    }
     return [name for kind in kinds[key] for name in kind.names()]
 
 
@@ -47,6 +54,6 @@ def _check_domain(given: str, where: str) -> None:
 
 def _odd(where: str, given: str, known: Iterable[str]) -> UserError:
     names = [*known, "module:attribute"]
-    near = nearest(given, names)
+    near = nearest(given.lower(), names)
     hint = f"; did you mean '{near}'?" if near else ""
     return UserError(f"{where}: got '{given}'{hint} (takes: {listed(given, names)})")
