@@ -25,7 +25,7 @@ def value(
     high: float | None = None,
     choices: tuple[str, ...] | None = None,
 ) -> Any:
-    """A dataclass field that documents itself and says which values it takes (bounds included)."""
+    """A dataclass field that documents itself and says which values it takes (bounds included; of a list, each entry)."""
     metadata = {"help": help, "low": low, "high": high, "choices": choices}
     if isinstance(default, list | dict) or callable(default):
         factory = default if callable(default) else lambda: type(default)(default)
@@ -176,9 +176,9 @@ def _fits(schema: type, name: str, item: Any) -> bool:
 
 def takes(field: dataclasses.Field[Any], item: Any = None) -> str:
     """What a field takes, in words; `item`: something that is none of it."""
-    if choices := field.metadata.get("choices"):
-        return f"one of: {', '.join(choices)}"
-    kind = get_origin(field.type) or field.type
+    kind, choices = get_origin(field.type) or field.type, field.metadata.get("choices")
+    if choices:
+        return f"{'a list of' if kind is list else 'one of'}: {_row(choices)}"
     if kind is UnionType:  # of a type and None
         kind = get_args(field.type)[0]
     if kind is list:
@@ -214,8 +214,9 @@ def _check_values(instance: Any, where: str) -> None:
             continue
         low, high = field.metadata.get("low"), field.metadata.get("high")
         choices = field.metadata.get("choices")
-        if choices and got not in choices:
-            raise UserError(f"{key}: got '{got}', takes one of: {', '.join(choices)}")
+        for one in got if choices and isinstance(got, list) else [got] if choices else []:
+            if one not in choices:
+                raise UserError(f"{key}: got '{one}', takes {takes(field)}")
         if get_origin(field.type) is list and get_args(field.type)[0] in (str, int, float):
             _check_entries(key, got)
         for number in got if isinstance(got, list) else [got]:
@@ -233,6 +234,11 @@ def _check_entries(key: str, given: list[Any]) -> None:
 def _check_range(key: str, number: float, low: float | None, high: float | None) -> None:
     if not math.isfinite(number) or (low is not None and number < low) or (high is not None and number > high):
         raise UserError(f"{key}: got {number}, takes {_bounded('a number', low, high)}")
+
+
+def _row(choices: Sequence[str]) -> str:
+    """Choices in a row, that of nothing as it is written."""
+    return ", ".join(choice or '""' for choice in choices)
 
 
 def _bounded(kind: str, low: float | None, high: float | None) -> str:

@@ -77,14 +77,14 @@ class Method:
         self._resumed(loop)
         self._announce(loop)
         while True:
-            before = unlearning.last_round()
+            before, announced = unlearning.last_round(), loop.last
             changed = unlearning.take(listener.message, lambda request: self.retrained(request, federation, listener))
             last, loop.last = unlearning.last_round(), max(wanted, unlearning.goal())
             if last < before:
                 self._resumed(loop)
             if last >= loop.last:
                 return
-            if changed:
+            if changed or loop.last != announced:
                 self._announce(loop)
             unlearning.tell_sites()
             recalibrates = unlearning.recalibrates(last + 1)

@@ -23,6 +23,8 @@ REFRESH_SECONDS = 15.0
 RETRY_SECONDS, LONGEST_RETRY_SECONDS = 1.0, 60.0  # between questions to a node that says not who it is: doubled each time
 ANSWER_SECONDS = 60.0  # after which a question is taken for lost
 MOST_TOLD = 300  # characters of an error
+MOST_NAME = 100  # of a name that a node gives
+MOST_NAMED = 5
 PATIENCE_SECONDS = 1.0  # for a first answer, however short the time to join
 REFUSED = "says so, too, and is refused: node {1} is {2}"
 OTHER_NAME = "claims to be {2} and is refused: its key is registered as '{3}'"
@@ -63,6 +65,8 @@ class Enrolment:
     _asked: dict[int, _Asked] = field(default_factory=dict)
     _told: set[tuple[str, int, int]] = field(default_factory=set)
     _failure: str = ""
+    _others: dict[int, str] = field(default_factory=dict)  # nodes that are there as no site of these, and as what
+    _named: set[str] = field(default_factory=set)  # of those, what the user has heard of
 
     def __post_init__(self) -> None:
         self._by_place = {str(site.index): site.name for site in self.sites}
@@ -87,14 +91,15 @@ class Enrolment:
             heard = self.poll()
             missing = [site.name for site in self.sites if site.name not in {*self.nodes, *unneeded}]
             if not missing:
-                return
+                return self._tell_others()
             waited = time.monotonic() - begin
             if waited > timeout and (not self._waiting() or waited > PATIENCE_SECONDS):
                 if fewest and len(self.nodes) >= fewest:
                     self.warnings.append(f"{len(missing)} sites are not there yet, such as {missing[0]}, and may come later")
-                    return
-                named = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-                told = f"; last failure: {self._failure}" if self._failure else ""
+                    return self._tell_others()
+                named, told = _row(missing), f"; last failure: {self._failure}" if self._failure else ""
+                others = _row(sorted(self._others.values()))
+                told = f"; there, and no site that takes part: {others}{told}" if others else told
                 raise UserError(
                     f"{len(missing)} of {len(self.sites)} sites did not join within {timeout:g} s: {named} "
                     f"(start their nodes, or raise federation.join_timeout{told})"
@@ -109,7 +114,7 @@ class Enrolment:
             heard = self.poll()
             absent = any(self.nodes.get(site.name) not in self.present for site in self.sites)
             if not (absent and self._waiting()) or time.monotonic() - begin > timeout:
-                return
+                return self._tell_others()
             if not heard:
                 time.sleep(self._pause())
 
@@ -149,6 +154,7 @@ class Enrolment:
         """Which nodes are there now. One that was gone is asked again: it may come back as another site."""
         self.present = nodes_of(self.grid)
         self._known &= self.present.keys()
+        self._others = {node: name for node, name in self._others.items() if node in self.present}
         self._claims = {name: [node for node in nodes if node in self.present] for name, nodes in self._claims.items()}
         self._asked = {node: asked for node, asked in self._asked.items() if node in self.present}
         for node in self.present.keys() - self._known:
@@ -180,6 +186,14 @@ class Enrolment:
             self._claims.setdefault(name, []).append(node)
         elif name in self._names:
             self._warn(name, node, 0, OTHER_NAME, registered)
+        else:
+            self._others[node] = plain(name or str(who.get("site", f"partition-id {who.get('partition-id')}")))[:MOST_NAME]
+
+    def _tell_others(self) -> None:
+        """A line on nodes that are there and are not asked, once for each name."""
+        if new := sorted({*self._others.values()} - self._named):
+            self._named.update(new)
+            self.warnings.append(f"there, but not asked, as no site that takes part in this run: {_row(new)}")
 
     def _assign(self) -> None:
         """Each name to the node that it is bound to; else its holder keeps it; else to the oldest claim."""
@@ -220,6 +234,10 @@ class Enrolment:
         if (name, node, other) not in self._told:
             self._told.add((name, node, other))
             self.warnings.append(f"{name}: node {node} {text.format(node, other, name, plain(more))}")
+
+
+def _row(names: Sequence[str]) -> str:
+    return ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")
 
 
 def reason_of(reply: Message) -> str:

@@ -41,6 +41,10 @@ EVENTS = ("they keep the round, the number of samples and the sha256 of each for
           "certificate says: an event's digest covers them, and every later digest that one, so that without them the chain "
           "could not be checked. No weight follows from a sha256, but it proves of a copy, if there is one, that it was "
           "given")  # fmt: skip
+MASKED = ("the sites' contributions came under masks: the server never read one alone, and what it kept of the forgotten "
+          "sites looked drawn at random. By this request it has learnt more: it has the sum before and the one after, whose "
+          "difference is what the forgotten sites gave plus the sum of the other sites' updates of the round in which they "
+          "left. It is that alone if the others do not move in that round")  # fmt: skip
 COPIES = "backups, other machines and whoever received earlier sums are beyond this server's reach"
 
 
@@ -67,6 +71,7 @@ def certificate(ledger: Ledger, aggregation: Aggregation, request: Request) -> d
         },
         "not_exact": {
             **{one.where: one.why for one in aggregation.residue(request.sites)},
+            **({"masks": MASKED} if aggregation.config.federation.secure_aggregation else {}),
             "events of the ledger": EVENTS,
             "copies": COPIES,
         },

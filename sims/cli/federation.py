@@ -47,14 +47,23 @@ def status(folder: Folder = HERE) -> None:
 
 @app.command()
 def logs(
-    names: Annotated[list[str] | None, typer.Argument(help="Machines, such as site-0001; none: all.")] = None,
-    folder: Annotated[Path, typer.Option(help="Where the machines' folders are.")] = HERE,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[FOLDER] [MACHINE]...", help="The machines' folder; machines, such as site-0001; none: all."
+        ),
+    ] = None,
+    folder: Annotated[Path | None, typer.Option(help="The same folder, named after the machines.")] = None,
     lines: Annotated[int, typer.Option(help="So many last lines of each.", min=1)] = 10,
 ) -> None:
     """What the machines said last."""
     from sims.federation.local import logs as read
+    from sims.federation.plan import holds_machines
 
-    for name, text in read(folder, names or [], lines):
+    names = list(words or [])
+    if folder is None:
+        folder = Path(names.pop(0)) if names and holds_machines(Path(names[0])) else HERE
+    for name, text in read(folder, names, lines):
         typer.echo(f"== {name}\n{text}")
 
 

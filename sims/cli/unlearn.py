@@ -4,12 +4,12 @@ import contextlib
 import dataclasses
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.errors import FailedError, UserError
+from conf.errors import FailedError, UserError, unknown
 from conf.schema import Config
 from server.evaluate import Evaluator
 from server.experiment import BY_METHOD, check_sums, head
@@ -24,12 +24,16 @@ from server.unlearning.certificate import CERTIFICATES, changed, read, verify, v
 from server.unlearning.requests import receive, wants_training
 from sims.cli.progress import listener_for
 from sims.engines import SIMULATED, can_start, open_engine, refuse_engine
+from sims.federation.machines import nodes, registered
+from sims.federation.plan import KEYS, server_of
+from sims.federation.programs import running
 from sims.report.certificates import write_pages
 from sims.report.report import write_report
 from sims.report.tables import Table
 from sims.simulate import simulate
 from sims.tracking import Tracking, trackable
 
+MOST_NAMED, DIGITS = 5, 16  # of a list in a table, of a key's digest
 WITHOUT_SERVER = "where no server runs (any more), 'fedloom resume' does"
 
 
@@ -126,13 +130,34 @@ def _vouch(path: Path, sites: Sequence[str], node: int) -> str:
         raise UserError(f"--node: is that of one site; got {len(sites)} sites")
     if not 0 < node < 2**64:
         raise UserError(f"--node: got {node}, takes the id of one of Flower's nodes, as the server's warning names it")
-    if (engine := read_config(path).engine.name) in SIMULATED:
-        raise UserError(f"--node: the sites of this run are simulated (engine.name={engine}) and have no nodes of their own")
+    config = read_config(path)
+    if config.engine.name in SIMULATED:
+        told = f"the sites of this run are simulated (engine.name={config.engine.name}) and have no nodes of their own"
+        raise UserError(f"--node: {told}")
     with Ledger.open(path, server=False) as ledger:
-        before = ledger.bound().get(sites[0])
+        if sites[0] not in (names := ledger.sites()):
+            raise unknown("site", sites[0], names)
+        bound = ledger.bound()
+        before = bound.get(sites[0])
+        _refuse_node(config.engine.address, sites[0], node, bound)
         ledger.bind({sites[0]: node}, by="operator")
     told = f"{sites[0]} is at node {node}" + (f", no longer at {before}" if before not in (None, node) else "")
     return f"{told}: it may have what the site gave; a running server knows it before its next round"
+
+
+def _refuse_node(address: str, site: str, node: int, bound: Mapping[str, int]) -> None:
+    """UserError for a node that is another site's, or that the federation at this address, if it is here, does not know."""
+    if other := next((name for name, one in bound.items() if one == node and name != site), ""):
+        raise UserError(f"--node: node {node} is that of '{other}' in this run; give the one that '{site}' is at now")
+    if not address or not (server := server_of(Path(address))).is_dir():
+        return
+    known = {registered(path): path.stem for path in sorted((server / KEYS).glob("*.pub")) if registered(path)}
+    if known and known.get(str(node)) != site:
+        told = f"is that of '{known[str(node)]}'" if str(node) in known else "is no site's"
+        now = next((id for id, name in known.items() if name == site), "none")
+        raise UserError(f"--node: node {node} {told} in {address}; that of '{site}' is {now}")
+    if not known and running(server) and str(node) not in (ids := [one["node-id"] for one in nodes(server)]):
+        raise UserError(f"--node: {address} has no node {node} (there: {', '.join(ids)})")
 
 
 def verify_certificate(certificate: Path, path: Path | None, key: str = "") -> tuple[Table, bool]:
@@ -196,9 +221,18 @@ def prune(path: Path) -> list[str]:
 def _told(body: dict[str, Any]) -> str:
     """The short parts of an event's body."""
     parts = {key: body[key] for key in ("round", "id", "request", "sites", "reason") if body.get(key) not in (None, "", [])}
-    words = {key: ", ".join(item[:5]) + (", ..." if len(item) > 5 else "") if isinstance(item, list) else str(item)
-             for key, item in parts.items()}  # fmt: skip
+    words = {key: _row(item) if isinstance(item, list) else str(item) for key, item in parts.items()}
+    if spent := (body.get("record") or {}).get("epsilon"):
+        words["epsilon"] = _row([f"{site} {one:.3g}" for site, one in spent.items()])
+    if isinstance(joined := body.get("nodes"), dict):
+        keys = {site: f" (key {key[:DIGITS]})" for site, key in (body.get("keys") or {}).items()}
+        words["nodes"] = _row([f"{site} {node}{keys.get(site, '')}" for site, node in joined.items()])
+        words |= {"by": body["by"]} if "by" in body else {}
     return "; ".join(f"{key} {word}" for key, word in words.items())
+
+
+def _row(items: Sequence[str]) -> str:
+    return ", ".join(items[:MOST_NAMED]) + (", ..." if len(items) > MOST_NAMED else "")
 
 
 def _queue(path: Path, id: str, wish: Wish) -> tuple[str, dict[str, Any]]:

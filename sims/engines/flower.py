@@ -9,24 +9,27 @@ import shutil
 import socket
 import subprocess
 import tempfile
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
+from flwr.supercore.utils import get_flwr_home
 
 from conf.errors import UserError
 from conf.schema import Config
 from server.grid import CarefulGrid
 from server.relay import DONE, SOCKET
 from sims.engines.share import WHOLE, Share
-from sims.federation.plan import CONNECTION, SERVER
+from sims.federation.machines import complaint
+from sims.federation.plan import CONNECTION, FLOWER, server_of
 from sims.federation.programs import BIN, environment
 
+CONFIG = "config.toml"  # in Flower's folder
 START_SECONDS = 90.0  # of a ServerApp, on a busy machine
 MOST_PLACE = 1 << 20  # bytes of what the ServerApp tells
-TOLD = 300  # letters of what a program said
 APP = {
     "project": {"name": "fedloom-relay", "version": "1.0.0", "description": "", "license": "Apache-2.0"},
     "tool": {"flwr": {"app": {
@@ -80,9 +83,27 @@ def start(config: Config, share: Share = WHOLE) -> FlowerGrid:
 
 
 def _connection(address: str) -> tuple[dict[str, str], str]:
-    """Environment and name by which Flower's own command finds the SuperLink."""
-    home = Path(address) / SERVER / "flwr"
-    return ({"FLWR_HOME": str(home.resolve())}, CONNECTION) if home.is_dir() else ({}, address)
+    """Environment and name by which Flower's own command finds the SuperLink. UserError if it would not."""
+    home = server_of(Path(address)) / FLOWER
+    if home.is_dir():
+        return {"FLWR_HOME": str(home.resolve())}, CONNECTION
+    if address not in (known := _connections(get_flwr_home() / CONFIG)):
+        told = f"Flower's own: {', '.join(known)}" if known else "of Flower's own there is none"
+        how = f"'fedloom federation up {address}' makes one"
+        where = f"nor a connection in {get_flwr_home() / CONFIG}"
+        raise UserError(f"engine.address: '{address}' is no federation's folder ({how}), {where} ({told})")
+    return {}, address
+
+
+def _connections(path: Path) -> list[str]:
+    """The names under which a configuration of Flower's keeps SuperLinks. UserError if it cannot be read."""
+    try:
+        given = tomllib.loads(path.read_text(encoding="utf-8")).get("superlink", {})
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
+    return sorted(name for name, one in given.items() if isinstance(one, dict)) if isinstance(given, dict) else []
 
 
 def _submit(app: Path, connection: str, door: Path, home: dict[str, str]) -> str:
@@ -92,9 +113,8 @@ def _submit(app: Path, connection: str, door: Path, home: dict[str, str]) -> str
     try:
         return str(json.loads(done.stdout)["run-id"])
     except (ValueError, KeyError):
-        told = " ".join((done.stdout + done.stderr).split())[-TOLD:]
         how = "'fedloom federation status' says how it is"
-        raise UserError(f"engine.address: the SuperLink there takes no run ({how}): {told}") from None
+        raise UserError(f"engine.address: the SuperLink there takes no run ({how}): {complaint(done)}") from None
 
 
 def _handed_over(door: socket.socket, run: str) -> tuple[socket.socket, dict[str, Any]]:

@@ -13,7 +13,7 @@ from cryptography import x509
 
 from conf.errors import UserError
 from sims.federation import sheets
-from sims.federation.plan import SERVER, sites_of
+from sims.federation.plan import machines_of
 from sims.federation.programs import running
 from sims.federation.sheets import ServerSheet, SiteSheet
 
@@ -30,19 +30,13 @@ def check(folder: Path) -> list[Row]:
 
     `folder`: with the machines' folders, or that of one machine. UserError if it is neither.
     """
-    homes = [one for one in (folder / SERVER, *(folder / name for name in sites_of(folder)), folder) if _is_machine(one)]
-    if not homes:
-        raise UserError(f"{folder}: is no federation's folder, nor a machine's; 'fedloom federation up {folder}' makes one")
+    homes = machines_of(folder)
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("fedloom", "flwr"))
     rows: list[Row] = [("here", "versions", versions)]
     for home in homes:
         look = _server if (home / sheets.SERVER).is_file() else _site
         rows += [(home.resolve().name, what, told) for what, told in look(home)]
     return rows
-
-
-def _is_machine(folder: Path) -> bool:
-    return (folder / sheets.SERVER).is_file() or (folder / sheets.SITE).is_file()
 
 
 def _server(home: Path) -> Iterator[tuple[str, str]]:
@@ -61,10 +55,12 @@ def _site(home: Path) -> Iterator[tuple[str, str]]:
         yield "certificate", _dates(home / sheet.certificate)
     if sheet.key:
         yield "private key", _private(home / sheet.key)
-    host, _, port = sheet.superlink.rpartition(":")
-    if not port.isdigit():
-        yield "server", f"superlink: got '{sheet.superlink}', takes HOST:PORT"
+    try:
+        sheets.check_superlink(sheet.superlink)
+    except UserError as error:
+        yield "server", str(error)
         return
+    host, _, port = sheet.superlink.rpartition(":")
     authority = home / sheet.certificate if sheet.certificate else None
     yield f"server at {sheet.superlink}", _tried(lambda: _clock(host, int(port), authority))
 

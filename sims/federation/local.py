@@ -1,14 +1,15 @@
 """A federation on this machine: up, status, logs, down."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from conf.errors import UserError, unknown
 from sims.federation import sheets
-from sims.federation.machines import START_SECONDS, nodes, registered
-from sims.federation.plan import KEYS, SERVER, Plan, sites_of, write_plan
+from sims.federation.machines import START_SECONDS, nodes, refuse_port, registered
+from sims.federation.plan import KEYS, SERVER, Plan, machines_of, server_of, sites_of, write_plan
 from sims.federation.programs import LOG, Running, free_port, launch, running, stop
+from sims.federation.sheets import ServerSheet
 
 JOIN_SECONDS = 90.0
 MOST_TOLD = 300  # letters
@@ -26,43 +27,53 @@ def up(folder: Path, number: int, tls: bool) -> list[str]:
     for name in names:
         if not running(folder / name):
             launch(folder / name, "federation", "node", sheets.SITE)
-    _await(folder, lambda: len(_online(folder)) >= len(names), "the nodes", JOIN_SECONDS, *names)
+    _await(folder, lambda: len(_online(folder / SERVER)) >= len(names), "the nodes", JOIN_SECONDS, *names)
     return names
 
 
 def start_server(folder: Path) -> None:
     """Start the SuperLink if it does not run, and wait until it knows all keys."""
     if not running(folder / SERVER):
+        refuse_port(folder / SERVER, sheets.read(ServerSheet, folder / SERVER / sheets.SERVER))
         launch(folder / SERVER, "federation", "server", ".")
     _await(folder, lambda: _answers(folder), "the SuperLink", START_SECONDS, SERVER)
 
 
 def down(folder: Path) -> list[str]:
-    """Stop what `up` started, the nodes first; what was stopped."""
-    return [name for name in [*sites_of(folder), SERVER] if stop(folder / name)]
+    """Stop the machines of the folder, the nodes first; what was stopped. UserError for one that holds none."""
+    return [_name(home) for home in reversed(machines_of(folder)) if stop(home)]
 
 
 def status(folder: Path) -> list[list[str]]:
-    """A row for each machine of the folder: its name, its processes, what the SuperLink says of it."""
-    names = sites_of(folder)
-    if not names and not (folder / SERVER).is_dir():
-        raise UserError(f"{folder}: is no federation's folder; 'fedloom federation up {folder}' makes one")
-    there = running(folder / SERVER)
-    online = _online(folder) if there else {}
-    rows = [[SERVER, _processes(there), f"{len(online)} nodes online" if there else ""]]
-    for name in names:
-        id = registered(folder / SERVER / KEYS / f"{name}.pub")
-        told = f"node {id}: {online.get(id, 'offline')}" if id else "not authenticated"
-        rows.append([name, _processes(running(folder / name)), told])
+    """A row for each machine of the folder, or for the one that it is: its name, its processes, what the SuperLink says."""
+    server = server_of(folder)
+    there = running(server)
+    online = _online(server) if there else {}
+    rows = []
+    for home in machines_of(folder):
+        told = f"{len(online)} nodes online" if there else ""
+        if home != server:
+            told = _seen(server, home.name, online) if server.is_dir() else "see the server's machine"
+        rows.append([_name(home), _processes(running(home)), told])
     return rows
+
+
+def _name(home: Path) -> str:
+    return home.resolve().name
+
+
+def _seen(server: Path, site: str, online: Mapping[str, str]) -> str:
+    """What the SuperLink says of a site."""
+    id = registered(server / KEYS / f"{site}.pub")
+    return f"node {id}: {online.get(id, 'offline')}" if id else "not authenticated"
 
 
 def logs(folder: Path, names: list[str], lines: int) -> list[tuple[str, str]]:
     """The last lines of each machine's log. UserError for a name that is none."""
-    known = [SERVER, *sites_of(folder)]
-    if odd := [name for name in names if name not in known]:
-        raise unknown("machine", odd[0], known)
-    found = [(name, folder / name / LOG) for name in names or known]
+    homes = {_name(home): home for home in machines_of(folder)}
+    if odd := [name for name in names if name not in homes]:
+        raise unknown("machine", odd[0], homes)
+    found = [(name, homes[name] / LOG) for name in names or homes]
     return [(name, "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]))
             for name, path in found if path.is_file()]  # fmt: skip
 
@@ -76,8 +87,8 @@ def _answers(folder: Path) -> bool:
     return all(registered(key) for key in keys)
 
 
-def _online(folder: Path) -> dict[str, str]:
-    return {one["node-id"]: one["status"] for one in nodes(folder / SERVER) if one["status"] == "online"}
+def _online(server: Path) -> dict[str, str]:
+    return {one["node-id"]: one["status"] for one in nodes(server) if one["status"] == "online"}
 
 
 def _processes(given: Running) -> str:

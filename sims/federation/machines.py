@@ -1,6 +1,7 @@
 """What runs on a federation's machines: the server's SuperLink, and a node of Flower at each site."""
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -10,11 +11,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError, unknown
+from conf.errors import UserError, plain, unknown
 from sims.federation import hand_over, sheets
 from sims.federation.keys import NODE_KEY, write_node_key
-from sims.federation.plan import CONNECTION, KEYS, SERVER, write_peers
-from sims.federation.programs import BIN, environment, free_port, keep_running
+from sims.federation.names import check_names
+from sims.federation.plan import CONNECTION, FLOWER, KEYS, SERVER, write_connection, write_peers, written
+from sims.federation.programs import BIN, environment, free_port, keep_running, running
 from sims.federation.sheets import ServerSheet, SiteSheet
 
 DATABASE = "state.db"  # of the SuperLink: its restart costs no node its registration
@@ -27,6 +29,9 @@ TOLD = 300  # letters of what a program said
 def run_server(folder: Path) -> None:
     """Keep the SuperLink of a server's folder running, until told to stop; the sites' keys in it may join."""
     sheet = sheets.read(ServerSheet, folder / sheets.SERVER)
+    refuse_port(folder, sheet)
+    with written(folder):
+        write_connection(folder, sheet)
     words = [str(BIN / "flower-superlink"), "--host", sheet.host, "--port", str(sheet.port), "--database", DATABASE]
     if sheet.certificate:
         words += ["--ssl-certfile", sheet.certificate, "--ssl-keyfile", sheet.key, "--ssl-ca-certfile", sheet.authority]
@@ -39,7 +44,26 @@ def run_server(folder: Path) -> None:
         if sheet.authenticate:
             register(folder)
 
-    keep_running(folder, lambda: words, {"FLWR_HOME": str(folder.resolve() / "flwr")}, ready)
+    keep_running(folder, lambda: words, {"FLWR_HOME": str(folder.resolve() / FLOWER)}, ready)
+
+
+def refuse_port(folder: Path, sheet: ServerSheet) -> None:
+    """UserError for a server's port that it cannot listen at, unless it is at work already."""
+    if running(folder):
+        return
+    where = f"{folder / sheets.SERVER}: port"
+    change = f"change it there and in superlink of each {sheets.SITE}, or make a plan with another port"
+    try:
+        found = socket.getaddrinfo(sheet.host, sheet.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        with socket.socket(found[0][0], socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # of a server that has just ended
+            probe.bind(found[0][4])
+    except socket.gaierror as error:
+        raise UserError(f"{folder / sheets.SERVER}: host: '{sheet.host}' is no address here ({error.strerror})") from None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(f"{where} {sheet.port} is in use by another program: stop that, or {change}") from None
+        raise UserError(f"{where} {sheet.port} at {sheet.host} is not to be had ({error.strerror}): {change}") from None
 
 
 def run_node(path: Path) -> None:
@@ -47,6 +71,11 @@ def run_node(path: Path) -> None:
     sheet, folder = sheets.read(SiteSheet, path), path.parent.resolve()
     if not sheet.superlink:
         raise UserError(f"{path}: superlink: takes the server's address, HOST:PORT")
+    try:
+        sheets.check_superlink(sheet.superlink)
+        check_names(sheet)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     for name in filter(None, (sheet.certificate, sheet.key, sheet.peers)):
         if not (folder / name).is_file():
             raise UserError(f"{path}: there is no {folder / name}")
@@ -54,7 +83,7 @@ def run_node(path: Path) -> None:
     words = [str(BIN / "flower-supernode"), "--superlink", sheet.superlink, "--node-config", NODE_CONFIG]
     words += ["--root-certificates", sheet.certificate] if sheet.certificate else ["--insecure"]
     words += ["--auth-supernode-private-key", sheet.key] if sheet.key else []
-    more = {"FLWR_HOME": str(folder / "flwr"), **(_warm(folder) if sheet.warm else {}), **sheet.environment}
+    more = {"FLWR_HOME": str(folder / FLOWER), **(_warm(folder) if sheet.warm else {}), **sheet.environment}
     keep_running(folder, lambda: [*words, "--port", str(sheet.port or free_port())], more)
 
 
@@ -87,12 +116,13 @@ def rekey(folder: Path, site: str) -> str:
         raise unknown("site", site, [path.stem for path in (server / KEYS).glob("*.pub")])
     if old := registered(public):
         flwr(server, "supernode", "unregister", old, CONNECTION, "--format", "json")
-    home.mkdir(mode=0o700, exist_ok=True)
-    (home / NODE_KEY).unlink(missing_ok=True)
-    public.write_text(write_node_key(home) + "\n", encoding="ascii")
-    public.with_suffix(ID).unlink(missing_ok=True)
-    register(server)
-    write_peers(folder)
+    with written(folder):
+        home.mkdir(mode=0o700, exist_ok=True)
+        (home / NODE_KEY).unlink(missing_ok=True)
+        public.write_text(write_node_key(home) + "\n", encoding="ascii")
+        public.with_suffix(ID).unlink(missing_ok=True)
+        register(server)
+        write_peers(folder)
     return registered(public)
 
 
@@ -109,12 +139,20 @@ def nodes(folder: Path) -> list[dict[str, Any]]:
 
 def flwr(folder: Path, *words: str) -> str:
     """What a command of Flower says, spoken to the SuperLink of a server's folder. UserError if it fails."""
-    more = environment({"FLWR_HOME": str(folder.resolve() / "flwr")})
+    more = environment({"FLWR_HOME": str(folder.resolve() / FLOWER)})
     done = subprocess.run([str(BIN / "flwr"), *words], env=more, cwd=folder, capture_output=True, text=True, timeout=120)
     if done.returncode or '"success": false' in done.stdout:
-        told = " ".join((done.stdout + done.stderr).split())[-TOLD:]
-        raise UserError(f"{folder}: 'flwr {words[0]}' failed: {told}")
+        raise UserError(f"{folder}: 'flwr {words[0]}' failed: {complaint(done)}")
     return done.stdout
+
+
+def complaint(done: subprocess.CompletedProcess[str]) -> str:
+    """What a command of Flower says that is wrong, in a line."""
+    try:
+        told = str(json.loads(done.stdout)["error-message"])
+    except (ValueError, LookupError, TypeError):
+        told = done.stdout + done.stderr
+    return plain(" ".join(told.split()))[-TOLD:]
 
 
 def wait_for(port: int, seconds: float = START_SECONDS) -> None:

@@ -1,6 +1,7 @@
 """A federation as folders, one for each machine: its keys, its sheet, and how it is started."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from conf.errors import UserError
 from conf.typed import build, value
 from sims.federation import sheets
 from sims.federation.keys import AUTHORITY, CERTIFICATE, NODE_KEY, SERVER_KEY, write_certificates, write_node_key
+from sims.federation.names import check_names
 from sims.federation.sheets import ServerSheet, SiteSheet
 
 SERVER = "server"  # the folder of the server's machine
 KEYS = "keys"  # in it: the public keys of the sites
+FLOWER = "flwr"  # in it: what Flower's programs keep
 PEERS = "peers"  # in a site's folder: all of them
 CONNECTION = "here"  # how Flower's configuration names the SuperLink
 OWN = ("name", "superlink", "certificate", "key")  # keys of a site's sheet that the plan writes
@@ -38,6 +41,9 @@ class Plan:
 
 def site_sheets(plan: Plan) -> list[SiteSheet]:
     """Each site's sheet. UserError for none, names that are no folder's or are there twice, keys that the plan sets."""
+    for key, given in (("host", plan.host), *((f"names[{place}]", name) for place, name in enumerate(plan.names))):
+        if not sheets.is_address(given):
+            raise UserError(f"{key}: got {given!r}, takes a machine's name or address alone, such as fed.example.org")
     if not plan.sites:
         raise UserError("sites: takes at least one, such as '- {name: site-0000}'")
     made: list[SiteSheet] = []
@@ -49,6 +55,7 @@ def site_sheets(plan: Plan) -> list[SiteSheet]:
             raise UserError(f"sites[{place}].name: got {sheet.name!r}, takes letters, digits, '-', '_' and '.'")
         if sheet.name == SERVER or any(sheet.name == one.name for one in made):
             raise UserError(f"sites[{place}].name: '{sheet.name}' is taken")
+        check_names(sheet, f"sites[{place}].")
         tls = {"certificate": AUTHORITY, "key": NODE_KEY} if plan.tls else {}
         tls |= {"peers": sheet.peers or PEERS} if plan.tls else {}
         made.append(replace(sheet, superlink=f"{plan.host}:{plan.port}", **tls))
@@ -56,12 +63,28 @@ def site_sheets(plan: Plan) -> list[SiteSheet]:
 
 
 def write_plan(plan: Plan, folder: Path) -> list[Path]:
-    """The machines' folders, the server's first. UserError if there is something in the folder already."""
+    """The machines' folders, the server's first. UserError if there is something in the folder already, or it cannot be."""
     made = site_sheets(plan)
-    if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder}: is not empty; name another folder, or remove it with its keys")
+    with written(folder):
+        if folder.exists() and any(folder.iterdir()):
+            raise UserError(f"{folder}: is not empty; name another folder, or remove it with its keys")
+        return _write_plan(plan, folder, made)
+
+
+@contextlib.contextmanager
+def written(folder: Path) -> Iterator[None]:
+    """What cannot be written below a folder becomes a UserError in one line."""
+    try:
+        yield
+    except OSError as error:
+        told = f"{error.filename or folder}: cannot be written ({error.strerror})"
+        raise UserError(f"{told}; make room or mend permissions, or name another folder") from None
+
+
+def _write_plan(plan: Plan, folder: Path, made: Sequence[SiteSheet]) -> list[Path]:
     server = folder / SERVER
     (server / KEYS).mkdir(parents=True)
+    (folder / ".gitignore").write_text("*\n", encoding="ascii")  # there are private keys in it
     server.chmod(0o700)
     if plan.tls:
         hosts = [plan.host, *plan.names, "localhost", "127.0.0.1"]
@@ -86,6 +109,28 @@ def write_peers(folder: Path) -> None:
         (folder / name / PEERS).write_text(text, encoding="ascii")
 
 
+def server_of(folder: Path) -> Path:
+    """The server's folder: in this one, or this one itself."""
+    return folder if (folder / sheets.SERVER).is_file() else folder / SERVER
+
+
+def machines_of(folder: Path) -> list[Path]:
+    """The machines' folders in this one, the server's first, or this one itself if it is one. UserError if there is none."""
+    if not (found := _machines(folder)):
+        raise UserError(f"{folder}: is no federation's folder, nor a machine's; 'fedloom federation up {folder}' makes one")
+    return found
+
+
+def holds_machines(folder: Path) -> bool:
+    """Whether it is a federation's folder, or a machine's."""
+    return bool(_machines(folder))
+
+
+def _machines(folder: Path) -> list[Path]:
+    homes = (folder / SERVER, *(folder / name for name in sites_of(folder)), folder)
+    return [home for home in homes if (home / sheets.SERVER).is_file() or (home / sheets.SITE).is_file()]
+
+
 def sites_of(folder: Path) -> list[str]:
     """The sites whose folders are on this machine."""
     return sorted(path.parent.name for path in folder.glob(f"*/{sheets.SITE}"))
@@ -94,11 +139,18 @@ def sites_of(folder: Path) -> list[str]:
 def _write_server(plan: Plan, server: Path) -> None:
     listen = "127.0.0.1" if plan.local else "0.0.0.0"
     tls = {"certificate": CERTIFICATE, "key": SERVER_KEY, "authority": AUTHORITY, "authenticate": True} if plan.tls else {}
-    sheets.write(server / sheets.SERVER, ServerSheet(host=listen, port=plan.port, **tls))
-    known: Mapping[str, Any] = {"root-certificates": str((server / AUTHORITY).resolve())} if plan.tls else {"insecure": True}
-    connection = {"superlink": {"default": CONNECTION, CONNECTION: {"address": f"127.0.0.1:{plan.port}", **known}}}
-    (server / "flwr").mkdir()
-    (server / "flwr" / "config.toml").write_text(tomli_w.dumps(connection), encoding="utf-8")
+    sheet = ServerSheet(host=listen, port=plan.port, **tls)
+    sheets.write(server / sheets.SERVER, sheet)
+    write_connection(server, sheet)
+
+
+def write_connection(server: Path, sheet: ServerSheet) -> None:
+    """By which Flower's own command finds the SuperLink of a server's folder, where that is now."""
+    authority = str((server / sheet.authority).resolve())
+    known: Mapping[str, Any] = {"root-certificates": authority} if sheet.authority else {"insecure": True}
+    connection = {"superlink": {"default": CONNECTION, CONNECTION: {"address": f"127.0.0.1:{sheet.port}", **known}}}
+    (server / FLOWER).mkdir(exist_ok=True)
+    (server / FLOWER / "config.toml").write_text(tomli_w.dumps(connection), encoding="utf-8")
 
 
 def _fit(name: str) -> bool:

@@ -152,7 +152,8 @@ def _lock(path: Path) -> int:
         except OSError:
             os.close(file)
             time.sleep(0.05)
-    raise UserError(f"{path.parent}: is at work already; 'fedloom federation status' says as what")
+    told = f"'fedloom federation status {path.parent}' says as what, 'down' stops it"
+    raise UserError(f"{path.parent}: is at work already; {told}")
 
 
 def _held(path: Path) -> bool:

@@ -1,6 +1,9 @@
 """What a machine of a federation runs, as files that its owner reads and changes: `site.yaml` and `server.yaml`."""
 
+import contextlib
 import dataclasses
+import ipaddress
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,7 +53,9 @@ class SiteSheet:
     objectives: list[str] = value([], "objectives that it runs; none: all that ship")
     optimizers: list[str] = value([], "optimisers that it runs; none: all that ship")
     strategies: list[str] = value([], "strategies of runs that it takes part in; none: any")
-    publish: list[str] = value([], "parts of its network that others may have: extractor, head, or none; empty: any")
+    publish: list[str] = value(
+        [], "parts of its network that others may have; [none]: none; empty: any", choices=("extractor", "head", "none")
+    )
     device: str = value("", "where it computes; empty: as the run says", choices=("", "auto", "cpu", "cuda"))
     gpu: float = value(1.0, "share of a GPU's memory that it may take", low=0.0, high=1.0)
     largest_order: float = value(0.0, "MB of the largest message that it works on; 0: any", low=0.0)
@@ -100,6 +105,21 @@ def write(path: Path, sheet: Any) -> None:
         text = write_yaml({one.name: given}).strip() if given or given == default else f"{one.name}: {given}"
         lines.append(f"{'# ' if given == default else ''}{text}  # {one.metadata['help']}")
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def is_address(given: str) -> bool:
+    """Whether a text is a machine's name or address, without a port."""
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(given))
+    parts = given.removesuffix(".").split(".")
+    return len(given) < 254 and all(re.fullmatch(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)", part) for part in parts)
+
+
+def check_superlink(given: str) -> None:
+    """UserError for anything but HOST:PORT."""
+    host, _, port = given.rpartition(":")
+    if not (is_address(host.removeprefix("[").removesuffix("]")) and port.isdecimal() and 0 < int(port) < 2**16):
+        raise UserError(f"superlink: got '{given}', takes HOST:PORT, such as fed.example.org:8000")
 
 
 def node_config(sheet: SiteSheet, folder: Path) -> str:

@@ -241,7 +241,7 @@ def test_what_is_wrong_is_told_in_a_line(tmp_path: Path):
         write_plan(Plan(sites=[{"name": "a"}]), tmp_path / "new")
     assert (tmp_path / "new" / "a" / "key").stat().st_mode & 0o077 == 0
     assert local.down(tmp_path / "new") == []
-    with pytest.raises(UserError, match=r"is no federation's folder; 'fedloom federation up"):
+    with pytest.raises(UserError, match=r"is no federation's folder, nor a machine's; 'fedloom federation up"):
         local.status(tmp_path)
     with pytest.raises(UserError, match="unknown machine 'b'"):
         local.logs(tmp_path / "new", ["b"], 3)

@@ -55,8 +55,10 @@ class Recorder:
         self.replies: list[tuple[str, bool, str]] = []
         self.records: list[dict[str, Any]] = []
         self.messages: list[str] = []
+        self.announced: list[int] = []
 
-    def started(self, run: str, sites: int, rounds: int, note: str) -> None: ...
+    def started(self, run: str, sites: int, rounds: int, note: str) -> None:
+        self.announced.append(rounds)
 
     def round_started(self, round: int, asked: int) -> None:
         self.asked.append(asked)

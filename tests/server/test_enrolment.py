@@ -14,9 +14,10 @@ from conf.sites import roster
 from server.ledger import Ledger
 from server.rounds.exchange import Federation
 from server.rounds.nodes import Unkept
-from sims.cli.unlearn import readmit
+from sims.cli.unlearn import events, events_table, readmit
 from sims.engines.adapter import FIRST_NODE, store_folder
 from sims.engines.inline import InlineGrid
+from sims.federation.plan import Plan, write_plan
 from tests.server.parts import set_up, small
 
 A, B, C = (FIRST_NODE + place for place in range(3))
@@ -111,6 +112,8 @@ def test_readmit_with_a_node_is_the_operators_word_beside_a_running_server(tmp_p
     assert ledger.bound() == {"north": C, "south": B}
     with pytest.raises(UserError, match="unknown site 'east'"):
         readmit(path, ["east"], C)
+    with pytest.raises(UserError, match=f"--node: node {B} is that of 'south' in this run"):
+        readmit(path, ["north"], B)
     with pytest.raises(UserError, match="--node: is that of one site; got 2 sites"):
         readmit(path, ["north", "south"], C)
     for odd in (-5, 0, 2**70):
@@ -120,6 +123,36 @@ def test_readmit_with_a_node_is_the_operators_word_beside_a_running_server(tmp_p
     readmit(path, ["north"], A)  # and without one
     with Ledger.open(path, server=False) as left:
         assert left.bound() == {"north": A, "south": B}
+
+
+def test_a_node_that_is_vouched_for_is_the_sites_in_the_federation(tmp_path: Path):
+    folder = tmp_path / "machines"
+    config = small(tmp_path, NAMES, "rounds=1", "engine.name=flower", f"engine.address={folder}")
+    ledger = set_up(config).all_rounds().aggregate.ledger
+    path = tmp_path / config.run.name
+    (path / "config.yaml").write_text(_stored(config))
+    ledger.close()
+    write_plan(Plan(sites=[{"name": "north"}, {"name": "south"}]), folder)
+    for name, node in {"north": C, "south": B}.items():
+        (folder / "server" / "keys" / f"{name}.id").write_text(str(node))
+    with pytest.raises(UserError, match=f"--node: node 42 is no site's in {folder}; that of 'north' is {C}"):
+        readmit(path, ["north"], 42)
+    with pytest.raises(UserError, match=f"--node: node {B} is that of 'south' in {folder}; that of 'north' is {C}"):
+        readmit(path, ["north"], B)
+    readmit(path, ["north"], C)
+    table = events_table(path, events(path)).markdown()
+    assert f"nodes north {C}; by operator" in table
+
+
+def test_nodes_that_are_no_site_of_the_run_are_named(tmp_path: Path):
+    config = small(tmp_path, NAMES)
+    found, _ = federation(config, {A: "north", B: "soth", C: "south"})
+    found.join(0.0)
+    found.refresh()
+    assert found.enrolment.warnings == ["there, but not asked, as no site that takes part in this run: soth"]
+    found, _ = federation(config, {A: "north", B: "soth"})
+    with pytest.raises(UserError, match=r"sites did not join .*: south \(.*; there, and no site that takes part: soth\)"):
+        found.join(0.0)
 
 
 def _stored(config: Config) -> str:

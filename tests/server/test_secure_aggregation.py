@@ -21,6 +21,7 @@ from fusion.exact import ExactSum, digest
 from server.ledger.audit import check
 from server.privacy import check_hidden
 from server.strategies import slots_of, strategy_of
+from server.unlearning.certificate import CERTIFICATES, read
 from server.unlearning.requests import Unlearning, receive
 from sims.cli.compose import Order, compose
 from sims.engines.adapter import store_folder
@@ -116,7 +117,10 @@ def test_forgetting_leaves_the_sum_of_what_the_others_hold(tmp_path: Path) -> No
         forget(method, config, [TWO], "first", client)
         assert 2 not in {site for _, site, _ in client.replies}
         assert method.aggregation.digest()["sum"] == held(config, others(TWO))
-        forget(method, config, [ONE, FOUR], "second")
+        before = method.unlearning().last_round()
+        listener = forget(method, config, [ONE, FOUR], "second")
+        assert listener.announced[-1] == listener.records[-1]["round"] == before + 1  # once told as round 3 of 2
+        assert "the server never read one alone" in read(folder(config) / CERTIFICATES / "second.json")["not_exact"]["masks"]
         assert method.aggregation.digest()["sum"] == held(config, others(ONE, TWO, FOUR))
         assert all(method.aggregation.checks()[0].values())
         assert [one.state for one in map(method.ledger.request, ("first", "second")) if one] == ["verified"] * 2

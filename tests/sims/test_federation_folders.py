@@ -1,0 +1,157 @@
+"""`fedloom federation` without a machine at work: what is wrong in plans, sheets and folders, each told in one line."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sims.cli.unlearn import events_table
+from sims.engines.flower import _connection
+from sims.federation.machines import refuse_port, run_server
+from sims.federation.plan import Plan, write_plan
+from sims.federation.programs import LOCK, PID, free_port, running
+from sims.federation.sheets import SERVER, SITE, ServerSheet, SiteSheet, read, write
+from tests.sims.commands import Command, refused
+
+BAD = {
+    "publish: [everything]": "publish: got 'everything', takes a list of: extractor, head, none",
+    "strategies: [sum_agregation]": "strategies[0]: got 'sum_agregation'; did you mean 'sum_aggregation'? (takes: ",
+    "networks: [conv6, conv5]": "networks[1]: got 'conv5'; did you mean 'conv6'? (takes: ",
+    "objectives: [fedprotoo]": "objectives[0]: got 'fedprotoo'; did you mean 'fedproto'?",
+    "optimizers: [AdamW]": "optimizers[0]: got 'AdamW'; did you mean 'adamw'?",
+    'domain: "imges:/x"': "domain: got 'imges:/x'; did you mean 'images:PATH'? (takes: ",
+    "masks: always": "masks: got 'always', takes one of: \"\", required",
+}
+GOOD = (
+    'publish: [none], strategies: [sum_aggregation, "mine:Own"], networks: ["a.b:Net"], objectives: [rp], domain: "npz:/x"'
+)
+
+
+@pytest.mark.parametrize("given", BAD)
+def test_what_a_sheet_does_not_take_is_refused_by_plan_and_by_node(fedloom: Command, tmp_path: Path, given: str):
+    nodes, sheet = tmp_path / "nodes.yaml", tmp_path / SITE
+    nodes.write_text(f"sites: [{{name: a}}, {{name: b, {given}}}]")
+    refused(fedloom("federation", "plan", nodes, "--folder", tmp_path / "new"), f"sites[1].{BAD[given]}")
+    assert not (tmp_path / "new").exists()
+    sheet.write_text(f"name: b\nsuperlink: 127.0.0.1:1\n{given}\n")
+    refused(fedloom("federation", "node", sheet), f"{sheet}: {BAD[given]}")
+
+
+def test_what_a_sheet_takes_is_planned_and_kept_out_of_git(fedloom: Command, tmp_path: Path):
+    (tmp_path / "nodes.yaml").write_text(f"sites: [{{name: a, {GOOD}}}]")
+    assert fedloom("federation", "plan", tmp_path / "nodes.yaml", "--folder", tmp_path / "new").code == 0
+    assert read(SiteSheet, tmp_path / "new" / "a" / SITE).domain == "npz:/x"
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    told = subprocess.run(["git", "status", "--porcelain"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert told.stdout == "?? nodes.yaml\n"
+
+
+@pytest.mark.parametrize("host", ["http://127.0.0.1:8000", "a b", "127.0.0.1:8000", ""])
+def test_a_server_is_named_by_its_name_or_address_alone(fedloom: Command, tmp_path: Path, host: str):
+    (tmp_path / "nodes.yaml").write_text(f"host: '{host}'\nsites: [{{name: a}}]")
+    refused(fedloom("federation", "plan", tmp_path / "nodes.yaml"), f"host: got '{host}', takes a machine's name or address")
+    (tmp_path / SITE).write_text(f"name: b\nsuperlink: 'http://{host}:8000'\n")
+    refused(fedloom("federation", "node", tmp_path / SITE), "superlink: got 'http://", "takes HOST:PORT")
+
+
+def test_what_is_left_of_a_site_is_seen_and_stopped_from_its_own_folder(fedloom: Command, tmp_path: Path):
+    """The command that kept its program running was killed."""
+    write_plan(Plan(port=free_port(), sites=[{"name": "a"}]), tmp_path / "new")
+    home = tmp_path / "new" / "a"
+    with (home / LOCK).open("w") as lock:
+        code = "import fcntl, sys, time; fcntl.flock(int(sys.argv[1]), fcntl.LOCK_EX); print(flush=True); time.sleep(600)"
+        words = [sys.executable, "-c", code, str(lock.fileno())]
+        program = subprocess.Popen(words, pass_fds=[lock.fileno()], stdout=subprocess.PIPE, start_new_session=True)
+    with program:
+        assert program.stdout is not None and program.stdout.readline()
+        (home / PID).write_text(f"1 {program.pid}")
+        said = fedloom("federation", "status", home)
+        assert said.code == 0 and f"up, process {program.pid}" in said.out, said
+        assert fedloom("federation", "down", home).out == "stopped: a\n"
+    assert not running(home) and fedloom("federation", "down", home).out == "stopped: nothing was running\n"
+
+
+@pytest.mark.parametrize("words", [["status"], ["down"], ["logs", "--folder"]], ids=lambda words: words[0])
+def test_a_folder_that_is_none_is_refused(fedloom: Command, tmp_path: Path, words: list[str]):
+    refused(fedloom("federation", *words, tmp_path / "nowhere"), "nowhere: is no federation's folder, nor a machine's")
+
+
+def test_logs_takes_the_folder_as_the_others_do(fedloom: Command, tmp_path: Path):
+    write_plan(Plan(sites=[{"name": "a"}, {"name": "b"}]), tmp_path / "m")
+    for name in ("a", "b"):
+        (tmp_path / "m" / name / "log.txt").write_text(f"of {name}\n")
+    assert fedloom("federation", "logs", tmp_path / "m", "b").out == "== b\nof b\n"
+    assert fedloom("federation", "logs", "b", "--folder", tmp_path / "m").out == "== b\nof b\n"
+    assert fedloom("federation", "logs", tmp_path / "m").out == "== a\nof a\n== b\nof b\n"
+    refused(fedloom("federation", "logs", tmp_path / "m", "c"), "unknown machine 'c'")
+
+
+def test_what_cannot_be_written_is_told_in_a_line(fedloom: Command, tmp_path: Path):
+    (tmp_path / "file").touch()
+    for folder in ("/proc/fed", tmp_path / "file"):
+        refused(fedloom("federation", "up", folder, "--nodes", "1"), "cannot be written", "or name another folder")
+
+
+def test_a_port_in_use_is_told_with_the_key_to_change(fedloom: Command, tmp_path: Path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        write_plan(Plan(port=port, sites=[{"name": "a"}]), tmp_path / "m")
+        told = f"server.yaml: port {port} is in use by another program: stop that, or change it there"
+        refused(fedloom("federation", "server", tmp_path / "m" / "server"), told)
+        refused(fedloom("federation", "up", tmp_path / "m"), told)
+    refuse_port(tmp_path / "m" / "server", ServerSheet(port=port))
+
+
+def test_a_server_that_was_moved_finds_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its certificate's place was that of the plan's machine."""
+    write_plan(Plan(port=free_port(), sites=[{"name": "a"}]), tmp_path / "m")
+    home = (tmp_path / "m" / "server").rename(tmp_path / "elsewhere")
+    monkeypatch.setattr("sims.federation.machines.keep_running", lambda *_: None)
+    run_server(home)
+    assert str(home / "ca.crt") in (home / "flwr" / "config.toml").read_text()
+    assert _connection(str(home)) == ({"FLWR_HOME": str(home / "flwr")}, "here")
+
+
+def test_an_address_of_no_federation_is_refused_before_anything_is_started(
+    fedloom: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path / "flwr"))
+    monkeypatch.chdir(tmp_path)
+    words = ["run", "digits", "engine.name=flower", "engine.address=nowhere", "data.test_limit=50"]
+    refused(fedloom(*words), "engine.address: 'nowhere' is no federation's folder", "of Flower's own there is none")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "flwr").mkdir()
+    (tmp_path / "flwr" / "config.toml").write_text('[superlink]\ndefault="lab"\n[superlink.lab]\naddress="127.0.0.1:1"\n')
+    refused(fedloom(*words), "(Flower's own: lab)")
+    assert _connection("lab") == ({}, "lab")
+
+
+def test_a_sheet_that_is_written_is_read_again(tmp_path: Path):
+    sheet = ServerSheet(port=1234, authenticate=True)
+    write(tmp_path / SERVER, sheet)
+    assert read(ServerSheet, tmp_path / SERVER) == sheet
+
+
+def test_the_ledgers_table_says_what_a_round_cost_and_who_joined():
+    given = [
+        {
+            "id": 1,
+            "time": "now",
+            "kind": "bound",
+            "digest": "",
+            "body": {"nodes": {"a": 7}, "by": "joined", "keys": {"a": "ab" * 32}},
+        },
+        {
+            "id": 2,
+            "time": "now",
+            "kind": "round",
+            "digest": "",
+            "body": {"round": 1, "record": {"epsilon": {"a": 12.345, "b": 1}}},
+        },
+    ]
+    text = events_table(Path("run"), given).markdown()
+    assert "nodes a 7 (key abababababababab); by joined" in text and "round 1; epsilon a 12.3, b 1" in text
