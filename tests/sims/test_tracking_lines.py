@@ -65,10 +65,9 @@ def test_a_round_in_the_middle_of_which_a_process_died_is_completed(config: Conf
         assert [point.step for point in client.get_metric_history(line.id, name)] == [1, 2]
 
 
-def test_a_file_of_wandb_is_read_up_to_where_it_was_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for name, value in [("WANDB_MODE", "offline"), ("WANDB_SILENT", "true"), ("WANDB_ERROR_REPORTING", "false")]:
-        monkeypatch.setenv(name, value)
-    with wandb.init(dir=str(tmp_path), id="x", project="p", settings=wandb.Settings(console="off")) as run:
+def test_a_file_of_wandb_is_read_up_to_where_it_was_torn(tmp_path: Path):
+    silent = wandb.Settings(console="off", silent=True)
+    with wandb.init(dir=str(tmp_path), id="x", project="p", mode="offline", reinit="create_new", settings=silent) as run:
         for number in range(1, 30):
             run.log({"round": number, "text": "a" * 3000}, step=number)  # several blocks
     assert last_number(tmp_path / "wandb", "x", "round") == 29
