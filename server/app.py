@@ -11,6 +11,7 @@ from conf.errors import FailedError, UserError
 from server.experiment import run_experiment
 from server.grid import CarefulGrid
 from server.listener import LogListener
+from server.strategies.pairing import paired
 
 app = ServerApp()
 
@@ -37,6 +38,6 @@ def main(grid: Grid, context: Context) -> None:
         experiment = str(context.run_config.get("experiment", "digits"))
         overrides = shlex.split(str(context.run_config.get("overrides", "")))
         grid = CarefulGrid.like(grid) if isinstance(grid, HttpGrid) else grid
-        run_experiment(grid, load(experiment, ["engine.name=flower", *overrides]), LogListener())
+        run_experiment(grid, paired(load(experiment, ["engine.name=flower", *overrides]), overrides), LogListener())
     except (UserError, FailedError) as error:
         raise RunFailed(str(error)) from None
