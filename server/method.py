@@ -177,7 +177,7 @@ class Method:
         backwards: dict[str, dict[str, float]] = {}
         if again is not None and found.aggregate:
             found.measure(backwards, "", aggregation.aggregate(again))
-        if not found.models:
+        if not found.models or aggregation.strategy.personal:
             found.measure(found.accuracy, PERSONAL, None, found.sites)
         found.settle()
         return {

@@ -76,7 +76,9 @@ def run(
         raise typer.Exit(many.show(order) if show else many.run(order, quiet=quiet, as_json=as_json))
     if parallel > 1:
         raise UserError("--parallel: is for many runs; say which with --seeds 0,1,2 or --sweep key=value,value")
-    config = load(experiment, [*words, *(["run.overwrite=true"] if overwrite else [])])
+    from server.strategies.pairing import paired
+
+    config = paired(load(experiment, [*words, *(["run.overwrite=true"] if overwrite else [])]), words)
     if show:
         from sims.cli.keys import with_options
 
@@ -248,7 +250,10 @@ def report(run: Annotated[Path, typer.Argument(help="A run's folder, such as run
 @app.command()
 def reproduce(
     what: Annotated[
-        str, typer.Argument(help="aggregation, arithmetic, cla, components, fusion, lasem, skill_transfer or unlearning.")
+        str,
+        typer.Argument(
+            help="aggregation, arithmetic, cla, components, fusion, lasem, skill_transfer, strategies, unlearning."
+        ),
     ],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value for every run, such as engine.workers=2")] = None,
     preset: Annotated[str, typer.Option(help="cpu: minutes on two cores; paper: the paper's size, for a GPU.")] = "cpu",
