@@ -15,6 +15,7 @@ from clients.identity import SIGNED, erased_words, sent_words
 from clients.learner import Outcome, learn
 from clients.measure import count_right
 from clients.messages import (
+    BEFORE,
     CLASSES,
     ENROL,
     ERASE,
@@ -82,7 +83,7 @@ class Job:
         order, config, site = self.order, self.config, self.site
         incoming = to_states(self.content)
         lost = incoming.pop(OWN, None)
-        for record in (SECURE_SHARES, LIFT):
+        for record in (SECURE_SHARES, LIFT, BEFORE):
             incoming.pop(record, None)
         return Task(
             config=config,

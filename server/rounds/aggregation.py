@@ -150,6 +150,15 @@ class Aggregation:
         """Take sites out, and commit it; `body` goes into the event, which answers `request`. UserError if it cannot."""
         self.slots.forget(names, body, request, self._settle)
 
+    def lost(self) -> list[str]:
+        """The sites whose contributions were with nodes that are not there any more."""
+        return self.slots.lost()
+
+    def lose(self, names: Sequence[str]) -> None:
+        """Let sites whose contributions are lost take part from their first ones on, as if they had just joined."""
+        self.slots.lose(names, {"lost": "their nodes are gone (federation.node_store)"}, self._settle)
+        self.readmit(names)
+
     def roll_back(self, names: Sequence[str], body: dict[str, Any], request: str | None = None) -> None:
         """Go back to the round before the first of these sites took part, as `forget`. UserError if it cannot."""
         self.slots.roll_back(names, body, request)

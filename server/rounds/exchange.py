@@ -63,6 +63,10 @@ class Federation:
         """The node of each site that is there, by name."""
         return self.enrolment.nodes
 
+    def parts(self, run: str) -> Any:
+        """What nodes of a cluster keep of a run (server.ledger.blobs.Elsewhere); None where the server keeps all."""
+        return self.grid.parts(run) if self.simulated and hasattr(self.grid, "parts") else None  # type: ignore[attr-defined]
+
     def join(self, timeout: float, fewest: int = 0, unneeded: Collection[str] = ()) -> None:
         """Wait until every site is there (server.rounds.enrolment.Enrolment.join)."""
         self.enrolment.join(timeout, fewest, unneeded)

@@ -8,6 +8,7 @@ from flwr.app import ArrayRecord, RecordDict
 
 from clients.data import class_things, site_sizes
 from clients.messages import (
+    BEFORE,
     CONFIG,
     ENROL,
     EXPECTED,
@@ -188,6 +189,7 @@ class _Question:
     attempt: str  # at secure aggregation
     _arrays: dict[int, tuple[State, ArrayRecord]] = field(default_factory=dict)  # by the state's identity
     _common: dict[str, ArrayRecord] | None = None
+    _first: tuple[str, ArrayRecord | None] = ("", None)  # the contribution that was sent last, and its digest
 
     def __post_init__(self) -> None:
         config, slots = self.questions.config, self.questions.aggregation.slots
@@ -200,6 +202,7 @@ class _Question:
         self.staging = str(slots.contributions.staging.resolve()) if summed and not self.attempt else ""
         self.members = len(slots.members)
         likes = {record: one.like for record, one in self.expected.items() if one.like is not None}
+        self.apart = bool(self.staging) and slots.ledger.blobs.elsewhere is not None
         self.likes = {EXPECTED: expected_record(likes)} if summed and not self.attempt else {}
 
     def order(self, site: Site, lost: bool) -> RecordDict:
@@ -207,19 +210,31 @@ class _Question:
         asking, aggregation = self.questions, self.questions.aggregation
         file = aggregation.slots.contributions.file(site.name) if self.slot and self.sums and not self.attempt else None
         own = aggregation.restart(site) if lost else None
+        blobs = aggregation.ledger.blobs
+        digest = file.stem if file and self.apart else ""
         order = Order(
             config=asking._digest, run=asking.run, site=site.index, round=self.site_round, rounds=asking.rounds,
             base=0 if lost and own is None else self._base(site), members=self.members, kind=self.kind,
             split=self.split, sums=self.sums, slot=self.slot, ledger=self.staging,
-            before=str(file.resolve()) if file else "",
+            before=digest or (str(file.resolve()) if file else ""), holder=blobs.holder(digest) if digest else "",
             weight=aggregation.slots.weight(self.expected[self.slot].slot, site.name) if file else 0, secure=self.attempt,
         )  # fmt: skip
         records: dict[str, Any] = {ORDER: order.record(), **self._records(site), **self.likes}
         if own is not None:
             records[OWN] = to_arrays(own)
+        if digest and not order.holder:
+            records[BEFORE] = self._before(digest)
         if asking.needs_configuration(site):
             records[CONFIG] = asking._text
         return RecordDict(records)
+
+    def _before(self, digest: str) -> ArrayRecord:
+        """A contribution that the server has: one record for all sites that gave the same, as all do at first."""
+        known, record = self._first
+        if record is None or known != digest:
+            record = to_arrays(self.questions.aggregation.ledger.blobs.get(digest))
+            self._first = digest, record
+        return record
 
     def _base(self, site: Site) -> int:
         """The round after which the site's own state is valid."""
