@@ -9,7 +9,7 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 
 from clients.configurations import configuration, parsed
 from clients.data import Images, class_names, class_things, outputs, own_images, site_images, site_size
-from clients.device import pick_device
+from clients.device import memory_share, pick_device
 from clients.guard import SIMULATED
 from clients.identity import SIGNED, erased_words, sent_words
 from clients.learner import Outcome, learn
@@ -237,6 +237,7 @@ def read_job(message: Message, context: Context) -> Job:
     config = parsed(text) if simulated else followed(parsed(text), policy, order.site)
     policy.spare(order, config)
     config = config if order.rounds == config.rounds else stretched(config, order.rounds)
+    policy = replace(policy, gpu=memory_share(config.engine)) if simulated else policy
     sites = roster(config)
     if not 0 <= order.site < len(sites):
         raise UserError(f"order.site: is no place among the configuration's {len(sites)} sites")

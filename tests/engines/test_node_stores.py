@@ -46,10 +46,10 @@ class Watching(LogListener):
 
     def __init__(self, then: Callable[[dict[str, Any]], None] = lambda record: None) -> None:
         super().__init__()
-        self.then, self.said, self.rounds = then, [], []
+        self.then, self.said, self.records = then, [], []
 
     def round_done(self, record: dict[str, Any]) -> None:
-        self.rounds.append(record)
+        self.records.append(record)
         self.then(record)
 
     def message(self, text: str) -> None:
@@ -99,7 +99,7 @@ def test_nodes_give_one_sum_each_and_keep_the_rest_until_the_end_with_the_same_b
     assert states(tmp_path / "nodes") == states(tmp_path / "plain") == states(tmp_path / "inline")
     assert kept[-1] == {"part-0", "part-1"} and not list(tmp_path.glob("part-*/kept/*"))  # all is at home, and only there
     assert check(tmp_path / "nodes") == []
-    assert listener.rounds[-1]["bytes"].keys() and plain
+    assert listener.records[-1]["bytes"].keys() and plain
     unlearn(tmp_path / "nodes", Wish(["site-0003"], "gone"), quiet=True)
     assert check(tmp_path / "nodes") == []
 
