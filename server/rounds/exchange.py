@@ -49,6 +49,7 @@ class Federation:
     bindings: Bindings = field(default_factory=Unkept)
     enrolment: Enrolment = field(init=False)
     traffic: dict[str, tuple[int, int]] = field(default_factory=dict)
+    _range: range | None = None
 
     def __post_init__(self) -> None:
         self.enrolment = Enrolment(self.grid, self.sites, self.bindings)
@@ -72,8 +73,11 @@ class Federation:
         self.enrolment.join(timeout, fewest, unneeded)
 
     def refresh(self, timeout: float = REFRESH_SECONDS) -> None:
-        """Look for nodes that came or went."""
-        self.enrolment.refresh(timeout)
+        """Look for nodes that came or went. Where an engine has a whole range of them, as before, that is seen at once."""
+        there = self.grid.get_node_ids() if self.simulated else None
+        if not isinstance(there, range) or there != self._range or len(self.nodes) < len(self.sites):
+            self.enrolment.refresh(timeout)
+        self._range = there if isinstance(there, range) else None
 
     def ask(self, kind: str, orders: Iterable[tuple[Site, RecordDict]], round: int, timeout: float) -> Iterator[Reply]:
         """Send each site its order; yield replies as they come, and a failure for each site that does not answer.

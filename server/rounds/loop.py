@@ -29,6 +29,7 @@ from server.rounds.schedules import Participation
 from server.rounds.site_evaluation import SiteEvaluation
 
 MOST_TOLD = 300  # characters of a reason
+ATTEMPTS = 3  # at a round in which nodes of the cluster are lost
 TOLD = 10  # dropped replies told one by one in a round; all are in its record
 
 
@@ -72,6 +73,11 @@ class RoundLoop:
 
     def one(self, number: int) -> dict[str, Any]:
         """One round. Raises TooFewRepliesError, and then nothing is committed."""
+        for _ in range(ATTEMPTS):
+            try:
+                return self._round(number, recalibration=False)
+            except NodeLostError as error:  # with a contribution that it took to ask; without it, nothing has happened
+                self.listener.message(f"round {number}: {error}; it begins again")
         return self._round(number, recalibration=False)
 
     def recalibration(self, number: int) -> dict[str, Any]:

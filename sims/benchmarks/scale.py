@@ -24,7 +24,7 @@ from server.listener import LogListener
 from server.method import Method
 from server.rounds.loop import RoundLoop
 from server.runfolder import RunFolder
-from sims.benchmarks import untrained
+from sims.benchmarks import scale_nodes, untrained
 from sims.benchmarks.memory import own_bytes
 from sims.engines.inline import InlineGrid
 from sims.report.tables import Table
@@ -51,8 +51,8 @@ class TimedApp(ClientApp):
         return reply
 
 
-def bench() -> tuple[Table, list[dict[str, Any]]]:
-    """One fresh process for each number of sites."""
+def bench() -> tuple[list[Table], list[dict[str, Any]]]:
+    """One fresh process for each number of sites; then what a cluster's nodes send (sims.benchmarks.scale_nodes)."""
     rows = []
     for case in CASES:
         words = [sys.executable, "-m", __name__, *map(str, case)]
@@ -68,7 +68,8 @@ def bench() -> tuple[Table, list[dict[str, Any]]]:
     note = (f"Bars, to 10,000 sites: start-up at most {MOST_STARTUP:g} s, a round of 100 at most {MOST_SERVER:g} s of the "
             f"server's own time; an order at most {MOST_ORDER} bytes beside its arrays. From 100 to 10,000 sites a round "
             f"takes {rows[2]['server_s'] / rows[0]['server_s']:.1f} times as long.")  # fmt: skip
-    return Table("Scale", head, lines, note), rows
+    more, further = scale_nodes.tables(*CASES[-1])
+    return [Table("Scale", head, lines, note), *more], [*rows, *further]
 
 
 def one(sites: int, asked: int, folder: Path, begun: float) -> dict[str, Any]:
