@@ -77,7 +77,8 @@ class Method:
         loop.last = max(wanted, unlearning.goal())
         unlearning.tidy()
         unlearning.tell_sites()
-        if self.attach(federation):
+        if parts := federation.parts(self.ledger.run().run):
+            self.aggregation.attach(parts)
             loop.heal(unlearning.last_round() + 1)
         self._resumed(loop)
         self._announce(loop)
@@ -96,19 +97,12 @@ class Method:
             recalibrates = unlearning.recalibrates(last + 1)
             self.folder.append(loop.recalibration(last + 1) if recalibrates else loop.one(last + 1))
 
-    def attach(self, federation: Federation) -> bool:
-        """Let the ledger find what nodes keep in its place (federation.node_store), if they do; whether so."""
-        parts = federation.parts(self.ledger.run().run)
-        if parts is not None:
-            self.ledger.blobs = dataclasses.replace(self.ledger.blobs, elsewhere=parts)
-        return parts is not None
-
     def _bring_home(self, loop: RoundLoop) -> None:
         """Fetch all contributions that nodes keep: the run has ended, and they may go."""
         begin, brought = time.monotonic(), None
         while brought is None:
             try:
-                brought = self.ledger.blobs.bring_home(self.ledger.referred())
+                brought = self.aggregation.bring_home()
             except NodeLostError:
                 loop.heal(loop.last)
         if brought:

@@ -77,8 +77,8 @@ def _rounds(sites: int, asked: int, words: list[str], folder: Path) -> dict[str,
         with open_ledger(config, place) as ledger:
             method = Method(config, place, ledger, Evaluator(config))
             federation = method.joined(grid)
-            method.attach(federation)
-            loop = RoundLoop(config, "scale", federation, method.aggregation, method.evaluator, LogListener())
+            method.aggregation.attach(federation.parts(ledger.run().run))
+            loop = RoundLoop(config, ledger.run().run, federation, method.aggregation, method.evaluator, LogListener())
             received, seconds = [0], 0.0
             for number in range(1, ROUNDS + 1):
                 begin = time.perf_counter()

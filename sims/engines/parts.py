@@ -5,6 +5,7 @@ all of them when the run ends. A node is asked through its keeper, an actor that
 loses it starts another one. What a lost node kept is gone, unless another node sees the same folder (a shared disk).
 """
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -186,9 +187,9 @@ class Parts:
         return self._asked(self.holder(digest), "read", digest)
 
     def add_up(self, partials: Sequence[PartialSum]) -> PartialSum:
-        """One sum for several that a node keeps. Raises NodeLostError."""
+        """One sum for several that a node keeps, from it or from another one that sees its folder. Raises NodeLostError."""
         first = partials[0]
-        found = self._asked(first.node, "add_up", [one.ticket for one in partials])
+        node, found = self._anywhere(first.node, "add_up", [one.ticket for one in partials])
         states: dict[str, State] = {record: {} for record in first.addends}
         for name, array in found.items():
             record, _, tensor = name.partition(_BETWEEN)
@@ -196,7 +197,7 @@ class Parts:
         addends = {record: sum(one.addends[record] for one in partials) for record in first.addends}
         samples = {site: number for one in partials for site, number in one.samples.items()}
         blobs = {site: digest for one in partials for site, digest in one.blobs.items()}
-        self.note(first.node, blobs.values())
+        self.note(node, blobs.values())
         messages = frozenset[str]().union(*(one.messages for one in partials))
         records = {record: to_arrays(state) for record, state in states.items()}
         return PartialSum(first.run, first.round, messages, samples, addends, records, blobs=blobs)
@@ -229,6 +230,16 @@ class Parts:
             if node := self.holder(digest):
                 found.setdefault(node, []).append(digest)
         return found
+
+    def _anywhere(self, node: str, what: str, *words: Any) -> tuple[str, Any]:
+        """What a node says, or if it is lost the first of the others that knows; with the node's name."""
+        try:
+            return node, self._asked(node, what, *words)
+        except NodeLostError:
+            for other in sorted(alive() - {node}):
+                with contextlib.suppress(NodeLostError):
+                    return other, self._asked(other, what, *words)
+            raise
 
     def _asked(self, node: str, what: str, *words: Any) -> Any:
         try:

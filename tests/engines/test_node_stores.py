@@ -2,29 +2,67 @@
 
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from ray.cluster_utils import Cluster
 
+from clients.messages import to_arrays
+from clients.partial import PartialSum
 from clients.states import read_state
 from conf import UserError, load
 from fusion.exact import ExactSum, digest, exact
 from server.experiment import check as check_config
 from server.experiment import run_experiment
-from server.ledger import Ledger
+from server.ledger import Ledger, LedgerError
 from server.ledger.audit import check
 from server.listener import LogListener
 from sims.cli.unlearn import Wish, unlearn
 from sims.engines import open_engine
+from sims.engines.parts import Part
 from sims.engines.ray import RayGrid
 
 SITES = 8
 SMALL = [f"sites=[{{domain: digits, count: {SITES}, samples: 40}}]", "data.size=8", "rounds=4", "evaluation.every=4",
          "baselines=[]", "objective.subset_probability=0.5", "federation.fraction=0.75"]  # fmt: skip
+
+
+WEIGHTS = st.lists(st.integers(-(2**40), 2**40), min_size=1, max_size=4)
+
+
+@given(st.lists(st.tuples(WEIGHTS, st.booleans()), min_size=1, max_size=6))
+def test_a_node_adds_up_what_is_named_and_nothing_that_a_dead_worker_left(calls: list[tuple[list[int], bool]]):
+    """A worker that dies after it has left its sum is not heard of: its sites are asked again, and counted once."""
+    with tempfile.TemporaryDirectory() as folder:
+        part, size = Part(folder, "here"), max(len(numbers) for numbers, _ in calls)
+        numbers = [torch.tensor(given + [0] * (size - len(given))) for given, _ in calls]
+        made = [PartialSum("run", 1, frozenset({str(place)}), {}, {"site": 1}, {"site": to_arrays({"w": tensor})})
+                for place, tensor in enumerate(numbers)]  # fmt: skip
+        left = [part.leave(one) for one in made]
+        assert all(one.records == {} and one.node == "here" for one in left)
+        heard = [place for place, (_, reported) in enumerate(calls) if reported]
+        found = part.add_up("run", [left[place].ticket for place in heard])
+        expected = sum((numbers[place] for place in heard), torch.zeros(size, dtype=torch.int64))
+        assert [*map(list, found.values())] == ([expected.tolist()] if heard else [])
+        if heard:
+            with pytest.raises(FileNotFoundError):  # what was given once is not given twice
+                part.add_up("run", [left[heard[0]].ticket])
+
+
+def test_what_a_node_keeps_is_read_by_its_digest(tmp_path: Path):
+    part, state = Part(str(tmp_path), "here"), {"w": torch.arange(3.0)}
+    kept = part.put("run", state)
+    assert torch.equal(part.get("run", kept, "here")["w"], state["w"])
+    assert part.put("run", state) == kept
+    with pytest.raises(LedgerError, match="no such blob"):
+        part.get("other", kept, "here")
 
 
 @pytest.fixture
