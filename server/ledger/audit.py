@@ -3,13 +3,15 @@
 import json
 import re
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
 
 from conf.progress import steps
 from fusion.exact import ExactSum
@@ -20,6 +22,7 @@ from server.ledger.sums import SumRow, sum_rows
 from server.ledger.tables import EVENTS, FORMAT, LATEST, OLDEST, START, TABLES, apply, link, referenced, schema, to_event
 
 CONFIG = "config.yaml"
+AWAY = "is not here: a node of the cluster keeps it until the run ends (federation.node_store)"
 _SEAL_TEXT = re.compile(rf"([0-9a-f]{{64}})  {re.escape(LEDGER)}\n".encode())
 
 

@@ -22,12 +22,11 @@ from fusion.exact import ExactSum, digest, exact
 from server.experiment import check as check_config
 from server.experiment import run_experiment
 from server.ledger import Ledger, LedgerError
-from server.ledger.audit import check
+from server.ledger.audit import AWAY, Problem, check
 from server.listener import LogListener
 from sims.cli.unlearn import Wish, unlearn
 from sims.engines import open_engine
 from sims.engines.parts import Part
-from sims.engines.ray import RayGrid
 
 SITES = 8
 SMALL = [f"sites=[{{domain: digits, count: {SITES}, samples: 40}}]", "data.size=8", "rounds=4", "evaluation.every=4",
@@ -94,15 +93,12 @@ class Watching(LogListener):
         self.said.append(text)
 
 
-def run(root: Path, name: str, *words: str, listener: LogListener | None = None) -> tuple[dict[str, Any], int]:
-    """The summary of a run, and the bytes of arrays that came to the server until its last round was done."""
+def run(root: Path, name: str, *words: str, listener: LogListener | None = None) -> dict[str, Any]:
+    """The summary of a run."""
     config = load("digits", [*SMALL, f"run.root={root}", f"run.name={name}", *words])
     check_config(config)
     with open_engine(config) as grid:
-        received: list[int] = []
-        listener = listener or Watching(lambda _: received.append(grid.received if isinstance(grid, RayGrid) else 0))
-        summary = run_experiment(grid, config, listener)
-    return summary, received[-1] if received else 0
+        return run_experiment(grid, config, listener or LogListener())
 
 
 def states(folder: Path) -> dict[str, str]:
@@ -125,19 +121,21 @@ NODES = "federation.node_store=$PART/kept"
 @pytest.mark.slow
 def test_nodes_give_one_sum_each_and_keep_the_rest_until_the_end_with_the_same_bits(tmp_path: Path, cluster: Cluster):
     run(tmp_path, "inline", "engine.name=inline")
-    _, plain = run(tmp_path, "plain", *over(cluster))
+    run(tmp_path, "plain", *over(cluster))
     ray.shutdown()
     kept: list[set[str]] = []
+    found: list[Problem] = []
 
     def look(_: dict[str, Any]) -> None:
         kept.append({file.parent.parent.parent.parent.name for file in tmp_path.glob("part-*/kept/*/blobs/*")})
+        found.extend(check(tmp_path / "nodes"))
 
     listener = Watching(look)
     run(tmp_path, "nodes", *over(cluster, NODES), listener=listener)
     assert states(tmp_path / "nodes") == states(tmp_path / "plain") == states(tmp_path / "inline")
     assert kept[-1] == {"part-0", "part-1"} and not list(tmp_path.glob("part-*/kept/*"))  # all is at home, and only there
+    assert {problem.severity for problem in found} == {"note"} and any(problem.what == AWAY for problem in found)
     assert check(tmp_path / "nodes") == []
-    assert listener.records[-1]["bytes"].keys() and plain
     unlearn(tmp_path / "nodes", Wish(["site-0003"], "gone"), quiet=True)
     assert check(tmp_path / "nodes") == []
 
@@ -153,7 +151,7 @@ def test_what_a_lost_node_kept_is_out_of_the_sum_and_the_sum_is_that_of_what_is_
             (tmp_path / "part-1").rename(tmp_path / "burnt")
 
     listener = Watching(kill)
-    summary, _ = run(tmp_path, "lost", *over(cluster, NODES, "rounds=6"), listener=listener)
+    summary = run(tmp_path, "lost", *over(cluster, NODES, "rounds=6"), listener=listener)
     assert all(summary["checks"].values()) and check(tmp_path / "lost") == []
     (said,) = [line for line in listener.said if "a node is lost with what" in line]
     assert "they are out of the sum and begin again as new ones" in said
