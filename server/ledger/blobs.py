@@ -180,6 +180,10 @@ class Blobs:
         """The digests that have a file."""
         return {match[1] for name in self._files() if (match := _BLOB.fullmatch(name))}
 
+    def sound(self) -> set[str]:
+        """The digests whose file is what its name says; all are read."""
+        return {digest for digest in self.names() if self._whole(digest)}
+
     def strangers(self) -> set[str]:
         """The names of files that are no blobs, such as temporaries."""
         return {name for name in self._files() if not _BLOB.fullmatch(name)}

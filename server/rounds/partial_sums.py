@@ -1,6 +1,7 @@
 """Partial sums that workers hand over in the place of replies (clients.partial), taken in at the server."""
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ from server.ledger.blobs import NodeLostError
 
 if TYPE_CHECKING:
     from server.rounds.run import Expected, Reply, Run
+
+NODES = 16  # that are asked for their sums at once
 
 
 @dataclass
@@ -56,12 +59,15 @@ class Partials:
 
     def fetched(self) -> Iterator[tuple["Reply", str]]:
         """The replies whose sums nodes keep, now that each node gives one sum: with why they do not count, or nothing."""
-        for node, partials in sorted(self._there.items()):
-            reason, elsewhere = "", self.run.ledger.blobs.elsewhere
+        parts = self.run.ledger.blobs.elsewhere
+        if parts is None or not self._there:
+            return
+        with ThreadPoolExecutor(NODES) as threads:  # they add up at the same time
+            asked = {node: threads.submit(parts.add_up, list(each.values())) for node, each in sorted(self._there.items())}
+        for node, answer in asked.items():
+            reason = ""
             try:
-                if elsewhere is None:
-                    raise NodeLostError(f"node {node[:8]} is not of this run")
-                self._merge(elsewhere.add_up(list(partials.values())))
+                self._merge(answer.result())
             except (NodeLostError, ReplyError, ExactSumError) as error:
                 reason = str(error)
             yield from ((reply, reason) for reply in self._waiting[node])

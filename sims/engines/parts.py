@@ -26,9 +26,10 @@ from safetensors.torch import load, save
 
 from clients.messages import to_arrays, to_states
 from clients.partial import PartialSum
+from clients.replies import ReplyError
 from clients.states import write_bytes
 from fusion.exact import ExactSum, State
-from server.ledger.blobs import Blobs, NodeLostError
+from server.ledger.blobs import Blobs, LedgerError, NodeLostError
 from server.ledger.rows import Contribution
 from server.ledger.sums import SumRow, added_up
 
@@ -43,7 +44,8 @@ class Part:
     """The part of the node that this process runs on."""
 
     def __init__(self, folder: str, node: str) -> None:
-        self.folder, self.node = Path(os.path.expandvars(folder)), node
+        self.given, self.folder, self.node = folder, Path(os.path.expandvars(folder)), node
+        self._others: dict[str, Any] = {}
 
     def blobs(self, run: str) -> Blobs:
         """The contributions that are kept here."""
@@ -54,11 +56,20 @@ class Part:
         return self.blobs(run).put(state)
 
     def get(self, run: str, digest: str, holder: str) -> State:
-        """A contribution that is kept here, or at the node `holder`."""
-        if self.blobs(run).path(digest).is_file() or holder in ("", self.node):
-            return self.blobs(run).get(digest)
-        content: Any = ray.get(_keeper(str(self.folder), holder).read.remote(run, digest), timeout=ASK_SECONDS)
-        return _loaded(content, digest, holder)
+        """A contribution that is kept here, or at the node `holder`. ReplyError if that is not there."""
+        try:
+            if self.blobs(run).path(digest).is_file() or holder in ("", self.node):
+                return self.blobs(run).get(digest)
+            if holder not in self._others:
+                self._others[holder] = _keeper(self.given, holder)
+            content: Any = ray.get(self._others[holder].read.remote(run, digest), timeout=ASK_SECONDS)
+            return _loaded(content, digest, holder)
+        except (LedgerError, RayError) as error:
+            self._others.pop(holder, None)
+            last = str(error).strip().splitlines()[-1]
+            raise ReplyError(
+                f"what it gave before cannot be read from node {holder[:8] or self.node[:8]} ({last})"
+            ) from None
 
     def leave(self, sum: PartialSum) -> PartialSum:
         """Keep the records of a sum; the sum without them, and with where they are."""
@@ -84,9 +95,9 @@ class Keeper(Part):
     """The actor through which others reach a node's part."""
 
     def names(self, run: str) -> set[str]:
-        """The digests of what is kept here; sums of rounds that came to nothing go."""
+        """The digests of what is kept here, whole; sums of rounds that came to nothing go."""
         shutil.rmtree(self.folder / run / "sums", ignore_errors=True)
-        return self.blobs(run).names()
+        return self.blobs(run).sound()
 
     def read(self, run: str, digest: str) -> bytes:
         """The bytes of a contribution."""
@@ -125,12 +136,17 @@ class Stores:
         self.folder, self.received = folder, 0
         self._keepers: dict[str, Any] = {}
 
+    def begin(self, nodes: Iterable[str]) -> None:
+        """Start the keepers of these nodes, all at the same time."""
+        for node in nodes:
+            if node not in self._keepers:
+                self._keepers[node] = _keeper(self.folder, node)
+
     def ask(self, node: str, what: str, *words: Any) -> Any:
         """What a node's keeper says. Raises NodeLostError where there is none any more, or it cannot do it."""
         until, error = time.monotonic() + ASK_SECONDS, "it does not answer"
         while node in alive() and time.monotonic() < until:
-            if node not in self._keepers:
-                self._keepers[node] = _keeper(self.folder, node)
+            self.begin([node])
             reference = getattr(self._keepers[node], what).remote(*words)
             try:
                 while not ray.wait([reference], timeout=LOOK_SECONDS)[0] and node in alive() and time.monotonic() < until:
@@ -163,6 +179,7 @@ class Parts:
         if not (self._odd or lost):
             return False
         self.holders, self._odd = {}, False
+        self.stores.begin(now)
         for node in sorted(now):
             try:
                 self.note(node, self.stores.ask(node, "names", self.run))
@@ -184,7 +201,10 @@ class Parts:
 
     def get(self, digest: str) -> bytes:
         """A contribution's bytes. Raises NodeLostError."""
-        return self._asked(self.holder(digest), "read", digest)
+        node = self.holder(digest)
+        content = self._asked(node, "read", digest)
+        self._odd |= not _sound(content, digest)
+        return _checked(content, digest, node)
 
     def add_up(self, partials: Sequence[PartialSum]) -> PartialSum:
         """One sum for several that a node keeps, from it or from another one that sees its folder. Raises NodeLostError."""
@@ -257,9 +277,17 @@ class Parts:
 
 
 def _loaded(content: bytes, digest: str, node: str) -> State:
-    if hashlib.sha256(content).hexdigest() != digest:
-        raise NodeLostError(f"node {node[:8]}: what it kept is damaged")
-    return dict(sorted(load(content).items()))
+    return dict(sorted(load(_checked(content, digest, node)).items()))
+
+
+def _sound(content: bytes, digest: str) -> bool:
+    return hashlib.sha256(content).hexdigest() == digest
+
+
+def _checked(content: bytes, digest: str, node: str) -> bytes:
+    if not _sound(content, digest):
+        raise NodeLostError(f"node {node[:8]} has damaged what it kept")
+    return content
 
 
 def _bytes(answer: Any) -> int:

@@ -16,12 +16,13 @@ from ray.cluster_utils import Cluster
 
 from clients.messages import to_arrays
 from clients.partial import PartialSum
+from clients.replies import ReplyError
 from clients.states import read_state
 from conf import UserError, load
 from fusion.exact import ExactSum, digest, exact
 from server.experiment import check as check_config
 from server.experiment import run_experiment
-from server.ledger import Ledger, LedgerError
+from server.ledger import Ledger
 from server.ledger.audit import AWAY, Problem, check
 from server.listener import LogListener
 from sims.cli.unlearn import Wish, unlearn
@@ -60,7 +61,7 @@ def test_what_a_node_keeps_is_read_by_its_digest(tmp_path: Path):
     kept = part.put("run", state)
     assert torch.equal(part.get("run", kept, "here")["w"], state["w"])
     assert part.put("run", state) == kept
-    with pytest.raises(LedgerError, match="no such blob"):
+    with pytest.raises(ReplyError, match=r"what it gave before cannot be read from node here .*no such blob"):
         part.get("other", kept, "here")
 
 
