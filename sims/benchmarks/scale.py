@@ -74,7 +74,7 @@ def bench() -> tuple[list[Table], list[dict[str, Any]]]:
 
 def one(sites: int, asked: int, folder: Path, begun: float) -> dict[str, Any]:
     """The measurement itself, in this process, which began at `begun` (time.time)."""
-    config = load(str(written(sites, asked, folder)))
+    config = load(str(scale_nodes.written(sites, asked, ROUNDS, folder)))
     check(config)
     client = TimedApp()
     grid = InlineGrid(len(roster(config)), folder / "stores", client)
@@ -99,18 +99,6 @@ def one(sites: int, asked: int, folder: Path, begun: float) -> dict[str, Any]:
             "received_mb": received[-1] / 1e6, "order_bytes": client.order,
             "memory_mb": memory[-1] / MIB, "growth_mb": (memory[-1] - memory[1]) / MIB,
             "networks": kept / network / contributors}  # fmt: skip
-
-
-def written(sites: int, asked: int, folder: Path) -> Path:
-    """An experiment whose sites stand one by one in its file."""
-    entries = [f"  - {{domain: digits, name: client-{place:06d}, samples: {10 + place % 50}}}" for place in range(sites)]
-    path = folder / "scale.yaml"
-    path.write_text("\n".join(["sites:", *entries, f"rounds: {ROUNDS}", "network: {name: conv6, width: 0.5}",
-                               "objective: {name: sum_aggregation}", "strategy: {name: sum_aggregation}",
-                               "data: {size: 8, test_limit: 100}", f"federation: {{fraction: {asked / sites}}}",
-                               "evaluation: {every: 1000000, sites: 0}", "engine: {name: inline}",
-                               f"run: {{root: {folder / 'runs'}}}"]))  # fmt: skip
-    return path
 
 
 if __name__ == "__main__":

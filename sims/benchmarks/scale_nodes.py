@@ -66,10 +66,8 @@ def one(sites: int, asked: int, way: str, folder: Path) -> dict[str, Any]:
 def _rounds(sites: int, asked: int, words: list[str], folder: Path) -> dict[str, Any]:
     from sims.engines.ray import start
 
-    there = [f"sites={sites}", "population=[{domain: digits, samples: 10}]", f"rounds={ROUNDS}", f"run.root={folder}"]
-    same = ["network={name: conv6, width: 0.5}", "data.size=8", "data.test_limit=100", "evaluation.every=1000000"]
-    fixed = [*there, *same, f"federation.fraction={asked / sites}", "engine.name=ray", "engine.workers=2", "baselines=[]"]
-    config = load("digits", [*fixed, *words])
+    fixed = ["engine.name=ray", "engine.workers=2"]
+    config = load(str(written(sites, asked, ROUNDS, folder)), [*fixed, *words])
     grid = start(config, app="sims.benchmarks.untrained:app")
     place = RunFolder(Path(config.run.root) / config.run.name)
     place.open(config)
@@ -88,6 +86,18 @@ def _rounds(sites: int, asked: int, words: list[str], folder: Path) -> dict[str,
     finally:
         grid.close()
     return {"roster": len(roster(config)), "received_mb": (received[-1] - received[-2]) / 1e6, "round_s": seconds}
+
+
+def written(sites: int, asked: int, rounds: int, folder: Path) -> Path:
+    """An experiment whose sites stand one by one in its file."""
+    entries = [f"  - {{domain: digits, name: client-{place:06d}, samples: {10 + place % 50}}}" for place in range(sites)]
+    path = folder / "scale.yaml"
+    path.write_text("\n".join(["sites:", *entries, f"rounds: {rounds}", "network: {name: conv6, width: 0.5}",
+                               "objective: {name: sum_aggregation}", "strategy: {name: sum_aggregation}",
+                               "data: {size: 8, test_limit: 100}", f"federation: {{fraction: {asked / sites}}}",
+                               "evaluation: {every: 1000000, sites: 0}", "engine: {name: inline}",
+                               f"run: {{root: {folder / 'runs'}}}"]))  # fmt: skip
+    return path
 
 
 def constants() -> dict[str, float]:
