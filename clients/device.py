@@ -3,6 +3,7 @@
 import torch
 
 from conf.errors import UserError
+from conf.schema import EngineConfig
 
 
 def pick_device(name: str, share: float = 1.0) -> torch.device:
@@ -16,3 +17,8 @@ def pick_device(name: str, share: float = 1.0) -> torch.device:
     if share < 1.0 and seen and name != "cpu":
         torch.cuda.set_per_process_memory_fraction(share)
     return torch.device("cuda" if seen and name != "cpu" else "cpu")
+
+
+def memory_share(engine: EngineConfig) -> float:
+    """Of a GPU's memory, how much a simulated site may take: where several workers share a GPU, its worker's part."""
+    return engine.num_gpus if engine.name == "ray" and 0.0 < engine.num_gpus < 1.0 else 1.0

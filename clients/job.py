@@ -9,12 +9,13 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 
 from clients.configurations import configuration, parsed
 from clients.data import Images, class_names, class_things, outputs, own_images, site_images, site_size
-from clients.device import pick_device
+from clients.device import memory_share, pick_device
 from clients.guard import SIMULATED
 from clients.identity import SIGNED, erased_words, sent_words
 from clients.learner import Outcome, learn
 from clients.measure import Score, score, score_numbers
 from clients.messages import (
+    BEFORE,
     CLASSES,
     ENROL,
     ERASE,
@@ -81,7 +82,7 @@ class Job:
         order, config, site = self.order, self.config, self.site
         incoming = to_states(self.content)
         lost = incoming.pop(OWN, None)
-        for record in (SECURE_SHARES, LIFT):
+        for record in (SECURE_SHARES, LIFT, BEFORE):
             incoming.pop(record, None)
         return Task(
             config=config,
@@ -237,6 +238,7 @@ def read_job(message: Message, context: Context) -> Job:
     config = parsed(text) if simulated else followed(parsed(text), policy, order.site)
     policy.spare(order, config)
     config = config if order.rounds == config.rounds else stretched(config, order.rounds)
+    policy = replace(policy, gpu=memory_share(config.engine)) if simulated else policy
     sites = roster(config)
     if not 0 <= order.site < len(sites):
         raise UserError(f"order.site: is no place among the configuration's {len(sites)} sites")

@@ -45,6 +45,7 @@ _KIND = re.compile(r"[a-z][a-z0-9_]{0,99}")
 MEAN = "mean"  # down: the aggregate (of sum aggregation: the mean extractor and the shared head)
 STAR = "star"  # down and up: the free aggregated network N*
 SUBSET = "subset/"  # down: + site name: the mean without that site
+BEFORE = "before"  # down, where nodes keep contributions: the one in the sum now, if the server has it
 OWN = "own"  # down, to a site that lost its store: its last contribution
 MODEL = "model"  # down: a network to measure; of several: + / and their number
 RIGHT, TOTAL = "right", "total"  # up: right answers of the site's own network (right/ and a number: of one that was sent)
@@ -66,7 +67,8 @@ class Order:
     `rounds` is the length of the learning rate's schedule, `members` the number of sites in the aggregate, `split` the
     images that EVALUATE looks at. `sums`: records that are added up on the way, and how often each counts (once, samples);
     `ledger` is the folder where whoever adds them up writes each contribution, `before` the file of the one in the sum now,
-    which counts `weight` times. `secure`: the attempt at a round of secure aggregation; the records in `sums` are masked.
+    which counts `weight` times. Where nodes keep contributions, `before` is a blob's digest, which the node `holder` has, or
+    else the message holds it (BEFORE). `secure`: the attempt at a round of secure aggregation; what is in `sums` is masked.
     """
 
     config: str  # sha256 of the configuration's JSON (CONFIG)
@@ -79,6 +81,7 @@ class Order:
     kind: str = TRAIN
     split: str = ""
     sums: dict[str, str] = field(default_factory=dict)
+    holder: str = ""
     slot: str = ""  # the record, of those in `sums`, that is the site's contribution
     ledger: str = ""
     before: str = ""
@@ -158,7 +161,7 @@ def read_config_record(content: RecordDict, digest: str) -> str | None:
 
 def array_bytes(content: RecordDict) -> int:
     """Bytes of a message's states; what else is in it is small, or the configuration, which sites have but for once."""
-    states = (record for name, record in content.array_records.items() if name not in TEXTS)
+    states = (record for name, record in content.array_records.items() if name not in (*TEXTS, BEFORE))
     return sum(len(array.data) for record in states for array in record.values())
 
 

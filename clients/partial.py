@@ -2,12 +2,15 @@
 
 What the server must keep for each site is written here, by the worker, where the server will look for it. The sum travels
 beside the replies and in none of them, so that no site's reply can be taken for one.
+
+With federation.node_store both stay on the worker's node (Keeping): the server is told where, and fetches one sum a node.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from flwr.app import ArrayRecord, Error, Message, RecordDict
@@ -17,6 +20,7 @@ from torch import Tensor
 from clients.configurations import configuration, parsed
 from clients.data import site_size
 from clients.messages import (
+    BEFORE,
     EXPECTED,
     LOST,
     MEAN,
@@ -45,7 +49,8 @@ class PartialSum:
     """The exact sums over the replies of some sites: all of them count, or none.
 
     `messages`: ids of those that the replies answer. `samples`: of each site that is in it, by name. `addends`: of each
-    record, those that it holds. `records`: int64 sums; of contributions, the change of the sum.
+    record, those that it holds. `records`: int64 sums; of contributions, the change of the sum. Where a `node` has kept the
+    records, they are under `ticket` there, and the sites' contributions are `blobs`, by name of the site.
     """
 
     run: str
@@ -54,6 +59,25 @@ class PartialSum:
     samples: dict[str, int]
     addends: dict[str, int]
     records: dict[str, ArrayRecord]
+    node: str = ""
+    ticket: str = ""
+    blobs: dict[str, str] = field(default_factory=dict)
+
+
+class Keeping(Protocol):
+    """A node's own part of what is kept of runs."""
+
+    def put(self, run: str, state: State) -> str:
+        """Keep a contribution; its digest."""
+        ...
+
+    def get(self, run: str, digest: str, holder: str) -> State:
+        """A contribution that is kept here, or at the node `holder`."""
+        ...
+
+    def leave(self, sum: PartialSum) -> PartialSum:
+        """Keep the records of a sum; the sum without them, and with where they are."""
+        ...
 
 
 def expected_record(likes: Mapping[str, Mapping[str, Tensor]]) -> ArrayRecord:
@@ -62,10 +86,13 @@ def expected_record(likes: Mapping[str, Mapping[str, Tensor]]) -> ArrayRecord:
                                    likes.items()}))  # fmt: skip
 
 
-def combine(asked: Sequence[Message], replies: Sequence[Message]) -> tuple[list[Message], list[PartialSum]]:
+def combine(
+    asked: Sequence[Message], replies: Sequence[Message], part: Keeping | None = None
+) -> tuple[list[Message], list[PartialSum]]:
     """The replies, and one sum for each run and round over the records of those that allow it (Order.sums).
 
-    Those hold METRICS alone then. A reply that cannot be added becomes an error of its own site.
+    Those hold METRICS alone then. A reply that cannot be added becomes an error of its own site. `part`: where contributions
+    and sums are kept, if not at the server.
     """
     sums: dict[tuple[str, int, str], _Sums] = {}
     answers = []
@@ -75,7 +102,7 @@ def combine(asked: Sequence[Message], replies: Sequence[Message]) -> tuple[list[
             answers.append(reply)
             continue
         key = order.run, order.round, order.ledger
-        into = sums.get(key) or sums.setdefault(key, _Sums(order, message.content))
+        into = sums.get(key) or sums.setdefault(key, _Sums(order, message.content, part))
         try:
             into.add(order, message, reply.content)
         except (ExactSumError, ReplyError) as error:
@@ -83,14 +110,15 @@ def combine(asked: Sequence[Message], replies: Sequence[Message]) -> tuple[list[
             continue
         reply.content = RecordDict({METRICS: reply.content[METRICS]})
         answers.append(reply)
-    return answers, [one.sum() for one in sums.values() if one.samples]
+    found = [one.sum() for one in sums.values() if one.samples]
+    return answers, found if part is None else [part.leave(one) for one in found]
 
 
 class _Sums:
     """The sums of the sites of one run and round."""
 
-    def __init__(self, order: Order, content: RecordDict) -> None:
-        self.order = order
+    def __init__(self, order: Order, content: RecordDict, part: Keeping | None) -> None:
+        self.order, self.part = order, part
         self.config: Config = parsed(configuration(order.config, content, None))
         self.bits = self.config.federation.scale_bits
         shapes = json.loads(text_of(content.array_records[EXPECTED]))
@@ -99,6 +127,7 @@ class _Sums:
         self.sums = {record: ExactSum(self.bits) for record in order.sums}
         self.samples: dict[str, int] = {}
         self.messages: set[str] = set()
+        self.blobs: dict[str, str] = {}
 
     def add(self, order: Order, message: Message, content: RecordDict) -> None:
         """Add one site's records and write what the server keeps of it. Raises ExactSumError or ReplyError."""
@@ -109,7 +138,7 @@ class _Sums:
         start = {**sent[MEAN], **sent.get(STAR, {})}
         changed = {}
         for record, counted in order.sums.items():
-            before = self._before(order, record)
+            before = self._before(order, record, sent)
             check_record(record, given.get(record), before or self.likes[record], integers=False)
             bounds.check(record, given[record], dequantise(before, self.bits) if before else start)
             mine, times = quantise(given[record], self.bits), samples if counted == SAMPLES else 1
@@ -118,19 +147,30 @@ class _Sums:
             if before:
                 changed[record].add(before, -order.weight)
         if order.slot:
-            write_state(round_file(Path(order.ledger), site.name, order.round), given[order.slot])
+            self._keep(order, site.name, given[order.slot])
         self.sums, self.samples[site.name] = changed, samples
         self.messages.add(message.metadata.message_id)
 
-    def _before(self, order: Order, record: str) -> State:
+    def _before(self, order: Order, record: str, sent: Mapping[str, State]) -> State:
         """Of the record that is the site's contribution, what is in the sum now (int64)."""
-        return exact(read_state(Path(order.before)), self.bits) if record == order.slot and order.before else {}
+        if record != order.slot or not order.before:
+            return {}
+        if self.part is None:
+            return exact(read_state(Path(order.before)), self.bits)
+        return exact(sent.get(BEFORE) or self.part.get(order.run, order.before, order.holder), self.bits)
+
+    def _keep(self, order: Order, site: str, state: State) -> None:
+        if self.part is None:
+            write_state(round_file(Path(order.ledger), site, order.round), state)
+        else:
+            self.blobs[site] = self.part.put(order.run, state)
 
     def sum(self) -> PartialSum:
         """All that was added."""
         records = {record: to_arrays(one.totals) for record, one in self.sums.items()}
         addends = {record: one.addends for record, one in self.sums.items()}
-        return PartialSum(self.order.run, self.order.round, frozenset(self.messages), self.samples, addends, records)
+        messages = frozenset(self.messages)
+        return PartialSum(self.order.run, self.order.round, messages, self.samples, addends, records, blobs=self.blobs)
 
 
 def _read(content: RecordDict) -> dict[str, State]:

@@ -131,7 +131,11 @@ class FederationConfig:
     history: str = value(
         "latest", "contributions the server keeps of a site: latest, or those of all rounds", choices=("latest", "all")
     )
-    partial_sums: bool = value(False, "workers add up their sites' contributions; they need the server's disk")
+    partial_sums: bool = value(False, "workers add up their sites' contributions; they need its disk, or node_store")
+    node_store: str = value(
+        "",
+        "partial_sums: folder where each node keeps its sites' contributions until the run ends ($NAME: the node's)",
+    )
     secure_aggregation: bool = value(False, "sites mask what they send: the server can read nothing but sums")
     secure_threshold: float = value(
         0.67,

@@ -76,6 +76,9 @@ def _check_method(config: Config) -> None:
     check_named(config)
     if config.federation.partial_sums and config.engine.name == "flower":
         raise UserError("federation.partial_sums: needs workers of this run's own (engine.name=ray); leave it off")
+    if config.federation.node_store and not (config.federation.partial_sums and config.engine.name == "ray"):
+        raise UserError("federation.node_store: nodes keep what their workers add up: takes federation.partial_sums=true "
+                        "and engine.name=ray")  # fmt: skip
 
 
 def with_mode(config: Config, mode: str) -> Config:

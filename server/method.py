@@ -18,6 +18,7 @@ from conf.sites import Site, roster
 from server.at_sites import at_sites, costs, different_networks
 from server.evaluate import Evaluator
 from server.ledger import Ledger, Request
+from server.ledger.blobs import NodeLostError
 from server.ledger.database import LEDGER, begun
 from server.ledger.declared import declared_sums
 from server.listener import Listener
@@ -74,6 +75,9 @@ class Method:
         loop.last = max(wanted, unlearning.goal())
         unlearning.tidy()
         unlearning.tell_sites()
+        if parts := federation.parts(self.ledger.run().run):
+            self.aggregation.attach(parts)
+            loop.heal(unlearning.last_round() + 1)
         self._resumed(loop)
         self._announce(loop)
         while True:
@@ -83,12 +87,24 @@ class Method:
             if last < before:
                 self._resumed(loop)
             if last >= loop.last:
+                self._bring_home(loop)
                 return
             if changed or loop.last != announced:
                 self._announce(loop)
             unlearning.tell_sites()
             recalibrates = unlearning.recalibrates(last + 1)
             self.folder.append(loop.recalibration(last + 1) if recalibrates else loop.one(last + 1))
+
+    def _bring_home(self, loop: RoundLoop) -> None:
+        """Fetch all contributions that nodes keep: the run has ended, and they may go."""
+        begin, brought = time.monotonic(), None
+        while brought is None:
+            try:
+                brought = self.aggregation.bring_home()
+            except NodeLostError:
+                loop.heal(loop.last)
+        if brought:
+            loop.listener.note(f"{brought} contributions fetched from nodes in {time.monotonic() - begin:.1f} s")
 
     def joined(self, grid: Grid) -> Federation:
         """The federation of its members, when all are there that are not to be forgotten. UserError names the missing."""

@@ -3,13 +3,15 @@
 import json
 import re
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
 
 from conf.progress import steps
 from fusion.exact import ExactSum
@@ -20,6 +22,7 @@ from server.ledger.sums import SumRow, sum_rows
 from server.ledger.tables import EVENTS, FORMAT, LATEST, OLDEST, START, TABLES, apply, link, referenced, schema, to_event
 
 CONFIG = "config.yaml"
+AWAY = "is not here: a node of the cluster keeps it until the run ends (federation.node_store)"
 _SEAL_TEXT = re.compile(rf"([0-9a-f]{{64}})  {re.escape(LEDGER)}\n".encode())
 
 
@@ -43,6 +46,7 @@ class _Refers:
     sums: list[SumRow]
     states: dict[str, str]
     files: dict[str, str]
+    apart: bool = False  # nodes of a cluster keep contributions until the run ends
 
 
 def check(folder: Path) -> list[Problem]:
@@ -61,7 +65,8 @@ def check(folder: Path) -> list[Problem]:
         return found
     damaged = any(problem.severity == "problem" and problem.file.startswith("blobs") for problem in found)
     about_blobs = _guarded("blobs", _missing(blobs, refers[0]))
-    if not damaged and not any(problem.severity == "problem" for problem in about_blobs):
+    away = any(problem.what == AWAY for problem in about_blobs)
+    if not (damaged or away) and not any(problem.severity == "problem" for problem in about_blobs):
         for row in refers[0].sums:
             about_blobs += _guarded(_file(refers[0].states[row.name]), _sum(blobs, refers[0], row))
     if any(problem.severity == "problem" for problem in about_blobs) and _went_on(folder, refers[0].event):
@@ -193,13 +198,20 @@ def _references(db: sqlite3.Connection) -> _Refers:
     latest = {site: Contribution(*row) for site, *row in db.execute(LATEST)}
     created = json.loads(db.execute("SELECT body FROM events WHERE id = 1").fetchone()[0])
     kept = json.loads(states)
-    return _Refers(event, bits, referenced(db), latest, sum_rows(created, kept), kept, files)
+    return _Refers(event, bits, referenced(db), latest, sum_rows(created, kept), kept, files, _apart(created))
+
+
+def _apart(created: Mapping[str, Any]) -> bool:
+    """Whether the configuration has nodes keep contributions."""
+    config = yaml.safe_load(created["config"])
+    return bool(isinstance(config, dict) and (config.get("federation") or {}).get("node_store"))
 
 
 def _missing(blobs: Blobs, refers: _Refers) -> Iterator[Problem]:
     names = blobs.names()
     for blob in sorted(refers.blobs - names):
-        yield Problem(_file(blob), "is missing: the ledger refers to it")
+        told = (AWAY, "note") if refers.apart and not refers.files else ("is missing: the ledger refers to it", "problem")
+        yield Problem(_file(blob), *told)
     for blob in sorted(names - refers.blobs):
         yield Problem(_file(blob), "is an orphan: the ledger does not refer to it; prune removes it", "note")
 

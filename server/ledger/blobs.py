@@ -4,11 +4,12 @@ import errno
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -27,6 +28,46 @@ _HINTS = {
 
 class LedgerError(UserError):
     """A ledger that cannot be read or written, or an order that does not fit what it holds."""
+
+
+class NodeLostError(LedgerError):
+    """A node of the cluster that kept contributions is not there any more."""
+
+
+class Elsewhere(Protocol):
+    """Contributions that the nodes of a cluster keep (federation.node_store). All but `look` raise NodeLostError."""
+
+    def look(self) -> bool:
+        """Whether any may be gone since the last look."""
+        ...
+
+    def names(self) -> set[str]:
+        """The digests of all."""
+        ...
+
+    def holder(self, digest: str) -> str:
+        """The node that has it; empty if none has."""
+        ...
+
+    def get(self, digest: str) -> bytes:
+        """Its bytes."""
+        ...
+
+    def add_up(self, partials: Any) -> Any:
+        """One partial sum for several (clients.partial.PartialSum) that one node keeps."""
+        ...
+
+    def summed(self, row: Any, names: Any, given: Any, bits: int) -> Any:
+        """As server.ledger.sums.added_up, over contributions that nodes keep."""
+        ...
+
+    def remove(self, digests: Collection[str]) -> None:
+        """Let go of some, as far as nodes are there."""
+        ...
+
+    def end(self) -> None:
+        """Let go of all."""
+        ...
 
 
 @contextmanager
@@ -48,6 +89,27 @@ class Blobs:
     """
 
     folder: Path
+    elsewhere: Elsewhere | None = None
+
+    def has(self, digest: str) -> bool:
+        """Whether the blob is there, or a node has it."""
+        return self.path(digest).is_file() or bool(self.holder(digest))
+
+    def holder(self, digest: str) -> str:
+        """The node that has the blob in this folder's place; empty: none."""
+        return self.elsewhere.holder(digest) if self.elsewhere is not None else ""
+
+    def bring_home(self, digests: Iterable[str]) -> int:
+        """Write what nodes keep of these blobs into the folder, for good, and let the nodes' parts go; how many."""
+        if self.elsewhere is None:
+            return 0
+        away = sorted(digest for digest in set(digests) if self.holder(digest) and not self.path(digest).is_file())
+        for digest in away:
+            with told(self.path(digest)):
+                write_bytes(self.path(digest), self._content(digest), durable=False)
+        self.settle(away)
+        self.elsewhere.end()
+        return len(away)
 
     def put(self, state: State) -> str:
         """Write a state, unless it is there; its digest. Raises LedgerError if the disk refuses it."""
@@ -79,7 +141,7 @@ class Blobs:
 
     def settle(self, digests: Iterable[str]) -> None:
         """Make these blobs durable, before anything refers to them. Raises LedgerError naming one that is not there."""
-        paths = [self.path(digest) for digest in digests]
+        paths = [self.path(digest) for digest in digests if not self.holder(digest)]
         for path in paths:
             if not path.is_file():
                 raise LedgerError(f"{path}: no such blob; put it before it is committed")
@@ -90,19 +152,25 @@ class Blobs:
 
     def get(self, digest: str) -> State:
         """A state, its bytes verified. Raises LedgerError naming a file that is missing or not what its name says."""
+        try:
+            return dict(sorted(load(self._content(digest)).items()))  # safetensors has no order of its own
+        except SafetensorError as error:
+            raise LedgerError(f"{self.path(digest)}: is no readable safetensors file ({error})") from None
+
+    def _content(self, digest: str) -> bytes:
         path = self.path(digest)
         try:
             content = path.read_bytes()
         except FileNotFoundError:
-            raise LedgerError(f"{path}: no such blob; put it back from a copy of the run") from None
+            if self.elsewhere is None or not self.holder(digest):
+                raise LedgerError(f"{path}: no such blob; put it back from a copy of the run, or if a node of a cluster has "
+                                  "it (federation.node_store), resume the run there") from None  # fmt: skip
+            content = self.elsewhere.get(digest)
         except OSError as error:
             raise LedgerError(f"{path}: cannot be read ({error.strerror or error})") from None
         if hashlib.sha256(content).hexdigest() != digest:
             raise LedgerError(f"{path}: is damaged, its sha256 is not its name; put it back from a copy of the run")
-        try:
-            return dict(sorted(load(content).items()))  # safetensors has no order of its own
-        except SafetensorError as error:
-            raise LedgerError(f"{path}: is no readable safetensors file ({error})") from None
+        return content
 
     def path(self, digest: str) -> Path:
         """Where the blob of that digest is, or would be."""
@@ -112,14 +180,21 @@ class Blobs:
         """The digests that have a file."""
         return {match[1] for name in self._files() if (match := _BLOB.fullmatch(name))}
 
+    def sound(self) -> set[str]:
+        """The digests whose file is what its name says; all are read."""
+        return {digest for digest in self.names() if self._whole(digest)}
+
     def strangers(self) -> set[str]:
         """The names of files that are no blobs, such as temporaries."""
         return {name for name in self._files() if not _BLOB.fullmatch(name)}
 
     def remove_all(self, digests: Iterable[str]) -> None:
         """Remove blobs, those that are there."""
+        digests = list(digests)
         with ThreadPoolExecutor(SYNCS) as threads:
             list(threads.map(self.remove, digests))
+        if self.elsewhere is not None:
+            self.elsewhere.remove(digests)
 
     def remove(self, digest: str) -> None:
         """Remove a blob, if it is there."""

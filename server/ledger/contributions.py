@@ -110,6 +110,10 @@ class Contributions:
         else:
             self._staged[site] = Contribution(self.ledger.blobs.adopt(path), samples, round, self.bits)
 
+    def stage_kept(self, site: str, round: int, samples: int, blob: str) -> None:
+        """Stage a contribution that a node of the cluster keeps (federation.node_store)."""
+        self._staged[site] = Contribution(blob, samples, round, self.bits)
+
     def commit(self, round: int, states: Mapping[str, State], digest: Mapping[str, str], record: dict[str, Any]) -> None:
         """Make the staged contributions and the server's states the valid ones, in one step."""
         blobs = {name: self.ledger.blobs.put(state) for name, state in states.items()}

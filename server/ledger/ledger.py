@@ -253,6 +253,8 @@ class Ledger(Records):
             orphans = sorted(self.blobs.names() - referenced(db))
             for blob in orphans:
                 self.blobs.remove(blob)
+            if self.blobs.elsewhere is not None:
+                self.blobs.elsewhere.remove(self.blobs.elsewhere.names() - referenced(db))
             removed = [self.blobs.path(blob).name for blob in orphans] + self.blobs.sweep()
             if removed:
                 append(db, "pruned", {"files": removed})

@@ -62,6 +62,10 @@ class Records:
         """The last contribution of each site that has one, in the sites' order."""
         return {site: Contribution(*row) for site, *row in self._query(LATEST)}
 
+    def referred(self) -> set[str]:
+        """The digests of all contributions that are kept."""
+        return {blob for (blob,) in self._query("SELECT DISTINCT blob FROM contributions")}
+
     def history(self, site: str) -> list[Contribution]:
         """All contributions of a site that are kept, oldest first."""
         return [Contribution(*row) for row in self._query(_HISTORY, site)]

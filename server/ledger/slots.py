@@ -15,6 +15,7 @@ from server.ledger.contributions import Contributions
 from server.ledger.declared import Slot, Sum
 from server.ledger.ledger import Ledger
 from server.ledger.rows import Contribution
+from server.ledger.sums import SumRow, added_up
 
 
 @dataclass(frozen=True)
@@ -151,16 +152,25 @@ class Slots:
             self._next(slot).add(self.summed(slot, exact(_stored(state, self.bits), self.bits)), times=len(names))
         self.contributions.stage_all(names, round, {slot: _stored(state, self.bits)})
 
-    def merge(self, slot: str, change: State, samples: Mapping[str, int], round: int) -> None:
-        """Take in the change of a sum over several sites whose contributions workers wrote. ExactSumError, UserError."""
-        self.contributions.check_written(samples, round)
+    def merge(
+        self, slot: str, change: State, samples: Mapping[str, int], round: int, blobs: Mapping[str, str] | None = None
+    ) -> None:
+        """Take in the change of a sum over several sites whose contributions workers wrote, or (`blobs`) a node keeps.
+
+        Raises ExactSumError, UserError.
+        """
+        if not blobs:
+            self.contributions.check_written(samples, round)
         new = sum(self.times(slot, number) for site, number in samples.items())
         old = sum(self.weight(slot, site) for site in samples if self.has(slot, site))
         total = self.total(slot).copy()
         total.merge(change, addends=new - old)
         self._totals[slot] = total
         for site, number in samples.items():
-            self.contributions.stage_written(site, round, number)
+            if blobs:
+                self.contributions.stage_kept(site, round, number, blobs[site])
+            else:
+                self.contributions.stage_written(site, round, number)
 
     def keep(self, name: str, state: State) -> None:
         """Keep a state beside the sums, in place of that of its name."""
@@ -207,6 +217,36 @@ class Slots:
         """Take sites out and commit it; `settle` recomputes what is derived. `body` goes into the event."""
         self.check_forgetting(names)
         self._totals = {slot: self.sum_without(slot, names) for slot in self.totals}
+        self._leave(names, body, request, settle)
+
+    def lost(self) -> list[str]:
+        """The sites whose contributions were with nodes that are not there any more."""
+        blobs = self.ledger.blobs
+        if blobs.elsewhere is None or not blobs.elsewhere.look():
+            return []
+        gone = {one.blob for one in self.contributions.latest.values()}
+        gone = {blob for blob in gone if not blobs.has(blob)}
+        return [site for site, one in self.contributions.latest.items() if one.blob in gone]
+
+    def lose(self, names: Sequence[str], body: dict, settle: Callable[[], None] = lambda: None) -> None:
+        """Take sites out whose contributions are lost: the sums are added up anew, from all that is left. Commits it."""
+        left = set(names)
+        stays = [one for site, one in self.contributions.latest.items() if site not in left]
+        self._totals = {row.name: self._added_up(row, stays) for row in self.ledger.sums()}
+        self._leave(names, body, None, settle)
+
+    def _added_up(self, row: SumRow, given: Sequence[Contribution]) -> ExactSum:
+        """A sum over contributions, each added up where it is."""
+        blobs, names = self.ledger.blobs, list(self.totals[row.name].totals)
+        here = [one for one in given if not blobs.holder(one.blob)]
+        total = added_up(row, names, here, blobs.get, self.bits)
+        if blobs.elsewhere is not None and len(here) < len(given):
+            there = blobs.elsewhere.summed(row, names, [one for one in given if blobs.holder(one.blob)], self.bits)
+            total.merge(there.totals, there.addends)
+        return total
+
+    def _leave(self, names: Sequence[str], body: dict, request: str | None, settle: Callable[[], None]) -> None:
+        """Commit the sums that are staged, in which these sites are no more."""
         gone = {name: self.contributions.latest.pop(name) for name in names if name in self.contributions.latest}
         left = set(names)
         members, self.members = self.members, [site for site in self.members if site.name not in left]

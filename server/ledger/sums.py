@@ -1,5 +1,6 @@
 """What the ledger alone says of a method's sums: which there are, and what they are, read again from the contributions."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,9 +41,9 @@ def sum_rows(created: Mapping[str, Any], states: Mapping[str, str]) -> list[SumR
 def added_up(
     row: SumRow, names: Iterable[str], contributions: Iterable[Contribution], read: Callable[[str], State], bits: int
 ) -> ExactSum:
-    """The sum of these tensors over contributions, read one after the other."""
+    """The sum of these tensors over contributions, read one after the other; those that are one file once."""
     total, names = ExactSum(bits, modular=row.masked), list(names)
-    for one in contributions:
-        if part := row.of(read(one.blob), names, bits):
-            total.add(part, row.times(one.samples))
+    for (blob, times), count in Counter((one.blob, row.times(one.samples)) for one in contributions).items():
+        if part := row.of(read(blob), names, bits):
+            total.add(part, times * count)
     return total

@@ -1,6 +1,7 @@
 """A strategy at work on the slots of one run: begun or gone on with, asked for its models, and told to forget."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from clients.networks import Model
@@ -11,6 +12,7 @@ from conf.progress import steps
 from conf.sites import Site
 from fusion.exact import ExactSum, State, digest
 from server.ledger import Ledger
+from server.ledger.blobs import Elsewhere
 from server.ledger.declared import Slot, declared_sums
 from server.ledger.slots import Slots
 from server.privacy import hidden
@@ -149,6 +151,23 @@ class Aggregation:
     def forget(self, names: Sequence[str], body: dict[str, Any], request: str | None = None) -> None:
         """Take sites out, and commit it; `body` goes into the event, which answers `request`. UserError if it cannot."""
         self.slots.forget(names, body, request, self._settle)
+
+    def attach(self, parts: Elsewhere | None) -> None:
+        """From here on, find in these parts what nodes of a cluster keep in the ledger's place (None: nothing)."""
+        self.ledger.blobs = replace(self.ledger.blobs, elsewhere=parts)
+
+    def bring_home(self) -> int:
+        """Fetch all contributions that nodes keep, which may then let go of them; how many. Raises NodeLostError."""
+        return self.ledger.blobs.bring_home(self.ledger.referred())
+
+    def lost(self) -> list[str]:
+        """The sites whose contributions were with nodes that are not there any more."""
+        return self.slots.lost()
+
+    def lose(self, names: Sequence[str]) -> None:
+        """Let sites whose contributions are lost take part from their first ones on, as if they had just joined."""
+        self.slots.lose(names, {"lost": "their nodes are gone (federation.node_store)"}, self._settle)
+        self.readmit(names)
 
     def roll_back(self, names: Sequence[str], body: dict[str, Any], request: str | None = None) -> None:
         """Go back to the round before the first of these sites took part, as `forget`. UserError if it cannot."""

@@ -49,6 +49,7 @@ class Federation:
     bindings: Bindings = field(default_factory=Unkept)
     enrolment: Enrolment = field(init=False)
     traffic: dict[str, tuple[int, int]] = field(default_factory=dict)
+    _range: range | None = None
 
     def __post_init__(self) -> None:
         self.enrolment = Enrolment(self.grid, self.sites, self.bindings)
@@ -63,13 +64,20 @@ class Federation:
         """The node of each site that is there, by name."""
         return self.enrolment.nodes
 
+    def parts(self, run: str) -> Any:
+        """What nodes of a cluster keep of a run (server.ledger.blobs.Elsewhere); None where the server keeps all."""
+        return self.grid.parts(run) if self.simulated and hasattr(self.grid, "parts") else None  # type: ignore[attr-defined]
+
     def join(self, timeout: float, fewest: int = 0, unneeded: Collection[str] = ()) -> None:
         """Wait until every site is there (server.rounds.enrolment.Enrolment.join)."""
         self.enrolment.join(timeout, fewest, unneeded)
 
     def refresh(self, timeout: float = REFRESH_SECONDS) -> None:
-        """Look for nodes that came or went."""
-        self.enrolment.refresh(timeout)
+        """Look for nodes that came or went. Where an engine has a whole range of them, as before, that is seen at once."""
+        there = self.grid.get_node_ids() if self.simulated else None
+        if not isinstance(there, range) or there != self._range or len(self.nodes) < len(self.sites):
+            self.enrolment.refresh(timeout)
+        self._range = there if isinstance(there, range) else None
 
     def ask(self, kind: str, orders: Iterable[tuple[Site, RecordDict]], round: int, timeout: float) -> Iterator[Reply]:
         """Send each site its order; yield replies as they come, and a failure for each site that does not answer.

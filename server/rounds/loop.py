@@ -1,5 +1,6 @@
 """The round loop of all strategies: who takes part, the strategy's round, commit, evaluate."""
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,11 +12,12 @@ from clients.identity import SIGNED
 from clients.messages import TRAIN
 from clients.networks import Model
 from clients.replies import Bounds
-from conf.errors import FailedError, plain
+from conf.errors import FailedError, UserError, plain
 from conf.schema import Config
 from conf.sites import UNION, Site
 from server.at_sites import different_networks
 from server.evaluate import Evaluator
+from server.ledger.blobs import NodeLostError
 from server.listener import Listener
 from server.rounds.aggregation import Aggregation
 from server.rounds.exchange import Federation, Reply
@@ -27,6 +29,7 @@ from server.rounds.schedules import Participation
 from server.rounds.site_evaluation import SiteEvaluation
 
 MOST_TOLD = 300  # characters of a reason
+ATTEMPTS = 3  # at a round in which nodes of the cluster are lost
 TOLD = 10  # dropped replies told one by one in a round; all are in its record
 
 
@@ -70,6 +73,11 @@ class RoundLoop:
 
     def one(self, number: int) -> dict[str, Any]:
         """One round. Raises TooFewRepliesError, and then nothing is committed."""
+        for _ in range(ATTEMPTS):
+            try:
+                return self._round(number, recalibration=False)
+            except NodeLostError as error:  # with a contribution that it took to ask; without it, nothing has happened
+                self.listener.message(f"round {number}: {error}; it begins again")
         return self._round(number, recalibration=False)
 
     def recalibration(self, number: int) -> dict[str, Any]:
@@ -81,6 +89,7 @@ class RoundLoop:
         self.federation.traffic.clear()
         self.federation.refresh()
         self._warn()
+        self.heal(number)
         members = self.aggregation.members()
         participation = self.aggregation.schedule.participation(number, members)
         leaving = self._leaving(number)
@@ -129,6 +138,20 @@ class RoundLoop:
         record["seconds"] = time.monotonic() - begin
         self.listener.round_done(record)
         return record
+
+    def heal(self, number: int) -> None:
+        """Go on without contributions whose nodes are lost: their sites begin again, and all sums are exact.
+
+        Raises UserError if federation.lost_store says so.
+        """
+        while names := self.aggregation.lost():
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            told = f"a node is lost with what {', '.join(names[:3])}{more} gave last (federation.node_store)"
+            if self.config.federation.lost_store == "stop":
+                raise UserError(f"round {number}: {told}; bring it back, or federation.lost_store=restart begins them anew")
+            self.listener.message(f"round {number}: {told}: they are out of the sum and begin again as new ones")
+            with contextlib.suppress(NodeLostError):  # of another one, meanwhile
+                self.aggregation.lose(names)
 
     def _leaving(self, number: int) -> list[str]:
         """The sites to be forgotten in this round, if all that have masks in common with them are there (FailedError if not,

@@ -1,6 +1,7 @@
 """Partial sums that workers hand over in the place of replies (clients.partial), taken in at the server."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,20 +12,28 @@ from clients.partial import PartialSum
 from clients.replies import ReplyError, check_record
 from conf.errors import FailedError
 from fusion.exact import ExactSum, ExactSumError
+from server.ledger.blobs import NodeLostError
 
 if TYPE_CHECKING:
     from server.rounds.run import Expected, Reply, Run
 
+NODES = 16  # that are asked for their sums at once
+
 
 @dataclass
 class Partials:
-    """The partial sums of one question: each is taken in once, for all of its sites, or refused for all of them."""
+    """The partial sums of one question: each is taken in once, for all of its sites, or refused for all of them.
+
+    Those that nodes keep wait until all replies are there: then each node is asked for one sum (`fetched`).
+    """
 
     run: "Run"
     name: str
     means: dict[str, ExactSum]
     expected: "Mapping[str, Expected]"
     _found: dict[frozenset[str], str] = field(default_factory=dict)  # why each was refused; empty: it was not
+    _there: dict[str, dict[frozenset[str], PartialSum]] = field(default_factory=dict)  # by node
+    _waiting: dict[str, list["Reply"]] = field(default_factory=dict)
 
     def add(self, partial: PartialSum, reply: "Reply") -> None:
         """Take in the sum that a site's reply is in, unless it is in already. Raises ReplyError.
@@ -35,6 +44,10 @@ class Partials:
         if known != (self.name, self.run.site_round, reply.samples):
             raise FailedError(f"round {self.run.number}: a worker's partial sum is not that of {reply.site.name}'s reply; "
                               "nothing of it counts")  # fmt: skip
+        if partial.node:
+            self._there.setdefault(partial.node, {})[partial.messages] = partial
+            self._waiting.setdefault(partial.node, []).append(reply)
+            return
         if partial.messages not in self._found:
             try:
                 self._merge(partial)
@@ -43,6 +56,21 @@ class Partials:
                 self._found[partial.messages] = str(error)
         if reason := self._found[partial.messages]:
             raise ReplyError(reason)
+
+    def fetched(self) -> Iterator[tuple["Reply", str]]:
+        """The replies whose sums nodes keep, now that each node gives one sum: with why they do not count, or nothing."""
+        parts = self.run.ledger.blobs.elsewhere
+        if parts is None or not self._there:
+            return
+        with ThreadPoolExecutor(NODES) as threads:  # they add up at the same time
+            asked = {node: threads.submit(parts.add_up, list(each.values())) for node, each in sorted(self._there.items())}
+        for node, answer in asked.items():
+            reason = ""
+            try:
+                self._merge(answer.result())
+            except (NodeLostError, ReplyError, ExactSumError) as error:
+                reason = str(error)
+            yield from ((reply, reason) for reply in self._waiting[node])
 
     def _merge(self, partial: PartialSum) -> None:
         records, added = to_states(RecordDict({**partial.records})), {}
@@ -55,5 +83,5 @@ class Partials:
         for record, one in self.expected.items():
             if one.slot:
                 change = self.run.slots.summed(one.slot, records[record])
-                self.run.slots.merge(one.slot, change, partial.samples, self.run.number)
+                self.run.slots.merge(one.slot, change, partial.samples, self.run.number, partial.blobs)
         self.means |= added

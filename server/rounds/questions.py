@@ -9,6 +9,7 @@ from flwr.app import ArrayRecord, RecordDict
 
 from clients.data import class_things, site_sizes
 from clients.messages import (
+    BEFORE,
     CONFIG,
     ENROL,
     EXPECTED,
@@ -38,6 +39,7 @@ from server.rounds.roll import Roll
 from server.rounds.run import Content, Expected
 
 STATE, CONFIGURATION = "its own state", "the configuration"  # what a site may lack
+START = "start"  # what a site that enters a sum starts from: file, or place in an order
 
 
 @dataclass
@@ -175,6 +177,18 @@ def _lack(reply: Reply) -> str:
     return CONFIGURATION if UNKNOWN in records else STATE if LOST in records else ""
 
 
+@dataclass(frozen=True)
+class _Before:
+    """Where a worker finds what is in the sum of a site (a path; with sums by node a digest, and the node that holds it, or
+    the `record` that travels with the order), and how many times it is in it.
+    """
+
+    where: str = ""
+    holder: str = ""
+    weight: int = 0
+    record: ArrayRecord | None = None
+
+
 @dataclass
 class _Question:
     """One question to many sites: records that they share are one object, which engines ship once."""
@@ -191,6 +205,7 @@ class _Question:
     _arrays: dict[int, tuple[State, ArrayRecord]] = field(default_factory=dict)  # by the state's identity
     _files: dict[int, tuple[State, Path]] = field(default_factory=dict)
     _common: dict[str, ArrayRecord] | None = None
+    _first: tuple[str, ArrayRecord | None] = ("", None)  # the contribution that was sent last, and its digest
 
     def __post_init__(self) -> None:
         config, slots = self.questions.config, self.questions.aggregation.slots
@@ -203,43 +218,59 @@ class _Question:
         self.staging = str(slots.contributions.staging.resolve()) if summed and not self.attempt else ""
         self.members = len(slots.members)
         likes = {record: one.like for record, one in self.expected.items() if one.like is not None}
+        self.apart = bool(self.staging) and slots.ledger.blobs.elsewhere is not None
         self.likes = {EXPECTED: expected_record(likes)} if summed and not self.attempt else {}
 
     def order(self, site: Site, lost: bool) -> RecordDict:
         """The site's order with all that goes with it; `lost`: it has no state of its own any more."""
         asking, aggregation = self.questions, self.questions.aggregation
-        file = self._before(site) if self.slot and self.staging else None
         own = aggregation.restart(site) if lost else None
+        before = self._before(site) if self.slot and self.staging else _Before()
         order = Order(
             config=asking._digest, run=asking.run, site=site.index, round=self.site_round, rounds=asking.rounds,
             base=0 if lost and own is None else self._base(site), members=self.members, kind=self.kind,
             split=self.split, sums=self.sums, slot=self.slot, ledger=self.staging,
-            before=str(file.resolve()) if file else "",
-            weight=self._weight(site) if file else 0, secure=self.attempt,
+            before=before.where, holder=before.holder, weight=before.weight, secure=self.attempt,
         )  # fmt: skip
         records: dict[str, Any] = {ORDER: order.record(), **self._records(site), **self.likes}
         if own is not None:
             records[OWN] = to_arrays(own)
+        if before.record is not None:
+            records[BEFORE] = before.record
         if asking.needs_configuration(site):
             records[CONFIG] = asking._text
         return RecordDict(records)
 
-    def _before(self, site: Site) -> Path | None:
-        """A file with what a worker finds of the site in the sum; of one that enters it, with what it starts from."""
-        slots, expected = self.questions.aggregation.slots, self.expected[self.slot]
-        if (file := slots.contributions.file(site.name)) is not None or expected.first is None:
-            return file
-        start = expected.first(site.name)
+    def _before(self, site: Site) -> "_Before":
+        """What a worker is to find of the site in the sum; of one that enters it, what it starts from."""
+        slots, blobs = self.questions.aggregation.slots, self.questions.aggregation.ledger.blobs
+        expected, file = self.expected[self.slot], slots.contributions.file(site.name)
+        if file is None:
+            return self._entering(expected.first(site.name)) if expected.first else _Before()
+        weight = slots.weight(expected.slot, site.name) if slots.has(expected.slot, site.name) else 0
+        if not self.apart:
+            return _Before(str(file.resolve()), weight=weight)
+        holder = blobs.holder(file.stem)
+        return _Before(file.stem, holder, weight, None if holder else self._sent_last(file.stem))
+
+    def _entering(self, start: State) -> "_Before":
+        """The same of a site that starts from this state, which is not in the sum; each state goes out, or is written, once."""
+        if self.apart:
+            return _Before(START, record=self._shared(start))
         if id(start) not in self._files:
-            path = round_file(slots.contributions.staging, f"start-{len(self._files)}", self.number)
+            staging = self.questions.aggregation.slots.contributions.staging
+            path = round_file(staging, f"{START}-{len(self._files)}", self.number)
             write_state(path, start)
             self._files[id(start)] = start, path
-        return self._files[id(start)][1]
+        return _Before(str(self._files[id(start)][1].resolve()))
 
-    def _weight(self, site: Site) -> int:
-        """How many times what a worker finds of the site is in the sum."""
-        slots, slot = self.questions.aggregation.slots, self.expected[self.slot].slot
-        return slots.weight(slot, site.name) if slots.has(slot, site.name) else 0
+    def _sent_last(self, digest: str) -> ArrayRecord:
+        """A contribution that the server has: one record for all sites that gave the same, as all do at first."""
+        known, record = self._first
+        if record is None or known != digest:
+            record = to_arrays(self.questions.aggregation.ledger.blobs.get(digest))
+            self._first = digest, record
+        return record
 
     def _base(self, site: Site) -> int:
         """The round after which the site's own state is valid."""

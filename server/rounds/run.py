@@ -206,8 +206,15 @@ class Run(View):
             except (ReplyError, ExactSumError) as error:
                 self._drop(received.site, str(error))
                 continue
-            replies += 1
-            self._took(kind, reply)
+            if received.partial is None or not received.partial.node:
+                replies += 1
+                self._took(kind, reply)
+        for reply, reason in partials.fetched():
+            if reason:
+                self._drop(reply.site, reason)
+            else:
+                replies += 1
+                self._took(kind, reply)
         self._exchange.enough(kind, self, replies)
         return {record: one.mean() for record, one in means.items() if one.addends}
 

@@ -1,4 +1,4 @@
-"""What a run costs its server against the number of sites: an explicit list of them, of which a hundred are asked a round.
+"""What a run costs its server against the number of sites: an explicit list of them, of which some are asked a round.
 
 Real rounds over the inline engine, real ledger; the sites answer without training, and their time is taken off.
 """
@@ -24,14 +24,14 @@ from server.listener import LogListener
 from server.method import Method
 from server.rounds.loop import RoundLoop
 from server.runfolder import RunFolder
-from sims.benchmarks import untrained
+from sims.benchmarks import scale_nodes, untrained
 from sims.benchmarks.memory import own_bytes
 from sims.engines.inline import InlineGrid
 from sims.report.tables import Table
 
 MIB = 2**20
-COUNTS = (100, 1000, 10_000)
-ROUNDS, ASKED = 8, 100
+CASES = ((100, 100), (1000, 100), (10_000, 100), (100_000, 1000))  # sites, and how many are asked a round
+ROUNDS = 8
 MOST_STARTUP, MOST_SERVER, MOST_ORDER = 15.0, 0.2, 1024
 
 
@@ -51,27 +51,30 @@ class TimedApp(ClientApp):
         return reply
 
 
-def bench() -> tuple[Table, list[dict[str, Any]]]:
-    """One fresh process for each number of sites."""
+def bench() -> tuple[list[Table], list[dict[str, Any]]]:
+    """One fresh process for each number of sites; then what a cluster's nodes send (sims.benchmarks.scale_nodes)."""
     rows = []
-    for sites in COUNTS:
-        done = subprocess.run([sys.executable, "-m", __name__, str(sites)], check=True, capture_output=True, text=True)
+    for case in CASES:
+        words = [sys.executable, "-m", __name__, *map(str, case)]
+        done = subprocess.run(words, check=True, capture_output=True, text=True)
         rows.append(json.loads(done.stdout.splitlines()[-1]))
-    head = ["sites", "start-up, s", "server, s a round of 100", "order, bytes", "memory, MiB", "growth over rounds, MiB",
+    head = ["sites", "asked", "start-up, s", "server, s a round", "received, MB a round",
+            "order, bytes", "memory, MiB", "growth over rounds, MiB",
             "ledger, networks a site"]  # fmt: skip
-    keys = ("startup_s", "server_s", "order_bytes", "memory_mb", "growth_mb", "networks")
+    keys = ("asked", "startup_s", "server_s", "received_mb", "order_bytes", "memory_mb", "growth_mb", "networks")
     lines = [
         [row["sites"], *(f"{row[key]:.2f}" if isinstance(row[key], float) else row[key] for key in keys)] for row in rows
     ]
-    note = (f"Bars: start-up at most {MOST_STARTUP:g} s, a round of {ASKED} at most {MOST_SERVER:g} s of the server's own "
-            f"time, an order at most {MOST_ORDER} bytes beside its arrays. From 100 to 10,000 sites a round takes "
-            f"{rows[-1]['server_s'] / rows[0]['server_s']:.1f} times as long.")  # fmt: skip
-    return Table("Scale", head, lines, note), rows
+    note = (f"Bars, to 10,000 sites: start-up at most {MOST_STARTUP:g} s, a round of 100 at most {MOST_SERVER:g} s of the "
+            f"server's own time; an order at most {MOST_ORDER} bytes beside its arrays. From 100 to 10,000 sites a round "
+            f"takes {rows[2]['server_s'] / rows[0]['server_s']:.1f} times as long.")  # fmt: skip
+    more, further = scale_nodes.tables(*CASES[-1])
+    return [Table("Scale", head, lines, note), *more], [*rows, *further]
 
 
-def one(sites: int, folder: Path, begun: float) -> dict[str, Any]:
+def one(sites: int, asked: int, folder: Path, begun: float) -> dict[str, Any]:
     """The measurement itself, in this process, which began at `begun` (time.time)."""
-    config = load(str(written(sites, folder)))
+    config = load(str(scale_nodes.written(sites, asked, ROUNDS, folder)))
     check(config)
     client = TimedApp()
     grid = InlineGrid(len(roster(config)), folder / "stores", client)
@@ -82,33 +85,23 @@ def one(sites: int, folder: Path, begun: float) -> dict[str, Any]:
         federation = method.joined(grid)
         loop = RoundLoop(config, "scale", federation, method.aggregation, method.evaluator, LogListener())
         startup = time.time() - begun
-        seconds, memory = [], []
+        seconds, memory, received = [], [], []
         for number in range(1, ROUNDS + 1):
             before, begin = client.seconds, time.perf_counter()
-            loop.one(number)
+            record = loop.one(number)
+            received.append(sum(up for _, up in record["bytes"].values()))
             seconds.append(time.perf_counter() - begin - (client.seconds - before))
             memory.append(own_bytes(os.getpid()))
         network = sum(tensor.nbytes for tensor in method.aggregation.aggregate().state.values())
         kept = sum(path.stat().st_size for path in (place.path / "blobs").iterdir())
         contributors = len({one.blob for one in ledger.all_latest().values()})
-    return {"sites": sites, "startup_s": startup, "server_s": sorted(seconds)[len(seconds) // 2],
-            "order_bytes": client.order, "memory_mb": memory[-1] / MIB, "growth_mb": (memory[-1] - memory[1]) / MIB,
+    return {"sites": sites, "asked": asked, "startup_s": startup, "server_s": sorted(seconds)[len(seconds) // 2],
+            "received_mb": received[-1] / 1e6, "order_bytes": client.order,
+            "memory_mb": memory[-1] / MIB, "growth_mb": (memory[-1] - memory[1]) / MIB,
             "networks": kept / network / contributors}  # fmt: skip
-
-
-def written(sites: int, folder: Path) -> Path:
-    """An experiment whose sites stand one by one in its file."""
-    entries = [f"  - {{domain: digits, name: client-{place:05d}, samples: {10 + place % 50}}}" for place in range(sites)]
-    path = folder / "scale.yaml"
-    path.write_text("\n".join(["sites:", *entries, f"rounds: {ROUNDS}", "network: {name: conv6, width: 0.5}",
-                               "objective: {name: sum_aggregation}", "strategy: {name: sum_aggregation}",
-                               "data: {size: 8, test_limit: 100}", f"federation: {{fraction: {ASKED / sites}}}",
-                               "evaluation: {every: 1000000, sites: 0}", "engine: {name: inline}",
-                               f"run: {{root: {folder / 'runs'}}}"]))  # fmt: skip
-    return path
 
 
 if __name__ == "__main__":
     start = time.time() - time.process_time()  # what was imported before counts
     with tempfile.TemporaryDirectory() as temporary:
-        print(json.dumps(one(int(sys.argv[1]), Path(temporary), start)))
+        print(json.dumps(one(int(sys.argv[1]), int(sys.argv[2]), Path(temporary), start)))

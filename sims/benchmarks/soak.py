@@ -30,12 +30,12 @@ def bench(quick: bool = False) -> tuple[Table, list[dict[str, Any]]]:
     return table(rows), rows
 
 
-def soak(sites: int, rounds: int, partial_sums: bool) -> dict[str, Any]:
-    """Over Ray, then inline; what happened, and the verdicts."""
+def soak(sites: int, rounds: int, partial_sums: bool, node_store: bool = False) -> dict[str, Any]:
+    """Over Ray, then inline; what happened, and the verdicts. `node_store`: nodes keep contributions, on one disk."""
     plan = Plan(sites, rounds)
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
-        soaked = over_ray(plan, root / "ray", partial_sums)
+        soaked = over_ray(plan, root / "ray", partial_sums, node_store)
         begin = time.monotonic()
         inline = replay(plan, root / "inline", soaked.dropped)
         row = {"partial_sums": partial_sums, **figures(plan, soaked), "inline_seconds": time.monotonic() - begin}

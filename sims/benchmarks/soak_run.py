@@ -62,11 +62,11 @@ class Soaked:
     running: list[str]
 
 
-def over_ray(plan: Plan, root: Path, partial_sums: bool) -> Soaked:
+def over_ray(plan: Plan, root: Path, partial_sums: bool, node_store: bool = False) -> Soaked:
     """All rounds over Ray, with all that the plan says."""
     processes, machines = Processes(), Machines(plan)
     try:
-        config = configured(plan, root, machines.address, partial_sums)
+        config = configured(plan, root, machines.address, partial_sums, root / "kept" if node_store else None)
         grid = ray.start(config, "sims.benchmarks.soak_app:app")
         try:
             begin, dropped = time.monotonic(), {}
@@ -76,6 +76,7 @@ def over_ray(plan: Plan, root: Path, partial_sums: bool) -> Soaked:
                 dropped[record["round"]] = {places[name]: reason for name, reason in record["dropped"].items()}
                 processes.sample()
             seconds, kept = time.monotonic() - begin, _kept(grid)
+            loop.aggregation.bring_home()
         finally:
             grid.close()
     finally:
@@ -93,14 +94,15 @@ def replay(plan: Plan, root: Path, dropped: Dropped) -> Left:
     return left_by(loop)
 
 
-def configured(plan: Plan, root: Path, address: str, partial_sums: bool) -> Config:
+def configured(plan: Plan, root: Path, address: str, partial_sums: bool, kept: Path | None = None) -> Config:
     """The experiment: sites of 20 images, and limits of time that the plan's faults exceed."""
     entry = f"sites=[{{domain: digits, count: {plan.sites}, samples: 20}}]"
     small = ["network.width=0.25", "data.size=8", "evaluation.every=1000000", f"rounds={plan.rounds}", f"run.root={root}"]
     limits = [f"federation.timeout={ROUND_TIMEOUT}", f"federation.window={WINDOW}", f"engine.task_timeout={TASK_TIMEOUT}"]
     engine = [f"engine.address={address}"] if address else ["engine.name=inline"]
     sums = f"federation.partial_sums={str(partial_sums).lower()}"
-    return load("digits", [entry, *small, *limits, *engine, "engine.workers=2", sums])
+    store = [f"federation.node_store={kept}"] if kept else []
+    return load("digits", [entry, *small, *limits, *engine, "engine.workers=2", sums, *store])
 
 
 def begun(config: Config, grid: Grid, listener: Listener) -> RoundLoop:
@@ -110,6 +112,7 @@ def begun(config: Config, grid: Grid, listener: Listener) -> RoundLoop:
     federation = Federation(grid, sites, config.federation.window)
     federation.join(config.federation.join_timeout)
     aggregation = Aggregation(Setup(config, sites, folder))
+    aggregation.attach(federation.parts("faults"))
     return RoundLoop(config, "faults", federation, aggregation, Evaluator(config), listener)
 
 

@@ -18,7 +18,7 @@ import typer
 
 from conf import UserError, load
 from conf.errors import FailedError, plain
-from sims.cli import federation, heads, networks, runs
+from sims.cli import cluster, federation, heads, networks, runs
 from sims.cli.named import named
 from sims.cli.options import numbers
 from sims.report.tables import Table
@@ -314,6 +314,7 @@ app.add_typer(networks.app)
 app.add_typer(heads.app)
 app.add_typer(runs.app)
 app.add_typer(federation.app, name="federation")
+app.add_typer(cluster.app, name="cluster")
 
 
 def main() -> NoReturn:

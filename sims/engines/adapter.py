@@ -17,6 +17,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from clients.guard import SIMULATED
 from clients.partial import PartialSum
 from conf.schema import Config
+from server.ledger.blobs import Elsewhere
 
 RUN_ID = 1
 FIRST_NODE = 2  # 1 is the SuperLink's
@@ -86,6 +87,10 @@ class LocalGrid(Grid):
 
     def partial_sum(self, message_id: str) -> PartialSum | None:
         """The sum that holds the contribution of this message's reply, whose own content then lacks it."""
+        return None
+
+    def parts(self, run: str) -> Elsewhere | None:
+        """What the engine's nodes keep of a run in the server's place; None: nothing."""
         return None
 
     def close(self) -> None:

@@ -97,6 +97,11 @@ def unpack_sum(packed: PackedSum) -> PartialSum:
     return replace(sum, records={name: unpack_arrays(record) for name, record in records.items()})
 
 
+def sum_size(packed: PackedSum) -> int:
+    """Bytes of the arrays of a packed sum."""
+    return sum(data.nbytes for record in packed[1].values() for *_, data in record)
+
+
 def size(parts: tuple[Any, ...]) -> int:
     """Bytes of the arrays that travel inside packed parts."""
     return sum(data.nbytes for _, record in parts[2] or () if isinstance(record, list) for *_, data in record)

@@ -32,6 +32,7 @@ class Member:
     file: MarkFile
     question: Any  # the one that is out; None: it has answered
     asked: float
+    node: str = ""
     ready: bool = False
     near: bool = False  # its mark can be read in the file, at any time
     told: Mark | None = None  # what it last said that it runs
@@ -107,7 +108,7 @@ class Crew:
     def _hear(self, member: Member) -> str:
         """Take its answer; why it is gone if it has none. Raises FailedError if it cannot work, nor would another."""
         try:
-            fault, member.near, member.told = ray.get(member.question)
+            fault, member.node, member.near, member.told = ray.get(member.question)
         except Exception as error:
             if not member.ready and self._failures + 1 >= STARTS:
                 raise FailedError(

@@ -73,6 +73,7 @@ class Pool:
         self._task_timeout = engine.task_timeout
         self._policy = ChunkPolicy(workers, least=engine.vectorise)
         self._numbers = itertools.count()
+        self._homes: dict[int, str] | None = {} if recipe.node_store else None  # the node that keeps each site's part
         self._queue: deque[Job] = deque()
         self._suspects: deque[Job] = deque()
         self._charges: Counter[str] = Counter()
@@ -155,9 +156,19 @@ class Pool:
             for member in ready:
                 if self._queue and load[member.number] == depth and member.number not in guarded:
                     wanted = self._policy.size(waiting, size(self._queue[0].parts))
-                    jobs = [self._queue.popleft() for _ in range(min(wanted, len(self._queue)))]
-                    load[member.number] += 1
-                    self._call(member, jobs, alone=False)
+                    if jobs := self._drawn(member, wanted, {one.node for one in ready}):
+                        load[member.number] += 1
+                        self._call(member, jobs, alone=False)
+
+    def _drawn(self, member: Member, wanted: int, nodes: set[str]) -> list[Job]:
+        """The next jobs for a worker. Where nodes keep what sites gave, a site stays at its node while that has workers."""
+        if self._homes is None:
+            return [self._queue.popleft() for _ in range(min(wanted, len(self._queue)))]
+        homes = self._homes
+        mine = [job for job in self._queue if (home := homes.get(job.site)) == member.node or home not in nodes][:wanted]
+        taken = {job.key for job in mine}
+        self._queue = deque(job for job in self._queue if job.key not in taken)
+        return mine
 
     def _call(self, member: Member, jobs: list[Job], alone: bool) -> None:
         number = next(self._numbers)
@@ -205,6 +216,8 @@ class Pool:
             self._again(call, call.jobs)
         elif isinstance(result, Answers):
             self._policy.learn(result.seconds, len(result.replies))
+            if self._homes is not None:
+                self._homes |= dict.fromkeys((job.site for job in call.jobs), call.member.node)
             for job, reply in zip(call.jobs, result.replies, strict=True):
                 self._finish(job, Outcome(reply, tuple(result.sums)))
         elif len(call.jobs) > 1:  # the fault is somewhere in the chunk

@@ -36,7 +36,8 @@ from conf.plugins import OURS, is_reference
 from conf.schema import Config, DataConfig, EngineConfig
 from conf.sites import roster
 from sims.engines.adapter import FIRST_NODE, LocalGrid, failure, store_folder
-from sims.engines.codec import SharedRecords, pack, unpack, unpack_sum
+from sims.engines.codec import SharedRecords, pack, size, sum_size, unpack, unpack_sum
+from sims.engines.parts import Parts, Stores
 from sims.engines.pool import Pool
 from sims.engines.share import WHOLE, Share
 from sims.engines.worker import Recipe
@@ -51,11 +52,13 @@ WORKER_BYTES = 2**30  # a worker with torch, and a small network's training
 class RayGrid(LocalGrid):
     """Packs messages for the pool of workers and unpacks their replies."""
 
-    def __init__(self, sites: int, store: Path, pool: Pool, description: str, own: bool) -> None:
+    def __init__(self, sites: int, store: Path, pool: Pool, description: str, own: bool, node_store: str = "") -> None:
         super().__init__(sites, store)
         self._pool, self._description, self._own = pool, description, own
         self._shared = SharedRecords(ray.put)
         self._messages: dict[str, Message] = {}
+        self._stores = Stores(node_store) if node_store else None
+        self._received = 0
         self._sums: dict[str, PartialSum] = {}  # by the message whose reply is in it
 
     def submit(self, message: Message) -> None:
@@ -72,14 +75,24 @@ class RayGrid(LocalGrid):
         replies, sums = [], {}
         for key, outcome in self._pool.take(wanted, WAIT_SECONDS):
             message, reply = self._messages.pop(key), outcome.reply
+            self._received += 0 if isinstance(reply, str) else size(reply)
             replies.append(failure(message, reply) if isinstance(reply, str) else unpack(reply))
             for packed in outcome.sums:
                 if key in packed[0].messages:
+                    self._received += 0 if id(packed) in sums else sum_size(packed)
                     sums[id(packed)] = self._sums[key] = sums.get(id(packed)) or unpack_sum(packed)
         return replies
 
     def partial_sum(self, message_id: str) -> PartialSum | None:
         return self._sums.pop(message_id, None)
+
+    def parts(self, run: str) -> Parts | None:
+        return Parts(self._stores, run) if self._stores else None
+
+    @property
+    def received(self) -> int:
+        """Bytes of arrays that came here from workers and nodes."""
+        return self._received + (self._stores.received if self._stores else 0)
 
     def cancel(self, message_ids: Iterable[str]) -> None:
         gone = list(message_ids)
@@ -110,10 +123,11 @@ def start(config: Config, app: str = CLIENT_APP, combine: str = COMBINE, share: 
     workers = _begun(config, sites, share) if own else _kept(engine, sites)
     options = {"num_cpus": engine.num_cpus, "num_gpus": engine.num_gpus, "scheduling_strategy": "SPREAD"}
     joined = combine if config.federation.partial_sums else ""
-    recipe = Recipe(app, joined, engine.vectorise, sites, str(store), plugins, own_paths())
+    recipe = Recipe(app, joined, engine.vectorise, sites, str(store), plugins, own_paths(), config.federation.node_store)
     pool = Pool(recipe, workers, options, engine)
     gpus = f", {engine.num_gpus:g} GPU" if engine.num_gpus else ""
-    return RayGrid(sites, store, pool, f"ray: {workers} workers, {engine.num_cpus:g} CPU{gpus} each", own)
+    description = f"ray: {workers} workers, {engine.num_cpus:g} CPU{gpus} each"
+    return RayGrid(sites, store, pool, description, own, config.federation.node_store)
 
 
 def plugins_of(config: Config) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """The Ray actor: imports the ClientApp once, then answers chunks of messages."""
 
+import functools
 import importlib
 import sys
 import time
@@ -17,6 +18,7 @@ from clients.partial import PartialSum
 from sims.engines.adapter import answer, site_context, take_identity
 from sims.engines.codec import PackedArrays, PackedSum, Shared, pack, pack_sum, unpack
 from sims.engines.heartbeat import NOTHING, SEVERAL, Mark, Marker, MarkFile
+from sims.engines.parts import Part
 
 KEPT_RECORDS = 16  # shared records of the present round, and some of the one before
 
@@ -29,7 +31,7 @@ class Recipe:
     """What a worker is made of. `app` and `combine` (or empty) are "module:attribute".
 
     `cohort` > 1: that many sites of one shape are trained as one. `plugins`: modules that hold what is the user's own;
-    `paths`: folders that they may be in.
+    `paths`: folders that they may be in. `node_store`: where the node keeps contributions and sums; empty: the server does.
     """
 
     app: str
@@ -39,6 +41,7 @@ class Recipe:
     store: str
     plugins: tuple[str, ...] = ()
     paths: tuple[str, ...] = ()
+    node_store: str = ""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Worker:
     def __init__(self, recipe: Recipe, mark: MarkFile) -> None:
         take_identity()
         self.recipe, self.fault = recipe, ""
+        self.node = ray.get_runtime_context().get_node_id()
         self._marker = Marker(mark)
         self._records: OrderedDict[str, PackedArrays] = OrderedDict()
         sys.path += [path for path in recipe.paths if path not in sys.path]
@@ -64,13 +68,15 @@ class Worker:
                 importlib.import_module(module)
             self.app = _imported(recipe.app)
             self.combine = _imported(recipe.combine) if recipe.combine else None
+            if recipe.node_store and self.combine is not None:
+                self.combine = functools.partial(self.combine, part=Part(recipe.node_store, self.node))
         except Exception as error:
             self.fault = f"{type(error).__name__}: {error}"
 
     @ray.method(concurrency_group="control")
-    def status(self) -> tuple[str, bool, Mark | None]:
-        """Why it cannot work (empty: it can), whether the pool can read its mark, and the mark; answered at any time."""
-        return self.fault, self._marker.near, self._marker.read()
+    def status(self) -> tuple[str, str, bool, Mark | None]:
+        """Why it cannot work (empty: it can), its node, whether the pool can read its mark, and the mark; at any time."""
+        return self.fault, self.node, self._marker.near, self._marker.read()
 
     def run(self, call: int, chunk: list[tuple[int, Packed]]) -> Answers:
         """Answer (site, packed message) pairs in order. A call that is cancelled ends after the message that is running."""
