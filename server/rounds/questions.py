@@ -254,7 +254,7 @@ class _Question:
         return _Before(file.stem, holder, weight, None if holder else self._sent_last(file.stem))
 
     def _entering(self, start: State) -> "_Before":
-        """The same of a site that starts from this state, which is not in the sum; each state goes out, or is written, once."""
+        """The same of a site that starts from this state, which is not in the sum; a state is written, or sent, once."""
         if self.apart:
             return _Before(START, record=self._shared(start))
         if id(start) not in self._files:

@@ -85,6 +85,7 @@ def test_report_draws_again(fedloom: Command, finished):
         (["run", "sites=0"], "sites: got 0"),
         (["run", "sites=[{domain: diggits}]"], "did you mean 'digits'"),
         (["run", "sites=[{domain: digits, count: 5000}]"], "site-0000 (digits): 1294 training images for 5000 sites"),
+        (["run", "optimizer=adam"], "unknown key 'optimizer'; did you mean 'training.optimizer'?"),
         (["run", "lr=0.1"], "unknown key 'lr'; did you mean 'training.rate'?"),
         (["run", "training.epoch=3"], "did you mean 'training.epochs'?"),
         (["run", "epochs=3"], "did you mean 'training.epochs'?"),
