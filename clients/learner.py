@@ -5,20 +5,22 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from clients.data import Images, random_flip, to_float
-from clients.objectives import Session
 from clients.randomness import drawing, torch_generator
 from clients.training.augmentation import augmentation_of
 from clients.training.optimizers import optimizer_of
 from clients.training.schedules import schedule_of
 from conf.schema import Config, TrainingConfig
 from conf.sites import Site
+
+if TYPE_CHECKING:
+    from clients.objectives import Session
 
 
 class DivergedError(RuntimeError):
@@ -38,7 +40,7 @@ def rate_at(training: TrainingConfig, rounds: int, progress: float) -> float:
     return schedule_of(training).rate(training.rate, progress, rounds)
 
 
-def learn(session: Session, images: Images, config: Config, site: Site, round: int, device: torch.device) -> Outcome:
+def learn(session: "Session", images: Images, config: Config, site: Site, round: int, device: torch.device) -> Outcome:
     """Train for config.training.epochs or steps; all randomness from (seed, site, round). Raises DivergedError."""
     images = session.training_images(images)
     steps, number, done = batches(images, config, site, round, device), step_count(images, config), 0

@@ -31,9 +31,8 @@ from server.rounds.loop import MOST_TOLD
 from server.rounds.schedules import sample_size
 from server.runfolder import SUMMARY, RunFolder, refuse_existing
 from server.strategies import STRATEGIES, slots_of
+from server.strategies.base import check_named
 from server.unlearning.at_sites import outstanding
-
-NO_SUMS = ("median", "coordinate_median", "trimmed_mean", "krum")  # robust aggregations, by their usual names
 
 
 def check(config: Config) -> None:
@@ -74,11 +73,7 @@ def _check_start(architecture: Architecture, bits: int) -> None:
 
 def _check_method(config: Config) -> None:
     """UserError for what cannot be summed, and for sums where nobody can add up."""
-    for key in ("name", "weighting"):
-        if (given := config.strategy.get(key)) in NO_SUMS:
-            raise UserError(f"strategy.{key}: '{given}' is no sum: no site could be subtracted again. Against poisoned "
-                            "replies there are bounds: federation.largest_weight, largest_change, clip_change, "
-                            "most_samples")  # fmt: skip
+    check_named(config)
     if config.federation.partial_sums and config.engine.name == "flower":
         raise UserError("federation.partial_sums: needs workers of this run's own (engine.name=ray); leave it off")
 
@@ -192,7 +187,7 @@ def head(config: Config, ledger: Ledger | None = None) -> dict[str, Any]:
     last = ledger.last_round() if ledger else None
     return {
         "experiment": config.experiment,
-        "method": f"{config.strategy['name']}/{objective_of(config).mode}",
+        "method": "/".join(filter(None, (config.strategy["name"], objective_of(config).mode))),
         "seed": config.seed,
         "rounds": max(config.rounds, last.round) if last else config.rounds,
         "engine": config.engine.name,

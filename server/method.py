@@ -177,8 +177,8 @@ class Method:
         backwards: dict[str, dict[str, float]] = {}
         if again is not None and found.aggregate:
             found.measure(backwards, "", aggregation.aggregate(again))
-        if not found.models:
-            found.measure(found.accuracy, PERSONAL, None, found.sites)
+        if not found.models or aggregation.strategy.personal:
+            found.measure(found.accuracy, PERSONAL, None, () if found.models else found.sites)
         found.settle()
         return {
             "aggregate": found.aggregate,

@@ -23,6 +23,7 @@ from server.evaluate import Evaluator
 from server.ledger import Ledger
 from server.runfolder import RunFolder, read_config
 from sims.callbacks import Callbacks, OnReply, OnRound
+from server.strategies.pairing import paired
 from sims.cli import unlearn as commands
 from sims.cli.compose import name_of
 from sims.report.tables import accuracy_table
@@ -66,9 +67,8 @@ def config_of(experiment: str | os.PathLike[str] | Mapping[str, Any], overrides:
         raise UserError(f"overrides: got {odd[0]!r}, takes words such as run('digits', 'rounds=2', 'seed=1')")
     if not isinstance(experiment, str | os.PathLike | Mapping):
         raise UserError(f"experiment: got {experiment!r}, takes a name such as 'digits', the path of a file or a dictionary")
-    if isinstance(experiment, Mapping):
-        return _config(experiment, overrides)
-    return load(os.fspath(experiment), overrides)
+    config = _config(experiment, overrides) if isinstance(experiment, Mapping) else load(os.fspath(experiment), overrides)
+    return paired(config, overrides)
 
 
 def resume(

@@ -14,6 +14,7 @@ from server.experiment import check, run_experiment
 from server.ledger.database import refuse_busy
 from server.listener import Listener, Listeners
 from server.runfolder import RunFolder, holds, refuse_existing
+from server.strategies.pairing import paired
 from sims.cli.progress import QuietListener, listener_for
 from sims.engines import open_engine, refuse_engine
 from sims.engines.share import WHOLE, Share
@@ -37,7 +38,7 @@ def simulate(
     configuration's trackers; what they raise ends the run. `share`: of the machine, where several runs go on at once.
     Raises UserError before anything is started if something about the configuration, the data or the folder cannot work.
     """
-    config = absolute_paths(config)
+    config = absolute_paths(paired(config))
     refuse(config)
     with contextlib.ExitStack() as stack:
         shown = stack.enter_context(listener or listener_for(quiet, json_output=json_output))
@@ -65,7 +66,7 @@ def simulate_once(config: Config, *, quiet: bool = False) -> dict[str, Any]:
 
     Raises UserError, as simulate does, if a run of that name but of another configuration exists.
     """
-    folder = Path(config.run.root) / config.run.name
+    folder, config = Path(config.run.root) / config.run.name, paired(config)
     if holds(folder, absolute_paths(config)):
         summary = RunFolder(folder).summary()
         if summary.get("status") == "finished":

@@ -5,12 +5,17 @@ from clients.messages import MEAN, MODEL, ROUND, SITE, TRAIN
 from clients.objectives.base import OBJECTIVES, Answer, Objective, Session, Task, objective_of
 from clients.objectives.components import AUXILIARY, Auxiliary, Components
 from clients.objectives.depthfl import DepthFL
+from clients.objectives.ditto import Ditto
+from clients.objectives.fedavg import FedAvg
+from clients.objectives.fednova import FedNova
 from clients.objectives.fedproto import FedProto
+from clients.objectives.fedprox import FedProx
 from clients.objectives.heterofl import HeteroFL
 from clients.objectives.heterogeneous import Heterogeneous
 from clients.objectives.layer_selection import BASE_LEARNERS, BaseLearner, LayerSelection
 from clients.objectives.local import Local
 from clients.objectives.plain import PlainSession, state_of
+from clients.objectives.scaffold import Scaffold
 from clients.objectives.sum_aggregation import SumAggregation
 from conf.typed import value
 from fusion.exact import State
@@ -29,7 +34,11 @@ __all__ = [
     "BaseLearner",
     "Components",
     "DepthFL",
+    "Ditto",
+    "FedAvg",
+    "FedNova",
     "FedProto",
+    "FedProx",
     "HeteroFL",
     "Heterogeneous",
     "Images",
@@ -37,6 +46,7 @@ __all__ = [
     "Local",
     "Objective",
     "PlainSession",
+    "Scaffold",
     "Session",
     "State",
     "SumAggregation",

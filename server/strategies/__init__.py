@@ -8,17 +8,22 @@ from server.rounds.run import ONCE, SAMPLES, Expected, Reply, Run
 from server.rounds.schedules import OneByOne, Participation, Sampling, Schedule
 from server.rounds.view import Models, View
 from server.strategies.arithmetic import ArithmeticStrategy
+from server.strategies.averaging import FedAvg, FedProx
 from server.strategies.base import STRATEGIES, Residue, Strategy, slots_of, strategy_of
 from server.strategies.cla_ot import ClaOt
 from server.strategies.components import HeadTransfer
 from server.strategies.depthfl import DepthFL
+from server.strategies.ditto import Ditto
 from server.strategies.exclusive import Alone, Exclusive
 from server.strategies.feddf import FedDF
+from server.strategies.fednova import FedNova
 from server.strategies.fedproto import FedProto
 from server.strategies.fedrolex import FedRolex
 from server.strategies.heterofl import HeteroFL
 from server.strategies.inco import InCo
 from server.strategies.layer_selection import LayerSelectionStrategy
+from server.strategies.scaffold import Scaffold
+from server.strategies.server_optimisers import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from server.strategies.sum_aggregation import SumAggregationStrategy
 
 __all__ = [
@@ -35,11 +40,19 @@ __all__ = [
     "Catalogue",
     "ClaOt",
     "DepthFL",
+    "Ditto",
     "Exclusive",
     "Expected",
+    "FedAdagrad",
+    "FedAdam",
+    "FedAvg",
+    "FedAvgM",
     "FedDF",
+    "FedNova",
     "FedProto",
+    "FedProx",
     "FedRolex",
+    "FedYogi",
     "HeadTransfer",
     "HeteroFL",
     "InCo",
@@ -52,6 +65,7 @@ __all__ = [
     "Residue",
     "Run",
     "Sampling",
+    "Scaffold",
     "Schedule",
     "Slot",
     "State",

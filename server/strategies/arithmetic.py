@@ -9,7 +9,7 @@ Taking a site out is exact: what is left is, bit for bit, the combination of the
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from clients.messages import MEAN, SITE, TRAIN
 from clients.networks import Model, common_architecture
@@ -35,6 +35,8 @@ GRADIENT = "sum"  # the slot
 @dataclass(frozen=True)
 class ArithmeticStrategy(Strategy):
     """theta_0 + sum alpha_i G_i: what sites have learned, added with coefficients. The objective is `local`."""
+
+    goes_with: ClassVar[str] = "local"
 
     combine: str = value(GRADIENTS, "theta_0 + sum alpha g, or sum alpha theta", choices=(GRADIENTS, WEIGHTS))
     coefficient: float = value(

@@ -9,7 +9,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -24,6 +24,8 @@ from server.rounds.run import Run
 from server.rounds.schedules import Sampling, Schedule
 from server.rounds.view import Models, View
 
+NO_SUMS = {"median": "FedMedian", "coordinate_median": "FedMedian", "trimmed_mean": "FedTrimmedAvg", "krum": "Krum",
+           "bulyan": "Bulyan"}  # robust aggregations, by their usual names, and Flower's  # fmt: skip
 PLAIN = re.compile(r"[A-Za-z0-9_.-]{1,100}")  # names of slots
 
 
@@ -37,7 +39,14 @@ class Residue:
 
 @dataclass(frozen=True)
 class Strategy(ABC):
-    """A method at the server; its fields are its options. `begin`, `round` and `models` are what a new one has to have."""
+    """A method at the server; its fields are its options. `begin`, `round` and `models` are what a new one has to have.
+
+    `goes_with`: the name of the sites' half, taken where a configuration names none (server.strategies.pairing).
+    `personal`: sites have networks of their own beside the aggregate, which are measured, too.
+    """
+
+    goes_with: ClassVar[str] = ""
+    personal: ClassVar[bool] = False
 
     def at_work(self, config: Config) -> "Strategy":
         """What carries out the configured mode, where that is another strategy."""
@@ -119,6 +128,16 @@ def slots_of(config: Config) -> dict[str, Slot]:
     if config.federation.partial_sums and (len(slots) > 1 or any(isinstance(slot, Catalogue) for slot in slots.values())):
         raise UserError(f"federation.partial_sums: workers add up one sum alone; strategy '{name}' has other slots")
     return dict(slots)
+
+
+def check_named(config: Config) -> None:
+    """UserError for a robust aggregation by its usual name: what there is in its place."""
+    for key in ("name", "weighting"):
+        if (given := config.strategy.get(key)) in NO_SUMS:
+            raise UserError(f"strategy.{key}: '{given}' is no sum: no site could be subtracted again. Against poisoned "
+                            "replies there are bounds: federation.largest_weight, largest_change, clip_change, "
+                            "most_samples; and Flower's own, strategy.name=flwr.serverapp.strategy:"
+                            f"{NO_SUMS[given]}")  # fmt: skip
 
 
 def check_objective(config: Config, name: str) -> None:

@@ -8,6 +8,7 @@ import functools
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from clients.messages import MEAN, SITE, TRAIN
 from clients.networks import Model
@@ -36,6 +37,8 @@ class Averaged:
 @dataclass(frozen=True)
 class ByArchitecture(Strategy):
     """A method for sites of different networks. Its baselines are the modes of the objective that bring none together."""
+
+    goes_with: ClassVar[str] = "heterogeneous"
 
     def at_work(self, config: Config) -> Strategy:
         """Itself, or the baseline."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from clients.networks.exits import ExitNetwork
 from conf.errors import UserError
@@ -21,6 +22,8 @@ from server.strategies.in_parts import REFERENCE
 class DepthFL(ByArchitecture):
     """Every parameter becomes the mean over the sites that hold it, else stays (Alg. 1; here weighted by images); networks
     answer with the mean logits of their classifiers. The objective is `depthfl`, networks are `exits` of several depths."""
+
+    goes_with: ClassVar[str] = "depthfl"
 
     def check(self, config: Config) -> None:
         """UserError for another objective, for a network without exits, and for one that is no prefix of the deepest."""

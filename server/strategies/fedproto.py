@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -25,6 +26,8 @@ from server.strategies.by_architecture import baseline
 class FedProto(Strategy):
     """A class's prototype is the mean feature over all sites' images of it (Eq. 6, weighted by images). The objective is
     `fedproto`; networks need features of one width. There is no aggregate: sites' own networks are measured at the sites."""
+
+    goes_with: ClassVar[str] = "fedproto"
 
     def at_work(self, config: Config) -> Strategy:
         """Itself, or a baseline."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -34,6 +35,8 @@ class HeteroFL(InParts):
 
     Slots: by architecture the sum of the networks, rows that a site does not hold 0, and that of the rows held.
     """
+
+    goes_with: ClassVar[str] = "heterofl"
 
     def check(self, config: Config) -> None:
         """UserError for another objective, and for BatchNorm with running statistics, which HeteroFL does not use."""

@@ -7,7 +7,7 @@ it left, and what is shared is the start plus the sum of the sites' changes.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -55,6 +55,8 @@ class InTurn(OneByOne):
 class LayerSelectionStrategy(Strategy):
     """Keeps the shared parameters of layers. The objective is `layer_selection`; sites' networks stay at the sites, which
     say how good these are with the shared parameters of the moment."""
+
+    goes_with: ClassVar[str] = "layer_selection"
 
     arrival: str = value(TOGETHER, "all sites at once, or one after the other", choices=(TOGETHER, LIFELONG))
     every: int = value(

@@ -8,6 +8,7 @@ each round's replies: the shared head, and in the paper's own mode (`regularised
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 
@@ -35,6 +36,8 @@ WEIGHTINGS = {"equal": ONCE, "samples": SAMPLES}
 @dataclass(frozen=True)
 class SumAggregationStrategy(Strategy):
     """The sum of the sites' networks, of which any can be taken out again. The objective is `sum_aggregation`."""
+
+    goes_with: ClassVar[str] = "sum_aggregation"
 
     subsets: int = value(16, "most leave-one-out means sent per round (if objective.subset_probability > 0)", low=1)
     weighting: str = value("equal", "of the replies in round averages (head, N*, fedavg)", choices=tuple(WEIGHTINGS))

@@ -76,7 +76,9 @@ def run(
         raise typer.Exit(many.show(order) if show else many.run(order, quiet=quiet, as_json=as_json))
     if parallel > 1:
         raise UserError("--parallel: is for many runs; say which with --seeds 0,1,2 or --sweep key=value,value")
-    config = load(experiment, [*words, *(["run.overwrite=true"] if overwrite else [])])
+    from server.strategies.pairing import paired
+
+    config = paired(load(experiment, [*words, *(["run.overwrite=true"] if overwrite else [])]), words)
     if show:
         from sims.cli.keys import with_options
 

@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from conf import load
+from server.strategies.pairing import paired
 from sims.report.tables import Table, before_forgetting, percent
 from sims.sweeps.outcome import FAILED, KEPT, Outcome
 from sims.sweeps.plan import Planned, plan, read_sweep
@@ -28,7 +29,7 @@ class Order:
 
     def plan(self) -> list[Planned]:
         """The runs. UserError for keys and values that the configuration does not take."""
-        return plan(lambda words: load(self.experiment, words), self.words, read_sweep(self.seeds, self.sweep))
+        return plan(lambda words: paired(load(self.experiment, words), words), self.words, read_sweep(self.seeds, self.sweep))
 
 
 def show(order: Order) -> int:

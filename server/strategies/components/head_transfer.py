@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -67,6 +68,8 @@ class Arrival(Schedule):
 class HeadTransfer(Recombining):
     """Averages auxiliary heads, and keeps a catalogue of the components that sites publish. The objective is `components`,
     whose other modes are other ways to share a part of networks."""
+
+    goes_with: ClassVar[str] = "components"
 
     scheme: str = value(
         JOINT,

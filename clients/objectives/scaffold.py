@@ -1,0 +1,64 @@
+"""SCAFFOLD at a site (Karimireddy et al. 2020, Alg. 1): gradients corrected by control variates.
+
+y <- y - rate (g(y) - c_i + c). After the round the site's own variate c_i becomes c_i - c + (x - y) / (K rate) (Option II),
+the mean of the gradients of its steps, and goes to the server beside the network.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from clients.messages import MEAN, SITE
+from clients.objectives.base import OBJECTIVES, Session, Task
+from clients.objectives.fedavg import FedAvg, FedAvgSession
+from clients.objectives.steps import gradient_weight
+from fusion.exact import State
+
+CONTROL = "control/"  # before the names of parameters: down c, up and in the site's own state c_i
+
+
+@OBJECTIVES.register("scaffold")
+@dataclass(frozen=True)
+class Scaffold(FedAvg):
+    """SGD, with momentum or without."""
+
+    def session(self, task: Task) -> Session:
+        """Start on a task."""
+        return ScaffoldSession(self, task)
+
+
+class ScaffoldSession(FedAvgSession):
+    """The correction is a term of the loss, linear in the weights: its gradient is c - c_i."""
+
+    def __init__(self, objective: Scaffold, task: Task) -> None:
+        super().__init__(objective, task)
+        sent, own = task.incoming[MEAN], task.own or {}
+        self.begin = {name: weight.detach().clone() for name, weight in self.parts.items()}
+        none = {name: torch.zeros_like(weight) for name, weight in self.begin.items()}
+        self.control = {name: own.get(CONTROL + name, none[name]).to(task.device) for name in self.begin}
+        self.shift = {name: sent[CONTROL + name].to(task.device) - self.control[name] for name in self.begin}
+
+    def draw(self) -> tuple[State, ...]:
+        super().draw()
+        return self.begin, self.shift
+
+    def loss_of(self, weights: Mapping[str, Tensor], drawn: tuple[State, ...], images: Tensor, labels: Tensor) -> Tensor:
+        begin, shift = drawn
+        linear = torch.stack([((weights[name] - begin[name]) * one).sum() for name, one in shift.items()]).sum()
+        return self.cross_entropy(weights, images, labels) + linear
+
+    def controls(self) -> State:
+        """The site's own variate as it is after the steps so far, by the names that it travels under."""
+        if not self.steps:
+            return {CONTROL + name: one.detach().cpu() for name, one in self.control.items()}
+        weight = gradient_weight(self.task, self.steps)
+        moved = {name: (self.begin[name] - one.detach()) / weight for name, one in self.parts.items()}
+        return {CONTROL + name: (one - self.shift[name]).cpu() for name, one in moved.items()}
+
+    def contribution(self) -> dict[str, State]:
+        return {SITE: {**super().contribution()[SITE], **self.controls()}}
+
+    def own(self) -> State | None:
+        return {**(super().own() or {}), **self.controls()}

@@ -1,0 +1,163 @@
+"""FedAvg, and what averaging methods have in common: sites train the network that the server sends, and a mean comes back.
+
+What is kept is what the last round began with; what the next one begins with follows from that and from what the sites put
+(`after`). So the last step of the server is made again, without it, when a site is forgotten.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from clients.messages import MEAN, SITE, TRAIN
+from clients.networks import Model, architecture_of, common_architecture
+from clients.objectives import objective_of
+from clients.objectives.fedavg import OWN
+from clients.objectives.fedavg import FedAvg as FedAvgObjective
+from conf.errors import UserError
+from conf.once import once
+from conf.schema import Config
+from conf.typed import value
+from fusion.exact import State
+from server.ledger.declared import Slot, Sum
+from server.rounds.run import Expected, Run
+from server.rounds.view import Models, View
+from server.strategies.base import STRATEGIES, Residue, Strategy, check_objective
+
+NETWORKS = "networks"  # the slot
+NETWORK = "network"  # what is kept of it: as the last round began with it
+ROUND = "round"  # which round that was
+
+
+@dataclass(frozen=True)
+class Averaging(Strategy):
+    """A method whose server makes the next network of the last one and of a mean over the sites that answered."""
+
+    goes_with: ClassVar[str] = "fedavg"
+    memory: ClassVar[tuple[str, ...]] = ()  # states of the parameters' shapes, kept beside the network
+
+    weighting: str = value("samples", "how sites count in the mean: by their images, or alike", choices=("samples", "equal"))
+
+    def slots(self, config: Config) -> Mapping[str, Slot]:
+        """What the sites sent last: of the whole network all that is no whole number."""
+        return {NETWORKS: Sum(weighted=self.weighting == "samples")}
+
+    def check(self, config: Config) -> None:
+        """UserError for another objective, for several architectures, and for weights that masks would have to hide."""
+        check_objective(config, self.goes_with)
+        common_architecture(config)
+        if config.federation.secure_aggregation and self.weighting == "samples":
+            raise UserError("federation.secure_aggregation: sums under masks count no samples; set strategy.weighting=equal")
+
+    def advice(self, config: Config) -> list[str]:
+        """That an aggregate without BatchNorm is measured otherwise."""
+        if objective_of(config).batchnorm != OWN or config.evaluation.where == "sites":  # type: ignore[attr-defined]
+            return []
+        return ["objective.batchnorm=own: the aggregate's BatchNorm stays as it began; each site's network is measured "
+                "with evaluation.where=sites, the aggregate with evaluation.statistics=batch"]  # fmt: skip
+
+    def begin(self, run: Run) -> None:
+        """The network starts at theta_0."""
+        parameters = parameters_of(run.config)
+        run.keep(NETWORK, run.initial())
+        for name in self.memory:
+            run.keep(name, {key: self.blank(name, one) for key, one in run.initial().items() if key in parameters})
+        run.keep(ROUND, _number(0))
+
+    def blank(self, name: str, like: Tensor) -> Tensor:
+        """How a tensor of the memory of this name begins."""
+        return torch.zeros_like(like)
+
+    def round(self, run: Run) -> None:
+        """Send the network; put what the sites make of it."""
+        now = self.after(run)
+        for name, state in now.items():
+            run.keep(name, state)
+        run.keep(ROUND, _number(run.number))
+        sent = {**now[NETWORK], **self.beside(run)}
+        own = now[NETWORK].keys() - shared(run.config, now[NETWORK]).keys()
+        like = {name: one for name, one in sent.items() if name not in own}
+        run.gather(TRAIN, {MEAN: sent}, {SITE: Expected(like, slot=NETWORKS)})
+
+    def beside(self, run: Run) -> State:
+        """What is sent beside the network; sites answer with the same names."""
+        return {}
+
+    def after(self, view: View) -> dict[str, State]:
+        """What the next round begins with, by name of what is kept."""
+        last = {name: view.kept(name) for name in (NETWORK, *self.memory)}
+        total = counted(view).total(NETWORKS)
+        return self.step(last, total.mean(), parameters_of(view.config)) if total.addends else last
+
+    def step(self, last: Mapping[str, State], mean: State, parameters: frozenset[str]) -> dict[str, State]:
+        """What is kept after a round, of what it began with and the mean of what the sites sent. The network becomes it."""
+        network = last[NETWORK]
+        return {**last, NETWORK: {**network, **{name: one for name, one in mean.items() if name in network}}}
+
+    def models(self, view: View) -> Models:
+        """The network, under the method's name."""
+        return Models({type(self).__name__.lower(): lambda: Model(view.architecture(), self.after(view)[NETWORK])})
+
+    def residue(self, view: View, names: tuple[str, ...] = ()) -> list[Residue]:  # pyright: ignore
+        """What the last round began with, and what all made of it: none in the first one, which began with theta_0."""
+        if view.rounds_with(names) < 2:
+            return []
+        why = "they were trained from networks in which those of the forgotten sites were; subtraction does not change them"
+        found = [Residue("the other sites' networks", why)]
+        if self.memory:
+            told = "made of all rounds before the last one, in which the forgotten sites took part"
+            found.append(Residue(f"the server's {' and '.join(self.memory)}, and the network that the last round began with",
+                                 f"they are {told}; only the last step is made again without them"))  # fmt: skip
+        return found
+
+
+@STRATEGIES.register("fedavg")
+@dataclass(frozen=True)
+class FedAvg(Averaging):
+    """w_{t+1} = sum n_k w_k / sum n_k over the sites that answered (McMahan et al. 2017, Alg. 1)."""
+
+
+@STRATEGIES.register("fedprox")
+@dataclass(frozen=True)
+class FedProx(FedAvg):
+    """FedAvg of sites that stay near the network that they were sent (Li et al. 2020); `objective.mu` says how near."""
+
+    goes_with: ClassVar[str] = "fedprox"
+
+
+def counted(view: View) -> View:
+    """The sites that answered in the last round. Under masks all count with what they sent last: no other sum is known."""
+    if view.config.federation.secure_aggregation:
+        return view
+    last = int(view.kept(ROUND)["number"])
+    names = [site.name for site in view.sites if last and view.last_put(site.name) == last]
+    return view if len(names) == len(view.sites) else view.subset(names)
+
+
+def check_rate(config: Config) -> None:
+    """UserError for sites whose steps move nothing, so that nothing can be divided by them."""
+    if not config.training.rate:
+        raise UserError(f"training.rate: got 0, strategy {config.strategy['name']} takes more")
+
+
+def shared(config: Config, state: State) -> State:
+    """Of a network's state, what the sites average."""
+    objective = objective_of(config)
+    assert isinstance(objective, FedAvgObjective)
+    return objective.shared(_network(config), state)
+
+
+@once
+def _network(config: Config) -> nn.Module:
+    return architecture_of(config).build()
+
+
+@once
+def parameters_of(config: Config) -> frozenset[str]:
+    return frozenset(name for name, _ in _network(config).named_parameters())
+
+
+def _number(round: int) -> State:
+    return {"number": torch.tensor(round)}

@@ -1,0 +1,33 @@
+"""Ditto at the server (Li et al. 2021): FedAvg. What is personal stays at the sites."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from conf.errors import UserError
+from conf.schema import Config
+from server.rounds.view import View
+from server.strategies.averaging import Averaging
+from server.strategies.base import STRATEGIES, Residue
+
+
+@STRATEGIES.register("ditto")
+@dataclass(frozen=True)
+class Ditto(Averaging):
+    """The shared network is FedAvg's; `personal` in tables: the sites' own, each measured at its site."""
+
+    goes_with: ClassVar[str] = "ditto"
+    personal: ClassVar[bool] = True
+
+    def check(self, config: Config) -> None:
+        """UserError for gradients that are clipped: the norm would be that of both networks."""
+        super().check(config)
+        if config.training.clip:
+            raise UserError(
+                "training.clip: strategy ditto trains two networks at once, whose gradients have one norm; set it to 0"
+            )
+
+    def residue(self, view: View, names: tuple[str, ...] = ()) -> list[Residue]:  # pyright: ignore
+        """The same, and the sites' own networks."""
+        found = super().residue(view, names)
+        why = "they were held near networks in which those of the forgotten sites were; the server does not have them"
+        return [*found, Residue("the other sites' personal networks", why)] if found else []

@@ -1,0 +1,59 @@
+"""SCAFFOLD at the server (Karimireddy et al. 2020, Stochastic Controlled Averaging for Federated Learning, Alg. 1)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from clients.objectives.scaffold import CONTROL
+from conf.schema import Config
+from conf.typed import value
+from fusion.exact import State
+from server.ledger.declared import Slot, Sum
+from server.rounds.run import Run
+from server.rounds.view import View
+from server.strategies.averaging import NETWORK, NETWORKS, Averaging, check_rate, parameters_of
+from server.strategies.base import STRATEGIES
+
+
+@STRATEGIES.register("scaffold")
+@dataclass(frozen=True)
+class Scaffold(Averaging):
+    """x <- x + rate (mean - x) over the sites that answered; c is the mean of all sites' variates, of which those that have
+    never trained are zero. Sites put networks and variates into one slot, so that c is always that mean, exactly."""
+
+    goes_with: ClassVar[str] = "scaffold"
+
+    weighting: str = value("equal", "how sites count in both means: alike, or by images", choices=("samples", "equal"))
+    rate: float = value(1.0, "of the server", low=0.0)
+
+    def slots(self, config: Config) -> Mapping[str, Slot]:
+        """A site that lost its variate takes it from what it sent last."""
+        return {NETWORKS: Sum(weighted=self.weighting == "samples", resumable=True)}
+
+    def check(self, config: Config) -> None:
+        """UserError for sites that do not move."""
+        super().check(config)
+        check_rate(config)
+
+    def beside(self, run: Run) -> State:
+        """c."""
+        return self.control(run)
+
+    def control(self, view: View) -> State:
+        """c, by the names that it travels under. Of sites that have never trained no number of images is known: they count
+        as the others do on average."""
+        parameters = parameters_of(view.config)
+        zeros = {CONTROL + name: torch.zeros_like(one) for name, one in view.initial().items() if name in parameters}
+        here = [site for site in view.sites if view.has(NETWORKS, site.name)]
+        if not here:
+            return zeros
+        mean, share = view.mean(NETWORKS), len(here) / len(view.sites)
+        return {name: mean[name] * share for name in zeros}
+
+    def step(self, last: Mapping[str, State], mean: State, parameters: frozenset[str]) -> dict[str, State]:
+        network = {**last[NETWORK]}
+        for name in network.keys() & mean.keys():
+            network[name] = torch.lerp(network[name], mean[name], self.rate if name in parameters else 1.0)
+        return {NETWORK: network}

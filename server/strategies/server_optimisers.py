@@ -1,0 +1,102 @@
+"""Averaging with an optimiser at the server: the mean change of a round, x_t - mean, is a gradient to it.
+
+Buffers (BatchNorm's statistics) are averaged: an optimiser's step could make a variance negative.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from conf.typed import value
+from fusion.exact import State
+from server.strategies.averaging import NETWORK, Averaging
+from server.strategies.base import STRATEGIES
+
+MOMENTUM, SQUARES = "momentum", "squares"
+
+
+@STRATEGIES.register("fedavgm")
+@dataclass(frozen=True)
+class FedAvgM(Averaging):
+    """v_t = momentum v_{t-1} + (x_t - mean), x_{t+1} = x_t - rate v_t (Hsu, Qi and Brown 2019, Measuring the Effects of
+    Non-Identical Data Distribution). With momentum 0 and rate 1 it is FedAvg."""
+
+    memory: ClassVar[tuple[str, ...]] = (MOMENTUM,)
+
+    rate: float = value(1.0, "of the server", low=0.0)
+    momentum: float = value(0.9, "of the server", low=0.0, high=1.0)
+
+    def step(self, last: Mapping[str, State], mean: State, parameters: frozenset[str]) -> dict[str, State]:
+        network, moved = {**last[NETWORK], **mean}, {}
+        for name in parameters & mean.keys():
+            begin, before = last[NETWORK][name], self.momentum * last[MOMENTUM][name]
+            moved[name] = before + (begin - mean[name])
+            network[name] = torch.lerp(begin, mean[name], self.rate) - self.rate * before
+        return {NETWORK: network, MOMENTUM: {**last[MOMENTUM], **moved}}
+
+
+@dataclass(frozen=True)
+class FedOpt(Averaging):
+    """Reddi et al. 2021, Adaptive Federated Optimization, Alg. 2: with D_t = mean - x_t
+    m_t = beta_1 m_{t-1} + (1 - beta_1) D_t, v_t as the method says, x_{t+1} = x_t + rate m_t / (sqrt(v_t) + tau).
+
+    v_{-1} = tau**2, as small as Alg. 2 allows.
+    """
+
+    memory: ClassVar[tuple[str, ...]] = (MOMENTUM, SQUARES)
+
+    rate: float = value(0.1, "of the server (eta)", low=0.0)
+    beta_1: float = value(0.9, "of the momentum", low=0.0, high=1.0)
+    tau: float = value(1e-3, "the least that a step is divided by: larger is less adaptive", low=1e-12)
+
+    def blank(self, name: str, like: Tensor) -> Tensor:
+        return torch.full_like(like, self.tau**2 if name == SQUARES else 0.0)
+
+    def step(self, last: Mapping[str, State], mean: State, parameters: frozenset[str]) -> dict[str, State]:
+        network, moments, squares = {**last[NETWORK], **mean}, {**last[MOMENTUM]}, {**last[SQUARES]}
+        for name in parameters & mean.keys():
+            begin = last[NETWORK][name]
+            change = mean[name] - begin
+            moments[name] = self.beta_1 * moments[name] + (1.0 - self.beta_1) * change
+            squares[name] = self.squares(squares[name], change.square())
+            network[name] = begin + self.rate * moments[name] / (squares[name].sqrt() + self.tau)
+        return {NETWORK: network, MOMENTUM: moments, SQUARES: squares}
+
+    @abstractmethod
+    def squares(self, before: Tensor, square: Tensor) -> Tensor:
+        """v_t, of v_{t-1} and D_t**2."""
+
+
+@STRATEGIES.register("fedadagrad")
+@dataclass(frozen=True)
+class FedAdagrad(FedOpt):
+    """v_t = v_{t-1} + D_t**2. The paper takes beta_1 = 0 for it."""
+
+    beta_1: float = value(0.0, "of the momentum", low=0.0, high=1.0)
+
+    def squares(self, before: Tensor, square: Tensor) -> Tensor:
+        return before + square
+
+
+@STRATEGIES.register("fedadam")
+@dataclass(frozen=True)
+class FedAdam(FedOpt):
+    """v_t = beta_2 v_{t-1} + (1 - beta_2) D_t**2."""
+
+    beta_2: float = value(0.99, "of the squares", low=0.0, high=1.0)
+
+    def squares(self, before: Tensor, square: Tensor) -> Tensor:
+        return self.beta_2 * before + (1.0 - self.beta_2) * square
+
+
+@STRATEGIES.register("fedyogi")
+@dataclass(frozen=True)
+class FedYogi(FedAdam):
+    """v_t = v_{t-1} - (1 - beta_2) D_t**2 sign(v_{t-1} - D_t**2)."""
+
+    def squares(self, before: Tensor, square: Tensor) -> Tensor:
+        return before - (1.0 - self.beta_2) * square * torch.sign(before - square)
