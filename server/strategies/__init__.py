@@ -19,6 +19,7 @@ from server.strategies.feddf import FedDF
 from server.strategies.fednova import FedNova
 from server.strategies.fedproto import FedProto
 from server.strategies.fedrolex import FedRolex
+from server.strategies.flower import FlowerStrategy
 from server.strategies.heterofl import HeteroFL
 from server.strategies.inco import InCo
 from server.strategies.layer_selection import LayerSelectionStrategy
@@ -53,6 +54,7 @@ __all__ = [
     "FedProx",
     "FedRolex",
     "FedYogi",
+    "FlowerStrategy",
     "HeadTransfer",
     "HeteroFL",
     "InCo",

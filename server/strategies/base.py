@@ -48,6 +48,11 @@ class Strategy(ABC):
     goes_with: ClassVar[str] = ""
     personal: ClassVar[bool] = False
 
+    @property
+    def passes_on(self) -> Mapping[str, Any]:
+        """Options of the sites' half that follow from those of this one."""
+        return {}
+
     def at_work(self, config: Config) -> "Strategy":
         """What carries out the configured mode, where that is another strategy."""
         return self

@@ -17,15 +17,16 @@ def paired(config: Config, overrides: Sequence[str] = ()) -> Config:
     its options and its modes (baselines) go with it. UserError for an option that is the other half's.
     """
     check_named(config)
-    own, given = _strategy(config).goes_with, config.objective.get("name")
+    strategy = _strategy(config)
+    own, given = strategy.goes_with, config.objective.get("name")
     keys = {word.partition("=")[0] for word in overrides}
     alone = bool({"strategy", "strategy.name"} & keys) and not {"objective", "objective.name"} & keys
     if own and not given:
-        config = dataclasses.replace(config, objective={"name": own, **config.objective})
+        config = dataclasses.replace(config, objective={"name": own, **strategy.passes_on, **config.objective})
     elif own and alone and not issubclass(OBJECTIVES.get(str(given), "objective"), OBJECTIVES.get(own)):
         named = {key: option for key, option in config.objective.items() if f"objective.{key}" in keys}
         baselines = config.baselines if "baselines" in keys else []
-        config = dataclasses.replace(config, objective={"name": own, **named}, baselines=baselines)
+        config = dataclasses.replace(config, objective={"name": own, **strategy.passes_on, **named}, baselines=baselines)
     _check_half(config, "objective", "strategy")
     return config
 

@@ -250,7 +250,10 @@ def report(run: Annotated[Path, typer.Argument(help="A run's folder, such as run
 @app.command()
 def reproduce(
     what: Annotated[
-        str, typer.Argument(help="aggregation, arithmetic, cla, components, fusion, lasem, skill_transfer or unlearning.")
+        str,
+        typer.Argument(
+            help="aggregation, arithmetic, cla, components, fusion, lasem, skill_transfer, strategies, unlearning."
+        ),
     ],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value for every run, such as engine.workers=2")] = None,
     preset: Annotated[str, typer.Option(help="cpu: minutes on two cores; paper: the paper's size, for a GPU.")] = "cpu",

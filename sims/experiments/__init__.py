@@ -8,5 +8,6 @@ MODULES = {
     "fusion": "sims.experiments.fusion",
     "lasem": "sims.experiments.lasem",
     "skill_transfer": "sims.experiments.skill_transfer",
+    "strategies": "sims.experiments.strategies",
     "unlearning": "sims.experiments.unlearning",
 }

