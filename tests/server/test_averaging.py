@@ -1,0 +1,259 @@
+"""The standard averaging methods: what they reduce to, and that forgetting makes the last step of the server again."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from clients.data import site_images
+from clients.initial import initial_state
+from clients.learner import learn
+from clients.messages import MEAN, SITE
+from clients.networks import architecture_of
+from clients.objectives import Task
+from clients.objectives.ditto import personal
+from clients.objectives.local import LocalSession
+from clients.objectives.scaffold import CONTROL
+from clients.store import SiteStore
+from conf import load
+from conf.errors import UserError
+from conf.schema import Config
+from conf.sites import roster
+from fusion.exact import State, digest
+from server.experiment import check
+from server.strategies.averaging import NETWORK, NETWORKS
+from server.strategies.pairing import paired
+from sims.engines.adapter import store_folder
+from sims.experiments.plain_fedavg import plain_fedavg
+from tests.server.parts import Run, set_up
+
+NETWORK_OF = {"plain": "network={name: mlp, widths: [8]}", "norms": "network={name: convnet, widths: [4], norm: batch}"}
+METHODS = ["fedavg", "fedprox", "scaffold", "fedavgm", "fedadam", "fedyogi", "fedadagrad", "fednova", "ditto"]
+
+
+def configured(root: Path, *words: str, network: str = "plain", sites: str = "count: 3, samples: 60") -> Config:
+    fixed = [f"sites=[{{domain: digits, {sites}}}]", "data={size: 8, validation_limit: 50, test_limit: 100}",
+             NETWORK_OF[network], "objective={}", "engine.name=inline", f"run.root={root}", "rounds=2",
+             "training={batch: 16, rate: 0.1, momentum: 0.0, schedule: constant}"]  # fmt: skip
+    config = paired(load("digits", [*fixed, *words]))
+    check(config)
+    return config
+
+
+def played(root: Path, *words: str, network: str = "plain", sites: str = "count: 3, samples: 60") -> Run:
+    return set_up(configured(root, *words, network=network, sites=sites)).all_rounds()
+
+
+def network_of(run: Run) -> State:
+    return run.aggregate.aggregate().state
+
+
+def same(one: Run, other: Run) -> bool:
+    return digest(network_of(one)) == digest(network_of(other))
+
+
+@pytest.fixture(scope="module")
+def fedavg(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return played(tmp_path_factory.mktemp("fedavg"), "strategy.name=fedavg")
+
+
+REDUCED = {
+    "fedprox": ["objective.mu=0"],
+    "fedavgm": ["strategy.momentum=0", "strategy.rate=1"],
+    "ditto": ["objective.strength=0.3"],
+}
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_with_nothing_of_its_own_a_method_is_fedavg_bit_for_bit(tmp_path: Path, fedavg: Run, name: str):
+    assert same(played(tmp_path, f"strategy.name={name}", *REDUCED[name]), fedavg)
+
+
+def test_with_its_own_a_method_is_not_fedavg(tmp_path: Path, fedavg: Run):
+    for name in METHODS[1:-1]:
+        words = ["objective.mu=1"] if name == "fedprox" else []
+        uneven = "count: 3, partition: {name: size}" if name == "fednova" else "count: 3, samples: 60"
+        assert not same(played(tmp_path / name, f"strategy.name={name}", *words, sites=uneven), fedavg)
+
+
+@pytest.mark.parametrize("words", [[], ["training.momentum=0.9", "training.schedule=cosine"]])
+def test_fednova_is_fedavg_where_sites_take_as_many_steps(tmp_path: Path, words: list[str]):
+    nova = network_of(played(tmp_path / "nova", "strategy.name=fednova", *words))
+    plain = network_of(played(tmp_path / "plain", "strategy.name=fedavg", *words))
+    for name, tensor in plain.items():
+        torch.testing.assert_close(nova[name], tensor, atol=2e-6, rtol=1e-5)
+
+
+def test_fednova_weighs_each_sites_change_by_its_work(tmp_path: Path):
+    """Of uneven sites: x + tau_eff * sum p_i (y_i - x) / tau_i, from what FedAvg's sites send."""
+    uneven = "count: 2, partition: {name: size, growth: 2.0}"
+    nova = played(tmp_path / "nova", "strategy.name=fednova", "rounds=1", sites=uneven)
+    plain = played(tmp_path / "plain", "strategy.name=fedavg", "rounds=1", sites=uneven)
+    view, sites = plain.aggregate.view(), plain.aggregate.members()
+    samples = [view.slots.contributions.latest[site.name].samples for site in sites]
+    shares = [number / sum(samples) for number in samples]
+    works = [0.1 * -(-number // 16) for number in samples]
+    start = view.initial()
+    for name, tensor in network_of(nova).items():
+        changes = [view.contribution(NETWORKS, site.name)[name] - start[name] for site in sites]
+        mean = sum(share * change / work for share, change, work in zip(shares, changes, works, strict=True))
+        work = sum(share * work for share, work in zip(shares, works, strict=True))
+        torch.testing.assert_close(tensor, start[name] + work * mean, atol=1e-5, rtol=1e-4)
+
+
+def test_scaffolds_variates_average_to_the_servers_and_are_mean_gradients(tmp_path: Path):
+    run = played(tmp_path, "strategy.name=scaffold", "federation.fraction=0.67", "rounds=1")
+    view, strategy = run.aggregate.view(), run.aggregate.strategy
+    control = strategy.control(view)  # type: ignore[attr-defined]
+    trained = [site.name for site in run.aggregate.members() if view.has(NETWORKS, site.name)]
+    assert len(trained) == 2
+    start = view.initial()
+    for name, tensor in control.items():
+        own = [view.contribution(NETWORKS, site)[name] for site in trained]
+        torch.testing.assert_close(tensor, sum(own) / 3)  # the third one's is zero
+        sent = view.contribution(NETWORKS, trained[0])[name.removeprefix(CONTROL)]
+        mean_gradient = (start[name.removeprefix(CONTROL)] - sent) / (4 * 0.1)  # 60 images, batches of 16
+        torch.testing.assert_close(own[0], mean_gradient, atol=1e-5, rtol=1e-4)
+
+
+def test_scaffold_is_fedavg_in_its_first_round_and_where_sites_are_one(tmp_path: Path):
+    """Before any variate is known nothing is corrected; with one site c and c_i are the same."""
+    for sites, rounds in (("count: 3, samples: 60", 1), ("count: 1, samples: 60", 3)):
+        words = [f"rounds={rounds}", "strategy.weighting=equal"]
+        corrected = network_of(played(tmp_path / f"s{rounds}", "strategy.name=scaffold", *words, sites=sites))
+        plain = network_of(played(tmp_path / f"f{rounds}", "strategy.name=fedavg", *words, sites=sites))
+        for name, tensor in plain.items():
+            torch.testing.assert_close(corrected[name], tensor, atol=1e-6, rtol=1e-5)
+
+
+def personal_of(run: Run, site: int) -> State:
+    """A site's own network, from its own store."""
+    return personal(SiteStore(store_folder(run.config), "run", roster(run.config)[site].name).load(2))
+
+
+def trained_alone(config: Config, place: int) -> State:
+    """The network that a site makes of theta_0 in two rounds on its own."""
+    site, state = roster(config)[place], initial_state(config)
+    images = site_images(config, site)
+    for number in (1, 2):
+        network = architecture_of(config).build()
+        task = Task(config, site, number, 3, network, {MEAN: state}, lambda: None, torch.Generator())
+        learn(session := LocalSession(task), images, config, site, number, torch.device("cpu"))
+        state = session.contribution()[SITE]
+    return state
+
+
+def test_dittos_own_networks_are_local_training_without_the_pull_and_near_the_shared_one_with_it(tmp_path: Path):
+    free = played(tmp_path / "free", "strategy.name=ditto", "objective.strength=0")
+    held = played(tmp_path / "held", "strategy.name=ditto", "objective.strength=5")
+    alone, shared = trained_alone(free.config, 1), network_of(free)
+    assert digest(personal_of(free, 1)) == digest(alone)
+    assert digest(shared) == digest(network_of(held))
+    far, near = (sum(float((personal_of(run, 1)[name] - one).square().sum()) for name, one in shared.items())
+                 for run in (free, held))  # fmt: skip
+    assert near < far / 4
+    assert free.loop.accuracies([None], "test")[0]["union"] != free.loop.accuracies([free.aggregate.aggregate()], "test")[0]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_forgotten_sites_last_round_is_made_again_without_it(tmp_path: Path, name: str):
+    """After one round what is left is, bit for bit, what a run without the site has after it."""
+    three = played(tmp_path / "three", f"strategy.name={name}", "rounds=1")
+    before = network_of(three)
+    preview = three.aggregate.without(["site-0002"])
+    three.aggregate.forget(["site-0002"], {})
+    left = network_of(three)
+    assert preview is not None and digest(preview.state) == digest(left)
+    assert digest(left) != digest(before)
+    view = three.aggregate.view()
+    two = [view.contribution(NETWORKS, site.name) for site in three.aggregate.members()]
+    if name in ("fedavg", "fedprox", "ditto"):
+        for key, tensor in left.items():
+            torch.testing.assert_close(tensor, (two[0][key] + two[1][key]) / 2, atol=1e-7, rtol=1e-6)
+    assert three.aggregate.residue(["site-0002"]) == []
+
+
+def test_later_rounds_leave_traces_that_are_told(tmp_path: Path):
+    run = played(tmp_path, "strategy.name=fedadam")
+    told = run.aggregate.residue()
+    assert told[0].where == "the other sites' networks"
+    assert "momentum and squares" in told[1].where
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_batchnorm_is_averaged_and_counts_stay(tmp_path: Path, name: str):
+    run = played(tmp_path, f"strategy.name={name}", network="norms")
+    state, start = network_of(run), run.aggregate.view().initial()
+    count, mean = next(n for n in state if n.endswith("num_batches_tracked")), next(n for n in state if "running_mean" in n)
+    assert torch.equal(state[count], start[count])
+    assert state[count].dtype == torch.int64
+    assert not torch.equal(state[mean], start[mean])
+    view = run.aggregate.view()
+    sites = [view.contribution(NETWORKS, site.name) for site in run.aggregate.members()]
+    torch.testing.assert_close(state[mean], sum(one[mean] for one in sites) / 3)
+    assert count not in sites[0]
+
+
+def test_fedbn_keeps_batchnorm_at_the_sites(tmp_path: Path):
+    run = played(tmp_path, "strategy.name=fedavg", "objective.batchnorm=own", "evaluation.where=sites", network="norms")
+    state, start = network_of(run), run.aggregate.view().initial()
+    norms = [name for name in state if name.split(".")[-1].startswith(("running", "num_batches"))]
+    assert norms and all(torch.equal(state[name], start[name]) for name in norms)
+    assert not any("running" in name for name in run.aggregate.view().contribution(NETWORKS, "site-0000"))
+    assert set(run.loop.accuracies([run.aggregate.aggregate()], "test")[0]) == {"digits", "union"}
+
+
+def test_only_those_who_answered_count(tmp_path: Path):
+    """With a share of the sites in each round the mean is over these, not over what others sent long ago."""
+    run = played(tmp_path, "strategy.name=fedavg", "federation.fraction=0.34", "rounds=2")
+    view = run.aggregate.view()
+    last = [site.name for site in run.aggregate.members() if view.last_put(site.name) == 2]
+    assert len(last) == 1
+    for name, tensor in network_of(run).items():
+        torch.testing.assert_close(tensor, view.contribution(NETWORKS, last[0])[name], atol=1e-6, rtol=1e-6)
+    run.aggregate.forget(last, {})
+    assert digest(network_of(run)) == digest(run.aggregate.view().kept(NETWORK))  # nothing but where the round began
+
+
+def test_fedavg_is_a_plain_loops_with_the_same_batches(tmp_path: Path):
+    """Whole-batch training of uneven sites, where no order of batches matters."""
+    config = configured(tmp_path, "strategy.name=fedavg", "training.batch=4096", "rounds=3", "training.epochs=2",
+                        sites="count: 3, partition: {name: dirichlet, alpha: 0.3}")  # fmt: skip
+    ours = network_of(set_up(config).all_rounds())
+    plain, accuracy = plain_fedavg(config, seed=0)
+    for name, tensor in plain.items():
+        torch.testing.assert_close(ours[name], tensor, atol=1e-5, rtol=1e-4)
+    assert 0.0 < accuracy < 1.0
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedavgm", "scaffold", "fednova", "fedadam"])
+def test_under_masks_the_unweighted_methods_have_the_bits_of_plain_sums(tmp_path: Path, name: str):
+    words = [f"strategy.name={name}", "strategy.weighting=equal"]
+    masked = played(tmp_path / "masked", *words, "federation.secure_aggregation=true")
+    assert same(masked, played(tmp_path / "plain", *words))
+
+
+def test_weights_under_masks_are_refused_with_what_to_set(tmp_path: Path):
+    with pytest.raises(UserError, match=r"strategy\.weighting=equal"):
+        configured(tmp_path, "strategy.name=fedavg", "federation.secure_aggregation=true")
+
+
+def test_what_cannot_work_is_refused(tmp_path: Path):
+    for words, told in [
+        (["strategy.name=ditto", "training.clip=1"], r"training\.clip: strategy ditto"),
+        (["strategy.name=scaffold", "training.rate=0"], r"training\.rate: got 0, strategy scaffold"),
+        (["strategy.name=fedavg", "objective.mode=x"], r"objective\.mode: got 'x', this objective has no modes"),
+        (["strategy.name=scaffold", "objective.name=fedavg"], r"objective\.name: got 'fedavg', strategy scaffold takes"),
+    ]:
+        with pytest.raises(UserError, match=told):
+            configured(tmp_path, *words)
+
+
+@pytest.mark.parametrize("name", ["fedadam", "scaffold"])
+def test_what_is_read_again_from_the_ledger_goes_on_to_the_same_bits(tmp_path: Path, name: str):
+    whole, cut = (set_up(configured(tmp_path / part, f"strategy.name={name}")) for part in ("whole", "cut"))
+    whole.all_rounds()
+    cut.loop.one(1)
+    cut.aggregate.slots.reload()
+    cut.loop.one(2)
+    assert same(cut, whole)
