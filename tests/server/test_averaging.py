@@ -33,9 +33,9 @@ METHODS = ["fedavg", "fedprox", "scaffold", "fedavgm", "fedadam", "fedyogi", "fe
 
 def configured(root: Path, *words: str, network: str = "plain", sites: str = "count: 3, samples: 60") -> Config:
     fixed = [f"sites=[{{domain: digits, {sites}}}]", "data={size: 8, validation_limit: 50, test_limit: 100}",
-             NETWORK_OF[network], "objective={}", "engine.name=inline", f"run.root={root}", "rounds=2",
+             NETWORK_OF[network], "engine.name=inline", f"run.root={root}", "rounds=2",
              "training={batch: 16, rate: 0.1, momentum: 0.0, schedule: constant}"]  # fmt: skip
-    config = paired(load("digits", [*fixed, *words]))
+    config = paired(load("digits", [*fixed, *words]), [*fixed, *words])
     check(config)
     return config
 
@@ -151,7 +151,7 @@ def test_dittos_own_networks_are_local_training_without_the_pull_and_near_the_sh
     assert digest(shared) == digest(network_of(held))
     far, near = (sum(float((personal_of(run, 1)[name] - one).square().sum()) for name, one in shared.items())
                  for run in (free, held))  # fmt: skip
-    assert near < far / 4
+    assert near < far / 2
     assert free.loop.accuracies([None], "test")[0]["union"] != free.loop.accuracies([free.aggregate.aggregate()], "test")[0]
 
 
