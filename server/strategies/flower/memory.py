@@ -41,8 +41,8 @@ def put_back(strategy: Any, state: Mapping[str, Tensor]) -> Any:
 
 
 def arrays_of(state: Mapping[str, Tensor]) -> ArrayRecord:
-    """A state as the strategies have it."""
-    return ArrayRecord({name: Array(tensor.numpy().copy()) for name, tensor in state.items()})
+    """A state as the strategies have it, in the order of the names: some go by places, and the ledger keeps no order."""
+    return ArrayRecord({name: Array(state[name].numpy().copy()) for name in sorted(state)})
 
 
 def state_of(record: ArrayRecord) -> State:
