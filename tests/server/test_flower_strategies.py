@@ -21,7 +21,7 @@ from server.rounds.schedules import Sampling
 from server.strategies import FlowerStrategy
 from server.strategies.averaging import NETWORKS
 from server.strategies.flower.memory import arrays_of, put_back, remembered
-from server.strategies.flower.nodes import Nodes
+from server.strategies.flower.nodes import Nodes, quiet
 from server.strategies.flower.strategy import TOLD
 from server.strategies.pairing import paired
 from tests.server.parts import Run, set_up
@@ -72,8 +72,9 @@ def test_the_network_is_what_flowers_own_loop_makes_of_the_same_replies(tmp_path
     arrays = arrays_of(run.aggregate.view().initial())
     for number in (1, 2):
         run.loop.one(number)
-        inner.configure_train(number, arrays, ConfigRecord(), Nodes(run.aggregate.members()))
-        made, _ = inner.aggregate_train(number, replies_of(run))
+        with quiet():
+            inner.configure_train(number, arrays, ConfigRecord(), Nodes(run.aggregate.members()))
+            made, _ = inner.aggregate_train(number, replies_of(run))
         arrays = made if made is not None else arrays
     for key, tensor in network_of(run).items():
         assert torch.equal(tensor, torch.from_numpy(arrays[key].numpy()).float())

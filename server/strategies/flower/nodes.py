@@ -1,6 +1,7 @@
 """The sites of a round as a strategy of Flower's sees them: a grid that knows nodes and carries nothing."""
 
 import contextlib
+import gc
 import logging
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -56,14 +57,17 @@ class Nodes(Grid):
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Let Flower's log tell of warnings only."""
+    """Let Flower's log tell of warnings only, and its strategies, some of which collect garbage after every array, find
+    none of ours to look through."""
     log = logging.getLogger("flwr")
     before = log.level
+    gc.freeze()
     try:
         log.setLevel(logging.WARNING)
         yield
     finally:
         log.setLevel(before)
+        gc.unfreeze()
 
 
 @contextlib.contextmanager
