@@ -7,9 +7,9 @@ import torch
 
 from clients.data import site_images
 from clients.initial import initial_state
-from clients.learner import learn
+from clients.learner import batches, learn
 from clients.messages import MEAN, SITE
-from clients.networks import architecture_of
+from clients.networks import Network, architecture_of
 from clients.objectives import Task
 from clients.objectives.ditto import personal
 from clients.objectives.local import LocalSession
@@ -224,6 +224,26 @@ def test_fedavg_is_a_plain_loops_with_the_same_batches(tmp_path: Path):
     for name, tensor in plain.items():
         torch.testing.assert_close(ours[name], tensor, atol=1e-5, rtol=1e-4)
     assert 0.0 < accuracy < 1.0
+
+
+def test_fedavg_is_a_plain_loops_with_the_same_mini_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The plain loop with torch.optim.SGD, in the order in which our sites see their images."""
+    config = configured(tmp_path, "strategy.name=fedavg", "rounds=3", "training.epochs=2",
+                        sites="count: 3, partition: {name: dirichlet, alpha: 0.3}")  # fmt: skip
+    turns = iter([(site, number) for number in (1, 2, 3) for site in roster(config)])
+
+    def trained(network: Network, part: object, config: Config) -> None:
+        site, number = next(turns)
+        optimiser = torch.optim.SGD(network.parameters(), lr=config.training.rate)
+        for _, images, labels in batches(site_images(config, site), config, site, number, torch.device("cpu")):
+            optimiser.zero_grad()
+            torch.nn.functional.cross_entropy(network(images), labels).backward()
+            optimiser.step()
+
+    monkeypatch.setattr("sims.experiments.plain_fedavg._train", trained)
+    ours, (plain, _) = network_of(set_up(config).all_rounds()), plain_fedavg(config, seed=0)
+    for name, tensor in plain.items():
+        torch.testing.assert_close(ours[name], tensor, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedavgm", "scaffold", "fednova", "fedadam"])
