@@ -29,7 +29,9 @@ class Order:
 
     def plan(self) -> list[Planned]:
         """The runs. UserError for keys and values that the configuration does not take."""
-        return plan(lambda words: paired(load(self.experiment, words), words), self.words, read_sweep(self.seeds, self.sweep))
+        return plan(
+            lambda words: paired(load(self.experiment, words), words), self.words, read_sweep(self.seeds, self.sweep)
+        )
 
 
 def show(order: Order) -> int:
