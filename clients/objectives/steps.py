@@ -2,6 +2,8 @@
 
 from clients.learner import rate_at
 from clients.objectives.base import Task
+from clients.training.optimizers import SGD, optimizer_of
+from conf.schema import TrainingConfig
 
 
 def gradient_weight(task: Task, steps: int) -> float:
@@ -13,8 +15,17 @@ def gradient_weight(task: Task, steps: int) -> float:
     """
     training, begin = task.config.training, task.round - 1
     rates = [rate_at(training, task.config.rounds, begin + step / steps) for step in range(steps)]
-    momentum = training.momentum
+    momentum = momentum_of(training)
+    assert momentum is not None  # the strategy has refused other optimisers
     return sum(rate * _geometric(momentum, step + 1) for step, rate in enumerate(rates))
+
+
+def momentum_of(training: TrainingConfig) -> float | None:
+    """The momentum of the sites' SGD; None for other optimisers, and for variants whose change is another sum."""
+    found = optimizer_of(training)
+    if not isinstance(found, SGD) or found.dampening or found.nesterov or found.maximize:
+        return None
+    return training.momentum if found.momentum is None else found.momentum
 
 
 def _geometric(momentum: float, terms: int) -> float:

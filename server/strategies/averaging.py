@@ -16,6 +16,7 @@ from clients.networks import Model, architecture_of, common_architecture
 from clients.objectives import objective_of
 from clients.objectives.fedavg import OWN
 from clients.objectives.fedavg import FedAvg as FedAvgObjective
+from clients.objectives.steps import momentum_of
 from conf.errors import UserError
 from conf.once import once
 from conf.schema import Config
@@ -136,10 +137,14 @@ def counted(view: View) -> View:
     return view if len(names) == len(view.sites) else view.subset(names)
 
 
-def check_rate(config: Config) -> None:
-    """UserError for sites whose steps move nothing, so that nothing can be divided by them."""
+def check_steps(config: Config) -> None:
+    """UserError for sites whose change is no known sum of gradients: it is divided by the weights of that sum."""
+    name = config.strategy["name"]
+    if momentum_of(config.training) is None:
+        raise UserError(f"training.optimizer: strategy {name} takes sgd, with momentum or without (no dampening, nesterov "
+                        "or maximize)")  # fmt: skip
     if not config.training.rate:
-        raise UserError(f"training.rate: got 0, strategy {config.strategy['name']} takes more")
+        raise UserError(f"training.rate: got 0, strategy {name} takes more")
 
 
 def shared(config: Config, state: State) -> State:

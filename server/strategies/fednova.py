@@ -10,7 +10,7 @@ from clients.objectives.fednova import WORK
 from conf.schema import Config
 from fusion.exact import State
 from server.rounds.run import Run
-from server.strategies.averaging import NETWORK, Averaging, check_rate
+from server.strategies.averaging import NETWORK, Averaging, check_steps
 from server.strategies.base import STRATEGIES
 
 
@@ -23,9 +23,9 @@ class FedNova(Averaging):
     goes_with: ClassVar[str] = "fednova"
 
     def check(self, config: Config) -> None:
-        """UserError for sites that do not move."""
+        """UserError for sites whose steps are not of plain SGD."""
         super().check(config)
-        check_rate(config)
+        check_steps(config)
 
     def beside(self, run: Run) -> State:
         """No work yet."""

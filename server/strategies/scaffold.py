@@ -13,7 +13,7 @@ from fusion.exact import State
 from server.ledger.declared import Slot, Sum
 from server.rounds.run import Run
 from server.rounds.view import View
-from server.strategies.averaging import NETWORK, NETWORKS, Averaging, check_rate, parameters_of
+from server.strategies.averaging import NETWORK, NETWORKS, Averaging, check_steps, parameters_of
 from server.strategies.base import STRATEGIES
 
 
@@ -33,9 +33,9 @@ class Scaffold(Averaging):
         return {NETWORKS: Sum(weighted=self.weighting == "samples", resumable=True)}
 
     def check(self, config: Config) -> None:
-        """UserError for sites that do not move."""
+        """UserError for sites whose steps are not of plain SGD."""
         super().check(config)
-        check_rate(config)
+        check_steps(config)
 
     def beside(self, run: Run) -> State:
         """c."""
