@@ -262,7 +262,10 @@ def test_what_cannot_work_is_refused(tmp_path: Path):
     for words, told in [
         (["strategy.name=ditto", "training.clip=1"], r"training\.clip: strategy ditto"),
         (["strategy.name=scaffold", "training.rate=0"], r"training\.rate: got 0, strategy scaffold"),
-        (["strategy.name=fednova", "training.optimizer=adam"], r"training\.optimizer: strategy fednova takes sgd"),
+        (
+            ["strategy.name=fednova", "training.optimizer={name: sgd, dampening: 0.1}"],
+            r"training\.optimizer: strategy fednova takes sgd",
+        ),
         (["strategy.name=fedavg", "objective.mode=x"], r"objective\.mode: got 'x', this objective has no modes"),
         (["strategy.name=scaffold", "objective.name=fedavg"], r"objective\.name: got 'fedavg', strategy scaffold takes"),
     ]:
