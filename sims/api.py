@@ -22,8 +22,8 @@ from conf.sites import roster
 from server.evaluate import Evaluator
 from server.ledger import Ledger
 from server.runfolder import RunFolder, read_config
-from sims.callbacks import Callbacks, OnReply, OnRound
 from server.strategies.pairing import paired
+from sims.callbacks import Callbacks, OnReply, OnRound
 from sims.cli import unlearn as commands
 from sims.cli.compose import name_of
 from sims.report.tables import accuracy_table
