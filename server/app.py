@@ -38,7 +38,8 @@ def main(grid: Grid, context: Context) -> None:
         experiment = str(context.run_config.get("experiment", "digits"))
         overrides = shlex.split(str(context.run_config.get("overrides", "")))
         grid = CarefulGrid.like(grid) if isinstance(grid, HttpGrid) else grid
-        config, listener = paired(load(experiment, ["engine.name=flower", *overrides]), overrides), LogListener()
+        words = ["engine.name=flower", *overrides]
+        config, listener = paired(load(experiment, words), words), LogListener()
         if config.tracking:
             listener.message(
                 "tracking: none here: trackers are opened by 'fedloom run' with engine.address, not by `flwr run`"
