@@ -1,6 +1,13 @@
 """What options of the command line hold."""
 
+from typing import Annotated
+
+import typer
+
 from conf.errors import UserError
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one line of JSON, last on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar.")]
 
 
 def numbers(text: str, option: str) -> list[float] | None:

@@ -8,10 +8,9 @@ import click
 import typer
 
 from conf.errors import UserError
+from sims.cli.options import Json
 
 app = typer.Typer()
-
-Json = Annotated[bool, typer.Option("--json", help="Print the result as one line of JSON, last on stdout.")]
 
 
 @app.command()

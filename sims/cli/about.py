@@ -1,0 +1,61 @@
+"""The commands that tell what there is: experiments, keys of a configuration, this machine; and a run's report again."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sims.report.tables import Table
+
+app = typer.Typer()
+
+
+@app.command()
+def options(
+    section: Annotated[str, typer.Argument(help="training, strategy, strategy.cla_ot, sites.partition; none: all.")] = "",
+) -> None:
+    """List the keys of a configuration, with what they take, their defaults and their meaning."""
+    from rich.console import Console
+
+    from sims.cli.keys import table
+
+    found, console = table(section), Console()
+    console.print(found.rich()) if console.is_terminal else typer.echo(found.markdown(), nl=False)
+
+
+@app.command()
+def experiments() -> None:
+    """List the experiments that ship."""
+    from conf.load import experiment_lines
+
+    for name, line in experiment_lines().items():
+        typer.echo(f"{name:16} {line}")
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(help="A run's folder, such as runs/digits.")]) -> None:
+    """Draw a run's plots and write its report.html again."""
+    from sims.report.report import write_report
+
+    typer.echo(write_report(run))
+
+
+@app.command()
+def doctor(
+    root: Annotated[str, typer.Option("--data", help="The folder with the data (data.root).")] = "",
+    federation: Annotated[Path | None, typer.Option(help="Look at a real federation's folder, or at one machine's.")] = None,
+) -> None:
+    """Say what this machine has: versions, cores, GPUs, Ray, and where each domain would come from."""
+    from rich.console import Console
+
+    if federation is not None:
+        from sims.federation.checks import check
+
+        rows = [list(row) for row in check(federation)]
+        Console().print(Table(str(federation), ["machine", "what", "found"], rows).rich())
+        return
+    from conf.schema import DataConfig
+    from sims.cli.doctor import doctor as examine
+    from sims.cli.doctor import doctor_table
+
+    Console().print(doctor_table(examine(DataConfig(root=root))).rich())

@@ -1,0 +1,132 @@
+"""The commands on one run that is there: resuming it, taking sites out, its certificates and its ledger."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sims.cli.options import Json, Quiet, numbers
+
+app = typer.Typer()
+
+RunPath = Annotated[Path, typer.Argument(help="A run's folder, such as runs/digits.")]
+Sites = Annotated[list[str], typer.Argument(help="Names of sites, such as site-0001.")]
+
+
+@app.command()
+def resume(run: RunPath, quiet: Quiet = False, as_json: Json = False) -> None:
+    """Go on with a run that was stopped or killed, after its last committed round."""
+    from sims.cli.unlearn import resume as go_on
+
+    summary = go_on(run, quiet=quiet, json_output=as_json)
+    if as_json:
+        typer.echo(json.dumps(summary))
+
+
+@app.command()
+def unlearn(
+    run: RunPath,
+    sites: Sites,
+    request_id: Annotated[str, typer.Option(help="Its name; the same one again changes nothing.")] = "",
+    reason: Annotated[str, typer.Option(help="Why, for the ledger and the certificate.")] = "",
+    repair: Annotated[int, typer.Option(help="Rounds to train further without the sites.", min=0)] = 0,
+    recalibrate: Annotated[
+        bool, typer.Option("--recalibrate", help="Fit the aggregate's head anew to sums that the other sites tell.")
+    ] = False,
+    retrain: Annotated[bool, typer.Option("--retrain", help="Train a network without them, to compare with.")] = False,
+    rollback: Annotated[bool, typer.Option("--rollback", help="Go back to before they took part, train again.")] = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Remove sites: subtract and delete what they gave, and write a certificate. A running server does it between rounds."""
+    from sims.cli.unlearn import Wish
+    from sims.cli.unlearn import unlearn as fulfil
+
+    text, done = fulfil(run, Wish(sites, request_id, reason, repair, retrain, rollback, recalibrate), quiet=quiet or as_json)
+    typer.echo(text)
+    if as_json:
+        typer.echo(json.dumps(done))
+
+
+@app.command()
+def readmit(
+    run: RunPath,
+    sites: Sites,
+    node: Annotated[int | None, typer.Option(help="It is at this node of Flower's now, and may have what it gave.")] = None,
+) -> None:
+    """Let forgotten sites take part again; with --node: vouch for a site that came back as another node."""
+    from sims.cli.unlearn import readmit as take_back
+
+    typer.echo(take_back(run, sites, node))
+
+
+@app.command()
+def compose(
+    run: RunPath,
+    sites: Annotated[str, typer.Option(help="Their names: site-0001,site-0004")],
+    coefficients: Annotated[str, typer.Option(help="One for each: 0.5,0.7; default: as the run does.")] = "",
+    how: Annotated[str, typer.Option(help="gradients or weights; default: as the run does.")] = "",
+    start: Annotated[Path | None, typer.Option(help="Assign the gradients to this network instead of theta_0.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Even if it is not the one that the sites started from.")] = False,
+    measure: Annotated[bool, typer.Option(help="Say what the network knows (needs the data).")] = True,
+    out: Annotated[Path, typer.Option(help="Where the network goes.")] = Path("net.safetensors"),
+) -> None:
+    """Make a network of some of a run's sites alone, from what they contributed: nothing is trained."""
+    from sims.cli import compose as make
+
+    order = make.Order(sites.split(","), numbers(coefficients, "--coefficients") or (), how, start, force, measure)
+    typer.echo("\n".join(table.markdown() for table in make.compose(run, order, out)))
+    typer.echo(f"written: {out}")
+
+
+@app.command()
+def verify(
+    certificate: Annotated[Path, typer.Argument(help="certificates/<request>.json")],
+    run: Annotated[Path | None, typer.Argument(help="The run's folder; not needed with --key.")] = None,
+    key: Annotated[str, typer.Option(help="The operator's public key, a file or its line: check the signature.")] = "",
+) -> None:
+    """Compare a certificate with a run's ledger: recompute what can be recomputed (exit code 1: a mismatch)."""
+    from sims.cli.unlearn import verify_certificate
+
+    table, good = verify_certificate(certificate, run, key)
+    typer.echo(table.markdown())
+    raise typer.Exit(0 if good else 1)
+
+
+@app.command()
+def key() -> None:
+    """Print the public key by which others can check this operator's certificates."""
+    from server.unlearning.signing import operator_key, public_line
+
+    typer.echo(public_line(operator_key()))
+
+
+@app.command()
+def ledger(
+    run: RunPath,
+    check: Annotated[bool, typer.Option("--check", help="Verify chain, blobs and sum (exit code 1: problems).")] = False,
+    prune: Annotated[bool, typer.Option("--prune", help="Remove blobs that nothing refers to.")] = False,
+    as_json: Json = False,
+) -> None:
+    """List a run's events, or check all that is kept of it."""
+    from sims.cli import unlearn
+    from sims.cli.progress import listener_for
+
+    found: dict[str, Any] = {}
+    if prune:
+        found["removed"] = unlearn.prune(run)
+        typer.echo(f"{len(found['removed'])} files removed")
+    if check:
+        with listener_for(quiet=as_json):
+            found |= unlearn.audit(run)
+        for line in found["problems"] or ["no problems"]:
+            typer.echo(line)
+        for line in found["notes"]:
+            typer.echo(f"note: {line}")
+    if not (check or prune):
+        found["events"] = unlearn.events(run)
+        typer.echo(unlearn.events_table(run, found["events"]).markdown())
+    if as_json:
+        typer.echo(json.dumps(found))
+    raise typer.Exit(0 if found.get("ok", True) else 1)
