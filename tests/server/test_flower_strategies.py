@@ -1,5 +1,7 @@
 """Flower's own strategies over our round loop: what they make of the sites' replies, and what they remember."""
 
+import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from conf import load
 from conf.errors import FailedError, UserError
 from conf.schema import Config
 from fusion.exact import State, digest
-from server.experiment import check
+from server.experiment import check, run_experiment
 from server.rounds.schedules import Sampling
 from server.strategies import FlowerStrategy
 from server.strategies.averaging import NETWORKS
@@ -24,7 +26,10 @@ from server.strategies.flower.memory import arrays_of, put_back, remembered
 from server.strategies.flower.nodes import Nodes, quiet
 from server.strategies.flower.strategy import TOLD
 from server.strategies.pairing import paired
-from tests.server.parts import Run, set_up
+from sims.engines.adapter import store_folder
+from sims.engines.inline import InlineGrid
+from tests.server.parts import Recorder, Run, folder, set_up
+from tests.server.runs import method_of
 
 OPTIONS = {
     "FedAvg": [], "FedAdam": ["eta=0.05"], "FedYogi": ["eta=0.05"], "FedAdagrad": [], "FedAvgM": ["server_momentum=0.9"],
@@ -105,6 +110,18 @@ def test_a_forgotten_sites_last_round_is_aggregated_again_without_it(tmp_path: P
     assert not run.aggregate.residue(["site-0003"])
     run.loop.one(2)
     assert "earlier" in run.aggregate.strategy.advice(run.config)[0] and run.aggregate.residue()
+
+
+def test_a_request_is_fulfilled_in_a_process_that_has_sent_no_messages(tmp_path: Path):
+    config = configured(tmp_path, "FedAdam")
+    run_experiment(InlineGrid(4, store_folder(config)), config, Recorder())
+    with method_of(config) as method:
+        before = digest(method.aggregation.aggregate().state)
+    words = ["unlearn", str(folder(config)), "site-0000", "--request-id", "r", "--quiet"]
+    done = subprocess.run([sys.executable, "-m", "sims.cli", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "request 'r' verified" in done.stdout, done.stderr
+    with method_of(config) as method:
+        assert digest(method.aggregation.aggregate().state) != before
 
 
 def test_its_fractions_choose_who_is_asked_by_the_runs_seed(tmp_path: Path):

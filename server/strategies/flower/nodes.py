@@ -8,8 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from flwr.app import Message, RecordDict
+from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
 
 from conf.errors import FailedError
 from conf.sites import Site
@@ -53,6 +55,17 @@ class Nodes(Grid):
 
     def _refused(self) -> FailedError:
         return FailedError("strategy: sends messages of its own; give them to configure_train's caller instead")
+
+
+def take_identity() -> None:
+    """Let this process create Flower messages, unless one of Flower's runtimes or an engine has done so: a request may be
+    fulfilled where neither is.
+    """
+    try:
+        _ = TaskIdentity.run_id
+    except RuntimeError:
+        TaskIdentity.task_id = TaskIdentity.run_id = 1
+        TaskIdentity.node_id = SUPERLINK_NODE_ID
 
 
 @contextlib.contextmanager

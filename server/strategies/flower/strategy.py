@@ -26,7 +26,7 @@ from server.rounds.view import Models, View
 from server.strategies.averaging import NETWORK, NETWORKS, ROUND, counted, shared
 from server.strategies.base import STRATEGIES, Residue, Strategy, check_objective
 from server.strategies.flower.memory import arrays_of, put_back, remembered, state_of
-from server.strategies.flower.nodes import Nodes, drawing, quiet
+from server.strategies.flower.nodes import Nodes, drawing, quiet, take_identity
 
 ARRAYS, MEMORY, DRAWN = "arrays", "memory", "flower"
 SAMPLES, LOSS = "num-examples", "train_loss"  # what sites report
@@ -153,6 +153,7 @@ class FlowerStrategy(Strategy):
         assert one is not None
         numbers = {name.removeprefix(TOLD): float(sent.pop(name)) for name in list(sent) if name.startswith(TOLD)}
         metrics = MetricRecord({SAMPLES: one.samples, **numbers})
+        take_identity()
         asked = Message(RecordDict(), site.index + 1, TRAIN)
         return Message(RecordDict({ARRAYS: arrays_of(sent), "metrics": metrics}), reply_to=asked)
 
