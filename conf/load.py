@@ -92,10 +92,14 @@ def _check_places(merged: Any, key: str) -> None:
     parts = key.split(".")
     for number, part in enumerate(parts[1:], 1):
         above = ".".join(parts[:number])
-        if OmegaConf.is_list(OmegaConf.select(merged, above)) and not part.isdecimal():
+        if not OmegaConf.is_list(entries := OmegaConf.select(merged, above)):
+            continue
+        if not part.isdecimal():
             raise UserError(
                 f"override '{_short(key)}': {above} is a list; give a place in it, such as {above}.0, or all of it"
             )
+        if int(part) >= len(entries):
+            raise UserError(f"override '{_short(key)}': {above} has {len(entries)} entries, which count from 0")
 
 
 def _open_name(merged: Any, key: str) -> None:

@@ -14,7 +14,8 @@ from conf.typed import build_many
 METHOD_NAMES = {"sum", "star", "composed", "half", "mean", "fused"}
 MODE_NAMES = {"exact", "regularised", "independent", "fedavg", "together", "sequential_ab", "sequential_ba",
               "exclusive", "alone"}  # fmt: skip
-RESULT_NAMES = {"aggregate", "personal"} | METHOD_NAMES | MODE_NAMES  # of tables and files, beside the sites' own
+PERSONAL = "personal"  # the display name of the sites' own networks, each measured at its site
+RESULT_NAMES = {"aggregate", PERSONAL} | METHOD_NAMES | MODE_NAMES  # of tables and files, beside the sites' own
 UNION = "union"  # the display name of all domains together
 MOST_NAME_BYTES = 100  # folders are made of a site's name
 

@@ -14,7 +14,7 @@ from clients.networks import Model
 from clients.objectives import objective_of
 from conf import to_json
 from conf.schema import Config
-from conf.sites import Site, roster
+from conf.sites import PERSONAL, Site, roster
 from server.at_sites import at_sites, costs, different_networks
 from server.evaluate import Evaluator
 from server.ledger import Ledger, Request
@@ -26,7 +26,6 @@ from server.measured import Found, Measured, check_models
 from server.rounds.aggregation import Aggregation
 from server.rounds.exchange import Federation
 from server.rounds.loop import RoundLoop
-from server.rounds.site_evaluation import PERSONAL
 from server.rounds.view import Setup
 from server.runfolder import RunFolder
 from server.strategies import slots_of

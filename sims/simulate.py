@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from clients.data import absolute
 from clients.data.domains import data_folder
 from conf.errors import UserError
@@ -78,6 +80,8 @@ def simulate_once(config: Config, *, quiet: bool = False) -> dict[str, Any]:
 def _check_engine(config: Config) -> None:
     """UserError for options that exclude each other, or a data folder to send that is not there, read by a site or not."""
     engine, folder = config.engine, data_folder(config.data)
+    if engine.device == "cuda" and engine.name != "flower" and not engine.address and not torch.cuda.is_available():
+        raise UserError("engine.device: got cuda, and this machine has no GPU that torch can use; take auto or cpu")
     if engine.compile and engine.vectorise > 1:
         raise UserError("engine.compile: sites trained as one (engine.vectorise) cannot be compiled; choose one of the two")
     if engine.name == "ray" and engine.address and engine.ship_data and not folder.is_dir():

@@ -13,8 +13,6 @@ from conf.sites import UNION, Site
 from fusion.exact import State
 from server.rounds.questions import Questions
 
-PERSONAL = "personal"  # the display name of the sites' own networks, each measured at its site
-
 
 @dataclass
 class SiteEvaluation:

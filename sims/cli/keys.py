@@ -1,13 +1,16 @@
 """The keys of a configuration: what each takes, its default and its meaning; the options of what it names."""
 
 import dataclasses
+import inspect
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args, get_origin
 
 from clients.networks import NETWORKS
 from clients.objectives import OBJECTIVES
-from conf.errors import unknown
+from clients.training.optimizers import OPTIMIZERS
+from clients.training.schedules import SCHEDULES
+from conf.errors import UserError, unknown
 from conf.load import to_yaml
 from conf.registry import Registry
 from conf.schema import Config, SiteConfig
@@ -15,13 +18,17 @@ from conf.typed import takes
 from server.strategies import STRATEGIES
 from sims.report.tables import Table
 
-NAMED: Mapping[str, Registry[Any]] = {"network": NETWORKS, "objective": OBJECTIVES, "strategy": STRATEGIES}
+NAMED: Mapping[str, Registry[Any]] = {
+    "network": NETWORKS, "objective": OBJECTIVES, "strategy": STRATEGIES,
+    "training.optimizer": OPTIMIZERS, "training.schedule": SCHEDULES,
+}  # fmt: skip
+SHOWN = ("network", "objective", "strategy")  # with all of their options
 COLUMNS = ["key", "takes", "default", "meaning"]
 
 
 def with_options(config: Config) -> str:
     """The configuration as YAML, with all options of its network, objective and strategy; those of one's own as given."""
-    sections = {name: _filled(registry, getattr(config, name), name) for name, registry in NAMED.items()}
+    sections = {name: _filled(NAMED[name], getattr(config, name), name) for name in SHOWN}
     return to_yaml(dataclasses.replace(config, **sections))
 
 
@@ -33,24 +40,36 @@ def _filled(registry: Registry[Any], section: Mapping[str, Any], where: str) -> 
 
 def table(section: str = "") -> Table:
     """The keys of a section (`training`, `strategy.cla_ot`, `sites.partition`); none named: of all of them. UserError."""
-    parts = section.split(".") if section else []
-    if parts and parts[0] in NAMED:
-        return _named(section, NAMED[parts[0]], parts[1:])
+    if above := next((name for name in NAMED if f"{section}.".startswith(f"{name}.")), ""):
+        return _named(section, NAMED[above], section.removeprefix(above).removeprefix("."))
     schema: Any = Config
-    for place, part in enumerate(parts):
+    for place, part in enumerate(parts := section.split(".") if section else []):
         schema = _inside(schema, part, ".".join(parts[: place + 1]))
     return Table(section, COLUMNS, list(_rows(schema)))
 
 
-def _named(section: str, registry: Registry[Any], parts: list[str]) -> Table:
+def _named(section: str, registry: Registry[Any], rest: str) -> Table:
     """The names that a registry has, or the options of one of them."""
-    if not parts:
+    if not rest:
         told = f"fedloom options {section}.NAME lists its options"
         return Table(section, ["name", "what it is"], [[name, _about(registry, name)] for name in registry.names()], told)
-    schema = registry.get(parts[0])
-    for place, part in enumerate(parts[1:], 2):
-        schema = _inside(schema, part, ".".join([section.split(".")[0], *parts[:place]]))
+    if ":" in rest:  # of one's own, or of another package
+        return Table(section, COLUMNS, list(_parameters(registry.find(rest))))
+    name, *parts = rest.split(".")
+    schema = registry.get(name)
+    for place, part in enumerate(parts):
+        schema = _inside(schema, part, section.removesuffix(".".join(parts)) + ".".join(parts[: place + 1]))
     return Table(section, COLUMNS, list(_rows(schema)))
+
+
+def _parameters(found: Any) -> Iterator[list[str]]:
+    """What a class or function of elsewhere takes, as its own signature has it."""
+    if dataclasses.is_dataclass(found):
+        yield from _rows(found)
+        return
+    for one in inspect.signature(found).parameters.values():
+        default = "" if one.default is one.empty else repr(one.default)
+        yield [one.name, "" if one.annotation is one.empty else inspect.formatannotation(one.annotation), default, ""]
 
 
 def _about(registry: Registry[Any], name: str) -> str:
@@ -69,8 +88,10 @@ def _section(field: dataclasses.Field[Any]) -> Any:
 
 def _inside(schema: Any, part: str, where: str) -> Any:
     sections = {field.name: inner for field in dataclasses.fields(schema) if (inner := _section(field))}
+    above = SHOWN if schema is Config else ()
+    if part not in sections and not (sections or above):
+        raise UserError(f"{where}: is no section; 'fedloom options {where.rpartition('.')[0]}' lists the keys above it")
     if part not in sections:
-        above = [name for name in NAMED if schema is Config]
         raise unknown("section", where, [*sections, *above])
     return sections[part]
 
@@ -81,4 +102,4 @@ def _rows(schema: Any) -> Iterator[list[str]]:
             yield [field.name, "a section", "", field.metadata["help"]]
             continue
         given = field.default_factory() if field.default is dataclasses.MISSING else field.default  # type: ignore[misc]
-        yield [field.name, takes(field), json.dumps(given), str(field.metadata.get("help", ""))]
+        yield [field.name, takes(field), json.dumps(given, default=str), str(field.metadata.get("help", ""))]

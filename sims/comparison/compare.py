@@ -13,7 +13,7 @@ from conf.errors import UserError
 from sims.comparison.curves import pictures
 from sims.comparison.entries import entries_of
 from sims.comparison.groups import UNION, Group, grouped, refuse_nothing
-from sims.comparison.statistics import spread
+from sims.comparison.statistics import paired, spread
 from sims.comparison.tables import (
     Pair,
     accuracy_rows,
@@ -60,8 +60,8 @@ class Comparison:
         return pairs(self.groups)
 
     def tables(self) -> list[Table]:
-        """Accuracy, paired differences, cost."""
-        found = self.differences
+        """Accuracy, paired differences where seeds make pairs of more than one, cost."""
+        found = [pair for pair in self.differences if pair.difference.n > 1]
         return [accuracy_rows(self.groups), *([difference_table(found)] if found else []), cost_table(self.groups)]
 
     def text(self) -> str:
@@ -90,6 +90,9 @@ class Comparison:
             for group in self.groups
             for entry in group.entries
         ]
+
+    def __str__(self) -> str:
+        return self.text()
 
     def as_json(self) -> dict[str, Any]:
         """Everything as plain values; NaN is None."""
@@ -146,7 +149,16 @@ def headline(groups: Sequence[Group]) -> str:
     best = max(groups, key=lambda group: spread(list(group.scores().values()) or [-1.0]).mean)
     many = f"{len(groups)} row{'s' * (len(groups) > 1)}, {len(seeds)} seed{'s' * (len(seeds) > 1)}"
     reached = mean_and_spread(list(best.scores().values())) if best.scores() else "-"
-    return f"{many}: the best on average is {best.label}, with {reached} % of the test images."
+    told = f"{many}: the best on average is {best.label}, with {reached} % of the test images"
+    alike = [group.label for group in groups if group is not best and not _ahead(best, group)]
+    more = f"; the seeds do not tell it apart from {', '.join(alike[:3])}{' and others' * (len(alike) > 3)}"
+    return f"{told}{more if alike else ''}."
+
+
+def _ahead(one: Group, other: Group) -> bool:
+    """Whether the paired difference's interval is above 0."""
+    found = paired(one.scores(), other.scores())
+    return found is not None and found.low > 0
 
 
 def _row(group: Group, domains: Sequence[str]) -> dict[str, Any]:

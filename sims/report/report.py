@@ -88,7 +88,7 @@ def write_report(folder: Path) -> Path:
         raise UserError(f"{folder}: the run's results are damaged ({error!r}); run the experiment again") from None
     except OSError as error:
         raise UserError(f"{folder / 'plots'}: cannot be written ({error.strerror})") from None
-    return write_page(folder / "report.html", f"Fedloom: {summary['experiment']}", sections)
+    return write_page(folder / "report.html", f"Fedloom: {folder.resolve().name}", sections)
 
 
 def _baselines(folder: Path) -> dict[str, list[dict[str, Any]]]:

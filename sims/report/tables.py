@@ -11,6 +11,8 @@ from typing import Any
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from conf.sites import PERSONAL
+
 
 @dataclass(frozen=True)
 class Link:
@@ -197,7 +199,10 @@ def accuracy_table(summary: Mapping[str, Any]) -> Table:
     mark = f"{starred}union: the test images of all domains together."
     few = f"The first {MAX_DOMAINS} of {len(columns)} domains are shown." if len(columns) > len(shown) else ""
     means = "" if has_aggregate(summary) else "Methods without a network for all: the mean of their sites' own."
-    return Table("Test accuracy", ["network", *shown, "union"], kept, " ".join(filter(None, [mark, means, note, few])))
+    own = PERSONAL in accuracies(summary)
+    apart = f"{PERSONAL}: the sites' own networks, each on its own site's test images." if own else ""
+    told = " ".join(filter(None, [mark, means, apart, note, few]))
+    return Table("Test accuracy", ["network", *shown, "union"], kept, told)
 
 
 def at_sites_table(summary: Mapping[str, Any]) -> Table:

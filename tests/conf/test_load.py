@@ -68,7 +68,7 @@ def test_show_is_yaml_that_loads_again(tmp_path: Path):
         ("sites=[{domain: digits, name: a/b}]", r"sites\[0\].name: got 'a/b'"),
         ("sites=[{domain: digits, name: a}, {domain: digits, name: a}]", "the name 'a' is given twice"),
         ("sites=[{domain: digits, rotaton: 3}]", r"'sites\[0\].rotaton'; did you mean 'sites\[0\].rotation'"),
-        ("sites.7.domain=x", "sites.7.domain=x"),
+        ("sites.7.domain=x", "sites.7.domain.: sites has 2 entries"),
         ("run.name=../x", "run.name: got '../x'"),
         ("version=99", f"version: got 99, this fedloom reads up to {VERSION}; use the fedloom that wrote it"),
         ("version=0", f"version: got 0, takes a number from 1 to {VERSION}"),

@@ -14,9 +14,8 @@ from clients.objectives.local import BACKWARD, FORWARD, TOGETHER
 from clients.objectives.modes import MODES
 from clients.states import read_metadata, read_state
 from conf import UserError, load
-from conf.sites import RESULT_NAMES
+from conf.sites import PERSONAL, RESULT_NAMES
 from server.ledger.database import acquire
-from server.rounds.site_evaluation import PERSONAL
 from server.runfolder import CONFIG, METRICS, SUMMARY, RunFolder, refuse_existing
 from tests.server.parts import files, folder, small
 

@@ -89,6 +89,8 @@ def test_report_draws_again(fedloom: Command, finished):
         (["run", "lr=0.1"], "unknown key 'lr'; did you mean 'training.rate'?"),
         (["run", "training.epoch=3"], "did you mean 'training.epochs'?"),
         (["run", "epochs=3"], "did you mean 'training.epochs'?"),
+        (["run", "sites.9.samples=3"], "override 'sites.9.samples': sites has 2 entries, which count from 0"),
+        (["run", "engine.device=cuda"], "engine.device: got cuda, and this machine has no GPU"),
         (["run", "sites.0.dataset=mnist"], "did you mean 'sites.0.domain'?"),
         (["run", "network.name=conv5"], "did you mean 'conv6'"),
         (["run", "network.groups=3"], "network.groups: got 3"),
@@ -149,6 +151,9 @@ def test_show_leaves_networks_of_ones_own_as_they_are_given(fedloom: Command):
         ("sites.partition", "| alpha | a number of at least 0.001 | 0.5 |"),
         ("network", "| mlp | Images flattened"),
         ("network.mlp", "| bias | true or false | true |"),
+        ("training.optimizer.adamw", "| betas | a list of numbers | \\[0.9, 0.999\\] |"),
+        ("training.schedule", "| step | Multiplied by"),
+        ("strategy.flwr.serverapp.strategy:FedAdam", "| eta | float | 0.1 |"),
         ("strategy.arithmetic.search", "| by | one of: none, grid, powell |"),
     ],
 )
@@ -160,7 +165,7 @@ def test_options_lists_what_keys_take(fedloom: Command, section: str, line: str)
     ("section", "line"),
     [
         ("sit", "unknown section 'sit'; did you mean 'sites'?"),
-        ("training.rate", "unknown section 'training.rate'"),
+        ("training.rate", "training.rate: is no section; 'fedloom options training' lists the keys"),
         ("network.mpl", "unknown network 'mpl'; did you mean 'mlp'?"),
         ("strategy.arithmetic.serch", "unknown section 'strategy.arithmetic.serch' (known: search)"),
     ],
