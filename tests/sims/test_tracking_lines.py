@@ -1,6 +1,7 @@
 """What trackers keep of the rounds of one part: each once, whatever happened before."""
 
 import dataclasses
+import time
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,9 @@ def test_a_file_of_wandb_is_read_up_to_where_it_was_torn(tmp_path: Path):
     with wandb.init(dir=str(tmp_path), id="x", project="p", mode="offline", reinit="create_new", settings=silent) as run:
         for number in range(1, 30):
             run.log({"round": number, "text": "a" * 3000}, step=number)  # several blocks
+    deadline = time.monotonic() + 60.0  # its own process writes
+    while last_number(tmp_path / "wandb", "x", "round") < 29 and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert last_number(tmp_path / "wandb", "x", "round") == 29
     (path,) = tmp_path.glob("wandb/offline-run-*-x/run-x.wandb")
     path.write_bytes(path.read_bytes()[:40_000])
