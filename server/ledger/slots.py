@@ -5,17 +5,15 @@ what is left is what there would be if it had never taken part. Nothing here kno
 commits, crashes, digests and requests.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from conf.errors import UserError, unknown
+from conf.errors import UserError
 from conf.sites import Site
 from fusion.exact import ExactSum, ExactSumError, State, digest, exact, quantise
 from server.ledger.contributions import Contributions
 from server.ledger.declared import Slot, Sum
 from server.ledger.ledger import Ledger
-from server.ledger.rows import Contribution
-from server.ledger.sums import SumRow, added_up
 
 
 @dataclass(frozen=True)
@@ -140,7 +138,7 @@ class Slots:
             raise
         for site in dict.fromkeys(one.site for one in puts):
             mine = [one for one in puts if one.site == site]
-            parts = {one.slot: _stored(one.state, self.bits) for one in mine}
+            parts = {one.slot: stored(one.state, self.bits) for one in mine}
             self.contributions.stage(site, round, parts, samples[site])
 
     def put_all(self, slot: str, state: State, round: int) -> None:
@@ -149,8 +147,8 @@ class Slots:
         if any(self.has(slot, name) for name in names):
             raise UserError(f"slot '{slot}': put_all is for before any site has put anything, and once")
         if slot in self.totals:
-            self._next(slot).add(self.summed(slot, exact(_stored(state, self.bits), self.bits)), times=len(names))
-        self.contributions.stage_all(names, round, {slot: _stored(state, self.bits)})
+            self.changing(slot).add(self.summed(slot, exact(stored(state, self.bits), self.bits)), times=len(names))
+        self.contributions.stage_all(names, round, {slot: stored(state, self.bits)})
 
     def merge(
         self, slot: str, change: State, samples: Mapping[str, int], round: int, blobs: Mapping[str, str] | None = None
@@ -181,126 +179,23 @@ class Slots:
     def commit(self, round: int, record: dict) -> None:
         """Make all that is staged valid, in one step with the round's record."""
         self.contributions.commit(round, self._states(), self.digest(), record)
-        self._valid()
+        self.accept()
 
-    # Forgetting
+    # What a removal changes (server.ledger.membership)
 
-    def check_names(self, names: Sequence[str]) -> None:
-        """UserError unless each is a member, named once."""
-        known, seen = {site.name for site in self.members}, set()
-        for name in names:
-            if name not in known:
-                raise unknown("site", name, [site.name for site in self.members])
-            if name in seen:
-                raise UserError(f"the site '{name}' is named twice")
-            seen.add(name)
+    def stage(self, totals: Mapping[str, ExactSum]) -> None:
+        """Let these sums be what the next commit makes valid."""
+        self._totals = {**self._totals, **totals}
 
-    def check_forgetting(self, names: Sequence[str], rollback: bool = False) -> None:
-        """UserError if these sites cannot be taken out, or (`rollback`) it cannot go back to before they took part."""
-        self.check_names(names)
-        if not self.declared:
-            raise UserError("its method keeps no contributions: no site's part can be subtracted; train again without it")
-        if len(names) >= len(self.members):
-            raise UserError("no site would be left: delete the run's folder instead")
-        if any(map(self.masked, self.declared)) and len(self.members) - len(names) == 1:
-            raise UserError("one site would be left, and the sum would be what it gave: under masks two must stay")
-        if rollback and (before := self._before(names)) is not None:
-            if before and any(map(self.masked, self.declared)):
-                raise UserError(
-                    "--rollback: under masks sites keep only what they gave last; they were there before these sites"
-                )
-            self.ledger.check_roll_back(before)
+    def write(self) -> dict[str, str]:
+        """Write all that is staged into the ledger's files; their names."""
+        return {name: self.ledger.blobs.put(state) for name, state in self._states().items()}
 
-    def forget(
-        self, names: Sequence[str], body: dict, request: str | None = None, settle: Callable[[], None] = lambda: None
-    ) -> None:
-        """Take sites out and commit it; `settle` recomputes what is derived. `body` goes into the event."""
-        self.check_forgetting(names)
-        self._totals = {slot: self.sum_without(slot, names) for slot in self.totals}
-        self._leave(names, body, request, settle)
-
-    def lost(self) -> list[str]:
-        """The sites whose contributions were with nodes that are not there any more."""
-        blobs = self.ledger.blobs
-        if blobs.elsewhere is None or not blobs.elsewhere.look():
-            return []
-        gone = {one.blob for one in self.contributions.latest.values()}
-        gone = {blob for blob in gone if not blobs.has(blob)}
-        return [site for site, one in self.contributions.latest.items() if one.blob in gone]
-
-    def lose(self, names: Sequence[str], body: dict, settle: Callable[[], None] = lambda: None) -> None:
-        """Take sites out whose contributions are lost: the sums are added up anew, from all that is left. Commits it."""
-        left = set(names)
-        stays = [one for site, one in self.contributions.latest.items() if site not in left]
-        self._totals = {row.name: self._added_up(row, stays) for row in self.ledger.sums()}
-        self._leave(names, body, None, settle)
-
-    def _added_up(self, row: SumRow, given: Sequence[Contribution]) -> ExactSum:
-        """A sum over contributions, each added up where it is."""
-        blobs, names = self.ledger.blobs, list(self.totals[row.name].totals)
-        here = [one for one in given if not blobs.holder(one.blob)]
-        total = added_up(row, names, here, blobs.get, self.bits)
-        if blobs.elsewhere is not None and len(here) < len(given):
-            there = blobs.elsewhere.summed(row, names, [one for one in given if blobs.holder(one.blob)], self.bits)
-            total.merge(there.totals, there.addends)
-        return total
-
-    def _leave(self, names: Sequence[str], body: dict, request: str | None, settle: Callable[[], None]) -> None:
-        """Commit the sums that are staged, in which these sites are no more."""
-        gone = {name: self.contributions.latest.pop(name) for name in names if name in self.contributions.latest}
-        left = set(names)
-        members, self.members = self.members, [site for site in self.members if site.name not in left]
-        try:
-            settle()
-            self.ledger.forget(names, self._blobs(), self.digest(), body, request)
-        except BaseException:
-            self.contributions.latest |= gone
-            self.members = members
-            self.abandon()
-            raise
-        self._valid()
-
-    def roll_back(self, names: Sequence[str], body: dict, request: str | None = None) -> None:
-        """Go back to the round before the first of these sites took part, as `forget`."""
-        if (before := self._before(names)) is not None:
-            self.ledger.roll_back(before, names, body, request)
-            self.reload()
-
-    def readmit(
-        self, names: Sequence[str], first: Callable[[str], Mapping[str, State]], settle: Callable[[], None] = lambda: None
-    ) -> None:
-        """Let forgotten sites take part again, from their first contributions on. UserError if they are not forgotten."""
-        back: dict[str, Contribution] = {}
-        for name in names:
-            parts = first(name)
-            for slot, state in parts.items():
-                if slot in self.totals:
-                    self._next(slot).add(self.summed(slot, exact(_stored(state, self.bits), self.bits)))
-            if parts:
-                blob = self.contributions.blob_of({slot: _stored(state, self.bits) for slot, state in parts.items()})
-                back[name] = Contribution(blob, 0, 0, self.bits)
-        members, latest = self.members, dict(self.contributions.latest)
-        there = {site.name for site in members} | set(names)
-        self.members = [site for site in self.sites if site.name in there]
-        self.contributions.latest |= back
-        try:
-            settle()
-            self.ledger.readmit(names, back, self._blobs(), self.digest())
-        except BaseException:
-            self.members, self.contributions.latest = members, latest
-            self.abandon()
-            raise
-        self._valid()
-
-    def rounds_with(self, names: Sequence[str]) -> int:
-        """How many rounds there were when these sites were forgotten; none named: how many there are."""
-        rounds = found = 0
-        for event in self.ledger.events():
-            if event.kind in ("round", "rolled back"):
-                rounds = event.body["round"]
-            if event.kind == "forgotten" and set(names) & set(event.body["sites"]):
-                found = rounds
-        return found if names else rounds
+    def accept(self) -> None:
+        """What was staged is committed."""
+        self.totals |= self._totals
+        self.kept |= self._kept
+        self._totals, self._kept = {}, {}
 
     # How it is done
 
@@ -326,7 +221,7 @@ class Slots:
             raise ExactSumError(f"{site} counts by one number of samples in all weighted slots; put into all at once")
         return number
 
-    def _next(self, slot: str) -> ExactSum:
+    def changing(self, slot: str) -> ExactSum:
         """The sum that this round changes."""
         if slot not in self._totals:
             self._totals[slot] = self.totals[slot].copy()
@@ -334,9 +229,9 @@ class Slots:
 
     def _replaced(self, one: Put, alone: bool) -> ExactSum:
         """The slot's sum with the site's new contribution in place of its old one; changed in place if it is `alone`."""
-        integers = one.integers if one.integers is not None else exact(_stored(one.state, self.bits), self.bits)
+        integers = one.integers if one.integers is not None else exact(stored(one.state, self.bits), self.bits)
         new = self.summed(one.slot, integers)
-        total, times = self._next(one.slot), self.times(one.slot, one.samples)
+        total, times = self.changing(one.slot), self.times(one.slot, one.samples)
         if not self.has(one.slot, one.site):
             total = total if alone else total.copy()
             total.add(new, times)
@@ -353,22 +248,8 @@ class Slots:
     def _states(self) -> dict[str, State]:
         return {**self.keeps(), **{name: self.total(name).totals for name in self.totals}}
 
-    def _blobs(self) -> dict[str, str]:
-        return {name: self.ledger.blobs.put(state) for name, state in self._states().items()}
 
-    def _valid(self) -> None:
-        """What was staged is committed."""
-        self.totals |= self._totals
-        self.kept |= self._kept
-        self._totals, self._kept = {}, {}
-
-    def _before(self, names: Sequence[str]) -> int | None:
-        """The round before the first in which one of these sites took part; None if none ever did."""
-        rounds = [one.round for name in names for one in self.ledger.history(name) if one.round > 0]
-        return min(rounds) - 1 if rounds else None
-
-
-def _stored(state: State, bits: int) -> State:
+def stored(state: State, bits: int) -> State:
     """As a contribution is kept: floats as they are; counters among them, whose units are 1, in units of 2**-bits."""
     if not any(tensor.dtype.is_floating_point for tensor in state.values()):
         return state

@@ -14,6 +14,7 @@ from fusion.exact import ExactSum, State, digest
 from server.ledger import Ledger
 from server.ledger.blobs import Elsewhere
 from server.ledger.declared import Slot, declared_sums
+from server.ledger.membership import Membership
 from server.ledger.slots import Slots
 from server.privacy import hidden
 from server.rounds.exchange import Reply
@@ -57,6 +58,7 @@ class Aggregation:
         )
         self._check_slots(declared)
         self.slots = Slots(declared, setup.sites, self.ledger, bits, self.config.federation.history)
+        self.membership = Membership(self.slots, self._settle)
         self.leaving: list[str] = []  # sites to be forgotten in the next round, in which others take out their masks
         if self.ledger.last_round() is None:
             self.strategy.begin(self.run())
@@ -138,7 +140,7 @@ class Aggregation:
 
     def check_forgetting(self, names: Sequence[str], rollback: bool = False) -> None:
         """UserError if these sites cannot be taken out, or (`rollback`) it cannot go back to before they took part."""
-        self.slots.check_forgetting(names, rollback)
+        self.membership.check_forgetting(names, rollback)
 
     def check_recalibration(self, names: Sequence[str]) -> None:
         """UserError if the aggregate without these sites cannot be recalibrated."""
@@ -150,7 +152,7 @@ class Aggregation:
 
     def forget(self, names: Sequence[str], body: dict[str, Any], request: str | None = None) -> None:
         """Take sites out, and commit it; `body` goes into the event, which answers `request`. UserError if it cannot."""
-        self.slots.forget(names, body, request, self._settle)
+        self.membership.forget(names, body, request)
 
     def attach(self, parts: Elsewhere | None) -> None:
         """From here on, find in these parts what nodes of a cluster keep in the ledger's place (None: nothing)."""
@@ -162,20 +164,20 @@ class Aggregation:
 
     def lost(self) -> list[str]:
         """The sites whose contributions were with nodes that are not there any more."""
-        return self.slots.lost()
+        return self.membership.lost()
 
     def lose(self, names: Sequence[str]) -> None:
         """Let sites whose contributions are lost take part from their first ones on, as if they had just joined."""
-        self.slots.lose(names, {"lost": "their nodes are gone (federation.node_store)"}, self._settle)
+        self.membership.lose(names, {"lost": "their nodes are gone (federation.node_store)"})
         self.readmit(names)
 
     def roll_back(self, names: Sequence[str], body: dict[str, Any], request: str | None = None) -> None:
         """Go back to the round before the first of these sites took part, as `forget`. UserError if it cannot."""
-        self.slots.roll_back(names, body, request)
+        self.membership.roll_back(names, body, request)
 
     def readmit(self, names: Sequence[str]) -> None:
         """Let forgotten sites take part again, from their first contributions on. UserError if they are not forgotten."""
-        self.slots.readmit(names, lambda name: self.strategy.first(self.view(), name), self._settle)
+        self.membership.readmit(names, lambda name: self.strategy.first(self.view(), name))
 
     def residue(self, names: Sequence[str] = ()) -> list[Residue]:
         """Where these forgotten sites (none named: any that will be) may leave traces that subtraction does not reach."""

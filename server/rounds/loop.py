@@ -21,10 +21,11 @@ from server.ledger.blobs import NodeLostError
 from server.listener import Listener
 from server.rounds.aggregation import Aggregation
 from server.rounds.exchange import Federation, Reply
+from server.rounds.expected import Expected
 from server.rounds.masks import RECORD, partners, rounds_together
 from server.rounds.questions import Questions
 from server.rounds.recalibration import Told, aggregates, end, recalibrate
-from server.rounds.run import Content, Expected, Run
+from server.rounds.run import Content, Run
 from server.rounds.schedules import Participation
 from server.rounds.site_evaluation import SiteEvaluation
 

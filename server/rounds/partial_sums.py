@@ -15,7 +15,8 @@ from fusion.exact import ExactSum, ExactSumError
 from server.ledger.blobs import NodeLostError
 
 if TYPE_CHECKING:
-    from server.rounds.run import Expected, Reply, Run
+    from server.rounds.expected import Expected, Reply
+    from server.rounds.run import Run
 
 NODES = 16  # that are asked for their sums at once
 

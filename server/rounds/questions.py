@@ -35,8 +35,9 @@ from server.evaluate import has_data
 from server.listener import Listener
 from server.rounds.aggregation import Aggregation
 from server.rounds.exchange import Federation, Reply
+from server.rounds.expected import Expected
 from server.rounds.roll import Roll
-from server.rounds.run import Content, Expected
+from server.rounds.run import Content
 
 STATE, CONFIGURATION = "its own state", "the configuration"  # what a site may lack
 START = "start"  # what a site that enters a sum starts from: file, or place in an order

@@ -32,7 +32,8 @@ from conf.errors import FailedError, UserError
 from conf.sites import Site
 from fusion.discriminant import NEVER, discriminant
 from fusion.exact import ExactSum, ExactSumError, State
-from server.rounds.run import Expected, Run
+from server.rounds.expected import Expected
+from server.rounds.run import Run
 from server.rounds.view import Models, View
 
 HEAD = "head.weight", "head.bias"

@@ -6,7 +6,6 @@ Nothing that a round does is valid before the loop commits it; a round that fail
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from clients.identity import fingerprint, heard, sent_words
 from clients.messages import TRAIN, to_states
-from clients.partial import ONCE, SAMPLES
+from clients.partial import SAMPLES
 from clients.randomness import generator
 from clients.replies import Bounds, ReplyError, check_numbers, check_record, check_samples, train_numbers
 from conf.errors import UserError, unknown
@@ -24,58 +23,13 @@ from fusion.exact import ExactSum, ExactSumError, State, quantise
 from server.ledger.slots import Put, Slots
 from server.privacy import refuse_hidden
 from server.rounds.exchange import Reply as Received
+from server.rounds.expected import Expected, Reply
 from server.rounds.partial_sums import Partials
 from server.rounds.schedules import Participation
 from server.rounds.secure_aggregation import SecureAggregation
 from server.rounds.view import Setup, View
 
 Content = Mapping[str, State] | Callable[[Site], Mapping[str, State]]  # states by record name; for all, or of each site
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What a record of a reply must be. `like`: names, shapes and kinds of number; None: of what the site put into `slot`.
-
-    Where it goes, if `Run.gather` is to see to it: into a `slot`, or into a mean over the replies in which it counts ONCE or
-    as often as the site has SAMPLES. `bounded`: how far it is from `like` is limited (federation.largest_change). `check`:
-    raises ReplyError for a record that cannot be true; it sees finite numbers only. `first`: where `like` is None, of a site
-    that has put nothing into `slot` yet, by its name what it starts from.
-    """
-
-    like: Mapping[str, Tensor] | None = None
-    slot: str = ""
-    mean: str = ""
-    bounded: bool = True
-    whole: bool = True
-    check: Callable[[State], None] = lambda record: None
-    first: Callable[[str], State] | None = None
-
-    def start(self, slots: Slots, site: str) -> Mapping[str, Tensor]:
-        """What the site's record is like, as floats: `like`, what it put last, or what it starts from."""
-        if self.like is not None:
-            return self.like
-        if self.first is not None and not slots.has(self.slot, site):
-            return self.first(site)
-        return slots.contributions.floats(site, self.slot)
-
-
-@dataclass(frozen=True)
-class Reply:
-    """A reply that holds what was expected: states by record name, numbers by name."""
-
-    site: Site
-    records: Mapping[str, State]
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    integers: Mapping[str, State] = field(default_factory=dict)  # the records in units of 2**-bits
-    clipped: Mapping[str, float] = field(default_factory=dict)  # of records that were scaled back, how far they had moved
-
-    def __getitem__(self, record: str) -> State:
-        return self.records[record]
-
-    @property
-    def samples(self) -> int:
-        """How many images the site trained on."""
-        return int(self.metrics.get("samples", 0))
 
 
 class Exchange(Protocol):
@@ -320,6 +274,3 @@ class Run(View):
 
     def _drop(self, site: Site, reason: str) -> None:
         self._exchange.replied(site, reason)
-
-
-__all__ = ["ONCE", "SAMPLES", "Content", "Exchange", "Expected", "Reply", "Run"]

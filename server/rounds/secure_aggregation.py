@@ -45,7 +45,8 @@ from server.rounds.masked_replies import content_of, read, read_bytes, read_vect
 from server.rounds.masks import partners, rounds_together
 
 if TYPE_CHECKING:
-    from server.rounds.run import Content, Exchange, Expected, Run
+    from server.rounds.expected import Expected
+    from server.rounds.run import Content, Exchange, Run
 
 MOST_TRIES = 500  # subsets of shares, if some are wrong
 

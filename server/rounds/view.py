@@ -13,6 +13,7 @@ from conf.sites import Site
 from fusion.exact import ExactSum, State, dequantise
 from server.evaluate import Evaluator
 from server.ledger import Ledger
+from server.ledger.membership import check_members, rounds_with
 from server.ledger.slots import Slots
 
 
@@ -95,13 +96,13 @@ class View:
 
     def without(self, names: Sequence[str]) -> "View":
         """The same as if these sites had never put anything. UserError for a name that is unknown or repeated."""
-        self.slots.check_names(names)
+        check_members(self.slots.members, names)
         gone = set(names)
         return View(self.setup, self.slots, [site.name for site in self.sites if site.name not in gone])
 
     def subset(self, names: Sequence[str]) -> "View":
         """The same of these sites alone. UserError as for `without`."""
-        self.slots.check_names(names)
+        check_members(self.slots.members, names)
         return View(self.setup, self.slots, list(names))
 
     def with_totals(self, totals: Mapping[str, ExactSum]) -> "View":
@@ -150,7 +151,7 @@ class View:
 
     def rounds_with(self, names: Sequence[str]) -> int:
         """How many rounds there were when these sites were forgotten; none named: how many there are."""
-        return self.slots.rounds_with(names)
+        return rounds_with(self.ledger, names)
 
     def architecture(self, site: Site | None = None) -> Architecture:
         """A site's architecture, or (None) that of the configuration."""

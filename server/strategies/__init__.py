@@ -2,9 +2,11 @@
 
 from clients.messages import MEAN, MODEL, ROUND, SITE, TRAIN
 from clients.networks import Model
+from clients.partial import ONCE, SAMPLES
 from fusion.exact import State
 from server.ledger.declared import Catalogue, Slot, Sum
-from server.rounds.run import ONCE, SAMPLES, Expected, Reply, Run
+from server.rounds.expected import Expected, Reply
+from server.rounds.run import Run
 from server.rounds.schedules import OneByOne, Participation, Sampling, Schedule
 from server.rounds.view import Models, View
 from server.strategies.arithmetic import ArithmeticStrategy

@@ -22,7 +22,8 @@ from conf.typed import value
 from fusion.arithmetic import GRADIENTS, WEIGHTS, Alpha, composed, evenly, is_statistic, to_state
 from fusion.exact import State, quantise
 from server.ledger.declared import Slot, Sum
-from server.rounds.run import Expected, Run
+from server.rounds.expected import Expected
+from server.rounds.run import Run
 from server.rounds.view import Models, View
 from server.strategies.base import STRATEGIES, Residue, Strategy, check_objective, counter
 from server.strategies.coefficients import LARGEST, NONE, Search, SearchOptions, check_given, note, noted

@@ -23,7 +23,8 @@ from conf.schema import Config
 from conf.typed import value
 from fusion.exact import State
 from server.ledger.declared import Slot, Sum
-from server.rounds.run import Expected, Run
+from server.rounds.expected import Expected
+from server.rounds.run import Run
 from server.rounds.view import Models, View
 from server.strategies.base import STRATEGIES, Residue, Strategy, check_objective
 

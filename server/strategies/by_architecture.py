@@ -19,7 +19,8 @@ from conf.schema import Config
 from conf.sites import Site, roster
 from fusion.exact import State, dequantise, quantise
 from server.ledger.declared import Slot, Sum
-from server.rounds.run import Expected, Run
+from server.rounds.expected import Expected
+from server.rounds.run import Run
 from server.rounds.view import Models, View
 from server.strategies.architectures import Group, group_by_site, groups_of, reference_of
 from server.strategies.base import STRATEGIES, Residue, Strategy, check_objective

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from clients.messages import SITE, TRAIN
 from fusion.exact import State
-from server.rounds.run import Expected, Run
+from server.rounds.expected import Expected
+from server.rounds.run import Run
 from server.rounds.view import Models, View
 from server.strategies.architectures import group_by_site, groups_of
 from server.strategies.base import STRATEGIES

@@ -14,7 +14,8 @@ from conf.schema import Config
 from conf.sites import Site
 from fusion.exact import State
 from server.ledger.declared import Slot, Sum
-from server.rounds.run import Expected, Run
+from server.rounds.expected import Expected
+from server.rounds.run import Run
 from server.rounds.view import Models, View
 from server.strategies.architectures import groups_of
 from server.strategies.base import STRATEGIES, Strategy, check_objective

@@ -17,7 +17,8 @@ from fusion.exact import State
 from fusion.graph.units import MIXING
 from fusion.submodels import Held, Submodel
 from server.ledger.declared import Slot, Sum
-from server.rounds.run import Expected, Run
+from server.rounds.expected import Expected
+from server.rounds.run import Run
 from server.rounds.view import View
 from server.strategies.architectures import Group, group_by_site, groups_of, reference_of, wiring_of
 from server.strategies.base import STRATEGIES, check_objective

@@ -28,7 +28,8 @@ from conf.sites import Site, roster
 from conf.typed import value
 from fusion.exact import State
 from server.ledger.declared import Catalogue, Slot, Sum
-from server.rounds.run import Expected, Reply, Run
+from server.rounds.expected import Expected, Reply
+from server.rounds.run import Run
 from server.rounds.schedules import OneByOne, Participation, Sampling, Schedule
 from server.rounds.view import Models, View
 from server.strategies.base import STRATEGIES, Residue, Strategy, check_objective

@@ -11,7 +11,8 @@ from conf.schema import Config
 from conf.sites import roster
 from fusion.arithmetic import to_state
 from fusion.exact import State, quantise
-from server.rounds.run import Expected, Run
+from server.rounds.expected import Expected
+from server.rounds.run import Run
 from server.rounds.schedules import OneByOne, Schedule
 from server.rounds.view import Models, View
 from server.strategies.base import Residue, Strategy

@@ -15,13 +15,15 @@ import numpy as np
 from clients.messages import MEAN, ROUND, SITE, STAR, SUBSET, TRAIN
 from clients.networks import Model, common_architecture
 from clients.objectives.modes import AGGREGATE, EXTRACTOR, HEAD, Mode, mode_of
+from clients.partial import ONCE, SAMPLES
 from conf.errors import UserError
 from conf.schema import Config
 from conf.sites import roster
 from conf.typed import value
 from fusion.exact import State, dequantise, quantise
 from server.ledger.declared import Slot, Sum
-from server.rounds.run import ONCE, SAMPLES, Expected, Run
+from server.rounds.expected import Expected
+from server.rounds.run import Run
 from server.rounds.schedules import sample_size
 from server.rounds.view import Models, View
 from server.strategies.base import STRATEGIES, Residue, Strategy, check_objective, counter

@@ -8,6 +8,7 @@ from typing import Any
 
 from conf import load
 from conf.sites import roster
+from server.ledger.membership import Membership
 from server.rounds.aggregation import Aggregation
 from server.rounds.view import Setup
 from sims.report.tables import Table
@@ -48,6 +49,7 @@ def measure(sites: int, width: float, folder: Path) -> dict[str, float]:
 def removal(aggregation: Aggregation, site: str) -> tuple[float, float]:
     """Seconds of both parts of one and the same removal: a contribution that was read before is not read again."""
     marks = [time.perf_counter()]
-    aggregation.slots.forget([site], {}, settle=lambda: marks.append(time.perf_counter()))  # called between them
+    membership = Membership(aggregation.slots, settle=lambda: marks.append(time.perf_counter()))  # called between them
+    membership.forget([site], {})
     marks.append(time.perf_counter())
     return marks[1] - marks[0], marks[2] - marks[1]

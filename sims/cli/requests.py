@@ -56,7 +56,7 @@ def readmit(
     node: Annotated[int | None, typer.Option(help="It is at this node of Flower's now, and may have what it gave.")] = None,
 ) -> None:
     """Let forgotten sites take part again; with --node: vouch for a site that came back as another node."""
-    from sims.cli.unlearn import readmit as take_back
+    from sims.cli.readmit import readmit as take_back
 
     typer.echo(take_back(run, sites, node))
 

@@ -14,7 +14,8 @@ from conf.sites import roster
 from server.ledger import Ledger
 from server.rounds.exchange import Federation
 from server.rounds.nodes import Unkept
-from sims.cli.unlearn import events, events_table, readmit
+from sims.cli.readmit import readmit
+from sims.cli.unlearn import events, events_table
 from sims.engines.adapter import FIRST_NODE, store_folder
 from sims.engines.inline import InlineGrid
 from sims.federation.plan import Plan, write_plan

@@ -16,7 +16,7 @@ from clients.objectives.heterofl import HELD, LABELS
 from conf import load
 from conf.sites import roster
 from fusion.exact import State
-from server.rounds.run import Expected
+from server.rounds.expected import Expected
 from server.rounds.schedules import Participation
 from tests.server.arithmetics import one_core
 from tests.server.parts import Given, Run, given, set_up, small, started

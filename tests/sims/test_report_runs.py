@@ -12,7 +12,8 @@ from conf import load
 from server.ledger import Ledger
 from server.rounds.view import Models, View
 from server.strategies import STRATEGIES, SumAggregationStrategy
-from sims.cli.unlearn import Wish, readmit, unlearn
+from sims.cli.readmit import readmit
+from sims.cli.unlearn import Wish, unlearn
 from sims.report.curves import accuracy_figure
 from sims.report.report import headline, write_report
 from sims.report.tables import accuracies, aggregate, percent

@@ -17,7 +17,8 @@ from conf.sites import Site
 from conf.typed import value
 from fusion.exact import State
 from server.ledger.declared import Catalogue, Slot
-from server.rounds.run import Expected, Run
+from server.rounds.expected import Expected
+from server.rounds.run import Run
 from server.rounds.view import View
 from server.strategies.by_architecture import representable
 from server.strategies.components.recombination import Recombining, check_outputs, feature_shape

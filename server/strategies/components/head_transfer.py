@@ -29,7 +29,8 @@ from conf.typed import value
 from fusion.exact import State
 from server.evaluate import has_data
 from server.ledger.declared import Slot, Sum
-from server.rounds.run import Expected, Run
+from server.rounds.expected import Expected
+from server.rounds.run import Run
 from server.rounds.schedules import Participation, Sampling, Schedule
 from server.rounds.view import View
 from server.strategies.base import STRATEGIES, Strategy

@@ -11,7 +11,8 @@ from conf.schema import Config
 from conf.sites import roster
 from fusion.exact import State
 from server.ledger.declared import Slot, Sum
-from server.rounds.run import Expected, Run
+from server.rounds.expected import Expected
+from server.rounds.run import Run
 from server.rounds.view import View
 from server.strategies.by_architecture import cast, counted, representable
 from server.strategies.components.recombination import Recombining, check_outputs, components_of

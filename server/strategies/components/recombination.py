@@ -28,7 +28,8 @@ from conf.typed import value
 from fusion.exact import State
 from server.evaluate import has_data
 from server.ledger.declared import Catalogue, Slot
-from server.rounds.run import Expected, Run
+from server.rounds.expected import Expected
+from server.rounds.run import Run
 from server.rounds.schedules import looked_at
 from server.rounds.view import Models, View
 from server.strategies.base import Residue, Strategy

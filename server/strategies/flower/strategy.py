@@ -21,7 +21,8 @@ from conf.schema import Config
 from conf.sites import Site, roster
 from fusion.exact import State
 from server.ledger.declared import Catalogue, Slot
-from server.rounds.run import Expected, Run
+from server.rounds.expected import Expected
+from server.rounds.run import Run
 from server.rounds.view import Models, View
 from server.strategies.averaging import NETWORK, NETWORKS, ROUND, counted, shared
 from server.strategies.base import STRATEGIES, Residue, Strategy, check_objective
