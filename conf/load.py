@@ -41,7 +41,7 @@ def experiment_lines() -> dict[str, str]:
 def load(experiment: str, overrides: Sequence[str] = ()) -> Config:
     """The validated configuration of an experiment: a shipped name or the path of a YAML file, and `key=value` overrides.
 
-    `preset=NAME` picks one of the file's `presets`, merged before the other overrides.
+    `preset=NAME` picks one of the file's `presets`, `preset=[NAME, NAME]` several: merged in this order, before the others.
     Raises UserError: unknown experiment, YAML that cannot be read, unknown key, wrong type, value out of range.
     """
     path = _find(experiment)
@@ -66,13 +66,14 @@ def read_values(text: str) -> tuple[str, list[Any]]:
 def load_text(text: str, name: str, overrides: Sequence[str] = (), where: str = "experiment") -> Config:
     """As `load`, of the YAML text of an experiment of that name; `where` it stands, in words."""
     tree, changes = _tree_of(text, where), _parse(overrides)
-    preset = _preset(tree, changes, name)
-    aside = _plain_sites(tree, {**changes, **preset})
+    presets = _presets(tree, changes, name)
+    aside = _plain_sites(tree, [*changes, *(key for preset in presets for key in preset)])
     try:
-        base = OmegaConf.create(tree)
-        for key, item in preset.items():
-            _forget_options(base, str(key), item)
-        merged = OmegaConf.merge(base, OmegaConf.create(preset))
+        merged: Any = OmegaConf.create(tree)
+        for preset in presets:
+            for key, item in preset.items():
+                _forget_options(merged, str(key), item)
+            merged = OmegaConf.merge(merged, OmegaConf.create(preset))
         for key, item in changes.items():
             _check_places(merged, key)
             _open_name(merged, key)
@@ -114,8 +115,8 @@ def _alike(there: Any, item: Any) -> bool:
     return OmegaConf.is_list(there) == isinstance(item, list) and OmegaConf.is_dict(there) == isinstance(item, dict)
 
 
-def _preset(tree: dict[str, Any], changes: dict[str, Any], name: str) -> dict[str, Any]:
-    """The keys of the preset that is asked for, taken out of both; none: no keys. UserError for presets that are none."""
+def _presets(tree: dict[str, Any], changes: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """The presets that are asked for, in order, taken out of both. UserError for presets that are none."""
     presets, asked = tree.pop("presets", None) or {}, tree.pop("preset", None)
     asked = changes.pop("preset", asked)
     for key, section in presets.items() if isinstance(presets, Mapping) else ():
@@ -124,15 +125,17 @@ def _preset(tree: dict[str, Any], changes: dict[str, Any], name: str) -> dict[st
         if not isinstance(section, Mapping):
             raise UserError(f"presets.{key}: got {section!r}, takes a section of keys")
     if asked is None:
-        return {}
+        return []
     if not (presets and isinstance(presets, Mapping)):
         raise UserError(f"preset: {name} has none")
-    if not isinstance(asked, str) or asked not in presets:
-        raise unknown(f"preset of {name}", asked, presets)
-    return dict(presets[asked])
+    names = asked if isinstance(asked, list) else [asked]
+    for one in names:
+        if not isinstance(one, str) or one not in presets:
+            raise unknown(f"preset of {name}", one, presets)
+    return [dict(presets[one]) for one in names]
 
 
-def _plain_sites(tree: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def _plain_sites(tree: dict[str, Any], changes: Sequence[Any]) -> dict[str, Any]:
     """A long list of sites that nothing changes and that refers to nothing, taken out of the tree: OmegaConf is slow."""
     sites = tree.get("sites")
     if not isinstance(sites, list) or len(sites) < MANY or any(str(key).startswith("sites") for key in changes):

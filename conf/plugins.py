@@ -11,6 +11,7 @@ from typing import Any
 
 from conf.errors import UserError, plain, unknown
 
+MOST_TOLD = 200  # letters of options
 OURS = ("conf", "fusion", "clients", "server", "sims")  # the packages of this project
 
 
@@ -70,7 +71,8 @@ def call(function: Callable[..., Any], options: Mapping[str, Any], ours: Mapping
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise UserError(f"{where}: '{name}' failed ({told(error)})") from error
+        given = plain(", ".join(f"{key}={one!r}" for key, one in options.items()))[:MOST_TOLD]
+        raise UserError(f"{where}: '{name}' failed{f' with {given}' if given else ''} ({told(error)})") from error
 
 
 def parameters(function: Callable[..., Any]) -> tuple[list[inspect.Parameter], bool]:

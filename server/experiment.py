@@ -16,6 +16,7 @@ from clients.networks.head_view import BATCH, FEWEST
 from clients.objectives import objective_of
 from clients.packing import NONE
 from clients.training.checks import check_training
+from clients.training.schedules import schedule_of
 from conf.errors import FailedError, UserError, plain
 from conf.schema import Config
 from conf.sites import roster
@@ -110,7 +111,8 @@ def work(grid: Grid, config: Config, folder: RunFolder, listener: Listener) -> d
         folder.check(ledger.run().config)  # before anything is written
         try:
             method = Method(config, folder, ledger, Evaluator(config))
-            for line in method.aggregation.strategy.advice(config):
+            advice = method.aggregation.strategy.advice(config)
+            for line in [*schedule_of(config.training).advice(config.rounds), *advice]:
                 listener.message(line)
             federation = method.joined(grid)
             while "accuracy" not in summary or method.unlearning().under_way():  # requests may come while it is measured

@@ -60,13 +60,22 @@ class Method:
         return Unlearning(self.config, self.folder.path, self.ledger, self.aggregation, self.evaluator,
                           self.erasure)  # fmt: skip
 
+    def begin(self, federation: Federation, listener: Listener) -> RoundLoop:
+        """Have the federation's sites at hand: from here on they can be asked, also to measure."""
+        self.loop = RoundLoop(self.config, self.ledger.run().run, federation, self.aggregation, self.evaluator, listener)
+        return self.loop
+
+    @property
+    def measured_by_sites(self) -> bool:
+        """Whether some of the accuracies can be told by the sites alone."""
+        return self.config.evaluation.where != "server" or self.aggregation.strategy.personal
+
     def train(self, federation: Federation, listener: Listener, rounds: int | None = None) -> None:
         """All rounds that are not committed yet (`rounds`: until there are so many), and those that requests ask for.
 
         Requests that came in are taken up between rounds: they may go back to an earlier one, or want further ones.
         """
-        loop = RoundLoop(self.config, self.ledger.run().run, federation, self.aggregation, self.evaluator, listener)
-        self.loop = loop
+        loop = self.begin(federation, listener)
         if not federation.simulated:
             self.erasure = Erasure(self.config, self.ledger, federation.grid, listener.message)
         unlearning, wanted = self.unlearning(), loop.last if rounds is None else rounds

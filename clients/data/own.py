@@ -133,6 +133,8 @@ def _wrong(domain: str, why: str) -> UserError:
 
 def _folder(path: Path, domain: str) -> Contents:
     """Images in class folders, below train and test or not."""
+    if not path.is_dir():
+        raise _wrong(domain, "is no folder; give one that has a folder of images for each class")
     split = all((path / part).is_dir() for part in OFFICIAL)
     if not split and (path / "train").is_dir() and not _files(path / "train", domain, deep=False):
         raise _wrong(domain, f"has a folder train but no folder test; add it, or take images:{path / 'train'} alone")

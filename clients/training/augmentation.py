@@ -17,6 +17,7 @@ from conf.schema import TrainingConfig
 
 WHERE = "training.augment"
 CPU = torch.device("cpu")
+OF_BATCHES = ("CutMix", "MixUp")
 TRIALS = 16  # images, some of which a transform that changes sizes by chance will change
 Transform = Callable[[Any], Any]
 
@@ -43,8 +44,9 @@ class Augmentation:
             try:
                 image = transform(image)
             except Exception as error:
-                raise UserError(f"{where}: failed on an image of {_shape(pixels)} ({told(error)})") from error
-        if not isinstance(image, Tensor) or not (image.dtype == torch.uint8 or image.dtype.is_floating_point):
+                hint = "" if _floats(image) else "; for floats, {name: ToDtype, dtype: float32, scale: true} before it"
+                raise UserError(f"{where}: failed on an image of {_shape(pixels)} ({told(error)}){hint}") from error
+        if not isinstance(image, Tensor) or not (image.dtype == torch.uint8 or _floats(image)):
             got = image.dtype if isinstance(image, Tensor) else type(image).__name__
             raise UserError(f"{WHERE}: ends in {got}, takes images of uint8 or of floats from 0 to 1")
         if image.shape != pixels.shape:
@@ -83,6 +85,8 @@ def _transform(given: Any, where: str) -> Transform:
     known = [name for name, one in vars(v2).items() if isinstance(one, type) and issubclass(one, v2.Transform)]
     if (name := section.get("name")) not in known:
         raise unknown("augmentation", name, known)
+    if name in OF_BATCHES:
+        raise UserError(f"{where}: '{name}' mixes images of a batch and their labels; here each is changed by itself")
     options = {key: _option(key, item, f"{where}.{key}") for key, item in section.items() if key != "name"}
     return call(getattr(v2, name), options, {}, name, where)
 
@@ -102,6 +106,10 @@ def _option(key: str, given: Any, where: str) -> Any:
     if key == "dtype" and isinstance(given, str):
         return getattr(torch, given, given)
     return given
+
+
+def _floats(image: Any) -> bool:
+    return isinstance(image, Tensor) and image.dtype.is_floating_point
 
 
 def _shape(image: Tensor) -> str:

@@ -28,6 +28,12 @@ class Schedule(ABC):
             return rate * (self.start_factor + (1.0 - self.start_factor) * progress / self.warm_up)
         return self.after(rate, progress - self.warm_up, rounds - self.warm_up)
 
+    def advice(self, rounds: int) -> list[str]:
+        """What to tell at the start of a run of so many rounds."""
+        if self.warm_up < rounds:
+            return []
+        return [f"{WHERE}.warm_up: {self.warm_up:g} of {rounds} rounds; the rate reaches training.rate in none of them"]
+
     @abstractmethod
     def after(self, rate: float, progress: float, rounds: float) -> float:
         """The same, without warm-up. `rounds` may be 0 or less: then warm-up was all."""
@@ -62,6 +68,11 @@ class Steps(Schedule):
 
     every: int = value(10, "rounds", low=1)
     gamma: float = value(0.1, "factor of the rate", low=0.0, high=1.0)
+
+    def advice(self, rounds: int) -> list[str]:
+        found = super().advice(rounds)
+        never = f"{WHERE}.every: {self.every}, and there are {rounds} rounds; the rate never falls"
+        return found or ([never] if self.warm_up + self.every >= rounds else [])
 
     def after(self, rate: float, progress: float, rounds: float) -> float:
         return rate * self.gamma ** (int(progress) // self.every)

@@ -36,16 +36,22 @@ class SiteEvaluation:
     def scores(self, models: Sequence[Model | None], split: str) -> list[dict[str, Score]]:
         """Of each model by site how it does on the site's own images; None: of each site's own network.
 
-        All travel in one question. A site is sent the models of its own architecture; what it does not answer, or what
-        cannot be, does not count.
+        All that are sent travel in one question; the sites' own networks are asked for in another. A site is sent the models
+        of its own architecture; what it does not answer, or what cannot be, does not count.
         """
         found: list[dict[str, Score]] = [{} for _ in models]
-        sent = {
-            site.name: [place for place, model in enumerate(models) if self._reads(site, model)] for site in self.sites()
-        }
-        asked = [site for site in self.sites() if sent[site.name]]
+        for own in (False, True):
+            if places := [place for place, model in enumerate(models) if (model is None) == own]:
+                self._ask(models, places, split, found, self.beside() if own else {})
+        return found
 
-        beside = self.beside() if None in models else {}
+    def _ask(
+        self, models: Sequence[Model | None], places: Sequence[int], split: str, found: list[dict[str, Score]],
+        beside: Mapping[str, State],
+    ) -> None:  # fmt: skip
+        """One question about the models at these places, whose answers go into `found`."""
+        sent = {site.name: [place for place in places if self._reads(site, models[place])] for site in self.sites()}
+        asked = [site for site in self.sites() if sent[site.name]]
 
         def content(site: Site) -> dict[str, State]:
             chosen = ((place, models[place]) for place in sent[site.name])
@@ -59,7 +65,6 @@ class SiteEvaluation:
                     continue
                 with contextlib.suppress(ReplyError):
                     found[place][reply.site.name] = check_score(reply.content, name)
-        return found
 
     def shares(self, scores: Mapping[str, Score]) -> dict[str, float]:
         """The fraction of right answers for each domain, and of all together; nothing where there are no images."""

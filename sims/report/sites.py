@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 40  # sites in the picture of classes
 MOST_CLASSES = 50  # named on an axis
+FEW_IMAGES = 10  # of a site, by which an accuracy moves in steps of 10 % and more
 LARGEST = 260.0  # area of the largest dot
 
 
@@ -33,8 +34,8 @@ def spread_table(summary: Mapping[str, Any]) -> Table:
         rows.append([name, len(one["sites"]), percent(one["mean"]), percent(one["deviation"]), *worst,
                      *map(percent, (low, middle, high)), *best])  # fmt: skip
     columns = ["network", "sites", "mean", "deviation", "worst", "at", "10 %", "median", "90 %", "best", "at"]
-    note = f"{_looked_at(summary)}Every site counts the same. 10 %: a tenth of the sites are below; all: summary.json."
-    return Table("On each site's own test images", columns, rows, note)
+    note = "Every site counts the same. 10 %: a tenth of the sites are below; all: summary.json."
+    return Table("On each site's own test images", columns, rows, _looked_at(summary) + _coarse(summary) + note)
 
 
 def sites_table(summary: Mapping[str, Any]) -> Table:
@@ -123,6 +124,13 @@ def _looked_at(summary: Mapping[str, Any]) -> str:
     found, sites = max((len(one["sites"]) for one in at_home(summary).values()), default=0), len(summary["sites"])
     few = f"{found} of {sites} sites, drawn from those that trained and have test images (evaluation.sites). "
     return few if found < sites else ""
+
+
+def _coarse(summary: Mapping[str, Any]) -> str:
+    """A warning where single sites have so few test images that their accuracies say little."""
+    images = {name: one["images"] for found in at_home(summary).values() for name, one in found["sites"].items()}
+    few = sum(number < FEW_IMAGES for number in images.values())
+    return f"{few} of {len(images)} sites have fewer than {FEW_IMAGES} test images: look at the mean alone. " if few else ""
 
 
 def _dress(axes: Axes) -> None:

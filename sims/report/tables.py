@@ -230,8 +230,10 @@ def traffic_table(metrics: Sequence[Mapping[str, Any]]) -> list[Table]:
             rounds.setdefault(site, []).append(both)
     rows = [[site, len(each), *(sum(one[place] for one in each) / len(each) / 1e6 for place in (0, 1))]
             for site, each in sorted(rounds.items())]  # fmt: skip
-    note = "Arrays of all questions of a round. What several sites are sent alike travels once as far as the engine can."
-    return [Table("What travels in a round, MB", ["site", "rounds", "to it", "from it"], rows, note)] if rows else []
+    kept, few = cut(rows, "sites")
+    told = "Arrays of all questions of a round. What several sites are sent alike travels once as far as the engine can."
+    columns = ["site", "rounds", "to it", "from it"]
+    return [Table("What travels in a round, MB", columns, kept, f"{told} {few}".strip())] if rows else []
 
 
 def _megabytes(number: int | None) -> float | None:

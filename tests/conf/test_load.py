@@ -197,8 +197,13 @@ def test_presets(tmp_path: Path):
     assert load(str(path), ["preset=cpu", "rounds=3"]).rounds == 3
     with pytest.raises(UserError, match="did you mean 'cpu'"):
         load(str(path), ["preset=cpo"])
-    with pytest.raises(UserError, match="unknown preset of p"):
-        load(str(path), ["preset=[cpu]"])
+    both = load(str(path), ["preset=[paper,cpu]"])
+    assert (both.rounds, both.data.size) == (2, 8)
+    assert load(str(path), ["preset=[cpu,paper]"]).rounds == 200
+    assert load(str(path), ["preset=[]"]).rounds == 10
+    for wrong in ("[cpu,cpo]", "[[cpu]]", "{cpu: 1}"):
+        with pytest.raises(UserError, match="unknown preset of p"):
+            load(str(path), [f"preset={wrong}"])
     path.write_text("presets: 3\n")
     with pytest.raises(UserError, match="preset: p has none"):
         load(str(path), ["preset=cpu"])
