@@ -91,3 +91,19 @@ def test_options_reach_a_schedule_that_is_named_elsewhere():
     assert load("digits", steps).training.schedule == {"name": "step", "every": 3, "warm_up": 1.5}
     assert load("digits", [*steps, "training.schedule.name=constant"]).training.schedule == {"name": "constant"}
     assert isinstance(schedule_of(load("digits", ["training.schedule.warm_up=2"]).training), SCHEDULES.get("cosine"))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rounds", "told"),
+    [
+        ({"name": "cosine", "warm_up": 5}, 5, "training.schedule.warm_up: 5 of 5 rounds"),
+        ({"name": "cosine", "warm_up": 5}, 6, ""),
+        ({"name": "step", "every": 3}, 3, "training.schedule.every: 3, and there are 3 rounds; the rate never falls"),
+        ({"name": "step", "every": 3, "warm_up": 1}, 4, "the rate never falls"),
+        ({"name": "step", "every": 3}, 4, ""),
+        ("constant", 1, ""),
+    ],
+)
+def test_a_schedule_says_where_the_rounds_are_too_few_for_it(schedule: Any, rounds: int, told: str):
+    found = schedule_of(TrainingConfig(schedule=schedule)).advice(rounds)
+    assert found == [] if not told else len(found) == 1 and told in found[0]

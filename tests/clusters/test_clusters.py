@@ -108,6 +108,7 @@ def test_a_ray_job_holds_what_kuberay_takes_and_its_pods_pass_kubernetes_schema(
         (["kubernetes", "digits", "--image", "x", "--claim", "A"], "--claim: got 'A', takes a Kubernetes name"),
         (["ssh", "digits", "--user", "me"], "--hosts: got 0 for --nodes 1"),
         (["ssh", "digits", "--user", "me", "--hosts", "-oProxyCommand=x"], "--hosts: got '-oProxyCommand=x'"),
+        (["ssh", "digits", "--user", "me", "--hosts", "a,a"], "--hosts: names 'a' twice"),
         (["ssh", "digits", "--hosts", "a"], "--user: got '', takes whom to log in as"),
     ],
 )
