@@ -32,7 +32,7 @@ def cluster_file(job: ClusterJob, options: dict, where: str = "") -> str:
     machines = build(Machines, options)
     if len(machines.hosts) != job.nodes.nodes:
         raise UserError(
-            f"--hosts: got {len(machines.hosts)} for --nodes {job.nodes.nodes}; name every machine, with ',' between"
+            f"--hosts: got {len(machines.hosts)} machines for {job.nodes.nodes} nodes; name every one, with ',' between"
         )
     if twice := [host for place, host in enumerate(machines.hosts) if host in machines.hosts[:place]]:
         raise UserError(f"--hosts: names '{twice[0]}' twice; each node is a machine of its own")

@@ -106,7 +106,7 @@ def test_a_ray_job_holds_what_kuberay_takes_and_its_pods_pass_kubernetes_schema(
         (["slurm", "digtis"], "digits"),
         (["kubernetes", "digits", "--image", "x"], "--image, --claim: name an image"),
         (["kubernetes", "digits", "--image", "x", "--claim", "A"], "--claim: got 'A', takes a Kubernetes name"),
-        (["ssh", "digits", "--user", "me"], "--hosts: got 0 for --nodes 1"),
+        (["ssh", "digits", "--user", "me"], "--hosts: got 0 machines for 1 nodes"),
         (["ssh", "digits", "--user", "me", "--hosts", "-oProxyCommand=x"], "--hosts: got '-oProxyCommand=x'"),
         (["ssh", "digits", "--user", "me", "--hosts", "a,a"], "--hosts: names 'a' twice"),
         (["ssh", "digits", "--hosts", "a"], "--user: got '', takes whom to log in as"),
