@@ -192,6 +192,7 @@ def takes(field: dataclasses.Field[Any], item: Any = None) -> str:
 KINDS: dict[Any, str] = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 ENTRIES: dict[Any, str] = {int: "whole numbers", float: "numbers", str: "texts", bool: "truth values", Any: "values"}
 MOST_TOLD = 100  # letters of what was given
+MOST = 3.4e38  # of float32
 
 
 def _short(item: Any) -> str:
@@ -219,6 +220,8 @@ def _check_values(instance: Any, where: str) -> None:
                 raise UserError(f"{key}: got '{one}', takes {takes(field)}")
         if get_origin(field.type) is list and get_args(field.type)[0] in (str, int, float):
             _check_entries(key, got)
+        if isinstance(got, str):
+            _check_text(key, got)
         for number in got if isinstance(got, list) else [got]:
             if isinstance(number, int | float) and not isinstance(number, bool):
                 _check_range(key, number, low, high)
@@ -234,6 +237,13 @@ def _check_entries(key: str, given: list[Any]) -> None:
 def _check_range(key: str, number: float, low: float | None, high: float | None) -> None:
     if not math.isfinite(number) or (low is not None and number < low) or (high is not None and number > high):
         raise UserError(f"{key}: got {number}, takes {_bounded('a number', low, high)}")
+    if isinstance(number, float) and abs(number) > MOST:
+        raise UserError(f"{key}: got {number}, takes {_bounded('a number', low, MOST)}, as 32 bits can hold")
+
+
+def _check_text(key: str, given: str) -> None:
+    if any(ord(letter) < 32 or ord(letter) == 127 for letter in given):
+        raise UserError(f"{key}: got {_short(given)}, takes a text in one line, without control characters")
 
 
 def _row(choices: Sequence[str]) -> str:

@@ -1,5 +1,6 @@
 """A user's own functions that hear of a run while it goes on."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ class Callbacks(Silent):
 
     def round_done(self, record: dict[str, Any]) -> None:
         if self._on_round is not None:
-            self._on_round({**record, "part": self._part})
+            self._on_round({**copy.deepcopy(record), "part": self._part})
 
     def reply(self, site: str, ok: bool, reason: str) -> None:
         if self._on_reply is not None:

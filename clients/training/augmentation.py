@@ -18,6 +18,7 @@ from conf.schema import TrainingConfig
 WHERE = "training.augment"
 CPU = torch.device("cpu")
 OF_BATCHES = ("CutMix", "MixUp")
+SLACK = 0.5  # by which noise may go beyond 0 and 1
 TRIALS = 16  # images, some of which a transform that changes sizes by chance will change
 Transform = Callable[[Any], Any]
 
@@ -64,7 +65,11 @@ def check_augmentation(training: TrainingConfig, channels: int, size: int) -> No
     """UserError for augmentations that fail on images [channels, size, size], or change their shape."""
     if augmentation := augmentation_of(training):
         generator = torch_generator(0, "augmentation", "trial")
-        augmentation(torch.randint(256, (TRIALS, channels, size, size), generator=generator).to(torch.uint8), generator)
+        trial = torch.randint(256, (TRIALS, channels, size, size), generator=generator).to(torch.uint8)
+        least, most = ((float(one) + 1.0) / 2.0 for one in augmentation(trial, generator).aminmax())
+        if not (least >= -SLACK and most <= 1.0 + SLACK):
+            raise UserError(f"{WHERE}: gives floats from {least:.3g} to {most:.3g}, takes them from 0 to 1: ToDtype with "
+                            "scale: true, and no Normalize (networks get what is 0 to 1 as -1 to 1)")  # fmt: skip
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,8 +1,9 @@
 """Whether what `training` names can work, before anything is started."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
+from torch import Tensor
 
 from clients.networks import Architecture
 from clients.training.augmentation import check_augmentation
@@ -18,7 +19,7 @@ def check_training(config: Config, architectures: Iterable[Architecture]) -> Non
     training, optimizer = config.training, optimizer_of(config.training)
     schedule_of(training)
     if isinstance(optimizer, SGD):
-        optimizer.over([], training)
+        _step(optimizer, [torch.zeros(1)], training)
     else:
         _check_handed_on(training)
         for architecture in architectures:
@@ -37,7 +38,10 @@ def _check_handed_on(training: TrainingConfig) -> None:
 
 def _try(optimizer: Optimizer, architecture: Architecture, training: TrainingConfig) -> None:
     """UserError if the optimiser cannot be made for a network's weights, or fails in a first step."""
-    moving = [one for one in architecture.build().parameters() if one.requires_grad]
+    _step(optimizer, [one for one in architecture.build().parameters() if one.requires_grad], training)
+
+
+def _step(optimizer: Optimizer, moving: Sequence[Tensor], training: TrainingConfig) -> None:
     step = optimizer.over(moving, training)
     try:
         with torch.no_grad():

@@ -10,7 +10,8 @@ from conf.errors import UserError, plain
 from conf.schema import Config
 from conf.typed import build, value
 
-PATH = re.compile(r"[^\x00-\x1f\x7f]*")
+PATH = re.compile(".*")
+IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,499}")
 _TIME = re.compile(r"(?:(\d{1,3})-)?(\d{1,2}):([0-5]\d):([0-5]\d)")
 OURS = ("engine.name", "engine.address")  # keys that the files set
 MOST_NAME = 40  # letters, so that Kubernetes can add its own
@@ -30,6 +31,13 @@ class Nodes:
     )
     port: int = value(6379, "at which the first node's Ray listens", low=1024, high=65535)
 
+    @property
+    def seconds(self) -> int:
+        """The time limit."""
+        found = _TIME.fullmatch(self.time)
+        days, hours, minutes, seconds = (int(part or 0) for part in found.groups()) if found else (0, 0, 0, 0)
+        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
 
 @dataclass(frozen=True)
 class ClusterJob:
@@ -48,9 +56,7 @@ class ClusterJob:
     @property
     def seconds(self) -> int:
         """The time limit."""
-        found = _TIME.fullmatch(self.nodes.time)
-        days, hours, minutes, seconds = (int(part or 0) for part in found.groups()) if found else (0, 0, 0, 0)
-        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+        return self.nodes.seconds
 
     @property
     def room(self) -> int:
@@ -85,6 +91,8 @@ def job(experiment: str, words: Sequence[str], nodes: dict) -> ClusterJob:
     for name in ("image", "environment"):
         checked(f"--{name}", getattr(shape, name), PATH, "a text in one line")
     checked("--time", shape.time, _TIME, "[DAYS-]HOURS:MINUTES:SECONDS, such as 24:00:00")
+    if not shape.seconds:
+        raise UserError(f"--time: got {shape.time}, takes more than nothing, such as 24:00:00")
     keys = {word.partition("=")[0] for word in words}
     if odd := next((key for key in OURS if key in keys), ""):
         raise UserError(f"{odd}: is what the file itself says; leave it out")
@@ -100,7 +108,7 @@ def job(experiment: str, words: Sequence[str], nodes: dict) -> ClusterJob:
 
 
 def checked(what: str, given: str, pattern: re.Pattern[str], takes: str) -> str:
-    """The same. UserError if it is not what the pattern says."""
-    if not pattern.fullmatch(given):
+    """The same. UserError if it is not what the pattern says, or holds what cannot be printed."""
+    if not (given.isprintable() and pattern.fullmatch(given)):
         raise UserError(f"{what}: got '{plain(given)[:100]}', takes {takes}")
     return given

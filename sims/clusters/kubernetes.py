@@ -10,11 +10,10 @@ import yaml
 
 from conf.errors import UserError
 from conf.typed import build, value
-from sims.clusters.job import ClusterJob, checked
+from sims.clusters.job import IMAGE, ClusterJob, checked
 
 WORK = "/fedloom"  # where the volume is mounted
 _NAME = re.compile(r"(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?)")
-_IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,499}")
 _MEMORY = re.compile(r"[1-9]\d{0,5}(?:Mi|Gi|Ti)")
 _KEPT_SECONDS = 600  # the job's description, after its end
 
@@ -33,7 +32,7 @@ def ray_job(job: ClusterJob, options: dict) -> str:
     pods = build(Pods, options)
     if not (job.nodes.image and pods.claim):
         raise UserError("--image, --claim: name an image with fedloom in it, and the volume in which the run's folder stays")
-    checked("--image", job.nodes.image, _IMAGE, "an image, such as registry/fedloom:0.1")
+    checked("--image", job.nodes.image, IMAGE, "an image, such as registry/fedloom:0.1")
     checked("--memory", pods.memory, _MEMORY, "a size, such as 16Gi")
     for name in ("claim", "namespace"):
         checked(f"--{name}", getattr(pods, name), _NAME, "a Kubernetes name: small letters, digits, '-'")

@@ -9,7 +9,7 @@ import yaml
 
 from conf.errors import UserError
 from conf.typed import build, value
-from sims.clusters.job import PATH, ClusterJob, checked
+from sims.clusters.job import IMAGE, PATH, ClusterJob, checked
 
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.:-]{0,252}[A-Za-z0-9])?")
 _USER = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
@@ -39,6 +39,9 @@ def cluster_file(job: ClusterJob, options: dict, where: str = "") -> str:
     for host in machines.hosts:
         checked("--hosts", host, _HOST, "names or addresses of machines")
     checked("--user", machines.user, _USER, "whom to log in as, such as $USER")
+    if job.nodes.image:
+        checked("--image", job.nodes.image, IMAGE, "an image, such as registry/fedloom:0.1")
+    checked("--write", where, PATH, "a text in one line")
     checked("--key", machines.key, PATH, "the path of a private key")
     head, *others = machines.hosts
     whole = {

@@ -1,5 +1,6 @@
 """The listener that has a run's trackers keep what it tells."""
 
+import copy
 import dataclasses
 import importlib.util
 from collections.abc import Callable
@@ -90,7 +91,7 @@ class Tracking(Silent):
             self._guarded(lambda: self._part(Path(note)))
 
     def round_done(self, record: dict[str, Any]) -> None:
-        self._tell("round", dict(record))
+        self._tell("round", copy.deepcopy(record))
 
     def _part(self, folder: Path) -> None:
         """Tell of a part, and of all rounds of it that are committed: a tracker may lack some."""
