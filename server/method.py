@@ -233,5 +233,6 @@ def open_ledger(config: Config, folder: RunFolder, run: str = "", sites: Sequenc
         return Ledger.open(folder.path)
     run = run or hashlib.sha256(f"{to_json(config)}{time.time_ns()}".encode()).hexdigest()[:16]
     names = sites or [site.name for site in roster(config)]
-    sums = declared_sums(slots_of(config))
-    return Ledger.create(folder.path, run, folder.config(), config.federation.scale_bits, names, sums)
+    slots = slots_of(config)
+    bits = config.federation.scale_bits
+    return Ledger.create(folder.path, run, folder.config(), bits, names, declared_sums(slots), list(slots))

@@ -26,13 +26,17 @@ def check_members(members: Sequence[Site], names: Sequence[str]) -> None:
 
 
 def rounds_with(ledger: Ledger, names: Sequence[str]) -> int:
-    """How many rounds there were when these sites were forgotten; none named: how many there are."""
-    rounds = found = 0
+    """Over how many rounds these sites may have left something, till they were forgotten: from the first on that has a
+    contribution of theirs. None named: how many rounds there are."""
+    wanted, rounds, first, found = set(names), 0, 0, 0
     for event in ledger.events():
         if event.kind in ("round", "rolled back"):
             rounds = event.body["round"]
-        if event.kind == "forgotten" and set(names) & set(event.body["sites"]):
-            found = rounds
+            first = first if first <= rounds else 0
+        if event.kind == "round" and not first and wanted & event.body["contributions"].keys():
+            first = rounds  # of round 0 all have what the method began with: that is nobody's
+        if event.kind == "forgotten" and first and wanted & set(event.body["sites"]):
+            found = max(found, rounds - first + 1)
     return found if names else rounds
 
 

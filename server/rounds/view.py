@@ -150,7 +150,7 @@ class View:
         return self.slots.keeps()[name]
 
     def rounds_with(self, names: Sequence[str]) -> int:
-        """How many rounds there were when these sites were forgotten; none named: how many there are."""
+        """Over how many rounds sites that are forgotten may have left something; none named: how many rounds there are."""
         return rounds_with(self.ledger, names)
 
     def architecture(self, site: Site | None = None) -> Architecture:

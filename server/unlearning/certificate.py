@@ -1,18 +1,15 @@
 """The certificate of a request: what is exact and how that was checked, what is not, and what was measured.
 
-It claims no more than that. `verify` recomputes what can be recomputed.
+It claims no more than that (server.unlearning.verification recomputes what can be recomputed).
 """
 
 import contextlib
 import hashlib
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from clients.identity import erased_words, fingerprint, is_signed, said
 from clients.states import write_bytes
 from conf.errors import UserError
 from fusion.exact import ExactSum, digest
@@ -22,7 +19,7 @@ from server.ledger.sums import added_up
 from server.ledger.tables import Event
 from server.rounds.aggregation import Aggregation
 from server.unlearning.at_sites import at_sites
-from server.unlearning.signing import sign, signed_by
+from server.unlearning.signing import sign
 
 CERTIFICATES, FORMAT = "certificates", 1
 CERTIFIED = "certified"  # an event of the ledger, with the sha256 of the certificate that is written then
@@ -32,6 +29,9 @@ CLOSE = 0.002  # accuracies this far apart are equal: another machine may round 
 EXACT = ("The sum after the request equals, bit for bit, the sum of the remaining sites' contributions. Nothing of the "
          "forgotten sites' contributions is in it, and their weights are deleted from the ledger. What its events still say "
          "of them stands below, among what is not exact.")  # fmt: skip
+KEPT = ("The method sums nothing: each site's contribution is kept by itself. Those of the forgotten sites are deleted from "
+        "the ledger; those of the remaining sites, named here by their sha256, are the bits that they were. What was "
+        "computed from both, and what the ledger's events still say, stands below, among what is not exact.")  # fmt: skip
 _PARTS = {"format": int, "request": str, "run": str, "sites": list, "reason": str, "options": dict, "times": dict,
           "exact": dict, "not_exact": dict, "erased": list, "ledger": dict, "evidence": dict}  # fmt: skip
 _EXACT_PARTS = {"statement": str, "tensors": list, "digest_before": dict, "digest_after": dict, "sum_of_remaining": str,
@@ -62,11 +62,11 @@ def certificate(ledger: Ledger, aggregation: Aggregation, request: Request) -> d
         "options": request.options,
         "times": {kind: each.time for kind in TIMES for each in ledger.events(kind) if each.body["id"] == request.id},
         "exact": {
-            "statement": EXACT,
+            "statement": EXACT if totals else KEPT,
             "tensors": sorted({name for total in totals.values() for name in total.totals}),
             "digest_before": event.body["body"]["digest_before"],
             "digest_after": event.body["digest"],
-            "sum_of_remaining": one_digest(_digests(totals)),
+            "sum_of_remaining": rest_digest(ledger, totals),
             "remaining": {name: one.blob for name, one in remaining.items()},
         },
         "not_exact": {
@@ -132,6 +132,11 @@ def one_digest(digests: Mapping[str, str]) -> str:
     return hashlib.sha256("".join(f"{name}:{digests[name]}\n" for name in sorted(digests)).encode()).hexdigest()
 
 
+def rest_digest(ledger: Ledger, totals: Mapping[str, ExactSum]) -> str:
+    """The digest of the sums of the remaining contributions; of a method that sums nothing, of these themselves."""
+    return one_digest(_digests(totals) if totals else {name: one.blob for name, one in ledger.all_latest().items()})
+
+
 def _digests(totals: Mapping[str, ExactSum]) -> dict[str, str]:
     return {name: digest(total.totals) for name, total in totals.items()}
 
@@ -144,85 +149,17 @@ def forgotten_event(ledger: Ledger, request: str) -> Event:
     raise UserError(f"{ledger.folder}: its ledger has no applied request '{request}'")
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was compared: match, mismatch, or why it could not be."""
-
-    what: str
-    verdict: str
-    told: str = ""
-
-
-def verify(path: Path, ledger: Ledger) -> list[Finding]:
-    """Compare a certificate with the run's ledger and folder. Raises UserError if either cannot be read."""
-    given = read(path)
-    return [_as_written(path, given["request"], ledger), *ledger.steady(lambda: list(_findings(given, ledger)))]
-
-
-def verify_signature(path: Path, key: str) -> list[Finding]:
-    """What can be checked of a certificate without its run: who signed it, and that it agrees with itself."""
-    given = read(path)
-    found = [_found("signed by this key", signed_by(path, key), "the file was changed, or another key signed it, or none")]
-    if not any(given["options"].get(option) for option in ("repair", "rollback")):
-        after, remaining = one_digest(given["exact"]["digest_after"]), given["exact"]["sum_of_remaining"]
-        found.append(_compared("the sum after the request is that of the remaining contributions", after, remaining))
-    apart = not set(given["sites"]) & set(given["exact"]["remaining"])
-    found.append(_found("no forgotten site is among the remaining", apart, "one is"))
-    return [*found, *(_deleted(given["run"], site, told) for site, told in given.get("at_sites", {}).items())]
-
-
-def _deleted(run: str, site: str, told: Mapping[str, Any] | None) -> Finding:
-    """What a site says of its own store, with its signature if it gave one."""
-    what = f"{site} says that it deleted its own store"
-    if not told or "signature" not in told:
-        return Finding(what, "match" if told else OUTSTANDING)
-    try:
-        words = said(*erased_words(run, site, told["files"], told["bytes"]))
-        good = is_signed(str(told["key"]), words, bytes.fromhex(str(told["signature"])))
-    except (KeyError, ValueError):
-        good = False
-    return _found(f"{what}, signed by {fingerprint(str(told.get('key')))[:16]}", good, "the signature does not hold")
-
-
 def changed(ledger: Ledger) -> list[str]:
     """The certificates in the run's folder that are not, byte by byte, what the server wrote."""
     requests = dict.fromkeys(event.body["request"] for event in ledger.events(CERTIFIED))
     files = {request: ledger.folder / CERTIFICATES / f"{request}.json" for request in requests}
-    return [path.name for request, path in files.items() if path.is_file() and not _written(path, request, ledger)]
+    return [path.name for request, path in files.items() if path.is_file() and not as_written(path, request, ledger)]
 
 
-def _written(path: Path, request: str, ledger: Ledger) -> bool:
+def as_written(path: Path, request: str, ledger: Ledger) -> bool:
     """Whether the file is one that the server wrote, byte by byte: the ledger has its sha256."""
     made = [each.body["sha256"] for each in ledger.events(CERTIFIED) if each.body["request"] == request]
     return file_digest(path) in made
-
-
-def _as_written(path: Path, request: str, ledger: Ledger) -> Finding:
-    told = "it was changed: its sha256 is another one"
-    return _found("the file, as it was written", _written(path, request, ledger), told)
-
-
-def verify_accuracy(path: Path, ledger: Ledger, measure: Callable[[], dict[str, float]]) -> list[Finding]:
-    """Compare the accuracies after the request with those of the network as it is now (`measure`), if nothing followed."""
-    given, last = read(path), ledger.last_round()
-    try:
-        stated = {name: float(share) for name, share in given["evidence"]["after"]["accuracy"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError):
-        stated = {}
-    if not stated or last is None or one_digest(last.digest) != given["exact"]["sum_of_remaining"]:
-        return [Finding("accuracy after", "not checkable", "the run went on, or none was measured")]
-    try:
-        found = measure()
-    except UserError as error:
-        return [Finding("accuracy after", "not checkable", str(error))]
-    now = ledger.last_round()
-    if now is None or now.digest != last.digest:
-        return [Finding("accuracy after", "not checkable", "the run went on meanwhile")]
-    return [
-        _found(f"accuracy after on {domain}", abs(found.get(domain, math.inf) - share) <= CLOSE,
-               f"certificate: {share:.4f}, measured: {found.get(domain, math.nan):.4f}")
-        for domain, share in stated.items()
-    ]  # fmt: skip
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -246,59 +183,6 @@ def _checked(given: Any, parts: dict[str, type]) -> dict[str, Any]:
         if not isinstance(given, dict) or not isinstance(given.get(name), kind):
             raise ValueError(f"it has no '{name}', or one of another type")
     return given
-
-
-def _findings(given: dict[str, Any], ledger: Ledger) -> Iterator[Finding]:
-    yield _compared("run", given["run"], ledger.run().run)
-    event = forgotten_event(ledger, given["request"])
-    yield _compared("event in the chain", given["ledger"], {"event": event.id, "digest": event.digest})
-    yield _compared("sites", given["sites"], event.body["sites"])
-    request = ledger.request(given["request"])
-    yield _compared("reason", given["reason"], request.reason if request else None)
-    yield _compared("options", given["options"], request.options if request else None)
-    yield _compared("what was deleted", given["erased"], erased(ledger, given["request"]))
-    yield _compared("evidence before", given["evidence"].get("before"), event.body["body"]["evidence"])
-    yield _compared("digest before", given["exact"]["digest_before"], event.body["body"]["digest_before"])
-    yield _compared("digest after, as committed", given["exact"]["digest_after"], event.body["digest"])
-    states, last = ledger.sites(), ledger.last_round()
-    back = {site for each in ledger.events("readmitted", after=event.id) for site in each.body["sites"]}
-    for site in event.body["sites"]:
-        held = ledger.history(site) or list((ledger.folder / "sites").glob(f"*/{site}"))
-        told = "it was readmitted since, as the ledger says" if site in back else "it does"
-        yield _found(f"{site} takes no part", states.get(site, False), told)
-        yield _found(f"nothing is kept of {site} here", not held, "contributions or its store are there")
-    yield from _at_sites(given, ledger)
-    now = one_digest(last.digest if last else {})
-    summed = one_digest(_digests(sums_of(ledger)))
-    yield _compared("sum of the remaining contributions now", now, summed)
-    trained = any(given["options"].get(option) for option in ("repair", "rollback"))
-    if now == given["exact"]["sum_of_remaining"] or (now == one_digest(given["exact"]["digest_after"]) and not trained):
-        yield _compared("sum of the remaining contributions then", given["exact"]["sum_of_remaining"], summed)
-        here = {name: one.blob for name, one in ledger.all_latest().items()}
-        yield _compared("remaining contributions", given["exact"]["remaining"], here)
-    else:
-        yield Finding("sum of the remaining contributions then", "not checkable", "the run went on; its chain still holds")
-
-
-def _at_sites(given: dict[str, Any], ledger: Ledger) -> Iterator[Finding]:
-    """Of sites that joined a federation: whether they have deleted what they kept, as they say."""
-    for site, told in at_sites(ledger, given["request"], given["sites"]).items():
-        what = f"{site} says that it deleted its own store"
-        if told is None:
-            yield Finding(what, OUTSTANDING, "its node has not been there since; the next server that runs tells it")
-        elif (stated := given.get("at_sites", {}).get(site)) is None:
-            yield Finding(what, "match", f"since the certificate: {told['files']} files")
-        else:
-            yield _compared(what, stated, told)
-
-
-def _found(what: str, right: bool, told: str) -> Finding:
-    return Finding(what, "match") if right else Finding(what, "mismatch", told)
-
-
-def _compared(what: str, given: Any, found: Any) -> Finding:
-    told = (f"{str(one)[:_TOLD]}{'...' if len(str(one)) > _TOLD else ''}" for one in (given, found))
-    return _found(what, given == found, "certificate: {}, ledger: {}".format(*told))
 
 
 def text_of(content: dict[str, Any]) -> str:

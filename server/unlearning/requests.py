@@ -274,8 +274,8 @@ def refuse(ledger: Ledger, sites: Sequence[str]) -> None:
             raise UserError(f"the site '{name}' is forgotten already ('fedloom ledger' shows by which request)")
     if len(sites) >= sum(not gone for gone in known.values()):
         raise UserError("no site would be left: delete the run's folder instead")
-    last = ledger.last_round()
-    if last is not None and not ledger.all_latest():
+    slots = next(ledger.events("created")).body.get("slots")  # older ledgers do not say it
+    if not (ledger.last_round() is None or ledger.all_latest() if slots is None else slots):
         raise UserError(
             f"{ledger.folder}: its method keeps no contributions: no site's part can be subtracted; train again without it"
         )

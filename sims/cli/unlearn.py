@@ -15,13 +15,15 @@ from server.evaluate import Evaluator
 from server.experiment import BY_METHOD, check_sums, head
 from server.ledger import Ledger, Request
 from server.ledger.audit import check
+from server.ledger.blobs import LedgerError
 from server.ledger.database import LEDGER, BusyError
 from server.listener import Listener, Listeners
 from server.method import Method
 from server.runfolder import RunFolder, read_config
 from server.unlearning.at_sites import Erasure, outstanding
-from server.unlearning.certificate import CERTIFICATES, changed, read, verify, verify_accuracy, verify_signature
+from server.unlearning.certificate import CERTIFICATES, changed, read
 from server.unlearning.requests import receive, wants_training
+from server.unlearning.verification import verify, verify_accuracy, verify_signature
 from sims.cli.progress import listener_for
 from sims.engines import SIMULATED, can_start, open_engine, refuse_engine
 from sims.report.certificates import write_pages
@@ -90,7 +92,10 @@ def unlearn(path: Path, wish: Wish, *, quiet: bool = False) -> tuple[str, dict[s
                 return _first_result(path, request, wish)
             listener = Listeners([shown, stack.enter_context(Tracking(trackable(config, shown.message), shown.message))])
             method = Method(config, RunFolder(path), ledger, Evaluator(config))
-            _fulfil(method, listener, id)
+            try:
+                _fulfil(method, listener, id)
+            except LedgerError as error:
+                raise LedgerError(f"{error} (request '{id}' waits, and 'fedloom resume' goes on with it)") from None
             _tell_sites(method, listener)
             request = ledger.request(id) or request
         write_pages(path)

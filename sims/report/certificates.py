@@ -46,17 +46,18 @@ def _at_sites(given: dict[str, Any]) -> list[Part]:
 
 
 def _exact(given: dict[str, Any]) -> Table:
-    exact = given["exact"]
+    exact, rest = given["exact"], "the remaining contributions"
+    kept, rest = ("the sum", f"the sum of {rest}") if exact["tensors"] else ("what the server keeps beside", rest)
     rows = [
         ["sites", ", ".join(given["sites"])],
         ["run", given["run"]],
         ["reason", given["reason"] or "-"],
         ["options", ", ".join(f"{name} {value}" for name, value in given["options"].items() if value) or "-"],
         *([f"request {state}", when] for state, when in given["times"].items()),
-        ["tensors", f"{len(exact['tensors'])}: {', '.join(exact['tensors'])}"],
-        ["digest of the sum before", one_digest(exact["digest_before"])],
-        ["digest of the sum after", one_digest(exact["digest_after"])],
-        ["digest of the sum of the remaining contributions", exact["sum_of_remaining"]],
+        *([["tensors", f"{len(exact['tensors'])}: {', '.join(exact['tensors'])}"]] if exact["tensors"] else []),
+        [f"digest of {kept} before", one_digest(exact["digest_before"])],
+        [f"digest of {kept} after", one_digest(exact["digest_after"])],
+        [f"digest of {rest}", exact["sum_of_remaining"]],
         ["remaining sites", str(len(exact["remaining"]))],
         ["event of the ledger", f"{given['ledger']['event']}: {given['ledger']['digest']}"],
     ]

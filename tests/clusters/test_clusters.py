@@ -97,7 +97,7 @@ def test_a_ray_job_holds_what_kuberay_takes_and_its_pods_pass_kubernetes_schema(
     ("words", "told"),
     [
         (["slurm", "digits", "--time", "3"], "--time: got '3', takes"),
-        (["slurm", "digits", "--partition", "a\n#SBATCH --uid=0"], "--partition: got"),
+        (["slurm", "digits", "--partition", "a\n#SBATCH --uid=0"], "partition: got"),
         (["slurm", "digits", "rounds=1\nrm"], "the run's words: got"),
         (["slurm", "digits", "engine.address=x:1"], "engine.address: is what the file itself says"),
         (["slurm", "digits", "engine.workers=17"], "have room for 16 (engine.num_cpus, engine.num_gpus), not for 17"),
@@ -109,6 +109,13 @@ def test_a_ray_job_holds_what_kuberay_takes_and_its_pods_pass_kubernetes_schema(
         (["ssh", "digits", "--user", "me"], "--hosts: got 0 machines for 1 nodes"),
         (["ssh", "digits", "--user", "me", "--hosts", "-oProxyCommand=x"], "--hosts: got '-oProxyCommand=x'"),
         (["ssh", "digits", "--user", "me", "--hosts", "a,a"], "--hosts: names 'a' twice"),
+        (["ssh", "digits", "--user", "me", "--hosts", "a", "data.root=x\u2028evil: 1"], "the run's words: got"),
+        (["ssh", "digits", "--user", "me", "--hosts", "a", "--write", "q\nevil: 1"], "--write: got 'q evil: 1'"),
+        (
+            ["ssh", "digits", "--user", "me", "--hosts", "a", "--image", "$(touch x)"],
+            "--image: got '$(touch x)', takes",
+        ),
+        (["slurm", "digits", "--time", "00:00:00"], "--time: got 00:00:00, takes more than nothing"),
         (["ssh", "digits", "--hosts", "a"], "--user: got '', takes whom to log in as"),
     ],
 )

@@ -89,8 +89,11 @@ def test_show_is_yaml_that_loads_again(tmp_path: Path):
         ("sites.0.count=100000000", r"sites\[0\]\.count: got 100000000, takes a number from 1 to 1000000"),
         ("sites.0.count=1000000", "sites: got 1000001 in all, takes at most 1000000"),
         ("sites=100000000", "sites: got 100000000 in all, takes at most 1000000"),
-        ('run.name="a\\nb"', "run.name: got 'a b', takes a plain folder name"),
+        ('run.name="a\\nb"', r"run\.name: got 'a.+b', takes a text in one line"),
         ("rounds=[1", "override 'rounds=.1'"),
+        ('data.root="\\0"', r"data\.root: got '.*', takes a text in one line, without control characters"),
+        ("training.rate=1e308", r"training\.rate: got 1e\+308, takes a number from 0\.0 to 3\.4e\+38, as 32 bits can hold"),
+        ("federation.fraction=0", r"federation\.fraction: got 0\.0, takes a number from 1e-09 to 1\.0"),
     ],
 )
 def test_bad_overrides_end_in_one_line(override: str, line: str):

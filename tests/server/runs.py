@@ -12,7 +12,8 @@ from server.experiment import open_ledger
 from server.ledger import Ledger
 from server.method import Method
 from server.runfolder import RunFolder
-from server.unlearning.certificate import CERTIFICATES, Finding, verify
+from server.unlearning.certificate import CERTIFICATES
+from server.unlearning.verification import Finding, verify
 from tests.server.parts import folder
 
 

@@ -173,6 +173,20 @@ def test_a_forgotten_sites_last_round_is_made_again_without_it(tmp_path: Path, n
     assert three.aggregate.residue(["site-0002"]) == []
 
 
+def test_a_site_that_never_took_part_or_just_began_has_left_nothing(tmp_path: Path):
+    run = played(tmp_path, "strategy.name=fedavg", "federation.fraction=0.25", "rounds=4", sites="count: 8, samples: 40")
+    view = run.aggregate.view()
+    first = {site.name: min((one.round for one in view.ledger.history(site.name)), default=0) for site in view.sites}
+    never, late, early = (next(name for name, round in first.items() if round == wanted) for wanted in (0, 4, 1))
+    before = run.aggregate.digest()
+    run.aggregate.forget([never], {})
+    assert run.aggregate.digest() == before
+    run.aggregate.forget([late], {})
+    run.aggregate.forget([early], {})
+    told = [bool(run.aggregate.residue([name])) for name in (never, late, early)]
+    assert told == [False, False, True] and run.aggregate.residue([never, early])
+
+
 def test_later_rounds_leave_traces_that_are_told(tmp_path: Path):
     run = played(tmp_path, "strategy.name=fedadam")
     told = run.aggregate.residue()

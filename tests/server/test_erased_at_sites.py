@@ -14,8 +14,8 @@ from server.listener import LogListener
 from server.method import Method
 from server.runfolder import RunFolder
 from server.unlearning.at_sites import Erasure, at_sites, outstanding
-from server.unlearning.certificate import verify
 from server.unlearning.requests import receive
+from server.unlearning.verification import verify
 from sims.report.certificates import write_html
 from tests.server.parts import one_thread, small
 from tests.server.test_enrolment import NAMES, A, B, C, Nodes

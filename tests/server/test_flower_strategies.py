@@ -1,5 +1,6 @@
 """Flower's own strategies over our round loop: what they make of the sites' replies, and what they remember."""
 
+import json
 import subprocess
 import sys
 import types
@@ -19,6 +20,7 @@ from conf.errors import FailedError, UserError
 from conf.schema import Config
 from fusion.exact import State, digest
 from server.experiment import check, run_experiment
+from server.ledger import Ledger
 from server.rounds.schedules import Sampling
 from server.strategies import FlowerStrategy
 from server.strategies.averaging import NETWORKS
@@ -26,6 +28,8 @@ from server.strategies.flower.memory import arrays_of, put_back, remembered
 from server.strategies.flower.nodes import Nodes, quiet
 from server.strategies.flower.strategy import TOLD
 from server.strategies.pairing import paired
+from server.unlearning.certificate import CERTIFICATES, KEPT, read
+from server.unlearning.verification import verify, verify_accuracy
 from sims.engines.adapter import store_folder
 from sims.engines.inline import InlineGrid
 from tests.server.parts import Recorder, Run, folder, set_up
@@ -122,6 +126,17 @@ def test_a_request_is_fulfilled_in_a_process_that_has_sent_no_messages(tmp_path:
     assert done.returncode == 0 and "request 'r' verified" in done.stdout, done.stderr
     with method_of(config) as method:
         assert digest(method.aggregation.aggregate().state) != before
+    written = read(file := folder(config) / CERTIFICATES / "r.json")
+    assert written["exact"]["statement"] == KEPT and not written["exact"]["tensors"]
+    with Ledger.open(folder(config), server=False) as ledger:
+        found = verify(file, ledger)
+        assert {one.verdict for one in found} == {"match"} and "remaining contributions then" in [one.what for one in found]
+        measured = verify_accuracy(file, ledger, lambda: written["evidence"]["after"]["accuracy"])
+        assert {one.verdict for one in measured} == {"match"}
+    forged = {**written, "exact": {**written["exact"], "remaining": {"site-0001": "0" * 64}}}
+    file.write_text(json.dumps(forged))
+    with Ledger.open(folder(config), server=False) as ledger:
+        assert "remaining contributions" in [one.what for one in verify(file, ledger) if one.verdict == "mismatch"]
 
 
 def test_its_fractions_choose_who_is_asked_by_the_runs_seed(tmp_path: Path):
@@ -151,7 +166,7 @@ def test_too_few_replies_for_bulyan_leave_the_network_as_it_was(tmp_path: Path):
     ("name", "words", "told"),
     [
         ("FedAdam", ["strategy.eeta=1"], r"strategy\.eeta"),
-        ("FedTrimmedAvg", ["strategy.beta=0.7"], r"failed \(ValueError"),
+        ("FedTrimmedAvg", ["strategy.beta=0.7"], r"failed with beta=0\.7 \(ValueError"),
         ("FedXgbBagging", [], r"trees of XGBoost"),
         ("DifferentialPrivacyServerSideFixedClipping", [], r"privacy\.clip and privacy\.noise"),
         ("FedAvg", ["strategy.min_available_nodes=9"], r"min_available_nodes: got 9, there are 4 sites"),

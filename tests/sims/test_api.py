@@ -4,6 +4,7 @@ import _thread
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,14 +33,23 @@ def root(tmp_path: Path) -> str:
     return f"run.root={tmp_path / 'user'}"
 
 
+def cleared(record: dict[str, Any]) -> None:
+    """A callback that spoils what it is given."""
+    for inner in [one for one in record.values() if isinstance(one, dict)]:
+        inner.clear()
+    record.clear()
+
+
 def test_a_shipped_experiment_says_nothing_and_comes_back_as_a_result(root: str, capfd: pytest.CaptureFixture[str]):
     threads = torch.get_num_threads()
     capfd.readouterr()
-    result = run("digits", *SMALL, "rounds=2", "baselines=[fedavg]", root)
+    result = run("digits", *SMALL, "rounds=2", "baselines=[fedavg]", "tracking=[csv]", root, on_round=cleared)
     assert capfd.readouterr() == ("", "")
     assert torch.get_num_threads() == threads
     assert result.folder.is_absolute() and result.report.is_file()
     assert [record["round"] for record in result.metrics] == [1, 2]
+    assert all(record["accuracy"] and record["bytes"] for record in result.metrics), "a callback has its own copy"
+    assert "validation/union" in (result.folder / "csv/main/rounds.csv").read_text()
     table = result.table()
     assert list(table.index) == [1, 2] and {"train_loss", "accuracy.union", "dropped"} <= set(table.columns)
     assert list(result.accuracy) == list(result.networks) == ["sum", "site-0000", ONE, "site-0002", "fedavg"]

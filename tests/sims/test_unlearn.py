@@ -11,6 +11,7 @@ from typing import IO
 
 import pytest
 
+from conf.errors import UserError
 from server.ledger import Ledger
 from server.ledger.audit import check
 from server.unlearning.requests import receive
@@ -96,6 +97,17 @@ def test_unlearn_compares_with_a_network_that_was_trained_without_the_site(fedlo
         assert last is not None and last.round == 2
     assert not [path for path in run.rglob("*") if ONE in path.name]
     assert check(run) == check(run / "retrained/r1") == []
+
+
+def test_a_request_before_the_first_contribution_waits_and_one_to_a_method_that_keeps_none_is_refused(tmp_path: Path):
+    for name, slots in (("some", ["networks"]), ("none", [])):
+        with Ledger.create(tmp_path / name, "run", "", 32, [ONE, TWO], {}, slots) as ledger:
+            ledger.commit_round(0, {}, {}, {}, None, "latest")
+            if slots:
+                assert receive(ledger, "r", [ONE], "", {}).state == "received"
+            else:
+                with pytest.raises(UserError, match="its method keeps no contributions"):
+                    receive(ledger, "r", [ONE], "", {})
 
 
 def test_retraining_that_was_killed_goes_on(fedloom: Command, run: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,156 @@
+"""Whether a certificate holds: what it says is compared with the run's ledger, or checked by the operator's key alone."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clients.identity import erased_words, fingerprint, is_signed, said
+from conf.errors import UserError
+from server.ledger import Ledger
+from server.unlearning.at_sites import at_sites
+from server.unlearning.certificate import (
+    OUTSTANDING,
+    as_written,
+    erased,
+    forgotten_event,
+    one_digest,
+    read,
+    rest_digest,
+    sums_of,
+)
+from server.unlearning.signing import signed_by
+
+CLOSE = 0.002  # accuracies this far apart are equal: another machine may round another way
+_TOLD = 100  # characters of each side of a mismatch
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was compared: match, mismatch, or why it could not be."""
+
+    what: str
+    verdict: str
+    told: str = ""
+
+
+def verify(path: Path, ledger: Ledger) -> list[Finding]:
+    """Compare a certificate with the run's ledger and folder. Raises UserError if either cannot be read."""
+    given = read(path)
+    return [_unchanged(path, given["request"], ledger), *ledger.steady(lambda: list(_findings(given, ledger)))]
+
+
+def verify_signature(path: Path, key: str) -> list[Finding]:
+    """What can be checked of a certificate without its run: who signed it, and that it agrees with itself."""
+    given = read(path)
+    found = [_found("signed by this key", signed_by(path, key), "the file was changed, or another key signed it, or none")]
+    if not any(given["options"].get(option) for option in ("repair", "rollback")):
+        sums, remaining = bool(given["exact"]["tensors"]), given["exact"]["sum_of_remaining"]
+        what = "the sum after the request is that of the remaining contributions" if sums else "the remaining contributions"
+        after = one_digest(given["exact"]["digest_after" if sums else "remaining"])
+        found.append(_compared(what, after, remaining))
+    apart = not set(given["sites"]) & set(given["exact"]["remaining"])
+    found.append(_found("no forgotten site is among the remaining", apart, "one is"))
+    return [*found, *(_deleted(given["run"], site, told) for site, told in given.get("at_sites", {}).items())]
+
+
+def _deleted(run: str, site: str, told: Mapping[str, Any] | None) -> Finding:
+    """What a site says of its own store, with its signature if it gave one."""
+    what = f"{site} says that it deleted its own store"
+    if not told or "signature" not in told:
+        return Finding(what, "match" if told else OUTSTANDING)
+    try:
+        words = said(*erased_words(run, site, told["files"], told["bytes"]))
+        good = is_signed(str(told["key"]), words, bytes.fromhex(str(told["signature"])))
+    except (KeyError, ValueError):
+        good = False
+    return _found(f"{what}, signed by {fingerprint(str(told.get('key')))[:16]}", good, "the signature does not hold")
+
+
+def _unchanged(path: Path, request: str, ledger: Ledger) -> Finding:
+    told = "it was changed: its sha256 is another one"
+    return _found("the file, as it was written", as_written(path, request, ledger), told)
+
+
+def verify_accuracy(path: Path, ledger: Ledger, measure: Callable[[], dict[str, float]]) -> list[Finding]:
+    """Compare the accuracies after the request with those of the network as it is now (`measure`), if nothing followed."""
+    given, last = read(path), ledger.last_round()
+    try:
+        stated = {name: float(share) for name, share in given["evidence"]["after"]["accuracy"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        stated = {}
+    if not stated or last is None or _digest_now(given, ledger) != given["exact"]["sum_of_remaining"]:
+        return [Finding("accuracy after", "not checkable", "the run went on, or none was measured")]
+    try:
+        found = measure()
+    except UserError as error:
+        return [Finding("accuracy after", "not checkable", str(error))]
+    now = ledger.last_round()
+    if now is None or now.digest != last.digest:
+        return [Finding("accuracy after", "not checkable", "the run went on meanwhile")]
+    return [
+        _found(f"accuracy after on {domain}", abs(found.get(domain, math.inf) - share) <= CLOSE,
+               f"certificate: {share:.4f}, measured: {found.get(domain, math.nan):.4f}")
+        for domain, share in stated.items()
+    ]  # fmt: skip
+
+
+def _findings(given: dict[str, Any], ledger: Ledger) -> Iterator[Finding]:
+    yield _compared("run", given["run"], ledger.run().run)
+    event = forgotten_event(ledger, given["request"])
+    yield _compared("event in the chain", given["ledger"], {"event": event.id, "digest": event.digest})
+    yield _compared("sites", given["sites"], event.body["sites"])
+    request = ledger.request(given["request"])
+    yield _compared("reason", given["reason"], request.reason if request else None)
+    yield _compared("options", given["options"], request.options if request else None)
+    yield _compared("what was deleted", given["erased"], erased(ledger, given["request"]))
+    yield _compared("evidence before", given["evidence"].get("before"), event.body["body"]["evidence"])
+    yield _compared("digest before", given["exact"]["digest_before"], event.body["body"]["digest_before"])
+    yield _compared("digest after, as committed", given["exact"]["digest_after"], event.body["digest"])
+    states = ledger.sites()
+    back = {site for each in ledger.events("readmitted", after=event.id) for site in each.body["sites"]}
+    for site in event.body["sites"]:
+        held = ledger.history(site) or list((ledger.folder / "sites").glob(f"*/{site}"))
+        told = "it was readmitted since, as the ledger says" if site in back else "it does"
+        yield _found(f"{site} takes no part", states.get(site, False), told)
+        yield _found(f"nothing is kept of {site} here", not held, "contributions or its store are there")
+    yield from _at_sites(given, ledger)
+    now, totals = _digest_now(given, ledger), sums_of(ledger)
+    summed, what = rest_digest(ledger, totals), "sum of the remaining contributions" if totals else "remaining contributions"
+    if totals:
+        yield _compared(f"{what} now", now, summed)
+    trained = any(given["options"].get(option) for option in ("repair", "rollback"))
+    if now == given["exact"]["sum_of_remaining"] or (now == one_digest(given["exact"]["digest_after"]) and not trained):
+        yield _compared(f"{what} then", given["exact"]["sum_of_remaining"], summed)
+        here = {name: one.blob for name, one in ledger.all_latest().items()}
+        yield _compared("remaining contributions", given["exact"]["remaining"], here)
+    else:
+        yield Finding(f"{what} then", "not checkable", "the run went on; its chain still holds")
+
+
+def _digest_now(given: dict[str, Any], ledger: Ledger) -> str:
+    """What `sum_of_remaining` would say now, as the last commit has it; of a method that sums nothing, as it is read."""
+    last = ledger.last_round()
+    return one_digest(last.digest if last else {}) if given["exact"]["tensors"] else rest_digest(ledger, {})
+
+
+def _at_sites(given: dict[str, Any], ledger: Ledger) -> Iterator[Finding]:
+    """Of sites that joined a federation: whether they have deleted what they kept, as they say."""
+    for site, told in at_sites(ledger, given["request"], given["sites"]).items():
+        what = f"{site} says that it deleted its own store"
+        if told is None:
+            yield Finding(what, OUTSTANDING, "its node has not been there since; the next server that runs tells it")
+        elif (stated := given.get("at_sites", {}).get(site)) is None:
+            yield Finding(what, "match", f"since the certificate: {told['files']} files")
+        else:
+            yield _compared(what, stated, told)
+
+
+def _found(what: str, right: bool, told: str) -> Finding:
+    return Finding(what, "match") if right else Finding(what, "mismatch", told)
+
+
+def _compared(what: str, given: Any, found: Any) -> Finding:
+    told = (f"{str(one)[:_TOLD]}{'...' if len(str(one)) > _TOLD else ''}" for one in (given, found))
+    return _found(what, given == found, "certificate: {}, ledger: {}".format(*told))
