@@ -134,7 +134,7 @@ class FederationConfig:
     partial_sums: bool = value(False, "workers add up their sites' contributions; they need its disk, or node_store")
     node_store: str = value(
         "",
-        "partial_sums: folder where each node keeps its sites' contributions until the run ends ($NAME: the node's)",
+        "partial_sums: where each node keeps its sites' contributions till the run ends: a whole path ($NAME: the node's)",
     )
     secure_aggregation: bool = value(False, "sites mask what they send: the server can read nothing but sums")
     secure_threshold: float = value(

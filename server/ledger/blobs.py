@@ -34,11 +34,18 @@ class NodeLostError(LedgerError):
     """A node of the cluster that kept contributions is not there any more."""
 
 
+UNREADABLE = "what it gave before cannot be read"  # of a site's reply: by its node, which is then to be asked what it has
+
+
 class Elsewhere(Protocol):
     """Contributions that the nodes of a cluster keep (federation.node_store). All but `look` raise NodeLostError."""
 
     def look(self) -> bool:
         """Whether any may be gone since the last look."""
+        ...
+
+    def doubt(self) -> None:
+        """Look again the next time: something could not be read."""
         ...
 
     def names(self) -> set[str]:

@@ -17,7 +17,7 @@ from conf.schema import Config
 from conf.sites import UNION, Site
 from server.at_sites import different_networks
 from server.evaluate import Evaluator
-from server.ledger.blobs import NodeLostError
+from server.ledger.blobs import UNREADABLE, NodeLostError
 from server.listener import Listener
 from server.rounds.aggregation import Aggregation
 from server.rounds.exchange import Federation, Reply
@@ -147,7 +147,7 @@ class RoundLoop:
         """
         while names := self.aggregation.lost():
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            told = f"a node is lost with what {', '.join(names[:3])}{more} gave last (federation.node_store)"
+            told = f"a node has lost what {', '.join(names[:3])}{more} gave last (federation.node_store)"
             if self.config.federation.lost_store == "stop":
                 raise UserError(f"round {number}: {told}; bring it back, or federation.lost_store=restart begins them anew")
             self.listener.message(f"round {number}: {told}: they are out of the sum and begin again as new ones")
@@ -217,6 +217,8 @@ class RoundLoop:
         reason = plain(reason)[:MOST_TOLD]
         if reason:
             self._dropped[site.name] = reason
+        if UNREADABLE in reason and (parts := self.aggregation.ledger.blobs.elsewhere):
+            parts.doubt()
         self.listener.reply(site.name, not reason, reason)
         if reason and len(self._dropped) <= TOLD:
             self.listener.message(f"round {self.aggregation.view().round + 1}: {site.name} dropped: {reason}")

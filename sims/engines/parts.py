@@ -1,4 +1,4 @@
-"""Nodes that keep their sites' contributions (federation.node_store): each in a folder of its own, under the run's id.
+"""The nodes that keep their sites' contributions (federation.node_store; each its part), as the server reaches them.
 
 What arrives at the server in a round is one sum from each node. It fetches a contribution only when it needs that one, and
 all of them when the run ends. A node is asked through its keeper, an actor that holds nothing but the folder's name: who
@@ -6,122 +6,23 @@ loses it starts another one. What a lost node kept is gone, unless another node 
 """
 
 import contextlib
-import hashlib
-import os
-import shutil
 import time
-import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 import torch
-from flwr.app import RecordDict
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from safetensors.torch import load, save
 
-from clients.messages import to_arrays, to_states
+from clients.messages import to_arrays
 from clients.partial import PartialSum
-from clients.replies import ReplyError
-from clients.states import write_bytes
 from fusion.exact import ExactSum, State
-from server.ledger.blobs import Blobs, LedgerError, NodeLostError
+from server.ledger.blobs import NodeLostError
 from server.ledger.rows import Contribution
-from server.ledger.sums import SumRow, added_up
+from server.ledger.sums import SumRow
+from sims.engines.part import ASK_SECONDS, BETWEEN, checked, keeper, sound
 
-ASK_SECONDS = 60.0  # for which a node that Ray takes to be alive may say nothing
 LOOK_SECONDS = 0.5
-_BETWEEN = "\0"  # a record's name and a tensor's, in the file of a sum
-
-Summed = tuple[dict[str, np.ndarray], int]
-
-
-class Part:
-    """The part of the node that this process runs on."""
-
-    def __init__(self, folder: str, node: str) -> None:
-        self.given, self.folder, self.node = folder, Path(os.path.expandvars(folder)), node
-        self._others: dict[str, Any] = {}
-
-    def blobs(self, run: str) -> Blobs:
-        """The contributions that are kept here."""
-        return Blobs(self.folder / run / "blobs")
-
-    def put(self, run: str, state: State) -> str:
-        """Keep a contribution; its digest."""
-        return self.blobs(run).put(state)
-
-    def get(self, run: str, digest: str, holder: str) -> State:
-        """A contribution that is kept here, or at the node `holder`. ReplyError if that is not there."""
-        try:
-            if self.blobs(run).path(digest).is_file() or holder in ("", self.node):
-                return self.blobs(run).get(digest)
-            if holder not in self._others:
-                self._others[holder] = _keeper(self.given, holder)
-            content: Any = ray.get(self._others[holder].read.remote(run, digest), timeout=ASK_SECONDS)
-            return _loaded(content, digest, holder)
-        except (LedgerError, RayError) as error:
-            self._others.pop(holder, None)
-            last = str(error).strip().splitlines()[-1]
-            raise ReplyError(
-                f"what it gave before cannot be read from node {holder[:8] or self.node[:8]} ({last})"
-            ) from None
-
-    def leave(self, sum: PartialSum) -> PartialSum:
-        """Keep the records of a sum; the sum without them, and with where they are."""
-        states, ticket = to_states(RecordDict({**sum.records})), uuid.uuid4().hex
-        whole = {record + _BETWEEN + name: tensor for record, state in states.items() for name, tensor in state.items()}
-        write_bytes(self._sum(sum.run, ticket), save(whole), durable=False)
-        return replace(sum, records={}, node=self.node, ticket=ticket)
-
-    def add_up(self, run: str, tickets: Sequence[str]) -> dict[str, np.ndarray]:
-        """The sum of sums that were left here, which then go."""
-        total = ExactSum(bits=0)
-        for ticket in tickets:
-            total.merge(load(self._sum(run, ticket).read_bytes()), addends=1)
-        for ticket in tickets:
-            self._sum(run, ticket).unlink()
-        return {name: tensor.numpy() for name, tensor in total.totals.items()}
-
-    def _sum(self, run: str, ticket: str) -> Path:
-        return self.folder / run / "sums" / f"{ticket}.safetensors"
-
-
-class Keeper(Part):
-    """The actor through which others reach a node's part."""
-
-    def names(self, run: str) -> set[str]:
-        """The digests of what is kept here, whole; sums of rounds that came to nothing go."""
-        shutil.rmtree(self.folder / run / "sums", ignore_errors=True)
-        return self.blobs(run).sound()
-
-    def read(self, run: str, digest: str) -> bytes:
-        """The bytes of a contribution."""
-        return self.blobs(run).path(digest).read_bytes()
-
-    def summed(self, run: str, row: SumRow, names: Sequence[str], given: Sequence[Contribution], bits: int) -> Summed:
-        """These tensors added up over contributions that are kept here, and how many those are."""
-        total = added_up(row, names, given, self.blobs(run).get, bits)
-        return {name: tensor.numpy() for name, tensor in total.totals.items()}, total.addends
-
-    def remove(self, run: str, digests: Collection[str]) -> None:
-        """Let go of contributions."""
-        self.blobs(run).remove_all(digests)
-
-    def end(self, run: str) -> None:
-        """Let go of all that is kept of a run."""
-        shutil.rmtree(self.folder / run, ignore_errors=True)
-
-
-def _keeper(folder: str, node: str) -> Any:
-    """A keeper of that node, which runs until nobody knows it any more."""
-    actor: Any = ray.remote(Keeper)
-    there = NodeAffinitySchedulingStrategy(node, soft=False)
-    return actor.options(num_cpus=0, max_restarts=0, scheduling_strategy=there).remote(folder, node)
 
 
 def alive() -> set[str]:
@@ -140,7 +41,7 @@ class Stores:
         """Start the keepers of these nodes, all at the same time."""
         for node in nodes:
             if node not in self._keepers:
-                self._keepers[node] = _keeper(self.folder, node)
+                self._keepers[node] = keeper(self.folder, node)
 
     def ask(self, node: str, what: str, *words: Any) -> Any:
         """What a node's keeper says. Raises NodeLostError where there is none any more, or it cannot do it."""
@@ -187,6 +88,10 @@ class Parts:
                 self._odd = True
         return True
 
+    def doubt(self) -> None:
+        """Ask all nodes what they have at the next look."""
+        self._odd = True
+
     def note(self, node: str, digests: Iterable[str]) -> None:
         """A node keeps these now."""
         self.holders |= dict.fromkeys(digests, node)
@@ -203,8 +108,8 @@ class Parts:
         """A contribution's bytes. Raises NodeLostError."""
         node = self.holder(digest)
         content = self._asked(node, "read", digest)
-        self._odd |= not _sound(content, digest)
-        return _checked(content, digest, node)
+        self._odd |= not sound(content, digest)
+        return checked(content, digest, node)
 
     def add_up(self, partials: Sequence[PartialSum]) -> PartialSum:
         """One sum for several that a node keeps, from it or from another one that sees its folder. Raises NodeLostError."""
@@ -212,7 +117,7 @@ class Parts:
         node, found = self._anywhere(first.node, "add_up", [one.ticket for one in partials])
         states: dict[str, State] = {record: {} for record in first.addends}
         for name, array in found.items():
-            record, _, tensor = name.partition(_BETWEEN)
+            record, _, tensor = name.partition(BETWEEN)
             states[record][tensor] = torch.from_numpy(array.copy())
         addends = {record: sum(one.addends[record] for one in partials) for record in first.addends}
         samples = {site: number for one in partials for site, number in one.samples.items()}
@@ -274,20 +179,6 @@ class Parts:
             self._asked(node, what, *words)
         except NodeLostError:
             return
-
-
-def _loaded(content: bytes, digest: str, node: str) -> State:
-    return dict(sorted(load(_checked(content, digest, node)).items()))
-
-
-def _sound(content: bytes, digest: str) -> bool:
-    return hashlib.sha256(content).hexdigest() == digest
-
-
-def _checked(content: bytes, digest: str, node: str) -> bytes:
-    if not _sound(content, digest):
-        raise NodeLostError(f"node {node[:8]} has damaged what it kept")
-    return content
 
 
 def _bytes(answer: Any) -> int:

@@ -18,7 +18,7 @@ from clients.partial import PartialSum
 from sims.engines.adapter import answer, site_context, take_identity
 from sims.engines.codec import PackedArrays, PackedSum, Shared, pack, pack_sum, unpack
 from sims.engines.heartbeat import NOTHING, SEVERAL, Mark, Marker, MarkFile
-from sims.engines.parts import Part
+from sims.engines.part import Part
 
 KEPT_RECORDS = 16  # shared records of the present round, and some of the one before
 

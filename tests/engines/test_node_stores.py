@@ -1,6 +1,7 @@
 """federation.node_store: nodes keep their sites' contributions and give one sum each; what is lost with a node."""
 
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ from server.ledger.audit import AWAY, Problem, check
 from server.listener import LogListener
 from sims.cli.unlearn import Wish, unlearn
 from sims.engines import open_engine
-from sims.engines.parts import Part
+from sims.engines.part import Part
 
 SITES = 8
 SMALL = [f"sites=[{{domain: digits, count: {SITES}, samples: 40}}]", "data.size=8", "rounds=4", "evaluation.every=4",
@@ -54,6 +55,20 @@ def test_a_node_adds_up_what_is_named_and_nothing_that_a_dead_worker_left(calls:
         if heard:
             with pytest.raises(FileNotFoundError):  # what was given once is not given twice
                 part.add_up("run", [left[heard[0]].ticket])
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("$NOT_SET_ANYWHERE/kept", "its variable is not set on this node"),
+        ("relative/kept", "takes a whole path"),
+        ("/proc/nowhere/kept", "cannot be written on this node"),
+        (__file__, "cannot be written on this node"),
+    ],
+)
+def test_a_folder_that_cannot_be_had_is_told_with_the_key(given: str, told: str):
+    with pytest.raises(UserError, match=f"federation.node_store: .*{told}"):
+        Part(given, "here")
 
 
 def test_what_a_node_keeps_is_read_by_its_digest(tmp_path: Path):
@@ -154,7 +169,7 @@ def test_what_a_lost_node_kept_is_out_of_the_sum_and_the_sum_is_that_of_what_is_
     listener = Watching(kill)
     summary = run(tmp_path, "lost", *over(cluster, NODES, "rounds=6"), listener=listener)
     assert all(summary["checks"].values()) and check(tmp_path / "lost") == []
-    (said,) = [line for line in listener.said if "a node is lost with what" in line]
+    (said,) = [line for line in listener.said if "a node has lost what" in line]
     assert "they are out of the sum and begin again as new ones" in said
     with Ledger.open(tmp_path / "lost", server=False) as ledger:
         (lost,) = ledger.events("forgotten")
@@ -166,6 +181,20 @@ def test_what_a_lost_node_kept_is_out_of_the_sum_and_the_sum_is_that_of_what_is_
         last = ledger.last_round()
         names = ledger.blobs.get(last.states[row.name]) if last else {}
         assert digest({name: total.totals[name] for name in names}) == digest(names)
+
+
+@pytest.mark.slow
+def test_what_a_living_node_has_lost_begins_again_as_soon_as_that_is_heard(tmp_path: Path, cluster: Cluster):
+    def burn(record: dict[str, Any]) -> None:
+        if record["round"] == 2:
+            shutil.rmtree(next((tmp_path / "part-1").glob("kept/*/blobs")))
+
+    listener = Watching(burn)
+    summary = run(tmp_path, "burnt", *over(cluster, NODES, "rounds=6"), listener=listener)
+    assert all(summary["checks"].values()) and check(tmp_path / "burnt") == []
+    (said,) = [line for line in listener.said if "a node has lost what" in line]
+    assert said.startswith(("round 3:", "round 4:"))
+    assert not any(record["dropped"] for record in listener.records if record["round"] > 3)
 
 
 @pytest.mark.parametrize(
