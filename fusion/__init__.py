@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fusion.alignment import Alignment, align
     from fusion.cla_ot.transport import TransportSettings
-    from fusion.fusing import Fused, fuse
+    from fusion.fused import Fused
+    from fusion.fusing import fuse
     from fusion.settings import FusionSettings
 
 __all__ = ["Alignment", "Fused", "FusionSettings", "TransportSettings", "align", "fuse"]

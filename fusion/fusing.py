@@ -7,7 +7,7 @@ repaired. FusionSettings.reference() does what the public code does.
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from fusion.cla_ot.plans import Body, axis_moves, layer_moves
 from fusion.cla_ot.repair import Statistics, Target, in_basis, mixture, repair, running, watched
 from fusion.classes import in_classes, united
 from fusion.exact import State
+from fusion.fused import Fused, Made, View, averaged
 from fusion.graph.channels import Unit, Wiring, wire
 from fusion.graph.resize import with_state
 from fusion.probe import Observation, features_of, observe
@@ -31,35 +32,6 @@ from fusion.refit.targets import Mixture, Planned, Regressed, Selected, Targets
 from fusion.settings import FusionSettings
 
 LARGE = "the inputs' or the networks' values are too large for their type; scale them, or convert all to float64"
-
-
-@dataclass(frozen=True, eq=False)
-class Fused:
-    """The result of a fusion; one entry for each input network, in their order.
-
-    `alignment`: for each layer (or block) of the shallower of two networks, this one and the one that gives the depth, its
-    0-based place in the deeper. `plans`: by layer, [n, m], columns sum to 1: output m of the result as a mean of the
-    network's own n; empty for the network `into`; of a selection: 1 where output m is the network's own n. `balanced`: the
-    network in the result's depth; `aligned`: and in its basis, not averaged (of a selection: none); where nothing has to
-    change it is the input itself.
-    `costs`: transport costs by layer. `seconds`: of each part. `notes`: what a user should know. `classes`:
-    the names of the network's outputs, where names were given.
-    """
-
-    network: nn.Module
-    alignment: tuple[tuple[int, ...], ...]
-    plans: tuple[Mapping[str, Tensor], ...]
-    balanced: tuple[nn.Module, ...]
-    aligned: tuple[nn.Module, ...]
-    costs: tuple[Mapping[str, float], ...]
-    seconds: Mapping[str, float]
-    notes: tuple[str, ...] = ()
-    classes: tuple[str, ...] = ()
-
-    @property
-    def parameters(self) -> int:
-        """How many numbers the network has."""
-        return sum(parameter.numel() for parameter in self.network.parameters())
 
 
 def fuse(
@@ -162,7 +134,7 @@ class _Fusion:
             notes=tuple(notes),
         )
 
-    def _averaged(self, bodies: list[Balanced], views: list["_View"], weights: list[float]) -> "_Made":
+    def _averaged(self, bodies: list[Balanced], views: list[View], weights: list[float]) -> Made:
         """All networks in one basis, and their mean."""
         moves = self._moves(bodies, [view.features for view in views])
         statistics = [(in_basis(view.seen, move.outgoing), in_basis(view.own, move.outgoing))
@@ -172,14 +144,14 @@ class _Fusion:
                    for place, body in enumerate(bodies)]  # fmt: skip
         states = [network.state_dict() for network in aligned]
         shares = {name: self._shares(name, states, bodies, weights) for name in states[self.depth]}
-        state = _average(states, shares)
+        state = averaged(states, shares)
         self._lap("average")
         planned = Planned([{axis: plan.outgoing for axis, plan in (move.plans or {}).items()} for move in moves], weights)
         told = Regressed(planned, self.into) if self.settings.refit == "regression" else planned
         costs, plans = tuple(move.costs for move in moves), tuple(move.outgoing for move in moves)
-        return _Made(state, told, plans, costs, tuple(aligned), statistics, shares)
+        return Made(state, told, plans, costs, tuple(aligned), statistics, shares)
 
-    def _selected(self, bodies: list[Body], weights: list[float]) -> "_Made":
+    def _selected(self, bodies: list[Body], weights: list[float]) -> Made:
         """The channels of all networks that are chosen."""
         order = [self.into, *(place for place in range(len(bodies)) if place != self.into)]
         first, shares = [bodies[place] for place in order], [weights[place] for place in order]
@@ -190,7 +162,7 @@ class _Fusion:
         writers = {layer.name: layer.outputs for layer in self.structure.layers if layer.outputs in choices}
         plans = [{name: choices[axis].rows(order.index(place))[0] for name, axis in writers.items()}
                  for place in range(len(bodies))]  # fmt: skip
-        return _Made(state, Selected(choices, order, weights), tuple(plans))
+        return Made(state, Selected(choices, order, weights), tuple(plans))
 
     def _refitted(self, result: nn.Module, bodies: list[Body], mixture: Mixture, weights: list[float]) -> list[str]:
         """Notes."""
@@ -241,7 +213,7 @@ class _Fusion:
         inner = "stream" if self.settings.sequential else "own"
         return balanced(self.networks[self.depth], self.structure, network, wiring, matches, signs, inner)
 
-    def _view(self, place: int, body: Balanced, seen: Observation) -> "_View":
+    def _view(self, place: int, body: Balanced, seen: Observation) -> View:
         """What the balanced network does: seen before balancing, or in the network itself; BatchNorms as trained."""
         known, modules = _by_layer(seen, self.wirings[place]), dict(self.networks[place].named_modules())
         origins = {name: origin for name, origin in body.origins.items() if origin in known}
@@ -251,11 +223,11 @@ class _Fusion:
             wiring = wire(body.network, self.probe[:1])
             new = self._observed(wiring)
             features = {node: features_of(new, node) for node in new.features}
-            return _View(features, before if own else _by_layer(new, wiring), own)
+            return View(features, before if own else _by_layer(new, wiring), own)
         sources = {node: source for node, source in body.sources.items() if source.node in seen.features}
         found = {node: features_of(seen, source.node) for node, source in sources.items()}
         features = {node: values.relu() if sources[node].rectified else values for node, values in found.items()}
-        return _View(features, before, own)
+        return View(features, before, own)
 
     def _moves(self, bodies: list[Balanced], views: list[Mapping[str, Tensor]]) -> list[Moves]:
         """First of the network that gives the depth: where `into` lacks a layer, the others are brought into its basis."""
@@ -308,43 +280,6 @@ class _Fusion:
         return tuple(theirs if deeper else ours for ours, theirs in pairs)
 
 
-@dataclass(frozen=True, eq=False)
-class _Made:
-    """A fused network's tensors before refit or repair, what its channels should do, and how they were made."""
-
-    state: State
-    mixture: Mixture
-    plans: tuple[Mapping[str, Tensor], ...]
-    costs: tuple[Mapping[str, float], ...] = ()
-    aligned: tuple[nn.Module, ...] = ()
-    statistics: Sequence[tuple[Mapping[str, Statistics], Mapping[str, Statistics]]] = ()
-    shares: Mapping[str, list[float]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, eq=False)
-class _View:
-    """Of a balanced network: values [channels, n] by node; by layer what repair has seen, and BatchNorms' own statistics."""
-
-    features: Mapping[str, Tensor]
-    seen: Mapping[str, Statistics]
-    own: Mapping[str, Statistics]
-
-
 def _by_layer(seen: Observation, wiring: Wiring) -> dict[str, Statistics]:
     moments = {name: seen.moments[node] for name, node in watched(wiring).items() if node in seen.moments}
     return {name: (found.mean, found.std) for name, found in moments.items()}
-
-
-def _average(states: list[State], shares: Mapping[str, list[float]]) -> State:
-    """The weighted mean, tensor by tensor; what is no number with a fraction is that of the first network that has it."""
-    mean: State = {}
-    for name, weights in shares.items():
-        parts = [(weight, state[name]) for weight, state in zip(weights, states, strict=True) if weight]
-        if not parts[0][1].is_floating_point():
-            mean[name] = parts[0][1].clone()
-            continue
-        total = torch.zeros_like(parts[0][1], dtype=torch.float64)
-        for weight, part in parts:
-            total.add_(part, alpha=weight)
-        mean[name] = total.to(parts[0][1].dtype)
-    return mean

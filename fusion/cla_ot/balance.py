@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
+from fusion.cla_ot.layers import check_design, identity, tensors_of, with_bias
 from fusion.exact import State
 from fusion.graph.channels import Layer, Unit, Wiring
 from fusion.graph.resize import with_state
@@ -72,7 +73,7 @@ def balanced(
     """
     if _one_structure(structure, wiring) and all(ours == theirs for ours, theirs in matches.items()):
         for layer in wiring.layers:
-            _same_design(layer.name, target.get_submodule(layer.name), layer.name, network.get_submodule(layer.name))
+            check_design(layer.name, target.get_submodule(layer.name), layer.name, network.get_submodule(layer.name))
         return unchanged(network, wiring)
     _check_known(structure, wiring)
     return _Builder(target, structure, network, wiring, dict(matches), signs or {}, inner).build()
@@ -162,11 +163,11 @@ class _Builder:
             names = unit.name if unit else "output", partner.name if partner else "output"
             raise UserError(f"'{names[0]}' ({len(ours)} layers) and '{names[1]}' ({len(theirs)}) are not of one design")
         for name, other in zip(ours, theirs, strict=True):
-            _same_design(name, self.goal[name], other, self.have[other])
+            check_design(name, self.goal[name], other, self.have[other])
             self.origins[name] = other
             if self.factor is not None and self.factor[1].any() and self.have[other]._parameters.get("bias") is None:
                 raise UserError(f"layer '{other}' has no bias that could take up those of the layers merged into it")
-            for tensor, entry in _tensors(self.have[other]).items():
+            for tensor, entry in tensors_of(self.have[other]).items():
                 self.state[f"{name}.{tensor}"] = self._after_merged(tensor, entry, self.have[other])
             if not isinstance(self.have[other], NORMS):
                 self.factor = None
@@ -192,7 +193,7 @@ class _Builder:
             raise UserError(f"layer '{unit.name}' cannot be merged into the next one: only linear layers without norm can; "
                             "use the deeper network's depth")  # fmt: skip
         diagonal = self.signs[unit.node].to(layer.weight)
-        weight, bias = (self._after_merged(name, entry, layer) for name, entry in _with_bias(layer).items())
+        weight, bias = (self._after_merged(name, entry, layer) for name, entry in with_bias(layer).items())
         self.factor = diagonal[:, None] * weight, diagonal * bias
 
     def _remove_block(self, unit: Unit) -> None:
@@ -206,7 +207,7 @@ class _Builder:
             if isinstance(module, NORMS):
                 self._neutral_norm(name, module, width)
             else:
-                self._put(name, {"weight": _identity(name, module, width), "bias": torch.zeros(width)}, module)
+                self._put(name, {"weight": identity(name, module, width), "bias": torch.zeros(width)}, module)
         self._carry_on(unit, _points(self.structure, unit.layers, unit), rectified=True)
 
     def _add_block(self, unit: Unit, entries: int) -> None:
@@ -242,7 +243,7 @@ class _Builder:
         """BatchNorm as an identity in eval mode; other norms have none and are left out."""
         if not isinstance(module, nn.modules.batchnorm._BatchNorm) or not module.track_running_stats:
             self.dropped.add(name)
-            known = {key: tensor for key, tensor in _tensors(module).items() if tensor.ndim}
+            known = {key: tensor for key, tensor in tensors_of(module).items() if tensor.ndim}
             self.spare |= {f"{name}.{key}": tensor.new_ones(width) for key, tensor in known.items()}
             return
         neutral = {
@@ -255,7 +256,7 @@ class _Builder:
         self._put(name, neutral, module)
 
     def _put(self, name: str, tensors: Mapping[str, Tensor], module: nn.Module) -> None:
-        for tensor, entry in _tensors(module).items():
+        for tensor, entry in tensors_of(module).items():
             self.state[f"{name}.{tensor}"] = tensors[tensor].to(entry)
             self.added.add(f"{name}.{tensor}")
 
@@ -278,43 +279,6 @@ SIGNS: dict[str, Callable[[Tensor], Tensor]] = {
     "majority": lambda values: ((values > 0).double().mean(dim=1) >= 0.5).double(),
     "average": lambda values: (values > 0).double().mean(dim=1),
 }
-
-
-def _identity(name: str, module: nn.Module, width: int) -> Tensor:
-    if type(module) is nn.Linear:
-        return torch.eye(width)
-    if not isinstance(module, nn.Conv2d) or not _keeps_size(module):
-        raise UserError(f"layer '{name}' cannot be added as an identity: it is no plain convolution that keeps the size")
-    rows, columns = module.kernel_size
-    weight = torch.zeros(width, width, rows, columns)
-    weight[:, :, rows // 2, columns // 2] = torch.eye(width)
-    return weight
-
-
-def _keeps_size(module: nn.Conv2d) -> bool:
-    """Whether its outputs are as large as its inputs, each channel of which may reach any output."""
-    reach = tuple(d * (k // 2) for k, d in zip(module.kernel_size, module.dilation, strict=True))
-    odd = all(k % 2 for k in module.kernel_size)
-    return type(module) is nn.Conv2d and module.groups == 1 and module.stride == (1, 1) and odd and module.padding == reach
-
-
-def _same_design(name: str, goal: nn.Module, other: str, have: nn.Module) -> None:
-    wanted, given = ({key: tuple(t.shape[2:]) for key, t in _tensors(each).items()} for each in (goal, have))
-    options = ("stride", "padding", "dilation", "num_groups")
-    same = all(getattr(goal, option, None) == getattr(have, option, None) for option in options)
-    if type(goal) is not type(have) or wanted != given or not same:
-        raise UserError(f"layer '{other}' ({type(have).__name__}: {', '.join(given)}) does not fit '{name}' "
-                        f"({type(goal).__name__}: {', '.join(wanted)}): the networks are of different design")  # fmt: skip
-
-
-def _with_bias(layer: nn.Linear) -> dict[str, Tensor]:
-    weight = layer.weight.detach()
-    return {"weight": weight, "bias": weight.new_zeros(len(weight)) if layer.bias is None else layer.bias.detach()}
-
-
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
-    return {name: tensor.detach() for name, tensor in own.items()}
 
 
 def _outside(wiring: Wiring) -> tuple[str, ...]:

@@ -18,7 +18,8 @@ from conf.errors import UserError
 from fusion.cla_ot.matching import layer_costs, match_units
 from fusion.classes import in_classes, united
 from fusion.comparators.baselines import Ensemble
-from fusion.fusing import Fused, fuse
+from fusion.fused import Fused
+from fusion.fusing import fuse
 from fusion.graph.channels import wire
 from fusion.search import best_weights
 from fusion.settings import FusionSettings

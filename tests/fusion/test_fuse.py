@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from fusion.fusing import Fused, fuse
+from fusion.fused import Fused
+from fusion.fusing import fuse
 from fusion.graph.channels import wire
 from fusion.settings import FusionSettings
 from tests.fusion.parts import AVERAGED, PLAIN, apart, images, name_of, network, outputs, randomised

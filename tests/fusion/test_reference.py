@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fusion.cla_ot.matching import layer_costs, optimal_alignment
-from fusion.fusing import Fused, fuse
+from fusion.fused import Fused
+from fusion.fusing import fuse
 from fusion.settings import FusionSettings
 
 NUMBERS = Path(__file__).parents[2].parent / "shared" / "reference" / "cla_ot_mlp.npz"
