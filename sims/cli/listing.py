@@ -7,7 +7,8 @@ from typing import Any
 
 from conf.errors import UserError
 from conf.yamls import read_yaml
-from server.runs import CONFIG, FINISHED, read_metrics, read_summary, runs_in, status
+from server.runs import FINISHED, read_metrics, read_summary, runs_in, status
+from server.written import CONFIG
 from sims.report.tables import Cell, Table, before_forgetting, percent
 
 

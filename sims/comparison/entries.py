@@ -10,7 +10,8 @@ from typing import Any
 from conf.errors import UserError
 from conf.schema import Config
 from conf.sites import roster
-from server.runs import BASELINES, FINISHED, is_run, read_config, read_metrics, read_summary, runs_in, status
+from server.runs import FINISHED, is_run, read_config, read_metrics, read_summary, runs_in, status
+from server.written import BASELINES
 from sims.report.tables import accuracies, before_forgetting, has_aggregate
 
 NO_METHOD = ("run", "seed", "baselines", "experiment", "engine")  # sections that say nothing of what is trained how

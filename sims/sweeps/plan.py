@@ -11,7 +11,8 @@ from typing import Any
 from conf.errors import UserError
 from conf.load import MOST_RUN_NAME_BYTES, read_values, to_json
 from conf.schema import Config, RunConfig
-from server.runs import CONFIG, FINISHED, holds, is_run, read_summary
+from server.runs import FINISHED, holds, is_run, read_summary
+from server.written import CONFIG
 from sims.sweeps.names import part_of_name, short_keys, text_of
 
 SEED = "seed"
