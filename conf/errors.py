@@ -1,11 +1,15 @@
 """Errors that are told in one line, without a traceback: bad input (exit code 2), and runs that failed (1)."""
 
 import difflib
+import errno
 import re
 from collections.abc import Iterable
 
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])")
 MOST_TOLD = 40  # names that an error lists
+MOST_PATH = 200  # letters of a path in an error
+NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
 
 
 class UserError(ValueError):
@@ -20,6 +24,16 @@ def plain(text: str, lines: bool = False) -> str:
     """A text from elsewhere without what steers a terminal: no escape sequences, nothing unprintable (`lines`: but ends)."""
     text = _ESCAPE.sub("", text)
     return "".join(letter if letter.isprintable() or (lines and letter == "\n") else " " for letter in text)
+
+
+def of_files(error: OSError) -> str:
+    """What the system refuses a user's files, in a line that says how to mend it; empty for what is none of theirs."""
+    path = plain(str(error.filename))[:MOST_PATH] if error.filename else ""
+    if error.errno in NO_PATH:
+        return f"{path or 'a path'}: {error.strerror}; give another path"
+    if error.errno in DISK:
+        return f"{path or 'the disk'}: {error.strerror}; make room or mend permissions, then resume"
+    return ""
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> UserError:

@@ -55,6 +55,8 @@ class RunFolder:
             new.rename(self.path)
             shutil.rmtree(old, ignore_errors=True)
         except OSError as error:
+            if config.run.resume and holds(self.path, config):  # another process has just made it
+                return
             raise UserError(f"{self.path}: cannot be written ({error.strerror or error}); choose another run.root") from None
         finally:
             shutil.rmtree(new, ignore_errors=True)

@@ -2,7 +2,6 @@
 
 import _thread
 import contextlib
-import errno
 import inspect
 import json
 import os
@@ -17,7 +16,7 @@ import click
 import typer
 
 from conf import UserError, load
-from conf.errors import FailedError, plain
+from conf.errors import FailedError, of_files
 from sims.cli import about, cluster, federation, heads, networks, requests, runs
 from sims.cli.named import named
 from sims.cli.options import Json, Quiet
@@ -33,8 +32,6 @@ app = typer.Typer(
 )
 
 INTERRUPTED = 130
-NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
 
 
 def _version(wanted: bool) -> None:
@@ -170,11 +167,9 @@ def _guarded() -> int:
     except FailedError as error:
         return _say(str(error), 1)
     except OSError as error:
-        if error.errno in NO_PATH:
-            return _say(f"{plain(str(error.filename))[:200]}: {error.strerror}; give another path", 2)
-        if error.errno not in DISK:
+        if not (told := of_files(error)):
             raise
-        return _say(f"{error.filename or 'the disk'}: {error.strerror}; make room or mend permissions, then resume", 2)
+        return _say(told, 2)
     except (KeyboardInterrupt, click.Abort):
         return _say("interrupted; what was committed is kept in the run's folder", INTERRUPTED)
 

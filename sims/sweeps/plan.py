@@ -115,7 +115,7 @@ def _refuse_twice(planned: Sequence[Planned]) -> None:
 def placed(one: Planned, overwrite: bool) -> Planned:
     """The same: to be kept, to go on, or to start, by what is in its folder. UserError if that is another run."""
     if overwrite:
-        return _with(one, overwrite=True)
+        return ordered(one, overwrite=True)
     if not one.folder.exists():
         return one
     if not holds(one.folder, one.config):
@@ -123,10 +123,10 @@ def placed(one: Planned, overwrite: bool) -> Planned:
         raise UserError(f"{one.folder}: is there, and holds {what}; pass --overwrite, or another run.name=")
     if read_summary(one.folder).get("status") == FINISHED:
         return dataclasses.replace(one, done=True)
-    return _with(one, resume=True)
+    return ordered(one, resume=True)
 
 
-def _with(one: Planned, **how: bool) -> Planned:
+def ordered(one: Planned, **how: bool) -> Planned:
     """The same, to be run so."""
     run = dataclasses.replace(one.config.run, **how)
     return dataclasses.replace(one, config=dataclasses.replace(one.config, run=run))
