@@ -50,8 +50,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def listed(name: str, known: Iterable[str]) -> str:
-    """The names in a row; of many those spelt most like `name`, and their number."""
+    """The names in a row, sorted; of many those spelt most like `name`, and their number."""
     names = sorted(known)
     if len(names) > MOST_TOLD:
-        names = [*difflib.get_close_matches(name, names, 8, 0.3), f"{len(names)} in all"]
+        names = [*sorted(difflib.get_close_matches(name, names, 8, 0.3)), f"{len(names)} in all"]
     return ", ".join(names)

@@ -53,7 +53,9 @@ def run(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, dotted keys: rounds=20 engine.workers=2")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the merged configuration and stop.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run of the same name.")] = False,
-    seeds: Annotated[str, typer.Option(help="A run for each: 0,1,2. Finished ones are kept, half-done ones go on.")] = "",
+    seeds: Annotated[
+        str | None, typer.Option(help="A run for each: 0,1,2. Finished ones are kept, half-done ones go on.")
+    ] = None,
     sweep: Annotated[list[str] | None, typer.Option(help="A run for each: training.rate=0.01,0.03; repeatable.")] = None,
     parallel: Annotated[int, typer.Option(help="So many runs at a time, each with its part of the machine.", min=1)] = 1,
     quiet: Quiet = False,
@@ -63,7 +65,7 @@ def run(
     words = list(overrides or [])
     if "=" in experiment:  # fedloom run rounds=3: the default experiment
         words, experiment = [experiment, *words], "digits"
-    if seeds or sweep:
+    if seeds is not None or sweep:
         from sims.cli import many
 
         order = many.Order(experiment, words, seeds, sweep or [], parallel, overwrite)

@@ -22,7 +22,7 @@ class Order:
 
     experiment: str
     words: Sequence[str]
-    seeds: str
+    seeds: str | None
     sweep: Sequence[str]
     parallel: int
     overwrite: bool

@@ -70,7 +70,7 @@ class Comparison:
         return "\n".join([*(table.markdown() for table in self.tables()), *(f"note: {note}" for note in self.notes)])
 
     def table(self) -> "pandas.DataFrame":
-        """A row for each group: seeds, mean and standard deviation of test accuracy by domain, mean cost; `attrs` has notes."""
+        """A row for each group: seeds, mean and deviation of test accuracy by domain, mean cost; `attrs` has the notes."""
         import pandas
 
         table = pandas.DataFrame([_row(group, domains_of(self.groups)) for group in self.groups]).set_index("row")

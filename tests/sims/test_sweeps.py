@@ -135,6 +135,17 @@ def test_what_a_run_tells_is_heard_in_another_process_in_its_order():
         (["--sweep", "training.rate=0.1,0.2", "training.rate=0.3"], "is given as an override, too"),
         (["--sweep", "run.name=a,b"], "where runs are kept cannot be swept"),
         (["--sweep", "seed=0,1", "--seeds", "0,1"], "leave one of the two out"),
+        (
+            ["--sweep", "training={rate: 0.1},{rate: 0.2}", "training.rate=0.5"],
+            "training.rate: is inside training, which is",
+        ),
+        (["--sweep", "training={rate: 0.1}", "--sweep", "training.steps=1,2"], "is inside training, which is swept, too"),
+        (["--sweep", "training.rate=0.1,0.2", "training={rate: 0.5}"], "training.rate: is given as an override, too"),
+        (["--sweep", "sites.0.samples=30,40"], "sites.0.samples: is given as an override, too"),
+        (["--sweep", "experiment=digits,office"], "experiment: cannot be swept"),
+        (["--seeds", ",".join(map(str, range(1001)))], "makes 1,001 runs, takes at most 1,000"),
+        (["--seeds", ""], "--seeds: got '', takes whole numbers with commas between"),
+        (["--seeds", ","], "--seeds: got ',', takes whole numbers with commas between"),
         (["--seeds", "0,x"], "seed: got 'x', takes a whole number"),
         (["--seeds", "0,0"], "asked for twice (seed=0)"),
         (["--seeds", "0,1", "engine.name=flower"], "(the run digits-seed=0)"),
@@ -151,6 +162,11 @@ def test_the_runs_are_shown(fedloom: Command, tmp_path: Path):
     said = fedloom("run", "--seeds", "0,1", "--sweep", "strategy={name: sum_aggregation}", f"run.root={tmp_path}", "--show")
     assert said.code == 0
     assert len(said.out.splitlines()) == 2 and not list(tmp_path.iterdir())
+
+
+def test_a_section_that_is_given_may_have_a_key_swept_that_it_leaves_out(fedloom: Command, tmp_path: Path):
+    words = ["training={steps: 5}", "--sweep", "training.rate=0.1,0.2", f"run.root={tmp_path}", "--show"]
+    assert len(fedloom("run", "digits", *words).out.splitlines()) == 2
 
 
 def test_runs_in_one_process_leak_nothing_and_are_kept(tmp_path: Path):
