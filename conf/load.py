@@ -63,6 +63,11 @@ def read_values(text: str) -> tuple[str, list[Any]]:
     return key, inside
 
 
+def read_override(text: str) -> Any:
+    """The value in `key=value`, as `load` reads it. Raises UserError for what is none."""
+    return next(iter(_parse([text]).values()))
+
+
 def load_text(text: str, name: str, overrides: Sequence[str] = (), where: str = "experiment") -> Config:
     """As `load`, of the YAML text of an experiment of that name; `where` it stands, in words."""
     tree, changes = _tree_of(text, where), _parse(overrides)

@@ -30,7 +30,8 @@ from server.rounds.view import Setup
 from server.runfolder import RunFolder
 from server.strategies import slots_of
 from server.unlearning.at_sites import Erasure
-from server.unlearning.requests import RETRAINED, Unlearning
+from server.unlearning.requests import Unlearning
+from server.written import RETRAINED
 
 
 @dataclass

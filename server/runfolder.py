@@ -17,7 +17,8 @@ from conf import to_yaml
 from conf.errors import UserError
 from conf.schema import Config
 from server.ledger.database import acquire
-from server.runs import CONFIG, METRICS, SUMMARY, holds, read_config, read_metrics, read_summary, refuse_existing
+from server.runs import holds, read_config, read_metrics, read_summary, refuse_existing
+from server.written import CONFIG, METRICS, STATES, SUMMARY
 
 __all__ = ["CONFIG", "METRICS", "SUMMARY", "RunFolder", "holds", "is_file_name", "read_config", "refuse_existing"]
 
@@ -54,6 +55,8 @@ class RunFolder:
             new.rename(self.path)
             shutil.rmtree(old, ignore_errors=True)
         except OSError as error:
+            if config.run.resume and holds(self.path, config):  # another process has just made it
+                return
             raise UserError(f"{self.path}: cannot be written ({error.strerror or error}); choose another run.root") from None
         finally:
             shutil.rmtree(new, ignore_errors=True)
@@ -86,13 +89,13 @@ class RunFolder:
 
     def sweep(self) -> None:
         """Remove temporary files that a crash left (clients.states.write_bytes)."""
-        for place in (self.path, self.path / "states"):
+        for place in (self.path, self.path / STATES):
             for path in place.glob(".*-*"):
                 path.unlink()
 
     def results(self) -> dict[str, str]:
         """The sha256 of the files that say what came out, by their path in the folder."""
-        names = [CONFIG, METRICS, SUMMARY, *(f"states/{path.name}" for path in (self.path / "states").glob("*.safetensors"))]
+        names = [CONFIG, METRICS, SUMMARY, *(f"{STATES}/{path.name}" for path in (self.path / STATES).glob("*.safetensors"))]
         files = {name: self.path / name for name in sorted(names)}
         return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path.is_file()}
 
@@ -111,9 +114,7 @@ class RunFolder:
 
     def write_network(self, name: str, model: Model, **metadata: str) -> None:
         """Write a network's final state to states/<name>.safetensors; the name is one of a file (`is_file_name`)."""
-        write_state(
-            self.path / "states" / f"{name}.safetensors", model.state, network=model.architecture.network, **metadata
-        )
+        write_state(self.path / STATES / f"{name}.safetensors", model.state, network=model.architecture.network, **metadata)
 
 
 def is_file_name(name: object) -> bool:

@@ -11,28 +11,44 @@ from typing import Any
 import portalocker
 import yaml
 
-from conf.errors import UserError
+from conf.errors import UserError, plain
 from conf.load import from_mapping
 from conf.schema import Config, RunConfig
 from conf.yamls import read_yaml
+from server.written import CONFIG, LEDGER, LOCK, METRICS, SUMMARY, holds_only_config, is_begun, strange_in
 
-CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
-LOCK = "ledger.lock"  # held by the run's server
 KEYS = {"experiment", "seed", "rounds", "sites", "population", "network", "objective", "strategy", "baselines", "run",
         "engine", "data", "training", "federation", "evaluation"}  # in every run's config.yaml, since version 1  # fmt: skip
+MOST_STRANGE = 5  # names that an error tells
 MOST_DEPTH = 4  # of folders within each other in which runs are looked for
-BASELINES = "baselines"
 RUNNING, STOPPED, FINISHED = "running", "stopped", "finished"
 ENDED = (FINISHED, "failed", "interrupted")  # as a summary says it
 
 
 def is_run(path: Path) -> bool:
-    """Whether the folder is one that we have made, by the keys of its config.yaml; others are never deleted."""
+    """Whether the folder is one of a run, by the keys of its config.yaml."""
+    return bool(_tree(path))
+
+
+def _tree(path: Path) -> dict[str, Any]:
+    """What a run's config.yaml holds; empty where there is none of a run."""
     try:
         tree = read_yaml((path / CONFIG).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError):
-        return False
-    return isinstance(tree, dict) and tree.keys() >= KEYS
+        return {}
+    return tree if isinstance(tree, dict) and tree.keys() >= KEYS else {}
+
+
+def refuse_deleting(path: Path, *, to: str, alone: bool = False) -> None:
+    """UserError unless all that is in the folder is a run's. `to`: be what; `alone`: a configuration by itself is enough."""
+    if not (tree := _tree(path)):
+        raise UserError(f"{path} is no run of fedloom (by its {CONFIG}): it will not be {to}")
+    if strange := strange_in(path, tree):
+        more = f" and {len(strange) - MOST_STRANGE} more" if len(strange) > MOST_STRANGE else ""
+        told = ", ".join(plain(name) for name in strange[:MOST_STRANGE]) + more
+        raise UserError(f"{path} holds what fedloom does not write ({told}): it will not be {to}; move that away first")
+    if not is_begun(path) and not (alone and holds_only_config(path)):
+        raise UserError(f"{path} is no run of fedloom (without {LEDGER}, {METRICS}, {SUMMARY}): it will not be {to}")
 
 
 def runs_in(path: Path, depth: int = MOST_DEPTH) -> Iterator[Path]:
@@ -55,8 +71,8 @@ def refuse_existing(config: Config, path: Path | None = None) -> None:
         _same_run(config, path)
     elif not config.run.overwrite:
         raise UserError(f"the run '{config.run.name}' exists ({path}): pass --overwrite, or another run.name=")
-    elif not is_run(path):
-        raise UserError(f"{path} is no run of fedloom (by its {CONFIG}): it will not be overwritten")
+    else:
+        refuse_deleting(path, to="overwritten", alone=True)
 
 
 def read_config(path: Path) -> Config:

@@ -19,8 +19,7 @@ from fusion.exact import State, dequantise, exact
 from server.ledger.ledger import Ledger
 from server.ledger.rows import Contribution
 from server.ledger.tables import FLOATS
-
-STAGING = "staging"  # workers that add up contributions write them here
+from server.written import STAGING
 
 
 def prefixes(slots: Sequence[str]) -> dict[str, str]:

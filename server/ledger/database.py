@@ -14,9 +14,8 @@ import portalocker
 from clients.states import write_bytes
 from server.ledger.blobs import LedgerError, sync, told
 from server.ledger.connection import PATIENCE, Connection
-from server.runs import LOCK
+from server.written import LEDGER, LOCK, SEAL
 
-LEDGER, SEAL = "ledger.sqlite", "ledger.sha256"
 _TRIES = 10  # for the lock, which one who queues a request has for a moment
 _HINTS = {
     "SQLITE_FULL": "make room and run again, what was committed is safe",

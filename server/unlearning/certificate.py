@@ -20,8 +20,9 @@ from server.ledger.tables import Event
 from server.rounds.aggregation import Aggregation
 from server.unlearning.at_sites import at_sites
 from server.unlearning.signing import sign
+from server.written import CERTIFICATES
 
-CERTIFICATES, FORMAT = "certificates", 1
+FORMAT = 1
 CERTIFIED = "certified"  # an event of the ledger, with the sha256 of the certificate that is written then
 TIMES = ("received", "applied")  # events of a request that a certificate dates
 OUTSTANDING = "outstanding"

@@ -16,17 +16,16 @@ from conf.errors import UserError, unknown
 from conf.schema import Config
 from server.evaluate import Evaluator
 from server.ledger import Ledger, LedgerError, Request
-from server.ledger.contributions import STAGING
 from server.rounds.aggregation import Aggregation
 from server.rounds.masks import rounds_together
 from server.unlearning.at_sites import Erasure
 from server.unlearning.certificate import certificate, check_sums, issue, reissue
 from server.unlearning.evaluation import UnlearningEvaluation
 from server.unlearning.scope import scope
+from server.written import BASELINES, RETRAINED, SITES, STAGING, STATES
 
 KIND = "unlearn"
 LEAVING = "leaving"  # an event: the sites of a request are forgotten in the next round (secure aggregation)
-RETRAINED = "retrained"  # networks trained without the sites of a request, in a folder of its name
 _ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")  # it names files
 
 
@@ -289,8 +288,8 @@ def left_of(folder: Path, request: Request, forgotten: Sequence[str]) -> list[Pa
     are `forgotten`: one may be readmitted.
     """
     sites = [name for name in request.sites if name in forgotten]
-    found = [path for name in sites for path in (folder / "sites").glob(f"*/{name}")]
+    found = [path for name in sites for path in (folder / SITES).glob(f"*/{name}")]
     found += [folder / STAGING / name for name in sites]
-    found += [folder / "states", folder / "baselines"]
+    found += [folder / STATES, folder / BASELINES]
     found += [path for path in (folder / RETRAINED).glob("*") if path.name != request.id]
     return [path for path in found if path.exists()]

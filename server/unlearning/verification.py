@@ -21,6 +21,7 @@ from server.unlearning.certificate import (
     sums_of,
 )
 from server.unlearning.signing import signed_by
+from server.written import SITES
 
 CLOSE = 0.002  # accuracies this far apart are equal: another machine may round another way
 _TOLD = 100  # characters of each side of a mismatch
@@ -111,7 +112,7 @@ def _findings(given: dict[str, Any], ledger: Ledger) -> Iterator[Finding]:
     states = ledger.sites()
     back = {site for each in ledger.events("readmitted", after=event.id) for site in each.body["sites"]}
     for site in event.body["sites"]:
-        held = ledger.history(site) or list((ledger.folder / "sites").glob(f"*/{site}"))
+        held = ledger.history(site) or list((ledger.folder / SITES).glob(f"*/{site}"))
         told = "it was readmitted since, as the ledger says" if site in back else "it does"
         yield _found(f"{site} takes no part", states.get(site, False), told)
         yield _found(f"nothing is kept of {site} here", not held, "contributions or its store are there")

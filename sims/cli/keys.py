@@ -17,10 +17,12 @@ from conf.schema import Config, SiteConfig
 from conf.typed import takes
 from server.strategies import STRATEGIES
 from sims.report.tables import Table
+from sims.tracking import TRACKERS
 
 NAMED: Mapping[str, Registry[Any]] = {
     "network": NETWORKS, "objective": OBJECTIVES, "strategy": STRATEGIES,
     "training.optimizer": OPTIMIZERS, "training.schedule": SCHEDULES,
+    "tracking": TRACKERS,
 }  # fmt: skip
 SHOWN = ("network", "objective", "strategy")  # with all of their options
 NO_MODE = Objective.__dataclass_fields__["mode"]  # of objectives that say nothing of modes
@@ -81,7 +83,7 @@ def _about(registry: Registry[Any], name: str) -> str:
 
 def _section(field: dataclasses.Field[Any]) -> Any:
     """The dataclass of a field that is a section, or a list of them; None for other fields."""
-    if field.name == "sites":
+    if field.name == "sites" and field.type is not int:  # trackers have a number
         return SiteConfig
     entry = next(iter(get_args(field.type)), None) if get_origin(field.type) is list else field.type
     return entry if dataclasses.is_dataclass(entry) else None
@@ -89,7 +91,7 @@ def _section(field: dataclasses.Field[Any]) -> Any:
 
 def _inside(schema: Any, part: str, where: str) -> Any:
     sections = {field.name: inner for field in dataclasses.fields(schema) if (inner := _section(field))}
-    above = SHOWN if schema is Config else ()
+    above = (*SHOWN, "tracking") if schema is Config else ()
     if part not in sections and not (sections or above):
         raise UserError(f"{where}: is no section; 'fedloom options {where.rpartition('.')[0]}' lists the keys above it")
     if part not in sections:

@@ -1,13 +1,15 @@
 """The list of runs in a folder: read from what lies there, without torch."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError
 from conf.yamls import read_yaml
-from server.runs import CONFIG, FINISHED, read_metrics, read_summary, runs_in, status
+from server.recorded import checked_metrics, checked_summary
+from server.runs import FINISHED, runs_in, status
+from server.written import CONFIG
 from sims.report.tables import Cell, Table, before_forgetting, percent
 
 
@@ -20,9 +22,9 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 def row_of(path: Path) -> dict[str, Any]:
     """Of one run: status, method, seed, rounds that are done and to be done, accuracy on all domains, bytes on disk."""
-    config, summary, metrics = read_yaml((path / CONFIG).read_text(encoding="utf-8")), read_summary(path), read_metrics(path)
-    said, objective, strategy = status(path), config["objective"] or {}, config["strategy"] or {}
-    method = "/".join(str(one) for one in (strategy.get("name"), objective.get("mode")) if one)
+    config, said, odd = read_yaml((path / CONFIG).read_text(encoding="utf-8")), status(path), []
+    summary, metrics = (_read(read, path, odd) for read in (checked_summary, checked_metrics))
+    method = "/".join(str(one) for one in (_option(config["strategy"], "name"), _option(config["objective"], "mode")) if one)
     watched = [record["accuracy"]["union"] for record in metrics.values() if (record.get("accuracy") or {}).get("union")]
     return {
         "run": str(path),
@@ -34,7 +36,22 @@ def row_of(path: Path) -> dict[str, Any]:
         "test": before_forgetting(summary).get("union") if said == FINISHED else None,
         "validation": watched[-1] if watched else None,
         "bytes": size_of(path),
+        **({"odd": odd} if odd else {}),
     }
+
+
+def _read(read: Callable[[Path], dict[Any, Any]], path: Path, odd: list[str]) -> dict[Any, Any]:
+    """What is read of a run; nothing, and a line in `odd`, where no sense can be made of it."""
+    try:
+        return read(path)
+    except UserError as error:
+        odd.append(str(error))
+        return {}
+
+
+def _option(section: Any, key: str) -> Any:
+    """An option in a section of a configuration, which may be a name alone, or anything that somebody wrote there."""
+    return section.get(key) if isinstance(section, Mapping) else section if key == "name" else None
 
 
 def table(rows: Sequence[dict[str, Any]], folder: Path) -> Table:

@@ -2,7 +2,6 @@
 
 import _thread
 import contextlib
-import errno
 import inspect
 import json
 import os
@@ -17,7 +16,7 @@ import click
 import typer
 
 from conf import UserError, load
-from conf.errors import FailedError, plain
+from conf.errors import FailedError, of_files
 from sims.cli import about, cluster, federation, heads, networks, requests, runs
 from sims.cli.named import named
 from sims.cli.options import Json, Quiet
@@ -33,8 +32,6 @@ app = typer.Typer(
 )
 
 INTERRUPTED = 130
-NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
 
 
 def _version(wanted: bool) -> None:
@@ -56,7 +53,9 @@ def run(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, dotted keys: rounds=20 engine.workers=2")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the merged configuration and stop.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run of the same name.")] = False,
-    seeds: Annotated[str, typer.Option(help="A run for each: 0,1,2. Finished ones are kept, half-done ones go on.")] = "",
+    seeds: Annotated[
+        str | None, typer.Option(help="A run for each: 0,1,2. Finished ones are kept, half-done ones go on.")
+    ] = None,
     sweep: Annotated[list[str] | None, typer.Option(help="A run for each: training.rate=0.01,0.03; repeatable.")] = None,
     parallel: Annotated[int, typer.Option(help="So many runs at a time, each with its part of the machine.", min=1)] = 1,
     quiet: Quiet = False,
@@ -66,7 +65,7 @@ def run(
     words = list(overrides or [])
     if "=" in experiment:  # fedloom run rounds=3: the default experiment
         words, experiment = [experiment, *words], "digits"
-    if seeds or sweep:
+    if seeds is not None or sweep:
         from sims.cli import many
 
         order = many.Order(experiment, words, seeds, sweep or [], parallel, overwrite)
@@ -170,11 +169,9 @@ def _guarded() -> int:
     except FailedError as error:
         return _say(str(error), 1)
     except OSError as error:
-        if error.errno in NO_PATH:
-            return _say(f"{plain(str(error.filename))[:200]}: {error.strerror}; give another path", 2)
-        if error.errno not in DISK:
+        if not (told := of_files(error)):
             raise
-        return _say(f"{error.filename or 'the disk'}: {error.strerror}; make room or mend permissions, then resume", 2)
+        return _say(told, 2)
     except (KeyboardInterrupt, click.Abort):
         return _say("interrupted; what was committed is kept in the run's folder", INTERRUPTED)
 

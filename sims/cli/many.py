@@ -12,7 +12,7 @@ import typer
 from conf import load
 from server.strategies.pairing import paired
 from sims.report.tables import Table, before_forgetting, percent
-from sims.sweeps.outcome import FAILED, KEPT, Outcome
+from sims.sweeps.outcome import KEPT, Outcome
 from sims.sweeps.plan import Planned, plan, read_sweep
 
 
@@ -22,7 +22,7 @@ class Order:
 
     experiment: str
     words: Sequence[str]
-    seeds: str
+    seeds: str | None
     sweep: Sequence[str]
     parallel: int
     overwrite: bool
@@ -42,7 +42,7 @@ def show(order: Order) -> int:
 
 
 def run(order: Order, *, quiet: bool, as_json: bool) -> int:
-    """Carry them out, tell what they gave; the exit code: 1 if one failed."""
+    """Carry them out, tell what they gave; the exit code: 1 if one is missing."""
     planned = order.plan()
     from sims.sweeps.work import carry_out, ready
 
@@ -56,9 +56,9 @@ def run(order: Order, *, quiet: bool, as_json: bool) -> int:
         typer.echo(text, err=as_json)
     if as_json:
         typer.echo(json.dumps({"runs": [_row(outcome) for outcome in outcomes]}))
-    lost = [outcome for outcome in outcomes if outcome.status == FAILED]
+    lost = [outcome for outcome in outcomes if outcome.missing]
     for outcome in lost:
-        typer.echo(f"fedloom: {outcome.folder}: failed: {outcome.error}", err=True)
+        typer.echo(f"fedloom: {outcome.folder}: {outcome.status}: {outcome.error}", err=True)
     return 1 if lost else 0
 
 

@@ -7,7 +7,10 @@ from pathlib import Path
 
 from conf.errors import UserError
 from server.ledger.database import acquire, refuse_busy
-from server.runs import BASELINES, is_run, runs_in
+from server.runs import is_run, refuse_deleting, runs_in
+from server.written import BASELINES, RETRAINED
+
+PARTS = (BASELINES, RETRAINED)  # folders of what goes with a run
 
 
 def removable(paths: Sequence[Path]) -> list[Path]:
@@ -21,14 +24,19 @@ def removable(paths: Sequence[Path]) -> list[Path]:
 def _check(path: Path) -> None:
     if path.is_symlink():
         raise UserError(f"{path}: is a link; name the folder that it leads to ({path.resolve()})")
-    if not is_run(path):
-        raise UserError(f"{path}: is no run of fedloom, and is not removed; name the folder of a run")
     whole = path.resolve()
-    if whole.parent.name == BASELINES and is_run(whole.parent.parent):
-        raise UserError(f"{path}: is a baseline of the run {whole.parent.parent}; it goes with that")
-    if inner := [one for place in whole.iterdir() if place.is_dir() and place.name != BASELINES for one in runs_in(place)]:
-        raise UserError(f"{path}: holds another run, {inner[0]}; remove that first")
+    if whole.parent.name in PARTS and is_run(whole.parent.parent):
+        raise UserError(f"{path}: is a part of the run {whole.parent.parent}; it goes with that")
+    if is_run(path) and (inner := _inner(whole)):
+        raise UserError(f"{path}: holds another run, {inner}; remove that first")
+    refuse_deleting(path, to="removed")
     refuse_busy(path)
+
+
+def _inner(path: Path) -> Path | None:
+    """The first run in a run's folder that is no part of it."""
+    folders = (place for place in sorted(path.iterdir()) if place.is_dir() and place.name not in PARTS)
+    return next((run for folder in folders for run in runs_in(folder)), None)
 
 
 def remove(path: Path) -> None:

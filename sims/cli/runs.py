@@ -26,6 +26,8 @@ def runs(
         typer.echo(json.dumps({"runs": found}))
     else:
         typer.echo(listing.table(found, folder).markdown() if found else f"{folder}: no runs yet")
+        for line in (line for row in found for line in row.get("odd", [])):
+            typer.echo(f"note: {line}")
 
 
 @app.command()

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,10 +70,12 @@ class Comparison:
         return "\n".join([*(table.markdown() for table in self.tables()), *(f"note: {note}" for note in self.notes)])
 
     def table(self) -> "pandas.DataFrame":
-        """A row for each group: seeds, mean and standard deviation of test accuracy by domain, mean cost."""
+        """A row for each group: seeds, mean and deviation of test accuracy by domain, mean cost; `attrs` has the notes."""
         import pandas
 
-        return pandas.DataFrame([_row(group, domains_of(self.groups)) for group in self.groups]).set_index("row")
+        table = pandas.DataFrame([_row(group, domains_of(self.groups)) for group in self.groups]).set_index("row")
+        table.attrs["notes"] = list(self.notes)
+        return table
 
     def runs(self) -> "pandas.DataFrame":
         """A row for each run and baseline: its group, seed, keys that differ, test accuracies, cost."""
@@ -140,7 +143,8 @@ class Comparison:
         with tempfile.TemporaryDirectory(prefix="fedloom-") as folder:
             drawn = [base64.b64encode(picture.path.read_bytes()).decode() for picture in pictures(self.groups, Path(folder))]
         images = [f'<img src="data:image/png;base64,{data}">' for data in drawn[:1]]
-        return "".join([*(table.html() for table in self.tables()), *images])
+        notes = [f"<p>Note: {escape(note)}</p>" for note in self.notes]
+        return "".join([*(table.html() for table in self.tables()), *notes, *images])
 
 
 def headline(groups: Sequence[Group]) -> str:

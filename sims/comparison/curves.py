@@ -28,7 +28,7 @@ CAPTION = "Accuracy on held-out validation images of all domains together: mean 
 def pictures(groups: Sequence[Group], folder: Path) -> list[Picture]:
     """The pictures that the runs allow, as PNGs in the folder."""
     few = f" The first {MOST_CURVES} of {len(groups)} rows are drawn." if len(groups) > MOST_CURVES else ""
-    drawn = [group for group in groups[:MOST_CURVES] if any(entry.curve for entry in group.entries)]
+    drawn = [group for group in groups[:MOST_CURVES] if group.rounds]
     if not drawn:
         return []
     rounds = save(figure_of(drawn, _round, "round"), folder / "rounds.png")
@@ -63,11 +63,10 @@ def figure_of(groups: Sequence[Group], place: Place, label: str) -> Figure:
 
 
 def mean_curve(group: Group, place: Place) -> list[tuple[float, float, float]]:
-    """(where, mean, standard deviation) for each round that all of the group's entries were measured in."""
+    """(where, mean, standard deviation) for each of the group's rounds."""
     entries = [entry for entry in group.entries if entry.curve]
-    rounds = sorted(set.intersection(*(set(entry.curve) for entry in entries)))
     points = []
-    for round in rounds:
+    for round in group.rounds:
         found = spread([entry.curve[round] for entry in entries])
         where = spread([place(entry)[round] for entry in entries]).mean
         points.append((where, found.mean, 0.0 if math.isnan(found.deviation) else found.deviation))

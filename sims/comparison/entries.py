@@ -10,7 +10,9 @@ from typing import Any
 from conf.errors import UserError
 from conf.schema import Config
 from conf.sites import roster
-from server.runs import BASELINES, FINISHED, is_run, read_config, read_metrics, read_summary, runs_in, status
+from server.recorded import checked_metrics, checked_summary
+from server.runs import FINISHED, is_run, read_config, runs_in, status
+from server.written import BASELINES, METRICS
 from sims.report.tables import accuracies, before_forgetting, has_aggregate
 
 NO_METHOD = ("run", "seed", "baselines", "experiment", "engine")  # sections that say nothing of what is trained how
@@ -76,7 +78,7 @@ class Entry:
 
 
 def entries_of(paths: Sequence[Path]) -> tuple[list[Entry], list[str]]:
-    """The runs in these folders with their baselines, each once, and a line for each that is not finished.
+    """The runs in these folders with their baselines, each once, and a line for each that is not whole, or left out.
 
     Raises UserError for a folder that holds no run.
     """
@@ -89,23 +91,41 @@ def entries_of(paths: Sequence[Path]) -> tuple[list[Entry], list[str]]:
             folders.setdefault(folder.resolve(), folder)
     unfinished = {path: told for path in folders.values() if (told := status(path)) != FINISHED}
     notes = [f"{path}: is {told}, and not compared ('fedloom resume {path}' goes on)" for path, told in unfinished.items()]
-    found = [entry for path in folders.values() if path not in unfinished for entry in _entries(path)]
-    return [entry for entry in found if entry.accuracy], notes + _unmeasured(found)
+    places = [place for path in folders.values() if path not in unfinished for place in _places(path)]
+    found, odd = _sound(places)
+    kept = [entry for entry in found if entry.accuracy]
+    return kept, [*notes, *odd, *_unmeasured(found), *_lacking(kept)]
 
 
-def _entries(path: Path) -> Iterator[Entry]:
-    yield _entry(path)
+def _places(path: Path) -> Iterator[tuple[Path, bool]]:
+    """A run and its baselines: each one's folder, and whether it is a baseline's."""
+    yield path, False
     for inner in sorted((path / BASELINES).glob("*")):
         if is_run(inner):
-            yield _entry(inner, baseline=True)
+            yield inner, True
 
 
-def _entry(path: Path, baseline: bool = False) -> Entry:
-    return Entry(path, read_config(path), read_summary(path), list(read_metrics(path).values()), baseline)
+def _sound(places: Sequence[tuple[Path, bool]]) -> tuple[list[Entry], list[str]]:
+    """What there is in the folders, and a line for each whose files cannot be made sense of."""
+    found, odd = [], []
+    for path, baseline in places:
+        try:
+            summary, metrics = checked_summary(path), checked_metrics(path)
+            found.append(Entry(path, read_config(path), summary, list(metrics.values()), baseline))
+        except UserError as error:
+            odd.append(f"{error}; left out")
+    return found, odd
 
 
 def _unmeasured(found: Sequence[Entry]) -> list[str]:
     return [f"{entry.folder}: has no test accuracy, and is not compared" for entry in found if not entry.accuracy]
+
+
+def _lacking(found: Sequence[Entry]) -> list[str]:
+    """Those whose metrics.jsonl is not of all rounds."""
+    rounds = {entry.folder: (len(entry.metrics), entry.summary.get("rounds")) for entry in found}
+    return [f"{folder}: {METRICS} tells of {told} of {of} rounds; cost and curve are of those"
+            for folder, (told, of) in rounds.items() if of is not None and told != of]  # fmt: skip
 
 
 def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:

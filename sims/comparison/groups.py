@@ -36,6 +36,12 @@ class Group:
         given = {seed: [one.accuracy[domain] for one in each if domain in one.accuracy] for seed, each in self.seeds.items()}
         return {seed: sum(scores) / len(scores) for seed, scores in given.items() if scores}
 
+    @property
+    def rounds(self) -> list[int]:
+        """Those in which all entries that were measured in any round were: the points of its curve."""
+        measured = [set(entry.curve) for entry in self.entries if entry.curve]
+        return sorted(set.intersection(*measured)) if measured else []
+
     def cost(self, what: str) -> Spread:
         """Of a run: spread over all entries."""
         return spread([entry.cost[what] for entry in self.entries])
@@ -55,7 +61,8 @@ def grouped(entries: Sequence[Entry], by: Sequence[str]) -> tuple[list[Group], l
         rows.setdefault(_signature(entry, keys), []).append(entry)
     groups = [_group(row, keys) for row in rows.values()]
     mixed = [key for key in differing if any(len({_signature(entry, [key]) for entry in row}) > 1 for row in rows.values())]
-    return groups, differing, [*notes, *doubles, *_data_notes(differing), *_mixed_notes(mixed), *_forgotten_notes(kept)]
+    more = [*_data_notes(differing), *_mixed_notes(mixed), *_forgotten_notes(kept), *_apart_notes(groups)]
+    return groups, differing, [*notes, *doubles, *more]
 
 
 def value_of(entry: Entry, key: str) -> Any:
@@ -143,6 +150,12 @@ def _forgotten_notes(entries: Sequence[Entry]) -> list[str]:
     gone = {entry.folder: entry.summary.get("unlearned") or [] for entry in entries}
     return _cut([f"{folder}: {', '.join(map(str, sites))} were removed from it since" for folder, sites in gone.items()
                  if sites])  # fmt: skip
+
+
+def _apart_notes(groups: Sequence[Group]) -> list[str]:
+    """Rows without a curve, though their runs have some."""
+    return _cut([f"{group.label}: no round was measured in all of its runs; it has no curve" for group in groups
+                 if not group.rounds and any(entry.curve for entry in group.entries)])  # fmt: skip
 
 
 def _cut(notes: list[str]) -> list[str]:

@@ -53,6 +53,8 @@ def write_page(path: Path, title: str, sections: Sequence[tuple[str, Sequence[Pa
         f'<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8">\n<title>{_escape(title)}</title>\n'
         f"<style>{STYLE}</style></head>\n<body>\n<h1>{_escape(title)}</h1>\n{body}</body>\n</html>\n"
     )
+    if path.is_dir():
+        raise UserError(f"{path}: is a folder; name the file that the page is to be")
     fresh = path.with_name(f".{path.name}.new")
     try:
         fresh.write_text(page, encoding="utf-8")

@@ -9,7 +9,6 @@ from typing import Any, overload
 from conf.errors import UserError
 from sims.api import Result, config_of, own_threads
 from sims.comparison import Comparison, compare
-from sims.sweeps.outcome import FAILED
 from sims.sweeps.plan import SEED, plan
 from sims.sweeps.work import carry_out, ready
 
@@ -35,8 +34,8 @@ def sweep(
     planned = ready(plan(lambda words: config_of(experiment, words), overrides, grid), overwrite=overwrite)
     with own_threads():
         outcomes = carry_out(planned, min(parallel, len(planned)) if parallel > 1 else 0, quiet=not progress)
-    failed = {outcome.folder: outcome.error for outcome in outcomes if outcome.status == FAILED}
-    return Results(tuple(Result(outcome.folder) for outcome in outcomes if outcome.status != FAILED), failed)
+    failed = {outcome.folder: outcome.error for outcome in outcomes if outcome.missing}
+    return Results(tuple(Result(outcome.folder) for outcome in outcomes if not outcome.missing), failed)
 
 
 def _grid(seeds: Sequence[int], over: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
@@ -54,7 +53,7 @@ def _grid(seeds: Sequence[int], over: Mapping[str, Sequence[Any]]) -> dict[str, 
 
 @dataclass(frozen=True)
 class Results(Sequence[Result]):
-    """The finished runs of a sweep, in its order. `failed`: why others failed, by their folders."""
+    """The finished runs of a sweep, in its order. `failed`: why others are not, by their folders."""
 
     runs: tuple[Result, ...]
     failed: Mapping[Path, str]

@@ -12,7 +12,7 @@ from conf.errors import plain
 from sims.benchmarks.memory import tree_bytes
 from sims.cli.progress import MEMORY_SECONDS, REFRESHES_PER_SECOND, PlainListener, QuietListener, RichListener
 from sims.report.tables import before_forgetting, percent
-from sims.sweeps.outcome import FAILED, Outcome
+from sims.sweeps.outcome import BUSY, FAILED, Outcome
 
 
 class Display:
@@ -36,10 +36,10 @@ class Display:
 
     def end(self, name: str, outcome: Outcome) -> None:
         """It ended."""
-        self.done += 1
+        self.done += outcome.status != BUSY
         self.failed += outcome.status == FAILED
-        if outcome.status == FAILED:
-            self.say(name, f"failed: {outcome.error}")
+        if outcome.missing:
+            self.say(name, f"{outcome.status}: {outcome.error}")
 
     def say(self, name: str, text: str) -> None:
         """A line of a run."""
@@ -80,7 +80,7 @@ class Lines(Display):
 
     def end(self, name: str, outcome: Outcome) -> None:
         super().end(name, outcome)
-        if outcome.status != FAILED:
+        if not outcome.missing:
             self.say(name, f"{ending(outcome)} ({self.done} of {self.total} runs done)")
 
 
@@ -137,7 +137,7 @@ class Block(Display):
     def end(self, name: str, outcome: Outcome) -> None:
         super().end(name, outcome)
         self._rows.pop(name, None)
-        if outcome.status != FAILED:
+        if not outcome.missing:
             self.say(name, ending(outcome))
 
     def block(self) -> Group:

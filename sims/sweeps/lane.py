@@ -30,8 +30,8 @@ def main() -> None:
 
 def work(out: TextIO, share: Share) -> None:
     """Run what comes until no more does."""
-    lines, busy = SimpleQueue[str](), threading.Event()
-    threading.Thread(target=_read, args=[lines, busy], daemon=True).start()
+    lines, busy, gone = SimpleQueue[str](), threading.Event(), threading.Event()
+    threading.Thread(target=_read, args=[lines, busy, gone], daemon=True).start()
     from sims.simulate import simulate
     from sims.sweeps.events import FAILED, FINISHED, Teller
     from sims.sweeps.outcome import attempt
@@ -39,15 +39,18 @@ def work(out: TextIO, share: Share) -> None:
     while line := lines.get():
         config, teller = from_json(line), Teller(out)
         busy.set()
+        if gone.is_set():
+            return
         reason = attempt(lambda config=config, teller=teller: simulate(config, listener=teller, share=share))
         busy.clear()
         teller.tell(FAILED, reason) if reason else teller.tell(FINISHED)
 
 
-def _read(lines: "SimpleQueue[str]", busy: threading.Event) -> None:
-    """Hand lines on; at the end of them, interrupt what runs."""
+def _read(lines: "SimpleQueue[str]", busy: threading.Event, gone: threading.Event) -> None:
+    """Hand lines on; at the end of them, interrupt what runs, and have nothing more begin."""
     for line in sys.stdin:
         lines.put(line)
+    gone.set()
     lines.put("")
     if busy.is_set():
         os.kill(os.getpid(), signal.SIGTERM)

@@ -24,7 +24,7 @@ from sims.cli.progress import QuietListener
 from sims.engines.share import Share
 from sims.sweeps.display import Display
 from sims.sweeps.events import FAILED, FINISHED, repeat
-from sims.sweeps.outcome import Outcome, failed, finished
+from sims.sweeps.outcome import Outcome, failed, finished, looked_at
 from sims.sweeps.plan import Planned
 
 START = "from sims.sweeps.lane import main; main()"
@@ -152,8 +152,8 @@ class Lanes:
         self._waiting: deque[Planned] = deque()
         self._outcomes: dict[str, Outcome] = {}
 
-    def run(self, tasks: Sequence[Planned]) -> list[Outcome]:
-        """What became of each, in their order."""
+    def run(self, tasks: Sequence[Planned]) -> dict[str, Outcome]:
+        """What became of each, by its name."""
         self._waiting.extend(tasks)
         try:
             for part in self._parts[: len(tasks)]:
@@ -165,7 +165,7 @@ class Lanes:
                     continue
         finally:
             self._end()
-        return [self._outcomes[task.name] for task in tasks]
+        return self._outcomes
 
     def _open(self, part: Part) -> None:
         lane = Lane(part, lambda lane, line: self._events.put((lane, line)), self._say)
@@ -173,11 +173,13 @@ class Lanes:
         self._next(lane)
 
     def _next(self, lane: Lane) -> None:
-        if self._waiting:
-            task = self._waiting.popleft()
-            lane.give(task, self._display.begin(task.name))
-        else:
-            lane.let_go()
+        while self._waiting:
+            task = looked_at(planned := self._waiting.popleft())
+            if isinstance(task, Planned):
+                lane.give(task, self._display.begin(task.name))
+                return
+            self._settle(task, planned)
+        lane.let_go()
 
     def _take(self, lane: Lane, line: str | None) -> None:
         """Deal with what a process tells: None is its end."""

@@ -6,23 +6,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from conf.errors import FailedError, UserError, plain
-from server.runs import read_summary
-from sims.sweeps.plan import Planned
+from conf.errors import FailedError, UserError, of_files, plain
+from server.runs import busy, read_summary
+from sims.sweeps.plan import Planned, ordered, placed
 
-KEPT, FINISHED, FAILED = "kept", "finished", "failed"
+KEPT, FINISHED, FAILED, BUSY = "kept", "finished", "failed", "busy"
+AT_IT = "another process is at it; the same command keeps what that finishes"
 MOST_TOLD = 500  # letters of an error
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run's folder, what was swept in it, and its status: kept (it was there), finished or failed, with the reason."""
+    """A run's folder, what was swept in it, and its status: kept (it was there), finished, failed (`error`: why), busy."""
 
     folder: Path
     values: Mapping[str, Any]
     status: str
     error: str = ""
     summary: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> bool:
+        """Whether there is no finished run."""
+        return self.status in (FAILED, BUSY)
 
 
 def finished(one: Planned, status: str = FINISHED) -> Outcome:
@@ -31,8 +37,23 @@ def finished(one: Planned, status: str = FINISHED) -> Outcome:
 
 
 def failed(one: Planned, reason: str) -> Outcome:
-    """That of a run that did not end as it should."""
+    """That of a run that did not end as it should, or that another process works on."""
+    if busy(one.folder):
+        return Outcome(one.folder, one.values, BUSY, AT_IT)
     return Outcome(one.folder, one.values, FAILED, reason, read_summary(one.folder))
+
+
+def looked_at(one: Planned) -> Planned | Outcome:
+    """What is to be done when its turn comes, or its outcome: another process may have made it since it was planned."""
+    try:
+        now = placed(one, one.config.run.overwrite)
+    except UserError as error:
+        return failed(one, plain(str(error))[:MOST_TOLD])
+    if now.done:
+        return finished(now, KEPT)
+    if busy(now.folder):
+        return failed(now, AT_IT)
+    return now if now.config.run.overwrite else ordered(now, resume=True)  # also where another process makes it first
 
 
 def attempt(do: Callable[[], Any]) -> str:
@@ -42,6 +63,8 @@ def attempt(do: Callable[[], Any]) -> str:
     except (UserError, FailedError) as error:
         return plain(str(error))[:MOST_TOLD]
     except Exception as error:
+        if isinstance(error, OSError) and (told := of_files(error)):
+            return told[:MOST_TOLD]
         traceback.print_exc()
         return plain(f"{type(error).__name__}: {error}")[:MOST_TOLD]
     return ""

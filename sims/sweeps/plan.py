@@ -3,18 +3,23 @@
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError
-from conf.load import MOST_RUN_NAME_BYTES, read_values, to_json
+from conf.errors import UserError, plain
+from conf.load import MOST_RUN_NAME_BYTES, read_override, read_values, to_json
 from conf.schema import Config, RunConfig
-from server.runs import CONFIG, FINISHED, holds, is_run, read_summary
+from server.runs import FINISHED, holds, is_run, read_summary
+from server.written import CONFIG
 from sims.sweeps.names import part_of_name, short_keys, text_of
 
 SEED = "seed"
+EXPERIMENT = "experiment"
+MOST_RUNS = 1000  # each configuration takes some 20 ms to read and check
+MOST_TOLD = 100  # letters of what was given
 KEPT = "run"  # the section that says where a run is kept, which the sweep itself does
 Load = Callable[[Sequence[str]], Config]  # an experiment with overrides
 
@@ -38,7 +43,7 @@ class Planned:
         return self.config.run.name
 
 
-def read_sweep(seeds: str, sweep: Sequence[str]) -> dict[str, list[Any]]:
+def read_sweep(seeds: str | None, sweep: Sequence[str]) -> dict[str, list[Any]]:
     """The values of each key, from `0,1,2` and words such as `training.rate=0.01,0.03`. UserError for what is none."""
     grid: dict[str, list[Any]] = {}
     for word in sweep:
@@ -46,11 +51,19 @@ def read_sweep(seeds: str, sweep: Sequence[str]) -> dict[str, list[Any]]:
         if key in grid:
             raise UserError(f"--sweep: {key} is given twice; give all its values at once")
         grid[key] = values
-    if seeds:
+    if seeds is not None:
         if SEED in grid:
             raise UserError("--seeds: --sweep has seeds, too; leave one of the two out")
-        grid[SEED] = read_values(f"{SEED}={seeds}")[1]
+        grid[SEED] = _read_seeds(seeds)
     return grid
+
+
+def _read_seeds(seeds: str) -> list[Any]:
+    try:
+        return read_values(f"{SEED}={seeds}")[1]
+    except UserError:
+        told = f"--seeds: got '{plain(seeds)[:MOST_TOLD]}', takes whole numbers with commas between, such as 0,1,2"
+        raise UserError(told) from None
 
 
 def plan(load: Load, words: Sequence[str], grid: Mapping[str, Sequence[Any]]) -> list[Planned]:
@@ -60,6 +73,7 @@ def plan(load: Load, words: Sequence[str], grid: Mapping[str, Sequence[Any]]) ->
     """
     keys = sorted(grid, key=lambda key: key == SEED)
     _check_keys(keys, grid, words)
+    _check_size(grid)
     planned: list[Planned] = []
     for combination in itertools.product(*(grid[key] for key in keys)):
         values = dict(zip(keys, combination, strict=True))
@@ -69,14 +83,42 @@ def plan(load: Load, words: Sequence[str], grid: Mapping[str, Sequence[Any]]) ->
 
 
 def _check_keys(keys: Sequence[str], grid: Mapping[str, Sequence[Any]], words: Sequence[str]) -> None:
-    given = {word.partition("=")[0] for word in words}
     for key in keys:
+        if key == EXPERIMENT:
+            raise UserError(f"{key}: cannot be swept: it is named before all else; one sweep for each experiment")
         if key.partition(".")[0] == KEPT:
             raise UserError(f"{key}: where runs are kept cannot be swept: each has a folder named after what is")
-        if key in given:
-            raise UserError(f"{key}: is given as an override, too; leave one of the two out")
         if not grid[key]:
             raise UserError(f"{key}: has no values to sweep")
+        _check_overrides(key, words)
+    for inner, outer in itertools.permutations(keys, 2):
+        if inner.startswith(f"{outer}."):
+            raise UserError(f"{inner}: is inside {outer}, which is swept, too; give it in each value of that instead")
+
+
+def _check_overrides(key: str, words: Sequence[str]) -> None:
+    """UserError for an override of the swept key, of something inside it, or of a section that has it."""
+    for word in words:
+        given, _, item = word.partition("=")
+        if given.startswith(f"{key}."):
+            raise UserError(f"{given}: is inside {key}, which is swept; give it in each value of that instead")
+        if given == key or (key.startswith(f"{given}.") and item and _has(read_override(word), key[len(given) + 1 :])):
+            raise UserError(f"{key}: is given as an override, too; leave one of the two out")
+
+
+def _has(value: Any, key: str) -> bool:
+    """Whether a dotted key has a value in a section or a list."""
+    for part in key.split("."):
+        inside: Any = {str(place): one for place, one in enumerate(value)} if isinstance(value, list) else value
+        if not isinstance(inside, Mapping) or part not in inside:
+            return False
+        value = inside[part]
+    return True
+
+
+def _check_size(grid: Mapping[str, Sequence[Any]]) -> None:
+    if (many := math.prod(map(len, grid.values()))) > MOST_RUNS:
+        raise UserError(f"sweep: makes {many:,} runs, takes at most {MOST_RUNS:,}; give fewer values, or several sweeps")
 
 
 def _loaded(load: Load, words: Sequence[str], values: Mapping[str, Any]) -> Config:
@@ -114,7 +156,7 @@ def _refuse_twice(planned: Sequence[Planned]) -> None:
 def placed(one: Planned, overwrite: bool) -> Planned:
     """The same: to be kept, to go on, or to start, by what is in its folder. UserError if that is another run."""
     if overwrite:
-        return _with(one, overwrite=True)
+        return ordered(one, overwrite=True)
     if not one.folder.exists():
         return one
     if not holds(one.folder, one.config):
@@ -122,10 +164,10 @@ def placed(one: Planned, overwrite: bool) -> Planned:
         raise UserError(f"{one.folder}: is there, and holds {what}; pass --overwrite, or another run.name=")
     if read_summary(one.folder).get("status") == FINISHED:
         return dataclasses.replace(one, done=True)
-    return _with(one, resume=True)
+    return ordered(one, resume=True)
 
 
-def _with(one: Planned, **how: bool) -> Planned:
+def ordered(one: Planned, **how: bool) -> Planned:
     """The same, to be run so."""
     run = dataclasses.replace(one.config.run, **how)
     return dataclasses.replace(one, config=dataclasses.replace(one.config, run=run))

@@ -4,10 +4,11 @@ import dataclasses
 from collections.abc import Sequence
 
 from conf.errors import UserError
+from server.runs import busy
 from sims.simulate import absolute_paths, refuse, simulate
 from sims.sweeps.display import Display, display_for
 from sims.sweeps.lanes import Lanes
-from sims.sweeps.outcome import KEPT, Outcome, attempt, failed, finished
+from sims.sweeps.outcome import BUSY, KEPT, Outcome, attempt, failed, finished, looked_at
 from sims.sweeps.plan import Planned, placed
 
 
@@ -15,7 +16,7 @@ def ready(planned: Sequence[Planned], *, overwrite: bool = False) -> list[Planne
     """The same, by what is there already. UserError, before anything starts, for whatever of them cannot work."""
     there = [placed(dataclasses.replace(one, config=absolute_paths(one.config)), overwrite) for one in planned]
     for one in there:
-        if not one.done:
+        if not one.done and (overwrite or not busy(one.folder)):
             _refuse(one)
     return there
 
@@ -37,19 +38,28 @@ def carry_out(
     missing = [one for one in planned if not one.done]
     done = {one.name: finished(one, KEPT) for one in planned if one.done}
     with display_for(quiet, len(planned), len(done), json_output) as display:
-        run = Lanes(parallel, display).run if parallel else lambda tasks: _here(tasks, display)
-        found = run(missing) if missing else []
-    done |= {one.name: outcome for one, outcome in zip(missing, found, strict=True)}
+        done |= _carried_out(missing, parallel, display)
+        seen = {one.name: looked_at(one) for one in missing if done[one.name].status == BUSY}
+        done |= {name: found for name, found in seen.items() if isinstance(found, Outcome)}
+        done |= _carried_out([found for found in seen.values() if isinstance(found, Planned)], parallel, display)
     return [done[one.name] for one in planned]
 
 
-def _here(tasks: Sequence[Planned], display: Display) -> list[Outcome]:
-    """One after the other, in this process."""
-    outcomes = []
-    for task in tasks:
-        listener = display.begin(task.name)
-        reason = attempt(lambda task=task, listener=listener: simulate(task.config, listener=listener))
-        outcome = failed(task, reason) if reason else finished(task)
-        display.end(task.name, outcome)
-        outcomes.append(outcome)
-    return outcomes
+def _carried_out(tasks: Sequence[Planned], parallel: int, display: Display) -> dict[str, Outcome]:
+    """What became of each, by its name."""
+    if parallel and tasks:
+        return Lanes(min(parallel, len(tasks)), display).run(tasks)
+    return {task.name: _here(task, display) for task in tasks}
+
+
+def _here(task: Planned, display: Display) -> Outcome:
+    """What became of it in this process."""
+    now = looked_at(task)
+    if isinstance(now, Planned):
+        listener = display.begin(now.name)
+        reason = attempt(lambda: simulate(now.config, listener=listener))
+        outcome = failed(now, reason) if reason else finished(now)
+    else:
+        outcome = now
+    display.end(task.name, outcome)
+    return outcome

@@ -24,7 +24,10 @@ STATUS = {FINISHED: "FINISHED", INTERRUPTED: "KILLED", FAILED: "FAILED"}
 @TRACKERS.register("mlflow")
 @dataclass(frozen=True)
 class MlflowTracker(Tracker):
-    """Passwords of a server are no options: MLflow reads MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."""
+    """MLflow, by default in the run's folder.
+
+    A server's passwords are no options: MLflow reads MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
+    """
 
     package: ClassVar[str] = "mlflow"
     extra: ClassVar[str] = "mlflow"

@@ -22,7 +22,7 @@ MARK = "replies"  # a number that each round has, written last
 @TRACKERS.register("tensorboard")
 @dataclass(frozen=True)
 class TensorBoardTracker(Tracker):
-    """`tensorboard --logdir runs` shows all runs."""
+    """TensorBoard's event files in the run's folder; `tensorboard --logdir runs` shows all runs."""
 
     package: ClassVar[str] = "tensorboard"
     extra: ClassVar[str] = "tensorboard"

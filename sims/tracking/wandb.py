@@ -20,7 +20,10 @@ FOLDER, STEP = "wandb", "round"
 @TRACKERS.register("wandb")
 @dataclass(frozen=True)
 class WandbTracker(Tracker):
-    """The key of an account is no option: W&B reads WANDB_API_KEY, or what `wandb login` has kept."""
+    """Weights & Biases, by default offline in the run's folder.
+
+    The key of an account is no option: W&B reads WANDB_API_KEY, or what `wandb login` has kept.
+    """
 
     package: ClassVar[str] = "wandb"
     extra: ClassVar[str] = "wandb"

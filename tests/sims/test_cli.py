@@ -154,6 +154,8 @@ def test_show_leaves_networks_of_ones_own_as_they_are_given(fedloom: Command):
         ("training.optimizer.adamw", "| betas | a list of numbers | \\[0.9, 0.999\\] |"),
         ("training.schedule", "| step | Multiplied by"),
         ("strategy.flwr.serverapp.strategy:FedAdam", "| eta | float | 0.1 |"),
+        ("tracking", "| csv | Tables of comma-separated values"),
+        ("tracking.csv", "| sites | a whole number"),
         ("strategy.arithmetic.search", "| by | one of: none, grid, powell |"),
     ],
 )
@@ -166,6 +168,7 @@ def test_options_lists_what_keys_take(fedloom: Command, section: str, line: str)
     [
         ("sit", "unknown section 'sit'; did you mean 'sites'?"),
         ("training.rate", "training.rate: is no section; 'fedloom options training' lists the keys"),
+        ("tracking.cvs", "unknown tracker 'cvs'; did you mean 'csv'?"),
         ("network.mpl", "unknown network 'mpl'; did you mean 'mlp'?"),
         ("strategy.arithmetic.serch", "unknown section 'strategy.arithmetic.serch' (known: search)"),
     ],

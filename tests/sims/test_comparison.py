@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as some
 from scipy.stats import ttest_rel
@@ -152,6 +153,86 @@ def test_the_same_run_twice_counts_once(fedloom: Command, run: Path):
     assert [row["runs"] for row in found["rows"]] == [1]
     assert found["rows"][0]["row"] == "sum_aggregation/exact" and found["rows"][0]["union std"] is None
     assert found["notes"] == [f"{again}: has configuration and seed of {run}, which stands for both"]
+
+
+def test_runs_that_share_no_measured_round_have_no_curve(fedloom: Command, swept: Path, run: Path, tmp_path: Path):
+    other, page = run.with_name("other"), tmp_path / "page.html"
+    shutil.copytree(run, other)
+    text = (other / "config.yaml").read_text()
+    (other / "config.yaml").write_text(text.replace("rate: ", "rate: 1"))
+    for place, left in ((run, 1), (other, 2)):
+        lines = (place / "metrics.jsonl").read_text().splitlines()
+        records = [{**json.loads(line), "accuracy": None} for line in lines]
+        records[left - 1] = json.loads(lines[left - 1])
+        (place / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    said = fedloom("compare", run, other, "--by", "strategy.name", "--html", page)
+    told = "strategy=sum_aggregation: no round was measured in all of its runs; it has no curve"
+    assert said.code == 0 and f"note: {told}" in said.out
+    assert told in page.read_text() and PNG not in page.read_text()
+    assert told in (found := sims.compare([run, other], by="strategy.name")).table().attrs["notes"]
+    assert told in found._repr_html_()
+    refused(fedloom("compare", run, "--html", "/"), "/: is a folder")
+    refused(fedloom("compare", run, "--html", tmp_path), "is a folder")
+
+
+ODD = [
+    ("summary.json", '"accuracy": 5', "accuracy is no table of accuracies by network and domain"),
+    ("summary.json", '"accuracy": "x"', "accuracy is no table"),
+    ("summary.json", '"accuracy": {"a": [1]}', "accuracy is no table"),
+    ("summary.json", '"unlearned": 5', "unlearned is no list of names"),
+    ("metrics.jsonl", '"bytes": 5', "round 9: bytes is no table of pairs"),
+    ("metrics.jsonl", '"bytes": {"a": 1}', "round 9: bytes is no table of pairs"),
+    ("metrics.jsonl", '"seconds": "z"', "round 9: seconds is no number"),
+    ("metrics.jsonl", '"accuracy": [1]', "round 9: accuracy is no table"),
+    ("metrics.jsonl", '"accuracy": {"union": "x"}', "round 9: accuracy is no table"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "told"), ODD)
+def test_an_odd_file_leaves_out_its_run_alone(
+    fedloom: Command, swept: Path, tmp_path: Path, name: str, text: str, told: str
+):
+    odd = tmp_path / "odd"
+    odd.mkdir()
+    shutil.copy(next(swept.iterdir()) / "config.yaml", odd)
+    (odd / "summary.json").write_text('{"status": "finished"}')
+    (odd / "metrics.jsonl").write_text('{"round": 9}')
+    (odd / name).write_text(f"{(odd / name).read_text()[:-1]}, {text}}}")
+    where = f"{odd}: {name}: {told}"
+    said = fedloom("compare", swept, odd)
+    assert said.code == 0 and f"note: {where}" in said.out and said.out.count("; left out") == 1
+    refused(fedloom("compare", odd), where)
+    listed = fedloom("runs", odd)
+    assert listed.code == 0 and f"note: {where}" in listed.out and f"| {odd} | finished |" in listed.out
+
+
+@pytest.mark.parametrize(("text", "told"), [("novelty: 3\n", "unknown key 'novelty'"), ("version: 99\n", "version: got 99")])
+def test_a_configuration_of_elsewhere_leaves_out_its_run_alone(fedloom: Command, run: Path, text: str, told: str):
+    odd = run.with_name("odd")
+    shutil.copytree(run, odd)
+    kept = [line for line in (odd / "config.yaml").read_text().splitlines(keepends=True) if not line.startswith("version")]
+    (odd / "config.yaml").write_text("".join([text, *kept]))
+    found = last_line(fedloom("compare", run, odd, "--json"))
+    assert len(found["runs"]) == 1 and len(found["notes"]) == 1
+    assert found["notes"][0].startswith(f"{odd / 'config.yaml'}: {told}") and found["notes"][0].endswith("; left out")
+    refused(fedloom("compare", odd), told)
+
+
+def test_a_configuration_with_a_name_alone_is_listed(fedloom: Command, run: Path):
+    tree = yaml.safe_load((run / "config.yaml").read_text()) | {"objective": "foo", "strategy": "bar"}
+    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+    (run / "summary.json").unlink()
+    assert [one["method"] for one in last_line(fedloom("runs", run, "--json"))["runs"]] == ["bar"]
+
+
+def test_rounds_that_metrics_lack_are_told(fedloom: Command, run: Path):
+    assert not last_line(fedloom("compare", run, "--json"))["notes"]
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().splitlines(keepends=True)[0])
+    told = "{}: metrics.jsonl tells of {} of 2 rounds; cost and curve are of those"
+    assert last_line(fedloom("compare", run, "--json"))["notes"] == [told.format(run, 1)]
+    metrics.unlink()
+    assert last_line(fedloom("compare", run, "--json"))["notes"] == [told.format(run, 0)]
 
 
 def test_other_training_data_are_told(fedloom: Command, run: Path):

@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from server.runs import CONFIG, SUMMARY, busy, status
+from clients.states import write_bytes
+from server.runs import busy, status
+from server.written import CONFIG, METRICS, SUMMARY, TRACKERS, WRITTEN
 from sims.cli.listing import size_of
-from tests.sims.commands import Command, last_line, refused
+from sims.tracking import csv_files, mlflow, tensorboard, wandb
+from sims.tracking.base import TRACKERS as KINDS
+from tests.sims.commands import ONE, SMALL, Command, last_line, refused
 
 SERVER = "import sys, time; from pathlib import Path; from server.ledger.database import acquire; " \
     "acquire(Path(sys.argv[1])); print(flush=True); time.sleep(60)"  # fmt: skip
@@ -97,11 +101,56 @@ def test_what_is_not_to_be_removed_is_refused_and_all_stays(fedloom: Command, ru
         refused(fedloom("rm", run, odd, "--yes"), str(odd), told)
     baseline.mkdir(parents=True)
     shutil.copy(run / CONFIG, baseline)
-    refused(fedloom("rm", baseline, "--yes"), "is a baseline of the run")
+    refused(fedloom("rm", baseline, "--yes"), "is a part of the run")
     nested.mkdir(parents=True)
     shutil.copy(run / CONFIG, nested)
     refused(fedloom("rm", run, "--yes"), "holds another run", str(nested))
     assert (run / CONFIG).is_file() and (tmp_path / "link").is_symlink() and (tmp_path / "other" / CONFIG).is_file()
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        ({"thesis.txt": "precious"}, "holds what fedloom does not write (thesis.txt)"),
+        ({"thesis.txt": "precious", METRICS: ""}, "holds what fedloom does not write (thesis.txt)"),
+        ({".git": "precious", METRICS: ""}, "holds what fedloom does not write (.git)"),
+        ({"states": "precious"}, "(without ledger.sqlite, metrics.jsonl, summary.json)"),
+    ],
+)
+def test_a_configuration_makes_no_folder_a_run(fedloom: Command, run: Path, files: dict[str, str], told: str):
+    place = run.with_name("proj")
+    place.mkdir()
+    for name, text in files.items():
+        (place / name).write_text(text)
+    shutil.copy(run / CONFIG, place)
+    for words in (["rm", place, "--yes"],
+                  ["run", "digits", *SMALL, f"run.root={run.parent}", "run.name=proj", "--overwrite"]):  # fmt: skip
+        refused(fedloom(*words), "proj", told)
+    assert {path.name for path in place.iterdir()} == {CONFIG, *files}
+
+
+def test_a_run_that_was_only_begun_is_replaced_but_not_removed(fedloom: Command, run: Path):
+    place = run.with_name("begun")
+    write_bytes(place / CONFIG, (run / CONFIG).read_bytes())
+    (place / f".{METRICS}-{'0' * 32}").write_text("torn")
+    refused(fedloom("rm", place, "--yes"), "without ledger.sqlite")
+    words = [*SMALL, "rounds=1", f"run.root={run.parent}", "run.name=begun", "--overwrite", "--quiet"]
+    assert fedloom("run", "digits", *words).code == 0
+    assert fedloom("rm", place, "--yes").code == 0 and not place.exists()
+
+
+def test_all_that_a_run_writes_goes_with_it(fedloom: Command, run: Path):
+    assert fedloom("unlearn", run, ONE, "--retrain", "--quiet").code == 0
+    assert {path.name for path in run.iterdir()} < WRITTEN
+    (run / ".report.html.new").write_text("torn")
+    (part,) = (run / "retrained").iterdir()
+    refused(fedloom("rm", part, "--yes"), "is a part of the run")
+    assert fedloom("rm", run, "--yes").code == 0 and not run.exists()
+
+
+def test_folders_of_trackers_are_known():
+    assert {one.FOLDER for one in (csv_files, mlflow, tensorboard, wandb)} == set(TRACKERS)
+    assert sum(map(KINDS.shipped, KINDS.names())) == len(TRACKERS)
 
 
 @pytest.mark.parametrize(("answer", "left"), [("y\n", False), ("n\n", True), ("", True)])

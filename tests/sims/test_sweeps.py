@@ -1,10 +1,12 @@
 """Many runs of one experiment: which there are, what is there already, and what happens to them."""
 
+import errno
 import io
 import json
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,18 @@ from rich.console import Console
 import sims
 from conf import load
 from conf.errors import UserError
-from conf.load import read_values
+from conf.load import read_values, to_json
+from server.ledger.database import acquire
 from server.runs import read_metrics, read_summary, status
 from sims.cli.progress import QuietListener
 from sims.engines.share import Share
 from sims.simulate import simulate
 from sims.sweeps.events import Teller, repeat
-from sims.sweeps.lanes import parts
+from sims.sweeps.lanes import START, parts
 from sims.sweeps.names import part_of_name, short_keys
+from sims.sweeps.outcome import AT_IT, attempt
+from sims.sweeps.plan import plan
+from sims.sweeps.work import carry_out, ready
 from tests.sims.commands import FEDLOOM, SMALL, Command, last_line, refused
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
@@ -129,6 +135,17 @@ def test_what_a_run_tells_is_heard_in_another_process_in_its_order():
         (["--sweep", "training.rate=0.1,0.2", "training.rate=0.3"], "is given as an override, too"),
         (["--sweep", "run.name=a,b"], "where runs are kept cannot be swept"),
         (["--sweep", "seed=0,1", "--seeds", "0,1"], "leave one of the two out"),
+        (
+            ["--sweep", "training={rate: 0.1},{rate: 0.2}", "training.rate=0.5"],
+            "training.rate: is inside training, which is",
+        ),
+        (["--sweep", "training={rate: 0.1}", "--sweep", "training.steps=1,2"], "is inside training, which is swept, too"),
+        (["--sweep", "training.rate=0.1,0.2", "training={rate: 0.5}"], "training.rate: is given as an override, too"),
+        (["--sweep", "sites.0.samples=30,40"], "sites.0.samples: is given as an override, too"),
+        (["--sweep", "experiment=digits,office"], "experiment: cannot be swept"),
+        (["--seeds", ",".join(map(str, range(1001)))], "makes 1,001 runs, takes at most 1,000"),
+        (["--seeds", ""], "--seeds: got '', takes whole numbers with commas between"),
+        (["--seeds", ","], "--seeds: got ',', takes whole numbers with commas between"),
         (["--seeds", "0,x"], "seed: got 'x', takes a whole number"),
         (["--seeds", "0,0"], "asked for twice (seed=0)"),
         (["--seeds", "0,1", "engine.name=flower"], "(the run digits-seed=0)"),
@@ -145,6 +162,11 @@ def test_the_runs_are_shown(fedloom: Command, tmp_path: Path):
     said = fedloom("run", "--seeds", "0,1", "--sweep", "strategy={name: sum_aggregation}", f"run.root={tmp_path}", "--show")
     assert said.code == 0
     assert len(said.out.splitlines()) == 2 and not list(tmp_path.iterdir())
+
+
+def test_a_section_that_is_given_may_have_a_key_swept_that_it_leaves_out(fedloom: Command, tmp_path: Path):
+    words = ["training={steps: 5}", "--sweep", "training.rate=0.1,0.2", f"run.root={tmp_path}", "--show"]
+    assert len(fedloom("run", "digits", *words).out.splitlines()) == 2
 
 
 def test_runs_in_one_process_leak_nothing_and_are_kept(tmp_path: Path):
@@ -224,6 +246,47 @@ def test_a_sweep_is_interrupted_and_goes_on(tmp_path: Path, monkeypatch: pytest.
     assert before and before.items() <= after.items() and len(after) == 30  # not trained again: the same seconds
     alone = load("digits", [*words, f"seed={first[-1]}", "run.name=alone"])
     assert simulate(alone, quiet=True)["digest"] == read_summary(Path("runs", first))["digest"]
+
+
+def test_nothing_begins_when_the_parent_is_gone_before_the_run_began(tmp_path: Path):
+    config = load("digits", [*QUICK, "rounds=1", f"run.root={tmp_path}"])
+    code = [sys.executable, "-P", "-c", START, "1", "1", ""]
+    left = subprocess.run(code, input=to_json(config) + "\n", text=True, capture_output=True, check=False)
+    assert (left.returncode, left.stdout, list(tmp_path.iterdir())) == (0, "", []), left.stderr
+
+
+def test_a_full_disk_is_one_line(capfd: pytest.CaptureFixture[str]):
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/full/file")
+
+    assert attempt(full) == "/full/file: No space left on device; make room or mend permissions, then resume"
+    assert capfd.readouterr().err == ""
+    assert attempt(lambda: {}["odd"]).startswith("KeyError") and "Traceback" in capfd.readouterr().err
+
+
+def test_what_another_process_made_meanwhile_is_kept(tmp_path: Path):
+    load_with = lambda words: load("digits", [*QUICK, "rounds=1", f"run.root={tmp_path}", *words])  # noqa: E731
+    planned = ready(plan(load_with, [], {"seed": [0, 1, 2]}))
+    for one in planned[:2]:
+        simulate(one.config, quiet=True)
+    (planned[1].folder / "summary.json").unlink()
+    before = read_metrics(planned[1].folder)
+    assert [one.status for one in carry_out(planned, quiet=True)] == ["kept", "finished", "finished"]
+    assert read_metrics(planned[1].folder) == before  # gone on with, not trained again
+
+
+def test_a_run_that_another_process_is_at_is_busy(tmp_path: Path, fedloom: Command):
+    words = [*QUICK, "rounds=1", f"run.root={tmp_path}"]
+    simulate(load("digits", [*words, "seed=0", "run.name=digits-seed=0"]), quiet=True)
+    (tmp_path / "digits-seed=0" / "summary.json").unlink()
+    lock = acquire(tmp_path / "digits-seed=0")
+    found = sims.sweep("digits", *words, seeds=[0, 1])
+    assert [result.folder.name for result in found] == ["digits-seed=1"]
+    assert found.failed == {tmp_path / "digits-seed=0": AT_IT}
+    refused(fedloom("run", "digits", *words, "--seeds", "0,1", "--overwrite"), "is working on it")
+    os.close(lock)
+    found = sims.sweep("digits", *words, seeds=[0, 1])
+    assert len(found) == 2 and not found.failed
 
 
 def _processes_in(folder: Path) -> list[int]:

@@ -1,0 +1,83 @@
+"""What a run's folder says came out, checked as it is read: such files are edited, damaged, or another program's."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UserError
+from server.runs import read_metrics, read_summary
+from server.written import METRICS, SUMMARY
+
+LARGEST = 1e300  # of a number; NaN is one, too
+Check = Callable[[Any], bool]
+
+
+def _number(given: Any) -> bool:
+    return isinstance(given, int | float) and not isinstance(given, bool) and not abs(given) >= LARGEST
+
+
+def _whole(given: Any) -> bool:
+    return isinstance(given, int) and _number(given) and given >= 0
+
+
+def _text(given: Any) -> bool:
+    return isinstance(given, str)
+
+
+def _table_of(inner: Check) -> Check:
+    return lambda given: isinstance(given, Mapping) and all(map(inner, given.values()))
+
+
+def _list_of(inner: Check) -> Check:
+    return lambda given: isinstance(given, list) and all(map(inner, given))
+
+
+def _or_none(inner: Check) -> Check:
+    return lambda given: given is None or inner(given)
+
+
+def _pair(given: Any) -> bool:
+    return isinstance(given, list) and len(given) == 2 and all(map(_whole, given))
+
+
+def _site(given: Any) -> bool:
+    return isinstance(given, Mapping) and _text(given.get("name")) and _text(given.get("domain"))
+
+
+KEYS = Mapping[str, tuple[str, Check]]  # what a key is, and whether it is that
+OF_SUMMARY: KEYS = {
+    "accuracy": ("table of accuracies by network and domain", _or_none(_table_of(_table_of(_number)))),
+    "aggregate": ("text", _text),
+    "method": ("text", _text),
+    "rounds": ("whole number", _whole),
+    "seconds": ("number", _number),
+    "sites": ("list of sites with name and domain", _or_none(_list_of(_site))),
+    "unlearned": ("list of names", _or_none(_list_of(_text))),
+}
+OF_RECORD: KEYS = {
+    "round": ("whole number", _whole),
+    "accuracy": ("table of accuracies by domain", _or_none(_table_of(_or_none(_number)))),
+    "bytes": ("table of pairs of whole numbers by site", _or_none(_table_of(_pair))),
+    "seconds": ("number", _or_none(_number)),
+}
+
+
+def checked_summary(path: Path) -> dict[str, Any]:
+    """What a run's summary.json holds; empty if there is nothing that can be read. UserError for a key of another type."""
+    found = read_summary(path)
+    _check(found, OF_SUMMARY, f"{path}: {SUMMARY}")
+    return found
+
+
+def checked_metrics(path: Path) -> dict[int, dict[str, Any]]:
+    """The records in a run's metrics.jsonl by round, without lines that are torn. UserError for a key of another type."""
+    found = read_metrics(path)
+    for round, record in found.items():
+        _check(record, OF_RECORD, f"{path}: {METRICS}: round {round}")
+    return found
+
+
+def _check(found: Mapping[str, Any], keys: KEYS, where: str) -> None:
+    for key, (what, holds) in keys.items():
+        if key in found and not holds(found[key]):
+            raise UserError(f"{where}: {key} is no {what}")
