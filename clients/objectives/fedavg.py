@@ -12,6 +12,7 @@ from clients.data import Images
 from clients.messages import MEAN, MODEL, SITE
 from clients.objectives.base import OBJECTIVES, Objective, Session, Task
 from clients.objectives.plain import PlainSession, state_of
+from clients.objectives.steps import gradient_weight
 from conf.errors import UserError
 from conf.typed import value
 from fusion.cla_ot.repair import BATCH_NORM
@@ -68,6 +69,10 @@ class FedAvgSession(PlainSession):
     def draw(self) -> tuple[State, ...]:
         self.steps += 1
         return ()
+
+    def work(self) -> float:
+        """What the steps so far make of a gradient: the sum of the weights with which gradients enter the change."""
+        return gradient_weight(self.task.config.training, self.task.config.rounds, self.task.round, self.steps)
 
     def contribution(self) -> dict[str, State]:
         return {SITE: self.objective.shared(self.network, state_of(self.network))}

@@ -13,7 +13,6 @@ from torch import Tensor
 from clients.messages import MEAN, SITE
 from clients.objectives.base import OBJECTIVES, Session, Task
 from clients.objectives.fedavg import FedAvg, FedAvgSession
-from clients.objectives.steps import gradient_weight
 from fusion.exact import State
 
 CONTROL = "control/"  # before the names of parameters: down c, up and in the site's own state c_i
@@ -51,10 +50,10 @@ class ScaffoldSession(FedAvgSession):
 
     def controls(self) -> State:
         """The site's own variate as it is after the steps so far, by the names that it travels under."""
-        if not self.steps:
+        work = self.work()
+        if not work:
             return {CONTROL + name: one.detach().cpu() for name, one in self.control.items()}
-        weight = gradient_weight(self.task, self.steps)
-        moved = {name: (self.begin[name] - one.detach()) / weight for name, one in self.parts.items()}
+        moved = {name: (self.begin[name] - one.detach()) / work for name, one in self.parts.items()}
         return {CONTROL + name: (one - self.shift[name]).cpu() for name, one in moved.items()}
 
     def contribution(self) -> dict[str, State]:

@@ -81,7 +81,11 @@ class Averaging(Strategy):
         sent = {**now[NETWORK], **self.beside(run)}
         own = now[NETWORK].keys() - shared(run.config, now[NETWORK]).keys()
         like = {name: one for name, one in sent.items() if name not in own}
-        run.gather(TRAIN, {MEAN: sent}, {SITE: Expected(like, slot=NETWORKS)})
+        run.gather(TRAIN, {MEAN: sent, **self.told(run)}, {SITE: Expected(like, slot=NETWORKS)})
+
+    def told(self, run: Run) -> dict[str, State]:
+        """Records that are sent beside the network, of which nothing comes back."""
+        return {}
 
     def beside(self, run: Run) -> State:
         """What is sent beside the network; sites answer with the same names."""
@@ -146,6 +150,9 @@ def check_steps(config: Config) -> None:
                         "or maximize)")  # fmt: skip
     if not config.training.rate:
         raise UserError(f"training.rate: got 0, strategy {name} takes more")
+    if config.training.clip:
+        raise UserError(f"training.clip: strategy {name} divides a site's change by the weights of its gradients, of which "
+                        "clipped ones have others; set it to 0")  # fmt: skip
 
 
 def shared(config: Config, state: State) -> State:
