@@ -5,6 +5,7 @@ travel: every round begins with those of the start.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import nn
 
@@ -24,7 +25,9 @@ AVERAGED, OWN = "averaged", "own"
 @OBJECTIVES.register("fedavg")
 @dataclass(frozen=True)
 class FedAvg(Objective):
-    """Cross-entropy."""
+    """Cross-entropy. `told_by`: the strategy that tells sites what they need beside the network; empty: nothing."""
+
+    told_by: ClassVar[str] = ""
 
     batchnorm: str = value(
         AVERAGED,

@@ -6,6 +6,7 @@ make of one on average: a change as large as those of other methods, to which th
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -22,6 +23,8 @@ AVERAGE = "average"  # its tensor
 @dataclass(frozen=True)
 class FedNova(FedAvg):
     """SGD, with momentum or without."""
+
+    told_by: ClassVar[str] = "fednova"
 
     def session(self, task: Task) -> Session:
         """Start on a task."""

@@ -6,6 +6,7 @@ the mean of the gradients of its steps, and goes to the server beside the networ
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ CONTROL = "control/"  # before the names of parameters: down c, up and in the si
 @dataclass(frozen=True)
 class Scaffold(FedAvg):
     """SGD, with momentum or without."""
+
+    told_by: ClassVar[str] = "scaffold"
 
     def session(self, task: Task) -> Session:
         """Start on a task."""

@@ -82,7 +82,7 @@ def check_asked(config: Config) -> None:
     if federation.secure_aggregation and sites < FEWEST_MASKED:
         raise UserError("federation.secure_aggregation: a sum of one site is what it gave; take more sites")
     if federation.secure_aggregation and round_half_up(federation.fraction * sites) < FEWEST_MASKED:
-        raise UserError(f"federation.fraction: got {federation.fraction:g}, which asks one of {sites} sites a round, and masks "
+        raise UserError(f"federation.fraction: got {federation.fraction:g}, which asks one of {sites} sites a round; masks "
                         f"take {FEWEST_MASKED}; set it to {FEWEST_MASKED / sites:.2g} or more")  # fmt: skip
     asked = sample_size(config, sites)
     if federation.min_replies > asked:

@@ -49,6 +49,10 @@ class Averaging(Strategy):
     def check(self, config: Config) -> None:
         """UserError for another objective, for several architectures, and for weights that masks would have to hide."""
         check_objective(config, self.goes_with)
+        needed = objective_of(config).told_by  # type: ignore[attr-defined]
+        if needed and not isinstance(self, STRATEGIES.get(needed)):
+            raise UserError(f"objective.name: sites of {config.objective['name']} need what strategy.name={needed} sends; "
+                            "take both")  # fmt: skip
         common_architecture(config)
         if config.federation.secure_aggregation and self.weighting == "samples":
             raise UserError("federation.secure_aggregation: sums under masks count no samples; set strategy.weighting=equal")
