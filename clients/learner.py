@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from clients.data import Images, random_flip, to_float
+from clients.networks import architecture_of
 from clients.randomness import drawing, torch_generator
 from clients.training.augmentation import augmentation_of
+from clients.training.fewest import fewest
 from clients.training.optimizers import optimizer_of
 from clients.training.schedules import schedule_of
+from conf.errors import UserError
 from conf.schema import Config, TrainingConfig
 from conf.sites import Site
 
@@ -43,7 +46,7 @@ def rate_at(training: TrainingConfig, rounds: int, progress: float) -> float:
 def learn(session: "Session", images: Images, config: Config, site: Site, round: int, device: torch.device) -> Outcome:
     """Train for config.training.epochs or steps; all randomness from (seed, site, round). Raises DivergedError."""
     images = session.training_images(images)
-    steps, number, done = batches(images, config, site, round, device), step_count(images, config), 0
+    steps, number, done = batches(images, config, site, round, device), step_count(len(images), config, site), 0
     losses = []
     with drawing(torch_generator(config.seed, site.name, str(round), "forward").initial_seed(), device):
         for end, parameters in session.stages():
@@ -53,21 +56,44 @@ def learn(session: "Session", images: Images, config: Config, site: Site, round:
     return outcome(torch.cat(losses), len(images), site, round)
 
 
-def step_count(images: Sized, config: Config) -> int:
-    """How many steps a round has on so many images."""
-    return config.training.steps or config.training.epochs * math.ceil(len(images) / config.training.batch)
+def step_count(images: int, config: Config, site: Site | None = None) -> int:
+    """How many steps a round has on so many images. `site`: whose network it is; None: the configuration's."""
+    return config.training.steps or config.training.epochs * batch_count(images, config, site)
+
+
+def batch_count(images: int, config: Config, site: Site | None = None) -> int:
+    """How many batches a pass over so many images has. One of a single image is left out where the network takes two."""
+    whole, rest = divmod(images, config.training.batch)
+    if 1 in (rest, config.training.batch) and fewest(architecture_of(config, site)) > 1:
+        return whole if config.training.batch > 1 else 0
+    return whole + (rest > 0)
+
+
+def check_batches(images: int, config: Config, site: Site) -> None:
+    """UserError if a site has no batch that its network can train on."""
+    if images and not batch_count(images, config, site):
+        key = "training.batch" if config.training.batch == 1 else "partition.min_samples"
+        raise UserError(f"{key}: {site.name} has {images} training images in batches of {config.training.batch}, "
+                        "and BatchNorm in its network takes two at once; set it to 2 or more")  # fmt: skip
 
 
 def batches(
     images: Images, config: Config, site: Site, round: int, device: torch.device
 ) -> Iterator[tuple[float, Tensor, Tensor]]:
-    """The steps of a round: learning rate, float32 images [b, c, h, w], int64 labels [b]."""
+    """The steps of a round: learning rate, float32 images [b, c, h, w], int64 labels [b]. UserError if there are none."""
+    check_batches(len(images), config, site)
+    return _batches(images, config, site, round, device)
+
+
+def _batches(
+    images: Images, config: Config, site: Site, round: int, device: torch.device
+) -> Iterator[tuple[float, Tensor, Tensor]]:
     training, words = config.training, (site.name, str(round))
     generator, draws = (torch_generator(config.seed, *words, purpose) for purpose in ("batches", "augment"))
     augmentation = augmentation_of(training)
     pixels, labels = images.x if augmentation else images.x.to(device), images.y.to(device)
-    number = step_count(images, config)
-    for step, batch in enumerate(islice(_drawn(len(images), training.batch, generator), number)):
+    number, each = step_count(len(images), config, site), batch_count(len(images), config, site)
+    for step, batch in enumerate(islice(_drawn(len(images), training.batch, each, generator), number)):
         inputs = augmentation(pixels[batch], draws).to(device) if augmentation else to_float(pixels[batch])
         if site.spec.flip:
             inputs = random_flip(inputs, generator)
@@ -76,10 +102,10 @@ def batches(
         yield rate_at(training, config.rounds, round - 1 + step / number), inputs, labels[batch]
 
 
-def _drawn(images: int, batch: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Places of images, batch by batch, pass after pass, each in an order of its own."""
+def _drawn(images: int, batch: int, each: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Places of images, batch by batch, pass after pass of so many batches `each`, in an order of its own."""
     while True:
-        yield from torch.randperm(images, generator=generator).split(batch)
+        yield from torch.randperm(images, generator=generator).split(batch)[:each]
 
 
 def clip_all(gradients: Sequence[Tensor], limit: float) -> list[Tensor]:

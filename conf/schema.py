@@ -117,7 +117,9 @@ class TrainingConfig:
 class FederationConfig:
     """The round loop."""
 
-    fraction: float = value(1.0, "share of the sites asked in each round, at least one", low=1e-9, high=1.0)
+    fraction: float = value(
+        1.0, "share of the sites asked in each round, at least one (under masks two)", low=1e-9, high=1.0
+    )
     min_replies: int = value(1, "fewest good replies with which a round counts", low=1)
     window: int = value(0, "messages under way at once; 0: by their size, within 256 MiB", low=0)
     timeout: float = value(3600.0, "seconds a round may take", low=1.0)

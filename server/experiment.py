@@ -15,7 +15,7 @@ from clients.networks.base import SelfStarting
 from clients.networks.head_view import BATCH, FEWEST
 from clients.objectives import objective_of
 from clients.packing import NONE
-from clients.training.checks import check_training
+from clients.training.checks import check_sizes, check_training
 from clients.training.schedules import schedule_of
 from conf.errors import FailedError, UserError, plain
 from conf.schema import Config
@@ -29,7 +29,7 @@ from server.method import Method, open_ledger
 from server.privacy import check_hidden, hidden
 from server.rounds.exchange import Federation
 from server.rounds.loop import MOST_TOLD
-from server.rounds.schedules import sample_size
+from server.rounds.schedules import check_asked
 from server.runfolder import SUMMARY, RunFolder, refuse_existing
 from server.strategies import STRATEGIES, slots_of
 from server.strategies.base import check_named
@@ -42,13 +42,14 @@ def check(config: Config) -> None:
     check_hidden(config)
     if has_data(config):
         site_sizes(config)
-    asked = sample_size(config, len(roster(config)))
     for one in [config, *(with_mode(config, mode) for mode in config.baselines)]:
         objective_of(one)
     architectures = {architecture_of(config, site) for site in roster(config)}
     for architecture in architectures:
         _check_start(architecture, config.federation.scale_bits)
     check_training(config, architectures)
+    if has_data(config):
+        check_sizes(config)
     if config.network:
         NETWORKS.build(config.network, "network")  # no site may have it
     STRATEGIES.build(config.strategy, "strategy").check(config)
@@ -57,8 +58,7 @@ def check(config: Config) -> None:
         raise UserError(f"evaluation.statistics={RECOMPUTED}: needs validation images; set data.validation above 0")
     if config.evaluation.statistics == BATCH and config.evaluation.batch < FEWEST:
         raise UserError(f"evaluation.batch: got {config.evaluation.batch}, statistics={BATCH} takes at least {FEWEST}")
-    if config.federation.min_replies > asked:
-        raise UserError(f"federation.min_replies: got {config.federation.min_replies}, only {asked} sites are asked a round")
+    check_asked(config)
 
 
 def _check_start(architecture: Architecture, bits: int) -> None:

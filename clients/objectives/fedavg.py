@@ -5,6 +5,7 @@ travel: every round begins with those of the start.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import nn
 
@@ -12,6 +13,7 @@ from clients.data import Images
 from clients.messages import MEAN, MODEL, SITE
 from clients.objectives.base import OBJECTIVES, Objective, Session, Task
 from clients.objectives.plain import PlainSession, state_of
+from clients.objectives.steps import gradient_weight
 from conf.errors import UserError
 from conf.typed import value
 from fusion.cla_ot.repair import BATCH_NORM
@@ -23,7 +25,9 @@ AVERAGED, OWN = "averaged", "own"
 @OBJECTIVES.register("fedavg")
 @dataclass(frozen=True)
 class FedAvg(Objective):
-    """Cross-entropy."""
+    """Cross-entropy. `told_by`: the strategy that tells sites what they need beside the network; empty: nothing."""
+
+    told_by: ClassVar[str] = ""
 
     batchnorm: str = value(
         AVERAGED,
@@ -68,6 +72,10 @@ class FedAvgSession(PlainSession):
     def draw(self) -> tuple[State, ...]:
         self.steps += 1
         return ()
+
+    def work(self) -> float:
+        """What the steps so far make of a gradient: the sum of the weights with which gradients enter the change."""
+        return gradient_weight(self.task.config.training, self.task.config.rounds, self.task.round, self.steps)
 
     def contribution(self) -> dict[str, State]:
         return {SITE: self.objective.shared(self.network, state_of(self.network))}

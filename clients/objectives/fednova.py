@@ -1,20 +1,22 @@
 """FedNova at a site (Wang et al. 2020, Tackling the Objective Inconsistency Problem): changes per unit of work.
 
 Sites take different numbers of steps, and a mean of what they come to favours those that take more. Each sends its change
-divided by what its steps make of a gradient (||a_i||_1 times the rate), and this divisor.
+divided by what its own steps make of a gradient (||a_i||_1 times the rate), times what the server says that the sites' steps
+make of one on average: a change as large as those of other methods, to which the same bounds apply.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from clients.messages import MEAN, SITE
 from clients.objectives.base import OBJECTIVES, Session, Task
 from clients.objectives.fedavg import FedAvg, FedAvgSession
-from clients.objectives.steps import gradient_weight
 from fusion.exact import State
 
-WORK = "fednova/work"  # up: the divisor; down: 0, so that what is sent has the names of what comes back
+WORK = "work"  # record from the server: the sites' work, a mean
+AVERAGE = "average"  # its tensor
 
 
 @OBJECTIVES.register("fednova")
@@ -22,19 +24,20 @@ WORK = "fednova/work"  # up: the divisor; down: 0, so that what is sent has the 
 class FedNova(FedAvg):
     """SGD, with momentum or without."""
 
+    told_by: ClassVar[str] = "fednova"
+
     def session(self, task: Task) -> Session:
         """Start on a task."""
         return FedNovaSession(self, task)
 
 
 class FedNovaSession(FedAvgSession):
-    """Sends x + (y - x) / work; BatchNorm's statistics as they are."""
+    """Sends x + (y - x) * average work / work; BatchNorm's statistics as they are."""
 
     def contribution(self) -> dict[str, State]:
         state, begin = super().contribution()[SITE], self.task.incoming[MEAN]
-        if not self.steps:
-            return {SITE: {**state, WORK: torch.zeros(())}}
-        work = gradient_weight(self.task, self.steps)
-        for name in self.parts.keys() & state.keys():
-            state[name] = begin[name] + (state[name] - begin[name]) / work
-        return {SITE: {**state, WORK: torch.tensor(work)}}
+        if work := self.work():
+            share = float(self.task.incoming[WORK][AVERAGE]) / work
+            for name in self.parts.keys() & state.keys():
+                state[name] = torch.lerp(begin[name], state[name], share)
+        return {SITE: state}

@@ -6,6 +6,7 @@ the mean of the gradients of its steps, and goes to the server beside the networ
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,7 +14,6 @@ from torch import Tensor
 from clients.messages import MEAN, SITE
 from clients.objectives.base import OBJECTIVES, Session, Task
 from clients.objectives.fedavg import FedAvg, FedAvgSession
-from clients.objectives.steps import gradient_weight
 from fusion.exact import State
 
 CONTROL = "control/"  # before the names of parameters: down c, up and in the site's own state c_i
@@ -23,6 +23,8 @@ CONTROL = "control/"  # before the names of parameters: down c, up and in the si
 @dataclass(frozen=True)
 class Scaffold(FedAvg):
     """SGD, with momentum or without."""
+
+    told_by: ClassVar[str] = "scaffold"
 
     def session(self, task: Task) -> Session:
         """Start on a task."""
@@ -51,10 +53,10 @@ class ScaffoldSession(FedAvgSession):
 
     def controls(self) -> State:
         """The site's own variate as it is after the steps so far, by the names that it travels under."""
-        if not self.steps:
+        work = self.work()
+        if not work:
             return {CONTROL + name: one.detach().cpu() for name, one in self.control.items()}
-        weight = gradient_weight(self.task, self.steps)
-        moved = {name: (self.begin[name] - one.detach()) / weight for name, one in self.parts.items()}
+        moved = {name: (self.begin[name] - one.detach()) / work for name, one in self.parts.items()}
         return {CONTROL + name: (one - self.shift[name]).cpu() for name, one in moved.items()}
 
     def contribution(self) -> dict[str, State]:

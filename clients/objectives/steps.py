@@ -1,20 +1,18 @@
 """What a site's steps of SGD make of its gradients: some methods divide a round's change by it."""
 
 from clients.learner import rate_at
-from clients.objectives.base import Task
 from clients.training.optimizers import SGD, optimizer_of
 from conf.schema import TrainingConfig
 
 
-def gradient_weight(task: Task, steps: int) -> float:
+def gradient_weight(training: TrainingConfig, rounds: int, round: int, steps: int) -> float:
     """The sum over a round's gradients of the weight with which each enters the change of the weights.
 
     Step t moves by rate_t times the sum over s <= t of momentum ** (t - s) g_s, so that the change is a weighted sum of the
     gradients g_s. With a constant rate it is rate * ||a_i||_1 of FedNova (Wang et al. 2020, Sec. 4.2); without momentum
-    it is rate * steps.
+    it is rate * steps. `round` (from 1) of `rounds` says where the schedule is.
     """
-    training, begin = task.config.training, task.round - 1
-    rates = [rate_at(training, task.config.rounds, begin + step / steps) for step in range(steps)]
+    rates = [rate_at(training, rounds, round - 1 + step / steps) for step in range(steps)]
     momentum = momentum_of(training)
     assert momentum is not None  # the strategy has refused other optimisers
     return sum(rate * _geometric(momentum, step + 1) for step, rate in enumerate(rates))

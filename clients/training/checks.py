@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from clients.data import site_sizes
+from clients.learner import check_batches
 from clients.networks import Architecture
 from clients.training.augmentation import check_augmentation
 from clients.training.optimizers import SGD, WHERE, Optimizer, optimizer_of, optimizer_section
@@ -12,6 +14,7 @@ from clients.training.schedules import schedule_of
 from conf.errors import UserError
 from conf.plugins import told
 from conf.schema import Config, EngineConfig, TrainingConfig
+from conf.sites import roster
 
 
 def check_training(config: Config, architectures: Iterable[Architecture]) -> None:
@@ -26,6 +29,12 @@ def check_training(config: Config, architectures: Iterable[Architecture]) -> Non
             _try(optimizer, architecture, training)
     check_augmentation(training, 1 if config.data.grey else 3, config.data.size)
     _check_stacking(config.engine, training, optimizer)
+
+
+def check_sizes(config: Config) -> None:
+    """UserError for a site of whose images no batch is one that its network can train on. Reads labels."""
+    for site, size in zip(roster(config), site_sizes(config), strict=True):
+        check_batches(size, config, site)
 
 
 def _check_handed_on(training: TrainingConfig) -> None:

@@ -28,10 +28,13 @@ from server.strategies import Residue, slots_of, strategy_of
 class Nobody:
     """The exchange of a run in which nobody can be asked: before the first round, and when sites are forgotten."""
 
-    run, last = "", 0
+    run, last, length = "", 0, 0
 
     def ask(self, kind: str, run: Run, sites: Sequence[Site], content: Any, expected: Any) -> Iterator[Reply]:
         raise UserError(f"'{kind}': sites can be asked in a round only")
+
+    def images(self, site: Site) -> int:
+        return 0
 
     def class_names(self, sites: Sequence[Site]) -> dict[str, tuple[str, ...]]:
         return {}

@@ -11,7 +11,7 @@ import torch
 from clients.identity import SIGNED
 from clients.messages import TRAIN
 from clients.networks import Model
-from clients.replies import Bounds
+from clients.replies import Bounds, ReplyError
 from conf.errors import FailedError, UserError, plain
 from conf.schema import Config
 from conf.sites import UNION, Site
@@ -203,6 +203,18 @@ class RoundLoop:
         return self.questions.ask(
             kind, run.number, run.site_round, sites, content, expected, trained=run.trained, attempt=run.attempt
         )
+
+    @property
+    def length(self) -> int:
+        """Of how many rounds the run is to the sites."""
+        return self.questions.rounds
+
+    def images(self, site: Site) -> int:
+        """How many training images the site has; 0 if it did not enrol."""
+        try:
+            return self.questions.samples(site)
+        except ReplyError:
+            return 0
 
     def class_names(self, sites: Sequence[Site]) -> dict[str, tuple[str, ...]]:
         """By site, the names of its classes; those that did not enrol are left out."""

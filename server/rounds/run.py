@@ -48,6 +48,15 @@ class Exchange(Protocol):
         """How large what the site sends may be."""
         ...
 
+    @property
+    def length(self) -> int:
+        """Of how many rounds the run is to the sites."""
+        ...
+
+    def images(self, site: Site) -> int:
+        """How many training images the site has; 0 if nobody knows."""
+        ...
+
     def class_names(self, sites: Sequence[Site]) -> dict[str, tuple[str, ...]]:
         """By site, the names of its classes 0, 1, ...; none if they are numbers. Without sites that did not enrol."""
         ...
@@ -82,6 +91,15 @@ class Run(View):
     def rng(self, purpose: str) -> np.random.Generator:
         """NumPy's generator for this round and purpose: the same whenever the round is repeated."""
         return generator(self.config.seed, purpose, str(self.number))
+
+    @property
+    def length(self) -> int:
+        """Of how many rounds the run is to the sites, whose learning rate follows it."""
+        return self._exchange.length
+
+    def images(self, site: Site) -> int:
+        """How many training images a site has, by the configuration or as it says; 0 if nobody knows."""
+        return self._exchange.images(site)
 
     def class_names(self, sites: Sequence[Site]) -> dict[str, tuple[str, ...]]:
         """By site, the names of its classes 0, 1, ... as the site says them; none if they are numbers."""

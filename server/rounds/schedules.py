@@ -5,8 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from clients.randomness import generator
+from conf.errors import UserError
 from conf.schema import Config
-from conf.sites import Site
+from conf.sites import Site, roster
+
+FEWEST_MASKED = 2  # sites among which masks cancel
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,22 @@ class OneByOne(Schedule):
 
 
 def sample_size(config: Config, members: int) -> int:
-    """How many of so many members are asked in each round."""
-    return max(1, round_half_up(config.federation.fraction * members))
+    """How many of so many members are asked in each round: federation.fraction of them, one at least; under masks two."""
+    fewest = min(members, FEWEST_MASKED) if config.federation.secure_aggregation else 1
+    return max(fewest, 1, round_half_up(config.federation.fraction * members))
+
+
+def check_asked(config: Config) -> None:
+    """UserError if a round asks fewer sites than masks take, or than federation.min_replies."""
+    federation, sites = config.federation, len(roster(config))
+    if federation.secure_aggregation and sites < FEWEST_MASKED:
+        raise UserError("federation.secure_aggregation: a sum of one site is what it gave; take more sites")
+    if federation.secure_aggregation and round_half_up(federation.fraction * sites) < FEWEST_MASKED:
+        raise UserError(f"federation.fraction: got {federation.fraction:g}, which asks one of {sites} sites a round; masks "
+                        f"take {FEWEST_MASKED}; set it to {FEWEST_MASKED / sites:.2g} or more")  # fmt: skip
+    asked = sample_size(config, sites)
+    if federation.min_replies > asked:
+        raise UserError(f"federation.min_replies: got {federation.min_replies}, only {asked} sites are asked a round")
 
 
 def looked_at(config: Config, names: Sequence[str]) -> list[str]:

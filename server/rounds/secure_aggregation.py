@@ -13,7 +13,7 @@ gone, and cannot lie. The server learns what k gave up to the sum of the others'
 import itertools
 import math
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -37,18 +37,20 @@ from clients.secure_aggregation.primitives import (
     sign,
     threshold_of,
 )
-from conf.errors import FailedError, UserError
+from conf.errors import FailedError, UserError, plain
 from conf.sites import Site
 from fusion.exact import ExactSum, State
 from server.ledger.slots import Put
 from server.rounds.masked_replies import content_of, read, read_bytes, read_vector, shaped, to_tensor
 from server.rounds.masks import partners, rounds_together
+from server.rounds.schedules import FEWEST_MASKED
 
 if TYPE_CHECKING:
     from server.rounds.expected import Expected
     from server.rounds.run import Content, Exchange, Run
 
 MOST_TRIES = 500  # subsets of shares, if some are wrong
+MOST_REASON = 300  # characters of why a site failed
 
 
 @dataclass
@@ -79,6 +81,7 @@ class SecureAggregation:
         self._rebuilt: dict[str, bytes] = {}
         self.together = rounds_together(self.run.ledger) if self.run.leaving else {}
         self.heard = _Heard(uuid.uuid4().hex)
+        self._failed = ""  # the first site that did, and why
 
     def gather(self, kind: str, content: "Content", asked: Sequence[Site]) -> dict[str, State]:
         """Ask; put every sum where it goes; the means over the replies, by record name. FailedError if too few answer."""
@@ -109,7 +112,7 @@ class SecureAggregation:
             self.heard.keys[site.name], self.heard.signatures[site.name] = given[: 3 * KEY], given[3 * KEY :]
 
         self._ask(SECURE_KEYS, asked, {}, take)
-        self._enough(SECURE_KEYS, len(self.heard.keys))
+        self._enough(SECURE_KEYS, asked, self.heard.keys)
 
     def _shares(self, asked: Sequence[Site]) -> None:
         def take(site: Site, answer: State) -> None:
@@ -121,7 +124,7 @@ class SecureAggregation:
         signed = {name: one + self.heard.signatures[name] for name, one in self.heard.keys.items()}
         sent = {SECURE_KEYS: {name: to_tensor(one) for name, one in signed.items()}}
         self._ask(SECURE_SHARES, asked, sent, take)
-        self._enough(SECURE_SHARES, len(self.heard.sealed))
+        self._enough(SECURE_SHARES, asked, self.heard.sealed)
 
     def _contributions(self, kind: str, content: "Content", asked: Sequence[Site]) -> None:
         def sent(site: Site) -> Mapping[str, State]:
@@ -140,10 +143,10 @@ class SecureAggregation:
                     for record in self.expected
                 }
             except ReplyError as error:
-                self.exchange.replied(site, str(error))
+                self._drop(site, str(error))
                 continue
             self.heard.numbers[site.name], self.heard.samples[site.name] = numbers, int(numbers["samples"])
-        self._enough(kind, len(self.heard.vectors))
+        self._enough(kind, asked, self.heard.vectors)
         if missing := [name for name in partners(self.together, self.run.leaving) if name not in self.heard.vectors]:
             raise FailedError(f"round {self.run.number}: {missing[0]} did not answer, and it alone can take out its masks "
                               f"in common with {', '.join(self.run.leaving)}; resume when it is there, or forget it, too"
@@ -166,18 +169,19 @@ class SecureAggregation:
             try:
                 take(received.site, read(received).get(kind, {}))
             except ReplyError as error:
-                self.exchange.replied(received.site, str(error))
+                self._drop(received.site, str(error))
 
-    def _enough(self, kind: str, answers: int) -> None:
-        needed = self._threshold()
-        if answers < needed:
-            self.exchange.enough(kind, self.run, 0)  # names the first that failed, if one did
-            raise FailedError(
-                f"round {self.run.number}: {answers} sites answered '{kind}', secure aggregation needs {needed}"
-            )
+    def _drop(self, site: Site, reason: str) -> None:
+        self._failed = self._failed or f" (first failure: {site.name}: {plain(reason)[:MOST_REASON]})"
+        self.exchange.replied(site, reason)
+
+    def _enough(self, kind: str, asked: Sequence[Site], answers: Collection[str]) -> None:
+        if len(answers) < (needed := self._threshold()):
+            told = f"{len(answers)} of {len(asked)} sites answered '{kind}', secure aggregation needs {needed}"
+            raise FailedError(f"round {self.run.number}: {told}{self._failed}")
 
     def _threshold(self) -> int:
-        return max(2, threshold_of(self.run.config.federation.secure_threshold, len(self.heard.keys)))
+        return max(FEWEST_MASKED, threshold_of(self.run.config.federation.secure_threshold, len(self.heard.keys)))
 
     # What comes of it
 

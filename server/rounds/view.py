@@ -145,6 +145,11 @@ class View:
         """The same, float32."""
         return dequantise(self.integers(slot, site), self.bits)
 
+    def last_samples(self, site: str) -> int:
+        """How many images a site trained on when it put something last; 0 if it has put nothing."""
+        one = self.slots.contributions.here(site)
+        return one.samples if one else 0
+
     def kept(self, name: str) -> State:
         """What is kept under this name. KeyError if nothing is."""
         return self.slots.keeps()[name]

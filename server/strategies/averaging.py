@@ -49,6 +49,10 @@ class Averaging(Strategy):
     def check(self, config: Config) -> None:
         """UserError for another objective, for several architectures, and for weights that masks would have to hide."""
         check_objective(config, self.goes_with)
+        needed = objective_of(config).told_by  # type: ignore[attr-defined]
+        if needed and not isinstance(self, STRATEGIES.get(needed)):
+            raise UserError(f"objective.name: sites of {config.objective['name']} need what strategy.name={needed} sends; "
+                            "take both")  # fmt: skip
         common_architecture(config)
         if config.federation.secure_aggregation and self.weighting == "samples":
             raise UserError("federation.secure_aggregation: sums under masks count no samples; set strategy.weighting=equal")
@@ -81,7 +85,11 @@ class Averaging(Strategy):
         sent = {**now[NETWORK], **self.beside(run)}
         own = now[NETWORK].keys() - shared(run.config, now[NETWORK]).keys()
         like = {name: one for name, one in sent.items() if name not in own}
-        run.gather(TRAIN, {MEAN: sent}, {SITE: Expected(like, slot=NETWORKS)})
+        run.gather(TRAIN, {MEAN: sent, **self.told(run)}, {SITE: Expected(like, slot=NETWORKS)})
+
+    def told(self, run: Run) -> dict[str, State]:
+        """Records that are sent beside the network, of which nothing comes back."""
+        return {}
 
     def beside(self, run: Run) -> State:
         """What is sent beside the network; sites answer with the same names."""
@@ -146,6 +154,9 @@ def check_steps(config: Config) -> None:
                         "or maximize)")  # fmt: skip
     if not config.training.rate:
         raise UserError(f"training.rate: got 0, strategy {name} takes more")
+    if config.training.clip:
+        raise UserError(f"training.clip: strategy {name} divides a site's change by the weights of its gradients, of which "
+                        "clipped ones have others; set it to 0")  # fmt: skip
 
 
 def shared(config: Config, state: State) -> State:

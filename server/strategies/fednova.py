@@ -1,24 +1,36 @@
 """FedNova at the server (Wang et al. 2020): the mean change per unit of work, times the mean work."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from clients.objectives.fednova import WORK
+from clients.learner import step_count
+from clients.objectives.fednova import AVERAGE, WORK
+from clients.objectives.steps import gradient_weight
+from conf.errors import UserError
 from conf.schema import Config
 from fusion.exact import State
 from server.rounds.run import Run
-from server.strategies.averaging import NETWORK, Averaging, check_steps
+from server.rounds.view import View
+from server.strategies.averaging import NETWORK, NETWORKS, ROUND, Averaging, check_steps, counted, parameters_of
 from server.strategies.base import STRATEGIES
+
+ROUNDS = "rounds"  # beside the work: how long the run was to the sites, whose schedule follows it
 
 
 @STRATEGIES.register("fednova")
 @dataclass(frozen=True)
 class FedNova(Averaging):
     """x <- x + tau_eff sum p_i (y_i - x) / ||a_i||_1 with tau_eff = sum p_i ||a_i||_1 (Sec. 4.1), p_i a site's share of the
-    images. Sites whose steps are alike make it FedAvg."""
+    images. Sites whose steps are alike make it FedAvg.
+
+    The work ||a_i||_1 of a site follows from the configuration and its number of images: no site says what it is. Those that
+    are asked hear their tau_eff and multiply by it, so that what they send is the change of a network. Where others counted
+    in the end (one did not answer, or was forgotten), the server's step is as much longer as theirs is larger.
+    """
 
     goes_with: ClassVar[str] = "fednova"
 
@@ -27,13 +39,45 @@ class FedNova(Averaging):
         super().check(config)
         check_steps(config)
 
-    def beside(self, run: Run) -> State:
+    def begin(self, run: Run) -> None:
         """No work yet."""
-        return {WORK: torch.zeros(())}
+        super().begin(run)
+        run.keep(WORK, _told(0.0, 0))
 
-    def step(self, last: Mapping[str, State], mean: State, parameters: frozenset[str]) -> dict[str, State]:
-        network, work = {**last[NETWORK]}, mean[WORK]
-        for name in network.keys() & mean.keys():
-            begin = network[name]
-            network[name] = begin + work * (mean[name] - begin) if name in parameters else mean[name]
-        return {NETWORK: network}
+    def told(self, run: Run) -> dict[str, State]:
+        """The mean work of the sites that are asked."""
+        samples = [images for site in run.participants if (images := run.images(site))]
+        told = _told(self._mean_work(run.config, run.length, run.number, samples), run.length)
+        run.keep(WORK, told)
+        return {WORK: told}
+
+    def after(self, view: View) -> dict[str, State]:
+        """The mean of what the sites sent, or further on by their share of the work that they heard of."""
+        begin, found, share = view.kept(NETWORK), super().after(view)[NETWORK], self._share(view)
+        moved = {name: torch.lerp(begin[name], found[name], share) for name in parameters_of(view.config)}
+        return {NETWORK: {**found, **moved}}
+
+    def _share(self, view: View) -> float:
+        """tau_eff of the sites that count, over that which they heard; 1 where some count with what they sent in an earlier
+        round, as they do under masks: their sum cannot be taken apart by what each had heard."""
+        if WORK not in view.slots.keeps():
+            raise UserError("strategy 'fednova': this run's sites said their work themselves; go on with the code that it "
+                            "was made with")  # fmt: skip
+        told, last = view.kept(WORK), int(view.kept(ROUND)["number"])
+        names = [site.name for site in counted(view).sites if view.has(NETWORKS, site.name)]
+        if not told[AVERAGE] or any(view.last_put(name) != last for name in names):
+            return 1.0
+        samples = [view.last_samples(name) for name in names]
+        return self._mean_work(view.config, int(told[ROUNDS]), last, samples) / float(told[AVERAGE]) if samples else 1.0
+
+    def _mean_work(self, config: Config, rounds: int, round: int, samples: Sequence[int]) -> float:
+        """tau_eff of sites with so many images, times the rate; 0 of none."""
+        steps = [step_count(images, config) for images in samples]
+        works = {number: gradient_weight(config.training, rounds, round, number) for number in set(steps)}
+        times = samples if self.weighting == "samples" else [1] * len(samples)
+        parts = [number * works[each] for number, each in zip(times, steps, strict=True)]
+        return math.fsum(parts) / sum(times) if parts else 0.0
+
+
+def _told(work: float, rounds: int) -> State:
+    return {AVERAGE: torch.tensor(work, dtype=torch.float64), ROUNDS: torch.tensor(rounds)}

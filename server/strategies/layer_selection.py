@@ -210,7 +210,7 @@ class LayerSelectionStrategy(Strategy):
             changes = {name: (one - shared[name] + before.get(name, 0.0)) * kept[name] for name, one in reply[SITE].items()}
             run.put(CHANGES, site, changes)
         if OTHERS in run.slots.declared:
-            most = run.number * step_count(range(reply.samples), run.config)  # mini-batches that it can have counted
+            most = run.number * step_count(reply.samples, run.config, reply.site)  # mini-batches that it can have counted
             run.put(OTHERS, site, {COUNTS: _at_most(found[COUNTS], most).float()})
         run.put(FOUND, site, {CHOSEN: found[CHOSEN]})
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 
 from clients.objectives.scaffold import CONTROL
+from conf.errors import UserError
 from conf.schema import Config
 from conf.typed import value
 from fusion.exact import State
@@ -33,9 +34,13 @@ class Scaffold(Averaging):
         return {NETWORKS: Sum(weighted=self.weighting == "samples", resumable=True)}
 
     def check(self, config: Config) -> None:
-        """UserError for sites whose steps are not of plain SGD."""
+        """UserError for sites whose steps are not of plain SGD, and for variates that would not be the sites' own."""
         super().check(config)
         check_steps(config)
+        for section, key in (("federation", "clip_change"), ("privacy", "noise")):
+            if getattr(getattr(config, section), key):
+                raise UserError(f"{section}.{key}: what is scaled or noised of a variate is not what sites of scaffold "
+                                "correct by; set it to 0, or take strategy.name=fedavg")  # fmt: skip
 
     def beside(self, run: Run) -> State:
         """c."""

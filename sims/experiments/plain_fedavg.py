@@ -4,8 +4,6 @@ Nothing of the round loop, the engines, the ledger and the exact sums is used: t
 weighted mean of state dictionaries.
 """
 
-import copy
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,39 +12,82 @@ from torch.utils.data import DataLoader, TensorDataset
 from clients.data import domain_specs, site_images, test_images, to_float
 from clients.initial import initial_state
 from clients.networks import Network, architecture_of
+from clients.training.fewest import fewest
+from clients.training.optimizers import optimizer_section
+from clients.training.schedules import schedule_section
+from conf.errors import UserError
 from conf.schema import Config
 from conf.sites import roster
 
 State = dict[str, Tensor]
+LEFT_OUT = {
+    "training": ["steps", "weight_decay", "clip", "label_smoothing", "augment", "precision"],
+    "federation": ["fraction", "clip_change", "packed"],
+    "privacy": ["noise"],
+    "data": ["heads"],
+    "evaluation": ["statistics"],
+}  # options by section, of which the loop takes the default alone
+TAKEN = {
+    "training.schedule": {"name": "constant"},
+    "training.optimizer": {"name": "sgd"},
+    "strategy": {"name": "fedavg", "weighting": "samples"},
+    "objective": {"name": "fedavg", "mode": "", "batchnorm": "averaged"},
+}  # all that it takes of these
 
 
 def plain_fedavg(config: Config, seed: int) -> tuple[State, float]:
     """The network after config.rounds rounds of all sites, and its accuracy on all test images. `seed`: of the batches.
 
-    Takes epochs, batch size, rate (constant) and momentum of the configuration. The network starts as its seed draws it.
+    Takes epochs, batch size, rate (constant) and momentum of the configuration. The network starts as its seed draws it, and
+    its whole numbers stay so. UserError as check_plain.
     """
+    check_plain(config)
     torch.manual_seed(seed)
     network, state = architecture_of(config).build(), initial_state(config)
     parts = [site_images(config, site) for site in roster(config)]
     data = [TensorDataset(to_float(part.x), part.y) for part in parts]
     total = sum(len(part) for part in data)
     for _ in range(config.rounds):
-        mean = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        mean = {name: torch.zeros_like(one) if one.is_floating_point() else one for name, one in state.items()}
         for part in data:
             network.load_state_dict(state)
             _train(network, part, config)
             for name, tensor in network.state_dict().items():
-                mean[name] += tensor * (len(part) / total)
-        state = copy.deepcopy(mean)
+                if tensor.is_floating_point():
+                    mean[name] += tensor * (len(part) / total)
+        state = mean
     network.load_state_dict(state)
-    return state, _accuracy(network, config)
+    return state, _accuracy(network.eval(), config)
+
+
+def check_plain(config: Config) -> None:
+    """UserError for what the loop does not do."""
+    for section, keys in LEFT_OUT.items():
+        here = getattr(config, section)
+        for key in keys:
+            if (given := getattr(here, key)) != getattr(type(here)(), key):
+                raise _refused(f"{section}.{key}", given)
+    given = {"training.schedule": schedule_section(config.training), "strategy": config.strategy,
+             "training.optimizer": optimizer_section(config.training), "objective": config.objective}  # fmt: skip
+    for key, section in given.items():
+        if any(TAKEN[key].get(option) != one for option, one in section.items()):
+            raise _refused(key, dict(section))
+    for site in roster(config):
+        if site.spec.flip or architecture_of(config, site) != architecture_of(config):
+            raise _refused("sites", f"flip or a network of its own for {site.name}")
+
+
+def _refused(key: str, given: object) -> UserError:
+    return UserError(f"{key}: got {given}, which FedAvg's plain loop does not do; leave it out, or name the methods to be "
+                     "measured without the loop: tables=fedavg,scaffold")  # fmt: skip
 
 
 def _train(network: Network, part: TensorDataset, config: Config) -> None:
     training = config.training
     optimiser = torch.optim.SGD(network.parameters(), lr=training.rate, momentum=training.momentum)
+    lone = 0 < len(part) % training.batch < fewest(architecture_of(config))  # a last batch that the network cannot take
     for _ in range(training.epochs):
-        for images, labels in DataLoader(part, batch_size=training.batch, shuffle=True):
+        for images, labels in DataLoader(part, batch_size=training.batch, shuffle=True, drop_last=lone):
             optimiser.zero_grad()
             F.cross_entropy(network(images), labels).backward()
             optimiser.step()

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from clients.data import site_sizes
-from conf import load
+from conf import load, to_json
 from conf.errors import unknown
 from conf.schema import Config
 from conf.sites import PERSONAL
 from server.strategies.pairing import paired
 from sims.experiments.kept import kept, told
-from sims.experiments.plain_fedavg import plain_fedavg
+from sims.experiments.plain_fedavg import check_plain, plain_fedavg
 from sims.experiments.tabled import chosen, write
 from sims.report.tables import Table, aggregate, mean_and_spread
 from sims.simulate import simulate_once
@@ -52,6 +52,8 @@ def reproduce(preset: str, seeds: int, overrides: Sequence[str], *, quiet: bool)
     names = [name for name in [*METHODS, PLAIN] if not asked or name in asked]
     root, rows = Path(_config(preset, "fedavg", 0, words).run.root), dict[str, list[tuple[float, float]]]()
     titles = {PLAIN: "FedAvg, plain loop", **METHODS}
+    if PLAIN in names:
+        check_plain(_config(preset, "fedavg", 0, words))
     for seed in range(seeds):
         for name in names:
             config = _config(preset, "fedavg" if name == PLAIN else name, seed, words)
@@ -89,6 +91,6 @@ def _run(config: Config, title: str, *, quiet: bool) -> dict[str, tuple[float, f
 
 def _plain(root: Path, config: Config) -> tuple[float, float]:
     """Test accuracy of the plain loop on the same splits, with batches of its own."""
-    key = [site_sizes(config), config.rounds, config.network, vars(config.training)]
+    key = [site_sizes(config), to_json(config)]
     last = kept(root / f"{PLAIN}-{config.seed}.json", key, lambda: plain_fedavg(config, config.seed)[1])
     return float("nan"), last

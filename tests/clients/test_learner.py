@@ -12,15 +12,18 @@ from torch import Tensor
 
 from clients.data import Images, site_images, to_float
 from clients.initial import initial_state
-from clients.learner import DivergedError, Outcome, batches, learn, rate_at
+from clients.learner import DivergedError, Outcome, batches, learn, rate_at, step_count
 from clients.messages import MEAN, ROUND
 from clients.networks import architecture_of
 from clients.objectives import OBJECTIVES, Session, Task
+from clients.objectives.fedavg import FedAvg
 from clients.randomness import torch_generator
 from conf import Config, load
+from conf.errors import UserError
 from conf.schema import TrainingConfig
 from conf.sites import roster
 from fusion.exact import State, digest
+from server.experiment import check
 
 CPU = torch.device("cpu")
 
@@ -171,6 +174,38 @@ def test_steps_go_on_over_as_many_passes_as_they_need_and_are_whole_passes_other
 
     assert sizes(0) == sizes(6) == [30, 30, 10, 30, 30, 10]
     assert sizes(2) == [30, 30] and sizes(7) == [30, 30, 10, 30, 30, 10, 30]
+
+
+REACHES_1 = ("network={name: resnet10, width: 0.1}", "data.size=8", "training.batch=23", "training.epochs=2")  # of 70 images
+
+
+def test_a_last_batch_of_one_is_left_out_where_batchnorm_takes_two():
+    def sizes(*words: str) -> list[int]:
+        config = load("digits", ["sites=[{domain: digits, samples: 70}]", *REACHES_1, *words])
+        site, images = roster(config)[0], site_images(config, roster(config)[0])
+        return [len(labels) for _, _, labels in batches(images, config, site, 1, CPU)]
+
+    assert sizes() == [23, 23, 23] * 2
+    assert sizes("training.steps=4") == [23, 23, 23, 23]
+    assert sizes("training.batch=34") == [34, 34, 2] * 2
+    for fine in ("data.size=32", "network={name: resnet10, width: 0.1, norm: group}"):
+        assert sizes(fine) == [23, 23, 23, 1] * 2
+    config = load("digits", ["sites=[{domain: digits, samples: 70}]", *REACHES_1])
+    site = roster(config)[0]
+    at_work = FedAvg().session(Task(config, site, 1, 1, architecture_of(config).build().train(),
+                                    {MEAN: initial_state(config)}, lambda: None, torch.Generator()))  # fmt: skip
+    assert learn(at_work, site_images(config, site), config, site, 1, CPU).samples == 70
+    assert at_work.steps == step_count(70, config) == 6  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [(["training.batch=1"], r"training\.batch: site-0000 has"),
+     (["sites=[{domain: digits, samples: 1, partition: {min_samples: 1}}]"], r"partition\.min_samples: site-0000 has 1")],
+)  # fmt: skip
+def test_a_site_without_a_batch_that_batchnorm_takes_is_refused_at_the_start(words: list[str], key: str):
+    with pytest.raises(UserError, match=key):
+        check(load("digits", [*REACHES_1, "strategy.name=fedavg", "objective={name: fedavg}", "baselines=[]", *words]))
 
 
 def test_images_are_mirrored_only_where_the_site_asks_for_it():

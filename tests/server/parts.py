@@ -183,12 +183,16 @@ class Given:
     limits: Bounds = FREE
     run: str = "run"
     last: int = 99
+    length: int = 99
     dropped: dict[str, str] = field(default_factory=dict)
     sent: dict[str, State] = field(default_factory=dict)
 
     def ask(self, kind: str, run: Any, sites: Any, content: Any, expected: Any) -> Iterator[Reply]:
         self.sent = self.sent or dict(content)
         yield from self.replies
+
+    def images(self, site: Site) -> int:
+        return 0
 
     def class_names(self, sites: Any) -> dict[str, tuple[str, ...]]:
         return {site.name: class_things(site.spec) for site in sites}

@@ -15,41 +15,17 @@ from clients.objectives.ditto import personal
 from clients.objectives.local import LocalSession
 from clients.objectives.scaffold import CONTROL
 from clients.store import SiteStore
-from conf import load
 from conf.errors import UserError
 from conf.schema import Config
 from conf.sites import roster
 from fusion.exact import State, digest
-from server.experiment import check
 from server.strategies.averaging import NETWORK, NETWORKS
-from server.strategies.pairing import paired
 from sims.engines.adapter import store_folder
 from sims.experiments.plain_fedavg import plain_fedavg
+from tests.server.averages import configured, network_of, played, same
 from tests.server.parts import Run, set_up
 
-NETWORK_OF = {"plain": "network={name: mlp, widths: [8]}", "norms": "network={name: convnet, widths: [4], norm: batch}"}
 METHODS = ["fedavg", "fedprox", "scaffold", "fedavgm", "fedadam", "fedyogi", "fedadagrad", "fednova", "ditto"]
-
-
-def configured(root: Path, *words: str, network: str = "plain", sites: str = "count: 3, samples: 60") -> Config:
-    fixed = [f"sites=[{{domain: digits, {sites}}}]", "data={size: 8, validation_limit: 50, test_limit: 100}",
-             NETWORK_OF[network], "engine.name=inline", f"run.root={root}", "rounds=2",
-             "training={batch: 16, rate: 0.1, momentum: 0.0, schedule: constant}"]  # fmt: skip
-    config = paired(load("digits", [*fixed, *words]), [*fixed, *words])
-    check(config)
-    return config
-
-
-def played(root: Path, *words: str, network: str = "plain", sites: str = "count: 3, samples: 60") -> Run:
-    return set_up(configured(root, *words, network=network, sites=sites)).all_rounds()
-
-
-def network_of(run: Run) -> State:
-    return run.aggregate.aggregate().state
-
-
-def same(one: Run, other: Run) -> bool:
-    return digest(network_of(one)) == digest(network_of(other))
 
 
 @pytest.fixture(scope="module")
@@ -74,31 +50,6 @@ def test_with_its_own_a_method_is_not_fedavg(tmp_path: Path, fedavg: Run):
         words = ["objective.mu=1"] if name == "fedprox" else []
         uneven = "count: 3, partition: {name: size}" if name == "fednova" else "count: 3, samples: 60"
         assert not same(played(tmp_path / name, f"strategy.name={name}", *words, sites=uneven), fedavg)
-
-
-@pytest.mark.parametrize("words", [[], ["training.momentum=0.9", "training.schedule=cosine"]])
-def test_fednova_is_fedavg_where_sites_take_as_many_steps(tmp_path: Path, words: list[str]):
-    nova = network_of(played(tmp_path / "nova", "strategy.name=fednova", *words))
-    plain = network_of(played(tmp_path / "plain", "strategy.name=fedavg", *words))
-    for name, tensor in plain.items():
-        torch.testing.assert_close(nova[name], tensor, atol=2e-6, rtol=1e-5)
-
-
-def test_fednova_weighs_each_sites_change_by_its_work(tmp_path: Path):
-    """Of uneven sites: x + tau_eff * sum p_i (y_i - x) / tau_i, from what FedAvg's sites send."""
-    uneven = "count: 2, partition: {name: size, growth: 2.0}"
-    nova = played(tmp_path / "nova", "strategy.name=fednova", "rounds=1", sites=uneven)
-    plain = played(tmp_path / "plain", "strategy.name=fedavg", "rounds=1", sites=uneven)
-    view, sites = plain.aggregate.view(), plain.aggregate.members()
-    samples = [view.slots.contributions.latest[site.name].samples for site in sites]
-    shares = [number / sum(samples) for number in samples]
-    works = [0.1 * -(-number // 16) for number in samples]
-    start = view.initial()
-    for name, tensor in network_of(nova).items():
-        changes = [view.contribution(NETWORKS, site.name)[name] - start[name] for site in sites]
-        mean = sum(share * change / work for share, change, work in zip(shares, changes, works, strict=True))
-        work = sum(share * work for share, work in zip(shares, works, strict=True))
-        torch.testing.assert_close(tensor, start[name] + work * mean, atol=1e-5, rtol=1e-4)
 
 
 def test_scaffolds_variates_average_to_the_servers_and_are_mean_gradients(tmp_path: Path):
@@ -240,6 +191,25 @@ def test_fedavg_is_a_plain_loops_with_the_same_batches(tmp_path: Path):
     assert 0.0 < accuracy < 1.0
 
 
+def test_the_plain_loop_leaves_whole_numbers_alone(tmp_path: Path):
+    config = configured(tmp_path, "strategy.name=fedavg", "training.batch=4096", "rounds=2", network="norms")
+    ours, (plain, _) = network_of(set_up(config).all_rounds()), plain_fedavg(config, seed=0)
+    for name, tensor in plain.items():
+        torch.testing.assert_close(ours[name], tensor, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["federation.fraction=0.5", "training.weight_decay=0.1", "training.schedule=cosine", "training.clip=1",
+     "training.steps=3", "training.label_smoothing=0.1", "training.augment=[RandomVerticalFlip]", "strategy.weighting=equal",
+     "objective.batchnorm=own", "sites.0.flip=true"],
+)  # fmt: skip
+def test_the_plain_loop_refuses_what_it_does_not_do(tmp_path: Path, word: str):
+    config = configured(tmp_path, "strategy.name=fedavg", word)
+    with pytest.raises(UserError, match=r"^(sites|strategy|objective|[a-z]+\.[a-z_]+): got .*tables="):
+        plain_fedavg(config, seed=0)
+
+
 def test_fedavg_is_a_plain_loops_with_the_same_mini_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The plain loop with torch.optim.SGD, in the order in which our sites see their images."""
     config = configured(tmp_path, "strategy.name=fedavg", "rounds=3", "training.epochs=2",
@@ -275,6 +245,12 @@ def test_weights_under_masks_are_refused_with_what_to_set(tmp_path: Path):
 def test_what_cannot_work_is_refused(tmp_path: Path):
     for words, told in [
         (["strategy.name=ditto", "training.clip=1"], r"training\.clip: strategy ditto"),
+        (["strategy.name=scaffold", "training.clip=1"], r"training\.clip: strategy scaffold"),
+        (["strategy.name=fednova", "training.clip=1"], r"training\.clip: strategy fednova"),
+        (["strategy.name=scaffold", "federation.clip_change=1"], r"federation\.clip_change: what is scaled"),
+        (["strategy.name=scaffold", "privacy={clip: 1, noise: 1}"], r"privacy\.noise: what is scaled"),
+        (["strategy.name=fedadam", "objective.name=scaffold"], r"objective\.name: .*strategy\.name=scaffold"),
+        (["strategy.name=fedavg", "objective.name=fednova"], r"objective\.name: .*strategy\.name=fednova"),
         (["strategy.name=scaffold", "training.rate=0"], r"training\.rate: got 0, strategy scaffold"),
         (
             ["strategy.name=fednova", "training.optimizer={name: sgd, dampening: 0.1}"],

@@ -18,6 +18,7 @@ from clients.states import read_state
 from conf import UserError, load
 from conf.errors import FailedError
 from fusion.exact import ExactSum, digest
+from server.experiment import check as check_start
 from server.ledger.audit import check
 from server.privacy import check_hidden
 from server.strategies import slots_of, strategy_of
@@ -103,7 +104,8 @@ def test_too_few_sites_end_the_round(tmp_path: Path) -> None:
     for stage in STAGES:
         config = configured(tmp_path, MASKS[1], name=stage)
         missing = (1, 2, 3, 4) if stage == SECURE_KEYS else (1, 2)  # those that began count
-        with pytest.raises(FailedError, match=r"secure aggregation needs [24]|good replies|shares, of which 4"):
+        told = r"[13] of 5 sites answered '.*', secure aggregation needs [24] \(first failure: site-0001: .*gone"
+        with pytest.raises(FailedError, match=rf"{told}|shares, of which 4"):
             run(config, Spoiled(gone, [stage], sites=missing))
         with method_of(config) as method:
             assert method.unlearning().last_round() == 0
@@ -245,6 +247,19 @@ def test_going_back_to_a_round_under_masks_is_refused(tmp_path: Path) -> None:
         for site in late:
             with pytest.raises(UserError, match="--rollback: under masks"):
                 method.aggregation.check_forgetting([site], rollback=True)
+
+
+def test_as_many_sites_are_asked_as_masks_take(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"federation\.fraction: got 0\.25, which asks one of 5 .* set it to 0\.4 or more"):
+        check_start(configured(tmp_path, MASKS[1], "federation.fraction=0.25"))
+    config = configured(tmp_path, MASKS[1], "federation.fraction=0.4", "rounds=1")
+    run(config)
+    with method_of(config) as method:  # of three that are left 0.4 would be one
+        receive(method.ledger, "two", [ONE, TWO], "", {"repair": 1})
+        listener = Recorder()
+        grid = InlineGrid(SITES, store_folder(config), Spoiled())
+        method.train(method.joined(grid), listener, rounds=method.unlearning().last_round())
+        assert listener.asked[-1] == 2 and method.unlearning().under_way() == []
 
 
 def test_the_configuration_says_what_it_takes() -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from sims.experiments.strategies import OWN
-from tests.sims.commands import Command
+from sims.experiments.strategies import OWN, _config, _plain
+from tests.sims.commands import Command, refused
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
 SMALL = ("rounds=2", "engine.name=inline")
@@ -31,6 +31,28 @@ def test_the_table_has_a_row_for_each_method_and_for_the_plain_loop(
     assert len(set(measured.values())) == 3 and all(measured.values())
     again = fedloom(*words)
     assert again.code == 0 and rows((tmp_path / "runs/strategies-embedded/tables.md").read_text()) == found
+
+
+def test_the_plain_loop_is_run_again_with_other_settings_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+
+    def figure(*words: str) -> float:
+        return _plain(tmp_path, _config("embedded", "fedavg", 0, ["rounds=1", *words]))[1]
+
+    first = figure()
+    kept = next(tmp_path.glob("plain-*.json"))
+    kept.write_text(kept.read_text().replace(str(first), "0.125"))
+    assert figure() == 0.125  # as it was kept
+    assert figure("data.size=8") != 0.125
+
+
+def test_what_the_plain_loop_does_not_do_is_told_before_anything_runs(
+    fedloom: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    words = ("reproduce", "strategies", "--preset", "embedded", "--seeds", "1", "federation.fraction=0.5", *SMALL)
+    refused(fedloom(*words), "federation.fraction: got 0.5", "tables=")
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("looked_at", ["0", "-1"])
