@@ -71,7 +71,8 @@ def call(function: Callable[..., Any], options: Mapping[str, Any], ours: Mapping
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        given = plain(", ".join(f"{key}={one!r}" for key, one in options.items()))[:MOST_TOLD]
+        usual = {one.name: repr(one.default) for one in parameters(function)[0]}
+        given = plain(", ".join(f"{key}={one!r}" for key, one in options.items() if usual.get(key) != repr(one)))[:MOST_TOLD]
         raise UserError(f"{where}: '{name}' failed{f' with {given}' if given else ''} ({told(error)})") from error
 
 

@@ -120,7 +120,7 @@ def test_sites_are_sampled_by_the_seed_anew_in_each_round(tmp_path: Path):
     assert sampled(tmp_path / "c", "seed=1") != first
 
 
-@pytest.mark.parametrize(("fraction", "number"), [(0.0, 1), (0.2, 1), (0.5, 2), (0.6, 2), (0.9, 3), (1.0, 3)])
+@pytest.mark.parametrize(("fraction", "number"), [(1e-9, 1), (0.2, 1), (0.5, 2), (0.6, 2), (0.9, 3), (1.0, 3)])
 def test_the_share_of_sites_that_are_asked_is_rounded_half_up_and_never_nobody(tmp_path: Path, fraction, number):
     config = small(tmp_path, f"federation.fraction={fraction}", "rounds=1", sites=3, samples=10)
     client = WatchedApp()
