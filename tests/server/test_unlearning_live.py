@@ -51,7 +51,7 @@ def test_a_certificate_is_verified_beside_a_server_that_commits_meanwhile(
             method.aggregation.forget([TWO], {})
             return sums_of(ledger)
 
-        monkeypatch.setattr("server.unlearning.certificate.sums_of", late)
+        monkeypatch.setattr("server.unlearning.verification.sums_of", late)
         assert verdicts(config) == {"match", "not checkable"}
         assert len(method.aggregation.members()) == SITES - 2
 
