@@ -139,6 +139,8 @@ class View:
 
     def integers(self, slot: str, site: str) -> State:
         """What a site put into a slot last, int64 in units of 2**-bits. KeyError if it has put nothing."""
+        if not self.has(slot, site):
+            raise KeyError(f"slot '{slot}': {site} has put nothing into it yet; ask has('{slot}', '{site}') before")
         return self.slots.contribution(slot, site)
 
     def contribution(self, slot: str, site: str) -> State:

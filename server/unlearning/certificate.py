@@ -26,7 +26,6 @@ FORMAT = 1
 CERTIFIED = "certified"  # an event of the ledger, with the sha256 of the certificate that is written then
 TIMES = ("received", "applied")  # events of a request that a certificate dates
 OUTSTANDING = "outstanding"
-CLOSE = 0.002  # accuracies this far apart are equal: another machine may round another way
 EXACT = ("The sum after the request equals, bit for bit, the sum of the remaining sites' contributions. Nothing of the "
          "forgotten sites' contributions is in it, and their weights are deleted from the ledger. What its events still say "
          "of them stands below, among what is not exact.")  # fmt: skip
@@ -37,7 +36,6 @@ _PARTS = {"format": int, "request": str, "run": str, "sites": list, "reason": st
           "exact": dict, "not_exact": dict, "erased": list, "ledger": dict, "evidence": dict}  # fmt: skip
 _EXACT_PARTS = {"statement": str, "tensors": list, "digest_before": dict, "digest_after": dict, "sum_of_remaining": str,
           "remaining": dict}  # fmt: skip
-_TOLD = 100  # characters of each side of a mismatch
 EVENTS = ("they keep the round, the number of samples and the sha256 of each forgotten contribution, and what this "
           "certificate says: an event's digest covers them, and every later digest that one, so that without them the chain "
           "could not be checked. No weight follows from a sha256, but it proves of a copy, if there is one, that it was "

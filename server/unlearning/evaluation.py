@@ -16,6 +16,7 @@ from conf.errors import UserError
 from conf.progress import steps
 from conf.schema import Config
 from conf.sites import Site, roster
+from fusion.exact import digest
 from server.evaluate import Evaluator
 from server.unlearning.attacks import disagreement, distance, membership, time_to_relearn
 
@@ -32,7 +33,7 @@ class UnlearningEvaluation:
         self.sites = [site for site in roster(config) if site.name in sites]
 
     def of(self, model: Model | None) -> dict[str, Any]:
-        """Test accuracy on every domain and, for each of the sites, membership attacks on its training images."""
+        """Digest, test accuracy on every domain and, for each of the sites, membership attacks on its training images."""
         if model is None:
             return {
                 "accuracy": {},
@@ -40,7 +41,8 @@ class UnlearningEvaluation:
                 "not_measured": "the method has no aggregate; networks are the sites' own",
             }
         try:
-            found: dict[str, Any] = {"accuracy": self.evaluator.accuracy(model, "test"), "membership": {}}
+            accuracy = self.evaluator.accuracy(model, "test")
+            found: dict[str, Any] = {"network": digest(model.state), "accuracy": accuracy, "membership": {}}
         except UserError as error:  # the images are the sites' own
             return {"accuracy": {}, "membership": {}, "not_measured": str(error)}
         for site in steps("membership attacks", self.sites):

@@ -19,7 +19,10 @@ def write_html(path: Path) -> Path:
             "What was deleted",
             [Table("", ["path in the run's folder"], [[one] for one in given["erased"]]), *_at_sites(given)],
         ),
-        ("What was measured", [_accuracy(evidence), _attacks(evidence), _relearning(evidence), *_retrained(evidence)]),
+        (
+            "What was measured",
+            [*_networks(evidence), _accuracy(evidence), _attacks(evidence), _relearning(evidence), *_retrained(evidence)],
+        ),
         *([("What was tested, and what was not", [_scope(given["scope"])])] if "scope" in given else []),
     ]
     return write_page(path.with_suffix(".html"), f"Certificate of request {given['request']}", sections)
@@ -46,8 +49,9 @@ def _at_sites(given: dict[str, Any]) -> list[Part]:
 
 
 def _exact(given: dict[str, Any]) -> Table:
-    exact, rest = given["exact"], "the remaining contributions"
-    kept, rest = ("the sum", f"the sum of {rest}") if exact["tensors"] else ("what the server keeps beside", rest)
+    exact = given["exact"]
+    rest = "the sum of the remaining contributions" if exact["tensors"] else "the remaining contributions"
+    sums = {"before": exact["digest_before"], "after": exact["digest_after"]} if exact["tensors"] else {}
     rows = [
         ["sites", ", ".join(given["sites"])],
         ["run", given["run"]],
@@ -55,8 +59,7 @@ def _exact(given: dict[str, Any]) -> Table:
         ["options", ", ".join(f"{name} {value}" for name, value in given["options"].items() if value) or "-"],
         *([f"request {state}", when] for state, when in given["times"].items()),
         *([["tensors", f"{len(exact['tensors'])}: {', '.join(exact['tensors'])}"]] if exact["tensors"] else []),
-        [f"digest of {kept} before", one_digest(exact["digest_before"])],
-        [f"digest of {kept} after", one_digest(exact["digest_after"])],
+        *([f"digest of the sum {when}", one_digest(digests)] for when, digests in sums.items()),
         [f"digest of {rest}", exact["sum_of_remaining"]],
         ["remaining sites", str(len(exact["remaining"]))],
         ["event of the ledger", f"{given['ledger']['event']}: {given['ledger']['digest']}"],
@@ -71,6 +74,13 @@ def _scope(scope: dict[str, list[str]]) -> Table:
 
 def _stages(evidence: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {stage: evidence[stage] for stage in ("before", "after", "retrained") if evidence.get(stage)}
+
+
+def _networks(evidence: dict[str, Any]) -> list[Part]:
+    """Which networks were measured."""
+    rows = [[stage, one["network"]] for stage, one in _stages(evidence).items() if "network" in one]
+    note = "Equal digests are equal networks, bit for bit."
+    return [Table("The networks that were measured", ["network", "digest"], rows, note)] if rows else []
 
 
 def _accuracy(evidence: dict[str, Any]) -> Table:

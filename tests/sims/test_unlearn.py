@@ -29,6 +29,8 @@ def test_a_site_is_forgotten_verified_and_readmitted(fedloom: Command, run: Path
     written, text = file.read_text(), page.read_text()
     done = json.loads(written)
     assert (done["sites"], done["reason"]) == ([ONE], "asked by mail")
+    networks = [done["evidence"][stage]["network"] for stage in ("before", "after")]
+    assert networks[0] != networks[1] and all(network in text for network in networks)
     assert done["exact"]["digest_after"]["sum"] in text and "What is exact" in text and "What is not" in text
     summary = json.loads((run / "summary.json").read_text())
     assert summary["unlearned"] == [ONE] and ONE not in summary["accuracy"] and summary["status"] == "finished"

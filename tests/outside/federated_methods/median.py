@@ -1,0 +1,29 @@
+"""The coordinate-wise median of the sites' last networks (Yin et al., Byzantine-Robust Distributed Learning, 2018)."""
+
+import torch
+
+from clients.objectives import MEAN, SITE
+from server.strategies import TRAIN, Catalogue, Expected, Model, Models, Run, Strategy, View
+
+
+class Median(Strategy):
+    goes_with = "fedavg"
+
+    def slots(self, config):
+        return {"networks": Catalogue()}
+
+    def begin(self, run: Run) -> None:
+        run.keep("start", run.initial())
+
+    def round(self, run: Run) -> None:
+        median = self.median(run)
+        run.gather(TRAIN, {MEAN: median}, {SITE: Expected(median, slot="networks")})
+
+    def models(self, view: View) -> Models:
+        return Models({"median": lambda: Model(view.architecture(), self.median(view))})
+
+    def median(self, view: View):
+        given = [view.contribution("networks", site.name) for site in view.sites if view.has("networks", site.name)]
+        if not given:
+            return view.kept("start")
+        return {name: torch.stack([one[name] for one in given]).median(0).values for name in given[0]}
