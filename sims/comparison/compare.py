@@ -16,6 +16,7 @@ from sims.comparison.entries import entries_of
 from sims.comparison.groups import UNION, Group, grouped, refuse_nothing
 from sims.comparison.statistics import paired, spread
 from sims.comparison.tables import (
+    ONE_SEED,
     Pair,
     accuracy_rows,
     cost_table,
@@ -153,6 +154,8 @@ def headline(groups: Sequence[Group]) -> str:
     best = max(groups, key=lambda group: spread(list(group.scores().values()) or [-1.0]).mean)
     many = f"{len(groups)} row{'s' * (len(groups) > 1)}, {len(seeds)} seed{'s' * (len(seeds) > 1)}"
     reached = mean_and_spread(list(best.scores().values())) if best.scores() else "-"
+    if len(seeds) == 1 and len(groups) > 1:
+        return f"{many}: {best.label} is highest, with {reached} % of the test images. {ONE_SEED}."
     told = f"{many}: the best on average is {best.label}, with {reached} % of the test images"
     alike = [group.label for group in groups if group is not best and not _ahead(best, group)]
     more = f"; the seeds do not tell it apart from {', '.join(alike[:3])}{' and others' * (len(alike) > 3)}"

@@ -148,8 +148,12 @@ def _mixed_notes(mixed: Sequence[str]) -> list[str]:
 def _forgotten_notes(entries: Sequence[Entry]) -> list[str]:
     """Runs whose network is no longer the one that was trained."""
     gone = {entry.folder: entry.summary.get("unlearned") or [] for entry in entries}
-    return _cut([f"{folder}: {', '.join(map(str, sites))} were removed from it since" for folder, sites in gone.items()
-                 if sites])  # fmt: skip
+    told = {
+        folder: f"{', '.join(map(str, sites))} {'was' if len(sites) == 1 else 'were'}"
+        for folder, sites in gone.items()
+        if sites
+    }
+    return _cut([f"{folder}: {sites} removed from it since" for folder, sites in told.items()])
 
 
 def _apart_notes(groups: Sequence[Group]) -> list[str]:

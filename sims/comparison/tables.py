@@ -11,6 +11,7 @@ from sims.report.tables import MAX_DOMAINS, Cell, Table, cut, mean_and_spread, p
 from sims.sweeps.names import text_of
 
 MOST_PAIRED = 6  # rows of which every pair is told; of more, each with the first
+ONE_SEED = "One seed: whether a difference is more than chance cannot be judged (--seeds 0,1,2 gives three)"
 LONGEST = 60  # letters of a value in a table
 
 
@@ -37,6 +38,8 @@ def accuracy_rows(groups: Sequence[Group]) -> Table:
                               for group in groups]  # fmt: skip
     few = f" The first {MAX_DOMAINS} of {len(columns)} domains are shown." if len(columns) > len(shown) > 0 else ""
     note = f"In %: mean ± standard deviation (of a sample) over the seeds.{few}"
+    if len(groups) > 1 and len({seed for group in groups for seed in group.seeds}) == 1:
+        note = f"In %. {ONE_SEED}.{few}"
     return Table("Test accuracy", ["", "seeds", *shown, UNION], rows, note)
 
 

@@ -38,11 +38,19 @@ def carry_out(
     missing = [one for one in planned if not one.done]
     done = {one.name: finished(one, KEPT) for one in planned if one.done}
     with display_for(quiet, len(planned), len(done), json_output) as display:
+        if not quiet:
+            display.say("", _opening(len(planned), len(done), parallel))
         done |= _carried_out(missing, parallel, display)
         seen = {one.name: looked_at(one) for one in missing if done[one.name].status == BUSY}
         done |= {name: found for name, found in seen.items() if isinstance(found, Outcome)}
         done |= _carried_out([found for found in seen.values() if isinstance(found, Planned)], parallel, display)
     return [done[one.name] for one in planned]
+
+
+def _opening(total: int, kept: int, parallel: int) -> str:
+    """What is ahead, in a line."""
+    there = f", {kept} of them finished before" if kept else ""
+    return f"{total} run{'s' * (total > 1)}{there}, {max(1, min(parallel, total - kept))} at a time"
 
 
 def _carried_out(tasks: Sequence[Planned], parallel: int, display: Display) -> dict[str, Outcome]:

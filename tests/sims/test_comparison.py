@@ -128,6 +128,13 @@ def test_the_command_writes_a_page_a_table_and_json(fedloom: Command, swept: Pat
     assert "| mode=exact, rate=0.01 |" in fedloom("compare", swept).out
 
 
+def test_of_one_seed_nothing_is_judged(fedloom: Command, swept: Path, tmp_path: Path):
+    said = fedloom("compare", *swept.glob("*-seed=0"), "--html", tmp_path / "page.html")
+    told = "One seed: whether a difference is more than chance cannot be judged"
+    assert said.code == 0 and told in said.out and told in (tmp_path / "page.html").read_text()
+    assert told not in fedloom("compare", swept).out
+
+
 def test_what_cannot_be_compared_is_told(fedloom: Command, swept: Path, run: Path):
     other = run.with_name("other")
     shutil.copytree(run, other)

@@ -223,6 +223,7 @@ def test_runs_that_fail_stop_no_other(tmp_path: Path, fedloom: Command, monkeypa
     runs = last_line(said)["runs"]
     assert [run["status"] for run in runs] == ["failed", "failed", "finished"]
     assert "its process ended (exit code 7)" in runs[0]["error"] and runs[1]["error"]
+    assert "3 runs, " in said.err
     assert "digits-fate=dies: failed" in said.err and "digits-fate=raises: failed" in said.err
 
 
