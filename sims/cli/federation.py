@@ -72,13 +72,17 @@ def plan(
     nodes: Annotated[Path, typer.Argument(help="A YAML file: host, port, sites: [{name: ...}, ...].")],
     folder: Annotated[Path, typer.Option(help="Where the machines' folders go.")] = HERE,
 ) -> None:
-    """Write a folder with keys, sheet and start command for each machine."""
-    from sims.federation.plan import Plan, write_plan
+    """Write a folder with keys, sheet and start command for each machine; in a federation's folder, for its new sites."""
+    from sims.federation.machines import let_in
+    from sims.federation.plan import SERVER, Plan, write_plan
     from sims.federation.sheets import read
 
-    for home in write_plan(read(Plan, nodes), folder):
-        command = "server ." if home.name == "server" else "node site.yaml"
+    homes = write_plan(read(Plan, nodes), folder)
+    for home in homes:
+        command = "server ." if home.name == SERVER else "node site.yaml"
         typer.echo(f"{home}: copy it to its machine; there, in it: fedloom federation {command}")
+    if homes[0].name != SERVER:
+        typer.echo(let_in(folder / SERVER))
 
 
 @app.command()

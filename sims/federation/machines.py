@@ -105,6 +105,15 @@ def register(folder: Path) -> None:
             path.with_suffix(ID).write_text(str(json.loads(flwr(folder, *words))["node-id"]), encoding="ascii")
 
 
+def let_in(folder: Path) -> str:
+    """Let new sites' keys in, where the server of this folder is up; what there is to know of it."""
+    if not running(folder):
+        return f"{folder / KEYS}: the new sites' public keys; the server that has them here lets them in when it starts"
+    if sheets.read(ServerSheet, folder / sheets.SERVER).authenticate:
+        register(folder)
+    return "the server lets them in"
+
+
 def rekey(folder: Path, site: str) -> str:
     """Take a site's lost key back and let a new one in, which is written into the site's folder; the id of its new node.
 

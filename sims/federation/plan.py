@@ -63,9 +63,14 @@ def site_sheets(plan: Plan) -> list[SiteSheet]:
 
 
 def write_plan(plan: Plan, folder: Path) -> list[Path]:
-    """The machines' folders, the server's first. UserError if there is something in the folder already, or it cannot be."""
+    """The machines' folders, the server's first; where a federation is already, those of sites that are new to it.
+
+    UserError if anything else is in the folder, there is no new site, or it cannot be written.
+    """
     made = site_sheets(plan)
     with written(folder):
+        if (folder / SERVER / sheets.SERVER).is_file():
+            return _add_sites(plan, folder, made)
         if folder.exists() and any(folder.iterdir()):
             raise UserError(f"{folder}: is not empty; name another folder, or remove it with its keys")
         return _write_plan(plan, folder, made)
@@ -90,15 +95,30 @@ def _write_plan(plan: Plan, folder: Path, made: Sequence[SiteSheet]) -> list[Pat
         hosts = [plan.host, *plan.names, "localhost", "127.0.0.1"]
         write_certificates(server, list(dict.fromkeys(hosts)))
     _write_server(plan, server)
+    return [server, *_write_sites(plan, folder, made)]
+
+
+def _add_sites(plan: Plan, folder: Path, made: Sequence[SiteSheet]) -> list[Path]:
+    server = sheets.read(ServerSheet, folder / SERVER / sheets.SERVER)
+    if (plan.port, plan.tls) != (server.port, bool(server.certificate)):
+        now = f"port {server.port}, tls {str(bool(server.certificate)).lower()}"
+        raise UserError(f"{folder}: is a federation with {now}; say the same, or name another folder")
+    there = {*sites_of(folder), *(path.stem for path in (folder / SERVER / KEYS).glob("*.pub"))}
+    if not (new := [sheet for sheet in made if sheet.name not in there]):
+        raise UserError(f"{folder}: is not empty, and has all of these sites; add one to the plan, or name another folder")
+    return _write_sites(plan, folder, new)
+
+
+def _write_sites(plan: Plan, folder: Path, made: Sequence[SiteSheet]) -> list[Path]:
     for sheet in made:
         home = folder / sheet.name
         home.mkdir(mode=0o700)
         if plan.tls:
-            (home / AUTHORITY).write_bytes((server / AUTHORITY).read_bytes())
-            (server / KEYS / f"{sheet.name}.pub").write_text(write_node_key(home) + "\n", encoding="ascii")
+            (home / AUTHORITY).write_bytes((folder / SERVER / AUTHORITY).read_bytes())
+            (folder / SERVER / KEYS / f"{sheet.name}.pub").write_text(write_node_key(home) + "\n", encoding="ascii")
         sheets.write(home / sheets.SITE, sheet)
     write_peers(folder)
-    return [server, *(folder / sheet.name for sheet in made)]
+    return [folder / sheet.name for sheet in made]
 
 
 def write_peers(folder: Path) -> None:

@@ -22,7 +22,8 @@ from server.ledger import Ledger
 from sims.federation import local
 from sims.federation.checks import GOOD, check
 from sims.federation.keys import write_certificates
-from sims.federation.plan import SERVER, Plan, sites_of, write_plan
+from sims.federation.machines import ID, flwr, registered
+from sims.federation.plan import CONNECTION, KEYS, SERVER, Plan, sites_of, write_plan
 from sims.federation.programs import LOG, PID, Running, free_port, keep_running, launch, running
 from sims.federation.sheets import SITE, SiteSheet, read, write
 from tests.flower.machines import ENVIRONMENT, ROOT, fedloom, inline, online, program, rounds, run, until, words
@@ -172,6 +173,24 @@ def test_a_lost_key_is_replaced_and_the_ledger_notes_who_said_so(federation: Pat
         assert [event.body["by"] for event in ledger.events("bound")][-2:] == ["operator", "joined"]
 
 
+def test_a_site_that_is_added_to_the_plan_gets_in_beside_a_running_server(federation: Path, tmp_path: Path):
+    plan, home, before = tmp_path / "nodes.yaml", federation / "further", online(federation)
+    port = read(SiteSheet, federation / "site-0000" / SITE).superlink.rpartition(":")[2]
+    plan.write_text(f"port: {port}\nsites: [{{name: further}}]")
+    try:
+        done = fedloom(tmp_path, "federation", "plan", str(plan), "--folder", str(federation))
+        assert done.returncode == 0 and "the server lets them in" in done.stdout, done.stdout + done.stderr
+        launch(home, "federation", "node", SITE)
+        until(lambda: len(online(federation)) == len(before) + 1, "it is not let in")
+    finally:
+        local.stop(home)
+        shutil.rmtree(home)
+        public = federation / SERVER / KEYS / "further.pub"
+        flwr(federation / SERVER, "supernode", "unregister", registered(public), CONNECTION, "--format", "json")
+        for path in (public, public.with_suffix(ID)):
+            path.unlink()
+
+
 def test_a_key_that_is_not_registered_does_not_get_in(federation: Path, tmp_path: Path):
     server = read(SiteSheet, federation / "site-0000" / SITE).superlink
     write_plan(Plan(port=int(server.rpartition(":")[2]), sites=[{"name": "stranger"}]), tmp_path / "other")
@@ -237,8 +256,10 @@ def test_what_is_wrong_is_told_in_a_line(tmp_path: Path):
             write_plan(given, tmp_path / "new")
     assert not (tmp_path / "new").exists()
     write_plan(Plan(port=free_port(), sites=[{"name": "a"}]), tmp_path / "new")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
     with pytest.raises(UserError, match="is not empty"):
-        write_plan(Plan(sites=[{"name": "a"}]), tmp_path / "new")
+        write_plan(Plan(sites=[{"name": "a"}]), tmp_path / "other")
     assert (tmp_path / "new" / "a" / "key").stat().st_mode & 0o077 == 0
     assert local.down(tmp_path / "new") == []
     with pytest.raises(UserError, match=r"is no federation's folder, nor a machine's; 'fedloom federation up"):

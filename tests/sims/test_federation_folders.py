@@ -1,5 +1,6 @@
 """`fedloom federation` without a machine at work: what is wrong in plans, sheets and folders, each told in one line."""
 
+import shutil
 import socket
 import subprocess
 import sys
@@ -104,6 +105,29 @@ def test_a_port_in_use_is_told_with_the_key_to_change(fedloom: Command, tmp_path
         refused(fedloom("federation", "server", tmp_path / "m" / "server"), told)
         refused(fedloom("federation", "up", tmp_path / "m"), told)
     refuse_port(tmp_path / "m" / "server", ServerSheet(port=port))
+
+
+def test_a_plan_with_further_sites_adds_them_alone(fedloom: Command, tmp_path: Path):
+    """Those that are there keep their keys, moved to another machine or not, and learn the new ones'."""
+    plan, folder = tmp_path / "nodes.yaml", tmp_path / "m"
+    plan.write_text("sites: [{name: north}, {name: south}]")
+    assert fedloom("federation", "plan", plan, "--folder", folder).code == 0
+    shutil.rmtree(folder / "south")  # it is on its machine
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "peers"}
+    refused(fedloom("federation", "plan", plan, "--folder", folder), "has all of these sites; add one to the plan")
+    plan.write_text("port: 8001\nsites: [{name: north}, {name: east}]")
+    refused(
+        fedloom("federation", "plan", plan, "--folder", folder), "is a federation with port 8000, tls true; say the same"
+    )
+    assert not (folder / "east").exists()
+    plan.write_text("sites: [{name: north}, {name: south}, {name: east, publish: [none]}]")
+    said = fedloom("federation", "plan", plan, "--folder", folder)
+    assert said.code == 0 and f"{folder}/east: copy it" in said.out and "lets them in when it starts" in said.out, said
+    assert not (folder / "south").exists() and read(SiteSheet, folder / "east" / SITE).publish == ["none"]
+    assert {path: path.read_bytes() for path in before} == before
+    peers = (folder / "north" / "peers").read_text()
+    assert peers == (folder / "east" / "peers").read_text()
+    assert [line.split()[0] for line in peers.splitlines()] == ["east", "north", "south"]
 
 
 def test_a_server_that_was_moved_finds_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
