@@ -132,8 +132,8 @@ def domains(summary: Mapping[str, Any]) -> list[str]:
 def only_domain(summary: Mapping[str, Any]) -> str:
     """The domain that all test accuracies are given for, where there is one alone: it is the union, then. Else empty."""
     names = domains(summary)
-    rows = accuracies(summary).values()
-    return names[0] if len(names) == 1 and all(names[0] in row for row in rows if "union" in row) else ""
+    rows = [row for row in accuracies(summary).values() if "union" in row]
+    return names[0] if len(names) == 1 and all(row.get(names[0]) == row["union"] for row in rows) else ""
 
 
 def columns_of(summary: Mapping[str, Any]) -> list[str]:
