@@ -30,6 +30,7 @@ WORDS = {
     "sites.0.partition.alpha": ("dirichlet", "dirichlet_alpha"),
     "strategy": ("algorithm", "method", "aggregation", "aggregator"),
     "tracking": ("logger", "loggers", "trackers", "tensorboard", "wandb", "mlflow"),
+    "training.augment": ("augmentation", "augmentations", "data_augmentation", "transform", "transforms"),
     "training.optimizer": ("optim",),
     "training.batch": ("batch_size", "local_batch_size"),
     "training.epochs": ("local_epochs", "num_epochs", "n_epochs"),
@@ -42,9 +43,15 @@ BY_WORD = {word: key for key, words in WORDS.items() for word in words}
 
 def meant(error: UnknownKeyError) -> UserError:
     """The error, suggesting what goes by the key's word elsewhere; the same where there is no such thing."""
-    word = error.key.rpartition(".")[2].lower()
+    near = by_word(error.key.rpartition(".")[2])
+    return error.suggesting(near) if near else error
+
+
+def by_word(word: str) -> str:
+    """The one dotted key that goes by the word; empty where there is none, or several."""
+    word = word.lower()
     places = [BY_WORD[word]] if word in BY_WORD else _places().get(word, [])
-    return error.suggesting(places[0]) if len(places) == 1 else error
+    return places[0] if len(places) == 1 else ""
 
 
 @functools.cache

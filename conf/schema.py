@@ -79,7 +79,9 @@ class SiteConfig:
     label: str = value("", "name of this domain in tables; empty: made from the domain and its changes")
     name: str = value("", "the site's name; empty: site-0000, site-0001, ... by place")
     count: int = value(1, "how many sites share this domain (divided by `partition`)", low=1, high=MOST_SITES)
-    samples: int = value(0, "training images per site; 0: all there are", low=0)
+    samples: int = value(
+        0, "training images of each of the `count` sites, not of all together; 0: all that its part has", low=0
+    )
     rotation: float = value(0.0, "degrees, counter-clockwise", low=-360.0, high=360.0)
     invert: bool = value(False, "black becomes white")
     flip: bool = value(False, "random horizontal flips while training")

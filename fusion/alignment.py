@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor, nn
 
-from fusion.cla_ot.matching import layer_costs, match_units, wired
+from fusion.cla_ot.matching import layer_costs, match_units, pairs_of, wired
 from fusion.settings import FusionSettings
 
 
@@ -35,4 +35,4 @@ def align(one: nn.Module, other: nn.Module, *, probe: Tensor, settings: FusionSe
     ours, theirs = wired([one, other], probe)
     matches = match_units(ours, theirs, costs, pin_first=chosen.pin_first, pin_last=chosen.pin_last)
     names = tuple(unit.name for unit in ours.units), tuple(unit.name for unit in theirs.units)
-    return Alignment(names, costs, {names[0][i]: names[1][j] for i, j in sorted(matches.items())})
+    return Alignment(names, costs, pairs_of(ours, theirs, matches))

@@ -16,16 +16,17 @@ class Fused:
     """The result of a fusion; one entry for each input network, in their order.
 
     `alignment`: for each layer (or block) of the shallower of two networks, this one and the one that gives the depth, its
-    0-based place in the deeper. `plans`: by layer, [n, m], columns sum to 1: output m of the result as a mean of the
-    network's own n; empty for the network `into`; of a selection: 1 where output m is the network's own n. `balanced`: the
-    network in the result's depth; `aligned`: and in its basis, not averaged (of a selection: none); where nothing has to
-    change it is the input itself.
+    0-based place in the deeper. `pairs`: the same by names, as `align(networks[depth], network).pairs` gives it. `plans`: by
+    layer, [n, m], columns sum to 1: output m of the result as a mean of the network's own n; empty for the network `into`;
+    of a selection: 1 where output m is the network's own n. `balanced`: the network in the result's depth; `aligned`: and in
+    its basis, not averaged (of a selection: none); where nothing has to change it is the input itself.
     `costs`: transport costs by layer. `seconds`: of each part. `notes`: what a user should know. `classes`:
     the names of the network's outputs, where names were given.
     """
 
     network: nn.Module
     alignment: tuple[tuple[int, ...], ...]
+    pairs: tuple[Mapping[str, str], ...]
     plans: tuple[Mapping[str, Tensor], ...]
     balanced: tuple[nn.Module, ...]
     aligned: tuple[nn.Module, ...]

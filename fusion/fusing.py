@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from conf.errors import UserError
 from fusion.checks import check_ends, check_layers, check_numbers, check_places, given_map, mixing_weights
 from fusion.cla_ot.balance import Balanced, balanced, relu_signs, unchanged
-from fusion.cla_ot.matching import Pins, looked_at, match_seen, undecided, wired
+from fusion.cla_ot.matching import Pins, looked_at, match_seen, pairs_of, undecided, wired
 from fusion.cla_ot.moves import Moves, carried, moved
 from fusion.cla_ot.plans import Body, axis_moves, layer_moves
 from fusion.cla_ot.repair import Statistics, Target, in_basis, mixture, repair, running, watched
@@ -126,6 +126,7 @@ class _Fusion:
         return Fused(
             network=result,
             alignment=tuple(self._alignment(place, match) for place, match in enumerate(matches)),
+            pairs=tuple(pairs_of(self.structure, one, match) for one, match in zip(self.wirings, matches, strict=True)),
             plans=made.plans,
             balanced=tuple(body.network for body in bodies),
             aligned=made.aligned,

@@ -1,6 +1,6 @@
 """What a method's networks come to at the end of a run: on every domain, and at single sites on their own test images."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,8 @@ import numpy as np
 from clients.data import class_counts
 from clients.measure import Score
 from clients.networks import Architecture, Model, architecture_of
-from conf.errors import UserError
+from clients.replies import MOST_NAME
+from conf.errors import UserError, plain
 from conf.schema import Config
 from conf.sites import Site, roster
 from server.rounds.schedules import looked_at
@@ -145,6 +146,17 @@ def counted(config: Config, sites: Sequence[Site]) -> dict[str, dict[str, int]]:
     """By site its training images by class; of very many sites, of an even share of them."""
     chosen = sites[:: -(-len(sites) // MOST_COUNTED)] if sites else []
     return {site.name: {str(name): count for name, count in class_counts(config, site).items()} for site in chosen}
+
+
+def common_names(config: Config, said: Iterable[Sequence[str]]) -> dict[str, str]:
+    """By class number its name, where all are of one mind. `said`: by site or domain the names of its classes, in the order
+    of their numbers; none where they are numbers alone: those have the same classes if outputs are shared, else others."""
+    given = {tuple(names) for names in said}
+    if config.data.heads != "shared" and () in given:
+        return {}
+    places = range(max(map(len, given), default=0))
+    found = {place: {plain(names[place])[:MOST_NAME] for names in given if place < len(names)} for place in places}
+    return {str(place): names.pop() for place, names in found.items() if len(names) == 1}
 
 
 def check_models(config: Config, models: Any) -> Models:

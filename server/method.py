@@ -10,19 +10,20 @@ from typing import Any
 
 from flwr.serverapp import Grid
 
+from clients.data import class_names, variant
 from clients.networks import Model
 from clients.objectives import objective_of
 from conf import to_json
 from conf.schema import Config
 from conf.sites import PERSONAL, Site, roster
 from server.at_sites import at_sites, costs, different_networks
-from server.evaluate import Evaluator
+from server.evaluate import Evaluator, has_data
 from server.ledger import Ledger, Request
 from server.ledger.blobs import NodeLostError
 from server.ledger.database import LEDGER, begun
 from server.ledger.declared import declared_sums
 from server.listener import Listener
-from server.measured import Found, Measured, check_models
+from server.measured import Found, Measured, check_models, common_names
 from server.rounds.aggregation import Aggregation
 from server.rounds.exchange import Federation
 from server.rounds.loop import RoundLoop
@@ -217,7 +218,15 @@ class Method:
             **self._of_different_networks(),
             **aggregation.strategy.facts(aggregation.view()),
             **found.facts,
+            **({"class_names": names} if (names := self._class_names()) else {}),
         }
+
+    def _class_names(self) -> dict[str, str]:
+        """What the classes of the members are called, by number; of sites that bring their own data as they enrolled."""
+        members = self.aggregation.members()
+        if has_data(self.config):
+            return common_names(self.config, map(class_names, {variant(site.spec): site.spec for site in members}.values()))
+        return common_names(self.config, self.loop.questions.enrolled_names(members) if self.loop else ())
 
     def _of_different_networks(self) -> dict[str, Any]:
         """Where sites have networks of their own architecture and the server has the images: what that gives and costs."""

@@ -21,6 +21,7 @@ from clients.data.variants import (
     label,
     num_classes,
     outputs,
+    variant,
 )
 
 __all__ = [
@@ -44,5 +45,6 @@ __all__ = [
     "test_images",
     "to_float",
     "validation_images",
+    "variant",
     "where",
 ]

@@ -5,7 +5,7 @@ is printed in the paper forces the first layer after the fact and is then not op
 recursion.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -164,6 +164,11 @@ def match_evenly(deep: Wiring, shallow: Wiring) -> dict[int, int]:
         return np.square(ours[:, None] - theirs).astype(np.float64)  # of whole numbers: equal ones are equal
 
     return _match(deep, shallow, cost, Pins())
+
+
+def pairs_of(one: Wiring, other: Wiring, matches: Mapping[int, int]) -> dict[str, str]:
+    """Matched units by their names, in the order of the one's."""
+    return {one.units[i].name: other.units[j].name for i, j in sorted(matches.items())}
 
 
 def undecided(deep: Wiring, shallow: Wiring, pins: Pins) -> tuple[list[Unit], list[Unit]]:

@@ -113,6 +113,11 @@ class Questions:
         asked = {site.name for site in sites}
         return {site: names for site, names in self._roll.names().items() if site in asked}
 
+    def enrolled_names(self, sites: Sequence[Site]) -> list[tuple[str, ...]]:
+        """What sites that enrolled call their classes, of those that fit; nobody is asked."""
+        said, unlike = self._roll.class_names(), self._roll.unlike() if self.config.data.heads == "shared" else {}
+        return [said[site.name] for site in sites if site.name in said and site.name not in unlike]
+
     def _hear(self, sites: Sequence[Site]) -> None:
         new = [site for site in sites if not (self._has_data or self._roll.has(site.name))]
         for reply in self.ask(ENROL, 1, 1, new, {}):

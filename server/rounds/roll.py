@@ -45,6 +45,10 @@ class Roll:
         """What the classes of each site are, as it said; none where it did not."""
         return dict(self._things)
 
+    def class_names(self) -> dict[str, tuple[str, ...]]:
+        """The names of each site's classes; empty where they are numbers."""
+        return dict(self._names.values())
+
     def unlike(self) -> dict[str, str]:
         """The sites whose classes bear other names than at most of the sites (of equally many: at the first), and why."""
         named = [(site, names) for _, (site, names) in sorted(self._names.items()) if names]

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from clients.messages import MEAN, SITE, TRAIN
 from clients.networks import Model, architecture_of, common_architecture
 from clients.objectives import objective_of
-from clients.objectives.fedavg import OWN
+from clients.objectives.fedavg import OWN, norms
 from clients.objectives.fedavg import FedAvg as FedAvgObjective
 from clients.objectives.steps import momentum_of
 from conf.errors import UserError
 from conf.once import once
 from conf.schema import Config
+from conf.sites import roster
 from conf.typed import value
 from fusion.exact import State
 from server.ledger.declared import Slot, Sum
@@ -31,6 +32,11 @@ from server.strategies.base import STRATEGIES, Residue, Strategy, check_objectiv
 NETWORKS = "networks"  # the slot
 NETWORK = "network"  # what is kept of it: as the last round began with it
 ROUND = "round"  # which round that was
+UNEVEN = 1.0  # alpha of a Dirichlet distribution below which most sites lack most of some classes
+MEAN_OF_NORMS = (
+    "network: it has BatchNorm, and sites have different classes, which the mean of their statistics may not fit; compare "
+    "network.norm=group (where the network has that option), or objective.batchnorm=own with evaluation.where=sites"
+)
 
 
 @dataclass(frozen=True)
@@ -58,8 +64,10 @@ class Averaging(Strategy):
             raise UserError("federation.secure_aggregation: sums under masks count no samples; set strategy.weighting=equal")
 
     def advice(self, config: Config) -> list[str]:
-        """That an aggregate without BatchNorm is measured otherwise."""
-        if objective_of(config).batchnorm != OWN or config.evaluation.where == "sites":  # type: ignore[attr-defined]
+        """That an aggregate without BatchNorm is measured otherwise, and that a mean of BatchNorms may fit no site."""
+        if objective_of(config).batchnorm != OWN:  # type: ignore[attr-defined]
+            return [MEAN_OF_NORMS] if differing_classes(config) and norms(_network(config)) else []
+        if config.evaluation.where == "sites":
             return []
         return ["objective.batchnorm=own: the aggregate's BatchNorm stays as it began; each site's network is measured "
                 "with evaluation.where=sites, the aggregate with evaluation.statistics=batch"]  # fmt: skip
@@ -174,6 +182,15 @@ def _network(config: Config) -> nn.Module:
 @once
 def parameters_of(config: Config) -> frozenset[str]:
     return frozenset(name for name, _ in _network(config).named_parameters())
+
+
+def differing_classes(config: Config) -> bool:
+    """Whether the configuration says that sites have very different shares of the classes."""
+    specs = [(site.spec, site.parts) for site in roster(config)]
+    uneven = any(parts > 1 and (spec.partition.name == "classes" or
+                                (spec.partition.name == "dirichlet" and spec.partition.alpha < UNEVEN))
+                 for spec, parts in specs)  # fmt: skip
+    return uneven or len({tuple(sorted(spec.classes)) for spec, _ in specs}) > 1
 
 
 def _number(round: int) -> State:

@@ -20,7 +20,7 @@ def options(
     from sims.cli.keys import table
 
     found, console = table(section), Console()
-    console.print(found.rich()) if console.is_terminal else typer.echo(found.markdown(), nl=False)
+    console.print(found.rich()) if console.is_terminal else typer.echo(found.plain(), nl=False)
 
 
 @app.command()

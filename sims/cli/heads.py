@@ -19,7 +19,7 @@ def heads(
     from sims.cli import transfer
 
     tables = transfer.measured(run, png)
-    typer.echo("\n".join(table.markdown() for table in tables))
+    typer.echo("\n".join(table.plain() for table in tables))
     if png:
         typer.echo(f"written: {png}")
 
@@ -34,5 +34,5 @@ def transfer_head(
     """One site's head on another site's extractor, as a network, and how good it was measured to be."""
     from sims.cli import transfer
 
-    typer.echo(transfer.transfer(run, giver, taker, out).markdown())
+    typer.echo(transfer.transfer(run, giver, taker, out).plain())
     typer.echo(f"written: {out}")

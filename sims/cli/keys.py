@@ -12,6 +12,7 @@ from clients.training.optimizers import OPTIMIZERS
 from clients.training.schedules import SCHEDULES
 from conf.errors import UserError, unknown
 from conf.load import to_yaml
+from conf.meant import by_word
 from conf.registry import Registry
 from conf.schema import Config, SiteConfig
 from conf.typed import takes
@@ -48,7 +49,14 @@ def table(section: str = "") -> Table:
     schema: Any = Config
     for place, part in enumerate(parts := section.split(".") if section else []):
         schema = _inside(schema, part, ".".join(parts[: place + 1]))
-    return Table(section, COLUMNS, list(_rows(schema)))
+    return Table(section, COLUMNS, list(_rows(schema)), _deeper(section, schema))
+
+
+def _deeper(section: str, schema: Any) -> str:
+    """Which of the keys have keys, or names with options, of their own."""
+    above = f"{section}." if section else ""
+    inner = [field.name for field in dataclasses.fields(schema) if _section(field) or above + field.name in NAMED]
+    return f"fedloom options KEY lists more of {', '.join(above + name for name in inner)}" if inner else ""
 
 
 def _named(section: str, registry: Registry[Any], rest: str) -> Table:
@@ -94,6 +102,9 @@ def _inside(schema: Any, part: str, where: str) -> Any:
     above = (*SHOWN, "tracking") if schema is Config else ()
     if part not in sections and not (sections or above):
         raise UserError(f"{where}: is no section; 'fedloom options {where.rpartition('.')[0]}' lists the keys above it")
+    if part not in sections and schema is Config and (near := by_word(part)) not in {"", part}:
+        lists = near if near in NAMED else near.rpartition(".")[0].replace(".0", "") or near
+        raise UserError(f"unknown section '{part}'; did you mean '{near}'? 'fedloom options {lists}' tells of it")
     if part not in sections:
         raise unknown("section", where, [*sections, *above])
     return sections[part]

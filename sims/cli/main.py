@@ -128,7 +128,7 @@ def bench(
     given = {"quick": quick, "out": out}
     tables, rows = measure(**{name: given[name] for name in inspect.signature(measure).parameters if name in given})
     for table in [tables] if isinstance(tables, Table) else tables:
-        typer.echo(table.markdown(), err=as_json)
+        typer.echo(table.plain(), err=as_json)
     if as_json:
         typer.echo(json.dumps({"rows": rows}))
 

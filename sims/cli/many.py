@@ -52,7 +52,7 @@ def run(order: Order, *, quiet: bool, as_json: bool) -> int:
     except KeyboardInterrupt:
         typer.echo("fedloom: the same command goes on, with the runs that are not finished", err=True)
         raise
-    for text in [outcome_table(outcomes).markdown(), *_together(outcomes)] if not quiet else []:
+    for text in [outcome_table(outcomes).plain(), *_together(outcomes)] if not quiet else []:
         typer.echo(text, err=as_json)
     if as_json:
         typer.echo(json.dumps({"runs": [_row(outcome) for outcome in outcomes]}))

@@ -27,7 +27,7 @@ def networks(
     """The points at which a network can be cut into extractor and head, with the features there."""
     from sims.cli import cutting
 
-    typer.echo(cutting.points(name, channels, size, classes).markdown() if name else "\n".join(cutting.names()))
+    typer.echo(cutting.points(name, channels, size, classes).plain() if name else "\n".join(cutting.names()))
 
 
 @app.command()
@@ -51,7 +51,7 @@ def align(
 
     names = [network_a, network_b]
     files = align_fuse.Files([a, b], names, probe, samples, size, grey, root)
-    typer.echo(align_fuse.align(files, comparison, not free_first, not free_last, out).markdown())
+    typer.echo(align_fuse.align(files, comparison, not free_first, not free_last, out).plain())
     typer.echo(f"written: {out}")
 
 
@@ -90,9 +90,8 @@ def fuse(
     settings = FusionSettings.reference() if reference else FusionSettings(refit=refit, width=width)
     written = align_fuse.check_report(out) if report else None
     tables = align_fuse.fuse_files(files, align_fuse.Order(into, depth, weights, out, labels), settings)
-    text = "\n".join(table.markdown() for table in tables)
-    typer.echo(text)
+    typer.echo("\n".join(table.plain() for table in tables))
     typer.echo(f"written: {out}")
     if written:
-        written.write_text(text, encoding="utf-8")
+        written.write_text("\n".join(table.markdown() for table in tables), encoding="utf-8")
         typer.echo(f"written: {written}")

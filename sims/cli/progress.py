@@ -106,7 +106,7 @@ class PlainListener(QuietListener):
     def finished(self, summary: dict[str, Any]) -> None:
         self._say(_ending(summary))
         for table in result_tables(summary):
-            self.console.print("\n" + table.markdown(), end="", markup=False, highlight=False, soft_wrap=True)
+            self.console.print("\n" + table.plain(), end="", markup=False, highlight=False, soft_wrap=True)
 
 
 class RichListener(QuietListener):

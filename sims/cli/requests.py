@@ -76,7 +76,7 @@ def compose(
     from sims.cli import compose as make
 
     order = make.Order(sites.split(","), numbers(coefficients, "--coefficients") or (), how, start, force, measure)
-    typer.echo("\n".join(table.markdown() for table in make.compose(run, order, out)))
+    typer.echo("\n".join(table.plain() for table in make.compose(run, order, out)))
     typer.echo(f"written: {out}")
 
 
@@ -90,7 +90,7 @@ def verify(
     from sims.cli.unlearn import verify_certificate
 
     table, good = verify_certificate(certificate, run, key)
-    typer.echo(table.markdown())
+    typer.echo(table.plain())
     raise typer.Exit(0 if good else 1)
 
 
@@ -126,7 +126,7 @@ def ledger(
             typer.echo(f"note: {line}")
     if not (check or prune):
         found["events"] = unlearn.events(run)
-        typer.echo(unlearn.events_table(run, found["events"]).markdown())
+        typer.echo(unlearn.events_table(run, found["events"]).plain())
     if as_json:
         typer.echo(json.dumps(found))
     raise typer.Exit(0 if found.get("ok", True) else 1)

@@ -1,6 +1,7 @@
 """The commands on runs that are there, several at once: `fedloom runs`, `fedloom compare` and `fedloom rm`."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +26,7 @@ def runs(
     if as_json:
         typer.echo(json.dumps({"runs": found}))
     else:
-        typer.echo(listing.table(found, folder).markdown() if found else f"{folder}: no runs yet")
+        typer.echo(listing.table(found, folder).plain() if found else f"{folder}: no runs yet")
         for line in (line for row in found for line in row.get("odd", [])):
             typer.echo(f"note: {line}")
 
@@ -61,6 +62,8 @@ def rm(
     from sims.cli import listing, removal
 
     folders = removal.removable(paths)
+    if not (yes or sys.stdin.isatty()):
+        raise UserError("rm: stdin is no terminal, so that nobody can be asked; nothing is removed (--yes: do not ask)")
     size = sum(listing.size_of(folder) for folder in folders)
     told = f"{', '.join(map(str, folders))}: {listing.megabytes(size)} MB"
     try:

@@ -273,7 +273,11 @@ def _measure_again(method: Method, listener: Listener) -> None:
     """The run's metrics, summary and networks as they are without the sites."""
     method.complete_metrics()
     old = {"status": "interrupted", "seconds": 0.0, **method.folder.summary()}
-    old = {key: one for key, one in old.items() if key not in BY_METHOD}  # they tell of sites that are gone
+    gone = {*BY_METHOD, "class_names"}  # they tell of sites that are gone
+    old = {key: one for key, one in old.items() if key not in gone}
+    members = {site.name for site in method.aggregation.members()}
+    if counts := old.get("classes"):
+        old["classes"] = {site: one for site, one in counts.items() if site in members}
     listener.note("measuring on the test images")
     with _measuring(method, listener):
         summary = {**old, **head(method.config, method.ledger), **method.measure()}

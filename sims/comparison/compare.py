@@ -67,8 +67,8 @@ class Comparison:
         return [accuracy_rows(self.groups), *([difference_table(found)] if found else []), cost_table(self.groups)]
 
     def text(self) -> str:
-        """The tables as Markdown, and the notes below them."""
-        return "\n".join([*(table.markdown() for table in self.tables()), *(f"note: {note}" for note in self.notes)])
+        """The tables as lines of plain text, and the notes below them."""
+        return "\n".join([*(table.plain() for table in self.tables()), *(f"note: {note}" for note in self.notes)])
 
     def table(self) -> "pandas.DataFrame":
         """A row for each group: seeds, mean and deviation of test accuracy by domain, mean cost; `attrs` has the notes."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sims.report.tables import clean
+from sims.report.tables import shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,10 +62,7 @@ def score_of(scores: Mapping[str, float], name: str) -> float:
 
 def short(label: str, room: int = 24) -> str:
     """At most `room` letters, the middle left out; dollars are escaped (matplotlib would read formulas)."""
-    text = clean(label)
-    if len(text) > room:
-        text = f"{text[: room // 2]}…{text[-(room // 2 - 1) :]}"
-    return text.replace("$", r"\$")
+    return shortened(label, room).replace("$", r"\$")
 
 
 def write_numbers(axes: Axes, grid: Grid, reach: float, form: str) -> None:

@@ -101,7 +101,7 @@ def _attacks(evidence: dict[str, Any]) -> Table:
                 rows.append([site, stage, "-", attacks["not_measured"], "-"])
                 continue
             rows += [[site, stage, name, f"{each['auc']:.3f} ({each['low']:.3f} to {each['high']:.3f})",
-                      f"{each['members']} / {each['others']}"] for name, each in attacks.items()]  # fmt: skip
+                      f"{each['members']} / {each['others']}"] for name, each in sorted(attacks.items())]  # fmt: skip
     note = ("Area under the curve of telling a site's training images from test images of its domain, with a 95 % bootstrap "
             "interval; 0.5 is chance. Near 0.5 after means little unless it was clearly higher before.")  # fmt: skip
     return Table("Membership inference", ["site", "network", "attack", "AUC", "members / others"], rows, note)

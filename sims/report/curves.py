@@ -20,7 +20,7 @@ Records = Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
 def accuracy_figure(
     metrics: Records, baselines: Mapping[str, Records] | None = None, aggregated: bool = True
 ) -> Figure | None:
-    """Validation accuracy over the rounds, a line per domain and one for their union; None if never measured.
+    """Validation accuracy over the rounds, a line per domain and (of several) their union; None if never measured.
 
     Of `baselines`, by name, the accuracy on the union is drawn beside it, as broken lines. `aggregated`: it is that of one
     network; otherwise that of the sites' own.
@@ -28,20 +28,24 @@ def accuracy_figure(
     names, beside = list(dict.fromkeys(name for record in metrics for name in record.get("accuracy") or {})), baselines or {}
     if not names:
         return None
+    single = [name for name in names if name != "union"] if len(names) == 2 and "union" in names else []
+    names = single or names
     figure, axes = new_figure(8.5, 4.6)
     ends: list[End] = []
     many = len(names) - 1 > len(PALETTE)
     names.sort(key=lambda name: (name == "union") == many)  # the union's thick line: below a few lines, above many
     for place, name in enumerate(names):
-        colour = INK if name == "union" else GREY if many else PALETTE[(place - 1) % len(PALETTE)]
-        ends += _curve(axes, metrics, name, name, colour, bold=name == "union", faint=many and name != "union")
+        whole = name == "union" or bool(single)
+        colour = INK if whole else GREY if many else PALETTE[(place - 1) % len(PALETTE)]
+        ends += _curve(axes, metrics, name, name, colour, bold=whole, faint=many and not whole)
     ends = _worth_a_label(ends) if many else ends
     for place, (name, records) in enumerate(beside.items(), 0 if many else len(names) - 1):
         ends += _curve(axes, records, "union", name, PALETTE[place % len(PALETTE)], broken=True)
     label_ends(axes, ends)
     percent_axis(axes.yaxis)
     whole_rounds(axes, [record["round"] for records in (metrics, *beside.values()) for record in records])
-    axes.set_xlabel("round" + (" (broken lines: baselines and other architectures, on the union)" if beside else ""))
+    broken = f" (broken lines: baselines and other architectures{'' if single else ', on the union'})"
+    axes.set_xlabel("round" + (broken if beside else ""))
     axes.set_ylabel("validation accuracy")
     whose = "the aggregated network" if aggregated else "the sites' own networks, each at home"
     axes.set_title(f"Validation accuracy of {whose}", loc="left", fontsize=12, color=INK)

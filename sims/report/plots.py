@@ -29,7 +29,7 @@ from sims.report.curves import Records, accuracy_figure
 from sims.report.heads import exchanges, heads_figure
 from sims.report.selection import selection_figure, selections
 from sims.report.sites import classes_figure, spread_figure
-from sims.report.tables import accuracies, before_forgetting, domains, has_aggregate, homes
+from sims.report.tables import accuracies, before_forgetting, columns_of, has_aggregate, homes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,7 +68,7 @@ def forgetting_figure(summary: Mapping[str, Any]) -> Figure | None:
     forgotten, before = summary.get("forgotten") or {}, before_forgetting(summary)
     if not forgotten or not before:
         return None
-    columns = [*domains(summary), "union"]
+    columns = columns_of(summary)
     if len(forgotten) <= MAX_PANELS and len(columns) <= MAX_DOTS:
         return _forgetting_panels(forgotten, before, columns, homes(summary))
     changes = [[score_of(scores, name) - score_of(before, name) for name in columns] for scores in forgotten.values()]
@@ -80,7 +80,7 @@ def sites_figure(summary: Mapping[str, Any]) -> Figure | None:
     scores = accuracies(summary)
     if not scores:
         return None
-    columns = [*domains(summary), "union"]
+    columns = columns_of(summary)
     grid = [[score_of(row, name) for name in columns] for row in scores.values()]
     return _heat_map(grid, list(scores), columns, homes(summary), "Test accuracy of every network")
 
@@ -107,7 +107,7 @@ def _forgetting_panels(
         plain(panel)
     for panel in list(panels.flat)[len(forgotten) :]:
         panel.set_visible(False)
-    _legend(figure)
+    _legend(figure, names)
     figure.suptitle("Test accuracy before and after forgetting a site", x=0.01, ha="left", fontsize=12, color=INK)
     return figure
 
@@ -118,7 +118,7 @@ def _dots(axes: Axes, place: int, before: float, after: float, colour: str) -> N
     axes.scatter([after], [place], s=26, color=colour, zorder=3)
 
 
-def _legend(figure: Figure) -> None:
+def _legend(figure: Figure, names: Sequence[str]) -> None:
     from matplotlib.lines import Line2D
 
     def dot(colour: str, inside: str, label: str) -> Line2D:
@@ -128,8 +128,8 @@ def _legend(figure: Figure) -> None:
         dot(GREY, "white", "before"),
         dot(GREY, GREY, "after"),
         dot(PALETTE[1], PALETTE[1], "the forgotten site's domain"),
-        dot(PALETTE[0], PALETTE[0], "other domains"),
-        dot(INK, INK, "union"),
+        *([dot(PALETTE[0], PALETTE[0], "other domains")] if len({*names} - {"union"}) > 1 else []),
+        *([dot(INK, INK, "union")] if "union" in names else []),
     ]
     figure.legend(handles=entries, loc="outside lower left", ncols=5, frameon=False, fontsize=8.5, handletextpad=0.1)
 

@@ -9,6 +9,7 @@ from clients.packing import PACKINGS
 from conf.errors import UserError
 from server.runfolder import RunFolder
 from sims.report import plots
+from sims.report.forgetting import caption, forgetting_table
 from sims.report.forgotten import Forgotten, forgotten_sentence, forgotten_sites, forgotten_table
 from sims.report.heads import exchanges, heads_table
 from sims.report.page import Details, Part, Picture, write_page
@@ -25,10 +26,10 @@ from sims.report.tables import (
     before_forgetting,
     costs_table,
     cut,
-    forgetting_table,
     has_aggregate,
     homes,
     mean,
+    only_domain,
     percent,
     traffic_table,
 )
@@ -39,7 +40,6 @@ SUMMARY_KEYS = {
 }  # fmt: skip
 CAPTIONS = {
     "accuracy.png": "How well the aggregated network did on held-out validation images, round by round.",
-    "forgetting.png": "What subtracting a site changes: its own domain should fall, the others should stay.",
     "sites.png": "What each network knows: a site's own is good at home, the aggregated one should be good everywhere.",
     "per_site.png": "How the accuracy on each site's own test images spreads over the sites, and over the classes.",
     "classes.png": "How many training images of each class a site has: the larger the dot, the more.",
@@ -51,7 +51,7 @@ APART = {
     "accuracy.png": "How well the sites' own networks did on held-out validation images at home, round by round.",
     "sites.png": "What each site's own network knows: it is good at home; of methods, the mean over their sites.",
 }
-BROKEN = " The broken lines are the baselines' and those of other architectures, on the union of all domains."
+BROKEN = " The broken lines are the baselines' and those of other architectures"
 GUARANTEE = (
     "What subtraction guarantees: the sums are exact integers, so S - φ_k is bit-identical to the sum never having "
     "held φ_k, the contribution of site k."
@@ -79,7 +79,8 @@ def write_report(folder: Path) -> Path:
     summary["unlearned"], baselines = [one.site for one in gone], _baselines(folder)
     baselines = {**_others(metrics), **baselines}
     captions = CAPTIONS if has_aggregate(summary) else {**CAPTIONS, **APART}
-    captions = {**captions, "accuracy.png": captions["accuracy.png"] + (BROKEN if baselines else "")}
+    broken = f"{BROKEN}, on {_all_domains(summary)}." if baselines else ""
+    captions = {**captions, "accuracy.png": captions["accuracy.png"] + broken, "forgetting.png": caption(summary)}
     try:
         drawn = plots.draw_all(folder, metrics, summary, baselines)
         pictures = {path.name: Picture(path, captions[path.name]) for path in drawn}
@@ -89,6 +90,10 @@ def write_report(folder: Path) -> Path:
     except OSError as error:
         raise UserError(f"{folder / 'plots'}: cannot be written ({error.strerror})") from None
     return write_page(folder / "report.html", f"Fedloom: {folder.resolve().name}", sections)
+
+
+def _all_domains(summary: Mapping[str, Any]) -> str:
+    return only_domain(summary) or "the union of all domains"
 
 
 def _baselines(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -116,13 +121,11 @@ def headline(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -
     before, gone = before_forgetting(summary), forgotten_sentence(summary.get("unlearned") or [])
     if before:
         union = percent(before.get("union"))
-        text = f"{run}, {ended}: the aggregated network reaches {union} test accuracy on the union of all domains."
+        text = f"{run}, {ended}: the aggregated network reaches {union} test accuracy on {_all_domains(summary)}."
         return " ".join(filter(None, [text, gone, _forgetting_sentence(summary)]))
     if not has_aggregate(summary) and (means := next(iter(accuracies(summary).values()), {})):
-        text = (
-            f"{run}, {ended}: the sites' own networks reach {percent(means.get('union'))} test accuracy on the union of all"
-        )
-        return " ".join(filter(None, [f"{text} domains, on average.", _exchange_sentence(summary), gone]))
+        text = f"{run}, {ended}: the sites' own networks reach {percent(means.get('union'))} test accuracy on"
+        return " ".join(filter(None, [f"{text} {_all_domains(summary)}, on average.", _exchange_sentence(summary), gone]))
     last = next((record["accuracy"].get("union") for record in reversed(metrics) if record.get("accuracy")), None)
     watched = f"; the last validation accuracy on the union was {percent(last)}" if last is not None else ""
     return f"{run}, {ended}: test accuracy was not measured{watched}. {gone}".strip()
@@ -152,6 +155,8 @@ def _forgetting_sentence(summary: Mapping[str, Any]) -> str:
     own_after, kept_after = _own_and_retained(holders, told)
     start = f"Forgetting {next(iter(told))}" if len(told) == 1 else f"Forgetting a site (mean of {len(told)})"
     stay = f"the mean of the retained domains goes from {percent(kept_before)} to {percent(kept_after)}"
+    if not alone and (domain := only_domain(summary)):
+        return f"{start}: {domain}, which other sites hold, too, goes from {percent(own_before)} to {percent(own_after)}."
     if not alone:
         return f"{start}: {stay}; each forgotten domain is also held by another site."
     return f"{start}: its own domain goes from {percent(own_before)} to {percent(own_after)}, {stay}."

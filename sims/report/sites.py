@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sims.report.canvas import INK, PALETTE, new_figure, percent_axis, plain, short
-from sims.report.tables import Table, aggregate, cut, percent
+from sims.report.tables import Table, aggregate, cut, percent, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 MOST_ROWS = 40  # sites in the picture of classes
 MOST_CLASSES = 50  # named on an axis
 FEW_IMAGES = 10  # of a site, by which an accuracy moves in steps of 10 % and more
+LONGEST, ROOM = 60, 18  # letters of a class's name: in a table, on an axis
 LARGEST = 260.0  # area of the largest dot
 
 
@@ -54,10 +55,12 @@ def sites_table(summary: Mapping[str, Any]) -> Table:
 def classes_table(summary: Mapping[str, Any]) -> list[Table]:
     """Accuracy class by class, over the test images of all sites that were looked at; nothing where none told."""
     found = {name: one["classes"] for name, one in at_home(summary).items() if one["classes"]}
-    names = sorted({name for classes in found.values() for name in classes}, key=int)
-    rows = [[name, *(percent(_share(classes.get(name))) for classes in found.values())] for name in names]
+    numbers = sorted({number for classes in found.values() for number in classes}, key=int)
+    names = summary.get("class_names") or {}
+    rows = [[number, *([shortened(names.get(number, "-"), LONGEST)] if names else []),
+             *(percent(_share(classes.get(number))) for classes in found.values())] for number in numbers]  # fmt: skip
     kept, note = cut(rows, "classes")
-    return [Table("Class by class", ["class", *found], kept, note)] if found else []
+    return [Table("Class by class", ["class", *(["name"] if names else []), *found], kept, note)] if found else []
 
 
 def spread_figure(summary: Mapping[str, Any]) -> Figure | None:
@@ -80,6 +83,7 @@ def spread_figure(summary: Mapping[str, Any]) -> Figure | None:
         axes.set_xlabel(name)
     percent_axis(left.xaxis)
     right.xaxis.get_major_locator().set_params(integer=True)
+    _name_classes(right, summary, sorted({int(name) for one in found.values() for name in one["classes"]}))
     left.legend(frameon=False, fontsize=8.5, loc="lower right")
     figure.suptitle("Accuracy on the sites' own test images", x=0.01, ha="left", fontsize=12, color=INK)
     return figure
@@ -101,6 +105,7 @@ def classes_figure(summary: Mapping[str, Any]) -> Figure | None:
     axes.set_ylim(len(shown) - 0.3, -0.7)
     if len(classes) <= MOST_CLASSES:
         axes.set_xticks(classes)
+    _name_classes(axes, summary, classes)
     axes.set_xlim(classes[0] - 0.7, classes[-1] + 0.7)
     axes.set_xlabel("class")
     few = f", {len(shown)} of {len(summary['sites'])} sites" if len(shown) < len(summary["sites"]) else ""
@@ -114,6 +119,14 @@ def sampled(counts: Mapping[str, Any]) -> list[str]:
     if len(names) <= MOST_ROWS:
         return names
     return [names[place] for place in sorted(random.Random(0).sample(range(len(names)), MOST_ROWS))]
+
+
+def _name_classes(axes: Axes, summary: Mapping[str, Any], classes: list[int]) -> None:
+    """Names in the place of numbers, where the classes have names and there is room for them."""
+    names = summary.get("class_names") or {}
+    if names and len(classes) <= MOST_CLASSES:
+        axes.set_xticks(classes, [short(names.get(str(number), str(number)), ROOM) for number in classes],
+                        rotation=35, ha="right", rotation_mode="anchor")  # fmt: skip
 
 
 def _share(both: list[int] | None) -> float | None:

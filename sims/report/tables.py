@@ -4,7 +4,7 @@ import html
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,12 @@ def clean(text: str) -> str:
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
+def shortened(text: str, room: int) -> str:
+    """The same as `clean`, in at most `room` letters: the middle is left out."""
+    text = clean(text)
+    return f"{text[: room // 2]}…{text[-(room // 2 - 1) :]}" if len(text) > room else text
+
+
 def show(cell: Cell) -> str:
     """A cell as one line of text: numbers with up to 4 significant digits (accuracies come as `percent` made them)."""
     if isinstance(cell, str | Link):
@@ -71,11 +77,18 @@ class Table:
 
     def markdown(self) -> str:
         """GitHub's Markdown, ending in a line break."""
+        return self._lines(f"**{_in_markdown(self.title)}**", _in_markdown)
+
+    def plain(self) -> str:
+        """The same lines for a terminal, every text as it is."""
+        return self._lines(clean(self.title), clean)
+
+    def _lines(self, title: str, written: Callable[[str], str]) -> str:
         sides = [":---" if left else "---:" for left in self._left()]
-        lines = [_line(map(_in_markdown, self.columns)), _line(sides)]
-        lines += [_line(_in_markdown(show(cell)) for cell in row) for row in self.rows]
-        head = [f"**{_in_markdown(self.title)}**", ""] if self.title else []
-        foot = ["", _in_markdown(self.note)] if self.note else []
+        lines = [_line(map(written, self.columns)), _line(sides)]
+        lines += [_line(written(show(cell)) for cell in row) for row in self.rows]
+        head = [title, ""] if self.title else []
+        foot = ["", written(self.note)] if self.note else []
         return "\n".join([*head, *lines, *foot]) + "\n"
 
     def html(self) -> str:
@@ -114,6 +127,18 @@ def domains(summary: Mapping[str, Any]) -> list[str]:
     """The domains that test accuracies are given for, in the order of the summary, without `union`."""
     found = {name: None for scores in accuracies(summary).values() for name in scores}
     return [name for name in found if name != "union"]
+
+
+def only_domain(summary: Mapping[str, Any]) -> str:
+    """The domain that all test accuracies are given for, where there is one alone: it is the union, then. Else empty."""
+    names = domains(summary)
+    rows = [row for row in accuracies(summary).values() if "union" in row]
+    return names[0] if len(names) == 1 and all(row.get(names[0]) == row["union"] for row in rows) else ""
+
+
+def columns_of(summary: Mapping[str, Any]) -> list[str]:
+    """The columns of test accuracies: the domains, and where there are several their union."""
+    return domains(summary) if only_domain(summary) else [*domains(summary), "union"]
 
 
 def accuracies(summary: Mapping[str, Any]) -> dict[str, dict[str, float]]:
@@ -188,21 +213,21 @@ class Holders:
 
 def accuracy_table(summary: Mapping[str, Any]) -> Table:
     """Test accuracy of the sum (or average), the baselines and each site's own network on every domain."""
-    sites, columns = homes(summary), domains(summary)
+    sites, columns, several = homes(summary), domains(summary), not only_domain(summary)
     shown = columns[:MAX_DOMAINS]
     rows = []
     for name, scores in accuracies(summary).items():
         cells = [_marked(scores.get(domain), domain == sites.get(name)) for domain in shown]
-        rows.append([name, *cells, percent(scores.get("union"))])
+        rows.append([name, *cells, *([percent(scores.get("union"))] if several else [])])
     kept, note = cut(rows, "networks")
-    starred = "* the site's own domain; " if sites.keys() & accuracies(summary).keys() else ""
-    mark = f"{starred}union: the test images of all domains together."
+    starred = "* the site's own domain" if sites.keys() & accuracies(summary).keys() else ""
+    mark = "; ".join(filter(None, [starred, "union: the test images of all domains together" if several else ""]))
     few = f"The first {MAX_DOMAINS} of {len(columns)} domains are shown." if len(columns) > len(shown) else ""
     means = "" if has_aggregate(summary) else "Methods without a network for all: the mean of their sites' own."
     own = PERSONAL in accuracies(summary)
     apart = f"{PERSONAL}: the sites' own networks, each on its own site's test images." if own else ""
-    told = " ".join(filter(None, [mark, means, apart, note, few]))
-    return Table("Test accuracy", ["network", *shown, "union"], kept, told)
+    told = " ".join(filter(None, [f"{mark}." if mark else "", means, apart, note, few]))
+    return Table("Test accuracy", ["network", *shown, *(["union"] if several else [])], kept, told)
 
 
 def at_sites_table(summary: Mapping[str, Any]) -> Table:
@@ -238,31 +263,6 @@ def traffic_table(metrics: Sequence[Mapping[str, Any]]) -> list[Table]:
 
 def _megabytes(number: int | None) -> float | None:
     return None if number is None else round(number / 1e6, 3)
-
-
-def forgetting_table(summary: Mapping[str, Any]) -> Table:
-    """Test accuracy before and after each site was subtracted: on its domain, on the retained ones, on the union."""
-    holders, before = Holders(summary), before_forgetting(summary)
-    rows = []
-    for site, after in (summary.get("forgotten") or {}).items():
-        domain, others = holders.home.get(site, ""), holders.others(site)
-        rows.append([
-            site,
-            domain or None,
-            _change(before.get(domain), after.get(domain)),
-            _change(holders.retained_mean(before, site), holders.retained_mean(after, site)),
-            _change(before.get("union"), after.get("union")),
-            others[0] if len(others) == 1 else f"{len(others)} other sites" if others else None,
-        ])  # fmt: skip
-    kept, note = cut(rows, "forgotten sites")
-    shared = "A domain that another site also holds is retained." if any(row[-1] for row in kept) else ""
-    columns = ["site", "domain", "own domain", "mean of retained", "union", "held also by"]
-    title = "Forgetting: test accuracy before" + ARROW + "after"
-    return Table(title, columns, kept, " ".join(filter(None, [shared, note])))
-
-
-def _change(before: float | None, after: float | None) -> str:
-    return percent(before) + ARROW + percent(after)
 
 
 def _marked(fraction: float | None, own: bool) -> str:

@@ -39,6 +39,9 @@ def test_layers_that_correspond_are_those_that_fusion_brings_together():
     assert list(found.pairs.values()) == list(found.layers[1])
     fused = fuse([deep, shallow], into=1, depth=0, probe=PROBE)
     assert fused.alignment[1] == tuple(places)
+    assert fused.pairs[1] == found.pairs and fused.pairs[0] == {name: name for name in found.layers[0]}
+    back = fuse([deep, shallow], into=1, depth=1, probe=PROBE)
+    assert back.pairs[0] == align(shallow, deep, probe=PROBE).pairs and len(back.pairs[0]) == 2
     assert torch.isfinite(fused.network(PROBE)).all()
 
 

@@ -20,6 +20,7 @@ from conf.schema import Config
 from conf.sites import roster
 from fusion.exact import State, digest
 from server.strategies.averaging import NETWORK, NETWORKS
+from server.strategies.base import strategy_of
 from sims.engines.adapter import store_folder
 from sims.experiments.plain_fedavg import plain_fedavg
 from tests.server.averages import configured, network_of, played, same
@@ -157,6 +158,23 @@ def test_batchnorm_is_averaged_and_counts_stay(tmp_path: Path, name: str):
     sites = [view.contribution(NETWORKS, site.name) for site in run.aggregate.members()]
     torch.testing.assert_close(state[mean], sum(one[mean] for one in sites) / 3)
     assert count not in sites[0]
+
+
+@pytest.mark.parametrize(("sites", "network", "words", "told"), [
+    ("count: 3, partition: {name: dirichlet, alpha: 0.3}", "norms", [], True),
+    ("count: 3, partition: {name: classes}", "norms", ["strategy.name=scaffold"], True),
+    ("classes: [0, 1]}, {domain: digits, classes: [1, 2]", "norms", [], True),
+    ("count: 3, partition: {name: dirichlet, alpha: 100.0}", "norms", [], False),
+    ("count: 3", "norms", [], False),
+    ("count: 3, partition: {name: classes}", "plain", [], False),
+    ("count: 3, partition: {name: classes}", "norms", ["objective.batchnorm=own", "evaluation.where=sites"], False),
+])  # fmt: skip
+def test_a_mean_of_batchnorms_is_told_of_where_sites_have_different_classes(
+    tmp_path: Path, sites: str, network: str, words: list[str], told: bool
+):
+    config = configured(tmp_path, "strategy.name=fedavg", *words, network=network, sites=sites)
+    advice = strategy_of(config).advice(config)
+    assert any("compare network.norm=group" in line for line in advice) == told, advice
 
 
 def test_fedbn_keeps_batchnorm_at_the_sites(tmp_path: Path):

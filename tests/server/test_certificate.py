@@ -3,6 +3,7 @@
 import dataclasses
 import html
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,15 @@ def certified(finished: Config, tmp_path: Path) -> tuple[Config, dict[str, Any]]
     config = copied(finished, tmp_path)
     with method_of(config) as method:
         return config, fulfil(method.unlearning(), asked(method.unlearning(), "r1", [ONE], "asked"))
+
+
+def test_attacks_stand_in_one_order(tmp_path: Path):
+    given = json.loads((Path(__file__).parent / "formats/4/certificates/before.json").read_text())
+    stages = [given["evidence"][stage]["membership"]["site-0003"] for stage in ("before", "after")]
+    assert list(stages[0]) != list(stages[1])
+    (tmp_path / "before.json").write_text(json.dumps(given))
+    page = write_html(tmp_path / "before.json").read_text()
+    assert re.findall(r">(loss|logistic)<", page) == ["logistic", "loss"] * 2
 
 
 def test_the_certificate_says_what_was_done_and_measured(finished: Config, certified: tuple[Config, dict[str, Any]]):

@@ -9,7 +9,7 @@ import pytest
 from clients.measure import Score
 from conf import Config, load
 from conf.sites import roster
-from server.measured import counted, told
+from server.measured import common_names, counted, told
 from server.rounds.schedules import looked_at
 from sims.simulate import simulate
 from tests.server.parts import small
@@ -39,6 +39,7 @@ def test_server_and_sites_find_the_same(both: list[dict[str, Any]]):
     assert set(server["per_site"]) == {"aggregate", "own"}
     assert server["per_site"] == sites["per_site"]
     assert server["classes"] == sites["classes"]
+    assert "class_names" not in server  # digits are numbers
 
 
 def test_what_is_found_at_the_sites_adds_up(both: list[dict[str, Any]]):
@@ -65,6 +66,15 @@ def test_the_spread_is_over_sites_each_of_which_counts_the_same():
         {"site": "site-0010", "accuracy": 1.0},
     )
     assert found["classes"] == {"0": [55, 110]}
+
+
+def test_classes_have_the_names_that_all_agree_on():
+    shared, apart = load("digits"), load("digits", ["data.heads=task"])
+    one, other = ("cat", "dog\x1b[31m", "owl"), ("cat", "elk")
+    assert common_names(shared, [one, other]) == {"0": "cat", "2": "owl"}
+    assert common_names(shared, [one, ()]) == {"0": "cat", "1": "dog", "2": "owl"}
+    assert common_names(apart, [one, ()]) == common_names(shared, [()]) == common_names(shared, []) == {}
+    assert common_names(apart, [one, one]) == {"0": "cat", "1": "dog", "2": "owl"}
 
 
 def test_those_that_are_looked_at_are_a_sample_of_those_that_trained(tmp_path: Path):

@@ -84,5 +84,6 @@ def test_its_replies_are_dropped_until_it_has(tmp_path: Path):
     run_experiment(grid, config, LogListener())
     assert sorted(client.asked) == [0, 1, 1, 2]
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["class_names"] == {"0": "cat", "1": "dog", "2": "owl"}
     told = "it did not enrol: it names no number of images from 1 to 2147483647"
     assert [json.loads(line)["dropped"] for line in lines] == [{"site-0001": told}, {}]

@@ -153,13 +153,21 @@ def test_folders_of_trackers_are_known():
     assert sum(map(KINDS.shipped, KINDS.names())) == len(TRACKERS)
 
 
-@pytest.mark.parametrize(("answer", "left"), [("y\n", False), ("n\n", True), ("", True)])
+@pytest.mark.parametrize(("answer", "left"), [("y\n", False), ("n\n", True), ("\x04", True)])
 def test_it_asks_first(fedloom: Command, run: Path, monkeypatch: pytest.MonkeyPatch, answer: str, left: bool):
-    reader, writer = os.pipe()
-    os.write(writer, answer.encode())
-    os.close(writer)
-    with os.fdopen(reader) as given:
+    person, terminal = os.openpty()
+    os.write(person, answer.encode())
+    with os.fdopen(terminal) as given:
         monkeypatch.setattr("sys.stdin", given)
         said = fedloom("rm", run)
-    assert said.code == (0 if answer else 2), said
-    assert run.exists() == left
+    os.close(person)
+    assert said.code == (2 if answer == "\x04" else 0), said
+    assert "Remove" in said.out and run.exists() == left
+
+
+def test_where_nobody_can_be_asked_one_line_says_so(fedloom: Command, run: Path, monkeypatch: pytest.MonkeyPatch):
+    with open(os.devnull) as given:
+        monkeypatch.setattr("sys.stdin", given)
+        said = fedloom("rm", run)
+    refused(said, "stdin is no terminal", "--yes")
+    assert not said.out and run.exists()

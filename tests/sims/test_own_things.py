@@ -97,6 +97,8 @@ def test_a_users_own_images_network_and_way_to_divide_run_on_both_engines(folder
     assert [(site["domain"], site["samples"]) for site in inline["sites"]] == [("photos", 25), ("photos", 61), ("more", 43)]
     assert inline["accuracy"].keys() >= {"sum", "site-0000", "archive"}
     assert all(inline["checks"].values())
+    assert inline["class_names"] == ray["class_names"] == {"0": "ants", "1": "bees", "2": "crickets"}
+    assert "crickets" in (finished / "report.html").read_text()
     assert f"images:{folder}/photos" in (folder / "runs" / "ray" / "config.yaml").read_text()
 
 
@@ -110,6 +112,9 @@ def test_forgetting_resuming_and_the_report_work_without_a_line_about_what_is_th
     assert said.code == 0, said.err
     assert check(run) == []
     assert "photos" in (run / "report.html").read_text()
+    after = summary(run)
+    assert after["class_names"] == summary(finished)["class_names"]
+    assert set(after["classes"]) == set(summary(finished)["classes"]) - {"archive"}
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,13 @@ from PIL import Image
 from rich.console import Console
 
 from conf.errors import UserError
+from sims.report.curves import accuracy_figure
+from sims.report.forgetting import caption, forgetting_table
 from sims.report.page import Details, Picture, write_page
-from sims.report.plots import draw_all
+from sims.report.plots import draw_all, forgetting_figure, sites_figure
 from sims.report.report import headline, write_report
-from sims.report.tables import MAX_ROWS, Holders, Link, Table, accuracy_table, forgetting_table, percent
+from sims.report.sites import classes_figure, classes_table, spread_figure
+from sims.report.tables import MAX_ROWS, Holders, Link, Table, accuracy_table, percent
 from tests.sims.pages import checked
 
 HOSTILE = '<img src="http://evil.example/x.png"> $x^$ | & _a_'
@@ -215,6 +218,68 @@ def test_forgetting_table_knows_who_shares_a_domain() -> None:
     assert "retained" in table.note
 
 
+def test_captions_say_what_to_expect_of_a_domain_that_others_hold_too() -> None:
+    told = {sites: caption(results(sites, ["a", "b"])[1]) for sites in (2, 3, 4)}
+    assert "its own domain should fall" in told[2]
+    assert "a domain that it alone held should fall; others, also those that it shares, should stay" in told[3]
+    assert "fall" not in told[4] and "other sites hold its domain, too" in told[4]
+
+
+def test_a_single_domain_is_shown_once(tmp_path: Path) -> None:
+    metrics, summary = results(3, ["shapes"])
+    assert accuracy_table(summary).columns == ["network", "shapes"] and "union" not in accuracy_table(summary).note
+    table = forgetting_table(summary)
+    assert list(table.columns) == ["site", "domain", "own domain", "held also by"]
+    assert list(table.rows[0]) == ["site-0000", "shapes", "80.0% → 80.0%", "2 other sites"]
+    dots, grid, curves = forgetting_figure(summary), sites_figure(summary), accuracy_figure(metrics, {"fedavg": metrics})
+    assert dots is not None and grid is not None and curves is not None
+    assert ticks(dots.axes[0].yaxis) == ticks(grid.axes[0].xaxis) == ["shapes"]
+    assert [text.get_text() for text in dots.legends[0].get_texts()] == ["before", "after", "the forgotten site's domain"]
+    assert len(curves.axes[0].lines) == 2 and "union" not in curves.axes[0].get_xlabel()
+    page = write_report(write_run(tmp_path / "run", metrics, summary)).read_text()
+    assert "union" not in page and "80.0% test accuracy on shapes" in page and "should fall" not in page
+    assert "shapes, which other sites hold, too, goes from 80.0% to 80.0%" in page
+
+
+def test_a_network_measured_on_all_domains_together_alone_keeps_that_column() -> None:
+    summary = results(1, ["a"])[1]
+    summary["accuracy"]["personal"] = {"union": 0.5}
+    assert list(accuracy_table(summary).columns) == ["network", "a", "union"]
+
+
+def ticks(axis: Any) -> list[str]:
+    return [label.get_text() for label in axis.get_ticklabels()]
+
+
+@given(st.text(min_size=1))
+def test_classes_have_their_names_in_tables_and_pictures_safely(name: str) -> None:
+    counts = {"0": [3, 4], "1": [1, 4], "2": [2, 4]}
+    one = {"sites": {site: {"accuracy": 0.5, "images": 6} for site in ("x", "y")}, "classes": counts}
+    summary = {"aggregate": "sum", "sites": [{"name": "x", "domain": "d"}, {"name": "y", "domain": "d"}],
+               "accuracy": {"sum": {"d": 0.5, "union": 0.5}}, "per_site": {"aggregate": one},
+               "classes": {"x": {"0": 3, "1": 4}, "y": {"2": 5}},
+               "class_names": {"0": "a long folder's name " * 9 + "end", "1": name}}  # fmt: skip
+    [table] = classes_table(summary)
+    assert list(table.columns) == ["class", "name", "sum"]
+    assert [row[0] for row in table.rows] == ["0", "1", "2"] and table.rows[2][1] == "-"
+    assert all(len(str(row[1])) <= 60 for row in table.rows) and str(table.rows[0][1]).endswith("end")
+    unnamed = {**summary, "class_names": {}}
+    assert list(classes_table(unnamed)[0].columns) == ["class", "sum"]
+    for draw, place in ((classes_figure, 0), (spread_figure, 1)):
+        figure, plain = draw(summary), draw(unnamed)
+        assert figure is not None and plain is not None
+        named = ticks(figure.axes[place].xaxis)
+        assert named[0].startswith("a long f") and len(named[0]) <= 18 and named[2] == "2" and len(named) == 3
+        assert "a long" not in "".join(ticks(plain.axes[place].xaxis))
+
+
+def test_names_of_classes_that_look_like_formulas_are_drawn(tmp_path: Path) -> None:
+    summary = {"sites": [1, 2], "classes": {"x": {"0": 3}, "y": {"1": 5}}, "class_names": {"0": HOSTILE, "1": "$x^$"}}
+    figure = classes_figure(summary)
+    assert figure is not None
+    figure.savefig(tmp_path / "classes.png")
+
+
 def test_only_digests_may_be_broken(tmp_path: Path) -> None:
     """Browsers break between words, and elsewhere only where a style allows it."""
     digest = "0123456789abcdef" * 4
@@ -247,6 +312,12 @@ def test_markdown_keeps_its_shape(title: str, cell: str, number: float | None) -
     assert len(text.splitlines()) == len(text.split("\n")) - 1
     assert [len(unescaped(line)) for line in lines] == [2, 2, 2, 2]
     assert not re.search(r"(?<!\\)[<>`]", re.sub(r"\\\\", "", text))
+
+
+def test_tables_for_the_terminal_are_not_escaped() -> None:
+    text = Table("a_b_", ["of *x*"], [["sum_{j != i} ||v|| [1] <x>"]], "`n`").plain()
+    assert text.splitlines() == ["a_b_", "", "| of *x* |", "| :--- |", "| sum_{j != i} ||v|| [1] <x> |", "", "`n`"]
+    assert "\x1b" not in Table("\x1b[2J", ["\x1b[2J"], [["\x1b[2J\n"]], "\x1b[2J").plain()
 
 
 @given(st.text(), st.text(), st.floats() | st.none() | st.integers())

@@ -138,7 +138,9 @@ def test_accuracies_weights_and_report(weave, folder):
     code, out, _ = weave(*words, "--weights", "0.3,0.7")
     assert code == 0
     assert out.endswith("written: made.safetensors\nwritten: made.md\n")
-    assert (folder / "made.md").read_text() + "\n" == out.partition("written: ")[0]
+    report = (folder / "made.md").read_text()
+    assert "**Accuracy on digits**" in report
+    assert report.replace("**", "").replace("\\", "") + "\n" == out.partition("written: ")[0]
     control = "control: a.safetensors alone, fused like that"
     assert column(out, 0)[:6] == ["network", "a.safetensors", "b.safetensors", "all of them (ensemble)", "fused", control]
     networks = [load_network(folder / f"{stem}.safetensors")[0] for stem in ("a", "b", "made")]
@@ -155,7 +157,7 @@ def test_accuracies_weights_and_report(weave, folder):
 def test_weights_are_chosen_on_validation_images(weave, folder):
     words = ("fuse", "a", "b", "--into", "1", *GIVEN, "--labels", "digits", "--out", "made.safetensors")
     _, out, _ = weave(*words, "--weights", "search")
-    line = out.partition("**Weights**")[2].splitlines()[4]
+    line = out.partition("Weights\n")[2].splitlines()[3]
     chosen = [float(cell) for cell in line.strip("| ").split("|")]
     assert sum(chosen) == pytest.approx(1.0, abs=0.01)
     reached = []
