@@ -11,8 +11,7 @@ import grpc
 from ray._private.grpc_utils import init_grpc_channel
 from ray._private.ray_constants import GLOBAL_GRPC_OPTIONS
 from ray._private.services import get_ray_address_from_environment
-from ray.core.generated import ray_client_pb2
-from ray.core.generated.gcs_service_pb2 import CheckAliveRequest
+from ray.core.generated import gcs_service_pb2, ray_client_pb2
 from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 from ray.core.generated.ray_client_pb2_grpc import RayletDriverStub
 
@@ -24,6 +23,7 @@ FORM = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):([0-9]{1,5})")
 MEND = ("is 'ray start --head --port=6379' running there, and is this its port (engine.address=HOST:6379)? "
         "'ray status --address={place}' asks it")  # fmt: skip
 MEND_CLIENT = "is Ray's client server there (engine.address=ray://HOST:10001)? On a machine of the cluster take HOST:6379"
+WORDS: Any = gcs_service_pb2  # generated: without types
 CLIENT_WORDS: Any = ray_client_pb2
 NO_RAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNIMPLEMENTED)
 
@@ -62,7 +62,7 @@ def _silent(place: str, client: bool, seconds: float) -> str:
                 ping = CLIENT_WORDS.ClusterInfoRequest(type=CLIENT_WORDS.ClusterInfoType.PING)
                 RayletDriverStub(channel).ClusterInfo(ping, timeout=seconds)
             else:
-                NodeInfoGcsServiceStub(channel).CheckAlive(CheckAliveRequest(), timeout=seconds)
+                NodeInfoGcsServiceStub(channel).CheckAlive(WORDS.CheckAliveRequest(), timeout=seconds)
         except grpc.RpcError as error:
             return _why(error.code(), error.details(), seconds)  # type: ignore[attr-defined]
     return ""
