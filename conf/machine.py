@@ -24,9 +24,9 @@ def free_memory() -> int:
 
 def peak_memory() -> int:
     """The most bytes of memory that this process has held at a time, since it began."""
-    told = psutil.Process().memory_info()
-    if hasattr(told, "peak_wset"):  # Windows
-        return int(told.peak_wset)
+    peak = getattr(psutil.Process().memory_info(), "peak_wset", None)  # on Windows
+    if peak is not None:
+        return int(peak)
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
