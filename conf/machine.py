@@ -1,6 +1,7 @@
 """What this machine has, asked the same way on Linux, macOS and Windows."""
 
 import os
+import sys
 
 import psutil
 
@@ -19,3 +20,13 @@ def memory() -> int:
 def free_memory() -> int:
     """The bytes of memory that can be had without swapping."""
     return psutil.virtual_memory().available
+
+
+def peak_memory() -> int:
+    """The most bytes of memory that this process has held at a time, since it began."""
+    peak = getattr(psutil.Process().memory_info(), "peak_wset", None)  # on Windows
+    if peak is not None:
+        return int(peak)
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

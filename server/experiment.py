@@ -23,7 +23,7 @@ from conf.sites import roster
 from fusion.exact import ExactSumError, check_range
 from server.evaluate import RECOMPUTED, Evaluator, has_data, site_rows
 from server.ledger import Ledger
-from server.listener import Listener
+from server.listener import Listener, Listeners
 from server.measured import OWN, counted
 from server.method import Method, open_ledger
 from server.privacy import check_hidden, hidden
@@ -31,6 +31,7 @@ from server.rounds.exchange import Federation
 from server.rounds.loop import MOST_TOLD
 from server.rounds.schedules import check_asked
 from server.runfolder import SUMMARY, RunFolder, refuse_existing
+from server.spent import Spent
 from server.strategies import STRATEGIES, slots_of
 from server.strategies.base import check_named
 from server.unlearning.at_sites import outstanding
@@ -88,22 +89,24 @@ def with_mode(config: Config, mode: str) -> Config:
     return dataclasses.replace(config, objective={**config.objective, "mode": mode, **own}, baselines=[])
 
 
-def run_experiment(grid: Grid, config: Config, listener: Listener) -> dict[str, Any]:
+def run_experiment(grid: Grid, config: Config, listener: Listener, began: float | None = None) -> dict[str, Any]:
     """Run an experiment over the grid, into the folder run.root/run.name; returns what summary.json holds.
 
     An interruption (KeyboardInterrupt, SystemExit) or an error leaves a summary of status "interrupted" or "failed"
-    beside all that was committed; with run.resume it goes on from there.
+    beside all that was committed; with run.resume it goes on from there. `began`: when (time.monotonic) what counts as its
+    time began; now, if not given.
     """
+    began = time.monotonic() if began is None else began
     refuse_existing(config)
     check(config)
     folder = RunFolder(Path(config.run.root) / config.run.name)
     folder.open(config)
-    return work(grid, config, folder, listener)
+    return work(grid, config, folder, listener, began)
 
 
-def work(grid: Grid, config: Config, folder: RunFolder, listener: Listener) -> dict[str, Any]:
+def work(grid: Grid, config: Config, folder: RunFolder, listener: Listener, began: float) -> dict[str, Any]:
     """All that is not committed yet of an experiment whose folder is there."""
-    begin = time.monotonic() - folder.seconds()
+    spent = Spent(began, folder.summary())
     summary = {**head(config), "status": "interrupted"}
     with open_ledger(config, folder) as ledger:
         if _untouched(ledger, folder):
@@ -114,9 +117,9 @@ def work(grid: Grid, config: Config, folder: RunFolder, listener: Listener) -> d
             advice = method.aggregation.strategy.advice(config)
             for line in [*schedule_of(config.training).advice(config.rounds), *advice]:
                 listener.message(line)
-            federation = method.joined(grid)
+            federation, hearing = method.joined(grid), Listeners([spent, listener])
             while "accuracy" not in summary or method.unlearning().under_way():  # requests may come while it is measured
-                method.train(federation, listener)
+                method.train(federation, hearing)
                 listener.note("measuring on the test images")
                 began = time.monotonic()
                 summary |= method.measure()
@@ -134,7 +137,7 @@ def work(grid: Grid, config: Config, folder: RunFolder, listener: Listener) -> d
             summary |= {"status": "failed", "error": plain(f"{type(error).__name__}: {error}")[:MOST_TOLD]}
             raise
         finally:
-            summary |= {**head(config, ledger), "seconds": time.monotonic() - begin}
+            summary |= {**head(config, ledger), **spent.told()}
             folder.write_summary(summary)
             ledger.note(summary["status"], {"files": folder.results()})
     listener.finished(summary)

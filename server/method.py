@@ -107,14 +107,15 @@ class Method:
 
     def _bring_home(self, loop: RoundLoop) -> None:
         """Fetch all contributions that nodes keep: the run has ended, and they may go."""
-        begin, brought = time.monotonic(), None
+        begin, before, brought = time.monotonic(), loop.federation.received or 0, None
         while brought is None:
             try:
                 brought = self.aggregation.bring_home()
             except NodeLostError:
                 loop.heal(loop.last)
         if brought:
-            loop.listener.note(f"{brought} contributions fetched from nodes in {time.monotonic() - begin:.1f} s")
+            size, seconds = (loop.federation.received or 0) - before, time.monotonic() - begin
+            loop.listener.note(f"{brought} contributions ({size / 1e6:.3g} MB) fetched from nodes in {seconds:.1f} s")
 
     def joined(self, grid: Grid) -> Federation:
         """The federation of its members, when all are there that are not to be forgotten. UserError names the missing."""

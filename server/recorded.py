@@ -9,6 +9,7 @@ from server.runs import read_metrics, read_summary
 from server.written import METRICS, SUMMARY
 
 LARGEST = 1e300  # of a number; NaN is one, too
+RECEIVED = "received"  # of a round's record: bytes of arrays that came to the server, where sums did in the place of replies
 Check = Callable[[Any], bool]
 
 
@@ -51,12 +52,14 @@ OF_SUMMARY: KEYS = {
     "method": ("text", _text),
     "rounds": ("whole number", _whole),
     "seconds": ("number", _number),
+    "resources": ("table of numbers", _or_none(_table_of(_number))),
     "sites": ("list of sites with name and domain", _or_none(_list_of(_site))),
     "unlearned": ("list of names", _or_none(_list_of(_text))),
 }
 OF_RECORD: KEYS = {
     "round": ("whole number", _whole),
     "accuracy": ("table of accuracies by domain", _or_none(_table_of(_or_none(_number)))),
+    RECEIVED: ("whole number", _whole),
     "bytes": ("table of pairs of whole numbers by site", _or_none(_table_of(_pair))),
     "seconds": ("number", _or_none(_number)),
 }
@@ -75,6 +78,13 @@ def checked_metrics(path: Path) -> dict[int, dict[str, Any]]:
     for round, record in found.items():
         _check(record, OF_RECORD, f"{path}: {METRICS}: round {round}")
     return found
+
+
+def traffic_of(record: Mapping[str, Any]) -> tuple[int, int]:
+    """Bytes of arrays that a round's record tells of: to all sites, and what came to the server."""
+    each = (record.get("bytes") or {}).values()
+    sent, received = (sum(one[place] for one in each) for place in (0, 1))
+    return sent, record.get(RECEIVED, received)
 
 
 def _check(found: Mapping[str, Any], keys: KEYS, where: str) -> None:

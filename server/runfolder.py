@@ -107,11 +107,6 @@ class RunFolder:
         """What write_summary wrote; empty if there is nothing that can be read."""
         return read_summary(self.path)
 
-    def seconds(self) -> float:
-        """How long the sessions before this one took: those that left a summary."""
-        found = self.summary().get("seconds")
-        return float(found) if isinstance(found, int | float) else 0.0
-
     def write_network(self, name: str, model: Model, **metadata: str) -> None:
         """Write a network's final state to states/<name>.safetensors; the name is one of a file (`is_file_name`)."""
         write_state(self.path / STATES / f"{name}.safetensors", model.state, network=model.architecture.network, **metadata)

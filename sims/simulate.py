@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,16 @@ def simulate(
     listener: QuietListener | None = None,
     listeners: Sequence[Listener] = (),
     share: Share = WHOLE,
+    began: float | None = None,
 ) -> dict[str, Any]:
     """Run the experiment on its engine and write its report; returns what summary.json holds.
 
     `listener`: who is told how it goes, instead of the terminal. `listeners`: who hears of it beside that and the
     configuration's trackers; what they raise ends the run. `share`: of the machine, where several runs go on at once.
+    `began`: when (time.monotonic) what counts as the run's time began; now, if not given.
     Raises UserError before anything is started if something about the configuration, the data or the folder cannot work.
     """
+    began = time.monotonic() if began is None else began
     config = absolute_paths(paired(config))
     refuse(config)
     with contextlib.ExitStack() as stack:
@@ -47,7 +51,7 @@ def simulate(
         listening = Listeners([shown, stack.enter_context(Tracking(config, shown.message)), *listeners])
         grid = stack.enter_context(open_engine(config, share))
         listening.note(grid.describe())
-        summary = run_experiment(grid, config, listening)
+        summary = run_experiment(grid, config, listening, began)
         write_pages(Path(config.run.root) / config.run.name)
         listening.note(f"report: {write_report(Path(config.run.root) / config.run.name)}")
     return summary

@@ -64,6 +64,11 @@ class Federation:
         """The node of each site that is there, by name."""
         return self.enrolment.nodes
 
+    @property
+    def received(self) -> int | None:
+        """Bytes of arrays that came here so far, sums of several sites too; None where the engine does not count them."""
+        return getattr(self.grid, "received", None)
+
     def parts(self, run: str) -> Any:
         """What nodes of a cluster keep of a run (server.ledger.blobs.Elsewhere); None where the server keeps all."""
         return self.grid.parts(run) if self.simulated and hasattr(self.grid, "parts") else None  # type: ignore[attr-defined]

@@ -19,6 +19,7 @@ from server.at_sites import different_networks
 from server.evaluate import Evaluator
 from server.ledger.blobs import UNREADABLE, NodeLostError
 from server.listener import Listener
+from server.recorded import RECEIVED
 from server.rounds.aggregation import Aggregation
 from server.rounds.exchange import Federation, Reply
 from server.rounds.expected import Expected
@@ -86,7 +87,7 @@ class RoundLoop:
         return self._round(number, recalibration=True)
 
     def _round(self, number: int, recalibration: bool) -> dict[str, Any]:
-        begin = time.monotonic()
+        begin, received = time.monotonic(), self.federation.received
         self.federation.traffic.clear()
         self.federation.refresh()
         self._warn()
@@ -128,6 +129,7 @@ class RoundLoop:
         if run.losses:
             record["train_loss"] = sum(sorted(run.losses)) / len(run.losses)  # sorted: whatever the order of arrival
         record["bytes"] = dict(sorted(self.federation.traffic.items()))
+        came = self._came(received)
         masked = {RECORD: {"round": run.site_round, "sites": run.masked, "lifted": leaving}} if run.masked else {}
         if run.epsilon:
             record["epsilon"] = dict(sorted(run.epsilon.items()))
@@ -135,10 +137,15 @@ class RoundLoop:
         self.aggregation.commit(number, {**record, **masked, **signed})
         if leaving:
             self.lifted()
-        record = self.measured(record)
+        record = {**self.measured(record), **came}
         record["seconds"] = time.monotonic() - begin
         self.listener.round_done(record)
         return record
+
+    def _came(self, before: int | None) -> dict[str, int]:
+        """What came here since then, where it is not told by site: workers or nodes add up what sites send."""
+        now = self.federation.received if self.config.federation.partial_sums else None
+        return {} if now is None or before is None else {RECEIVED: now - before}
 
     def heal(self, number: int) -> None:
         """Go on without contributions whose nodes are lost: their sites begin again, and all sums are exact.

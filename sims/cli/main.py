@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -62,7 +63,7 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Run an experiment; results land in runs/<name>/. With --seeds or --sweep: many, each in a folder of its own."""
-    words = list(overrides or [])
+    began, words = time.monotonic(), list(overrides or [])
     if "=" in experiment:  # fedloom run rounds=3: the default experiment
         words, experiment = [experiment, *words], "digits"
     if seeds is not None or sweep:
@@ -86,7 +87,7 @@ def run(
         refuse_existing(config)  # at once: what simulates takes seconds to import
     from sims.simulate import simulate
 
-    summary = simulate(config, quiet=quiet, json_output=as_json)
+    summary = simulate(config, quiet=quiet, json_output=as_json, began=began)
     if as_json:
         typer.echo(json.dumps(summary))
 

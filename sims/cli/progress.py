@@ -16,6 +16,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from conf.progress import heard
+from server import recorded
 from sims.benchmarks.memory import tree_bytes
 from sims.report.results import result_tables
 from sims.report.tables import clean, percent
@@ -237,9 +238,8 @@ def _opening(run: str, sites: int, rounds: int, note: str) -> str:
 
 def traffic_of(record: dict[str, Any]) -> str:
     """What went to the sites in a round, and came from them."""
-    each = (record.get("bytes") or {}).values()
-    sent, received = (sum(one[place] for one in each) / 1e6 for place in (0, 1))
-    return f"{sent:.3g} MB sent, {received:.3g} MB received" if each else ""
+    sent, received = recorded.traffic_of(record)
+    return f"{sent / 1e6:.3g} MB sent, {received / 1e6:.3g} MB received" if record.get("bytes") else ""
 
 
 def _step_text(what: str, done: int, of: int) -> str:
@@ -247,7 +247,9 @@ def _step_text(what: str, done: int, of: int) -> str:
 
 
 def _ending(summary: dict[str, Any]) -> str:
-    return f"{summary.get('status', 'finished')} after {summary.get('seconds', 0):.1f} s"
+    start = summary.get("resources", {}).get("start_up")
+    told = f"{summary.get('status', 'finished')} after {summary.get('seconds', 0):.1f} s"
+    return told if start is None else f"{told} (start-up {start:.1f} s)"
 
 
 def _union(record: dict[str, Any]) -> float | None:

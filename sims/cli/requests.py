@@ -1,6 +1,7 @@
 """The commands on one run that is there: resuming it, taking sites out, its certificates and its ledger."""
 
 import json
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,9 +18,10 @@ Sites = Annotated[list[str], typer.Argument(help="Names of sites, such as site-0
 @app.command()
 def resume(run: RunPath, quiet: Quiet = False, as_json: Json = False) -> None:
     """Go on with a run that was stopped or killed, after its last committed round."""
+    began = time.monotonic()
     from sims.cli.unlearn import resume as go_on
 
-    summary = go_on(run, quiet=quiet, json_output=as_json)
+    summary = go_on(run, quiet=quiet, json_output=as_json, began=began)
     if as_json:
         typer.echo(json.dumps(summary))
 

@@ -43,13 +43,15 @@ def resume(
     json_output: bool = False,
     tracking: Sequence[Any] | None = None,
     listeners: Sequence[Listener] = (),
+    began: float | None = None,
 ) -> dict[str, Any]:
-    """Go on with a run after its last committed round; its summary. `tracking`: other trackers than it began with."""
+    """Go on with a run after its last committed round; its summary. `tracking`: other trackers than it began with. `began`:
+    as sims.simulate.simulate says."""
     config = read_config(path)
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
     if tracking is not None:
         config = dataclasses.replace(config, tracking=list(tracking))
-    return simulate(config, quiet=quiet, json_output=json_output, listeners=listeners)
+    return simulate(config, quiet=quiet, json_output=json_output, listeners=listeners, began=began)
 
 
 @dataclass(frozen=True)

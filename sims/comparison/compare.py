@@ -33,7 +33,7 @@ from sims.sweeps.names import text_of
 if TYPE_CHECKING:
     import pandas
 
-COSTS = ("bytes_to_sites", "bytes_from_sites", "seconds")
+COSTS = ("bytes_to_sites", "bytes_from_sites", "seconds", "peak_memory")
 
 
 def compare(runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], by: str | Sequence[str] = ()) -> "Comparison":

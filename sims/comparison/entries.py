@@ -1,6 +1,7 @@
 """What is compared: every run, and every baseline of a run, with what its folder holds."""
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +11,7 @@ from typing import Any
 from conf.errors import UserError
 from conf.schema import Config
 from conf.sites import roster
-from server.recorded import checked_metrics, checked_summary
+from server.recorded import checked_metrics, checked_summary, traffic_of
 from server.runs import FINISHED, is_run, read_config, runs_in, status
 from server.written import BASELINES, METRICS
 from sims.report.tables import accuracies, before_forgetting, has_aggregate
@@ -66,15 +67,15 @@ class Entry:
 
     def bytes(self, place: int) -> dict[int, int]:
         """Bytes of arrays by round: to the sites (place 0) or from them (1)."""
-        return {record["round"]: sum(both[place] for both in (record.get("bytes") or {}).values())
-                for record in self.metrics}  # fmt: skip
+        return {record["round"]: traffic_of(record)[place] for record in self.metrics}
 
     @cached_property
     def cost(self) -> dict[str, float]:
-        """Of all rounds: bytes to and from sites, seconds."""
+        """Of all rounds: bytes to and from sites, seconds. Of the server: bytes of memory at most (NaN: not told)."""
+        resources = self.summary.get("resources") or {}
         seconds = sum(float(record.get("seconds") or 0.0) for record in self.metrics)
         return {"bytes_to_sites": sum(self.bytes(0).values()), "bytes_from_sites": sum(self.bytes(1).values()),
-                "seconds": seconds}  # fmt: skip
+                "seconds": seconds, "peak_memory": float(resources.get("peak_memory", math.nan))}  # fmt: skip
 
 
 def entries_of(paths: Sequence[Path]) -> tuple[list[Entry], list[str]]:

@@ -1,6 +1,7 @@
 """Entries in groups that differ in the seed alone, or in keys that are named; what cannot be compared is told."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,8 +44,9 @@ class Group:
         return sorted(set.intersection(*measured)) if measured else []
 
     def cost(self, what: str) -> Spread:
-        """Of a run: spread over all entries."""
-        return spread([entry.cost[what] for entry in self.entries])
+        """Of a run: spread over all entries that tell of it."""
+        told = [entry.cost[what] for entry in self.entries if not math.isnan(entry.cost[what])]
+        return spread(told or [math.nan])
 
 
 def grouped(entries: Sequence[Entry], by: Sequence[str]) -> tuple[list[Group], list[str], list[str]]:

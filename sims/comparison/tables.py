@@ -12,6 +12,7 @@ from sims.sweeps.names import text_of
 
 MOST_PAIRED = 6  # rows of which every pair is told; of more, each with the first
 ONE_SEED = "One seed: whether a difference is more than chance cannot be judged (--seeds 0,1,2 gives three)"
+COSTS = {"bytes_to_sites": 1e6, "bytes_from_sites": 1e6, "seconds": 1.0, "peak_memory": 1e6}  # and what they are shown in
 LONGEST = 60  # letters of a value in a table
 
 
@@ -74,12 +75,14 @@ def _interval(difference: Difference) -> str:
 
 
 def cost_table(groups: Sequence[Group]) -> Table:
-    """Bytes and seconds of all rounds of a run."""
-    rows: list[list[Cell]] = [[group.label, _rounds(group), *(_amount(group.cost(what), 1e6) for what in ("bytes_to_sites",
-                               "bytes_from_sites")), _amount(group.cost("seconds"), 1)] for group in groups]  # fmt: skip
+    """Bytes and seconds of all rounds of a run, and the server's memory."""
+    rows: list[list[Cell]] = [
+        [group.label, _rounds(group), *(_amount(group.cost(what), unit) for what, unit in COSTS.items())] for group in groups
+    ]
     note = ("Of all rounds of a run: mean ± standard deviation over runs. Seconds compare where machine, engine and load "
-            "are the same.")  # fmt: skip
-    return Table("Cost", ["", "rounds", "MB to sites", "MB from sites", "seconds"], rows, note)
+            "are the same. Peak MB: the most memory that the run's server process held, its baselines' included; with "
+            "engine.name=inline the sites are in it.")  # fmt: skip
+    return Table("Cost", ["", "rounds", "MB to sites", "MB from sites", "seconds", "peak MB"], rows, note)
 
 
 def _rounds(group: Group) -> str:
@@ -87,6 +90,8 @@ def _rounds(group: Group) -> str:
 
 
 def _amount(found: Spread, unit: float) -> str:
+    if math.isnan(found.mean):
+        return "-"
     around = f" ± {found.deviation / unit:.2g}" if found.n > 1 and found.deviation else ""
     return f"{found.mean / unit:.4g}{around}"
 

@@ -5,7 +5,6 @@ import logging
 import math
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -37,15 +36,15 @@ from conf.schema import Config, DataConfig, EngineConfig
 from conf.sites import roster
 from sims.engines.adapter import FIRST_NODE, LocalGrid, failure, store_folder
 from sims.engines.codec import SharedRecords, pack, size, sum_size, unpack, unpack_sum
-from sims.engines.parts import Parts, Stores
+from sims.engines.parts import Parts, Stores, alive
 from sims.engines.pool import Pool
+from sims.engines.reach import reach
 from sims.engines.share import WHOLE, Share
 from sims.engines.worker import Recipe
 
 CLIENT_APP = "clients.app:app"
 COMBINE = "clients.partial:combine"
 WAIT_SECONDS = 0.2
-CONNECT_SECONDS = 5.0
 WORKER_BYTES = 2**30  # a worker with torch, and a small network's training
 
 
@@ -126,8 +125,14 @@ def start(config: Config, app: str = CLIENT_APP, combine: str = COMBINE, share: 
     recipe = Recipe(app, joined, engine.vectorise, sites, str(store), plugins, own_paths(), config.federation.node_store)
     pool = Pool(recipe, workers, options, engine)
     gpus = f", {engine.num_gpus:g} GPU" if engine.num_gpus else ""
-    description = f"ray: {workers} workers, {engine.num_cpus:g} CPU{gpus} each"
+    description = f"ray: {workers} workers, {engine.num_cpus:g} CPU{gpus} each{_where(engine)}"
     return RayGrid(sites, store, pool, description, own, config.federation.node_store)
+
+
+def _where(engine: EngineConfig) -> str:
+    """The cluster that the workers are on, told behind their number."""
+    nodes = len(alive()) if engine.address else 0
+    return f", on a cluster of {nodes} node{'s' * (nodes > 1)}" if nodes else ""
 
 
 def plugins_of(config: Config) -> tuple[str, ...]:
@@ -171,16 +176,18 @@ def own_paths() -> tuple[str, ...]:
 def _begun(config: Config, sites: int, share: Share) -> int:
     """Start Ray or join a cluster; the number of workers."""
     engine = config.engine
+    address = reach(engine.address) if engine.address else ""
     workers = min(sites, engine.workers or workers_for(engine, share.of_machine(_this_machine())))
     try:
         with own_signals(), apart():
-            _join(engine.address, config.data if engine.ship_data else None) if engine.address else _start(engine, workers)
-        if engine.address:
+            _join(address, config.data if engine.ship_data else None) if address else _start(engine, workers)
+        if address:
             workers = min(sites, engine.workers or workers_for(engine, share.of_cluster(ray.cluster_resources())))
     except Exception as error:  # a machine that is too busy is a bare one of Ray's
         ray.shutdown()
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"Ray did not start ({reason}); engine.name=inline works without it") from None
+        told = f"engine.address: the Ray at {address} cannot be joined" if address else "Ray did not start"
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"{told} ({reason}); engine.name=inline works without it") from None
     return workers
 
 
@@ -261,17 +268,9 @@ def loopback() -> Iterator[None]:
 
 def _join(address: str, ship: DataConfig | None) -> None:
     """Join a cluster; our code, and the data or where it is, reach its nodes through the runtime environment."""
-    _reach(address)
     modules = [str(Path(package.__file__ or "").parent) for package in (conf, fusion, clients, server, sims)]
     data = {"FEDLOOM_DATA": os.environ["FEDLOOM_DATA"]} if "FEDLOOM_DATA" in os.environ else {}
     runtime: dict[str, Any] = {"py_modules": modules, "env_vars": data}
     if ship is not None:  # a worker's working directory is then its node's copy of the folder
         runtime = {"py_modules": modules, "env_vars": {SHIPPED: "."}, "working_dir": str(data_folder(ship))}
     ray.init(address=address, runtime_env=runtime, logging_level=logging.ERROR, log_to_driver=False)
-
-
-def _reach(address: str) -> None:
-    """Try host:port at once: Ray itself would wait for minutes. Raises OSError or ValueError."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if address not in ("auto", "local"):
-        socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()

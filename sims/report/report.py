@@ -18,6 +18,7 @@ from sims.report.selection import methods_table, selections, sites_table
 from sims.report.sites import classes_table, spread_table
 from sims.report.sites import sites_table as per_site_table
 from sims.report.tables import (
+    Cell,
     Holders,
     Table,
     accuracies,
@@ -223,7 +224,18 @@ def _run_table(summary: Mapping[str, Any]) -> Table:
     rows = [[key, str(summary[key])] for key in ("experiment", "method", "seed", "rounds", "engine", "status")]
     if packing := PACKINGS.get(summary.get("packed", "")):
         rows += [["packed updates", f"{summary['packed']}: {packing.error}; sums are exact sums of what was sent"]]
-    return Table("", ["what", "value"], [*rows, ["seconds", f"{summary['seconds']:.1f}"]])
+    return Table("", ["what", "value"], [*rows, *_resources(summary)])
+
+
+def _resources(summary: Mapping[str, Any]) -> list[list[Cell]]:
+    """Seconds and, of runs that tell, what of them is start-up, and the memory of the server's process."""
+    told = summary.get("resources") or {}
+    rows: list[list[Cell]] = [["seconds", f"{summary['seconds']:.1f}"]]
+    if "start_up" in told:
+        rows.append(["of these, start-up", f"{told['start_up']:.1f}"])
+    if "peak_memory" in told:
+        rows.append(["peak memory of the server, MB", round(told["peak_memory"] / 1e6)])
+    return rows
 
 
 def _sites_table(summary: Mapping[str, Any]) -> Table:

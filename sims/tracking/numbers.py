@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from conf.schema import Config
+from server.recorded import RECEIVED, traffic_of
 
 _ODD = re.compile(r"[^A-Za-z0-9_.\- ]")
 TRAFFIC = ("sent", "received")
@@ -15,14 +16,14 @@ TRAFFIC = ("sent", "received")
 
 def round_numbers(record: Mapping[str, Any]) -> dict[str, float]:
     """What a round's record says of all sites together: `train_loss`, `validation/union`, `bytes/sent`, `dropped`, ..."""
-    known = {"round", "accuracy", "dropped", "bytes", "epsilon", "clipped"}
+    known = {"round", "accuracy", "dropped", "bytes", RECEIVED, "epsilon", "clipped"}
     found = dict(_flat("", {key: item for key, item in record.items() if key not in known}))
     found |= dict(_flat("validation", record.get("accuracy") or {}))
     for key in ("dropped", "clipped"):
         if key in record:
             found[key] = float(len(record[key] or {}))
-    if each := (record.get("bytes") or {}).values():
-        found |= {f"bytes/{name}": float(sum(one[place] for one in each)) for place, name in enumerate(TRAFFIC)}
+    if record.get("bytes"):
+        found |= {f"bytes/{name}": float(each) for name, each in zip(TRAFFIC, traffic_of(record), strict=True)}
     if spent := (record.get("epsilon") or {}).values():
         found["epsilon"] = float(max(spent))
     return found

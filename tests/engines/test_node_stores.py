@@ -149,6 +149,9 @@ def test_nodes_give_one_sum_each_and_keep_the_rest_until_the_end_with_the_same_b
     listener = Watching(look)
     run(tmp_path, "nodes", *over(cluster, NODES), listener=listener)
     assert states(tmp_path / "nodes") == states(tmp_path / "plain") == states(tmp_path / "inline")
+    whole = next(sent for sent, _ in listener.records[0]["bytes"].values())
+    assert round(listener.records[0]["received"] / whole, 1) in (2.0, 4.0)  # of one node or two, 8 bytes a weight
+    assert {tuple(both)[1] for record in listener.records for both in record["bytes"].values()} == {0}
     assert kept[-1] == {"part-0", "part-1"} and not list(tmp_path.glob("part-*/kept/*"))  # all is at home, and only there
     assert {problem.severity for problem in found} == {"note"} and any(problem.what == AWAY for problem in found)
     assert check(tmp_path / "nodes") == []

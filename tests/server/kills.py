@@ -63,10 +63,10 @@ def results(path: Path) -> dict[str, Any]:
 
 
 def _timeless(told: Any) -> Any:
-    """The same without seconds."""
+    """The same without what a process took: seconds, memory."""
     if not isinstance(told, dict):
         return told
-    return {key: _timeless(item) for key, item in told.items() if key != "seconds"}
+    return {key: _timeless(item) for key, item in told.items() if key not in ("seconds", "resources")}
 
 
 def last_round(config: Config) -> int | None:

@@ -64,10 +64,13 @@ def metrics(path: Path) -> list[dict[str, Any]]:
     return [{key: item for key, item in line.items() if key != "seconds"} for line in lines]
 
 
+SPENT = ("seconds", "resources")
+
+
 def results(path: Path) -> dict[str, Any]:
     """All that a run and its baselines leave, but for times: metrics, summary, ledger, all bits of the states."""
     summary = json.loads((path / SUMMARY).read_text())
-    found = {"summary": {key: item for key, item in summary.items() if key != "seconds"}, "metrics": metrics(path)}
+    found = {"summary": {key: item for key, item in summary.items() if key not in SPENT}, "metrics": metrics(path)}
     found["states"] = files(path / "states")
     found["labels"] = {file.name: read_metadata(file) for file in (path / "states").iterdir()}
     with Ledger.open(path, server=False) as ledger:

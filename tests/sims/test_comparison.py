@@ -91,6 +91,8 @@ def test_rows_are_what_differs_apart_from_the_seed(swept: Path):
         assert row["union std"] == pytest.approx(numpy.std(unions, ddof=1))
         assert sorted(runs[runs["row"] == group.label]["union"]) == sorted(unions)
         assert row["bytes_to_sites"] > 0 and row["seconds"] > 0
+        told = [entry.summary["resources"]["peak_memory"] for entry in group.entries if not entry.baseline]
+        assert row["peak_memory"] == pytest.approx(numpy.mean(told) if told else math.nan, nan_ok=True)
     one, other = (runs[runs["row"] == label].set_index("seed")["union"] for label in labels[:2])
     first = found.differences[0]
     assert (first.one, first.other, first.difference.n) == (labels[1], labels[0], 2)

@@ -58,6 +58,16 @@ def run(listener: QuietListener) -> None:
         listener.finished(SUMMARY)
 
 
+def test_the_end_tells_what_was_start_up_and_a_round_what_came_as_sums() -> None:
+    console = pipe()
+    with PlainListener(console) as listener:
+        listener.started("digits", 3, 2, "")
+        listener.round_done({**RECORD, "bytes": {"a": [10**6, 0], "b": [10**6, 0]}, "received": 3 * 10**6})
+        listener.finished({**SUMMARY, "resources": {"start_up": 4.04, "peak_memory": 2**30}})
+    _, line, end, *_ = written(console).splitlines()
+    assert ", 2 MB sent, 3 MB received, " in line and end == "finished after 6.5 s (start-up 4.0 s)"
+
+
 def test_plain_lines_one_per_round() -> None:
     console = pipe()
     run(PlainListener(console))

@@ -71,6 +71,15 @@ def test_report_is_self_contained(tmp_path: Path, sites: int, names: list[str]) 
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
 
 
+def test_the_run_table_tells_of_start_up_and_memory_where_the_run_does(tmp_path: Path) -> None:
+    metrics, summary = results(2, ["a", "b"])
+    told = {**summary, "resources": {"start_up": 2.25, "peak_memory": 1_234_000_000}}
+    page, old = (write_report(write_run(tmp_path / name, metrics, one)).read_text()
+                 for name, one in (("new", told), ("old", summary)))  # fmt: skip
+    assert "of these, start-up" in page and "2.2" in page and "1234" in page
+    assert "start-up" not in old and "peak memory" not in old
+
+
 def test_report_can_be_written_again(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", *results(2, ["a", "b"]))
     first = write_report(folder).read_bytes()

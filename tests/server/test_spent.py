@@ -1,0 +1,30 @@
+"""Seconds and memory of a run, over its sessions."""
+
+import time
+
+import psutil
+import pytest
+
+from server.spent import Spent
+
+
+def test_a_session_counts_from_its_command_on_and_tells_what_was_start_up():
+    spent = Spent(time.monotonic() - 30.0, {})
+    spent.started("digits", 2, 3, "")
+    spent.began -= 5.0
+    spent.started("digits (baseline)", 2, 3, "")
+    spent = Spent(time.monotonic() - 50.0, spent.told())
+    told = spent.told()  # it was interrupted before it started
+    assert 85.0 <= told["seconds"] < 95.0 and 30.0 <= told["resources"]["start_up"] < 35.0
+
+
+def test_the_peak_of_memory_is_that_of_the_session_that_held_most():
+    now = psutil.Process().memory_info().rss
+    peak = Spent(time.monotonic(), {}).told()["resources"]["peak_memory"]
+    assert 0.99 * now <= peak <= psutil.virtual_memory().total
+    assert Spent(time.monotonic(), {"resources": {"peak_memory": 2**50}}).told()["resources"]["peak_memory"] == 2**50
+
+
+@pytest.mark.parametrize("before", [{"seconds": "long"}, {"resources": 3}, {"seconds": float("nan")}])
+def test_an_edited_summary_tells_of_no_session(before: dict[str, object]):
+    assert Spent(time.monotonic(), before).told()["seconds"] < 60.0
