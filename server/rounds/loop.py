@@ -92,13 +92,8 @@ class RoundLoop:
         self.federation.refresh()
         self._warn()
         self.heal(number)
-        members = self.aggregation.members()
-        participation = self.aggregation.schedule.participation(number, members)
         leaving = self._leaving(number)
-        if recalibration or leaving:
-            staying = [site for site in members if site.name not in leaving]
-            participation = Participation(staying, participation.round)
-        participation = replace(participation, sites=self.questions.enrol(participation.sites))
+        participation = self._participation(number, recalibration, leaving)
         self.listener.round_started(number, len(participation.sites))
         self._dropped = {}
         # rounds beyond the configured ones stretch the schedule of the rate
@@ -106,33 +101,9 @@ class RoundLoop:
         self.questions.rounds = self.last if beyond else self.config.rounds
         run = self.aggregation.run(number, participation, self)
         run.leaving = leaving
-        told: Told | None = None
-        try:
-            if recalibration:
-                told = recalibrate(run, self.aggregation.models(run), self.aggregation.strategy.one_basis(run))
-            else:
-                end(run)
-                self.aggregation.strategy.round(run)
-                run.close()
-                self.aggregation.strategy.settle(run)
-        except BaseException:
-            self.aggregation.abandon()
-            raise
-        replies = told.replies if told else len(run.losses)
-        record: dict[str, Any] = {"round": number, "replies": replies, "dropped": self._dropped}
-        if told:
-            record["recalibrated"] = True
-            for name, why in told.left.items():
-                self.listener.message(f"round {number}: {name} stays as it is: {why}")
-        if run.clipped:
-            record["clipped"] = run.clipped
-        if run.losses:
-            record["train_loss"] = sum(sorted(run.losses)) / len(run.losses)  # sorted: whatever the order of arrival
-        record["bytes"] = dict(sorted(self.federation.traffic.items()))
-        came = self._came(received)
+        told = self._carried_out(run, recalibration)
+        record, came = self._record(run, told), self._came(received)
         masked = {RECORD: {"round": run.site_round, "sites": run.masked, "lifted": leaving}} if run.masked else {}
-        if run.epsilon:
-            record["epsilon"] = dict(sorted(run.epsilon.items()))
         signed = {SIGNED: run.signed} if run.signed else {}
         self.aggregation.commit(number, {**record, **masked, **signed})
         if leaving:
@@ -140,6 +111,45 @@ class RoundLoop:
         record = {**self.measured(record), **came}
         record["seconds"] = time.monotonic() - begin
         self.listener.round_done(record)
+        return record
+
+    def _participation(self, number: int, recalibration: bool, leaving: Sequence[str]) -> Participation:
+        """Who is asked, of those that enrol: all that stay, where sites leave or nobody trains."""
+        members = self.aggregation.members()
+        found = self.aggregation.schedule.participation(number, members)
+        if recalibration or leaving:
+            found = Participation([site for site in members if site.name not in leaving], found.round)
+        return replace(found, sites=self.questions.enrol(found.sites))
+
+    def _carried_out(self, run: Run, recalibration: bool) -> Told | None:
+        """Have the method do its round, or (what comes back) ask about its aggregates. What fails leaves nothing."""
+        try:
+            if recalibration:
+                return recalibrate(run, self.aggregation.models(run), self.aggregation.strategy.one_basis(run))
+            end(run)
+            self.aggregation.strategy.round(run)
+            run.close()
+            self.aggregation.strategy.settle(run)
+        except BaseException:
+            self.aggregation.abandon()
+            raise
+        return None
+
+    def _record(self, run: Run, told: Told | None) -> dict[str, Any]:
+        """What a round was, as the ledger keeps it."""
+        replies = told.replies if told else len(run.losses)
+        record: dict[str, Any] = {"round": run.number, "replies": replies, "dropped": self._dropped}
+        if told:
+            record["recalibrated"] = True
+            for name, why in told.left.items():
+                self.listener.message(f"round {run.number}: {name} stays as it is: {why}")
+        if run.clipped:
+            record["clipped"] = run.clipped
+        if run.losses:
+            record["train_loss"] = sum(sorted(run.losses)) / len(run.losses)  # sorted: whatever the order of arrival
+        record["bytes"] = dict(sorted(self.federation.traffic.items()))
+        if run.epsilon:
+            record["epsilon"] = dict(sorted(run.epsilon.items()))
         return record
 
     def _came(self, before: int | None) -> dict[str, int]:

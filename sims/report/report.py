@@ -10,7 +10,8 @@ from conf.errors import UserError
 from server.runfolder import RunFolder
 from sims.report import plots
 from sims.report.forgetting import caption, forgetting_table
-from sims.report.forgotten import Forgotten, forgotten_sentence, forgotten_sites, forgotten_table
+from sims.report.forgotten import Forgotten, forgotten_sites, forgotten_table
+from sims.report.headline import all_domains, headline
 from sims.report.heads import exchanges, heads_table
 from sims.report.page import Details, Part, Picture, write_page
 from sims.report.privacy import privacy_parts
@@ -19,19 +20,12 @@ from sims.report.sites import classes_table, spread_table
 from sims.report.sites import sites_table as per_site_table
 from sims.report.tables import (
     Cell,
-    Holders,
     Table,
-    accuracies,
     accuracy_table,
     at_sites_table,
-    before_forgetting,
     costs_table,
     cut,
     has_aggregate,
-    homes,
-    mean,
-    only_domain,
-    percent,
     traffic_table,
 )
 
@@ -80,7 +74,7 @@ def write_report(folder: Path) -> Path:
     summary["unlearned"], baselines = [one.site for one in gone], _baselines(folder)
     baselines = {**_others(metrics), **baselines}
     captions = CAPTIONS if has_aggregate(summary) else {**CAPTIONS, **APART}
-    broken = f"{BROKEN}, on {_all_domains(summary)}." if baselines else ""
+    broken = f"{BROKEN}, on {all_domains(summary)}." if baselines else ""
     captions = {**captions, "accuracy.png": captions["accuracy.png"] + broken, "forgetting.png": caption(summary)}
     try:
         drawn = plots.draw_all(folder, metrics, summary, baselines)
@@ -91,10 +85,6 @@ def write_report(folder: Path) -> Path:
     except OSError as error:
         raise UserError(f"{folder / 'plots'}: cannot be written ({error.strerror})") from None
     return write_page(folder / "report.html", f"Fedloom: {folder.resolve().name}", sections)
-
-
-def _all_domains(summary: Mapping[str, Any]) -> str:
-    return only_domain(summary) or "the union of all domains"
 
 
 def _baselines(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -112,61 +102,6 @@ def _others(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, An
     names = dict.fromkeys(name for record in metrics for name in record.get("networks") or {})
     return {name: [{"round": record["round"], "accuracy": {"union": record["networks"][name]}}
                    for record in metrics if name in (record.get("networks") or {})] for name in names}  # fmt: skip
-
-
-def headline(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> str:
-    """The run's main numbers in a sentence or two."""
-    sites, done = len(homes(summary)), metrics[-1]["round"] if metrics else 0
-    run = f"{summary['method']} on {sites} site{'s' if sites != 1 else ''}"
-    ended = f"{summary['status']} after round {done} of {summary['rounds']}"
-    before, gone = before_forgetting(summary), forgotten_sentence(summary.get("unlearned") or [])
-    if before:
-        union = percent(before.get("union"))
-        text = f"{run}, {ended}: the aggregated network reaches {union} test accuracy on {_all_domains(summary)}."
-        return " ".join(filter(None, [text, gone, _forgetting_sentence(summary)]))
-    if not has_aggregate(summary) and (means := next(iter(accuracies(summary).values()), {})):
-        text = f"{run}, {ended}: the sites' own networks reach {percent(means.get('union'))} test accuracy on"
-        return " ".join(filter(None, [f"{text} {_all_domains(summary)}, on average.", _exchange_sentence(summary), gone]))
-    last = next((record["accuracy"].get("union") for record in reversed(metrics) if record.get("accuracy")), None)
-    watched = f"; the last validation accuracy on the union was {percent(last)}" if last is not None else ""
-    return f"{run}, {ended}: test accuracy was not measured{watched}. {gone}".strip()
-
-
-def _exchange_sentence(summary: Mapping[str, Any]) -> str:
-    """How good heads are on others' extractors, beside the baselines'; empty where there is no other site."""
-    found = [one for one in exchanges(summary) if one.exchanged is not None]
-    if not found:
-        return ""
-    first, *others = found
-    text = f"With their own heads extractors reach {percent(first.own)} at home, with other sites' heads"
-    text += f" {percent(first.exchanged)}"
-    beside = ", ".join(f"{one.method} {percent(one.exchanged)}" for one in others)
-    return f"{text}{f' ({beside})' if beside else ''}, for {percent(first.share)} of FedAvg's bytes."
-
-
-def _forgetting_sentence(summary: Mapping[str, Any]) -> str:
-    """What forgetting changes, over the sites that hold their domain alone (over all, where no site does)."""
-    forgotten, before = summary.get("forgotten") or {}, before_forgetting(summary)
-    holders = Holders(summary)
-    alone = {site: after for site, after in forgotten.items() if not holders.others(site)}
-    told = alone or forgotten
-    if not told:
-        return ""
-    own_before, kept_before = _own_and_retained(holders, dict.fromkeys(told, before))
-    own_after, kept_after = _own_and_retained(holders, told)
-    start = f"Forgetting {next(iter(told))}" if len(told) == 1 else f"Forgetting a site (mean of {len(told)})"
-    stay = f"the mean of the retained domains goes from {percent(kept_before)} to {percent(kept_after)}"
-    if not alone and (domain := only_domain(summary)):
-        return f"{start}: {domain}, which other sites hold, too, goes from {percent(own_before)} to {percent(own_after)}."
-    if not alone:
-        return f"{start}: {stay}; each forgotten domain is also held by another site."
-    return f"{start}: its own domain goes from {percent(own_before)} to {percent(own_after)}, {stay}."
-
-
-def _own_and_retained(holders: Holders, scores: Mapping[str, Mapping[str, float]]) -> tuple[float | None, float | None]:
-    """Means over sites of the accuracy on the site's own domain and on the domains retained without it."""
-    own = mean([row.get(holders.home.get(site, "")) for site, row in scores.items()])
-    return own, mean([holders.retained_mean(row, site) for site, row in scores.items()])
 
 
 def _sections(

@@ -15,9 +15,10 @@ from rich.console import Console
 from conf.errors import UserError
 from sims.report.curves import accuracy_figure
 from sims.report.forgetting import caption, forgetting_table
+from sims.report.headline import headline
 from sims.report.page import Details, Picture, write_page
 from sims.report.plots import draw_all, forgetting_figure, sites_figure
-from sims.report.report import headline, write_report
+from sims.report.report import write_report
 from sims.report.sites import classes_figure, classes_table, spread_figure
 from sims.report.tables import MAX_ROWS, Holders, Link, Table, accuracy_table, percent
 from tests.sims.pages import checked

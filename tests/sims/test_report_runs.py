@@ -15,7 +15,8 @@ from server.strategies import STRATEGIES, SumAggregationStrategy
 from sims.cli.readmit import readmit
 from sims.cli.unlearn import Wish, unlearn
 from sims.report.curves import accuracy_figure
-from sims.report.report import headline, write_report
+from sims.report.headline import headline
+from sims.report.report import write_report
 from sims.report.tables import accuracies, aggregate, percent
 from sims.simulate import simulate
 from tests.sims.pages import checked

@@ -1,0 +1,68 @@
+"""A run's main numbers in a sentence or two."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sims.report.forgotten import forgotten_sentence
+from sims.report.heads import exchanges
+from sims.report.tables import Holders, accuracies, before_forgetting, has_aggregate, homes, mean, only_domain, percent
+
+
+def headline(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> str:
+    """The run's main numbers in a sentence or two."""
+    sites, done = len(homes(summary)), metrics[-1]["round"] if metrics else 0
+    run = f"{summary['method']} on {sites} site{'s' if sites != 1 else ''}"
+    ended = f"{summary['status']} after round {done} of {summary['rounds']}"
+    before, gone = before_forgetting(summary), forgotten_sentence(summary.get("unlearned") or [])
+    if before:
+        union = percent(before.get("union"))
+        text = f"{run}, {ended}: the aggregated network reaches {union} test accuracy on {all_domains(summary)}."
+        return " ".join(filter(None, [text, gone, _forgetting_sentence(summary)]))
+    if not has_aggregate(summary) and (means := next(iter(accuracies(summary).values()), {})):
+        text = f"{run}, {ended}: the sites' own networks reach {percent(means.get('union'))} test accuracy on"
+        return " ".join(filter(None, [f"{text} {all_domains(summary)}, on average.", _exchange_sentence(summary), gone]))
+    last = next((record["accuracy"].get("union") for record in reversed(metrics) if record.get("accuracy")), None)
+    watched = f"; the last validation accuracy on the union was {percent(last)}" if last is not None else ""
+    return f"{run}, {ended}: test accuracy was not measured{watched}. {gone}".strip()
+
+
+def _exchange_sentence(summary: Mapping[str, Any]) -> str:
+    """How good heads are on others' extractors, beside the baselines'; empty where there is no other site."""
+    found = [one for one in exchanges(summary) if one.exchanged is not None]
+    if not found:
+        return ""
+    first, *others = found
+    text = f"With their own heads extractors reach {percent(first.own)} at home, with other sites' heads"
+    text += f" {percent(first.exchanged)}"
+    beside = ", ".join(f"{one.method} {percent(one.exchanged)}" for one in others)
+    return f"{text}{f' ({beside})' if beside else ''}, for {percent(first.share)} of FedAvg's bytes."
+
+
+def _forgetting_sentence(summary: Mapping[str, Any]) -> str:
+    """What forgetting changes, over the sites that hold their domain alone (over all, where no site does)."""
+    forgotten, before = summary.get("forgotten") or {}, before_forgetting(summary)
+    holders = Holders(summary)
+    alone = {site: after for site, after in forgotten.items() if not holders.others(site)}
+    told = alone or forgotten
+    if not told:
+        return ""
+    own_before, kept_before = _own_and_retained(holders, dict.fromkeys(told, before))
+    own_after, kept_after = _own_and_retained(holders, told)
+    start = f"Forgetting {next(iter(told))}" if len(told) == 1 else f"Forgetting a site (mean of {len(told)})"
+    stay = f"the mean of the retained domains goes from {percent(kept_before)} to {percent(kept_after)}"
+    if not alone and (domain := only_domain(summary)):
+        return f"{start}: {domain}, which other sites hold, too, goes from {percent(own_before)} to {percent(own_after)}."
+    if not alone:
+        return f"{start}: {stay}; each forgotten domain is also held by another site."
+    return f"{start}: its own domain goes from {percent(own_before)} to {percent(own_after)}, {stay}."
+
+
+def _own_and_retained(holders: Holders, scores: Mapping[str, Mapping[str, float]]) -> tuple[float | None, float | None]:
+    """Means over sites of the accuracy on the site's own domain and on the domains retained without it."""
+    own = mean([row.get(holders.home.get(site, "")) for site, row in scores.items()])
+    return own, mean([holders.retained_mean(row, site) for site, row in scores.items()])
+
+
+def all_domains(summary: Mapping[str, Any]) -> str:
+    """What a run was tested on, in a sentence."""
+    return only_domain(summary) or "the union of all domains"
