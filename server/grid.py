@@ -4,6 +4,7 @@ Flower's own HttpGrid raises for a reply that it cannot read, which ends the run
 waits for parts that do not come, up to two hours; and it believes what a reply says of itself, as which message it answers.
 """
 
+import itertools
 import json
 import time
 from collections.abc import Iterable, Mapping
@@ -55,7 +56,7 @@ class _Coming:
 class CarefulGrid(HttpGrid):
     """Flower's own, but for what it does with replies. Of a reply's metadata only what the SuperLink has checked counts."""
 
-    poll_seconds = 0.1
+    poll_seconds = 0.25
 
     def __init__(self, address: str, insecure: bool, certificates: bytes | None, token: str) -> None:
         super().__init__(address, insecure, certificates, token=token)
@@ -117,8 +118,9 @@ class CarefulGrid(HttpGrid):
             return found.object_content if found.object_available else None
 
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            for first in range(0, len(coming.missing), AT_ONCE):
-                parts = coming.missing[first : first + AT_ONCE]
+            starts = [0, *range(1, len(coming.missing), AT_ONCE)]  # the first alone: while a node sends, most are not there
+            for start, end in itertools.pairwise([*starts, len(coming.missing)]):
+                parts = coming.missing[start:end]
                 there = {part: content for part, content in zip(parts, pool.map(fetch, parts), strict=True) if content}
                 coming.parts |= there
                 if coming.size > most:

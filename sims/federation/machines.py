@@ -19,6 +19,7 @@ from sims.federation.plan import CONNECTION, FLOWER, KEYS, SERVER, write_connect
 from sims.federation.programs import BIN, environment, free_port, keep_running, running
 from sims.federation.sheets import ServerSheet, SiteSheet
 
+SERVER_PACE = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5"}  # seconds; it has a program to start once in a run
 DATABASE = "state.db"  # of the SuperLink: its restart costs no node its registration
 NODE_CONFIG = "node.toml"
 ID = ".id"  # of the file beside a site's public key: the id of its node
@@ -44,7 +45,7 @@ def run_server(folder: Path) -> None:
         if sheet.authenticate:
             register(folder)
 
-    keep_running(folder, lambda: words, {"FLWR_HOME": str(folder.resolve() / FLOWER)}, ready)
+    keep_running(folder, lambda: words, {"FLWR_HOME": str(folder.resolve() / FLOWER), **SERVER_PACE}, ready)
 
 
 def refuse_port(folder: Path, sheet: ServerSheet) -> None:
