@@ -108,6 +108,7 @@ class PlainListener(QuietListener):
         self._say(_ending(summary))
         for table in result_tables(summary):
             self.console.print("\n" + table.plain(), end="", markup=False, highlight=False, soft_wrap=True)
+        self.console.print()
 
 
 class RichListener(QuietListener):
