@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import ot
 import torch
 from torch import Tensor
 
@@ -85,6 +84,8 @@ SCALES: dict[str, Callable[[np.ndarray], float]] = {
 
 def _sinkhorn(mu: np.ndarray, nu: np.ndarray, cost: np.ndarray, settings: TransportSettings) -> np.ndarray:
     """Rounded onto the plans with these marginals, which iterations reach in the limit only; a converged one stays."""
+    import ot  # here, since it takes a second and most processes transport nothing
+
     reg = settings.regularisation
     plan = np.asarray(ot.sinkhorn(mu, nu, cost, reg, method="sinkhorn_log", numItermax=ITERATIONS, warn=False))
     astray = float(max(np.abs(plan.sum(axis=1) - mu).sum(), np.abs(plan.sum(axis=0) - nu).sum()))
@@ -110,6 +111,8 @@ def exact_plan(mu: np.ndarray, nu: np.ndarray, cost: np.ndarray) -> np.ndarray:
     Of plans that cost the same, one between equal numbers leaves in place what it can: channels that are constant, which
     nothing tells apart, too.
     """
+    import ot
+
     if cost.shape[0] == cost.shape[1]:
         cost = cost + TIE * np.abs(cost).max() * (1.0 - np.eye(len(cost)))
     with warnings.catch_warnings():

@@ -21,6 +21,7 @@ from conf.errors import FailedError, of_files
 from sims.cli import about, cluster, federation, heads, networks, requests, runs
 from sims.cli.named import named
 from sims.cli.options import Json, Quiet
+from sims.ending import Ending
 from sims.report.tables import Table
 
 app = typer.Typer(
@@ -145,10 +146,12 @@ app.add_typer(cluster.app, name="cluster")
 
 def main() -> NoReturn:
     """Run the command line. Bad input: one line and exit code 2; interrupted: 130; a run that failed: 1."""
+    ending = Ending()
     listen()
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     _import_from_here()
-    sys.exit(_guarded())
+    ending.status = _guarded()
+    sys.exit(ending.status)
 
 
 def _import_from_here() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sims.ending import Ending
 from sims.federation.hand_over import DOOR
 
 LOOK_SECONDS = 2.0  # between looks whether the node is still there
@@ -42,6 +43,7 @@ def next_words(parent: int) -> list[str] | None:
 
 def main(parent: int) -> None:
     """Wait for messages; in the process of one, do what Flower's own program does."""
+    ending = Ending()
     from flwr.supernode.cli.flwr_clientapp import flwr_clientapp
 
     import clients.app  # noqa: F401
@@ -51,6 +53,7 @@ def main(parent: int) -> None:
         np.random.seed()  # noqa: NPY002
         sys.argv = ["flwr-clientapp", *words]
         flwr_clientapp()
+    ending.status = 0
 
 
 def _there(pid: int) -> bool:

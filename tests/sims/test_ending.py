@@ -1,0 +1,29 @@
+"""How our processes end: with their own status, with what was said, and after whatever else wanted to be told."""
+
+import subprocess
+import sys
+
+import pytest
+
+WORDS = """
+import atexit
+from sims.ending import Ending
+ending = Ending()
+atexit.register(print, "told")
+print("said")
+"""
+
+
+@pytest.mark.parametrize(
+    ("rest", "status"), [("ending.status = 0", 0), ("ending.status = 3", 3), ("raise SystemExit(0)", 1), ("1 / 0", 1)]
+)
+def test_a_process_ends_with_its_status_after_all_callbacks(rest: str, status: int):
+    done = subprocess.run([sys.executable, "-c", WORDS + rest], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (status, "said\ntold\n")
+    assert ("ZeroDivisionError" in done.stderr) == ("1 / 0" in rest)
+
+
+def test_what_crashes_while_an_interpreter_is_taken_apart_changes_nothing():
+    crash = "import sys; sys.dies = type('Dies', (), {'__del__': lambda _: __import__('os').abort()})(); ending.status = 0"
+    done = subprocess.run([sys.executable, "-c", WORDS + crash], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "said\ntold\n")
