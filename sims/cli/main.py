@@ -16,7 +16,7 @@ from typing import Annotated, Any, NoReturn
 import click
 import typer
 
-from conf import UserError, load
+from conf import UserError
 from conf.errors import FailedError, of_files
 from sims.cli import about, cluster, federation, heads, networks, requests, runs
 from sims.cli.named import named
@@ -67,16 +67,14 @@ def run(
     began, words = time.monotonic(), list(overrides or [])
     if "=" in experiment:  # fedloom run rounds=3: the default experiment
         words, experiment = [experiment, *words], "digits"
-    if seeds is not None or sweep:
-        from sims.cli import many
+    from sims.cli import many
 
+    if seeds is not None or sweep:
         order = many.Order(experiment, words, seeds, sweep or [], parallel, overwrite)
         raise typer.Exit(many.show(order) if show else many.run(order, quiet=quiet, as_json=as_json))
     if parallel > 1:
         raise UserError("--parallel: is for many runs; say which with --seeds 0,1,2 or --sweep key=value,value")
-    from server.strategies.pairing import paired
-
-    config = paired(load(experiment, [*words, *(["run.overwrite=true"] if overwrite else [])]), words)
+    config = many.one_of_many(experiment, [*words, *(["run.overwrite=true"] if overwrite else [])])
     if show:
         from sims.cli.keys import with_options
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import typer
 
-from conf import load
+from conf import UserError, load
+from conf.errors import plain
+from conf.schema import Config
 from server.strategies.pairing import paired
 from sims.report.tables import Table, before_forgetting, percent
 from sims.sweeps.outcome import KEPT, Outcome
@@ -32,6 +34,19 @@ class Order:
         return plan(
             lambda words: paired(load(self.experiment, words), words), self.words, read_sweep(self.seeds, self.sweep)
         )
+
+
+def one_of_many(experiment: str, words: Sequence[str]) -> Config:
+    """The configuration of a single run. UserError, which for several values says how each gets a run of its own."""
+    try:
+        return paired(load(experiment, words), words)
+    except UserError as error:
+        for key, _, values in (word.partition("=") for word in words):
+            if key == "seeds":
+                raise UserError(f"{key}: a run for each is made by --seeds {plain(values) or '0,1,2'}") from None
+            if "," in values and str(error).startswith(f"{key}: got "):
+                raise UserError(f"{error}; a run for each value: --sweep {plain(key)}={plain(values)}") from None
+        raise
 
 
 def show(order: Order) -> int:
