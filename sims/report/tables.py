@@ -27,7 +27,8 @@ MAX_ROWS = 20
 MAX_DOMAINS = 12
 ARROW = " → "
 _DIGEST = re.compile(r"\b([0-9a-f]{32,})\b")
-_NUMBER = re.compile(r"(\* )?([-+]?[\d.,]+%?|-)( → ([-+]?[\d.,]+%?|-))?")
+_ONE = r"([-+]?[\d.,]+%?|-)"
+_NUMBER = re.compile(rf"(\* )?{_ONE}( (→|±|to) {_ONE})*")
 
 
 def percent(fraction: float | None) -> str:

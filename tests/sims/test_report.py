@@ -315,6 +315,14 @@ def unescaped(line: str) -> list[str]:
     return re.split(r"(?<!\\)(?:\\\\)*\|", line)[1:-1]
 
 
+@pytest.mark.parametrize(
+    ("cell", "side"),
+    [("90.7 ± 3.7", "---:"), ("-25.2 to +35.0", "---:"), ("* 41.7% → 3.0%", "---:"), ("-", "---:"), ("3 to B", ":---")],
+)
+def test_columns_of_numbers_stand_to_the_right(cell: str, side: str):
+    assert Table("", ["one"], [[cell], [2.5]]).markdown().splitlines()[1] == f"| {side} |"
+
+
 @given(st.text(), st.text(), st.floats() | st.none() | st.integers())
 def test_markdown_keeps_its_shape(title: str, cell: str, number: float | None) -> None:
     text = Table(title, ["one", cell], [[cell, number], [number, cell]]).markdown()
