@@ -87,8 +87,12 @@ def parameters(function: Callable[..., Any]) -> tuple[list[inspect.Parameter], b
 
 
 def told(error: BaseException) -> str:
-    """An error's kind and the first line of its text, on one line."""
-    lines = plain(str(error), lines=True).strip().splitlines()
+    """An error's kind and the first line of its text, on one line. Others' errors may fail to give it."""
+    try:
+        text = str(error)
+    except Exception:
+        text = ""
+    lines = plain(text, lines=True).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 

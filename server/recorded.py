@@ -49,6 +49,7 @@ KEYS = Mapping[str, tuple[str, Check]]  # what a key is, and whether it is that
 OF_SUMMARY: KEYS = {
     "accuracy": ("table of accuracies by network and domain", _or_none(_table_of(_table_of(_number)))),
     "aggregate": ("text", _text),
+    "classes": ("table by site", _or_none(_table_of(lambda _: True))),
     "method": ("text", _text),
     "rounds": ("whole number", _whole),
     "seconds": ("number", _number),
@@ -70,6 +71,11 @@ def checked_summary(path: Path) -> dict[str, Any]:
     found = read_summary(path)
     _check(found, OF_SUMMARY, f"{path}: {SUMMARY}")
     return found
+
+
+def sound_summary(path: Path) -> dict[str, Any]:
+    """The same, without keys of another type."""
+    return {key: one for key, one in read_summary(path).items() if key not in OF_SUMMARY or OF_SUMMARY[key][1](one)}
 
 
 def checked_metrics(path: Path) -> dict[int, dict[str, Any]]:

@@ -96,7 +96,7 @@ def read_metrics(path: Path) -> dict[int, dict[str, Any]]:
         try:
             record = json.loads(line)
             found[int(record["round"])] = record
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue
     return found
 
@@ -105,7 +105,7 @@ def read_summary(path: Path) -> dict[str, Any]:
     """What a run's summary.json holds; empty if there is nothing that can be read."""
     try:
         found = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

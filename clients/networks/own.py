@@ -84,7 +84,12 @@ class OwnNetwork(Network, SelfStarting):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             fresh = Network(*_fitted(*self._made)).state_dict()
-        self.load_state_dict({name: fresh[name] for name in self.state_dict()})
+        state = self.state_dict()
+        if odd := [name for name, tensor in state.items() if name not in fresh or fresh[name].shape != tensor.shape]:
+            raise self._made[0].refused(
+                f"has another '{odd[0]}' each time it is made; its layers must follow from its options"
+            )
+        self.load_state_dict({name: fresh[name] for name in state})
 
 
 @NETWORKS.adapter

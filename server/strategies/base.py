@@ -138,7 +138,7 @@ def slots_of(config: Config) -> dict[str, Slot]:
 def check_named(config: Config) -> None:
     """UserError for a robust aggregation by its usual name: what there is in its place."""
     for key in ("name", "weighting"):
-        if (given := config.strategy.get(key)) in NO_SUMS:
+        if isinstance(given := config.strategy.get(key), str) and given in NO_SUMS:
             raise UserError(f"strategy.{key}: '{given}' is no sum: no site could be subtracted again. Against poisoned "
                             "replies there are bounds: federation.largest_weight, largest_change, clip_change, "
                             "most_samples; and Flower's own, strategy.name=flwr.serverapp.strategy:"

@@ -19,6 +19,7 @@ from server.ledger.blobs import LedgerError
 from server.ledger.database import LEDGER, BusyError
 from server.listener import Listener, Listeners
 from server.method import Method
+from server.recorded import sound_summary
 from server.runfolder import RunFolder, read_config
 from server.unlearning.at_sites import Erasure, outstanding
 from server.unlearning.certificate import CERTIFICATES, changed, read
@@ -274,7 +275,7 @@ def _measuring(method: Method, listener: Listener) -> Iterator[None]:
 def _measure_again(method: Method, listener: Listener) -> None:
     """The run's metrics, summary and networks as they are without the sites."""
     method.complete_metrics()
-    old = {"status": "interrupted", "seconds": 0.0, **method.folder.summary()}
+    old = {"status": "interrupted", "seconds": 0.0, **sound_summary(method.folder.path)}
     gone = {*BY_METHOD, "class_names"}  # they tell of sites that are gone
     old = {key: one for key, one in old.items() if key not in gone}
     members = {site.name for site in method.aggregation.members()}

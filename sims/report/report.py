@@ -70,21 +70,28 @@ def write_report(folder: Path) -> Path:
     if not folder.is_dir():
         raise UserError(f"{folder}: no such run folder; give the folder of a run, such as runs/digits")
     summary, metrics = _read_summary(folder / "summary.json"), _read_metrics(folder / "metrics.jsonl")
-    config, gone = _read(folder / "config.yaml"), forgotten_sites(folder, summary)
-    summary["unlearned"], baselines = [one.site for one in gone], _baselines(folder)
-    baselines = {**_others(metrics), **baselines}
-    captions = CAPTIONS if has_aggregate(summary) else {**CAPTIONS, **APART}
-    broken = f"{BROKEN}, on {all_domains(summary)}." if baselines else ""
-    captions = {**captions, "accuracy.png": captions["accuracy.png"] + broken, "forgetting.png": caption(summary)}
+    config = _read(folder / "config.yaml")
     try:
+        gone = forgotten_sites(folder, summary)
+        summary["unlearned"], baselines = [one.site for one in gone], {**_others(metrics), **_baselines(folder)}
+        captions = _captions(summary, baselines)
         drawn = plots.draw_all(folder, metrics, summary, baselines)
         pictures = {path.name: Picture(path, captions[path.name]) for path in drawn}
         sections = _sections(summary, metrics, config, pictures, gone)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except UserError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise UserError(f"{folder}: the run's results are damaged ({error!r}); run the experiment again") from None
     except OSError as error:
         raise UserError(f"{folder / 'plots'}: cannot be written ({error.strerror})") from None
     return write_page(folder / "report.html", f"Fedloom: {folder.resolve().name}", sections)
+
+
+def _captions(summary: Mapping[str, Any], baselines: Mapping[str, Any]) -> dict[str, str]:
+    """What stands below each picture, by its file's name."""
+    captions = CAPTIONS if has_aggregate(summary) else {**CAPTIONS, **APART}
+    broken = f"{BROKEN}, on {all_domains(summary)}." if baselines else ""
+    return {**captions, "accuracy.png": captions["accuracy.png"] + broken, "forgetting.png": caption(summary)}
 
 
 def _baselines(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -229,7 +236,7 @@ def _read(path: Path) -> str:
 def _object(text: str, where: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: damaged JSON ({error}); run the experiment again") from None
     if not isinstance(value, dict):
         raise UserError(f"{where}: takes a JSON object; run the experiment again")

@@ -52,5 +52,5 @@ class Courier:
             while call != "close":
                 call, given = self._waiting.get()
                 getattr(writer, call)(*given)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # interruptions are the main thread's: here they are the tracker's own doing
             self.failure = self.failure or told(error)

@@ -42,11 +42,18 @@ def trackers_of(config: Config) -> dict[str, Tracker]:
 def refuse_trackers(config: Config) -> None:
     """UserError for a tracker that cannot work, such as one whose package is not installed. Imports none."""
     for place, (name, tracker) in enumerate(trackers_of(config).items()):
-        if tracker.package and importlib.util.find_spec(tracker.package) is None:
+        if tracker.package and not _installed(tracker.package):
             how = f"pip install 'fedloom[{tracker.extra}]'" if tracker.extra else f"pip install {tracker.package}"
             raise UserError(
                 f"tracking[{place}]: '{name}' needs the package '{tracker.package}', which is not installed: {how}"
             )
+
+
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):  # what it is inside of is not there, or no package
+        return False
 
 
 def trackable(config: Config, say: Callable[[str], None]) -> Config:

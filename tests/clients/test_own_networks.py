@@ -42,6 +42,10 @@ class TinyNet(nn.Module):
         return self.classifier(x.mean(1) * self.scale)
 
 
+def changing(classes):
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(int(torch.randint(3, 900, ()))), nn.LazyLinear(classes))
+
+
 def lazy(classes):
     return nn.Sequential(nn.Flatten(), nn.LazyLinear(12), nn.Tanh(), nn.LazyLinear(classes))
 
@@ -212,6 +216,14 @@ def test_it_starts_as_its_own_code_says_from_the_seed_and_leaves_torchs_generato
     assert torch.equal(first["extractor.middle"], torch.tensor([0.5]))
     initialise(network, torch_generator(3))
     assert torch.equal(network.state_dict()["extractor.middle"], torch.tensor([0.5]))
+
+
+def test_a_network_that_is_another_one_each_time_it_is_made_is_refused():
+    config = of("my_package.nets:changing")
+    with pytest.raises(
+        UserError, match=r"'my_package\.nets:changing' has another 'extractor\.1\.weight' each time it is made"
+    ):
+        initialise(architecture_of(config).build(), torch_generator(1))
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ from clients.guard import guard
 from clients.measure import Score
 from clients.messages import BY_CLASS, LOST, METRICS, ORDER, OWN, RIGHT, ROUND, SITE, TOTAL, read_order
 from clients.replies import ReplyError, check_score
-from conf import UserError
+from conf import UserError, load
 from server.rounds.nodes import Unkept
+from server.strategies.pairing import paired
 from sims.benchmarks.soak_replies import ANSI, LAYER, LOST_STATE, PARTIALS, REFUSED, changed, edited, entry, raising
 from tests.server.parts import WatchedApp, set_up, small, sum_of_contributions
 
@@ -157,6 +158,13 @@ def test_a_reply_that_answers_no_message_fails_at_once(tmp_path: Path):
 
 def another(reply: Message) -> Message:
     return Message(reply.content, reply.metadata.src_node_id, "train")
+
+
+@pytest.mark.parametrize("given", ["[]", "{a: b}", "[[x]]"])
+def test_a_strategy_whose_name_is_no_text_is_told(given: str):
+    for key in ("name", "weighting"):
+        with pytest.raises(UserError, match=r"^unknown strategy '|^strategy\.weighting: got .*, takes one of"):
+            paired(load("mnist_dirichlet", [f"strategy.{key}={given}"]))
 
 
 def test_robust_aggregation_that_could_not_be_subtracted_is_refused(tmp_path: Path):

@@ -135,6 +135,7 @@ def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
         ("summary.json", b"{}", "'experiment' is missing"),
         ("summary.json", b"\xff", "not UTF-8"),
         ("metrics.jsonl", b'{"round": 1}\n{"rou', "metrics.jsonl line 2: damaged JSON"),
+        ("summary.json", b"[" * 100_000, "summary.json: damaged JSON"),
         ("metrics.jsonl", b'{"accuracy": {"a": 1}}\n', "results are damaged"),
         ("metrics.jsonl", b'{"round": 1, "accuracy": 3}\n', "results are damaged"),
     ],
@@ -145,6 +146,14 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes, says
     with pytest.raises(UserError, match=says) as caught:
         write_report(folder)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("key", "value"), [("sites", [1e308]), ("accuracy", {"sum": []})])
+def test_results_that_are_none_are_told(tmp_path: Path, key: str, value: Any) -> None:
+    metrics, summary = results(2, ["a", "b"])
+    folder = write_run(tmp_path / "run", metrics, {**summary, key: value})
+    with pytest.raises(UserError, match="the run's results are damaged"):
+        write_report(folder)
 
 
 def test_no_such_folder(tmp_path: Path) -> None:

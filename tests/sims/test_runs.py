@@ -94,7 +94,7 @@ def test_an_edited_configuration_is_refused_and_changes_nothing(fedloom: Command
     assert ((run / "summary.json").read_bytes(), events(run)) == before
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"status": "finished"}'])
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "[]", '{"status": "finished"}'])
 def test_a_damaged_summary_is_written_again(fedloom: Command, run: Path, text: str):
     whole = json.loads((run / "summary.json").read_text())
     (run / "summary.json").write_text(text)
@@ -104,6 +104,15 @@ def test_a_damaged_summary_is_written_again(fedloom: Command, run: Path, text: s
     (run / "summary.json").write_text(text)
     assert fedloom("unlearn", run, ONE, "--quiet").code == 0
     assert json.loads((run / "summary.json").read_text())["unlearned"] == [ONE]
+    assert check(run) == []
+
+
+def test_a_request_outlives_results_that_were_edited(fedloom: Command, run: Path):
+    summary = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps({**summary, "classes": "none", "seconds": [], "accuracy": 3}))
+    with (run / "metrics.jsonl").open("a") as lines:
+        lines.write("[" * 100_000 + "\n")
+    assert fedloom("unlearn", run, ONE, "--quiet").code == 0
     assert check(run) == []
 
 

@@ -163,6 +163,7 @@ def test_a_tracker_that_comes_later_gets_all_rounds_and_goes_with_the_run(untrac
     [
         ("tests.sims.trackers:Full", "OSError: [Errno 28] No space left on device: '/full'"),
         ("tests.sims.trackers:Hanging", "did not end within 0.2 s"),
+        ("tests.sims.trackers:Muted", "Mute"),
         ({"name": "mlflow", "uri": "http://127.0.0.1:1"}, "MlflowException: "),
     ],
 )
@@ -189,6 +190,7 @@ def test_what_no_tracker_can_be_made_of_is_refused_before_anything_starts(
         ("[csv,wandb]", ["tracking[1]: 'wandb' needs the package 'wandb'", "pip install 'fedloom[wandb]'"]),
         ("[tensorbord]", ["did you mean 'tensorboard'?"]),
         ("[csv,csv]", ["tracking[1]: 'csv' is there twice"]),
+        ("['tests.sims.trackers:Nowhere']", ["needs the package 'there_is_none.of_it'", "pip install there_is_none.of_it"]),
         ("[3]", ["tracking[0]: got 3, takes a name"]),
         ("[{name: mlflow, url: x}]", ["unknown key 'tracking[0].url'; did you mean 'tracking[0].uri'?"]),
         ("csv", ["tracking: got 'csv', takes a list"]),

@@ -46,6 +46,18 @@ class HangingLine(FullLine):
         threading.Event().wait()
 
 
+class Mute(BaseException):
+    """As asyncio.CancelledError no Exception; and it cannot be told."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("nor this")
+
+
+class MuteLine(FullLine):
+    def write(self, record: dict[str, Any]) -> None:
+        raise Mute
+
+
 class OddWriter(Writer):
     def __init__(self, config: Config, line: type[Line]) -> None:
         super().__init__(config, 0)
@@ -80,6 +92,24 @@ class Hanging(Tracker):
 
     def open(self, config: Config) -> Writer:
         return OddWriter(config, HangingLine)
+
+
+@dataclass(frozen=True)
+class Muted(Tracker):
+    """It raises what is no Exception."""
+
+    def open(self, config: Config) -> Writer:
+        return OddWriter(config, MuteLine)
+
+
+@dataclass(frozen=True)
+class Nowhere(Tracker):
+    """The package it says it needs is inside one that is not there."""
+
+    package = "there_is_none.of_it"
+
+    def open(self, config: Config) -> Writer:
+        return OddWriter(config, QuietLine)
 
 
 def read_events(folder: Path) -> EventAccumulator:
