@@ -174,6 +174,8 @@ def _guarded() -> int:
         if not (told := of_files(error)):
             raise
         return _say(told, 2)
+    except SystemExit as error:  # ours does not
+        return _say(f"code from outside called exit({error.code!r}); what was committed is kept", 1)
     except (KeyboardInterrupt, click.Abort):
         return _say("interrupted; what was committed is kept in the run's folder", INTERRUPTED)
 

@@ -197,6 +197,11 @@ class Failing(flower.FedAvg):
         raise KeyError("x")
 
 
+class Nothing(flower.FedAvg):
+    def aggregate_train(self, server_round, replies) -> Any:
+        return None
+
+
 class Infinite(flower.FedAvg):
     def aggregate_train(self, server_round, replies):
         return ArrayRecord({"a": flower_array(np.array([np.nan]))}), None
@@ -215,7 +220,8 @@ def flower_array(array):
 
 @pytest.mark.parametrize(
     ("name", "told"),
-    [("Telling", r"tells the sites 'lr'"), ("Failing", r"failed \(KeyError"), ("Infinite", "not finite"),
+    [("Telling", r"tells the sites 'lr'"), ("Failing", r"failed \(KeyError"), ("Nothing", r"failed \(TypeError"),
+     ("Infinite", "not finite"),
      ("Waiting", "waits for more sites")],
 )  # fmt: skip
 def test_a_strategy_of_the_users_own_that_fails_is_told_in_a_line(tmp_path: Path, name: str, told: str):

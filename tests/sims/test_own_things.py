@@ -139,3 +139,26 @@ def test_a_slip_is_told_in_one_line_before_anything_starts(
     monkeypatch.syspath_prepend(folder)
     refused(fedloom("run", "mine.yaml", "run.name=slip", "engine.name=inline", *words), told)
     assert not (folder / "runs" / "slip").exists()
+
+
+LEAVES = """
+from dataclasses import dataclass
+from server.strategies.averaging import FedAvg
+
+@dataclass(frozen=True)
+class Leaves(FedAvg):
+    def round(self, run):
+        exit(0)
+"""
+
+
+def test_a_method_that_leaves_the_program_makes_no_run_that_went_well(
+    folder: Path, fedloom: Command, monkeypatch: pytest.MonkeyPatch
+):
+    (folder / "leaving.py").write_text(LEAVES)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    said = fedloom("run", "mine.yaml", "run.name=left", "engine.name=inline", "strategy={name: 'leaving:Leaves'}", "--quiet")
+    assert said.code == 1, said
+    assert "fedloom: code from outside called exit(0); what was committed is kept" in said.err
+    assert summary(folder / "runs" / "left")["status"] == "interrupted"

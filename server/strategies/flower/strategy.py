@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import strategy as flower
 
 from clients.messages import MEAN, SITE, TRAIN
@@ -145,8 +145,8 @@ class FlowerStrategy(Strategy):
         if not replies:
             return inner, arrays
         number = int(view.kept(ROUND)["number"])
-        made, _ = self._guarded(lambda: inner.aggregate_train(number, replies))
-        return inner, arrays if made is None else state_of(made)
+        made = self._guarded(lambda: _network(*inner.aggregate_train(number, replies)))
+        return inner, arrays if made is None else made
 
     def _reply(self, view: View, site: Site) -> Message:
         """What a site sent last, as Flower's ClientApps send it."""
@@ -183,6 +183,11 @@ class FlowerStrategy(Strategy):
             raise
         except Exception as error:
             raise FailedError(f"strategy '{self.name}': failed ({told(error)})") from error
+
+
+def _network(arrays: ArrayRecord | None, metrics: Any) -> State | None:
+    """Of what aggregate_train gave."""
+    return None if arrays is None else state_of(arrays)
 
 
 @STRATEGIES.adapter
