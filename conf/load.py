@@ -206,13 +206,13 @@ def _names_a_folder(name: str) -> bool:
     return shown and len(name.encode()) <= MOST_RUN_NAME_BYTES
 
 
-def to_json(config: Config) -> str:
+def to_json(config: Config, *, tracking: bool = False) -> str:
     """The configuration as one line of JSON, as it travels to the sites: but for `tracking`, no affair of theirs."""
-    return json.dumps({key: item for key, item in _tree(config).items() if key != "tracking"}, sort_keys=True)
+    return json.dumps({key: item for key, item in _tree(config).items() if tracking or key != "tracking"}, sort_keys=True)
 
 
 def from_json(text: str) -> Config:
-    """The inverse of to_json; nothing is tracked."""
+    """The inverse of to_json; nothing is tracked that the text does not tell of."""
     return from_mapping(json.loads(text))
 
 

@@ -94,7 +94,7 @@ class Lane:
     def give(self, task: Planned, listener: QuietListener) -> None:
         """Start a run; what happens is heard."""
         self.task, self.listener = task, listener
-        self._send(to_json(task.config) + "\n")
+        self._send(to_json(task.config, tracking=True) + "\n")
 
     def _send(self, text: str) -> None:
         assert self._process.stdin is not None

@@ -232,7 +232,7 @@ def test_runs_that_fail_stop_no_other(tmp_path: Path, fedloom: Command, monkeypa
 
 @pytest.mark.slow
 def test_a_sweep_is_interrupted_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    words = [*QUICK, "rounds=30", "training.steps=1", "evaluation.every=30"]
+    words = [*QUICK, "rounds=30", "training.steps=1", "evaluation.every=30", "tracking=[csv]"]
     command, pipe = [FEDLOOM, "run", "digits", *words, "--seeds", "0,1,2", "--parallel", "2"], subprocess.PIPE
     with subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True) as begun:
         assert begun.stdout
@@ -243,10 +243,12 @@ def test_a_sweep_is_interrupted_and_goes_on(tmp_path: Path, monkeypatch: pytest.
     assert not _processes_in(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert status(Path("runs", first)) == "interrupted" and not Path("runs/digits-seed=2").exists()
+    assert Path("runs", first, "csv").is_dir()  # it was tracked
     before = read_metrics(Path("runs", first))
     found = sims.sweep("digits", *words, seeds=[0, 1, 2])
     assert [result.summary["status"] for result in found] == ["finished"] * 3
     after = read_metrics(Path("runs", first))
+    assert all(len((result.folder / "csv/main/rounds.csv").read_text().splitlines()) == 31 for result in found)
     assert before and before.items() <= after.items() and len(after) == 30  # not trained again: the same seconds
     alone = load("digits", [*words, f"seed={first[-1]}", "run.name=alone"])
     assert simulate(alone, quiet=True)["digest"] == read_summary(Path("runs", first))["digest"]
