@@ -27,7 +27,7 @@ from server.rounds.expected import Expected, Reply
 from server.rounds.partial_sums import Partials
 from server.rounds.schedules import Participation
 from server.rounds.secure_aggregation import SecureAggregation
-from server.rounds.view import Setup, View
+from server.rounds.view import Setup, View, own
 
 Content = Mapping[str, State] | Callable[[Site], Mapping[str, State]]  # states by record name; for all, or of each site
 
@@ -213,7 +213,7 @@ class Run(View):
         """Keep a state that belongs to no site, in place of that of its name."""
         if not isinstance(state, Mapping) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
             raise UserError(f"keep('{name}', ...): takes a dictionary of tensors, got {type(state).__name__}")
-        self.slots.keep(name, state)
+        self.slots.keep(name, own(dict(state)))
 
     def _checked(
         self, kind: str, received: Received, expected: Mapping[str, Expected], metrics: Sequence[str] = ()

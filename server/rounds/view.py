@@ -153,8 +153,8 @@ class View:
         return one.samples if one else 0
 
     def kept(self, name: str) -> State:
-        """What is kept under this name. KeyError if nothing is."""
-        return self.slots.keeps()[name]
+        """What is kept under this name, to do with as one likes. KeyError if nothing is."""
+        return own(self.slots.keeps()[name])
 
     def rounds_with(self, names: Sequence[str]) -> int:
         """Over how many rounds sites that are forgotten may have left something; none named: how many rounds there are."""
@@ -166,12 +166,17 @@ class View:
 
     def initial(self, who: str = SHARED, site: Site | None = None) -> State:
         """The state that the seed draws under this name, of a site's architecture or the configuration's."""
-        return dict(_theta(self.config)) if who == SHARED and site is None else initial_state(self.config, who, site)
+        return own(_theta(self.config)) if who == SHARED and site is None else initial_state(self.config, who, site)
 
     def note(self, kind: str, body: Mapping[str, Any]) -> None:
         """Note an event in the ledger, if this is its server."""
         if self.ledger.server:
             self.ledger.note(kind, dict(body))
+
+
+def own(state: State) -> State:
+    """A copy to be worked on in place."""
+    return {name: tensor.clone() for name, tensor in state.items()}
 
 
 @once

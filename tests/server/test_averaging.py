@@ -1,5 +1,7 @@
 """The standard averaging methods: what they reduce to, and that forgetting makes the last step of the server again."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from conf.errors import UserError
 from conf.schema import Config
 from conf.sites import roster
 from fusion.exact import State, digest
+from server.strategies import FedAvgM
 from server.strategies.averaging import NETWORK, NETWORKS
 from server.strategies.base import strategy_of
 from sims.engines.adapter import store_folder
@@ -44,6 +47,25 @@ REDUCED = {
 @pytest.mark.parametrize("name", REDUCED)
 def test_with_nothing_of_its_own_a_method_is_fedavg_bit_for_bit(tmp_path: Path, fedavg: Run, name: str):
     assert same(played(tmp_path, f"strategy.name={name}", *REDUCED[name]), fedavg)
+
+
+@dataclass(frozen=True)
+class InPlace(FedAvgM):
+    """The same rule, worked out in the very tensors that it is handed."""
+
+    def step(self, last: Mapping[str, State], mean: State, parameters: frozenset[str]) -> dict[str, State]:
+        moved = super().step(last, mean, parameters)
+        for name, state in moved.items():
+            for key, tensor in state.items():
+                last[name][key].copy_(tensor)
+        mean.clear()
+        return dict(last)
+
+
+def test_a_method_may_work_in_place_on_what_it_is_handed(tmp_path: Path):
+    words = ["strategy.momentum=0.5", "rounds=3", "objective.name=fedavg", "evaluation.every=1"]
+    plain = played(tmp_path / "plain", "strategy.name=fedavgm", *words)
+    assert same(played(tmp_path / "in place", f"strategy.name={__name__}:InPlace", *words), plain)
 
 
 def test_with_its_own_a_method_is_not_fedavg(tmp_path: Path, fedavg: Run):
