@@ -137,9 +137,10 @@ def work(grid: Grid, config: Config, folder: RunFolder, listener: Listener, bega
             summary |= {"status": "failed", "error": plain(f"{type(error).__name__}: {error}")[:MOST_TOLD]}
             raise
         finally:
-            summary |= {**head(config, ledger), **spent.told()}
-            folder.write_summary(summary)
-            ledger.note(summary["status"], {"files": folder.results()})
+            if ledger.in_place():
+                summary |= {**head(config, ledger), **spent.told()}
+                folder.write_summary(summary)
+                ledger.note(summary["status"], {"files": folder.results()})
     listener.finished(summary)
     return summary
 

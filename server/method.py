@@ -103,7 +103,9 @@ class Method:
                 self._announce(loop)
             unlearning.tell_sites()
             recalibrates = unlearning.recalibrates(last + 1)
-            self.folder.append(loop.recalibration(last + 1) if recalibrates else loop.one(last + 1))
+            record = loop.recalibration(last + 1) if recalibrates else loop.one(last + 1)
+            self.ledger.refuse_moved()
+            self.folder.append(record)
 
     def _bring_home(self, loop: RoundLoop) -> None:
         """Fetch all contributions that nodes keep: the run has ended, and they may go."""

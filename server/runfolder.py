@@ -18,7 +18,7 @@ from conf.errors import UserError
 from conf.schema import Config
 from server.ledger.database import acquire
 from server.runs import holds, read_config, read_metrics, read_summary, refuse_existing
-from server.written import CONFIG, METRICS, STATES, SUMMARY
+from server.written import CONFIG, METRICS, STATES, SUMMARY, is_left
 
 __all__ = ["CONFIG", "METRICS", "SUMMARY", "RunFolder", "holds", "is_file_name", "read_config", "refuse_existing"]
 
@@ -88,10 +88,11 @@ class RunFolder:
         write_bytes(self.path / METRICS, "".join(json.dumps(record) + "\n" for record in records).encode())
 
     def sweep(self) -> None:
-        """Remove temporary files that a crash left (clients.states.write_bytes)."""
+        """Remove temporary files that a crash left, and nothing else."""
         for place in (self.path, self.path / STATES):
             for path in place.glob(".*-*"):
-                path.unlink()
+                if is_left(path.name) and path.is_file():
+                    path.unlink()
 
     def results(self) -> dict[str, str]:
         """The sha256 of the files that say what came out, by their path in the folder."""

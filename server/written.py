@@ -16,14 +16,35 @@ WRITTEN = frozenset(
     {CONFIG, METRICS, SUMMARY, LEDGER, SEAL, LOCK, BASELINES, RETRAINED, CERTIFICATES, STATES, SITES, STAGING, BLOBS}
     | {PLOTS, REPORT, *TRACKERS, *(f"{LEDGER}-{part}" for part in ("wal", "shm", "journal"))}
 )
+SUFFIXES = {STATES: (".safetensors",), PLOTS: (".png",), CERTIFICATES: (".json", ".html", ".sig")}  # of the files in them
 DESKTOPS = (".DS_Store", "Thumbs.db", "desktop.ini")
+_LEFT = re.compile(r"\..+-[0-9a-f]{32}")
 _TEMPORARY = re.compile(r"\.(?P<name>.+)(-[0-9a-f]{32}|\.new)")  # of an interrupted write
 
 
 def strange_in(path: Path, tree: Mapping[str, Any]) -> list[str]:
     """The entries of a run's folder that fedloom does not write; `tree`: its config.yaml, which names trackers of others."""
     own = WRITTEN | set(_trackers(tree))
-    return sorted(one.name for one in path.iterdir() if one.name not in own and not _passing(one.name))
+    found = [one.name for one in path.iterdir() if one.name not in own and not _passing(one.name)]
+    return sorted([*found, *_strange_inside(path)])
+
+
+def _strange_inside(path: Path) -> Iterator[str]:
+    """Of folders in which people keep things of their own beside a run's."""
+    for folder, suffixes in SUFFIXES.items():
+        for one in (path / folder).iterdir() if (path / folder).is_dir() else ():
+            passing = is_left(one.name) or one.name in DESKTOPS or one.is_symlink()
+            if not passing and (one.is_dir() or one.suffix not in suffixes):
+                yield f"{folder}/{one.name}"
+    for folder in (BASELINES, RETRAINED):
+        for run in (path / folder).iterdir() if (path / folder).is_dir() else ():
+            inside = strange_in(run, {}) if run.is_dir() else []
+            yield from (f"{folder}/{run.name}/{name}" for name in inside)
+
+
+def is_left(name: str) -> bool:
+    """Whether a file of that name is what an interrupted write left (clients.states.write_bytes)."""
+    return bool(_LEFT.fullmatch(name))
 
 
 def is_begun(path: Path) -> bool:

@@ -128,6 +128,7 @@ class Database:
         """All of the block's changes, or none if it raises. Raises LedgerError for a reader and if the disk refuses them."""
         if not self.server:
             raise LedgerError(f"{self.path}: is open to be read and to queue requests; only its server may change it")
+        self.refuse_moved()
         with _changing(self._db, self.path):
             yield self._db
 
@@ -145,9 +146,24 @@ class Database:
                 _seal(db, self.path)
                 _unlock(lock)
 
+    def in_place(self) -> bool:
+        """Whether the folder is still the one whose lock this server has."""
+        if self._lock is None:
+            return False
+        try:
+            return os.path.samestat(os.fstat(self._lock), os.stat(self.path.parent / LOCK))
+        except FileNotFoundError:
+            return False
+
+    def refuse_moved(self) -> None:
+        """Raises LedgerError unless this is the folder's server, and the folder where it was."""
+        if not self.in_place():
+            raise LedgerError(f"{self.path.parent}: is no longer the folder that this server began to work in; it was moved "
+                              "meanwhile, and nothing more is written; resume the run where it is now")  # fmt: skip
+
     def seal(self) -> None:
         """A server that is done: bring the log into the file and write its sha256 beside it."""
-        if self._lock is not None:
+        if self.in_place():
             with sqlite_told(self.path):
                 _seal(self._db, self.path)
 

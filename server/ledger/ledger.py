@@ -100,6 +100,14 @@ class Ledger(Records):
         finally:
             self._database.close()
 
+    def in_place(self) -> bool:
+        """Whether this is the server of what is in the folder now: it may have been moved, and another run be there."""
+        return self._database.in_place()
+
+    def refuse_moved(self) -> None:
+        """Raises LedgerError unless it is."""
+        self._database.refuse_moved()
+
     # Rounds
 
     def commit_round(

@@ -87,6 +87,7 @@ class RoundLoop:
         return self._round(number, recalibration=True)
 
     def _round(self, number: int, recalibration: bool) -> dict[str, Any]:
+        self.aggregation.ledger.refuse_moved()
         begin, received = time.monotonic(), self.federation.received
         self.federation.traffic.clear()
         self.federation.refresh()

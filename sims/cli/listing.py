@@ -25,7 +25,8 @@ def row_of(path: Path) -> dict[str, Any]:
     config, said, odd = read_yaml((path / CONFIG).read_text(encoding="utf-8")), status(path), []
     summary, metrics = (_read(read, path, odd) for read in (checked_summary, checked_metrics))
     method = "/".join(str(one) for one in (_option(config["strategy"], "name"), _option(config["objective"], "mode")) if one)
-    watched = [record["accuracy"]["union"] for record in metrics.values() if (record.get("accuracy") or {}).get("union")]
+    unions = [(record.get("accuracy") or {}).get("union") for record in metrics.values()]
+    watched = [union for union in unions if union is not None]
     return {
         "run": str(path),
         "status": said,

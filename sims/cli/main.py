@@ -148,8 +148,7 @@ def main() -> NoReturn:
     listen()
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     _import_from_here()
-    ending.status = _guarded()
-    sys.exit(ending.status)
+    ending.leave(_guarded())
 
 
 def _import_from_here() -> None:

@@ -31,6 +31,8 @@ def _check(path: Path) -> None:
         raise UserError(f"{path}: holds another run, {inner}; remove that first")
     refuse_deleting(path, to="removed")
     refuse_busy(path)
+    if fixed := next((place for place, _, _ in os.walk(whole) if not os.access(place, os.R_OK | os.W_OK | os.X_OK)), None):
+        raise UserError(f"{fixed}: is not writable, so that nothing in it can be removed; mend permissions first")
 
 
 def _inner(path: Path) -> Path | None:
@@ -48,6 +50,7 @@ def remove(path: Path) -> None:
         whole.rename(gone)
         shutil.rmtree(gone)
     except OSError as error:
-        raise UserError(f"{error.filename or path}: cannot be removed ({error.strerror})") from None
+        left = f"; what is left of the run is in {gone}" if gone.exists() else ""
+        raise UserError(f"{error.filename or path}: cannot be removed ({error.strerror}){left}") from None
     finally:
         os.close(lock)

@@ -53,7 +53,7 @@ def main(parent: int) -> None:
         np.random.seed()  # noqa: NPY002
         sys.argv = ["flwr-clientapp", *words]
         flwr_clientapp()
-    ending.status = 0
+    ending.leave(0)
 
 
 def _there(pid: int) -> bool:

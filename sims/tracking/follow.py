@@ -98,7 +98,7 @@ class Tracking(Silent):
             self._guarded(lambda: self._part(Path(note)))
 
     def round_done(self, record: dict[str, Any]) -> None:
-        self._tell("round", copy.deepcopy(record))
+        self._tell("round", record)
 
     def _part(self, folder: Path) -> None:
         """Tell of a part, and of all rounds of it that are committed: a tracker may lack some."""
@@ -129,8 +129,9 @@ class Tracking(Silent):
             self._news()
 
     def _tell(self, call: str, *given: Any) -> None:
+        """Each tracker gets a copy of its own, to do with as it likes."""
         for courier in self._couriers:
-            courier.tell(call, *given)
+            courier.tell(call, *copy.deepcopy(given))
         self._news()
 
     def _news(self) -> None:

@@ -48,7 +48,7 @@ class MlflowWriter(Writer):
         from mlflow import MlflowClient
 
         self._client = MlflowClient(tracking_uri=options.uri or (self.folder.resolve() / FOLDER).as_uri())
-        self._experiment = _experiment(self._client, options.experiment or config.experiment)
+        self._experiment = _experiment(self._client, safe(options.experiment or config.experiment))
 
     def begin(self, part: Part) -> "MlflowLine":
         found = self._client.search_runs([self._experiment], f"tags.`{ID}` = '{safe(part.id)}'", max_results=1)

@@ -224,3 +224,13 @@ def test_a_folder_of_ones_own_with_a_config_yaml_is_never_deleted(tmp_path: Path
 def test_no_site_may_be_called_what_the_results_call_something_else():
     rows = {*MODES, *(mode.display_name for mode in MODES.values()), TOGETHER, FORWARD, BACKWARD, ALONE, EXCLUSIVE}
     assert rows | {"aggregate", "star", "composed", "half", "mean", "fused", PERSONAL} == RESULT_NAMES
+
+
+def test_only_what_an_interrupted_write_left_is_swept(tmp_path: Path):
+    left = tmp_path / f".summary.json-{'a' * 32}"
+    mine = [tmp_path / ".my-notes", tmp_path / "states" / ".also-mine", tmp_path / f".folder-{'b' * 32}" / "note"]
+    for path in (left, *mine):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("x")
+    RunFolder(tmp_path).sweep()
+    assert not left.exists() and all(path.is_file() for path in mine)

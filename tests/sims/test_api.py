@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from conf.errors import UserError
+from server.ledger.audit import check
 from server.rounds.loop import RoundLoop
 from sims import Result, resume, run
 from tests.sims.commands import ONE, SMALL
@@ -143,6 +144,23 @@ def test_an_interrupted_run_keeps_its_rounds_and_is_resumed(root: str, tmp_path:
     stopped = Result(tmp_path / "user/stopped")
     assert stopped.summary["status"] == "interrupted" and len(stopped.metrics) == 2
     assert resume(stopped.folder).summary["status"] == "finished" and len(stopped.metrics) == 5
+
+
+def test_a_run_whose_folder_is_moved_writes_into_no_other(root: str, tmp_path: Path):
+    place, moved = tmp_path / "user/moving", tmp_path / "moved/moving"
+    moved.parent.mkdir()
+
+    def move(record: dict) -> None:
+        if record["round"] == 2:
+            place.rename(moved)
+            run(TREE, "run.name=moving", "seed=3", root)
+
+    whole = run(TREE, "run.name=whole", "rounds=4", root)
+    with pytest.raises(UserError, match="moving: is no longer the folder that this server began to work in"):
+        run(TREE, "run.name=moving", "rounds=4", root, on_round=move)
+    other = Result(place)
+    assert other.summary["status"] == "finished" and other.summary["seed"] == 3 and check(place) == []
+    assert resume(moved).summary["digest"] == whole.summary["digest"]
 
 
 def test_the_package_is_imported_at_once():

@@ -129,6 +129,18 @@ def test_a_configuration_makes_no_folder_a_run(fedloom: Command, run: Path, file
     assert {path.name for path in place.iterdir()} == {CONFIG, *files}
 
 
+@pytest.mark.parametrize(
+    "mine", ["states/mine.pt", "plots/thesis/figure.tex", "certificates/letter.pdf", "retrained/x/notes.txt"]
+)
+def test_what_somebody_keeps_among_a_runs_files_keeps_the_run(fedloom: Command, run: Path, mine: str):
+    (run / mine).parent.mkdir(parents=True, exist_ok=True)
+    (run / mine).write_text("precious")
+    told = "plots/thesis" if "thesis" in mine else mine
+    refused(fedloom("rm", run, "--yes"), f"holds what fedloom does not write ({told})")
+    refused(fedloom("run", "digits", *SMALL, f"run.root={run.parent}", f"run.name={run.name}", "--overwrite"), told)
+    assert (run / mine).read_text() == "precious"
+
+
 def test_a_run_that_was_only_begun_is_replaced_but_not_removed(fedloom: Command, run: Path):
     place = run.with_name("begun")
     write_bytes(place / CONFIG, (run / CONFIG).read_bytes())

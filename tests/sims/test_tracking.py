@@ -181,6 +181,13 @@ def test_a_tracker_that_fails_says_so_once_and_the_run_goes_on(
     assert lines[0].endswith("; the run goes on without it")
 
 
+def test_what_one_tracker_does_to_what_it_is_told_is_nothing_to_another(tmp_path: Path):
+    trackers = ["tests.sims.trackers:Greedy", "csv", {"name": "mlflow", "experiment": "it's mine"}]
+    result = run({**TREE, "tracking": trackers}, f"run.root={tmp_path}", "run.name=greedy")
+    assert len((result.folder / "csv/main/rounds.csv").read_text().splitlines()) == 1 + len(ROUNDS)
+    assert [one.name for one in (result.folder / "mlruns").iterdir() if one.name.isdigit() and one.name != "0"]
+
+
 def test_what_no_tracker_can_be_made_of_is_refused_before_anything_starts(
     fedloom: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
