@@ -51,9 +51,21 @@ def learn(session: "Session", images: Images, config: Config, site: Site, round:
     with drawing(torch_generator(config.seed, site.name, str(round), "forward").initial_seed(), device):
         for end, parameters in session.stages():
             if count := int(end * number + 0.5) - done:
-                losses.append(descend(parameters, session.loss, islice(steps, count), config.training))
+                losses.append(descend(parameters, _one_number(session.loss), islice(steps, count), config.training))
                 done += count
     return outcome(torch.cat(losses), len(images), site, round)
+
+
+def _one_number(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """The same; ValueError for a loss that is not one number for the batch, whose gradient would be that of its sum."""
+
+    def checked(images: Tensor, labels: Tensor) -> Tensor:
+        value = loss(images, labels)
+        if value.ndim:
+            raise ValueError(f"the loss of a batch has the shape {list(value.shape)}, takes one number: its mean, say")
+        return value
+
+    return checked
 
 
 def step_count(images: int, config: Config, site: Site | None = None) -> int:

@@ -248,3 +248,11 @@ def test_divergence_names_the_site_the_round_and_the_option():
     config = configured("training.rate=1e30", "training.batch=8", "network.standardise=false", "network.affine=true")
     with pytest.raises(DivergedError, match=r"site-0000: the loss is (nan|inf) in round 1; a smaller training\.rate"):
         learned(config)
+
+
+def test_a_loss_that_is_no_single_number_is_refused():
+    config = configured()
+    odd, images = session(config), site_images(config, roster(config)[0])
+    odd.loss = lambda images, labels: images.mean(dim=(1, 2, 3))  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=r"^the loss of a batch has the shape \[32\], takes one number"):
+        learn(odd, images, config, roster(config)[0], 1, CPU)
