@@ -16,6 +16,7 @@ from clients.learner import DivergedError
 from clients.messages import LOST, UNKNOWN
 from clients.store import LostStateError
 from conf.errors import UserError
+from conf.plugins import place_of
 
 SIMULATED = "simulated"  # node-config of engines, whose sites are on the user's own machines: errors leave in full
 LOG = logging.getLogger("fedloom.site")
@@ -47,8 +48,11 @@ def failed(error: BaseException, message: Message, full: bool) -> Message:
 
 
 def told_here(error: BaseException) -> str:
-    """An error in words: what it says, and its kind unless it was made for users."""
-    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    """An error in words: what it says, and unless it was made for users its kind, and where in code of theirs it came up."""
+    if isinstance(error, UserError):
+        return str(error)
+    place = place_of(error)
+    return f"{type(error).__name__}: {error}{f' ({place})' if place else ''}"
 
 
 def told_outside(error: BaseException) -> str:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ MOST_TOLD = 100  # letters of an override
 
 VERSION = 4  # of what `to_yaml` writes; it rises when a key comes, goes or changes its meaning. Without one: version 1
 
-NAMED = ("network", "of", "head", "objective", "strategy", "optimizer", "schedule")
+NAMED = ("network", "partition", "of", "head", "objective", "strategy", "optimizer", "schedule")
 
 
 def experiment_names() -> list[str]:
@@ -79,7 +79,7 @@ def load_text(text: str, name: str, overrides: Sequence[str] = (), where: str = 
             for key, item in preset.items():
                 _forget_options(merged, str(key), item)
             merged = OmegaConf.merge(merged, OmegaConf.create(preset))
-        for key, item in changes.items():
+        for key, item in _options_last(changes):
             _check_places(merged, key)
             _open_name(merged, key)
             _forget_options(merged, key, item)
@@ -91,6 +91,16 @@ def load_text(text: str, name: str, overrides: Sequence[str] = (), where: str = 
         raise UserError(f"{' '.join([name, *map(_short, overrides)])}: {_first_line(error)}") from None
     assert isinstance(whole, dict)
     return from_mapping({"experiment": name, **aside, **{str(key): item for key, item in whole.items()}})
+
+
+def _options_last(changes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The overrides in their order; options that came before the name whose they are come again behind it."""
+    before: list[tuple[str, Any]] = []
+    for key, item in changes.items():
+        yield key, item
+        section, _, last = key.rpartition(".")
+        yield from [one for one in before if last == "name" and one[0].startswith(f"{section}.")]
+        before.append((key, item))
 
 
 def _check_places(merged: Any, key: str) -> None:

@@ -1,7 +1,10 @@
 """What this machine has, asked the same way on Linux, macOS and Windows."""
 
+import contextlib
+import ctypes
 import os
 import sys
+from pathlib import Path
 
 import psutil
 
@@ -22,8 +25,18 @@ def free_memory() -> int:
     return psutil.virtual_memory().available
 
 
+def forget_peak() -> None:
+    """Have `peak_memory` count from now on, without what is free already. Linux; elsewhere it goes on counting."""
+    if sys.platform != "linux":
+        return
+    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
+    with contextlib.suppress(OSError):  # /proc may be read-only
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
 def peak_memory() -> int:
-    """The most bytes of memory that this process has held at a time, since it began."""
+    """The most bytes of memory that this process has held at a time, since it began or `forget_peak`."""
     peak = getattr(psutil.Process().memory_info(), "peak_wset", None)  # on Windows
     if peak is not None:
         return int(peak)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from conf.machine import peak_memory
+from conf.machine import forget_peak, peak_memory
 from server.listener import Listener
 
 
@@ -15,6 +15,7 @@ class Spent(Listener):
         resources = before.get("resources")
         self.began, self._before = began, resources if isinstance(resources, Mapping) else {}
         self._begun = False
+        forget_peak()  # of a run before it in this process
         self._seconds, self._start_up = _number(before.get("seconds")), _number(self._before.get("start_up"))
 
     def started(self, run: str, sites: int, rounds: int, note: str) -> None:

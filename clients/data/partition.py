@@ -20,11 +20,12 @@ VERSION = 1  # of the ways below; a new one makes kept divisions invalid
 
 @dataclass(frozen=True)
 class Way:
-    """A way to divide. `partitioner` takes (the module, options, number of images, of parts, seed)."""
+    """A way to divide. `partitioner` takes (the module, options, number of images, of parts, seed); `key`: its option."""
 
     partitioner: Callable[[Any, PartitionConfig, int, int, int], Any]
     asked: str
     mend: str
+    key: str = ""
 
 
 WAYS = {
@@ -35,6 +36,7 @@ WAYS = {
         ),
         "dirichlet with partition.alpha={alpha:g} and partition.min_samples={min_samples}",
         "use fewer sites, a larger alpha or a smaller min_samples",
+        "alpha",
     ),
     "classes": Way(
         lambda module, how, count, parts, seed: module.PathologicalPartitioner(
@@ -42,11 +44,13 @@ WAYS = {
         ),
         "classes with partition.classes_per_site={classes_per_site}",
         "use fewer sites or fewer classes_per_site",
+        "classes_per_site",
     ),
     "size": Way(
         lambda module, how, count, parts, seed: module.SizePartitioner(sizes(count, parts, how.growth)),
         "size with partition.growth={growth:g}",
         "use fewer sites or a smaller growth",
+        "growth",
     ),
 }
 
@@ -73,8 +77,12 @@ def divide(labels: Labels, parts: int, how: PartitionConfig, seed: int, name: st
 
 
 def check_way(how: PartitionConfig) -> None:
-    """UserError for a way to divide that is nowhere, with the nearest known name, or for options of one that takes none."""
+    """UserError for a way to divide that is nowhere, with the nearest known name, or for options that it does not take."""
     find_way(how.name)
+    for name, way in WAYS.items():
+        if way.key and name != how.name and getattr(how, way.key) != getattr(PartitionConfig(), way.key):
+            raise UserError(f"partition.{way.key}: is of partition.name={name}, and the name is '{how.name}': "
+                            f"give that name, or leave {way.key} out")  # fmt: skip
     if how.name in WAYS and how.options:
         raise UserError(f"partition.options: '{how.name}' takes none, its own stand beside its name")
 

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import os
 import sys
 import time
 from collections import OrderedDict
@@ -11,6 +12,7 @@ from typing import Any
 
 import ray
 from flwr.app import Context, Message
+from ray.exceptions import LocalRayletDiedError, RaySystemError
 
 from clients.guard import failed
 from clients.messages import TRAIN
@@ -145,7 +147,10 @@ class Worker:
     def _fetch(self, shared: Shared) -> PackedArrays:
         key = shared.reference.hex()
         if key not in self._records:
-            self._records[key] = ray.get(shared.reference)
+            try:
+                self._records[key] = ray.get(shared.reference)
+            except (OSError, RaySystemError, LocalRayletDiedError):  # the node is going down: its sites are for others
+                os._exit(1)
             while len(self._records) > KEPT_RECORDS:
                 self._records.popitem(last=False)
         self._records.move_to_end(key)

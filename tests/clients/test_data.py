@@ -238,6 +238,11 @@ def test_num_classes_is_the_largest() -> None:
             "site-0000 (digits): 1 training images, fewer than partition.min_samples=10; "
             "use fewer sites, more samples or a smaller min_samples",
         ),
+        (
+            {"domain": "digits", "partition": {"alpha": 0.3}},
+            {},
+            "site-0000 (digits): partition.alpha: is of partition.name=dirichlet, and the name is 'iid': give that name, or",
+        ),
         ({"domain": "digits"}, {"root": "/nowhere"}, "data.root: /nowhere is not a folder; correct the path or"),
     ],
 )

@@ -16,6 +16,8 @@ from clients.initial import initial_state
 from clients.messages import CONFIG, MEAN, ORDER, TRAIN, Order, config_digest, text_record, to_arrays
 from conf import load, to_json
 from conf.sites import roster
+from server.experiment import run_experiment
+from server.listener import LogListener
 from server.rounds.exchange import Federation
 from sims.engines import open_engine
 from tests.engines.messages import SITES, answers, ask, assert_good, by_site, messages, opened, pids
@@ -46,6 +48,38 @@ def test_a_cluster_of_two_nodes_gives_the_bits_of_the_inline_engine(tmp_path: Pa
     inline = final_states(tmp_path, "inline", "engine.name=inline")
     config = ["engine.name=ray", f"engine.address={cluster.address}", "engine.workers=2"]
     assert final_states(tmp_path, "cluster", *config) == inline
+
+
+class Killer(LogListener):
+    """Kills a process when a round is done, and keeps what rounds tell."""
+
+    def __init__(self, process: int) -> None:
+        super().__init__()
+        self.process, self.records = process, list[dict]()
+
+    def round_done(self, record: dict) -> None:
+        self.records.append(record)
+        if record["round"] == 2:
+            os.kill(self.process, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_workers_that_outlive_their_nodes_raylet_cost_no_site_a_round(tmp_path: Path, cluster: Cluster):
+    """Once they answered that the round's network cannot be read, and their sites were left out."""
+    node = cluster.add_node(num_cpus=1)
+    raylet = node.all_processes["raylet"][0].process.pid
+    words = ["sites=[{domain: digits, count: 6, samples: 60}]", "data.size=8", "rounds=6", "evaluation.every=6"]
+    there = [f"engine.address={cluster.address}", "engine.workers=3", f"run.root={tmp_path}"]
+    config, listener = load("digits", [*words, *there]), Killer(raylet)
+    try:
+        with open_engine(config) as grid:
+            found = run_experiment(grid, config, listener)
+    finally:
+        cluster.remove_node(node, allow_graceful=False)
+    assert [len(record["dropped"]) for record in listener.records] == [0] * 6
+    alone = load("digits", [*words, "engine.name=inline", f"run.root={tmp_path}", "run.name=inline"])
+    with open_engine(alone) as grid:
+        assert run_experiment(grid, alone, LogListener())["digest"] == found["digest"]
 
 
 @pytest.mark.slow

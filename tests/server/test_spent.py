@@ -1,5 +1,6 @@
 """Seconds and memory of a run, over its sessions."""
 
+import sys
 import time
 
 import psutil
@@ -23,6 +24,16 @@ def test_the_peak_of_memory_is_that_of_the_session_that_held_most():
     peak = Spent(time.monotonic(), {}).told()["resources"]["peak_memory"]
     assert 0.99 * now <= peak <= psutil.virtual_memory().total
     assert Spent(time.monotonic(), {"resources": {"peak_memory": 2**50}}).told()["resources"]["peak_memory"] == 2**50
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux forgets a peak")
+def test_a_session_is_not_charged_with_what_one_before_it_held():
+    first = Spent(time.monotonic(), {})
+    held = bytearray(200 * 2**20)
+    held[:: 2**12] = b"x" * len(held[:: 2**12])
+    before = first.told()["resources"]["peak_memory"]
+    del held
+    assert Spent(time.monotonic(), {}).told()["resources"]["peak_memory"] < before - 150 * 2**20
 
 
 @pytest.mark.parametrize("before", [{"seconds": "long"}, {"resources": 3}, {"seconds": float("nan")}])

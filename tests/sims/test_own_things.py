@@ -152,6 +152,32 @@ class Leaves(FedAvg):
 """
 
 
+WRONG = """
+import torch
+from torch import nn
+
+
+class Wrong(nn.Module):
+    def __init__(self, classes, channels, size):
+        super().__init__()
+        self.head = nn.Linear(channels * size * size, classes)
+
+    def forward(self, x):
+        if self.training and torch.is_grad_enabled():
+            torch.sqrtt(x)
+        return self.head(x.flatten(1))
+"""
+
+
+def test_an_error_in_ones_own_code_tells_its_place(folder: Path, fedloom: Command, monkeypatch: pytest.MonkeyPatch):
+    (folder / "wrong.py").write_text(WRONG)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    said = fedloom("run", "mine.yaml", "run.name=wrong", "engine.name=inline", "network={name: 'wrong:Wrong'}", "--quiet")
+    assert said.code == 1
+    assert "has no attribute 'sqrtt' (wrong.py, line 13, in forward)" in said.err
+
+
 def test_a_method_that_leaves_the_program_makes_no_run_that_went_well(
     folder: Path, fedloom: Command, monkeypatch: pytest.MonkeyPatch
 ):
