@@ -201,6 +201,7 @@ class Result:
         recalibrate: bool = False,
         rollback: bool = False,
         retrain: bool = False,
+        without_data: bool = False,
         progress: bool = False,
     ) -> dict[str, Any]:
         """Remove sites as `fedloom unlearn` does; the certificate, which certificates/ keeps, too.
@@ -209,7 +210,7 @@ class Result:
         Raises UserError for sites that are unknown or forgotten already.
         """
         names = [sites] if isinstance(sites, str) else list(sites)
-        wish = commands.Wish(names, request_id, reason, repair, retrain, rollback, recalibrate)
+        wish = commands.Wish(names, request_id, reason, repair, retrain, rollback, recalibrate, without_data)
         with own_threads():
             return commands.unlearn(self.folder, wish, quiet=not progress)[1]
 

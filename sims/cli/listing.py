@@ -25,6 +25,7 @@ def row_of(path: Path) -> dict[str, Any]:
     config, said, odd = read_yaml((path / CONFIG).read_text(encoding="utf-8")), status(path), []
     summary, metrics = (_read(read, path, odd) for read in (checked_summary, checked_metrics))
     method = "/".join(str(one) for one in (_option(config["strategy"], "name"), _option(config["objective"], "mode")) if one)
+    gone = summary.get("unlearned") or []
     unions = [(record.get("accuracy") or {}).get("union") for record in metrics.values()]
     watched = [union for union in unions if union is not None]
     return {
@@ -35,7 +36,8 @@ def row_of(path: Path) -> dict[str, Any]:
         "round": max(metrics, default=0),
         "rounds": summary.get("rounds") or config["rounds"],
         "test": before_forgetting(summary).get("union") if said == FINISHED else None,
-        "validation": watched[-1] if watched else None,
+        "validation": watched[-1] if watched and not gone else None,  # of the network that had them
+        "forgotten": gone,
         "bytes": size_of(path),
         **({"odd": odd} if odd else {}),
     }
@@ -58,12 +60,18 @@ def _option(section: Any, key: str) -> Any:
 def table(rows: Sequence[dict[str, Any]], folder: Path) -> Table:
     """The same for people."""
     shown: list[list[Cell]] = [
-        [row["run"], row["status"], row["method"], str(row["seed"]), f"{row['round']}/{row['rounds']}",
+        [row["run"], _standing(row), row["method"], str(row["seed"]), f"{row['round']}/{row['rounds']}",
          percent(row["test"]), percent(row["validation"]), megabytes(row["bytes"])] for row in rows
     ]  # fmt: skip
     note = "Accuracies on all domains together: on test images at the end, on validation images last. MB: on disk."
     columns = ["run", "status", "method", "seed", "rounds", "test", "validation", "MB"]
     return Table(f"Runs in {folder}", columns, shown, note)
+
+
+def _standing(row: Mapping[str, Any]) -> str:
+    """Status, and how many sites have been forgotten."""
+    many = len(row["forgotten"])
+    return f"{row['status']}, {many} site{'s' * (many > 1)} forgotten" if many else row["status"]
 
 
 def size_of(path: Path) -> int:

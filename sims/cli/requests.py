@@ -38,6 +38,9 @@ def unlearn(
     ] = False,
     retrain: Annotated[bool, typer.Option("--retrain", help="Train a network without them, to compare with.")] = False,
     rollback: Annotated[bool, typer.Option("--rollback", help="Go back to before they took part, train again.")] = False,
+    without_data: Annotated[
+        bool, typer.Option("--without-data", help="Even where the images to measure with are not there.")
+    ] = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
@@ -45,7 +48,8 @@ def unlearn(
     from sims.cli.unlearn import Wish
     from sims.cli.unlearn import unlearn as fulfil
 
-    text, done = fulfil(run, Wish(sites, request_id, reason, repair, retrain, rollback, recalibrate), quiet=quiet or as_json)
+    wish = Wish(sites, request_id, reason, repair, retrain, rollback, recalibrate, without_data)
+    text, done = fulfil(run, wish, quiet=quiet or as_json)
     typer.echo(text)
     if as_json:
         typer.echo(json.dumps(done))

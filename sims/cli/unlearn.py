@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clients.data import site_sizes
 from conf.errors import FailedError, UserError
 from conf.schema import Config
-from server.evaluate import Evaluator
+from server.evaluate import Evaluator, has_data
 from server.experiment import BY_METHOD, check_sums, head
 from server.ledger import Ledger, Request
 from server.ledger.audit import check
@@ -57,7 +58,10 @@ def resume(
 
 @dataclass(frozen=True)
 class Wish:
-    """What is asked: sites to forget, the request's id (empty: a new one), and what is done after the subtraction."""
+    """What is asked: sites to forget, the request's id (empty: a new one), and what is done after the subtraction.
+
+    `without_data`: also where the images to measure with are not there; the certificate tells no accuracies then.
+    """
 
     sites: Sequence[str]
     id: str = ""
@@ -66,6 +70,7 @@ class Wish:
     retrain: bool = False
     rollback: bool = False
     recalibrate: bool = False
+    without_data: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -88,8 +93,8 @@ def unlearn(path: Path, wish: Wish, *, quiet: bool = False) -> tuple[str, dict[s
         shown = stack.enter_context(listener_for(quiet))
         with ledger:
             RunFolder(path).check(ledger.run().config)  # before anything is received
-            if ledger.request(id) is None and wants_training(config, wish.options):
-                refuse_engine(config)
+            if ledger.request(id) is None:
+                _refuse(config, wish)
             request = receive(ledger, id, wish.sites, wish.reason, wish.options)
             if request.state == "refused" or (request.state == "verified" and not _cut_off(ledger)):
                 return _first_result(path, request, wish)
@@ -108,6 +113,18 @@ def unlearn(path: Path, wish: Wish, *, quiet: bool = False) -> tuple[str, dict[s
     file = path / CERTIFICATES / f"{id}.json"
     told = f"request '{id}' verified: {', '.join(request.sites)} forgotten; certificate: {file.with_suffix('.html')}"
     return told, read(file)
+
+
+def _refuse(config: Config, wish: Wish) -> None:
+    """UserError, before anything is received, for what the request takes and is not there."""
+    if wants_training(config, wish.options):
+        refuse_engine(config)
+    try:
+        if has_data(config) and not wish.without_data:
+            site_sizes(config)
+    except UserError as error:
+        raise UserError(f"{error}; nothing is forgotten yet: networks could not be measured "
+                        "(--without-data: all the same; the certificate tells no accuracies then)") from None  # fmt: skip
 
 
 def verify_certificate(certificate: Path, path: Path | None, key: str = "") -> tuple[Table, bool]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from scipy.special import stdtrit
 
 CONFIDENCE = 0.95
+ALIKE = 1e-12  # deviation of differences that are the same: they tell nothing of how far others may lie
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean of n paired differences, and its confidence interval (NaN for one pair)."""
+    """The mean of n paired differences, and its confidence interval (NaN for one pair, or where all are the same)."""
 
     n: int
     mean: float
@@ -44,7 +45,7 @@ def paired(one: Mapping[int, float], other: Mapping[int, float], confidence: flo
     found = spread([one[seed] - other[seed] for seed in one if seed in other] or [math.nan])
     if math.isnan(found.mean):
         return None
-    if found.n == 1:
-        return Difference(1, found.mean, math.nan, math.nan)
+    if found.n == 1 or found.deviation < ALIKE:
+        return Difference(found.n, found.mean, math.nan, math.nan)
     reach = float(stdtrit(found.n - 1, 0.5 + confidence / 2)) * found.deviation / math.sqrt(found.n)
     return Difference(found.n, found.mean, found.mean - reach, found.mean + reach)

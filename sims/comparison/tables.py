@@ -80,8 +80,8 @@ def cost_table(groups: Sequence[Group]) -> Table:
         [group.label, _rounds(group), *(_amount(group.cost(what), unit) for what, unit in COSTS.items())] for group in groups
     ]
     note = ("Of all rounds of a run: mean ± standard deviation over runs. Seconds compare where machine, engine and load "
-            "are the same. Peak MB: the most memory that the run's server process held, its baselines' included; with "
-            "engine.name=inline the sites are in it.")  # fmt: skip
+            "are the same; the first round's have the workers' start in them. Peak MB: the most memory that the server held "
+            "in a run, its baselines' included; with engine.name=inline the sites are in it.")  # fmt: skip
     return Table("Cost", ["", "rounds", "MB to sites", "MB from sites", "seconds", "peak MB"], rows, note)
 
 

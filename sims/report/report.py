@@ -52,7 +52,7 @@ GUARANTEE = (
     "held φ_k, the contribution of site k."
 )
 LIMITS = (
-    "What it does not: the shared head and the other sites' networks were trained in the presence of site k, and "
+    "What it does not: what all sites share and the other sites' networks were trained in the presence of site k, and "
     "subtraction does not touch them. What they learned from its presence stays. The accuracies above are measurements "
     "on test images; they prove no absence."
 )

@@ -64,7 +64,12 @@ def test_pairs_are_of_the_seeds_that_both_have(one: dict[int, float], other: dic
     assert found == paired({seed: one[seed] for seed in one if seed in both}, {**other, 77: 0.0})
     assert found.mean == pytest.approx(-back.mean, abs=1e-12)
     if found.n > 1:
-        assert (found.low, found.high) == pytest.approx((-back.high, -back.low), abs=1e-12)
+        assert (found.low, found.high) == pytest.approx((-back.high, -back.low), abs=1e-12, nan_ok=True)
+
+
+def test_pairs_that_all_differ_alike_have_no_interval():
+    found = paired({0: 0.5, 1: 0.6, 2: 0.9}, {0: 0.4, 1: 0.5, 2: 0.8})
+    assert found is not None and found.mean == pytest.approx(0.1) and math.isnan(found.low) and math.isnan(found.high)
 
 
 @pytest.fixture(scope="module")

@@ -108,6 +108,13 @@ def test_what_is_not_to_be_removed_is_refused_and_all_stays(fedloom: Command, ru
     assert (run / CONFIG).is_file() and (tmp_path / "link").is_symlink() and (tmp_path / "other" / CONFIG).is_file()
 
 
+def test_a_list_of_runs_tells_of_forgotten_sites(fedloom: Command, run: Path):
+    assert fedloom("unlearn", run, ONE, "--quiet").code == 0
+    (row,) = last_line(fedloom("runs", run, "--json"))["runs"]
+    assert row["forgotten"] == [ONE] and row["validation"] is None and row["test"] is not None
+    assert "| finished, 1 site forgotten |" in fedloom("runs", run).out
+
+
 @pytest.mark.parametrize(
     ("files", "told"),
     [

@@ -67,7 +67,7 @@ def test_report_is_self_contained(tmp_path: Path, sites: int, names: list[str]) 
     assert "ab" * 32 in page.text
     assert "note: <b>bold</b>" in page.text
     assert "bit-identical" in page.text
-    assert "shared head" in page.text
+    assert "what all sites share" in page.text
     assert all(name in page.text for name in names)
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
 
@@ -116,7 +116,7 @@ def test_report_tells_of_dropped_replies_and_failed_checks(tmp_path: Path) -> No
     assert "not finite <here>" in page.text
     assert "Warning: a check FAILED: subtraction exact" in page.text
     assert "bit-identical" not in page.text
-    assert "shared head" in page.text
+    assert "what all sites share" in page.text
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "summary.json"])

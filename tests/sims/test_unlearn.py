@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+import numpy as np
 import pytest
 
 from conf.errors import UserError
@@ -99,6 +100,29 @@ def test_unlearn_compares_with_a_network_that_was_trained_without_the_site(fedlo
         assert last is not None and last.round == 2
     assert not [path for path in run.rglob("*") if ONE in path.name]
     assert check(run) == check(run / "retrained/r1") == []
+
+
+def test_without_the_images_to_measure_with_nothing_is_forgotten_unless_that_is_said(fedloom: Command, tmp_path: Path):
+    data = tmp_path / "usps.npz"
+    pixels, labels = np.random.default_rng(0).integers(0, 256, (90, 16, 16), np.uint8), np.arange(90, dtype=np.uint8) % 10
+    np.savez(data, X_train=pixels, y_train=labels, X_test=pixels, y_test=labels)
+    words = ["sites=[{domain: usps, count: 2}]", f"data={{root: {tmp_path}, size: 8}}", f"run.root={tmp_path}", "--quiet"]
+    assert fedloom("run", "digits", *SMALL, "rounds=1", *words).code == 0
+    run, before = tmp_path / "digits", events(tmp_path / "digits")
+    data.unlink()
+
+    def unlearn(*words: str) -> str:
+        """By another process, which knows the images no more."""
+        done = subprocess.run([FEDLOOM, "unlearn", run, ONE, *words], capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        return done.stderr
+
+    said = unlearn()
+    assert "usps" in said and "nothing is forgotten yet" in said and "(--without-data: all the same" in said
+    assert events(run) == before
+    unlearn("--without-data", "--request-id", "r")
+    done = json.loads((run / "certificates/r.json").read_text())
+    assert done["sites"] == [ONE] and done["evidence"]["after"]["accuracy"] == {}
 
 
 def test_a_request_before_the_first_contribution_waits_and_one_to_a_method_that_keeps_none_is_refused(tmp_path: Path):
