@@ -12,6 +12,7 @@ import torch
 from clients.data import absolute
 from clients.data.domains import data_folder
 from conf.errors import UserError
+from conf.progress import under_way
 from conf.schema import Config, SiteConfig
 from server.experiment import check, run_experiment
 from server.ledger.database import refuse_busy
@@ -45,9 +46,10 @@ def simulate(
     """
     began = time.monotonic() if began is None else began
     config = absolute_paths(paired(config))
-    refuse(config)
     with contextlib.ExitStack() as stack:
         shown = stack.enter_context(listener or listener_for(quiet, json_output=json_output))
+        with under_way("looking at configuration and data"):
+            refuse(config)
         listening = Listeners([shown, stack.enter_context(Tracking(config, shown.message)), *listeners])
         grid = stack.enter_context(open_engine(config, share))
         listening.note(grid.describe())

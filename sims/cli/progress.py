@@ -244,6 +244,8 @@ def traffic_of(record: dict[str, Any]) -> str:
 
 
 def _step_text(what: str, done: int, of: int) -> str:
+    if of == 1:  # its parts cannot be counted
+        return what
     return f"{what}: {done} of {of}" if of else f"{what}: {done}"
 
 

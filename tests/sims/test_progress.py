@@ -1,13 +1,21 @@
 """Listeners, as the server calls them, on real rich consoles."""
 
+import contextlib
 import io
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from conf.progress import step, steps
+from conf import UserError, load
+from conf.progress import step, steps, under_way
 from sims.cli.progress import PlainListener, QuietListener, RichListener, listener_for
+from sims.simulate import simulate
+from tests.sims.commands import SMALL
 
 RECORD = {
     "round": 1, "seconds": 1.94, "accuracy": {"a": 0.9, "union": 0.88}, "train_loss": 0.41, "replies": 2,
@@ -217,3 +225,43 @@ def test_json_output_leaves_stdout_alone(capsys: pytest.CaptureFixture[str]) -> 
     out, err = capsys.readouterr()
     assert out == ""
     assert "round 1/2" in err
+
+
+@pytest.mark.parametrize(("quiet", "told"), [(False, True), (True, False)])
+def test_a_terminal_hears_of_a_wait_before_it_is_over_unless_it_is_to_be_quiet(quiet: bool, told: bool):
+    person, terminal = os.openpty()
+    code = f"from sims.cli.waiting import waiting\nwith waiting('loading torch', {quiet}): print(input())"
+    words = [sys.executable, "-c", code]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=terminal, text=True) as process:
+        os.close(terminal)
+        heard = b""
+        while told and b"loading torch" not in heard:
+            heard += os.read(person, 4096)
+        assert process.communicate("done\n", timeout=60)[0] == "done\n"
+    with contextlib.suppress(OSError):  # the terminal's other end is closed
+        heard += os.read(person, 4096)
+    os.close(person)
+    assert (b"loading torch" in heard) == told
+
+
+def test_a_step_that_has_just_begun_is_told_without_a_number_and_is_gone_when_it_is_over():
+    with RichListener(terminal()) as listener:
+        with pytest.raises(RuntimeError), under_way("starting Ray"):
+            assert "starting Ray," in line(listener)
+            raise RuntimeError
+        assert "starting Ray" not in line(listener)
+
+
+def test_a_run_says_what_it_is_at_before_anything_is_known_of_it(tmp_path: Path):
+    heard: list[str] = []
+
+    class Hearing(QuietListener):
+        def step(self, what: str, done: int, of: int) -> None:
+            heard.append(what)
+
+    with pytest.raises(UserError, match="needs"):
+        simulate(
+            load("digits", [*SMALL, "evaluation.statistics=recomputed", "data.validation=0", f"run.root={tmp_path}"]),
+            listener=Hearing(pipe()),
+        )
+    assert heard == ["looking at configuration and data"] * 2
