@@ -25,7 +25,8 @@ def up(
 
     with waiting("starting server and nodes, and waiting until they are in"):
         names = start(folder, nodes, tls)
-    typer.echo(f"{len(names)} nodes are in: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}; a run:")
+    there = "1 node is" if len(names) == 1 else f"{len(names)} nodes are"
+    typer.echo(f"{there} in: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}; a run:")
     typer.echo(f"  fedloom run digits engine.name=flower engine.address={folder}")
 
 

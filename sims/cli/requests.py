@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from conf.words import count
 from sims.cli.options import Json, Quiet, numbers
 from sims.cli.waiting import LIBRARIES, waiting
 
@@ -124,7 +125,7 @@ def ledger(
     found: dict[str, Any] = {}
     if prune:
         found["removed"] = unlearn.prune(run)
-        typer.echo(f"{len(found['removed'])} files removed")
+        typer.echo(f"{count(len(found['removed']), 'file')} removed")
     if check:
         with listener_for(quiet=as_json):
             found |= unlearn.audit(run)

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import math
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from conf import UserError, load
 from conf.progress import step, steps, under_way
+from conf.words import rounded
 from sims.cli.progress import PlainListener, QuietListener, RichListener, listener_for
 from sims.simulate import simulate
 from tests.sims.commands import SMALL
@@ -265,3 +267,21 @@ def test_a_run_says_what_it_is_at_before_anything_is_known_of_it(tmp_path: Path)
             listener=Hearing(pipe()),
         )
     assert heard == ["looking at configuration and data"] * 2
+
+
+def test_one_is_told_as_one():
+    console = pipe()
+    with PlainListener(console) as listener:
+        listener.started("digits", 1, 1, "")
+        listener.round_done({"round": 1, "seconds": 2.0, "replies": 1, "dropped": {}})
+    assert written(console).splitlines() == ["digits: 1 site, 1 round", "round 1/1, 2.0 s, 1 reply"]
+
+
+@pytest.mark.parametrize(
+    ("number", "digits", "shown"),
+    [(387.9, 2, "390"),
+     (897.34, 4, "897.3"), (2.04, 2, "2.0"), (0.0123, 2, "0.012"), (99.96, 2, "100"), (123456.0, 2, "120000"),
+     (1.5e6, 4, "1.5e+06"), (0.0, 2, "0"), (math.nan, 2, "nan")],
+)  # fmt: skip
+def test_numbers_are_plain_with_as_many_digits_as_mean_something(number: float, digits: int, shown: str):
+    assert rounded(number, digits) == shown
