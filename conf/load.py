@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from conf.errors import UserError, plain, unknown
 from conf.meant import meant
+from conf.named import opened, opened_at
 from conf.schema import Config
 from conf.sites import roster
 from conf.typed import UnknownKeyError, build, checked
@@ -70,8 +71,9 @@ def read_override(text: str) -> Any:
 
 def load_text(text: str, name: str, overrides: Sequence[str] = (), where: str = "experiment") -> Config:
     """As `load`, of the YAML text of an experiment of that name; `where` it stands, in words."""
-    tree, changes = _tree_of(text, where), _parse(overrides)
-    presets = _presets(tree, changes, name)
+    tree = opened(Config, _tree_of(text, where))
+    changes = {key: opened_at(Config, key, item) for key, item in _parse(overrides).items()}
+    presets = [opened(Config, preset) for preset in _presets(tree, changes, name)]
     aside = _plain_sites(tree, [*changes, *(key for preset in presets for key in preset)])
     try:
         merged: Any = OmegaConf.create(tree)

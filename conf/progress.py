@@ -31,6 +31,16 @@ def step(what: str, done: int, of: int = 0) -> None:
     _HEARS.get()(what, done, of)
 
 
+@contextlib.contextmanager
+def under_way(what: str) -> Iterator[None]:
+    """Tell of a step of one part, such as the start of a program, while it lasts."""
+    step(what, 0, 1)
+    try:
+        yield
+    finally:
+        step(what, 1, 1)
+
+
 def steps(what: str, items: Collection[T]) -> Iterator[T]:
     """The items, each told before it is worked on."""
     for done, item in enumerate(items):

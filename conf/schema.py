@@ -87,8 +87,12 @@ class SiteConfig:
     flip: bool = value(False, "random horizontal flips while training")
     classes: list[int] = value([], "only these classes; empty: all", low=0)
     relabel: bool = value(False, "count the classes from 0 again, in ascending order")
-    network: dict[str, Any] = value({}, "the site's own network: name and options; empty: the configuration's `network`")
-    networks: list[dict[str, Any]] = value([], "networks of the entry's sites, dealt out in turn; instead of `network`")
+    network: dict[str, Any] = value(
+        {}, "the site's own network: name and options; empty: the configuration's `network`", named=True
+    )
+    networks: list[dict[str, Any]] = value(
+        [], "networks of the entry's sites, dealt out in turn; instead of `network`", named=True
+    )
     partition: PartitionConfig = value(PartitionConfig, "how the sites of this entry divide the domain")
 
 
@@ -200,11 +204,11 @@ class Config:
     experiment: str = value("", "name of the YAML file")
     seed: int = value(0, "of everything that is random", low=0)
     rounds: int = value(10, "federated rounds", low=1, high=MOST_ROUNDS)
-    sites: Any = value(None, "a list of sites, or a number: that many sites dealt out over `population`")
+    sites: Any = value(None, "a list of sites, or a number: that many sites dealt out over `population`", entries=SiteConfig)
     population: list[SiteConfig] = value([], "the entries that a number of `sites` is dealt out over, in turn")
-    network: dict[str, Any] = value({}, "name: a registered network or module:attribute, and its options")
-    objective: dict[str, Any] = value({}, "name: what a site minimises, and its options")
-    strategy: dict[str, Any] = value({}, "name: what the server does with the replies, and its options")
+    network: dict[str, Any] = value({}, "name: a registered network or module:attribute, and its options", named=True)
+    objective: dict[str, Any] = value({}, "name: what a site minimises, and its options", named=True)
+    strategy: dict[str, Any] = value({}, "name: what the server does with the replies, and its options", named=True)
     baselines: list[str] = value([], "other modes of the objective, run beside it on the same data")
     run: RunConfig = value(RunConfig, "where the run is kept")
     engine: EngineConfig = value(EngineConfig, "what carries the messages")

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from conf.errors import UserError, listed, nearest, plain
+from conf.named import opened
 from conf.plugins import told
 
 T = TypeVar("T")
@@ -24,9 +25,15 @@ def value(
     low: float | None = None,
     high: float | None = None,
     choices: tuple[str, ...] | None = None,
+    named: bool = False,
+    entries: type | None = None,
 ) -> Any:
-    """A dataclass field that documents itself and says which values it takes (bounds included; of a list, each entry)."""
-    metadata = {"help": help, "low": low, "high": high, "choices": choices}
+    """A dataclass field that documents itself and says which values it takes (bounds included; of a list, each entry).
+
+    `named`: a dictionary with a name among its keys, for which that name alone may stand. `entries`: of what may be a list.
+    """
+    metadata = {"help": help, "low": low, "high": high, "choices": choices, "named": named}
+    metadata |= {"entries": entries} if entries else {}
     if isinstance(default, list | dict) or callable(default):
         factory = default if callable(default) else lambda: type(default)(default)
         hashed = None if callable(default) else False  # lists and dictionaries cannot be
@@ -54,6 +61,7 @@ def build(schema: type[T], given: Mapping[str, Any], where: str = "") -> T:
     `where` is the dotted key that `given` stands at. Raises UserError naming the full key, what it got and what it takes.
     Nothing is interpolated here: `given` may come from another machine. What is read from a user's own file is before.
     """
+    given = opened(schema, given)
     _check_keys(schema, given, where)
     _check_literal(given, where)
     try:
@@ -77,6 +85,7 @@ def checked(given: Any, where: str) -> Any:
 
 def build_many(schema: type[T], given: Mapping[str, Any], where: str) -> T:
     """As `build`, for thousands of sections that differ in plain values: what has its field's very type goes in as it is."""
+    given = opened(schema, given)
     _check_keys(schema, given, where)
     _check_literal(given, where)
     kinds = _plain_kinds(schema)

@@ -23,6 +23,7 @@ from conf.sites import roster
 from fusion.exact import ExactSumError, check_range
 from server.evaluate import RECOMPUTED, Evaluator, has_data, site_rows
 from server.ledger import Ledger
+from server.ledger.database import LEDGER, begun
 from server.listener import Listener, Listeners
 from server.measured import OWN, counted
 from server.method import Method, open_ledger
@@ -31,6 +32,7 @@ from server.rounds.exchange import Federation
 from server.rounds.loop import MOST_TOLD
 from server.rounds.schedules import check_asked
 from server.runfolder import SUMMARY, RunFolder, refuse_existing
+from server.runs import FINISHED
 from server.spent import Spent
 from server.strategies import STRATEGIES, slots_of
 from server.strategies.base import check_named
@@ -158,6 +160,15 @@ def _untouched(ledger: Ledger, folder: RunFolder) -> bool:
     if ledger.waiting(applied=True) or outstanding(ledger):
         return False
     return last.kind == "finished" and SUMMARY in last.body["files"] and last.body["files"] == folder.results()
+
+
+def finished(config: Config) -> dict[str, Any]:
+    """The summary of the run that is to go on, where it is finished and there is nothing to do; empty otherwise."""
+    folder = RunFolder(Path(config.run.root) / config.run.name)
+    if not (config.run.resume and begun(folder.path / LEDGER) and folder.summary().get("status") == FINISHED):
+        return {}
+    with Ledger.open(folder.path) as ledger:
+        return folder.summary() if _untouched(ledger, folder) else {}
 
 
 Rows = dict[str, dict[str, float]]

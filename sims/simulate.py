@@ -12,12 +12,15 @@ import torch
 from clients.data import absolute
 from clients.data.domains import data_folder
 from conf.errors import UserError
+from conf.progress import under_way
 from conf.schema import Config, SiteConfig
-from server.experiment import check, run_experiment
+from conf.words import count
+from server.experiment import check, finished, run_experiment
 from server.ledger.database import refuse_busy
 from server.listener import Listener, Listeners
 from server.runfolder import RunFolder, holds, refuse_existing
 from server.strategies.pairing import paired
+from server.written import REPORT
 from sims.cli.progress import QuietListener, listener_for
 from sims.engines import open_engine, refuse_engine
 from sims.engines.share import WHOLE, Share
@@ -45,16 +48,26 @@ def simulate(
     """
     began = time.monotonic() if began is None else began
     config = absolute_paths(paired(config))
-    refuse(config)
+    folder = Path(config.run.root) / config.run.name
     with contextlib.ExitStack() as stack:
         shown = stack.enter_context(listener or listener_for(quiet, json_output=json_output))
+        with under_way("looking at configuration and data"):
+            refuse(config)
         listening = Listeners([shown, stack.enter_context(Tracking(config, shown.message)), *listeners])
-        grid = stack.enter_context(open_engine(config, share))
-        listening.note(grid.describe())
-        summary = run_experiment(grid, config, listening, began)
-        write_pages(Path(config.run.root) / config.run.name)
-        listening.note(f"report: {write_report(Path(config.run.root) / config.run.name)}")
+        done = finished(config)
+        summary = done or _carried_out(config, share, listening, began)
+        write_pages(folder)
+        report = folder / REPORT if done and (folder / REPORT).is_file() else write_report(folder)
+        if done:
+            listening.note(f"{folder}: is finished, after {count(done['rounds'], 'round')}; nothing is left to do")
+        listening.note(f"report: {report}")
     return summary
+
+
+def _carried_out(config: Config, share: Share, listening: Listener, began: float) -> dict[str, Any]:
+    with open_engine(config, share) as grid:
+        listening.note(grid.describe())
+        return run_experiment(grid, config, listening, began)
 
 
 def refuse(config: Config) -> None:

@@ -38,7 +38,7 @@ class Exits(NetworkSpec):
     of smaller `depth` are prefixes of that of the largest, by the names and shapes of their tensors.
     """
 
-    of: dict[str, Any] = value({"name": "mlp"}, "the network: name and options")
+    of: dict[str, Any] = value({"name": "mlp"}, "the network: name and options", named=True)
     after: list[int] = value([], "blocks, counted from 1, after which a classifier stands; empty: all", low=1)
     depth: int = value(0, "how many of these classifiers, and the blocks up to the last of them; 0: all", low=0)
 

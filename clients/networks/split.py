@@ -45,7 +45,7 @@ class SelfStartingSplit(Network, SelfStarting):
 class _Cutting(NetworkSpec):
     """Another network, and where it is cut."""
 
-    of: dict[str, Any] = value({"name": "conv6"}, "the network: name and options")
+    of: dict[str, Any] = value({"name": "conv6"}, "the network: name and options", named=True)
     at: str = value("", "the point at which it is cut ('fedloom networks NAME' lists them); empty: before its last layer")
 
     @property
@@ -78,7 +78,9 @@ class Split(_Cutting):
     channels: int = value(0, "a 1x1 convolution makes so many channels of the features; 0: as many as there are", low=0)
     side: int = value(0, "the features are averaged to side x side; 0: as they are", low=0)
     unit: bool = value(False, "features are divided by their L2 norm, image by image")
-    head: dict[str, Any] = value({}, "a network that reads the features, name and options; empty: the rest of the network")
+    head: dict[str, Any] = value(
+        {}, "a network that reads the features, name and options; empty: the rest of the network", named=True
+    )
 
     def sections(self) -> dict[str, Mapping[str, Any]]:
         return {"network.of": self.of, **({"network.head": self.head} if self.head else {})}

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from sims.cli.waiting import LIBRARIES, waiting
 from sims.report.tables import Table
 
 app = typer.Typer()
@@ -28,14 +29,17 @@ def experiments() -> None:
     """List the experiments that ship."""
     from conf.load import experiment_lines
 
-    for name, line in experiment_lines().items():
-        typer.echo(f"{name:16} {line}")
+    lines = experiment_lines()
+    width = max(map(len, lines))
+    for name, line in lines.items():
+        typer.echo(f"{name:{width}} {line}")
 
 
 @app.command()
 def report(run: Annotated[Path, typer.Argument(help="A run's folder, such as runs/digits.")]) -> None:
     """Draw a run's plots and write its report.html again."""
-    from sims.report.report import write_report
+    with waiting(LIBRARIES):
+        from sims.report.report import write_report
 
     typer.echo(write_report(run))
 
@@ -51,11 +55,14 @@ def doctor(
     if federation is not None:
         from sims.federation.checks import check
 
-        rows = [list(row) for row in check(federation)]
+        with waiting("looking at the federation"):
+            rows = [list(row) for row in check(federation)]
         Console().print(Table(str(federation), ["machine", "what", "found"], rows).rich())
         return
     from conf.schema import DataConfig
     from sims.cli.doctor import doctor as examine
     from sims.cli.doctor import doctor_table
 
-    Console().print(doctor_table(examine(DataConfig(root=root))).rich())
+    with waiting("looking at this machine"):
+        findings = examine(DataConfig(root=root))
+    Console().print(doctor_table(findings).rich())

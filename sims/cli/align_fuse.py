@@ -3,8 +3,8 @@
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from fusion.graph.channels import wire
 from fusion.search import best_weights
 from fusion.settings import FusionSettings
 from sims.cli.options import numbers
+from sims.cli.waiting import waiting
 from sims.experiments.pairs import Task, accuracy, probe_set
 from sims.report.plots import alignment_figure
 from sims.report.tables import Table, percent
@@ -65,13 +66,15 @@ class Files:
         counts = [len(names) for names in named] if named else [count] * len(self.paths)
         given = [parse_name(name, channels, self.size, outputs) if name else None
                  for name, outputs in zip(self.names, counts, strict=False)]  # fmt: skip
-        loaded = [load_network(path, given[k] if k < len(given) else None) for k, path in enumerate(self.paths)]
+        with waiting("reading the networks"):
+            loaded = [load_network(path, given[k] if k < len(given) else None) for k, path in enumerate(self.paths)]
         networks, names = [network for network, _ in loaded], [name for _, name in loaded]
         for path, name in zip(self.paths, names, strict=True):
             if (name.channels, name.size) != (names[0].channels, names[0].size):
                 raise UserError(f"{path}: is for {name.channels} x {name.size} x {name.size} images, {self.paths[0]} for "
                                 f"{names[0].channels} x {names[0].size} x {names[0].size}")  # fmt: skip
-        return networks, names, probe_set(self.task(names[0]), self.samples)
+        with waiting(f"reading images of {self.domain}"):
+            return networks, names, probe_set(self.task(names[0]), self.samples)
 
     def task(self, name: NetworkName, domain: str = "") -> Task:
         """The images of a domain as a network takes them."""
@@ -92,7 +95,7 @@ def align(files: Files, comparison: str, pin_first: bool, pin_last: bool, out: P
     """Compare the layers of two networks, draw the costs with the chosen map to `out`, and return the map as a table."""
     _check_out(out, PICTURES)
     (a, b), _, probe = files.load()
-    with working("comparing layers"):
+    with waiting("comparing layers"):
         one, two = wire(a, probe[:1]), wire(b, probe[:1])
         kind = {"neurons": {"representation": "neurons"}}.get(comparison, {"dissimilarity": comparison})
         cost = layer_costs(a, b, probe, **kind)
@@ -141,7 +144,7 @@ def fuse_files(files: Files, order: Order, settings: FusionSettings) -> list[Tab
     names[into] = _widened(names[into], settings.width)
     run = partial(fuse, networks, into=into, depth=depth, probe=probe, classes=files.named, settings=settings)
     measured = _Measured(files, files.task(names[0], order.labels), probe, united(files.named or [], into))
-    with working("aligning and fusing"):
+    with waiting("aligning and fusing"):
         if order.weights == SEARCH:
             weights, _ = best_weights(lambda tried: run(weights=tried).network, measured.validation, len(networks))
         fused = run(weights=weights)
@@ -177,7 +180,7 @@ class _Measured:
         rows = [(path.name, network) for path, network in zip(self.files.paths, answering, strict=True)]
         rows += [("all of them (ensemble)", Ensemble(answering)), ("fused", self._answering(fused, self.united)),
                  (f"control: {name} alone, fused like that", self._answering(control, self.united))]  # fmt: skip
-        with working("measuring"):
+        with waiting("measuring"):
             cells = [[name, percent(accuracy(network, self.task, "test"))] for name, network in rows]
         return Table(f"Accuracy on {self.task.domain}", ["network", "test images"], cells)
 
@@ -275,16 +278,3 @@ def _place(paths: Sequence[Path], text: str, option: str) -> int:
     raise UserError(
         f"{option}: '{text}' is none of the networks; takes {', '.join(path.name for path in paths)} or their number"
     )
-
-
-@contextmanager
-def working(what: str) -> Iterator[None]:
-    """A line on stderr that lives while something takes long; nothing without a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        progress.add_task(what)
-        yield

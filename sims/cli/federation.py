@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from sims.cli.waiting import waiting
 from sims.report.tables import Table
 
 app = typer.Typer(no_args_is_help=True, help="A real federation: a server and a node at each site.")
@@ -22,8 +23,10 @@ def up(
     """Start a federation on this machine and wait until all nodes are in; again: start what is down."""
     from sims.federation.local import up as start
 
-    names = start(folder, nodes, tls)
-    typer.echo(f"{len(names)} nodes are in: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}; a run:")
+    with waiting("starting server and nodes, and waiting until they are in"):
+        names = start(folder, nodes, tls)
+    there = "1 node is" if len(names) == 1 else f"{len(names)} nodes are"
+    typer.echo(f"{there} in: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}; a run:")
     typer.echo(f"  fedloom run digits engine.name=flower engine.address={folder}")
 
 
@@ -32,7 +35,9 @@ def down(folder: Folder = HERE) -> None:
     """Stop what `up` started, and nothing else."""
     from sims.federation.local import down as stop
 
-    typer.echo(f"stopped: {', '.join(stop(folder)) or 'nothing was running'}")
+    with waiting("stopping server and nodes"):
+        stopped = stop(folder)
+    typer.echo(f"stopped: {', '.join(stopped) or 'nothing was running'}")
 
 
 @app.command()
@@ -42,7 +47,9 @@ def status(folder: Folder = HERE) -> None:
 
     from sims.federation.local import status as examine
 
-    Console().print(Table(f"{folder}", ["machine", "here", "at the server"], examine(folder)).rich())
+    with waiting("asking the server"):
+        rows = examine(folder)
+    Console().print(Table(f"{folder}", ["machine", "here", "at the server"], rows).rich())
 
 
 @app.command()

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from sims.cli.waiting import LIBRARIES, waiting
+
 app = typer.Typer()
 
 RunPath = Annotated[Path, typer.Argument(help="A run's folder, such as runs/components.")]
@@ -16,7 +18,8 @@ def heads(
     png: Annotated[Path | None, typer.Option(help="Draw the heat maps, too, into this file.")] = None,
 ) -> None:
     """How good every site's head is on every site's extractor, for the run's method and its baselines."""
-    from sims.cli import transfer
+    with waiting(LIBRARIES):
+        from sims.cli import transfer
 
     tables = transfer.measured(run, png)
     typer.echo("\n".join(table.plain() for table in tables))
@@ -32,7 +35,8 @@ def transfer_head(
     out: Annotated[Path, typer.Option(help="Where the network goes.")] = Path("net.safetensors"),
 ) -> None:
     """One site's head on another site's extractor, as a network, and how good it was measured to be."""
-    from sims.cli import transfer
+    with waiting(LIBRARIES):
+        from sims.cli import transfer
 
     typer.echo(transfer.transfer(run, giver, taker, out).plain())
     typer.echo(f"written: {out}")

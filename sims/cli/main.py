@@ -21,6 +21,7 @@ from conf.errors import FailedError, of_files
 from sims.cli import about, cluster, federation, heads, networks, requests, runs
 from sims.cli.named import named
 from sims.cli.options import Json, Quiet
+from sims.cli.waiting import LIBRARIES, waiting
 from sims.ending import Ending
 from sims.report.tables import Table
 
@@ -67,7 +68,8 @@ def run(
     began, words = time.monotonic(), list(overrides or [])
     if "=" in experiment:  # fedloom run rounds=3: the default experiment
         words, experiment = [experiment, *words], "digits"
-    from sims.cli import many
+    with waiting("reading the configuration", quiet):
+        from sims.cli import many
 
     if seeds is not None or sweep:
         order = many.Order(experiment, words, seeds, sweep or [], parallel, overwrite)
@@ -84,7 +86,8 @@ def run(
         from server.runs import refuse_existing
 
         refuse_existing(config)  # at once: what simulates takes seconds to import
-    from sims.simulate import simulate
+    with waiting(LIBRARIES, quiet):
+        from sims.simulate import simulate
 
     summary = simulate(config, quiet=quiet, json_output=as_json, began=began)
     if as_json:

@@ -44,7 +44,7 @@ def one_of_many(experiment: str, words: Sequence[str]) -> Config:
         for key, _, values in (word.partition("=") for word in words):
             if key == "seeds":
                 raise UserError(f"{key}: a run for each is made by --seeds {plain(values) or '0,1,2'}") from None
-            if "," in values and str(error).startswith(f"{key}: got "):
+            if "," in values and (str(error).startswith(f"{key}: got ") or f"'{values}'" in str(error)):
                 raise UserError(f"{error}; a run for each value: --sweep {plain(key)}={plain(values)}") from None
         raise
 

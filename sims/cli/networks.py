@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from conf.errors import UserError
+from sims.cli.waiting import LIBRARIES, waiting
 
 app = typer.Typer()
 SELECTION = "selection"
@@ -25,7 +26,8 @@ def networks(
     classes: Annotated[int, typer.Option(help="The network's outputs.", min=1)] = 10,
 ) -> None:
     """The points at which a network can be cut into extractor and head, with the features there."""
-    from sims.cli import cutting
+    with waiting(LIBRARIES):
+        from sims.cli import cutting
 
     typer.echo(cutting.points(name, channels, size, classes).plain() if name else "\n".join(cutting.names()))
 
@@ -47,7 +49,8 @@ def align(
     out: Annotated[Path, typer.Option(help="The picture of the costs and the map.")] = Path("alignment.png"),
 ) -> None:
     """Which layer of one network corresponds to which of another."""
-    from sims.cli import align_fuse
+    with waiting(LIBRARIES):
+        from sims.cli import align_fuse
 
     names = [network_a, network_b]
     files = align_fuse.Files([a, b], names, probe, samples, size, grey, root)
@@ -81,8 +84,9 @@ def fuse(
     report: Annotated[bool, typer.Option("--report", help="Write the tables beside it, too, as Markdown.")] = False,
 ) -> None:
     """Fuse networks of equal or different depth and width into one."""
-    from fusion.settings import FusionSettings
-    from sims.cli import align_fuse
+    with waiting(LIBRARIES):
+        from fusion.settings import FusionSettings
+        from sims.cli import align_fuse
 
     files = align_fuse.Files(networks, network or [], probe, samples, size, grey, root, classes or [])
     if reference and (refit != SELECTION or width != 1.0):

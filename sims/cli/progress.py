@@ -16,6 +16,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from conf.progress import heard
+from conf.words import count
 from server import recorded
 from sims.benchmarks.memory import tree_bytes
 from sims.report.results import result_tables
@@ -96,7 +97,7 @@ class PlainListener(QuietListener):
 
     def round_done(self, record: dict[str, Any]) -> None:
         parts = [f"round {record['round']}/{self._rounds}", f"{record.get('seconds', 0):.1f} s"]
-        parts += [f"{record.get('replies', 0)} replies"]
+        parts += [count(record.get("replies", 0), "reply", "replies")]
         dropped, loss, union = len(record.get("dropped") or {}), record.get("train_loss"), _union(record)
         parts += [f"{dropped} dropped"] if dropped else []
         parts += [traffic] if (traffic := traffic_of(record)) else []
@@ -234,7 +235,12 @@ def listener_for(quiet: bool, console: Console | None = None, json_output: bool 
 
 
 def _opening(run: str, sites: int, rounds: int, note: str) -> str:
-    return f"{run}: {sites} sites, {rounds} rounds" + (f" ({note})" if note else "")
+    return f"{run}: {size_of(sites, rounds)}" + (f" ({note})" if note else "")
+
+
+def size_of(sites: int, rounds: int) -> str:
+    """How much a run is."""
+    return f"{count(sites, 'site')}, {count(rounds, 'round')}"
 
 
 def traffic_of(record: dict[str, Any]) -> str:
@@ -244,6 +250,8 @@ def traffic_of(record: dict[str, Any]) -> str:
 
 
 def _step_text(what: str, done: int, of: int) -> str:
+    if of == 1:  # its parts cannot be counted
+        return what
     return f"{what}: {done} of {of}" if of else f"{what}: {done}"
 
 

@@ -7,7 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from conf.words import count
 from sims.cli.options import Json, Quiet, numbers
+from sims.cli.waiting import LIBRARIES, waiting
 
 app = typer.Typer()
 
@@ -19,7 +21,8 @@ Sites = Annotated[list[str], typer.Argument(help="Names of sites, such as site-0
 def resume(run: RunPath, quiet: Quiet = False, as_json: Json = False) -> None:
     """Go on with a run that was stopped or killed, after its last committed round."""
     began = time.monotonic()
-    from sims.cli.unlearn import resume as go_on
+    with waiting(LIBRARIES, quiet):
+        from sims.cli.unlearn import resume as go_on
 
     summary = go_on(run, quiet=quiet, json_output=as_json, began=began)
     if as_json:
@@ -45,8 +48,9 @@ def unlearn(
     as_json: Json = False,
 ) -> None:
     """Remove sites: subtract and delete what they gave, and write a certificate. A running server does it between rounds."""
-    from sims.cli.unlearn import Wish
-    from sims.cli.unlearn import unlearn as fulfil
+    with waiting(LIBRARIES, quiet or as_json):
+        from sims.cli.unlearn import Wish
+        from sims.cli.unlearn import unlearn as fulfil
 
     wish = Wish(sites, request_id, reason, repair, retrain, rollback, recalibrate, without_data)
     text, done = fulfil(run, wish, quiet=quiet or as_json)
@@ -79,7 +83,8 @@ def compose(
     out: Annotated[Path, typer.Option(help="Where the network goes.")] = Path("net.safetensors"),
 ) -> None:
     """Make a network of some of a run's sites alone, from what they contributed: nothing is trained."""
-    from sims.cli import compose as make
+    with waiting(LIBRARIES):
+        from sims.cli import compose as make
 
     order = make.Order(sites.split(","), numbers(coefficients, "--coefficients") or (), how, start, force, measure)
     typer.echo("\n".join(table.plain() for table in make.compose(run, order, out)))
@@ -93,7 +98,8 @@ def verify(
     key: Annotated[str, typer.Option(help="The operator's public key, a file or its line: check the signature.")] = "",
 ) -> None:
     """Compare a certificate with a run's ledger: recompute what can be recomputed (exit code 1: a mismatch)."""
-    from sims.cli.unlearn import verify_certificate
+    with waiting(LIBRARIES):
+        from sims.cli.unlearn import verify_certificate
 
     table, good = verify_certificate(certificate, run, key)
     typer.echo(table.plain())
@@ -116,13 +122,14 @@ def ledger(
     as_json: Json = False,
 ) -> None:
     """List a run's events, or check all that is kept of it."""
-    from sims.cli import unlearn
+    with waiting(LIBRARIES, as_json):
+        from sims.cli import unlearn
     from sims.cli.progress import listener_for
 
     found: dict[str, Any] = {}
     if prune:
         found["removed"] = unlearn.prune(run)
-        typer.echo(f"{len(found['removed'])} files removed")
+        typer.echo(f"{count(len(found['removed']), 'file')} removed")
     if check:
         with listener_for(quiet=as_json):
             found |= unlearn.audit(run)

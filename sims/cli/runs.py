@@ -10,6 +10,7 @@ import typer
 
 from conf.errors import UserError
 from sims.cli.options import Json
+from sims.cli.waiting import waiting
 
 app = typer.Typer()
 
@@ -42,9 +43,10 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare runs: means over seeds, paired differences with intervals, curves, cost. Baselines are rows, too."""
-    from sims.comparison import compare as beside
+    with waiting("reading the runs"):
+        from sims.comparison import compare as beside
 
-    found = beside(paths, by or [])
+        found = beside(paths, by or [])
     typer.echo(found.text(), err=as_json)
     for written in [found.write_csv(csv) if csv else None, found.write(html) if html else None]:
         if written:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from conf.words import rounded
 from sims.comparison.groups import UNION, Group, value_of
 from sims.comparison.statistics import CONFIDENCE, Difference, Spread, paired
 from sims.report.tables import MAX_DOMAINS, Cell, Table, cut, mean_and_spread, percent
@@ -92,8 +93,9 @@ def _rounds(group: Group) -> str:
 def _amount(found: Spread, unit: float) -> str:
     if math.isnan(found.mean):
         return "-"
-    around = f" ± {found.deviation / unit:.2g}" if found.n > 1 and found.deviation else ""
-    return f"{found.mean / unit:.4g}{around}"
+    around = f" ± {rounded(found.deviation / unit, 2)}" if found.n > 1 and found.deviation else ""
+    mean = found.mean / unit
+    return f"{rounded(mean, max(4, len(f'{mean:.0f}')))}{around}"
 
 
 def what_differs(groups: Sequence[Group], differing: Sequence[str]) -> Table:

@@ -19,6 +19,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.supercore.utils import get_flwr_home
 
 from conf.errors import UserError
+from conf.progress import under_way
 from conf.schema import Config
 from server.grid import CarefulGrid
 from server.relay import DONE, SOCKET
@@ -75,8 +76,10 @@ def start(config: Config, share: Share = WHOLE) -> FlowerGrid:
         with socket.socket(socket.AF_UNIX) as door:
             door.bind(str(folder / SOCKET))
             door.listen(1)
-            run = _submit(app, connection, folder / SOCKET, home)
-            line, place = _handed_over(door, run)
+            with under_way("asking the SuperLink for a run"):
+                run = _submit(app, connection, folder / SOCKET, home)
+            with under_way("waiting for its ServerApp"):
+                line, place = _handed_over(door, run)
         return FlowerGrid(place, line, f"engine flower: {config.engine.address}, Flower's run {run}")
     finally:
         shutil.rmtree(folder)

@@ -32,6 +32,7 @@ from clients.training.schedules import SCHEDULES, schedule_section
 from conf import machine
 from conf.errors import UserError
 from conf.plugins import OURS, is_reference
+from conf.progress import under_way
 from conf.schema import Config, DataConfig, EngineConfig
 from conf.sites import roster
 from sims.engines.adapter import FIRST_NODE, LocalGrid, failure, store_folder
@@ -44,6 +45,8 @@ from sims.engines.worker import Recipe
 
 CLIENT_APP = "clients.app:app"
 COMBINE = "clients.partial:combine"
+# Read when Ray starts or joins: leave CUDA_VISIBLE_DEVICES as it is, and do not warn that it will be left so.
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 WAIT_SECONDS = 0.2
 WORKER_BYTES = 2**30  # a worker with torch, and a small network's training
 
@@ -123,7 +126,8 @@ def start(config: Config, app: str = CLIENT_APP, combine: str = COMBINE, share: 
     options = {"num_cpus": engine.num_cpus, "num_gpus": engine.num_gpus, "scheduling_strategy": "SPREAD"}
     joined = combine if config.federation.partial_sums else ""
     recipe = Recipe(app, joined, engine.vectorise, sites, str(store), plugins, own_paths(), config.federation.node_store)
-    pool = Pool(recipe, workers, options, engine)
+    with under_way("starting workers"):
+        pool = Pool(recipe, workers, options, engine)
     gpus = f", {engine.num_gpus:g} GPU" if engine.num_gpus else ""
     description = f"ray: {workers} workers, {engine.num_cpus:g} CPU{gpus} each{_where(engine)}"
     return RayGrid(sites, store, pool, description, own, config.federation.node_store)
@@ -176,10 +180,10 @@ def own_paths() -> tuple[str, ...]:
 def _begun(config: Config, sites: int, share: Share) -> int:
     """Start Ray or join a cluster; the number of workers."""
     engine = config.engine
-    address = reach(engine.address) if engine.address else ""
+    address = _reached(engine.address) if engine.address else ""
     workers = min(sites, engine.workers or workers_for(engine, share.of_machine(_this_machine())))
     try:
-        with own_signals(), apart():
+        with own_signals(), apart(), under_way("joining the cluster" if address else "starting Ray"):
             _join(address, config.data if engine.ship_data else None) if address else _start(engine, workers)
         if address:
             workers = min(sites, engine.workers or workers_for(engine, share.of_cluster(ray.cluster_resources())))
@@ -189,6 +193,11 @@ def _begun(config: Config, sites: int, share: Share) -> int:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"{told} ({reason}); engine.name=inline works without it") from None
     return workers
+
+
+def _reached(address: str) -> str:
+    with under_way(f"asking the cluster at {address}"):
+        return reach(address)
 
 
 def _kept(engine: EngineConfig, sites: int) -> int:
@@ -244,7 +253,6 @@ def _this_machine() -> dict[str, float]:
 
 
 def _start(engine: EngineConfig, workers: int) -> None:
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     cores = max(machine.cores(), math.ceil(workers * engine.num_cpus))
     with loopback():
         ray.init("local", num_cpus=cores, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)

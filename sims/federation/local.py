@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from conf.errors import UserError, unknown
+from conf.words import count
 from sims.federation import sheets
 from sims.federation.machines import START_SECONDS, nodes, refuse_port, registered
 from sims.federation.plan import KEYS, SERVER, Plan, machines_of, server_of, sites_of, write_plan
@@ -51,7 +52,7 @@ def status(folder: Path) -> list[list[str]]:
     online = _online(server) if there else {}
     rows = []
     for home in machines_of(folder):
-        told = f"{len(online)} nodes online" if there else ""
+        told = f"{count(len(online), 'node')} online" if there else ""
         if home != server:
             told = _seen(server, home.name, online) if server.is_dir() else "see the server's machine"
         rows.append([_name(home), _processes(running(home)), told])

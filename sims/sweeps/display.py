@@ -10,7 +10,7 @@ from rich.text import Text
 
 from conf.errors import plain
 from sims.benchmarks.memory import tree_bytes
-from sims.cli.progress import MEMORY_SECONDS, REFRESHES_PER_SECOND, PlainListener, QuietListener, RichListener
+from sims.cli.progress import MEMORY_SECONDS, REFRESHES_PER_SECOND, PlainListener, QuietListener, RichListener, size_of
 from sims.report.tables import before_forgetting, percent
 from sims.sweeps.outcome import BUSY, FAILED, Outcome
 
@@ -63,7 +63,7 @@ class Plain(Quiet, PlainListener):
 
     def started(self, run: str, sites: int, rounds: int, note: str) -> None:
         self._rounds = rounds
-        self._say(f"{sites} sites, {rounds} rounds" + (f" ({note})" if note else ""))
+        self._say(size_of(sites, rounds) + (f" ({note})" if note else ""))
 
     def note(self, text: str) -> None:
         """Steps between the rounds are not told: there are many runs."""

@@ -1,13 +1,14 @@
 """Configuration: what is merged, what is refused, and with which line."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from clients import messages
 from conf import UserError, experiment_names, from_json, load, to_json, to_yaml
-from conf.load import FOLDER, VERSION, experiment_lines
+from conf.load import FOLDER, VERSION, experiment_lines, load_text
 from conf.schema import MOST_ROUNDS
 from conf.sites import roster
 from conf.yamls import LONG, read_yaml
@@ -100,6 +101,39 @@ def test_bad_overrides_end_in_one_line(override: str, line: str):
     with pytest.raises(UserError, match=line) as caught:
         load("digits", [override])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "section"),
+    [
+        (["strategy=fedavg"], "strategy", {"name": "fedavg"}),
+        (["network=mlp"], "network", {"name": "mlp"}),
+        (["network=conv6"], "network", {"name": "conv6", "standardise": True, "affine": False}),  # which it is already
+        (["network=mlp", "network.widths=[8]"], "network", {"name": "mlp", "widths": [8]}),
+        (["sites=[{domain: digits, network: mlp}]"], "sites", [{"domain": "digits", "network": {"name": "mlp"}}]),
+        (["sites=[{domain: digits}]", "sites.0.networks=[mlp]"], "sites",
+         [{"domain": "digits", "networks": [{"name": "mlp"}]}]),
+        (["sites=[{domain: digits}]", "sites.0.networks=[{name: mlp}]", "sites.0.networks.0=vit"], "sites",
+         [{"domain": "digits", "networks": [{"name": "vit"}]}]),
+        (["sites=[{domain: digits, partition: {alpha: 0.1}}]", "sites.0.partition=dirichlet"], "sites",
+         [{"domain": "digits", "partition": {"name": "dirichlet", "alpha": 0.1}}]),
+    ],
+)  # fmt: skip
+def test_a_name_stands_for_a_section_that_has_one(words: list[str], key: str, section: Any):
+    config = load("digits", words)
+    assert getattr(config, key) == section
+    assert load_text(to_yaml(config), "digits") == config and "name: " in to_yaml(config)
+
+
+def test_a_name_stands_for_a_section_in_files_and_presets_too():
+    text = "sites: 2\npopulation: [{domain: digits, partition: classes}]\nengine: inline\nnetwork: mlp\nobjective: local\n"
+    text += "strategy: fedavg\npresets: {big: {network: conv6, engine: {threads: 2}}}"
+    config = load_text(text, "mine", ["preset=big", "engine.workers=3"])
+    assert (config.engine.name, config.engine.threads, config.engine.workers) == ("inline", 2, 3)
+    assert (config.network, config.objective, config.strategy) == ({"name": "conv6"}, {"name": "local"}, {"name": "fedavg"})
+    assert config.population[0].partition.name == "classes"
+    text = "sites: [{domain: digits}]\nstrategy: ${objective}\nobjective: {name: fedavg, rate: 1}"
+    assert load_text(text, "mine").strategy == {"name": "fedavg", "rate": 1}
 
 
 def test_unknown_experiment_suggests_the_nearest():

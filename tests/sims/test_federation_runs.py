@@ -1,5 +1,6 @@
 """Commands on a run of a real federation, from a machine that cannot train its sites: refused before anything is touched."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,21 @@ def test_an_engine_that_cannot_start_is_heard_of_before_anything_is_subtracted(t
     with Ledger.open(folder(config), server=False) as ledger:
         assert ledger.sites() == {"site-0000": False, "site-0001": False}
         assert len(ledger.all_latest()) == 2
+
+
+def test_resuming_what_is_finished_starts_no_engine_and_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    config = small(tmp_path, "engine.name=ray", "engine.address=127.0.0.1:1", "rounds=1", sites=2, samples=20)
+    done = run_experiment(InlineGrid(2, store_folder(config)), config, LogListener())
+    assert resume(folder(config)) == json.loads(json.dumps(done))
+    page, said = folder(config) / "report.html", capfd.readouterr().out.splitlines()
+    assert said == [f"{folder(config)}: is finished, after 1 round; nothing is left to do", f"report: {page}"]
+    page.write_text("as it was")
+    before = kept(config)
+    resume(folder(config), quiet=True)
+    assert kept(config) == before
+    (folder(config) / "metrics.jsonl").write_text("{{{")  # no longer what came out
+    with pytest.raises(UserError, match=r"there is no Ray cluster at 127\.0\.0\.1:1"):
+        resume(folder(config), quiet=True)
 
 
 def test_a_rollback_that_cannot_be_is_refused_before_an_engine_starts_and_what_finished_stays_vouched_for(tmp_path: Path):

@@ -1,13 +1,23 @@
 """Listeners, as the server calls them, on real rich consoles."""
 
+import contextlib
 import io
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from conf.progress import step, steps
+from conf import UserError, load
+from conf.progress import step, steps, under_way
+from conf.words import rounded
 from sims.cli.progress import PlainListener, QuietListener, RichListener, listener_for
+from sims.simulate import simulate
+from tests.sims.commands import SMALL
 
 RECORD = {
     "round": 1, "seconds": 1.94, "accuracy": {"a": 0.9, "union": 0.88}, "train_loss": 0.41, "replies": 2,
@@ -217,3 +227,61 @@ def test_json_output_leaves_stdout_alone(capsys: pytest.CaptureFixture[str]) -> 
     out, err = capsys.readouterr()
     assert out == ""
     assert "round 1/2" in err
+
+
+@pytest.mark.parametrize(("quiet", "told"), [(False, True), (True, False)])
+def test_a_terminal_hears_of_a_wait_before_it_is_over_unless_it_is_to_be_quiet(quiet: bool, told: bool):
+    person, terminal = os.openpty()
+    code = f"from sims.cli.waiting import waiting\nwith waiting('loading torch', {quiet}): print(input())"
+    words = [sys.executable, "-c", code]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=terminal, text=True) as process:
+        os.close(terminal)
+        heard = b""
+        while told and b"loading torch" not in heard:
+            heard += os.read(person, 4096)
+        assert process.communicate("done\n", timeout=60)[0] == "done\n"
+    with contextlib.suppress(OSError):  # the terminal's other end is closed
+        heard += os.read(person, 4096)
+    os.close(person)
+    assert (b"loading torch" in heard) == told
+
+
+def test_a_step_that_has_just_begun_is_told_without_a_number_and_is_gone_when_it_is_over():
+    with RichListener(terminal()) as listener:
+        with pytest.raises(RuntimeError), under_way("starting Ray"):
+            assert "starting Ray," in line(listener)
+            raise RuntimeError
+        assert "starting Ray" not in line(listener)
+
+
+def test_a_run_says_what_it_is_at_before_anything_is_known_of_it(tmp_path: Path):
+    heard: list[str] = []
+
+    class Hearing(QuietListener):
+        def step(self, what: str, done: int, of: int) -> None:
+            heard.append(what)
+
+    with pytest.raises(UserError, match="needs"):
+        simulate(
+            load("digits", [*SMALL, "evaluation.statistics=recomputed", "data.validation=0", f"run.root={tmp_path}"]),
+            listener=Hearing(pipe()),
+        )
+    assert heard == ["looking at configuration and data"] * 2
+
+
+def test_one_is_told_as_one():
+    console = pipe()
+    with PlainListener(console) as listener:
+        listener.started("digits", 1, 1, "")
+        listener.round_done({"round": 1, "seconds": 2.0, "replies": 1, "dropped": {}})
+    assert written(console).splitlines() == ["digits: 1 site, 1 round", "round 1/1, 2.0 s, 1 reply"]
+
+
+@pytest.mark.parametrize(
+    ("number", "digits", "shown"),
+    [(387.9, 2, "390"),
+     (897.34, 4, "897.3"), (2.04, 2, "2.0"), (0.0123, 2, "0.012"), (99.96, 2, "100"), (123456.0, 2, "120000"),
+     (1.5e6, 4, "1.5e+06"), (0.0, 2, "0"), (math.nan, 2, "nan")],
+)  # fmt: skip
+def test_numbers_are_plain_with_as_many_digits_as_mean_something(number: float, digits: int, shown: str):
+    assert rounded(number, digits) == shown

@@ -56,7 +56,7 @@ def test_orphans_are_pruned(fedloom: Command, run: Path):
     orphan = Blobs(run / "blobs").put({"w": torch.ones(3)})
     found = last_line(fedloom("ledger", run, "--check", "--json"))
     assert found["ok"] and orphan in found["notes"][0]
-    assert fedloom("ledger", run, "--prune").out.splitlines()[0] == "1 files removed"
+    assert fedloom("ledger", run, "--prune").out.splitlines()[0] == "1 file removed"
     assert not Blobs(run / "blobs").path(orphan).exists()
     assert last_line(fedloom("ledger", run, "--check", "--prune", "--json"))["notes"] == []
 

@@ -37,8 +37,10 @@ class LayerSelection(Objective):
     mode: str = value(
         LEARNED, "learned, or a configuration for all sites: all, none, alternating, top-K, bottom-K, only-2-4"
     )
-    learner: dict[str, Any] = value({"name": "hps"}, "base learner: hps, tf or df_cnn, with its options")
-    search: dict[str, Any] = value({"name": "sampled"}, "how steps are found: exact, pruned or sampled, with its options")
+    learner: dict[str, Any] = value({"name": "hps"}, "base learner: hps, tf or df_cnn, with its options", named=True)
+    search: dict[str, Any] = value(
+        {"name": "sampled"}, "how steps are found: exact, pruned or sampled, with its options", named=True
+    )
     layers: list[str] = value([], "that may be shared; empty: the extractor's convolutions, or its linear layers")
     groups: list[int] = value([], "how many layers are shared together, from the input on; empty: each by itself", low=1)
     prior: str = value("counts", "of configurations: counts (Eq. 1), posteriors or tasks", choices=tuple(PRIORS))
