@@ -20,6 +20,7 @@ WORDS = {
     "federation.min_replies": ("min_fit_clients", "min_train_nodes", "min_available_clients"),
     "network": ("model", "net", "architecture"),
     "objective": ("loss", "criterion"),
+    "objective.mu": ("mu", "proximal_mu", "fedprox_mu", "proximal"),
     "privacy.noise": ("noise_multiplier", "sigma"),
     "rounds": ("num_rounds", "n_rounds", "num_server_rounds", "global_epochs", "communication_rounds"),
     "run.resume": ("checkpoint",),
@@ -27,7 +28,16 @@ WORDS = {
     "seed": ("random_seed", "random_state"),
     "sites": ("clients", "num_clients", "n_clients", "num_supernodes", "num_partitions", "nodes", "parties"),
     "sites.0.domain": ("dataset", "datasets", "data_set"),
+    "sites.0.partition": ("partitioner", "partitioning", "partitions", "non_iid", "num_shards", "shards"),
     "sites.0.partition.alpha": ("dirichlet", "dirichlet_alpha"),
+    "sites.0.partition.classes_per_site": (
+        "classes_per_client",
+        "classes_per_partition",
+        "num_classes_per_partition",
+        "labels_per_client",
+        "shards_per_client",
+        "num_shards_per_node",
+    ),
     "strategy": ("algorithm", "method", "aggregation", "aggregator"),
     "tracking": ("logger", "loggers", "trackers", "tensorboard", "wandb", "mlflow"),
     "training.augment": ("augmentation", "augmentations", "data_augmentation", "transform", "transforms"),
@@ -36,6 +46,7 @@ WORDS = {
     "training.epochs": ("local_epochs", "num_epochs", "n_epochs"),
     "training.rate": ("lr", "learning_rate"),
     "training.schedule": ("scheduler", "lr_scheduler"),
+    "training.steps": ("local_steps", "num_steps"),
     "training.weight_decay": ("wd", "l2"),
 }
 BY_WORD = {word: key for key, words in WORDS.items() for word in words}

@@ -46,6 +46,7 @@ class Method:
     aggregation: Aggregation = field(init=False)
     loop: RoundLoop | None = None  # once it has trained
     erasure: Erasure | None = None  # where nodes can be told to delete what they keep
+    mine: str = ""  # the request of whose outcome the caller tells
 
     def __post_init__(self) -> None:
         self.folder.check(self.ledger.run().config)
@@ -92,7 +93,9 @@ class Method:
         self._announce(loop)
         while True:
             before, announced = unlearning.last_round(), loop.last
-            changed = unlearning.take(listener.message, lambda request: self.retrained(request, federation, listener))
+            changed = unlearning.take(
+                listener.message, lambda request: self.retrained(request, federation, listener), mine=self.mine
+            )
             last, loop.last = unlearning.last_round(), max(wanted, unlearning.goal())
             if last < before:
                 self._resumed(loop)

@@ -26,7 +26,7 @@ from server.strategies.pairing import paired
 from sims.callbacks import Callbacks, OnReply, OnRound
 from sims.cli import unlearn as commands
 from sims.cli.compose import name_of
-from sims.report.tables import accuracy_table
+from sims.report.tables import accuracy_table, percent
 from sims.simulate import simulate
 
 if TYPE_CHECKING:
@@ -213,6 +213,16 @@ class Result:
         wish = commands.Wish(names, request_id, reason, repair, retrain, rollback, recalibrate, without_data)
         with own_threads():
             return commands.unlearn(self.folder, wish, quiet=not progress)[1]
+
+    def __str__(self) -> str:
+        """How it stands, of what method, how good it is and where: in a line."""
+        summary = self.summary
+        scores = {name: one["union"] for name, one in self.accuracy.items() if "union" in one}
+        name = str(summary.get("aggregate") or next(iter(scores), ""))
+        good = f", test accuracy {percent(scores[name])} ({name})" if name in scores else ""
+        return (
+            f"{summary.get('status', 'begun')}: {summary.get('method', self.config.strategy['name'])}{good}: {self.folder}"
+        )
 
     def _repr_html_(self) -> str:
         """A notebook shows this: the accuracies, and where the rest is."""

@@ -93,7 +93,7 @@ class Unlearning:
 
         `retrain`: trains a network without a request's sites; without it, those that ask for one are not certified.
         `can`: whether a request can be fulfilled here; others are left as they are.
-        `mine`: the request whose refusal the caller tells.
+        `mine`: the request of whose refusal or certificate the caller tells.
         Requests that come after a rollback wait until its rounds are trained: before, there is little to measure.
         """
         changed = False
@@ -111,7 +111,8 @@ class Unlearning:
                     break
             elif retrain or not request.options.get("retrain"):
                 self.certify(request, retrain(request) if retrain and request.options.get("retrain") else None)
-                told(f"request '{request.id}' verified: {', '.join(request.sites)} forgotten")
+                if request.id != mine:
+                    told(f"request '{request.id}' verified: {', '.join(request.sites)} forgotten")
                 changed = True
         return changed
 

@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -26,6 +26,8 @@ PACKAGES = {  # what pip calls it, and what Python does
 }
 HINTS = {"ray": "; engine.name=inline works"}
 GIB = 2**30
+DOMAIN, ABSENT, DOWNLOAD = "domain ", "not available: nothing at ", "data.download=true"  # as clients.data.domains tells
+FEWEST = 3  # absent domains that are told of together
 PATIENCE = 120.0  # seconds for a layer that takes less than one
 NARROW = """
 import torch
@@ -65,10 +67,25 @@ def doctor(data: DataConfig) -> list[Finding]:
 
 def doctor_table(findings: list[Finding]) -> Table:
     """The findings as a table."""
-    rows = [[what, finding, "yes" if ok else "NO"] for what, finding, ok in findings]
+    rows = [[what, finding, "yes" if ok else "NO"] for what, finding, ok in _together(findings)]
     missing = sum(not ok for _, _, ok in findings)
     lacking = f"{missing} of {len(findings)} are not there or not sound: what needs them will not run."
     return Table("Fedloom doctor", ["what", "finding", "ok"], rows, lacking if missing else "All is there.")
+
+
+def _together(findings: Sequence[Finding]) -> list[Finding]:
+    """The findings, with one for all domains of which nothing is there."""
+    absent = [one for one in findings if one[0].startswith(DOMAIN) and one[1].startswith(ABSENT)]
+    if len(absent) < FEWEST:
+        return list(findings)
+    names = [what.removeprefix(DOMAIN) for what, _, _ in absent]
+    never = [what.removeprefix(DOMAIN) for what, finding, _ in absent if not finding.endswith(DOWNLOAD)]
+    fetched = f"{DOWNLOAD} fetches them" + (f", but for {', '.join(never)}" if never else "")
+    told = f"need a data folder, which has none of these: set FEDLOOM_DATA (here: --data) to one that has them; or {fetched}"
+    return [
+        *(one for one in findings if one not in absent),
+        (f"{len(names)} more domains", f"{', '.join(names)}: {told}", False),
+    ]
 
 
 def narrow_convolutions(script: str = NARROW, patience: float = PATIENCE) -> tuple[str, bool]:

@@ -24,6 +24,8 @@ def removable(paths: Sequence[Path]) -> list[Path]:
 def _check(path: Path) -> None:
     if path.is_symlink():
         raise UserError(f"{path}: is a link; name the folder that it leads to ({path.resolve()})")
+    if not path.exists():
+        raise UserError(f"{path}: is not there; 'fedloom runs {path.parent}' lists what is")
     whole = path.resolve()
     if whole.parent.name in PARTS and is_run(whole.parent.parent):
         raise UserError(f"{path}: is a part of the run {whole.parent.parent}; it goes with that")

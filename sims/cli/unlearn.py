@@ -99,9 +99,9 @@ def unlearn(path: Path, wish: Wish, *, quiet: bool = False) -> tuple[str, dict[s
             if request.state == "refused" or (request.state == "verified" and not _cut_off(ledger)):
                 return _first_result(path, request, wish)
             listener = Listeners([shown, stack.enter_context(Tracking(trackable(config, shown.message), shown.message))])
-            method = Method(config, RunFolder(path), ledger, Evaluator(config))
+            method = Method(config, RunFolder(path), ledger, Evaluator(config), mine=id)
             try:
-                _fulfil(method, listener, id)
+                _fulfil(method, listener)
             except LedgerError as error:
                 raise LedgerError(f"{error} (request '{id}' waits, and 'fedloom resume' goes on with it)") from None
             _tell_sites(method, listener)
@@ -237,18 +237,17 @@ def _cut_off(ledger: Ledger) -> bool:
     return deque(ledger.events(), maxlen=1)[0].kind == "verified"
 
 
-def _fulfil(method: Method, listener: Listener, mine: str) -> None:
+def _fulfil(method: Method, listener: Listener) -> None:
     """Apply and certify all requests, also those that come meanwhile, train what they ask for, and measure again.
 
-    Where sites can only be trained by a real federation, requests that want that are left to it as they are. `mine`: the
-    request whose refusal the caller tells.
+    Where sites can only be trained by a real federation, requests that want that are left to it as they are.
     """
     unlearning = method.unlearning()
 
     def can(request: Request) -> bool:
         return can_start(method.config) or not wants_training(method.config, request.options)
 
-    unlearning.screen(listener.note, mine)
+    unlearning.screen(listener.note, method.mine)
     while (due := list(filter(can, unlearning.under_way()))) or _cut_off(method.ledger):
         changed = False
         if any(wants_training(method.config, request.options) for request in due):
@@ -257,7 +256,7 @@ def _fulfil(method: Method, listener: Listener, mine: str) -> None:
                 _measure_again(method, listener)  # sites may have to measure, too
             method.loop = None
         else:
-            changed = unlearning.take(listener.note, can=can, mine=mine)
+            changed = unlearning.take(listener.note, can=can, mine=method.mine)
         if changed or _cut_off(method.ledger):
             _measure_again(method, listener)
 

@@ -88,8 +88,13 @@ def _signature(entry: Entry, keys: Sequence[str]) -> str:
 
 def _differing(entries: Sequence[Entry]) -> list[str]:
     """The keys, of what is trained how, that have several values; those that tell most first."""
-    keys = sorted(dict.fromkeys(key for entry in entries for key in entry.keys), key=lambda key: key not in TELLING)
+    keys = sorted(dict.fromkeys(key for entry in entries for key in entry.keys), key=_telling)
     return [key for key in keys if len({_signature(entry, [key]) for entry in entries}) > 1]
+
+
+def _telling(key: str) -> int:
+    """The place of a key among those that tell most; of others, which keep their order, the last."""
+    return TELLING.index(key) if key in TELLING else len(TELLING)
 
 
 def _shortest(entries: Sequence[Entry], keys: Sequence[str]) -> list[str]:

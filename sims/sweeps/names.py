@@ -19,7 +19,9 @@ def short_keys(keys: Iterable[str]) -> dict[str, str]:
 
 
 def text_of(value: Any) -> str:
-    """A configuration's value as it is written there, in one line."""
+    """A configuration's value as it is written there, in one line; a section with nothing but a name by that."""
+    if isinstance(value, Mapping) and [*value] == ["name"]:
+        value = value["name"]
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

@@ -57,6 +57,8 @@ def test_a_shipped_experiment_says_nothing_and_comes_back_as_a_result(root: str,
     for name, network in result.networks.items():
         assert not network.training
         assert result.measure(network) == result.accuracy[name]
+    good = f"{100 * result.accuracy['sum']['union']:.1f}%"
+    assert str(result) == f"finished: {result.summary['method']}, test accuracy {good} (sum): {result.folder}"
     assert "sum" in result._repr_html_() and str(result.folder) in result._repr_html_()
     with result.open_ledger() as ledger:
         assert [event.kind for event in ledger.events()][-1] == "finished"

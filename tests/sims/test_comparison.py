@@ -259,6 +259,18 @@ def test_other_training_data_are_told(fedloom: Command, run: Path):
     assert found["notes"] == ["The rows were trained on different data: sites"]
 
 
+def test_rows_are_named_by_their_strategy_first(fedloom: Command, run: Path):
+    other = run.with_name("other")
+    shutil.copytree(run, other)
+    tree = yaml.safe_load((other / "config.yaml").read_text()) | {
+        "objective": {"name": "fedavg"},
+        "strategy": {"name": "fedavg"},
+    }
+    (other / "config.yaml").write_text(yaml.safe_dump(tree))
+    found = last_line(fedloom("compare", run, other, "--json"))
+    assert [row["row"] for row in found["rows"]] == ["strategy=sum_aggregation", "strategy=fedavg"]
+
+
 def test_a_notebook_shows_tables_and_curves(swept: Path):
     page = sims.compare(swept)
     assert "rate=0.01" in page._repr_html_() and PNG in page._repr_html_()

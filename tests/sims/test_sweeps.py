@@ -26,7 +26,7 @@ from sims.engines.share import Share
 from sims.simulate import simulate
 from sims.sweeps.events import Teller, repeat
 from sims.sweeps.lanes import START, parts
-from sims.sweeps.names import part_of_name, short_keys
+from sims.sweeps.names import label_of, part_of_name, short_keys
 from sims.sweeps.outcome import AT_IT, attempt
 from sims.sweeps.plan import plan
 from sims.sweeps.work import carry_out, ready
@@ -59,6 +59,11 @@ def test_names_of_values_tell_them_apart_and_are_names_of_files(values: list[str
     names = [part_of_name(value) for value in values]
     assert len(set(names)) == len(values)
     assert all(name.isprintable() and "/" not in name and len(name) < 60 for name in names)
+
+
+def test_a_section_with_nothing_but_a_name_is_named_by_it():
+    assert part_of_name({"name": "lenet"}) == "lenet" and label_of({"network": {"name": "lenet"}}) == "network=lenet"
+    assert part_of_name({"name": "lenet", "width": 2}).startswith("__name____lenet")
 
 
 def test_keys_are_as_short_as_tells_them_apart():
