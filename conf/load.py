@@ -161,15 +161,15 @@ def _plain_sites(tree: dict[str, Any], changes: Sequence[Any]) -> dict[str, Any]
 
 
 def _forget_options(merged: Any, key: str, item: Any) -> None:
-    """Where a preset or an override names another network (or one inside it), objective or strategy, options of the one
-    before do not stay."""
+    """Where a preset or an override names another network (or one inside it), objective, strategy or way to divide, options
+    of the one before do not stay."""
     above, _, last = key.rpartition(".")
     section, given = (above, {"name": item}) if last == "name" else (key, item)
     if not isinstance(given, Mapping):
         return
     there, name = OmegaConf.select(merged, section), given.get("name")
     known = there.get("name") if isinstance(there, Mapping) else None
-    if section.rpartition(".")[2] in NAMED and name not in (None, known):
+    if section.rpartition(".")[2] in NAMED and known is not None and name not in (None, known):
         OmegaConf.update(merged, section, {}, merge=False, force_add=True)
     elif last != "name":
         for inner, one in given.items():

@@ -57,7 +57,7 @@ def grouped(entries: Sequence[Entry], by: Sequence[str]) -> tuple[list[Group], l
     kept, notes = _comparable(entries)
     kept, doubles = _once(kept)
     differing = _differing(kept)
-    keys = _known(kept, by) if by else _shortest(kept, differing)
+    keys = _known(kept, by, notes) if by else _shortest(kept, differing)
     rows: dict[str, list[Entry]] = {}
     for entry in kept:
         rows.setdefault(_signature(entry, keys), []).append(entry)
@@ -108,11 +108,12 @@ def _shortest(entries: Sequence[Entry], keys: Sequence[str]) -> list[str]:
     return left
 
 
-def _known(entries: Sequence[Entry], by: Sequence[str]) -> list[str]:
+def _known(entries: Sequence[Entry], by: Sequence[str], notes: Sequence[str]) -> list[str]:
     known = dict.fromkeys(key for entry in entries for key in entry.everything)
     for key in by:
         if key not in known:
-            raise unknown("key", key, known)
+            left_out = f"; note: {notes[0]}" if notes else ""
+            raise UserError(f"--by: {unknown('key', key, known)}{left_out}")
     return list(by)
 
 
