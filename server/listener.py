@@ -4,6 +4,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from conf.words import count
+
 
 class Listener(Protocol):
     """Whoever wants to know: a progress bar, a log, a test."""
@@ -78,17 +80,18 @@ class LogListener:
 
     def started(self, run: str, sites: int, rounds: int, note: str) -> None:
         self.rounds = rounds
-        self.log.info("%s: %d sites, %d rounds %s", run, sites, rounds, note)
+        self.log.info("%s: %s, %s %s", run, count(sites, "site"), count(rounds, "round"), note)
 
     def round_started(self, round: int, asked: int) -> None:
-        self.log.info("round %d of %d: %d sites asked", round, self.rounds, asked)
+        self.log.info("round %d of %d: %s asked", round, self.rounds, count(asked, "site"))
 
     def reply(self, site: str, ok: bool, reason: str) -> None:
         """Dropped replies come as messages, too."""
 
     def round_done(self, record: dict[str, Any]) -> None:
         accuracy = " ".join(f"{name} {share:.1%}" for name, share in record.get("accuracy", {}).items())
-        self.log.info("round %d: %d replies, validation accuracy: %s", record["round"], record["replies"], accuracy)
+        replies = count(record["replies"], "reply", "replies")
+        self.log.info("round %d: %s, validation accuracy: %s", record["round"], replies, accuracy)
 
     def note(self, text: str) -> None:
         self.log.info("%s", text)

@@ -78,7 +78,7 @@ def _interval(difference: Difference) -> str:
 def cost_table(groups: Sequence[Group]) -> Table:
     """Bytes and seconds of all rounds of a run, and the server's memory."""
     rows: list[list[Cell]] = [
-        [group.label, _rounds(group), *(_amount(group.cost(what), unit) for what, unit in COSTS.items())] for group in groups
+        [group.label, _rounds(group), *(amount(group.cost(what), unit) for what, unit in COSTS.items())] for group in groups
     ]
     note = ("Of all rounds of a run: mean ± standard deviation over runs. Seconds compare where machine, engine and load "
             "are the same; the first round's have the workers' start in them. Peak MB: the most memory that the server held "
@@ -90,12 +90,16 @@ def _rounds(group: Group) -> str:
     return ", ".join(map(str, sorted({len(entry.metrics) for entry in group.entries})))
 
 
-def _amount(found: Spread, unit: float) -> str:
+def amount(found: Spread, unit: float) -> str:
+    """A cost with its deviation, in a unit, as text."""
     if math.isnan(found.mean):
         return "-"
-    around = f" ± {rounded(found.deviation / unit, 2)}" if found.n > 1 and found.deviation else ""
-    mean = found.mean / unit
-    return f"{rounded(mean, max(4, len(f'{mean:.0f}')))}{around}"
+    mean, deviation = found.mean / unit, found.deviation / unit
+    if found.n == 1 or not deviation:
+        return rounded(mean, max(4, len(f"{mean:.0f}")))
+    around = rounded(deviation, 2)
+    places = len(around.partition(".")[2]) if "e" not in around else 0
+    return f"{mean:.{places}f} ± {around}"  # the mean as exact as its deviation
 
 
 def what_differs(groups: Sequence[Group], differing: Sequence[str]) -> Table:

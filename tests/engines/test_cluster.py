@@ -44,6 +44,7 @@ def cluster(nodes: Cluster) -> Iterator[Cluster]:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("error:Tip:FutureWarning")  # Ray's, on what it will do with GPUs
 def test_a_cluster_of_two_nodes_gives_the_bits_of_the_inline_engine(tmp_path: Path, cluster: Cluster):
     inline = final_states(tmp_path, "inline", "engine.name=inline")
     config = ["engine.name=ray", f"engine.address={cluster.address}", "engine.workers=2"]

@@ -16,6 +16,7 @@ from scipy.stats import ttest_rel
 import sims
 from conf.errors import UserError
 from sims.comparison.statistics import paired, spread
+from sims.comparison.tables import amount
 from tests.sims.commands import SMALL, Command, last_line, refused
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
@@ -258,6 +259,14 @@ def test_other_training_data_are_told(fedloom: Command, run: Path):
     found = last_line(fedloom("compare", run, other, "--json"))
     assert len(found["rows"]) == 2
     assert found["notes"] == ["The rows were trained on different data: sites"]
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [([509.4, 1285.2], "897 ± 550"), ([0.0867, 0.0267], "0.057 ± 0.042"), ([897.34], "897.3"), ([123456.7], "123457")],
+)
+def test_an_amount_is_as_exact_as_its_deviation_and_has_no_exponent(values: list[float], shown: str):
+    assert amount(spread(values), 1.0) == shown
 
 
 def test_rows_are_named_by_their_strategy_first(fedloom: Command, run: Path):
