@@ -156,7 +156,7 @@ def test_what_cannot_be_compared_is_told(fedloom: Command, swept: Path, run: Pat
     assert f"note: {other}: was measured on other test images (data.test_limit), and is not compared" in said.out
     assert f"note: {half}: is stopped, and not compared" in said.out
     refused(fedloom("compare", half), "no finished run", "is stopped")
-    refused(fedloom("compare", swept, other, "--by", "objective.md"), "--by: unknown key 'objective.md'", f"note: {other}: was")
+    refused(fedloom("compare", swept, other, "--by", "mode"), "--by: unknown key 'mode'", f"note: {other}: was measured")
     refused(fedloom("compare", run / "plots"), "there is no run of fedloom in it")
     refused(fedloom("compare", swept, "--html", run / "nowhere" / "page.html"), "cannot be written")
     refused(fedloom("compare", swept, "--csv", run / "nowhere" / "runs.csv"), "cannot be written")
