@@ -7,6 +7,7 @@ from typing import Any
 
 from conf.errors import UserError
 from conf.yamls import read_yaml
+from conf.words import count
 from server.recorded import checked_metrics, checked_summary
 from server.runs import FINISHED, runs_in, status
 from server.written import CONFIG
@@ -71,7 +72,7 @@ def table(rows: Sequence[dict[str, Any]], folder: Path) -> Table:
 def _standing(row: Mapping[str, Any]) -> str:
     """Status, and how many sites have been forgotten."""
     many = len(row["forgotten"])
-    return f"{row['status']}, {many} site{'s' * (many > 1)} forgotten" if many else row["status"]
+    return f"{row['status']}, {count(many, 'site')} forgotten" if many else row["status"]
 
 
 def size_of(path: Path) -> int:
