@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError
-from conf.yamls import read_yaml
 from conf.words import count
+from conf.yamls import read_yaml
 from server.recorded import checked_metrics, checked_summary
 from server.runs import FINISHED, runs_in, status
 from server.written import CONFIG
