@@ -1,6 +1,7 @@
 """Dividing a domain among sites."""
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,12 @@ from conf.schema import PartitionConfig
 LABELS = generator(0, "labels").integers(0, 10, 2000)
 
 
+def way(name: str, min_samples: int = 10, **options: Any) -> PartitionConfig:
+    """The way of that name with its own one of these options."""
+    own = {key: one for key, one in options.items() if key == WAYS[name].key}
+    return PartitionConfig(name=name, min_samples=min_samples, **own)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     name=st.sampled_from(list(WAYS)),
@@ -26,7 +33,7 @@ LABELS = generator(0, "labels").integers(0, 10, 2000)
     seed=st.integers(0, 2**40),
 )
 def test_parts_are_disjoint_and_repeat(name: str, parts: int, alpha: float, classes: int, growth: float, seed: int) -> None:
-    how = PartitionConfig(name=name, alpha=alpha, classes_per_site=classes, growth=growth, min_samples=1)
+    how = way(name, min_samples=1, alpha=alpha, classes_per_site=classes, growth=growth)
     try:
         divided = divide(LABELS, parts, how, seed, "x")
     except UserError as error:
@@ -43,7 +50,7 @@ def test_parts_are_disjoint_and_repeat(name: str, parts: int, alpha: float, clas
 
 @pytest.mark.parametrize("name", WAYS)
 def test_seed_and_name_make_another_division(name: str) -> None:
-    how = PartitionConfig(name=name, alpha=10.0)
+    how = way(name, alpha=10.0)
     first, *others = (divide(LABELS, 5, how, seed, words) for seed, words in ((0, "a"), (1, "a"), (0, "b")))
     assert all(any(not np.array_equal(*pair) for pair in zip(first, other, strict=True)) for other in others)
 
