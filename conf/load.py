@@ -96,13 +96,14 @@ def load_text(text: str, name: str, overrides: Sequence[str] = (), where: str = 
 
 
 def _options_last(changes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The overrides in their order; options that came before the name whose they are come again behind it."""
-    before: list[tuple[str, Any]] = []
+    """The overrides in their order; options that came before the first name of their section come again behind it."""
+    before: dict[str, Any] = {}
     for key, item in changes.items():
         yield key, item
         section, _, last = key.rpartition(".")
-        yield from [one for one in before if last == "name" and one[0].startswith(f"{section}.")]
-        before.append((key, item))
+        if last == "name" and section not in before and key not in before:
+            yield from [(one, given) for one, given in before.items() if one.startswith(f"{section}.")]
+        before[key] = item
 
 
 def _check_places(merged: Any, key: str) -> None:
