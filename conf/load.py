@@ -96,14 +96,13 @@ def load_text(text: str, name: str, overrides: Sequence[str] = (), where: str = 
 
 
 def _options_last(changes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The overrides in their order; options that came before the first name of their section come again behind it."""
-    before: dict[str, Any] = {}
+    """The overrides in their order; options of a way to divide that came before its name come again behind it."""
+    before: list[tuple[str, Any]] = []
     for key, item in changes.items():
         yield key, item
-        section, _, last = key.rpartition(".")
-        if last == "name" and section not in before and key not in before:
-            yield from [(one, given) for one, given in before.items() if one.startswith(f"{section}.")]
-        before[key] = item
+        if key.endswith(".partition.name"):
+            yield from [one for one in before if one[0].startswith(key.removesuffix("name"))]
+        before.append((key, item))
 
 
 def _check_places(merged: Any, key: str) -> None:

@@ -220,9 +220,10 @@ def test_another_network_of_a_site_or_in_a_preset_takes_no_options_of_the_one_be
 
 @pytest.mark.parametrize("words", [("name=dirichlet", "alpha=0.3"), ("alpha=0.3", "name=dirichlet")])
 def test_an_option_may_come_before_the_name_whose_it_is(words: tuple[str, str]):
-    sites = load("digits", [f"sites.0.partition.{word}" for word in words]).sites
-    assert isinstance(sites, list)
-    assert sites[0]["partition"] == {"name": "dirichlet", "alpha": 0.3}
+    for before in ([], ["sites.0.partition={name: size, growth: 2}"]):
+        sites = load("digits", [*before, *(f"sites.0.partition.{word}" for word in words)]).sites
+        assert isinstance(sites, list)
+        assert sites[0]["partition"] == {"name": "dirichlet", "alpha": 0.3}
 
 
 @pytest.mark.parametrize(
