@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 from PIL import Image
+
+from tests.data_folder import FOLDER, below
 
 # Threads of tiny operations that wait for a core are many times slower than one thread. Each of the workers that share the
 # tests has a core of its own, and so have the processes that it starts.
@@ -44,6 +47,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests come first, so that at the end no worker waits for another one's long file."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+    for item in items:
+        if item.get_closest_marker("data") and not FOLDER.is_dir():
+            item.add_marker(pytest.mark.skip(reason="needs a data folder: set FEDLOOM_DATA"))
+
+
+opened: list[str] = []  # files of the data folder that the present test has opened
+
+
+def _watch(event: str, arguments: tuple[object, ...]) -> None:
+    if event == "open" and isinstance(arguments[0], str | bytes) and below(os.fsdecode(arguments[0])):
+        opened.append(os.fsdecode(arguments[0]))
+
+
+sys.addaudithook(_watch)
+
+
+def pytest_runtest_logstart() -> None:
+    opened.clear()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """The tests marked `data`, and no others, read the data folder."""
+    if opened and not item.get_closest_marker("data"):
+        pytest.fail(f"reads {opened[0]} of the data folder; use an embedded domain, or mark the test `data`", pytrace=False)
 
 
 @pytest.fixture(scope="session", autouse=True)

