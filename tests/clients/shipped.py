@@ -16,7 +16,7 @@ def write_idx(path: Path, array: np.ndarray, pack: bool = False) -> None:
 
 
 def write_mnist_like(folder: Path, name: str, pack: bool = False) -> Path:
-    """Torchvision's raw files of `name` (KMNIST, FashionMNIST, ...): 60 and 20 images of one grey level, its class's number."""
+    """Torchvision's raw files of `name` (KMNIST, FashionMNIST, ...): 60 and 20 images, each of one grey level."""
     raw = folder / name / "raw"
     raw.mkdir(parents=True)
     for part, count in {"train": 60, "t10k": 20}.items():
