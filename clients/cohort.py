@@ -50,7 +50,7 @@ def same_shape(jobs: Sequence[Job], most: int) -> list[list[int]]:
         alone = isinstance(images, Exception)  # it will say so when it is trained
         outs = () if alone else (outputs(job.config, job.site.spec).start, outputs(job.config, job.site.spec).stop)
         order, architecture = job.order, architecture_of(job.config, job.site)
-        one = order.config, order.round, order.rounds, order.members, order.kind, architecture
+        one = order.config, order.round, order.again, order.rounds, order.members, order.kind, architecture
         shape = place if alone or job.config.privacy.noise else (*one, len(images), outs)
         groups.setdefault(shape, []).append(place)
     return [group[start : start + most] for group in groups.values() for start in range(0, len(group), most)]
@@ -67,17 +67,19 @@ def train_cohort(jobs: Sequence[Job]) -> list[RecordDict | Exception]:
     if len(jobs) == 1:
         return [_attempt(jobs[0].train)]
     opened = [_attempt(job.session) for job in jobs]
+    starts = [None if isinstance(session, Exception) else job.started(session)
+              for job, session in zip(jobs, opened, strict=True)]  # fmt: skip
     pairs = [(job, session) for job, session in zip(jobs, opened, strict=True) if _stackable(session)]
     found = _attempt(_learn, *zip(*pairs, strict=True)) if pairs else torch.empty(0, 0)
     if isinstance(found, Exception):  # each will say so itself
         return [_attempt(job.train) for job in jobs]
     losses = iter(found.T)  # one row per stacked site
     replies: list[RecordDict | Exception] = []
-    for job, session in zip(jobs, opened, strict=True):
+    for place, (job, session) in enumerate(zip(jobs, opened, strict=True)):
         if isinstance(session, Exception):
             replies.append(session)
         elif _stackable(session):
-            replies.append(_attempt(_close, job, session, next(losses)))
+            replies.append(_attempt(_close, job, session, next(losses), starts[place]))
         else:
             replies.append(_attempt(job.train))
     return replies
@@ -91,8 +93,8 @@ def _stackable(session: object) -> TypeGuard[Functional]:
     return len(stages) == 1 and len(stages[0][1]) == len(session.weights())
 
 
-def _close(job: Job, session: Session, losses: Tensor) -> RecordDict:
-    return job.reply(session, outcome(losses, len(job.images()), job.site, job.order.round))
+def _close(job: Job, session: Session, losses: Tensor, start: Mapping[str, State] | None) -> RecordDict:
+    return job.reply(session, outcome(losses, len(job.images()), job.site, job.order.round), start)
 
 
 def _learn(jobs: Sequence[Job], sessions: Sequence[Functional]) -> Tensor:
@@ -116,7 +118,7 @@ def _learn(jobs: Sequence[Job], sessions: Sequence[Functional]) -> Tensor:
 
 def _stacked_batches(jobs: Sequence[Job]) -> Iterator[tuple[float, Tensor, Tensor]]:
     """The steps of all jobs: the learning rate that they share, images [k, b, c, h, w], labels [k, b]."""
-    streams = [batches(job.images(), job.config, job.site, job.order.round, job.device) for job in jobs]
+    streams = [batches(job.images(), job.config, job.site, job.order.round, job.device, job.order.words) for job in jobs]
     for steps in zip(*streams, strict=True):
         rates, images, labels = zip(*steps, strict=True)
         yield rates[0], torch.stack(images), torch.stack(labels)

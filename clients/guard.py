@@ -13,7 +13,9 @@ from flwr.common.constant import ErrorCode
 
 from clients.configurations import UnknownConfigurationError
 from clients.learner import DivergedError
-from clients.messages import LOST, UNKNOWN
+from clients.memory import ToldError
+from clients.messages import BLAMED, LOST, TOLD, UNKNOWN
+from clients.secure_aggregation.site import BlamedError
 from clients.store import LostStateError
 from conf.errors import UserError
 from conf.plugins import place_of
@@ -41,6 +43,12 @@ def failed(error: BaseException, message: Message, full: bool) -> Message:
         return Message(RecordDict({LOST: ConfigRecord({"round": error.round})}), reply_to=message)
     if isinstance(error, UnknownConfigurationError):
         return Message(RecordDict({UNKNOWN: ConfigRecord({"digest": error.digest})}), reply_to=message)
+    if isinstance(error, ToldError):  # the server may begin the round again
+        LOG.warning("%s", error)
+        return Message(RecordDict({TOLD: ConfigRecord({"round": error.round})}), reply_to=message)
+    if isinstance(error, BlamedError):
+        LOG.warning("%s", error)
+        return Message(RecordDict({BLAMED: ConfigRecord({"site": error.site})}), reply_to=message)
     if not full:
         LOG.error("a message could not be answered", exc_info=error)
     reason = told_here(error) if full else told_outside(error)

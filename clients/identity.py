@@ -4,7 +4,7 @@ ECDSA over P-384 with SHA-384 (FIPS 186-5), keys in OpenSSH's formats, by the `c
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -44,10 +44,14 @@ class Identity:
         public = _private(self.key).public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
         return ConfigRecord({"signature": self.signed(said(*parts)).hex(), "key": public})
 
+    def known(self) -> Mapping[str, str]:
+        """By name the public keys of the sites that this one knows; none without a file of them."""
+        return _known(self.peers, _changed(self.peers)) if self.peers else {}
+
     def check(self, site: str, text: bytes, signature: bytes) -> None:
         """UserError unless the text is signed by this site, if this one knows whose keys are whose."""
         if self.peers:
-            known = _known(self.peers, _changed(self.peers))
+            known = self.known()
             if site not in known or not is_signed(known[site], text, signature):
                 raise UserError(f"what is said to be {site}'s word is not signed by its key (site.yaml: peers)")
 
@@ -59,11 +63,16 @@ def said(*parts: object) -> bytes:
 
 def sent_words(run: str, site: str, round: int, content: RecordDict) -> tuple[object, ...]:
     """What a site says by signing a reply: that it sent these arrays (a digest of all their names and bytes)."""
+    return "sent", run, site, round, arrays_digest(content)
+
+
+def arrays_digest(content: RecordDict, without: Collection[str] = ()) -> str:
+    """sha256 over the names and bytes of all arrays of a message, but for some records."""
     total = hashlib.sha256()
     for record, arrays in sorted(content.array_records.items()):
-        for name, array in sorted(arrays.items()):
+        for name, array in () if record in without else sorted(arrays.items()):
             total.update(f"{record}\n{name}\n{array.dtype}\n{list(array.shape)}\n{len(array.data)}\n".encode() + array.data)
-    return "sent", run, site, round, total.hexdigest()
+    return total.hexdigest()
 
 
 def erased_words(run: str, site: str, files: int, size: int) -> tuple[object, ...]:

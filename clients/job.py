@@ -5,8 +5,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 
+from clients.changes import changes, keep_sent
 from clients.configurations import configuration, parsed
 from clients.data import Images, class_names, class_things, outputs, own_images, site_images, site_size
 from clients.device import memory_share, pick_device
@@ -14,6 +15,7 @@ from clients.guard import SIMULATED
 from clients.identity import SIGNED, erased_words, sent_words
 from clients.learner import Outcome, learn
 from clients.measure import Score, score, score_numbers
+from clients.memory import Memory
 from clients.messages import (
     BEFORE,
     CLASSES,
@@ -42,6 +44,7 @@ from clients.policy import Policy, followed
 from clients.privacy import private, spend
 from clients.randomness import drawing, torch_generator
 from clients.secure_aggregation import ANSWERS, masked, noise_share
+from clients.sketch import nothing, sketch
 from clients.statistics import CLASS_STATISTICS, MOMENTS, class_statistics, moments
 from clients.store import SiteStore
 from conf.errors import UserError
@@ -55,13 +58,27 @@ STORE = "fedloom-store"  # folder, below where the site was started, if its node
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """All that the ClientApp has at hand for a message; `content` is the message's."""
+    """All that the ClientApp has at hand for a message; `content` is the message's.
+
+    `simulated`: the site is one of an engine on the user's own machines.
+    """
 
     order: Order
     config: Config
     store: SiteStore
     content: RecordDict
     policy: Policy = field(default_factory=Policy)
+    simulated: bool = True
+
+    @property
+    def memory(self) -> Memory:
+        """What the site remembers over all runs."""
+        return Memory(self.store.root, self.site.name if self.simulated else "")
+
+    @property
+    def tells_scores(self) -> bool:
+        """Whether the server hears of losses and accuracies."""
+        return self.simulated or self.policy.tells_scores(self.config)
 
     @property
     def site(self) -> Site:
@@ -92,7 +109,7 @@ class Job:
             network=(network or architecture_of(config, site).build().to(self.device)).train(),
             incoming=incoming,
             stored=lambda: self._own(incoming, lost),
-            generator=torch_generator(config.seed, site.name, str(order.round), "objective"),
+            generator=torch_generator(config.seed, site.name, *order.words, "objective"),
             held_out=lambda split: own_images(config, self.policy.source(config, site), split),
         )
 
@@ -106,31 +123,51 @@ class Job:
             return {**incoming.get(MEAN, {}), **contribution}
         return self.store.load(self.order.base) if self.order.base else None
 
+    def started(self, session: Session) -> dict[str, State] | None:
+        """What a session would send without training, where privacy or masks count the change of a round; else None."""
+        return copied(session.contribution()) if self.config.privacy.noise or self.order.secure else None
+
     def reply(self, session: Session, outcome: Outcome, start: Mapping[str, State] | None = None) -> RecordDict:
-        """Save the trained session's own state; what goes to the server. `start`: what would go, if nothing was trained."""
+        """Save the trained session's own state; what goes to the server. `start`: `started`, before training."""
         own, packing = session.own(), self.config.federation.packed
-        given, numbers = session.contribution(), {"loss": outcome.loss, "samples": outcome.samples}
-        if start is not None:
-            numbers["epsilon"] = spend(self)
-            given = private(self, given, start, noise_share(self) if self.order.secure else 1.0)
-        if self.order.secure:
-            sent = masked(self, given, outcome.samples)
-        else:
+        given, numbers = session.contribution(), dict[str, float | int](samples=outcome.samples)
+        if self.tells_scores:
+            numbers["loss"] = outcome.loss
+        if start is None:
             sent = {name: to_arrays(state, packing) for name, state in given.items()}
             own = as_sent(own, given, sent) if own is not None and packing != NONE else own
+        else:
+            sent, more = self._hidden(session, given, start, outcome.samples)
+            numbers |= more
         if own is not None:
             self.store.save(self.order.round, self.order.base, own)
         reply = RecordDict({**sent})
-        reply[METRICS] = MetricRecord(numbers)
+        reply[METRICS] = MetricRecord({**numbers})
         if word := self.policy.identity.word(*sent_words(self.order.run, self.site.name, self.order.round, reply)):
             reply[SIGNED] = word
         return reply
 
+    def _hidden(
+        self, session: Session, given: dict[str, State], start: Mapping[str, State], samples: int
+    ) -> tuple[dict[str, ArrayRecord], dict[str, float]]:
+        """The records with noise, or under masks, or both; and what the noise has cost."""
+        changed, privacy, bits = changes(self, session, start, given), self.config.privacy, self.config.federation.scale_bits
+        cost = {"epsilon": spend(self)} if privacy.noise else {}
+        if privacy.noise:
+            given = private(changed, bits, privacy, noise_share(self) if self.order.secure else 1.0)
+        keep_sent(self, changed, given)
+        if not self.order.secure:
+            return {name: to_arrays(state, self.config.federation.packed) for name, state in given.items()}, cost
+        seen = nothing() if privacy.noise else sketch(changed.vector(), self.memory.key())  # noise is charged each time
+        return masked(self, given, samples, seen), cost
+
     def train(self) -> RecordDict:
         """The whole of a round, this site alone."""
+        images, order = self.images(), self.order
+        self.policy.limits.check_steps(len(images), self.config, self.site)
         session = self.session(workbench(self.config, architecture_of(self.config, self.site)))
-        start = copied(session.contribution()) if self.config.privacy.noise else None
-        outcome = learn(session, self.images(), self.config, self.site, self.order.round, self.device)
+        start = self.started(session)
+        outcome = learn(session, images, self.config, self.site, order.round, self.device, order.words)
         return self.reply(session, outcome, start)
 
     def answer(self) -> RecordDict:
@@ -174,7 +211,7 @@ class Job:
         images = own_images(self.config, self.policy.source(self.config, self.site), self.order.split)
         sent = {name: record for name, record in self.content.array_records.items() if name.startswith(MODEL)}
         each = {name: replace(self, content=RecordDict({MODEL: record})) for name, record in sent.items()} or {MODEL: self}
-        told = self.config.engine.name != "flower" or (self.config.evaluation.classes and not self.policy.masks)
+        told = self.simulated or (self.config.evaluation.classes and self.policy.tells_classes(self.config))
         found = {right_of(name): job._score(images) for name, job in each.items()}
         return Answer(metrics=score_numbers(found, len(images), told))
 
@@ -237,12 +274,14 @@ def read_job(message: Message, context: Context) -> Job:
     policy.hide(order)
     config = parsed(text) if simulated else followed(parsed(text), policy, order.site)
     policy.spare(order, config)
+    if not simulated:
+        policy.check_scores(order, config)
     config = config if order.rounds == config.rounds else stretched(config, order.rounds)
     policy = replace(policy, gpu=memory_share(config.engine)) if simulated else policy
     sites = roster(config)
     if not 0 <= order.site < len(sites):
         raise UserError(f"order.site: is no place among the configuration's {len(sites)} sites")
-    return Job(order, config, SiteStore(root, order.run, sites[order.site].name), message.content, policy)
+    return Job(order, config, SiteStore(root, order.run, sites[order.site].name), message.content, policy, simulated)
 
 
 def erased(message: Message, context: Context) -> RecordDict | None:

@@ -43,12 +43,18 @@ def rate_at(training: TrainingConfig, rounds: int, progress: float) -> float:
     return schedule_of(training).rate(training.rate, progress, rounds)
 
 
-def learn(session: "Session", images: Images, config: Config, site: Site, round: int, device: torch.device) -> Outcome:
-    """Train for config.training.epochs or steps; all randomness from (seed, site, round). Raises DivergedError."""
-    images = session.training_images(images)
-    steps, number, done = batches(images, config, site, round, device), step_count(len(images), config, site), 0
+def learn(
+    session: "Session", images: Images, config: Config, site: Site, round: int, device: torch.device,
+    words: Sequence[str] = (),
+) -> Outcome:  # fmt: skip
+    """Train for config.training.epochs or steps; all randomness from (seed, site, words). Raises DivergedError.
+
+    `words`: of the round's draw (Order.words); empty: the first one.
+    """
+    images, words = session.training_images(images), words or (str(round),)
+    steps, number, done = batches(images, config, site, round, device, words), step_count(len(images), config, site), 0
     losses = []
-    with drawing(torch_generator(config.seed, site.name, str(round), "forward").initial_seed(), device):
+    with drawing(torch_generator(config.seed, site.name, *words, "forward").initial_seed(), device):
         for end, parameters in session.stages():
             if count := int(end * number + 0.5) - done:
                 losses.append(descend(parameters, _one_number(session.loss), islice(steps, count), config.training))
@@ -90,18 +96,18 @@ def check_batches(images: int, config: Config, site: Site) -> None:
 
 
 def batches(
-    images: Images, config: Config, site: Site, round: int, device: torch.device
+    images: Images, config: Config, site: Site, round: int, device: torch.device, words: Sequence[str] = ()
 ) -> Iterator[tuple[float, Tensor, Tensor]]:
     """The steps of a round: learning rate, float32 images [b, c, h, w], int64 labels [b]. UserError if there are none."""
     check_batches(len(images), config, site)
-    return _batches(images, config, site, round, device)
+    return _batches(images, config, site, round, device, words or (str(round),))
 
 
 def _batches(
-    images: Images, config: Config, site: Site, round: int, device: torch.device
+    images: Images, config: Config, site: Site, round: int, device: torch.device, words: Sequence[str]
 ) -> Iterator[tuple[float, Tensor, Tensor]]:
-    training, words = config.training, (site.name, str(round))
-    generator, draws = (torch_generator(config.seed, *words, purpose) for purpose in ("batches", "augment"))
+    training = config.training
+    generator, draws = (torch_generator(config.seed, site.name, *words, purpose) for purpose in ("batches", "augment"))
     augmentation = augmentation_of(training)
     pixels, labels = images.x if augmentation else images.x.to(device), images.y.to(device)
     number, each = step_count(len(images), config, site), batch_count(len(images), config, site)

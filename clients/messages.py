@@ -33,9 +33,10 @@ CLASSES = "classes"  # up: the names of the site's classes, in the order of thei
 QUERY = "query"
 ASK = "query.ask"  # Flower's type of messages with a question other than TRAIN
 WHO = "who"
-PROTOCOL = 1  # rises when messages change: server and sites must have the same
+PROTOCOL = 2  # rises when messages change: server and sites must have the same
 
 MOST_ROUNDS = 999_999
+MOST_AGAIN = 9
 MOST_RECORDS = 16  # that are added up on the way
 _RUN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -52,7 +53,11 @@ RIGHT, TOTAL = "right", "total"  # up: right answers of the site's own network (
 BY_CLASS = "by_class/"  # up: + one of these names: the same for the classes 0, 1, ...
 LOST = "lost"  # up, alone: the site has no own state after the round that it should go on from
 # kinds of questions of secure aggregation, and the records that go with them
-SECURE_KEYS, SECURE_SHARES, SECURE_UNMASK = "secure_keys", "secure_shares", "secure_unmask"
+SECURE_KEYS, SECURE_SHARES, SECURE_CONFIRM, SECURE_UNMASK = "secure_keys", "secure_shares", "secure_confirm", "secure_unmask"
+SECURE_KINDS = (SECURE_KEYS, SECURE_SHARES, SECURE_CONFIRM, SECURE_UNMASK)
+COMMITMENTS = "secure_commitments"  # up, beside SECURE_SHARES: hashes of all shares
+TOLD = "told"  # up, alone: what was trained is in a sum over other sites that was read already
+BLAMED = "blamed"  # up, alone: the site whose shares are wrong
 MASKED = "masked"  # up: the tensor, int64 [n], of each record of a masked reply
 LIFT = "secure_lift"  # down: of sites that leave, the rounds whose masks this site has in common with them
 UNKNOWN = "unknown"  # up, alone: the site has no configuration of that digest
@@ -69,6 +74,7 @@ class Order:
     `ledger` is the folder where whoever adds them up writes each contribution, `before` the file of the one in the sum now,
     which counts `weight` times. Where nodes keep contributions, `before` is a blob's digest, which the node `holder` has, or
     else the message holds it (BEFORE). `secure`: the attempt at a round of secure aggregation; what is in `sums` is masked.
+    `again`: which other draw of the round's batches this is; 0: the first.
     """
 
     config: str  # sha256 of the configuration's JSON (CONFIG)
@@ -87,6 +93,12 @@ class Order:
     before: str = ""
     weight: int = 0
     secure: str = ""
+    again: int = 0
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What names the round's random draws."""
+        return (str(self.round), f"again {self.again}") if self.again else (str(self.round),)
 
     def record(self) -> ConfigRecord:
         """As a Flower record."""
@@ -116,6 +128,8 @@ def read_order(content: RecordDict) -> Order:
         raise UserError("order.secure: is no name of an attempt (up to 32 of 0-9 and a-f)")
     if not 1 <= order.round <= MOST_ROUNDS or not 0 <= order.base <= MOST_ROUNDS:
         raise UserError(f"order.round: is no round (1 to {MOST_ROUNDS})")
+    if not 0 <= order.again <= MOST_AGAIN:
+        raise UserError(f"order.again: got {order.again}, takes 0 to {MOST_AGAIN}")
     if order.rounds < 1:
         raise UserError(f"order.rounds: got {order.rounds}, takes at least 1")
     return order
@@ -157,6 +171,14 @@ def read_config_record(content: RecordDict, digest: str) -> str | None:
     if config_digest(text) != digest:
         raise UserError("order.config: is not the configuration that the order names")
     return text
+
+
+def content_bytes(content: RecordDict) -> int:
+    """Bytes of all arrays and texts of a message, whatever they are for."""
+    arrays = sum(len(array.data) for record in content.array_records.values() for array in record.values())
+    others = [value for records in (content.config_records, content.metric_records) for record in records.values()
+              for value in record.values()]  # fmt: skip
+    return arrays + sum(len(value) if isinstance(value, str | bytes | list) else 8 for value in others)
 
 
 def array_bytes(content: RecordDict) -> int:

@@ -35,7 +35,7 @@ from clients.messages import (
     to_arrays,
     to_states,
 )
-from clients.replies import Bounds, ReplyError, check_metrics, check_record
+from clients.replies import Bounds, ReplyError, check_record, train_numbers
 from clients.states import read_state, round_file, write_state
 from conf.schema import Config
 from conf.sites import roster
@@ -133,7 +133,7 @@ class _Sums:
         """Add one site's records and write what the server keeps of it. Raises ExactSumError or ReplyError."""
         site = roster(self.config)[order.site]
         bounds = Bounds.of(self.config.federation, site_size(self.config, site))
-        _, samples = check_metrics(content, bounds)
+        samples = int(train_numbers(content, bounds, hidden=bool(self.config.privacy.noise))["samples"])
         given, sent = _read(content), _read(message.content)
         start = {**sent[MEAN], **sent.get(STAR, {})}
         changed = {}

@@ -1,6 +1,7 @@
 """A site's own policy in a real federation: its node-config, not the server, says what it reads and runs."""
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,7 +12,8 @@ from clients.data import domain_names
 from clients.data.partition import WAYS
 from clients.data.variants import class_count, outputs
 from clients.identity import Identity
-from clients.messages import ENROL, EVALUATE, SECURE_KEYS, SECURE_SHARES, SECURE_UNMASK, TRAIN, Order, array_bytes
+from clients.limits import Limits, RefusedError
+from clients.messages import ENROL, EVALUATE, SECURE_KINDS, TRAIN, Order, content_bytes
 from clients.networks import NETWORKS
 from clients.objectives import AUXILIARY, OBJECTIVES
 from clients.objectives.components.sharing import PARTS
@@ -25,14 +27,13 @@ from conf.sites import Site, roster
 from fusion.exact import State
 
 NOTHING = "none"
-LISTS = ("networks", "objectives", "optimizers", "publish", "strategies")
+LISTS = ("networks", "objectives", "optimizers", "publish", "strategies", "disclose")
+SCORES, BY_CLASS = "scores", "classes"  # what a site may let the server hear of its images
+DISCLOSED = (SCORES, BY_CLASS)
 DEVICES = ("", "auto", "cpu", "cuda")
 MASKS = ("", "required")
-IN_THE_CLEAR = (ENROL, EVALUATE, SECURE_KEYS, SECURE_SHARES, SECURE_UNMASK)  # kinds of questions that tell only numbers
-
-
-class RefusedError(UserError):
-    """The server's configuration wants what this site's policy does not allow."""
+HARMLESS = (ENROL, *SECURE_KINDS)  # kinds of questions that tell nothing of a site's images but their number
+MOST_STEPS, MOST_PARAMETERS, LEAST_BATCH = 100_000, 500.0, 8  # defaults of a site's limits (clients.limits)
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,10 @@ class Policy:
     in; none: any. `device`: where it computes (auto, cpu, cuda), whatever the server's configuration says; `gpu`: its share
     of a GPU's memory, from 0 to 1; `largest_order`: MB of a message, above which it answers nothing; 0: any. `masks`:
     `required`: what it trains leaves it under secure aggregation only, and it answers no question that tells more of its
-    images than numbers of them. `epsilon`: what all its rounds together may cost of its privacy (clients.privacy); 0: any.
+    images than their number. `epsilon`: what all its rounds together may cost of its privacy (clients.privacy); 0: any.
+    `disclose`: what the server may hear: `scores` (losses and accuracies) also where the site hides what it trains, and
+    `classes` (right answers by class). `min_members`, `min_known`: fewest sites of a masked sum, and of those whose keys are
+    in `peers`; None: clients.secure_aggregation.members. `limits`: what one order may cost.
     `identity`: how it signs, and knows others' signatures. `name`: the site's own; empty: the one at its place of the
     server's roster.
     """
@@ -65,6 +69,10 @@ class Policy:
     epsilon: float = 0.0
     identity: Identity = field(default_factory=Identity)
     name: str = ""
+    disclose: tuple[str, ...] = ()
+    min_members: int | None = None
+    min_known: int | None = None
+    limits: Limits = field(default_factory=Limits)
 
     @staticmethod
     def of(node_config: Mapping[str, Any]) -> "Policy":
@@ -73,33 +81,59 @@ class Policy:
         names = {key: _names(here[key]) for key in LISTS}
         if odd := next((name for name in names["publish"] if name not in (*PARTS, NOTHING)), ""):
             raise UserError(f"publish: got '{odd}', takes extractor, head, both separated by a comma, or none")
+        if odd := next((name for name in names["disclose"] if name not in DISCLOSED), ""):
+            raise UserError(f"disclose: got '{odd}', takes scores, classes, or both separated by a comma")
         if here["device"] not in DEVICES:
             raise UserError(f"device: got '{here['device']}', takes auto, cpu or cuda")
         if here["masks"] not in MASKS:
             raise UserError(f"masks: got '{here['masks']}', takes required, or nothing")
-        gpu, most = _number(node_config, "gpu", 1.0, 1.0), _number(node_config, "largest_order", 0.0, math.inf)
-        cost = _number(node_config, "epsilon", 0.0, math.inf)
+        gpu, most = _number(node_config, "gpu", 1.0, 1.0), _number(node_config, "largest_order", 0.0)
+        cost = _number(node_config, "epsilon", 0.0)
+        batch = LEAST_BATCH if here["masks"] or cost else 1
+        limits = Limits(_whole(node_config, "max_steps", MOST_STEPS) or 0,
+                        _number(node_config, "max_parameters", MOST_PARAMETERS),
+                        _whole(node_config, "min_batch", batch) or 0)  # fmt: skip
         identity = Identity(str(node_config.get("identity", "")), str(node_config.get("peers", "")))
         return Policy(here["data"], here["domain"], device=here["device"], gpu=gpu, largest_order=most, masks=here["masks"],
-                      epsilon=cost, identity=identity, name=str(node_config.get("site", "")), **names)  # fmt: skip
+                      epsilon=cost, identity=identity, name=str(node_config.get("site", "")), limits=limits,
+                      min_members=_whole(node_config, "min_members"), min_known=_whole(node_config, "min_known"),
+                      **names)  # fmt: skip
+
+    def hides(self, config: Config) -> bool:
+        """Whether nobody is to hear of this site's images more than a sum over sites, or than noise lets through."""
+        return bool(self.masks or self.epsilon or config.federation.secure_aggregation or config.privacy.noise)
+
+    def tells_scores(self, config: Config) -> bool:
+        """Whether the server may hear this site's losses and accuracies."""
+        return SCORES in self.disclose or not self.hides(config)
+
+    def tells_classes(self, config: Config) -> bool:
+        """Whether the server may hear this site's right answers by class, and so how many images it has of each."""
+        return BY_CLASS in self.disclose and self.tells_scores(config)
+
+    def check_scores(self, order: Order, config: Config) -> None:
+        """RefusedError for an order to measure, of a site that hides what it trains: exact scores tell images."""
+        if order.kind == EVALUATE and not self.tells_scores(config):
+            told = "tells no scores under masks or noise; its owner may allow them (site.yaml: disclose)"
+            raise RefusedError(f"order.kind: '{EVALUATE}' asks for accuracies, and this site {told}")
 
     def hide(self, order: Order) -> None:
         """RefusedError for an order whose answer would tell what this policy wants hidden."""
-        if not self.masks or order.kind in IN_THE_CLEAR or (order.kind == TRAIN and order.secure):
+        if not self.masks or order.kind in (*HARMLESS, EVALUATE) or (order.kind == TRAIN and order.secure):
             return
         told = "takes part under masks only (site.yaml: masks); the run needs federation.secure_aggregation=true"
         raise RefusedError(f"order.kind: '{order.kind}' asks for more than sums, and this site {told}")
 
     def spare(self, order: Order, config: Config) -> None:
         """RefusedError for an order whose answer would cost of this site's privacy what its `epsilon` does not count."""
-        if not self.epsilon or order.kind in IN_THE_CLEAR or (order.kind == TRAIN and config.privacy.noise):
+        if not self.epsilon or order.kind in (*HARMLESS, EVALUATE) or (order.kind == TRAIN and config.privacy.noise):
             return
         told = "lets out what is noised only (site.yaml: epsilon); the run needs privacy.clip and privacy.noise"
         raise RefusedError(f"order.kind: '{order.kind}' asks for what is not noised, and this site {told}")
 
     def weigh(self, content: RecordDict) -> None:
         """RefusedError for a message that is larger than this policy takes."""
-        size = array_bytes(content) / 1e6
+        size = content_bytes(content) / 1e6
         if 0 < self.largest_order < size:
             told = f"has {size:.1f} MB, and this site's policy takes {self.largest_order:g}"
             raise RefusedError(f"order: {told} (site.yaml: largest_order)")
@@ -134,7 +168,9 @@ class Policy:
             if one.spec.domain not in shipped and not (unread and (self.domain or one is not site)):
                 told = f"'{one.spec.domain}' is none of this project's domains"
                 raise RefusedError(f"sites[{one.index}].domain: {told}; a site opens and imports none that a server names")
-        engine = replace(config.engine, device=self.device or config.engine.device)
+        self.limits.check(config, site)
+        threads = min(config.engine.threads, os.cpu_count() or 1)
+        engine = replace(config.engine, device=self.device or config.engine.device, threads=threads)
         return replace(config, data=replace(config.data, root=self.data, download=False), engine=engine)
 
     def source(self, config: Config, site: Site) -> Site:
@@ -183,11 +219,18 @@ def _inside(section: Mapping[str, Any], where: str, registry: Registry[Any]) -> 
                 yield path, kind, one
 
 
-def _number(node_config: Mapping[str, Any], key: str, default: float, most: float) -> float:
+def _number(node_config: Mapping[str, Any], key: str, default: float, most: float = math.inf) -> float:
     given = node_config.get(key, default)
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= most:
         raise UserError(f"{key}: got {given!r}, takes a number from 0" + (f" to {most:g}" if math.isfinite(most) else " on"))
     return float(given)
+
+
+def _whole(node_config: Mapping[str, Any], key: str, default: int | None = None) -> int | None:
+    given = node_config.get(key, default)
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
+        raise UserError(f"{key}: got {given!r}, takes a whole number from 0 on")
+    return given
 
 
 def _names(text: str) -> tuple[str, ...]:

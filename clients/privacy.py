@@ -8,10 +8,8 @@ Noise is drawn from the operating system's secrets, never from the run's seed.
 """
 
 import functools
-import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,13 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clients.messages import SITE
+from clients.changes import Changes
 from clients.secure_aggregation.primitives import secret, stream
-from clients.secure_aggregation.secrets import Secrets
-from clients.states import write_bytes
 from conf.errors import UserError
 from conf.schema import PrivacyConfig
-from fusion.exact import State, dequantise, quantise
+from fusion.exact import State, dequantise
 
 if TYPE_CHECKING:
     from clients.job import Job
@@ -34,33 +30,21 @@ MOST_DEVIATION = 2.0**50  # in units of 2**-scale_bits
 MOST_DELTA = 1e-5  # with which a site's own limit is kept, whatever delta a run tells epsilon for
 
 
-def private(job: "Job", given: Mapping[str, State], start: Mapping[str, State], share: float = 1.0) -> dict[str, State]:
-    """What goes out in place of `given`: start + clip(given - start) + noise, all records clipped together (L2 norm).
+def private(changed: Changes, bits: int, privacy: PrivacyConfig, share: float = 1.0) -> dict[str, State]:
+    """What a site sends in place of its records: begin + clip(moved) + noise, all records clipped together (L2 norm).
 
-    `start`: what would go out if the site had not trained; of its contribution to a sum, what it sent last. `share`: of the
-    noise's variance, that this site adds.
+    `share`: of the noise's variance, that this site adds.
     """
-    bits, privacy = job.config.federation.scale_bits, job.config.privacy
-    begin = {record: quantise(state, bits) for record, state in start.items()}
-    secrets, order = Secrets(job.store), job.order
-    if order.base and SITE in given and order.slot != SITE:
-        raise UserError("order.slot: without it what this site keeps to itself would be let out, not the change of a round")
-    if order.slot and order.base:
-        begin[order.slot] = secrets.summed(order.base)
-    moved = {record: {name: one - begin[record][name] for name, one in quantise(state, bits).items()}
-             for record, state in given.items()}  # fmt: skip
-    entries = sum(one.numel() for state in moved.values() for one in state.values())
+    entries = sum(one.numel() for one in changed.tensors())
     room = privacy.clip * 2.0**bits - math.sqrt(entries)  # rounding moves every entry by less than one unit
-    norm = math.hypot(*(float(one.double().norm()) for state in moved.values() for one in state.values()))
+    norm = math.hypot(*(float(one.double().norm()) for one in changed.tensors()))
     factor, deviation = min(1.0, max(0.0, room) / norm) if norm else 1.0, privacy.noise * privacy.clip * 2.0**bits
-    drawn = iter(discrete_gaussian(deviation * math.sqrt(share), entries).split(
-        [one.numel() for state in moved.values() for one in state.values()]))  # fmt: skip
+    sizes = [one.numel() for state in changed.moved.values() for one in state.values()]
+    drawn = iter(discrete_gaussian(deviation * math.sqrt(share), entries).split(sizes))
+    begin = changed.begin
     noised = {record: {name: begin[record][name] + (one.double() * factor).round().long() + next(drawn).view(one.shape)
-                       for name, one in state.items()} for record, state in moved.items()}  # fmt: skip
-    sent = {record: dequantise(state, bits) for record, state in noised.items()}
-    if order.slot and not order.secure:
-        secrets.keep(order.round, order.base, quantise(sent[order.slot], bits))
-    return sent
+                       for name, one in state.items()} for record, state in changed.moved.items()}  # fmt: skip
+    return {record: dequantise(state, bits) for record, state in noised.items()}
 
 
 def discrete_gaussian(deviation: float, count: int) -> Tensor:
@@ -88,34 +72,22 @@ def epsilon(times: Mapping[float, int], delta: float) -> float:
 
 def spend(job: "Job") -> float:
     """Note one more round of this site, in whatever run; the epsilon of all of them. UserError if that is too much."""
-    privacy, path = job.config.privacy, _budget(job)
-    times = _spent(path)
-    times[privacy.noise] = times.get(privacy.noise, 0) + 1
-    found = epsilon(times, privacy.delta)
-    mine = epsilon(times, min(privacy.delta, MOST_DELTA)) if job.policy.epsilon else 0.0
-    for cost, limit in ((found, privacy.epsilon), (mine, job.policy.epsilon)):
-        if limit and cost > limit:
-            raise UserError(f"privacy.epsilon: another round would cost {cost:.3g} in all, and {limit:g} may be spent")
-    write_bytes(path, json.dumps({str(noise): count for noise, count in times.items()}).encode())
-    return found
+    privacy, own = job.config.privacy, job.policy.epsilon
+
+    def check(times: Mapping[float, int]) -> None:
+        limits = [(epsilon(times, privacy.delta), privacy.epsilon)]
+        limits += [(epsilon(times, min(privacy.delta, MOST_DELTA)), own)] if own else []
+        for cost, limit in limits:
+            if limit and cost > limit:
+                raise UserError(f"privacy.epsilon: another round would cost {cost:.3g} in all, and the limit is {limit:g}")
+
+    return epsilon(job.memory.spend(privacy.noise, check), privacy.delta)
 
 
 def check_privacy(privacy: PrivacyConfig) -> None:
     """UserError for half a mechanism."""
     if bool(privacy.noise) != bool(privacy.clip):
         raise UserError("privacy: takes both privacy.clip and privacy.noise, or neither")
-
-
-def _budget(job: "Job") -> Path:
-    return job.store.root / "privacy" / f"{job.site.name}.json"
-
-
-def _spent(path: Path) -> dict[float, int]:
-    try:
-        text = path.read_text(encoding="utf-8") if path.is_file() else "{}"
-        return {float(noise): int(count) for noise, count in json.loads(text).items()}
-    except (OSError, ValueError, AttributeError):
-        raise UserError(f"{path}: cannot be read; without it nobody knows what this site has spent") from None
 
 
 @functools.lru_cache

@@ -68,23 +68,22 @@ class Bounds:
 FREE = Bounds()
 
 
-def check_metrics(content: RecordDict, bounds: Bounds) -> tuple[float, int]:
-    """The training loss and the number of samples that a reply reports. Raises ReplyError."""
-    metrics = content.metric_records.get(METRICS)
-    loss, samples = (metrics.get("loss"), metrics.get("samples")) if metrics else (None, None)
-    good = isinstance(loss, float) and abs(loss) < MOST_LOSS and isinstance(samples, int) and 1 <= samples < 2**31
-    if not (good and isinstance(loss, float) and isinstance(samples, int)):
+def train_numbers(content: RecordDict, bounds: Bounds, hidden: bool = False) -> dict[str, float]:
+    """What a reply to TRAIN reports: loss, samples, and what its privacy has cost if it says so. Raises ReplyError.
+
+    `hidden`: sites hide what they train, and may withhold the loss.
+    """
+    metrics = content.metric_records.get(METRICS) or {}
+    loss, samples, cost = (metrics.get(name) for name in ("loss", "samples", "epsilon"))
+    if not isinstance(samples, int) or not 1 <= samples < 2**31:
+        raise ReplyError(f"the reply has no record '{METRICS}' with a finite loss and a positive number of samples")
+    numbers: dict[str, float] = {"samples": samples}
+    if isinstance(loss, float) and abs(loss) < MOST_LOSS:
+        numbers["loss"] = loss
+    elif loss is not None or not hidden:
         raise ReplyError(f"the reply has no record '{METRICS}' with a finite loss and a positive number of samples")
     check_samples(samples, bounds)
-    return loss, samples
-
-
-def train_numbers(content: RecordDict, bounds: Bounds) -> dict[str, float]:
-    """What a reply to TRAIN reports: loss, samples, and what its privacy has cost if it says so. Raises ReplyError."""
-    loss, samples = check_metrics(content, bounds)
-    cost = content.metric_records[METRICS].get("epsilon")
-    told = {"epsilon": cost} if isinstance(cost, float) and 0 <= cost < MOST_LOSS else {}
-    return {"loss": loss, "samples": samples, **told}
+    return numbers | ({"epsilon": cost} if isinstance(cost, float) and 0 <= cost < MOST_LOSS else {})
 
 
 def check_samples(samples: object, bounds: Bounds) -> None:

@@ -27,6 +27,10 @@ class Architecture:
         """The network, its weights undefined. UserError if there is no such network, or an option does not fit."""
         return _spec(self.network).empty(self.channels, self.size, self.classes)
 
+    def made(self) -> Network:
+        """The network as its code makes it: on torch's default device, with weights that are drawn if they have memory."""
+        return _spec(self.network).build(self.channels, self.size, self.classes)
+
     @property
     def options(self) -> dict[str, Any]:
         """The section `network` of a configuration."""

@@ -4,6 +4,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +71,13 @@ class Answer:
 
 
 class Session(ABC):
-    """An objective at work on one task: it holds the parameters and computes the loss of a batch."""
+    """An objective at work on one task: it holds the parameters and computes the loss of a batch.
+
+    `from_server`: the records of its contribution that begin, in every round, at what the server has just sent, and at
+    nothing that only the site knows. Privacy and masks count the change of all others from what the site sent last.
+    """
+
+    from_server: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
     def parameters(self) -> list[nn.Parameter]:

@@ -61,6 +61,8 @@ class FedAvg(Objective):
 class FedAvgSession(PlainSession):
     """From the server's network on; counts its steps."""
 
+    from_server = frozenset({SITE})
+
     def __init__(self, objective: FedAvg, task: Task) -> None:
         self.objective, self.steps = objective, 0
         super().__init__(task)

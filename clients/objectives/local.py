@@ -30,5 +30,7 @@ class Local(Objective):
 class LocalSession(PlainSession):
     """From the server's network on; the whole trained state is the contribution."""
 
+    from_server = frozenset({SITE})
+
     def contribution(self) -> dict[str, State]:
         return {SITE: state_of(self.network)}

@@ -34,6 +34,8 @@ class Scaffold(FedAvg):
 class ScaffoldSession(FedAvgSession):
     """The correction is a term of the loss, linear in the weights: its gradient is c - c_i."""
 
+    from_server = frozenset()  # c_i is the site's own
+
     def __init__(self, objective: Scaffold, task: Task) -> None:
         super().__init__(objective, task)
         sent, own = task.incoming[MEAN], task.own or {}

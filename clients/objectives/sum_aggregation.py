@@ -50,6 +50,8 @@ class SumAggregation(Objective):
 class AverageSession(PlainSession):
     """One network, one loss: `fedavg` starts from the aggregate in each round."""
 
+    from_server = frozenset({ROUND})
+
     def __init__(self, objective: SumAggregation, task: Task) -> None:
         self.objective = objective
         super().__init__(task)
@@ -60,6 +62,8 @@ class AverageSession(PlainSession):
 
 class OwnSession(AverageSession):
     """A site that holds a network of its own for good (`independent`): it is trained alone, head included."""
+
+    from_server = frozenset()
 
     def start(self) -> State:
         if self.task.own is not None:
@@ -82,6 +86,8 @@ class ExactSession(OwnSession):
     `subset_probability` a batch sees (S - phi_j) / (n - 1) for a random other site j instead of S/n, so that the sum stays
     good when a site is taken out.
     """
+
+    from_server = frozenset({ROUND})
 
     def __init__(self, objective: SumAggregation, task: Task) -> None:
         super().__init__(objective, task)
@@ -126,6 +132,8 @@ class RegularisedSession(OwnSession):
     The other sites' weights are not here, and all sites move at once: the site takes them to move as it does itself, so
     that the sum is S + n (W_i - W_i at the start of the round). The head is shared by N_i and N*.
     """
+
+    from_server = frozenset({ROUND})
 
     def __init__(self, objective: SumAggregation, task: Task) -> None:
         super().__init__(objective, task)

@@ -1,17 +1,19 @@
-"""What the protocol is made of: key agreement, masks, sealed messages and shared secrets, all from kept libraries.
+"""What the protocol is made of: key agreement, masks, sealed messages, signatures and shared secrets, all from libraries.
 
-X25519 (RFC 7748), HKDF with SHA-256 (RFC 5869), ChaCha20 and ChaCha20-Poly1305 (RFC 8439), Shamir's scheme over GF(2**128).
-Secrets are drawn from the operating system, never from a run's seed.
+X25519 (RFC 7748), Ed25519 (RFC 8032), HKDF with SHA-256 (RFC 5869), ChaCha20 and ChaCha20-Poly1305 (RFC 8439), Shamir's
+scheme over GF(2**128). Secrets are drawn from the operating system, never from a run's seed.
 """
 
 import hashlib
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from Crypto.Protocol.SecretSharing import Shamir
-from cryptography.exceptions import InvalidTag
+from cryptography.exceptions import InvalidSignature, InvalidTag
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
@@ -24,8 +26,36 @@ from torch import Tensor
 from conf.errors import UserError
 
 SECRET = 16  # bytes of what is shared out: seeds, from which keys follow
-KEY, NONCE = 32, 12
+KEY, NONCE, SIGNATURE = 32, 12, 64
 LABEL = "fedloom secure aggregation"
+
+
+@dataclass(frozen=True)
+class PublicKeys:
+    """What all sites know of one in an attempt, 32 bytes each.
+
+    `channel`: the public key with which shares are sealed. `pair`: the one that common masks follow from. `own`: the
+    commitment to the secret of the mask that is the site's alone. `signing`: the key of its signatures.
+    """
+
+    channel: bytes
+    pair: bytes
+    own: bytes
+    signing: bytes
+
+    def packed(self) -> bytes:
+        """As they travel."""
+        return self.channel + self.pair + self.own + self.signing
+
+    @staticmethod
+    def read(given: bytes) -> "PublicKeys":
+        """The inverse of `packed`. UserError for another length."""
+        if len(given) != PUBLIC:
+            raise UserError(f"secure aggregation: public keys have {len(given)} bytes, take {PUBLIC}")
+        return PublicKeys(*(given[start : start + KEY] for start in range(0, PUBLIC, KEY)))
+
+
+PUBLIC = 4 * KEY
 
 
 def secret() -> bytes:
@@ -46,6 +76,25 @@ def commitment(secret: bytes) -> bytes:
 def public_key(seed: bytes) -> bytes:
     """The public half (32 bytes) of the key pair that follows from a seed."""
     return _private(seed).public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
+
+
+def signing_key(seed: bytes) -> bytes:
+    """The public half (32 bytes) of the key of signatures that follows from a seed."""
+    return _signing(seed).public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
+
+
+def signature(seed: bytes, text: bytes) -> bytes:
+    """64 bytes."""
+    return _signing(seed).sign(text)
+
+
+def is_signature(public: bytes, text: bytes, given: bytes) -> bool:
+    """Whether the holder of the key of signatures signed this text."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public).verify(given, text)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
 
 
 def agreed(seed: bytes, public: bytes, *words: str) -> bytes:
@@ -88,6 +137,11 @@ def shared_out(secret: bytes, threshold: int, count: int) -> list[bytes]:
     return [share for _, share in Shamir.split(threshold, count, secret, ssss=False)]
 
 
+def share_commitment(share: bytes) -> bytes:
+    """32 bytes by which a share is known again; they do not tell it, as shares look drawn at random."""
+    return hashlib.sha256(f"{LABEL}\nshare\n".encode() + share).digest()
+
+
 def rebuilt(shares: Mapping[int, bytes]) -> bytes:
     """The secret of which these are shares, by their places from 1 on."""
     return Shamir.combine(list(shares.items()), ssss=False)
@@ -115,6 +169,10 @@ def places(names: Iterable[str]) -> dict[str, int]:
 def sign(mine: str, other: str) -> int:
     """Of two sites one adds their common mask and the other subtracts it."""
     return 1 if mine < other else -1
+
+
+def _signing(seed: bytes) -> Ed25519PrivateKey:
+    return Ed25519PrivateKey.from_private_bytes(derived(seed, "signing key"))
 
 
 def _private(seed: bytes) -> X25519PrivateKey:

@@ -1,75 +1,119 @@
-"""The site's side of secure aggregation, question by question: keys, shares, the masked contribution, taking masks off.
+"""The site's side of secure aggregation: keys, shares, the masked contribution, a signed list of sites, masks off.
 
-A site answers only while more than two thirds of those that began the round are with it and heard of the same sites, takes
-masks off once in an attempt, and of no other site both kinds: it helps to rebuild either the mask that is that site's alone
-(its contribution counts) or its common masks (it dropped out). Bonawitz et al. 2017, Fig. 4, with hashes of the secrets, by
-which wrong shares are known.
+Bonawitz et al. 2017, Fig. 4, with the consistency check against an active server. A site answers only while more than two
+thirds of those that began the round are with it. It signs one list of the sites that count, with what determined its
+training; it takes masks off when as many have signed the same. It does so once in an attempt, and of no other site both
+kinds: it helps to rebuild either the mask that is that site's alone (its contribution counts) or its common masks (it
+dropped out). Wrong shares are known by their hashes.
 """
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from clients.messages import LIFT, MASKED, SECURE_KEYS, SECURE_SHARES, SECURE_UNMASK, to_arrays, to_states
+from clients.identity import arrays_digest
+from clients.memory import Telling
+from clients.messages import (
+    BEFORE,
+    COMMITMENTS,
+    LIFT,
+    MASKED,
+    OWN,
+    SECURE_CONFIRM,
+    SECURE_KEYS,
+    SECURE_SHARES,
+    SECURE_UNMASK,
+    TEXTS,
+    to_arrays,
+    to_states,
+)
 from clients.objectives import Answer
 from clients.partial import SAMPLES
+from clients.secure_aggregation.members import check_members
 from clients.secure_aggregation.primitives import (
     KEY,
+    PUBLIC,
     SECRET,
+    SIGNATURE,
+    PublicKeys,
     agreed,
     check_room,
-    commitment,
+    is_signature,
     mask,
     places,
-    public_key,
     seal,
-    secret,
+    share_commitment,
     shared_out,
     sign,
+    signature,
     threshold_of,
     unseal,
 )
 from clients.secure_aggregation.secrets import Attempt, Secrets
+from clients.sent import Sent
 from conf.errors import UserError
 from conf.sites import roster
 from fusion.exact import State, quantise
 
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord
+    from numpy.typing import NDArray
 
     from clients.job import Job
 
 MOST_SITES = 1000  # of one secure sum: every two of them agree on a mask
+OWN_AFFAIR = (*TEXTS, SECURE_SHARES, LIFT, OWN, BEFORE)  # records of an order that differ from site to site
+
+
+class BlamedError(UserError):
+    """A site's shares for this one cannot be used."""
+
+    def __init__(self, site: str, why: str) -> None:
+        super().__init__(f"secure aggregation: {site}'s shares cannot be used: {why}")
+        self.site = site
 
 
 def keys(job: "Job") -> Answer:
-    """Begin an attempt: draw three secrets; what goes out are two public keys, a commitment (96 bytes) and a signature."""
-    attempt = Attempt(_attempt_id(job), channel=secret().hex(), pair=secret().hex(), own=secret().hex())
+    """Begin an attempt: draw four secrets; the answer has the public keys (128 bytes) and a signature of them."""
+    attempt = Attempt.begin(_attempt_id(job))
     Secrets(job.store).save(attempt)
-    public = _public(attempt)
+    public = attempt.public().packed()
     return Answer({SECURE_KEYS: {"keys": _tensor(public + job.policy.identity.signed(_claim(job, job.site.name, public)))}})
 
 
 def shares(job: "Job") -> Answer:
-    """Hear of every site's keys; share out two secrets among all, each share sealed for the site that it is for."""
+    """Hear of every site's keys; share out two secrets among all, each share sealed for the site that it is for.
+
+    The answer has the sealed shares, and for the server the commitments to all of them, in the order of the sites' names.
+    """
     secrets = Secrets(job.store)
     attempt, mine = secrets.attempt(_attempt_id(job)), job.site.name
     if attempt.peers:
         raise UserError("secure aggregation: this attempt's secrets were shared out")
     given = _incoming(job, SECURE_KEYS)
     for name, one in given.items():
-        job.policy.identity.check(name, _claim(job, name, one[: 3 * KEY]), one[3 * KEY :])
-    attempt.peers = {name: one[: 3 * KEY].hex() for name, one in given.items()}
-    if attempt.peers.get(mine) != _public(attempt).hex():
-        raise UserError("secure aggregation: the keys that are said to be this site's are not")
-    if len(set(attempt.peers.values())) < len(attempt.peers):
+        job.policy.identity.check(name, _claim(job, name, one[:PUBLIC]), one[PUBLIC:])
+    public = {name: PublicKeys.read(one[:PUBLIC]) for name, one in given.items()}
+    if public.get(mine) != attempt.public():
+        raise UserError("secure aggregation: the keys that the server passes on as this site's are not its own")
+    if len({one.pair for one in public.values()}) < len(public):
         raise UserError("secure aggregation: two sites have the same keys")
+    attempt.peers = {name: one.packed().hex() for name, one in public.items()}
     attempt.threshold = threshold_of(job.config.federation.secure_threshold, len(attempt.peers))
     _enough(attempt, len(attempt.peers))
-    two, count = (bytes.fromhex(attempt.own), bytes.fromhex(attempt.pair)), len(attempt.peers)
+    if not job.simulated:
+        check_members(job.policy, attempt.peers)
+    return Answer(_dealt(job, attempt, secrets))
+
+
+def _dealt(job: "Job", attempt: Attempt, secrets: Secrets) -> dict[str, State]:
+    """Two secrets as sealed shares, with the commitments to all shares; this site's own share is saved."""
+    two, count, mine = (bytes.fromhex(attempt.own), bytes.fromhex(attempt.pair)), len(attempt.peers), job.site.name
     own, pair = (shared_out(one, attempt.threshold, count) for one in two)
     about, sealed = _about(job, attempt), State()
     for name, place in places(attempt.peers).items():
@@ -79,14 +123,17 @@ def shares(job: "Job") -> Answer:
             text = own[place - 1] + pair[place - 1]
             sealed[name] = _tensor(seal(_channel(job, attempt, name, mine, name), text, "\n".join((about, mine, name))))
     secrets.save(attempt)
-    return Answer({SECURE_SHARES: sealed})
+    committed = {kind: _tensor(b"".join(map(share_commitment, dealt))) for kind, dealt in (("own", own), ("pair", pair))}
+    return {SECURE_SHARES: sealed, COMMITMENTS: committed}
 
 
-def masked(job: "Job", contribution: Mapping[str, State], samples: int) -> "dict[str, ArrayRecord]":
-    """What goes out of a round's records: of each one vector, int64, that looks random; only the sum over sites does not.
+def masked(
+    job: "Job", contribution: Mapping[str, State], samples: int, sketch: "NDArray[np.float32]"
+) -> "dict[str, ArrayRecord]":
+    """What a site sends of a round's records: of each a vector, int64, that looks random; only the sum over sites does not.
 
     Of the contribution that the server keeps it is the change since the last one that counted. Masks that this site has in
-    common with one that leaves (LIFT) are taken out of it in passing.
+    common with one that leaves (LIFT) are taken out of it in passing. `sketch`: of the change of the round.
     """
     secrets, order = Secrets(job.store), job.order
     attempt = secrets.attempt(order.secure)
@@ -94,8 +141,7 @@ def masked(job: "Job", contribution: Mapping[str, State], samples: int) -> "dict
         raise UserError("secure aggregation: this attempt's contribution was sent")
     attempt.held = _opened(job, attempt)
     _enough(attempt, len(attempt.held) + 1)
-    common = {name: agreed(bytes.fromhex(attempt.pair), bytes.fromhex(attempt.peers[name])[KEY : 2 * KEY], *_words(job))
-              for name in attempt.held}  # fmt: skip
+    common = {name: agreed(bytes.fromhex(attempt.pair), attempt.keys(name).pair, *_words(job)) for name in attempt.held}
     found = {}
     for record, counted in order.sums.items():
         whole = quantise(contribution[record], job.config.federation.scale_bits)
@@ -103,14 +149,14 @@ def masked(job: "Job", contribution: Mapping[str, State], samples: int) -> "dict
         check_room(flat(whole), times * max(len(common) + 1, job.order.members))
         vector = flat(whole) * times
         if record == order.slot:
-            vector = vector - flat(secrets.summed(order.base)) if order.base else vector
-            secrets.keep(order.round, order.base, whole)
+            vector = vector - flat(Sent(job.store).summed(order.base)) if order.base else vector
             vector = vector - _lifted(job, record, len(vector))
         vector = vector + mask(bytes.fromhex(attempt.own), record, len(vector))
         for name, key in common.items():
             vector += sign(job.site.name, name) * mask(key, record, len(vector))
         found[record] = to_arrays({MASKED: vector})
-    attempt.sent, attempt.leaving = True, LIFT in job.content.array_records
+    attempt.sent, attempt.leaving = True, [name for name, rounds in _lifts(job).items() if rounds]
+    attempt.statement, attempt.sketch = _trained(job), sketch.tobytes().hex()
     secrets.masked(order.round, common)
     secrets.save(attempt)
     return found
@@ -121,28 +167,61 @@ def noise_share(job: "Job") -> float:
     return 1.0 / max(1, Secrets(job.store).attempt(job.order.secure).threshold)
 
 
-def unmask(job: "Job") -> Answer:
-    """Shares of each site's secret: of those whose contribution counts (1), of the mask that is theirs alone; of those that
-    dropped out (0), of their common masks. Once in an attempt, and over other sites than in an earlier attempt at the round
-    only when sites leave.
+def confirm(job: "Job") -> Answer:
+    """Sign which sites' contributions count (1) and which dropped out (0), together with what determined the training.
+
+    One list in an attempt. ToldError if the sum over these sites and an earlier one would differ by what few sites gave.
     """
     secrets = Secrets(job.store)
     attempt, mine = secrets.attempt(_attempt_id(job)), job.site.name
-    counts = {name: bool(one[0]) for name, one in _incoming(job, SECURE_UNMASK, 1).items()}
-    if counts.keys() != attempt.held.keys() | {mine} or not counts[mine] or attempt.unmasked:
-        raise UserError("secure aggregation: these masks are not to be taken off now")
-    _enough(attempt, sum(counts.values()))
-    if not attempt.leaving:
-        secrets.tell(job.order.round, [name for name, one in counts.items() if one])
+    counts = {name: bool(one[0]) for name, one in _incoming(job, SECURE_CONFIRM, 1).items()}
+    counted = sorted(name for name, one in counts.items() if one)
+    if not attempt.sent or counts.keys() != attempt.held.keys() | {mine} or mine not in counted:
+        raise UserError("secure aggregation: the list of the sites that count is not one of this attempt")
+    if attempt.counted not in ([], counted):
+        raise UserError("secure aggregation: this site has signed another list of the sites that count")
+    if staying := sorted(set(attempt.leaving) & set(counted)):
+        raise UserError(f"secure aggregation: {staying[0]} leaves, and its contribution is in the list of those that count")
+    _enough(attempt, len(counted))
+    if not job.simulated:
+        check_members(job.policy, counted)
+    job.memory.check(_telling(job, attempt, counted))
+    attempt.counted = counted
+    secrets.save(attempt)
+    return Answer({SECURE_CONFIRM: {"signature": _tensor(signature(bytes.fromhex(attempt.signing), _statement(attempt)))}})
+
+
+def unmask(job: "Job") -> Answer:
+    """Shares of each site's secret: of those whose contribution counts, of the mask that is theirs alone; of those that
+    dropped out, of their common masks. Once in an attempt, if enough sites have signed the same list as this one.
+    """
+    secrets = Secrets(job.store)
+    attempt, mine = secrets.attempt(_attempt_id(job)), job.site.name
+    if not attempt.counted or attempt.unmasked:
+        raise UserError("secure aggregation: the masks of this attempt cannot be taken off now")
+    signatures, agree = _incoming(job, SECURE_UNMASK, SIGNATURE), 0
+    for name in attempt.counted:
+        good = name in signatures and is_signature(attempt.keys(name).signing, _statement(attempt), signatures[name])
+        if (agree := agree + good) >= attempt.threshold:
+            break
+    if agree < attempt.threshold:
+        raise UserError(f"secure aggregation: {agree} sites have signed this site's list, and {attempt.threshold} must: "
+                        "the server told sites of different lists, or had them train differently")  # fmt: skip
+    job.memory.tell(_telling(job, attempt, attempt.counted))
     attempt.unmasked = True
     secrets.save(attempt)
     found = {mine: _tensor(bytes.fromhex(attempt.shares))}
     for name, text in ((name, bytes.fromhex(both)) for name, both in attempt.held.items()):
-        found[name] = _tensor(text[:SECRET] if counts[name] else text[SECRET:])
+        found[name] = _tensor(text[:SECRET] if name in attempt.counted else text[SECRET:])
     return Answer({SECURE_UNMASK: found})
 
 
-ANSWERS: "dict[str, Callable[[Job], Answer]]" = {SECURE_KEYS: keys, SECURE_SHARES: shares, SECURE_UNMASK: unmask}
+ANSWERS: "dict[str, Callable[[Job], Answer]]" = {
+    SECURE_KEYS: keys,
+    SECURE_SHARES: shares,
+    SECURE_CONFIRM: confirm,
+    SECURE_UNMASK: unmask,
+}
 
 
 def flat(state: State) -> Tensor:
@@ -150,15 +229,39 @@ def flat(state: State) -> Tensor:
     return torch.cat([torch.empty(0, dtype=torch.int64), *(state[name].flatten() for name in sorted(state))])
 
 
+def _trained(job: "Job") -> str:
+    """A digest of what determined the training of all sites of the round: the order, the configuration, what was sent."""
+    order = job.order
+    parts = [order.config, order.run, order.round, order.rounds, order.members, order.kind, order.split, order.again,
+             sorted(order.sums.items()), order.slot, arrays_digest(job.content, OWN_AFFAIR)]  # fmt: skip
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _statement(attempt: Attempt) -> bytes:
+    """What a site signs: over whom the sum is, and what determined its training."""
+    return "\n".join(("fedloom counted", attempt.id, attempt.statement, *attempt.counted)).encode()
+
+
+def _telling(job: "Job", attempt: Attempt, counted: list[str]) -> Telling:
+    seen = np.frombuffer(bytes.fromhex(attempt.sketch), np.float32)
+    return Telling(job.order.run, job.order.round, counted, seen, attempt.leaving)
+
+
 def _lifted(job: "Job", record: str, size: int) -> Tensor:
     """The masks that this site's contribution has in common with sites that leave, from the rounds that count."""
     total, kept = torch.zeros(size, dtype=torch.int64), Secrets(job.store).masks()
-    for name, rounds in to_states(job.content).get(LIFT, {}).items():
-        for round in map(int, rounds.flatten().tolist()):
+    for name, rounds in _lifts(job).items():
+        for round in rounds:
             if name not in kept.get(round, {}):
                 raise UserError(f"secure aggregation: the mask in common with a site that leaves, of round {round}, is lost")
             total += sign(job.site.name, name) * mask(kept[round][name], record, size)
     return total
+
+
+def _lifts(job: "Job") -> dict[str, list[int]]:
+    """By name of a site that leaves, the rounds of the masks that this one has in common with it."""
+    return {name: [int(one) for one in rounds.flatten().tolist()] for name, rounds in
+            to_states(job.content).get(LIFT, {}).items()}  # fmt: skip
 
 
 def _incoming(job: "Job", record: str, size: int = 0) -> dict[str, bytes]:
@@ -178,15 +281,9 @@ def _enough(attempt: Attempt, sites: int) -> None:
         raise UserError(f"secure aggregation: {sites} sites are too few; {max(2, attempt.threshold)} must take part")
 
 
-def _public(attempt: Attempt) -> bytes:
-    pairs = b"".join(public_key(bytes.fromhex(seed)) for seed in (attempt.channel, attempt.pair))
-    return pairs + commitment(bytes.fromhex(attempt.own))
-
-
 def _channel(job: "Job", attempt: Attempt, other: str, sender: str, receiver: str) -> bytes:
     """The key with which one site seals shares for another."""
-    public = bytes.fromhex(attempt.peers[other])[:KEY]
-    return agreed(bytes.fromhex(attempt.channel), public, *_words(job), sender, receiver)
+    return agreed(bytes.fromhex(attempt.channel), attempt.keys(other).channel, *_words(job), sender, receiver)
 
 
 def _about(job: "Job", attempt: Attempt) -> str:
@@ -197,15 +294,19 @@ def _about(job: "Job", attempt: Attempt) -> str:
 
 def _opened(job: "Job", attempt: Attempt) -> dict[str, str]:
     """Others' shares for this site, of both of their secrets, as hex. UserError unless all who sealed them heard of the same
-    sites as this one: of sites that know of others, a server could ask for the other secret.
+    sites as this one: of sites that know of others, a server could ask for the other secret. BlamedError for shares that
+    are not those that the server has commitments to (64 bytes behind what is sealed).
     """
     given, mine, about, found = _incoming(job, SECURE_SHARES), job.site.name, _about(job, attempt), dict[str, str]()
     if not given.keys() <= attempt.peers.keys() - {mine}:
         raise UserError("secure aggregation: shares are from sites that did not begin this round")
-    for name, sealed in given.items():
+    for name, both in given.items():
+        sealed, committed = both[: -2 * KEY], both[-2 * KEY :]
         text = unseal(_channel(job, attempt, name, name, mine), sealed, "\n".join((about, name, mine)))
         if text is None or len(text) != 2 * SECRET:
-            raise UserError(f"secure aggregation: {name}'s share cannot be opened, or {name} was told of other sites")
+            raise BlamedError(name, "they cannot be opened, or it heard of other sites")
+        if share_commitment(text[:SECRET]) + share_commitment(text[SECRET:]) != committed:
+            raise BlamedError(name, "they are others than the server has commitments to")
         found[name] = text.hex()
     return found
 

@@ -138,7 +138,7 @@ class RoundLoop:
 
     def _record(self, run: Run, told: Told | None) -> dict[str, Any]:
         """What a round was, as the ledger keeps it."""
-        replies = told.replies if told else len(run.losses)
+        replies = told.replies if told else run.replies
         record: dict[str, Any] = {"round": run.number, "replies": replies, "dropped": self._dropped}
         if told:
             record["recalibrated"] = True
@@ -219,8 +219,13 @@ class RoundLoop:
     ) -> Iterator[Reply]:
         """All sites' replies."""
         return self.questions.ask(
-            kind, run.number, run.site_round, sites, content, expected, trained=run.trained, attempt=run.attempt
-        )
+            kind, run.number, run.site_round, sites, content, expected, trained=run.trained, attempt=run.attempt,
+            draw=run.again,
+        )  # fmt: skip
+
+    def message(self, text: str) -> None:
+        """Tell the user something."""
+        self.listener.message(text)
 
     @property
     def length(self) -> int:

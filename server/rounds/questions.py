@@ -70,9 +70,10 @@ class Questions:
     def ask(
         self, kind: str, number: int, site_round: int, sites: Sequence[Site], content: Content,
         expected: Mapping[str, Expected] | None = None, split: str = "", trained: Collection[str] = (), attempt: str = "",
+        draw: int = 0,
     ) -> Iterator[Reply]:  # fmt: skip
         """All sites' replies; those that lost their own state, or lack the configuration, are asked again with it."""
-        question = _Question(self, kind, number, site_round, content, expected or {}, split, trained, attempt)
+        question = _Question(self, kind, number, site_round, content, expected or {}, split, trained, attempt, draw)
         tried: dict[str, set[str]] = {}  # what each site lacked, and was sent
         asked = [(site, False) for site in sites]
         while asked:
@@ -208,6 +209,7 @@ class _Question:
     split: str
     trained: Collection[str]  # sites that have trained in this very round: their own state is that after it
     attempt: str  # at secure aggregation
+    again: int  # which draw of the round's batches
     _arrays: dict[int, tuple[State, ArrayRecord]] = field(default_factory=dict)  # by the state's identity
     _files: dict[int, tuple[State, Path]] = field(default_factory=dict)
     _common: dict[str, ArrayRecord] | None = None
@@ -237,6 +239,7 @@ class _Question:
             base=0 if lost and own is None else self._base(site), members=self.members, kind=self.kind,
             split=self.split, sums=self.sums, slot=self.slot, ledger=self.staging,
             before=before.where, holder=before.holder, weight=before.weight, secure=self.attempt,
+            again=self.again,
         )  # fmt: skip
         records: dict[str, Any] = {ORDER: order.record(), **self._records(site), **self.likes}
         if own is not None:

@@ -65,6 +65,10 @@ class Exchange(Protocol):
         """Tell how a site's reply fared; `reason`: why it was dropped."""
         ...
 
+    def message(self, text: str) -> None:
+        """Tell the user something."""
+        ...
+
     def enough(self, kind: str, run: "Run", replies: int) -> None:
         """Raises TooFewRepliesError if a question has too few good replies."""
         ...
@@ -78,12 +82,14 @@ class Run(View):
         self.clipped: dict[str, dict[str, float]] = {}  # by site and record: how far what was scaled back had moved
         self.participants, self.site_round, self.number = participation.sites, participation.round, number
         self._exchange = exchange
-        self.losses: list[float] = []
+        self.losses: list[float] = []  # of the sites that tell theirs
+        self.replies = 0  # of sites that have trained
         self.epsilon: dict[str, float] = {}  # what its rounds have cost each site, by its own word
         self.signed: dict[str, dict[str, str]] = {}  # what sites sent, in their own word
         self.trained: set[str] = set()  # sites whose own state is that after this round
         self._puts: list[Put] | None = None  # of the reply that is at hand
         self.attempt = ""  # at secure aggregation, while it is under way
+        self.again = 0  # which draw of the round's batches it is, under masks
         self.masked: list[str] = []  # the sites whose masked contributions count
         self.leaving: list[str] = []  # sites to be forgotten, whose masks are taken out of the others' contributions
         self._left: list[tuple[str, int]] = []  # questions whose replies were not all heard, and how many were
@@ -223,7 +229,7 @@ class Run(View):
             raise ReplyError(received.reason)
         site, bounds = received.site, self._exchange.bounds(received.site)
         if kind == TRAIN:
-            numbers = train_numbers(received.content, bounds)
+            numbers = train_numbers(received.content, bounds, hidden=bool(self.config.privacy.noise))
             self.countersigned(site.name, received.content)
         else:
             numbers = check_numbers(received.content, metrics)
@@ -284,8 +290,10 @@ class Run(View):
             self.signed[site] = {"sha256": str(words[-1]), **signed}
 
     def took(self, site: str, numbers: Mapping[str, float]) -> None:
-        """Count a site's training, with the loss and what it has cost."""
-        self.losses.append(numbers["loss"])
+        """Count a site's training, with its loss, if it tells that, and what it has cost."""
+        if "loss" in numbers:
+            self.losses.append(numbers["loss"])
+        self.replies += 1
         self.trained.add(site)
         if self.config.privacy.noise and "epsilon" in numbers:
             self.epsilon[site] = numbers["epsilon"]

@@ -15,6 +15,7 @@ from clients.app import app
 from clients.data import label, num_classes, site_images
 from clients.guard import told_outside
 from clients.initial import initial_state
+from clients.limits import Limits
 from clients.messages import CONFIG, MEAN, METRICS, ORDER, Order, config_digest, text_record, to_arrays
 from clients.policy import Policy, RefusedError, followed
 from conf import Config, UserError, load, to_json
@@ -35,8 +36,8 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_a_node_config_is_read_and_its_names_are_separated_by_commas():
     told = {"data": "/d", "domain": "images:/x", "networks": "conv6, my.nets:Tiny,", "objectives": "", "partition-id": 3}
-    assert Policy.of(told) == Policy("/d", "images:/x", ("conv6", "my.nets:Tiny"), ())
-    assert Policy.of({}) == Policy()
+    assert Policy.of(told) == replace(Policy.of({}), data="/d", domain="images:/x", networks=("conv6", "my.nets:Tiny"))
+    assert Policy.of({}) == Policy(limits=Limits(100_000, 500.0, 1))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,253 @@
+"""One attempt at a masked sum: what server and sites say to each other (Bonawitz et al. 2017, Fig. 4), in five exchanges.
+
+Public keys; shares of two secrets, each sealed for one site; contributions under masks; signatures of one list of the sites
+that count; shares with which masks come off. Every site commits to its shares, so that a wrong one has a name.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from clients.identity import MOST_BYTES
+from clients.messages import (
+    BLAMED,
+    COMMITMENTS,
+    SECURE_CONFIRM,
+    SECURE_KEYS,
+    SECURE_SHARES,
+    SECURE_UNMASK,
+    TOLD,
+)
+from clients.replies import ReplyError, train_numbers
+from clients.secure_aggregation.primitives import (
+    KEY,
+    PUBLIC,
+    SECRET,
+    SIGNATURE,
+    PublicKeys,
+    agreed,
+    places,
+    share_commitment,
+    threshold_of,
+)
+from conf.errors import FailedError, UserError, plain
+from conf.sites import Site
+from fusion.exact import State
+from server.rounds.masked_replies import content_of, read, read_bytes, read_vector, to_tensor
+from server.rounds.schedules import FEWEST_MASKED
+
+if TYPE_CHECKING:
+    from server.rounds.expected import Expected
+    from server.rounds.run import Content, Exchange, Run
+
+MOST_REASON = 300  # characters of why a site failed
+
+
+class SummedElsewhereError(FailedError):
+    """Sites refuse: what they have trained is in a sum over other sites that was read. Other batches may do."""
+
+
+class BlameError(FailedError):
+    """The shares of some sites are wrong, as many others say; without them the round can begin again."""
+
+    def __init__(self, text: str, sites: Collection[str]) -> None:
+        super().__init__(text)
+        self.sites = sorted(sites)
+
+
+@dataclass
+class Heard:
+    """What sites have said in one attempt, by name. `signatures`: of their public keys, for the other sites."""
+
+    id: str
+    keys: dict[str, PublicKeys] = field(default_factory=dict)
+    signatures: dict[str, bytes] = field(default_factory=dict)
+    sealed: dict[str, dict[str, bytes]] = field(default_factory=dict)  # by sender and receiver
+    commitments: dict[str, dict[str, bytes]] = field(default_factory=dict)  # of all shares of a site: own, pair
+    samples: dict[str, int] = field(default_factory=dict)
+    numbers: dict[str, dict[str, float]] = field(default_factory=dict)  # what else it says of its training
+    vectors: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # by site and record
+    signed: dict[str, bytes] = field(default_factory=dict)  # the list of the sites that count
+    shares: dict[str, dict[int, bytes]] = field(default_factory=dict)  # of one of its secrets, by place
+    told: list[str] = field(default_factory=list)  # sites that will not have the sum read
+    blamed: dict[str, set[str]] = field(default_factory=dict)  # by site, those that say its shares are wrong
+
+    def kind(self, name: str) -> str:
+        """Which secret of a site is rebuilt: of its own mask if it counts, else of its common masks."""
+        return "own" if name in self.vectors else "pair"
+
+
+@dataclass
+class MaskedExchange:
+    """The five exchanges of an attempt. `lifts`: what goes to a site beside the method's own records. `check`: raises
+    FailedError if the contributions that came cannot do; nothing is told then.
+    """
+
+    run: "Run"
+    exchange: "Exchange"
+    expected: "Mapping[str, Expected]"
+    heard: Heard
+    lifts: Callable[[Site], Mapping[str, State]]
+    check: Callable[[], None]
+    _failed: str = ""  # the first site that did, and why
+
+    def carry_out(self, kind: str, content: "Content", asked: Sequence[Site]) -> None:
+        """Hear all that it takes to read the sum. FailedError if too few answer."""
+        self._keys(asked)
+        self._shares(those(asked, self.heard.keys))
+        self._contributions(kind, content, those(asked, self.heard.sealed))
+        self.check()
+        self._confirm(those(asked, self.heard.vectors))
+        self._unmask(those(asked, self.heard.signed))
+
+    @property
+    def threshold(self) -> int:
+        """How many sites must answer."""
+        return max(FEWEST_MASKED, threshold_of(self.run.config.federation.secure_threshold, len(self.heard.keys)))
+
+    def like(self, record: str, site: str) -> Mapping[str, Tensor]:
+        """The names and shapes of what is under a record's masks."""
+        return self.expected[record].start(self.run.slots, site)
+
+    def _keys(self, asked: Sequence[Site]) -> None:
+        def take(site: Site, answer: Mapping[str, State]) -> None:
+            given = read_bytes(answer.get(SECURE_KEYS, {}), "keys")
+            if not PUBLIC <= len(given) <= PUBLIC + MOST_BYTES:
+                raise ReplyError("its part of secure aggregation cannot be read")
+            keys = PublicKeys.read(given[:PUBLIC])
+            _check_keys(keys, self.heard.keys.values())
+            self.heard.keys[site.name], self.heard.signatures[site.name] = keys, given[PUBLIC:]
+
+        self._ask(SECURE_KEYS, asked, {}, take)
+        self._enough(SECURE_KEYS, asked, self.heard.keys)
+
+    def _shares(self, asked: Sequence[Site]) -> None:
+        def take(site: Site, answer: Mapping[str, State]) -> None:
+            others, sealed = self.heard.keys.keys() - {site.name}, answer.get(SECURE_SHARES, {})
+            if sealed.keys() != others:
+                raise ReplyError("its shares are not for those that began the round")
+            size = KEY * len(self.heard.keys)
+            committed = {kind: read_bytes(answer.get(COMMITMENTS, {}), kind, size) for kind in ("own", "pair")}
+            self.heard.sealed[site.name] = {name: read_bytes(sealed, name) for name in sorted(others)}
+            self.heard.commitments[site.name] = committed
+
+        signed = {name: one.packed() + self.heard.signatures[name] for name, one in self.heard.keys.items()}
+        sent = {SECURE_KEYS: {name: to_tensor(one) for name, one in signed.items()}}
+        self._ask(SECURE_SHARES, asked, sent, take)
+        self._enough(SECURE_SHARES, asked, self.heard.sealed)
+
+    def _contributions(self, kind: str, content: "Content", asked: Sequence[Site]) -> None:
+        place = places(self.heard.keys)
+
+        def sent(site: Site) -> Mapping[str, State]:
+            at = place[site.name]
+            committed = {name: self._commitment(name, "own", at) + self._commitment(name, "pair", at)
+                         for name in self.heard.sealed}  # fmt: skip
+            shares = {name: to_tensor(one[site.name] + committed[name])
+                      for name, one in self.heard.sealed.items() if name != site.name}  # fmt: skip
+            given = content(site) if callable(content) else content
+            return {**given, SECURE_SHARES: shares, **self.lifts(site)}
+
+        for received in self.exchange.ask(kind, self.run, asked, sent, self.expected):
+            site = received.site
+            try:
+                states = read(received)
+                self._check_blame(site, content_of(received).config_records.get(BLAMED))
+                numbers = train_numbers(content_of(received), self.exchange.bounds(site), hidden=True)
+                self.run.countersigned(site.name, content_of(received))
+                self.heard.vectors[site.name] = {
+                    record: read_vector(states.get(record), record, self.like(record, site.name)) for record in self.expected
+                }
+            except ReplyError as error:
+                self.drop(site, str(error))
+                continue
+            self.heard.numbers[site.name], self.heard.samples[site.name] = numbers, int(numbers["samples"])
+        self._check_blamed(asked)
+        self._enough(kind, asked, self.heard.vectors)
+
+    def _check_blame(self, site: Site, record: object) -> None:
+        """Note that a site cannot use another one's shares. ReplyError then: it takes no part."""
+        if isinstance(record, Mapping) and (name := record.get("site")) in self.heard.sealed and name != site.name:
+            self.heard.blamed.setdefault(str(name), set()).add(site.name)
+            raise ReplyError(f"it cannot use the shares of {name}")
+
+    def _check_blamed(self, asked: Sequence[Site]) -> None:
+        """BlameError if more sites than can all lie say that one's shares are wrong."""
+        if wrong := [name for name, sites in self.heard.blamed.items() if 3 * len(sites) > len(asked)]:
+            told = f"round {self.run.number}: many sites cannot use the shares of {', '.join(sorted(wrong))}"
+            raise BlameError(told, wrong)
+
+    def _confirm(self, asked: Sequence[Site]) -> None:
+        def take(site: Site, answer: Mapping[str, State]) -> None:
+            self.heard.signed[site.name] = read_bytes(answer.get(SECURE_CONFIRM, {}), "signature", SIGNATURE)
+
+        counts = {name: to_tensor(bytes([name in self.heard.vectors])) for name in self.heard.sealed}
+        self._ask(SECURE_CONFIRM, asked, {SECURE_CONFIRM: counts}, take)
+        if len(self.heard.signed) < self.threshold and self.heard.told:
+            raise SummedElsewhereError(
+                f"round {self.run.number}: {self.heard.told[0]} has trained nearly what was summed over other sites, "
+                "and the difference of the two sums would tell what some gave; resume when the same sites are there, or begin a "
+                "new run with a smaller training.batch, or with privacy.noise"
+            )
+        self._enough(SECURE_CONFIRM, asked, self.heard.signed)
+
+    def _unmask(self, asked: Sequence[Site]) -> None:
+        number = places(self.heard.keys)
+
+        def take(site: Site, answer: Mapping[str, State]) -> None:
+            shares = answer.get(SECURE_UNMASK, {})
+            given = {name: read_bytes(shares, name, SECRET) for name in shares.keys() & self.heard.sealed.keys()}
+            for name, share in given.items():
+                if share_commitment(share) != self._commitment(name, self.heard.kind(name), number[site.name]):
+                    raise ReplyError(f"its share of {name}'s secret is not the one that {name} dealt")
+            for name, share in given.items():
+                self.heard.shares.setdefault(name, {})[number[site.name]] = share
+
+        signed = {name: to_tensor(one) for name, one in self.heard.signed.items()}
+        self._ask(SECURE_UNMASK, asked, {SECURE_UNMASK: signed}, take)
+
+    def _commitment(self, name: str, kind: str, place: int) -> bytes:
+        """The commitment of a site to the share of one of its secrets that the site at a place has."""
+        return self.heard.commitments[name][kind][KEY * (place - 1) : KEY * place]
+
+    def _ask(
+        self, kind: str, asked: Sequence[Site], sent: "Content", take: Callable[[Site, Mapping[str, State]], None]
+    ) -> None:
+        """Have each readable answer taken in; sites whose answer is not are dropped."""
+        for received in self.exchange.ask(kind, self.run, asked, sent, None):
+            try:
+                answer = read(received)
+                if TOLD in content_of(received).config_records:
+                    self.heard.told.append(received.site.name)
+                    continue
+                take(received.site, answer)
+            except ReplyError as error:
+                self.drop(received.site, str(error))
+
+    def drop(self, site: Site, reason: str) -> None:
+        """Leave a site's answer out, and tell why."""
+        self._failed = self._failed or f" (first failure: {site.name}: {plain(reason)[:MOST_REASON]})"
+        self.exchange.replied(site, reason)
+
+    def _enough(self, kind: str, asked: Sequence[Site], answers: Collection[str]) -> None:
+        if len(answers) < (needed := self.threshold):
+            told = f"{len(answers)} of {len(asked)} sites answered '{kind}', secure aggregation needs {needed}"
+            raise FailedError(f"round {self.run.number}: {told}{self._failed}")
+
+
+def those(asked: Sequence[Site], names: Mapping[str, object]) -> list[Site]:
+    """The sites among those that are asked that have these names."""
+    return [site for site in asked if site.name in names]
+
+
+def _check_keys(given: PublicKeys, others: Iterable[PublicKeys]) -> None:
+    """ReplyError for public keys with which no other site could agree on anything, and for those of another site."""
+    try:
+        for public in (given.channel, given.pair):
+            agreed(bytes(SECRET), public)
+    except UserError as error:
+        raise ReplyError(str(error)) from None
+    if given in others:
+        raise ReplyError("its keys are another site's")
