@@ -1,5 +1,6 @@
 """One site's work on one message, from the order to the reply."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from clients.messages import (
     ERASE,
     ERASED,
     EVALUATE,
+    IDLE,
     LIFT,
     MEAN,
     METRICS,
@@ -131,7 +133,7 @@ class Job:
         """Save the trained session's own state; what goes to the server. `start`: `started`, before training."""
         own, packing = session.own(), self.config.federation.packed
         given, numbers = session.contribution(), dict[str, float | int](samples=outcome.samples)
-        if self.tells_scores:
+        if self.tells_scores and math.isfinite(outcome.loss):
             numbers["loss"] = outcome.loss
         if start is None:
             sent = {name: to_arrays(state, packing) for name, state in given.items()}
@@ -167,6 +169,8 @@ class Job:
         self.policy.limits.check_steps(len(images), self.config, self.site)
         session = self.session(workbench(self.config, architecture_of(self.config, self.site)))
         start = self.started(session)
+        if order.secure and order.again == IDLE:
+            return self.reply(session, Outcome(math.nan, len(images)), start)
         outcome = learn(session, images, self.config, self.site, order.round, self.device, order.words)
         return self.reply(session, outcome, start)
 

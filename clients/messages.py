@@ -36,7 +36,7 @@ WHO = "who"
 PROTOCOL = 2  # rises when messages change: server and sites must have the same
 
 MOST_ROUNDS = 999_999
-MOST_AGAIN = 9
+MOST_AGAIN = IDLE = 9
 MOST_RECORDS = 16  # that are added up on the way
 _RUN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -74,7 +74,7 @@ class Order:
     `ledger` is the folder where whoever adds them up writes each contribution, `before` the file of the one in the sum now,
     which counts `weight` times. Where nodes keep contributions, `before` is a blob's digest, which the node `holder` has, or
     else the message holds it (BEFORE). `secure`: the attempt at a round of secure aggregation; what is in `sums` is masked.
-    `again`: which other draw of the round's batches this is; 0: the first.
+    `again`: which other draw of the round's batches this is; 0: the first; IDLE: none, nobody trains.
     """
 
     config: str  # sha256 of the configuration's JSON (CONFIG)

@@ -188,8 +188,8 @@ class MaskedExchange:
         if len(self.heard.signed) < self.threshold and self.heard.told:
             raise SummedElsewhereError(
                 f"round {self.run.number}: {self.heard.told[0]} has trained nearly what was summed over other sites, "
-                "and the difference of the two sums would tell what some gave; resume when the same sites are there, or begin a "
-                "new run with a smaller training.batch, or with privacy.noise"
+                "and the difference of the two sums would tell what some gave; resume when the same sites are there, or "
+                "begin a new run with a smaller training.batch, or with privacy.noise"
             )
         self._enough(SECURE_CONFIRM, asked, self.heard.signed)
 

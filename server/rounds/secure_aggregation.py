@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from clients.messages import LIFT
+from clients.messages import IDLE, LIFT
 from clients.partial import SAMPLES
 from clients.secure_aggregation.primitives import agreed, commitment, mask, public_key, rebuilt, sign
 from conf.errors import FailedError
@@ -55,7 +55,7 @@ class SecureAggregation:
         """Ask; put every sum where it goes; the means over the replies, by record name. FailedError if too few answer.
 
         A round begins again without sites whose shares are wrong, and with other batches where sites refuse to have what
-        they trained summed over other sites than before.
+        they trained summed over other sites than before. If sites leave, the last resort is that nobody trains.
         """
         draws = 0
         while True:
@@ -67,9 +67,9 @@ class SecureAggregation:
                 for site in error.sites:
                     self.exchange.message(f"round {self.run.number}: {site} is left out: many sites cannot use its shares")
             except SummedElsewhereError:
-                if (draws := draws + 1) >= MOST_DRAWS:
+                if self.run.again == IDLE or ((draws := draws + 1) >= MOST_DRAWS and not self.run.leaving):
                     raise
-                self.run.again = draws
+                self.run.again = draws if draws < MOST_DRAWS else IDLE
         for name, vectors in self.heard.vectors.items():
             self._bare(name, vectors)
         means = self._means()

@@ -1,0 +1,174 @@
+"""What a site lets a server hear, spend and use up: its own machine decides, whatever the server's configuration says."""
+
+import multiprocessing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clients.limits import RefusedError
+from clients.memory import Memory
+from clients.messages import EVALUATE, MEAN, METRICS, MODEL, ROUND, SITE, TRAIN
+from clients.partial import ONCE
+from clients.policy import Policy
+from clients.privacy import epsilon
+from conf import UserError, load
+from conf.sites import roster
+from tests.attacks.hostile import MASKS, WORDS, Masks, Refused, Server, name_of
+
+NOISE = (*WORDS, "privacy.clip=1", "privacy.noise=2")
+
+
+def trained(server: Server, **parts: Any) -> Mapping[str, Any]:
+    """What site 0 reports of a round."""
+    return dict(server.ask(0, TRAIN, {MEAN: server.mean}, **parts)[METRICS])  # type: ignore[arg-type]
+
+
+def test_losses_do_not_leave_where_something_is_hidden(tmp_path: Path) -> None:
+    """An exact loss on a network of the server's choice tells an image, some pixels a question."""
+    plain = Server(tmp_path / "plain", WORDS)
+    assert {"loss", "samples"} <= trained(plain).keys()
+    for name, words, policy in [("masks", MASKS, {"masks": "required"}), ("config", MASKS, {}), ("noise", NOISE, {}),
+                                ("epsilon", NOISE, {"epsilon": 100.0})]:  # fmt: skip
+        server = Server(tmp_path / name, words, min_batch=1, **policy)
+        found = Masks(server, range(10)).begin().train().metrics[0] if words is MASKS else trained(server)
+        assert "loss" not in found and found["samples"] > 0
+    assert "loss" in trained(Server(tmp_path / "told", NOISE, disclose="scores"))
+
+
+@pytest.mark.parametrize(
+    ("words", "policy"),
+    [(MASKS, {"masks": "required"}), (NOISE, {"epsilon": 9.0}), (MASKS, {}), (NOISE, {}), (WORDS, {"masks": "required"}),
+     (WORDS, {"epsilon": 9.0})],
+)  # fmt: skip
+def test_scores_do_not_leave_where_something_is_hidden(tmp_path: Path, words: Any, policy: Any) -> None:
+    cases: list[tuple[dict[str, Any], bool]] = [({}, False), ({"disclose": "scores"}, True)]
+    for more, told in cases:
+        server = Server(tmp_path / str(told), words, **policy, **more)
+        reply = server.reply(0, EVALUATE, {MODEL: server.mean}, split="validation")
+        assert reply.has_error() is not told
+        if not told:
+            assert reply.error.reason == "RefusedError at order.kind; the site's own log says more"
+
+
+@pytest.mark.parametrize("engine", ["inline", "ray", "flower"])
+def test_numbers_by_class_leave_when_the_site_says_so_whatever_engine_the_server_names(tmp_path: Path, engine: str) -> None:
+    words = (*WORDS, f"engine.name={engine}", "evaluation.classes=true", "engine.address=federation")
+    cases: list[tuple[dict[str, Any], bool]] = [({}, False), ({"disclose": "classes"}, True)]
+    for more, told in cases:
+        server = Server(tmp_path / str(told), words, **more)
+        found = server.ask(0, EVALUATE, {MODEL: server.mean}, split="validation")[METRICS]
+        assert any(name.startswith("by_class") for name in found) is told  # type: ignore[union-attr]
+
+
+def test_small_batches_are_refused_where_something_is_hidden(tmp_path: Path) -> None:
+    words = (*NOISE, "training.batch=1", "training.steps=1")
+    with pytest.raises(Refused, match=r"RefusedError at training\.batch"):
+        trained(Server(tmp_path / "a", words, epsilon=100.0))
+    trained(Server(tmp_path / "b", words, epsilon=100.0, min_batch=1))
+
+
+@pytest.mark.parametrize("name", ["training.steps=1000000000", "training.epochs=100000000",
+                                  "network={name: mlp, widths: [200000, 200000]}"])  # fmt: skip
+def test_what_an_order_costs_has_limits(tmp_path: Path, name: str) -> None:
+    server = Server(tmp_path, WORDS)
+    mean = server.mean
+    server.change(*WORDS, name)
+    with pytest.raises(Refused, match=r"RefusedError at (training|network)"):
+        server.ask(0, TRAIN, {MEAN: mean})
+
+
+def test_limits_are_the_sites_own(tmp_path: Path) -> None:
+    config = load("digits", [*WORDS, "training.steps=11"])
+    for name, limit in {"max_steps": 10, "max_parameters": 0.0001, "min_batch": 33}.items():
+        with pytest.raises(RefusedError, match=name):
+            Policy.of({name: limit}).limits.check(config, roster(config)[0])
+    Policy.of({"max_steps": 0, "max_parameters": 0}).limits.check(config, roster(config)[0])
+    for name, wrong in {"max_steps": -1, "min_members": 1.5, "min_known": True, "min_batch": "x"}.items():
+        with pytest.raises(UserError, match=f"{name}: got .*, takes a whole number from 0 on"):
+            Policy.of({name: wrong})
+
+
+def test_the_whole_message_is_weighed(tmp_path: Path) -> None:
+    server = Server(tmp_path, WORDS, largest_order=0.05)
+    trained(server)
+    large = {"x": torch.zeros(100_000)}
+    for record in ("other", "before", "secure_lift", "own"):
+        with pytest.raises(Refused, match="RefusedError at order;"):
+            server.ask(0, TRAIN, {MEAN: server.mean, record: large})
+    server.change(*WORDS, f"run.root={'x' * 90_000}")
+    with pytest.raises(Refused, match="RefusedError at order;"):
+        trained(server)
+
+
+def test_a_store_keeps_no_more_than_so_many_configurations(tmp_path: Path) -> None:
+    server = Server(tmp_path, WORDS)
+    for seed in range(40):
+        server.change(*WORDS, f"seed={seed}")
+        server.reply(0, "enrol")
+    files = list((tmp_path / "stores" / name_of(0) / "configurations").glob("*.json"))
+    assert 1 < len(files) <= 32
+    server.change(*WORDS, "seed=0")
+    trained(server)  # one that is gone comes with the order
+
+
+def test_a_budget_holds_over_runs_and_names(tmp_path: Path) -> None:
+    """By place (no name in the node-config) the server names the site."""
+    limit = epsilon({2.0: 3}, 1e-5) + 0.01
+    server = Server(tmp_path, NOISE, keys=False, epsilon=limit, site="")
+    server.policy["partition-id"] = 0
+    for number, name in enumerate(("a", "b", "privacy", "c", "memory.sqlite")):
+        server.change(*(word for word in NOISE if not word.startswith("sites")), f"sites=[{{domain: digits, name: {name}}}]")
+        server.run, server.sites = f"run-{number}", 1
+        if number < 3:
+            assert trained(server)["epsilon"] == pytest.approx(epsilon({2.0: number + 1}, 1e-5))
+        else:
+            with pytest.raises(Refused, match=r"privacy\.epsilon"):
+                trained(server)
+    server.reply(0, "erase")
+    with pytest.raises(Refused, match=r"privacy\.epsilon"):
+        trained(server)
+
+
+def _spend(root: str) -> None:
+    for _ in range(20):
+        Memory(Path(root)).spend(1.0, lambda times: None)
+
+
+def test_processes_that_spend_at_once_are_all_counted(tmp_path: Path) -> None:
+    started = [multiprocessing.get_context("spawn").Process(target=_spend, args=(str(tmp_path),)) for _ in range(4)]
+    for one in started:
+        one.start()
+    for one in started:
+        one.join()
+    assert Memory(tmp_path).spend(1.0, lambda times: None) == {1.0: 81}
+    assert (tmp_path / "memory.sqlite").stat().st_mode & 0o077 == 0
+
+
+def test_what_an_earlier_version_spent_counts(tmp_path: Path) -> None:
+    (tmp_path / "privacy").mkdir()
+    (tmp_path / "privacy" / "a.json").write_text('{"1.0": 3}')
+    (tmp_path / "privacy" / "b.json").write_text('{"1.0": 1, "2.0": 5}')
+    assert Memory(tmp_path).spend(2.0, lambda times: None) == {1.0: 4, 2.0: 6}
+    assert Memory(tmp_path).spend(2.0, lambda times: None) == {1.0: 4, 2.0: 7}
+
+
+def test_a_memory_that_cannot_be_read_stops_the_site(tmp_path: Path) -> None:
+    (tmp_path / "memory.sqlite").write_bytes(b"x" * 5000)
+    with pytest.raises(UserError, match=r"memory\.sqlite: cannot be used"):
+        Memory(tmp_path).spend(1.0, lambda times: None)
+
+
+def test_a_record_never_begins_at_what_only_the_site_knows(tmp_path: Path) -> None:
+    """With a tiny clip what leaves in the second round is as far from the first network as the clip, not as training."""
+    words = [*NOISE, "privacy.clip=1e-6", "privacy.noise=0.001", "objective={name: sum_aggregation, mode: independent}"]
+    server = Server(tmp_path, words, epsilon=0.0)
+    sums = {SITE: ONCE, ROUND: ONCE}
+    for number in (1, 2, 3):
+        content = server.ask(0, TRAIN, {MEAN: server.mean}, sums=sums, slot=SITE, round=number, base=number - 1, rounds=3)
+        sent = content.array_records
+        for record in (SITE, ROUND):
+            moved = [torch.from_numpy(array.numpy().copy()) - server.mean[name] for name, array in sent[record].items()]
+            assert torch.cat([one.flatten() for one in moved]).norm() < 3e-6 * number
