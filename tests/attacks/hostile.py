@@ -52,8 +52,14 @@ from sims.engines.adapter import site_context, take_identity
 from sims.federation.keys import write_node_key
 
 SITES = 10
-WORDS = (f"sites=[{{domain: digits, count: {SITES}}}]", "data.size=8", "network={name: mlp, widths: [4]}", "training.batch=32",
-         "objective={name: fedavg}", "strategy={name: sum_aggregation}")  # fmt: skip
+WORDS = (
+    f"sites=[{{domain: digits, count: {SITES}}}]",
+    "data.size=8",
+    "network={name: mlp, widths: [4]}",
+    "training.batch=32",
+    "objective={name: fedavg}",
+    "strategy={name: sum_aggregation}",
+)
 MASKS = (*WORDS, "federation.secure_aggregation=true")
 
 
