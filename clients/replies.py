@@ -23,12 +23,16 @@ class ReplyError(ValueError):
 
 @dataclass(frozen=True)
 class Bounds:
-    """How large what a site sends may be; 0: no bound. Options of the same names in the section `federation`."""
+    """How large what a site sends may be; 0: no bound. Options of the same names in the section `federation`.
+
+    `counted`: a site that says more samples counts as so many.
+    """
 
     largest_weight: float = 0.0
     largest_change: float = 0.0
     most_samples: int = 0
     clip_change: float = 0.0
+    counted: int = 0
 
     @classmethod
     def of(cls, federation: FederationConfig, images: int) -> "Bounds":
@@ -83,6 +87,7 @@ def train_numbers(content: RecordDict, bounds: Bounds, hidden: bool = False) -> 
     elif loss is not None or not hidden:
         raise ReplyError(f"the reply has no record '{METRICS}' with a finite loss and a positive number of samples")
     check_samples(samples, bounds)
+    numbers["samples"] = min(samples, bounds.counted) if bounds.counted else samples
     return numbers | ({"epsilon": cost} if isinstance(cost, float) and 0 <= cost < MOST_LOSS else {})
 
 

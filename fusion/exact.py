@@ -81,8 +81,9 @@ class ExactSum:
     """A running sum of quantised states (all of the same names and shapes), in units of 2**-bits.
 
     `totals` are int64 tensors and `addends` the number of states in the sum. What is added must be subtracted as the
-    same integers: quantise once, keep the result. `modular`: it is a sum modulo 2**64, of masked states (secure
-    aggregation), which no state is too large for.
+    same integers: quantise once, keep the result. Whatever was added can be subtracted: integers wrap around modulo 2**64,
+    and what is left is right as soon as it is in range. `modular`: additions wrap around, too: it is a sum of masked states
+    (secure aggregation), or one that was checked before.
     """
 
     bits: int = 32
@@ -96,16 +97,20 @@ class ExactSum:
         self._accumulate(quantised, times)
 
     def subtract(self, quantised: Mapping[str, Tensor], times: int = 1) -> None:
-        """Take a quantised state out again; the exact inverse of `add`. Raises ExactSumError as `add` does."""
+        """Take a quantised state out again; the exact inverse of `add`. Raises ExactSumError for other names or shapes."""
         if self.addends < times:
             raise ExactSumError(f"cannot subtract {times} from a sum of {self.addends}")
         self._accumulate(quantised, -times)
 
     def replace(self, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
         """Subtract `old` and add `new` in one step: all or, with an ExactSumError, nothing."""
-        self._check(old)
         self._check(new)
-        self.merge({name: tensor - old[name] for name, tensor in new.items()}, addends=0)
+        self._accumulate(old, -1)
+        try:
+            self._accumulate(new, 1)
+        except ExactSumError:
+            self._accumulate(old, 1, checked=False)
+            raise
 
     def merge(self, totals: Mapping[str, Tensor], addends: int) -> None:
         """Add what is itself a sum, or a difference of sums, of `addends` states. Raises ExactSumError as `add` does."""
@@ -127,9 +132,12 @@ class ExactSum:
         totals = {name: tensor.clone() for name, tensor in self.totals.items()}
         return ExactSum(self.bits, totals, self.addends, self.modular, dict(self._bounds))
 
-    def _accumulate(self, quantised: Mapping[str, Tensor], times: int) -> None:
+    def _accumulate(self, quantised: Mapping[str, Tensor], times: int, checked: bool = True) -> None:
         self._check(quantised)
-        bounds = {name: self._bound(name, tensor, times) for name, tensor in quantised.items()}  # all, before any change
+        checked = checked and times > 0 and not self.modular
+        bounds = {
+            name: self._bound(name, tensor, times, checked) for name, tensor in quantised.items()
+        }  # all, before a change
         for name, tensor in quantised.items():
             if name not in self.totals:
                 self.totals[name] = tensor * times
@@ -152,12 +160,14 @@ class ExactSum:
                     f"tensor '{name}' has shape {list(tensor.shape)}, the sum has {list(self.totals[name].shape)}"
                 )
 
-    def _bound(self, name: str, tensor: Tensor, times: int) -> int:
+    def _bound(self, name: str, tensor: Tensor, times: int, checked: bool) -> int:
         """An upper bound of the largest entry after the addition; exact maxima are taken only when it gets tight."""
         if self.modular:
             return 0
         step = _largest(tensor) * abs(times)
         bound = self._bounds.get(name, 0) + step
+        if not checked:
+            return bound
         if bound > LARGEST and name in self.totals:
             bound = _largest(self.totals[name]) + step
         if bound > LARGEST:

@@ -219,7 +219,7 @@ def _missing(blobs: Blobs, refers: _Refers) -> Iterator[Problem]:
 def _sum(blobs: Blobs, refers: _Refers, row: SumRow) -> Iterator[Problem]:
     """A stored sum against the sum of the latest contributions, read one by one, in exact integers."""
     stored = blobs.get(refers.states[row.name])
-    added = ExactSum(refers.bits, modular=row.masked)
+    added = ExactSum(refers.bits, modular=True)
     for site, one in steps("adding contributions up", refers.latest.items()):
         part = row.of(blobs.get(one.blob), stored, refers.bits)
         if absent := stored.keys() - part.keys() if part or not row.prefix else ():

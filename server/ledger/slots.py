@@ -97,7 +97,7 @@ class Slots:
 
     def sum_of(self, slot: str, names: Iterable[str]) -> ExactSum:
         """The sum of these sites' contributions, read again and added up in this order."""
-        total = self.empty(slot)
+        total = ExactSum(self.bits, modular=True)  # whatever the order, no partial sum is too large
         for name in names:
             if self.has(slot, name):
                 total.add(self.summed(slot, self.contribution(slot, name)), self.weight(slot, name))

@@ -42,7 +42,7 @@ def added_up(
     row: SumRow, names: Iterable[str], contributions: Iterable[Contribution], read: Callable[[str], State], bits: int
 ) -> ExactSum:
     """The sum of these tensors over contributions, read one after the other; those that are one file once."""
-    total, names = ExactSum(bits, modular=row.masked), list(names)
+    total, names = ExactSum(bits, modular=True), list(names)  # whatever the order, no partial sum is too large
     for (blob, times), count in Counter((one.blob, row.times(one.samples)) for one in contributions).items():
         if part := row.of(read(blob), names, bits):
             total.add(part, times * count)

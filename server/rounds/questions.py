@@ -1,7 +1,7 @@
 """Questions to sites: an order for each, made when it is sent; what sites lack is sent to them, and they are asked again."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ class Questions:
     _text: ArrayRecord = field(init=False)
     _has: set[str] = field(default_factory=set)  # sites that have the configuration
     _roll: Roll = field(default_factory=Roll)  # of sites whose data the server has not
-    _told: set[str] = field(default_factory=set)  # sites that are not asked, which was said
+    _told: set[tuple[str, str]] = field(default_factory=set)  # of which sites the user has heard what
 
     def __post_init__(self) -> None:
         text = to_json(self.config)
@@ -92,14 +92,24 @@ class Questions:
 
     def bounds(self, site: Site) -> Bounds:
         """How large what the site sends may be. ReplyError if it did not enrol: nobody knows then."""
-        return Bounds.of(self.config.federation, self.samples(site))
+        if self._has_data:
+            return Bounds.of(self.config.federation, self.samples(site))
+        return replace(Bounds.of(self.config.federation, self._roll.images(site.name)), counted=self.samples(site))
 
     def samples(self, site: Site) -> int:
-        """How many training images the site has: by the configuration, or where the server has no data as the site says.
+        """How many training images of the site count: by the configuration, or as the site says if the server has no data.
 
-        ReplyError if it has not said so.
+        Then federation.most_samples limits them, or else what the other sites say. ReplyError if it has not said so.
         """
-        return site_sizes(self.config)[site.index] if self._has_data else self._roll.images(site.name)
+        if self._has_data:
+            return site_sizes(self.config)[site.index]
+        said, most = self._roll.images(site.name), self.config.federation.most_samples
+        counted = min(said, most) if most else self._roll.counted(site.name)
+        if counted < said and (site.name, "size") not in self._told:
+            self._told.add((site.name, "size"))
+            self.listener.message(f"{site.name} says that it has {said} images, many more than the others; {counted} count "
+                                  "(federation.most_samples sets another limit)")  # fmt: skip
+        return counted
 
     def enrol(self, sites: Sequence[Site]) -> list[Site]:
         """Where the server has no data: hear from sites that have not said so how many images they have; those that fit."""
@@ -130,9 +140,9 @@ class Questions:
         """
         unlike = self._roll.unlike() if self.config.data.heads == "shared" else {}
         for site in sites:
-            if site.name in unlike and site.name not in self._told:
+            if site.name in unlike and (site.name, "unlike") not in self._told:
                 self.listener.message(f"{site.name} is not asked: {unlike[site.name]}, and data.heads=shared")
-                self._told.add(site.name)
+                self._told.add((site.name, "unlike"))
         return [site for site in sites if site.name not in unlike]
 
     @property

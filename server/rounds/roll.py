@@ -8,6 +8,7 @@ from clients.messages import METRICS
 from clients.replies import ReplyError, read_names
 from conf.errors import plain
 from server.rounds.exchange import Reply
+from server.rounds.sizes import capped
 
 MOST_IMAGES = 2**31 - 1
 
@@ -40,6 +41,11 @@ class Roll:
         if site not in self._sizes:
             raise ReplyError(f"it did not enrol: {self._faults.get(site, 'it was not asked yet')}")
         return self._sizes[site]
+
+    def counted(self, site: str) -> int:
+        """How many of a site's images count, beside what the others say (server.rounds.sizes). ReplyError as above."""
+        self.images(site)
+        return capped(self._sizes)[site]
 
     def names(self) -> dict[str, tuple[str, ...]]:
         """What the classes of each site are, as it said; none where it did not."""

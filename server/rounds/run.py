@@ -235,6 +235,7 @@ class Run(View):
             numbers = check_numbers(received.content, metrics)
             if "samples" in numbers:
                 check_samples(numbers["samples"], bounds)
+                numbers["samples"] = min(numbers["samples"], bounds.counted) if bounds.counted else numbers["samples"]
         try:
             records = to_states(received.content) if expected else {}
         except Exception as error:  # bytes from outside: NumPy raises EOFError, BadZipFile and more

@@ -12,6 +12,7 @@ from clients.replies import ReplyError, check_score
 from conf.sites import UNION, Site
 from fusion.exact import State
 from server.rounds.questions import Questions
+from server.rounds.sizes import capped
 
 
 @dataclass
@@ -67,12 +68,18 @@ class SiteEvaluation:
                     found[place][reply.site.name] = check_score(reply.content, name)
 
     def shares(self, scores: Mapping[str, Score]) -> dict[str, float]:
-        """The fraction of right answers for each domain, and of all together; nothing where there are no images."""
-        tally: dict[str, tuple[int, int]] = {}
+        """The fraction of right answers for each domain, and of all together; nothing where there are no images.
+
+        A site of a real federation that says many more images than the others counts less (server.rounds.sizes).
+        """
+        tally: dict[str, tuple[float, float]] = {}
+        said = {name: one.images for name, one in scores.items() if one.images}
+        counted = said if self.questions.federation.simulated else capped(said)
         for site in self.sites():
-            if (one := scores.get(site.name)) and one.images:
+            if site.name in counted:
+                one, share = scores[site.name], counted[site.name] / scores[site.name].images
                 right, images = tally.get(label(site.spec), (0, 0))
-                tally[label(site.spec)] = right + one.right, images + one.images
+                tally[label(site.spec)] = right + share * one.right, images + counted[site.name]
         shares = {domain: right / images for domain, (right, images) in sorted(tally.items())}
         both = [sum(column) for column in zip(*tally.values(), strict=True)]
         return {**shares, UNION: both[0] / both[1]} if shares else {}

@@ -129,7 +129,7 @@ class Parts:
 
     def summed(self, row: SumRow, names: Sequence[str], given: Sequence[Contribution], bits: int) -> ExactSum:
         """These tensors added up over contributions, each at the node that has it. Raises NodeLostError."""
-        total = ExactSum(bits, modular=row.masked)
+        total = ExactSum(bits, modular=True)
         for node in sorted({self.holder(one.blob) for one in given}):
             mine = [one for one in given if self.holder(one.blob) == node]
             arrays, addends = self._asked(node, "summed", row, names, mine, bits)

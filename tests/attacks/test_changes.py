@@ -1,4 +1,4 @@
-"""What leaves a site under privacy: whatever its images are, a round changes it by no more than the clip. Of all objectives."""
+"""Under privacy a round changes what a site sends by no more than the clip, whatever its images are: for all objectives."""
 
 import copy
 import json

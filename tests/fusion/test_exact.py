@@ -1,5 +1,7 @@
 """Exact sums: whatever the order of adds and subtracts, the bits are the same; what cannot be exact is refused."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -157,3 +159,33 @@ def test_digest_sees_every_difference(array, what):
 def test_dequantise_divides_once():
     state = {"w": torch.tensor([3 * 2**32], dtype=torch.int64)}
     assert dequantise(state, 32, 3)["w"].item() == 1.0
+
+
+@given(
+    addends=st.lists(st.tuples(st.integers(-(2**62), 2**62), st.integers(1, 2**31 - 1)), min_size=1, max_size=5),
+    order=st.randoms(use_true_random=False),
+)
+def test_whatever_was_added_can_be_subtracted_in_any_order(addends, order):
+    """Also where others cancel most of it, so that the rest is large in between."""
+    result, added = ExactSum(bits=0), []
+    for value, times in addends:
+        with contextlib.suppress(ExactSumError):
+            result.add({"w": torch.tensor([value])}, times)
+            added.append((value, times))
+    order.shuffle(added)
+    while added:
+        value, times = added.pop()
+        result.subtract({"w": torch.tensor([value])}, times)
+        rest = sum(value * times for value, times in added)
+        if abs(rest) < 2**63:
+            assert not result.totals or int(result.totals["w"]) == rest
+    assert result.addends == 0
+
+
+def test_a_replacement_that_overflows_changes_nothing():
+    result = ExactSum(bits=0)
+    result.add({"w": torch.tensor([2**61])})
+    result.add({"w": torch.tensor([5])})
+    with pytest.raises(ExactSumError, match="'w' would overflow"):
+        result.replace({"w": torch.tensor([-(2**62)])}, {"w": torch.tensor([2**62])})
+    assert int(result.totals["w"]) == 2**61 + 5 and result.addends == 2

@@ -11,12 +11,16 @@ from flwr.clientapp import ClientApp
 from clients.app import app
 from clients.messages import CLASSES, ENROL, METRICS, ORDER, read_order
 from clients.replies import ReplyError
+from conf.schema import Config
 from conf.sites import Site, roster
+from fusion.exact import digest
 from server.experiment import run_experiment
 from server.listener import LogListener
 from server.rounds.exchange import Reply
 from server.rounds.roll import Roll
 from sims.engines.adapter import store_folder
+from tests.server.parts import Recorder
+from tests.server.runs import method_of
 from tests.server.test_site_classes import OwnGrid, federated, folders
 
 
@@ -58,6 +62,65 @@ def test_of_equally_many_the_first_counts_and_sites_that_name_nothing_do_not():
     for place, names in enumerate([(), ("cat", "elk"), ("elk", "cat"), ("cat",)]):
         roll.take(answered(place, 20, names))
     assert roll.unlike() == {"site-0002": "its class 0 is 'elk', that of site-0001 'cat'"}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "counted"),
+    [
+        ([7], [7]),
+        ([100, 2**31 - 1], [100, 1000]),
+        ([1, 50, 600, 20], [1, 50, 200, 20]),
+        ([90, 100, 110], [90, 100, 110]),
+    ],
+)
+def test_a_site_counts_no_more_than_ten_times_the_others(sizes: list[int], counted: list[int]):
+    roll = Roll()
+    for place, size in enumerate(sizes):
+        roll.take(answered(place, size))
+    assert [roll.counted(f"site-{place:04d}") for place in range(len(sizes))] == counted
+
+
+class Boasting(ClientApp):
+    """The real ClientApp; the second site says that it has as many images as it can."""
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        reply = app(message, context)
+        if ORDER in message.content.config_records and not reply.has_error():
+            order, numbers = read_order(message.content), reply.content.metric_records.get(METRICS)
+            if order.site == 1 and numbers and "samples" in numbers:
+                reply.content[METRICS] = MetricRecord({**numbers, "samples": 2**31 - 1})
+        return reply
+
+
+def boasted(root: Path, *words: str) -> tuple[Config, list[str]]:
+    """A run of FedAvg in which a site says that it has 2**31 - 1 images; what the user is told."""
+    listener = Recorder()
+    config = federated(root, "strategy={name: fedavg}", "objective={name: fedavg}", "rounds=2", "run.name=boasted", *words)
+    grid = OwnGrid(3, store_folder(config), Boasting())
+    grid.domains = tuple(folders(root / site.name, "cat", "dog", "owl") for site in roster(config))
+    run_experiment(grid, config, listener)
+    return config, listener.messages
+
+
+def test_a_site_that_boasts_does_not_become_the_mean_and_can_be_forgotten(tmp_path: Path):
+    config, messages = boasted(tmp_path)
+    assert any("site-0001 says that it has 2147483647 images, many more than the others; " in told for told in messages)
+    with method_of(config) as method:
+        weights = [method.aggregation.slots.weight("networks", site.name) for site in roster(config)]
+        assert weights[1] == 10 * weights[0] == 10 * weights[2]
+        assert all(method.aggregation.checks()[0].values())
+        method.aggregation.forget(["site-0001"], {})
+        assert all(method.aggregation.checks()[0].values()) and method.aggregation.slots.total("networks").addends > 0
+
+
+def test_the_operator_may_let_a_site_count_as_it_says_and_it_can_still_be_forgotten(tmp_path: Path):
+    config, _ = boasted(tmp_path, "federation.most_samples=2147483647")
+    with method_of(config) as method:
+        assert method.aggregation.slots.weight("networks", "site-0001") == 2**31 - 1
+        assert all(method.aggregation.checks()[0].values())
+        rest = method.aggregation.slots.sum_of("networks", ["site-0000", "site-0002"])
+        method.aggregation.forget(["site-0001"], {})
+        assert digest(method.aggregation.slots.total("networks").totals) == digest(rest.totals)
 
 
 class Confused(ClientApp):

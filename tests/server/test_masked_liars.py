@@ -1,0 +1,110 @@
+"""Sites that lie in a masked round are named, and the others' round goes on."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from flwr.app import ConfigRecord, Message, RecordDict
+
+from clients.messages import BLAMED, COMMITMENTS, SECURE_CONFIRM, SECURE_SHARES, SECURE_UNMASK, TOLD, TRAIN
+from clients.secure_aggregation import site
+from conf import Config
+from conf.errors import FailedError
+from fusion.exact import State
+from tests.server.masked import MASKS, Spoiled, changed, gone, killed, run, sum_of
+from tests.server.parts import small
+from tests.server.runs import method_of
+
+MANY = 16  # more than a search through subsets of shares could bear
+LIAR = "site-0003"
+
+
+def configured(root: Path, *words: str, sites: int = MANY) -> Config:
+    return small(root, *MASKS, "baselines=[]", "rounds=2", *words, sites=sites, samples=12)
+
+
+def zeros(state: State) -> State:
+    return {name: torch.zeros_like(one) for name, one in state.items()}
+
+
+def noise(state: State) -> State:
+    return {name: torch.randint_like(one, 256) for name, one in state.items()}
+
+
+def answered(record: str, content: dict[str, str]) -> Callable[[Message, Message], Message]:
+    return lambda message, _: Message(RecordDict({record: ConfigRecord({**content})}), reply_to=message)
+
+
+@pytest.mark.parametrize("liars", [(0,), (3,), (0, 3, 7, 15)])
+@pytest.mark.parametrize("lie", [zeros, noise])
+def test_wrong_shares_have_a_name_and_the_sum_its_bits(
+    tmp_path: Path, lie: Callable[[State], State], liars: tuple[int, ...]
+):
+    honest = configured(tmp_path, "run.name=honest")
+    run(honest)
+    config = configured(tmp_path, "run.name=lied")
+    told = run(config, Spoiled(changed(SECURE_UNMASK, lie), [SECURE_UNMASK], liars))
+    assert sum_of(config) == sum_of(honest)
+    for record in told.records:
+        assert set(record["dropped"]) == {f"site-{one:04d}" for one in liars}
+        assert all("secret is not the one that" in reason for reason in record["dropped"].values())
+
+
+@pytest.mark.parametrize(("record", "lie"), [(SECURE_SHARES, noise), (COMMITMENTS, noise), (COMMITMENTS, zeros)])
+def test_a_site_whose_shares_nobody_can_use_is_left_out(tmp_path: Path, record: str, lie: Callable[[State], State]):
+    config = configured(tmp_path, sites=7)
+    told = run(config, Spoiled(changed(record, lie), [SECURE_SHARES], [3]))
+    assert f"round 1: {LIAR} is left out: many sites cannot use its shares" in told.messages
+    with method_of(config) as method:
+        rounds = [event.body["record"]["masked"]["sites"] for event in method.ledger.events() if event.kind == "round"
+                  and event.body["round"]]  # fmt: skip
+    assert rounds == [[f"site-{one:04d}" for one in range(7) if one != 3]] * 2
+
+
+def test_a_site_that_blames_others_is_out_itself(tmp_path: Path):
+    config = configured(tmp_path, sites=7)
+    told = run(config, Spoiled(answered(BLAMED, {"site": "site-0000"}), [TRAIN], [3]))
+    assert {name for record in told.records for name in record["dropped"]} == {LIAR}
+    assert "it cannot use the shares of site-0000" in told.records[0]["dropped"][LIAR]
+
+
+@pytest.mark.parametrize("content", [{"site": LIAR}, {"site": "../x"}, {}, {"site": "site-9999"}])
+def test_blame_that_makes_no_sense_is_that_sites_failure(tmp_path: Path, content: dict[str, str]):
+    told = run(configured(tmp_path, sites=7), Spoiled(answered(BLAMED, content), [TRAIN], [3]))
+    assert {name for record in told.records for name in record["dropped"]} == {LIAR}
+
+
+def test_one_site_that_says_so_does_not_have_a_round_begin_again(tmp_path: Path):
+    config, client = configured(tmp_path, sites=7), Spoiled(answered(TOLD, {}), [SECURE_CONFIRM], [3])
+    told = run(config, client)
+    assert [record["replies"] for record in told.records] == [7, 7]
+    assert sum(kind == TRAIN for kind, _, _ in client.replies) == 14
+
+
+def test_a_dealer_whose_shares_make_no_secret_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each share is the one that it committed to; they are of no polynomial."""
+    real, dealt = site.shared_out, [0]
+
+    def shared_out(secret: bytes, threshold: int, count: int) -> list[bytes]:
+        dealt[0] += 1
+        shares = real(secret, threshold, count)
+        return [bytes(16), *shares[1:]] if dealt[0] == 7 else shares  # the fourth site's first secret
+
+    monkeypatch.setattr(site, "shared_out", shared_out)
+    with pytest.raises(FailedError, match=f"the shares that {LIAR} dealt do not make its secret; forget it"):
+        run(configured(tmp_path, sites=7))
+
+
+def test_what_was_summed_before_a_crash_is_summed_again_with_other_batches(tmp_path: Path):
+    """Two sites are gone when the round begins again: the sum is over others, and so is what they train."""
+    config = configured(tmp_path, "training.batch=2", sites=7)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("server.rounds.aggregation.Aggregation.commit", killed)
+        with pytest.raises(InterruptedError):
+            run(config)
+    again, client = replace(config, run=replace(config.run, resume=True)), Spoiled(gone, ["secure_keys"], [6])
+    found = run(again, client)
+    assert [record["replies"] for record in found.records] == [6, 6]
+    assert sum(kind == TRAIN for kind, _, _ in client.replies) == 18  # the first round twice
