@@ -1,5 +1,6 @@
 """One experiment from start to summary: the main method, its baselines on the same data, and the measurements at the end."""
 
+import contextlib
 import dataclasses
 import time
 from collections import deque
@@ -114,6 +115,7 @@ def work(grid: Grid, config: Config, folder: RunFolder, listener: Listener, bega
         if _untouched(ledger, folder):
             return folder.summary()
         folder.check(ledger.run().config)  # before anything is written
+        method: Method | None = None
         try:
             method = Method(config, folder, ledger, Evaluator(config))
             advice = method.aggregation.strategy.advice(config)
@@ -140,6 +142,9 @@ def work(grid: Grid, config: Config, folder: RunFolder, listener: Listener, bega
             raise
         finally:
             if ledger.in_place():
+                if method is not None and "accuracy" not in summary:
+                    with contextlib.suppress(Exception):  # the first error counts
+                        method.leave()
                 summary |= {**head(config, ledger), **spent.told()}
                 folder.write_summary(summary)
                 ledger.note(summary["status"], {"files": folder.results()})

@@ -1,7 +1,7 @@
 """What a run tells of itself while it goes on. All calls come from the main thread."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from conf.words import count
@@ -37,38 +37,41 @@ class Silent(Listener):
 
 
 class Listeners:
-    """Several listeners, told one after the other. What one of them raises, the others behind it do not hear of."""
+    """Several listeners. All hear of everything; then the first error that one of them raises is raised."""
 
     def __init__(self, listeners: Sequence[Listener]) -> None:
         self.listeners = list(listeners)
 
-    def started(self, run: str, sites: int, rounds: int, note: str) -> None:
+    def _all(self, call: Callable[[Listener], None]) -> None:
+        errors: list[BaseException] = []
         for each in self.listeners:
-            each.started(run, sites, rounds, note)
+            try:
+                call(each)
+            except BaseException as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def started(self, run: str, sites: int, rounds: int, note: str) -> None:
+        self._all(lambda each: each.started(run, sites, rounds, note))
 
     def round_started(self, round: int, asked: int) -> None:
-        for each in self.listeners:
-            each.round_started(round, asked)
+        self._all(lambda each: each.round_started(round, asked))
 
     def reply(self, site: str, ok: bool, reason: str) -> None:
-        for each in self.listeners:
-            each.reply(site, ok, reason)
+        self._all(lambda each: each.reply(site, ok, reason))
 
     def round_done(self, record: dict[str, Any]) -> None:
-        for each in self.listeners:
-            each.round_done(record)
+        self._all(lambda each: each.round_done(record))
 
     def note(self, text: str) -> None:
-        for each in self.listeners:
-            each.note(text)
+        self._all(lambda each: each.note(text))
 
     def message(self, text: str) -> None:
-        for each in self.listeners:
-            each.message(text)
+        self._all(lambda each: each.message(text))
 
     def finished(self, summary: dict[str, Any]) -> None:
-        for each in self.listeners:
-            each.finished(summary)
+        self._all(lambda each: each.finished(summary))
 
 
 class LogListener:

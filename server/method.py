@@ -28,7 +28,7 @@ from server.rounds.aggregation import Aggregation
 from server.rounds.exchange import Federation
 from server.rounds.loop import RoundLoop
 from server.rounds.view import Setup
-from server.runfolder import RunFolder
+from server.runfolder import AGGREGATE, RunFolder
 from server.strategies import slots_of
 from server.unlearning.at_sites import Erasure
 from server.unlearning.requests import Unlearning
@@ -82,7 +82,7 @@ class Method:
         if not federation.simulated:
             self.erasure = Erasure(self.config, self.ledger, federation.grid, listener.message)
         unlearning, wanted = self.unlearning(), loop.last if rounds is None else rounds
-        loop.lifted = lambda: unlearning.lifted(listener.message)
+        loop.lifted, loop.written = lambda: unlearning.lifted(listener.message), self.folder.append
         loop.last = max(wanted, unlearning.goal())
         unlearning.tidy()
         unlearning.tell_sites()
@@ -106,9 +106,7 @@ class Method:
                 self._announce(loop)
             unlearning.tell_sites()
             recalibrates = unlearning.recalibrates(last + 1)
-            record = loop.recalibration(last + 1) if recalibrates else loop.one(last + 1)
-            self.ledger.refuse_moved()
-            self.folder.append(record)
+            _ = loop.recalibration(last + 1) if recalibrates else loop.one(last + 1)
 
     def _bring_home(self, loop: RoundLoop) -> None:
         """Fetch all contributions that nodes keep: the run has ended, and they may go."""
@@ -172,6 +170,16 @@ class Method:
         self.ledger.note("resumed", {"round": last.round})
         self.complete_metrics(loop.measured)
         loop.listener.note(f"going on after round {last.round}")
+
+    def leave(self) -> None:
+        """Put what was committed on record, where a run ends before it is measured: its rounds, and the shared networks."""
+        self.aggregation.abandon()
+        self.complete_metrics()
+        models, sites = self.aggregation.models(), {site.name for site in self.aggregation.members()}
+        for name in models:
+            if name not in sites:
+                self.folder.write_network(AGGREGATE if name == self.aggregation.display_name else name, models[name],
+                                          display_name=name)  # fmt: skip
 
     def complete_metrics(self, measured: Callable[[dict[str, Any]], dict[str, Any]] = lambda record: record) -> None:
         """Give metrics.jsonl a line for each committed round and no other; `measured`: what the last one's lacks if torn."""

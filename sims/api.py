@@ -149,8 +149,11 @@ class Result:
 
     @property
     def network(self) -> nn.Module:
-        """The aggregated network, in evaluation mode. UserError if the method has none."""
-        if not (name := self.summary.get("aggregate")):
+        """The aggregated network, in evaluation mode; of a run that was stopped, as its last round left it.
+
+        UserError if the method has none.
+        """
+        if (name := self.summary.get("aggregate") or AGGREGATE) not in self.networks:
             raise UserError(f"{self.folder}: has no aggregated network (yet); `networks` are those that there are")
         return self.networks[name]
 

@@ -50,6 +50,7 @@ class RoundLoop:
     evaluator: Evaluator
     listener: Listener
     lifted: Callable[[], None] = lambda: None  # once the masks in common with sites that leave are taken out
+    written: Callable[[dict[str, Any]], None] = lambda record: None  # puts a committed round on record
     last: int = field(init=False)  # the number of the last round
     questions: Questions = field(init=False)
     sites: SiteEvaluation = field(init=False)
@@ -111,6 +112,8 @@ class RoundLoop:
             self.lifted()
         record = {**self.measured(record), **came}
         record["seconds"] = time.monotonic() - begin
+        self.aggregation.ledger.refuse_moved()
+        self.written(record)  # before anybody else's code hears of it
         self.listener.round_done(record)
         return record
 

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from conf.errors import UserError
+from server.ledger import Ledger
 from server.ledger.audit import check
 from server.rounds.loop import RoundLoop
 from sims import Result, resume, run
+from tests.server.runs import method_of
 from tests.sims.commands import ONE, SMALL
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
@@ -146,6 +148,29 @@ def test_an_interrupted_run_keeps_its_rounds_and_is_resumed(root: str, tmp_path:
     stopped = Result(tmp_path / "user/stopped")
     assert stopped.summary["status"] == "interrupted" and len(stopped.metrics) == 2
     assert resume(stopped.folder).summary["status"] == "finished" and len(stopped.metrics) == 5
+
+
+@pytest.mark.parametrize("stops", [RuntimeError("mine"), KeyboardInterrupt(), SystemExit(3)])
+def test_what_is_committed_is_on_record_whatever_a_callback_raises(root: str, stops: BaseException):
+    def stop(record: dict) -> None:
+        if record["round"] == 2:
+            raise stops
+
+    with pytest.raises(type(stops)):
+        run(TREE, "run.name=stopped", "rounds=4", "tracking=[csv]", root, overwrite=True, on_round=stop)
+    stopped = Result(Path(root.partition("=")[2]) / "stopped")
+    with Ledger.open(stopped.folder) as ledger:
+        assert [row.round for row in ledger.rounds() if row.round] == [1, 2]
+    assert [record["round"] for record in stopped.metrics] == [1, 2] and "accuracy" in stopped.metrics[1]
+    network = stopped.network.state_dict()
+    with method_of(stopped.config) as method:
+        state = method.aggregation.aggregate().state
+    assert all(torch.equal(network[name], tensor) for name, tensor in state.items())
+    [table] = (stopped.folder / "csv").rglob("rounds.csv")
+    assert len(table.read_text().splitlines()) == 3
+    whole = run(TREE, "run.name=whole-2", "rounds=4", root, overwrite=True)
+    assert resume(stopped.folder).summary["digest"] == whole.summary["digest"]
+    assert [record["round"] for record in stopped.metrics] == [1, 2, 3, 4]
 
 
 def test_a_run_whose_folder_is_moved_writes_into_no_other(root: str, tmp_path: Path):
