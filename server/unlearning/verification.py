@@ -1,13 +1,13 @@
 """Whether a certificate holds: what it says is compared with the run's ledger, or checked by the operator's key alone."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from clients.identity import erased_words, fingerprint, is_signed, said
-from conf.errors import UserError
+from conf.errors import UserError, plain
 from server.ledger import Ledger
 from server.unlearning.at_sites import at_sites
 from server.unlearning.certificate import (
@@ -24,16 +24,36 @@ from server.unlearning.signing import signed_by
 from server.written import SITES
 
 CLOSE = 0.002  # accuracies this far apart are equal: another machine may round another way
+SAYS = "says"  # of what nothing is compared with
 _TOLD = 100  # characters of each side of a mismatch
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was compared: match, mismatch, or why it could not be."""
+    """One thing that was compared: match, mismatch, or why it could not be; or that the certificate says."""
 
     what: str
     verdict: str
     told: str = ""
+
+
+def about(path: Path, request: str = "", sites: Sequence[str] = ()) -> list[Finding]:
+    """What a certificate is about, and whether that is what was asked for: a request by its id (empty: the one that the file
+    is named after) and sites.
+    """
+    given = read(path)
+    times = ", ".join(f"{kind} {time}" for kind, time in given["times"].items())
+    wanted, where = (request, "asked for") if request else (path.stem, "the file's name")
+    lacking = sorted(set(sites) - set(given["sites"]))
+    found = [
+        _found(f"request '{plain(given['request'])}'", given["request"] == wanted, f"{where}: '{plain(wanted)}'"),
+        Finding(f"run {plain(given['run'])}", SAYS),
+        _found(
+            f"sites {plain(', '.join(map(str, given['sites'])))}", not lacking, f"asked for: {plain(', '.join(lacking))}"
+        ),
+        Finding(f"dates: {plain(times) or 'none'}", SAYS),
+    ]
+    return [*found, *([Finding(f"reason: {plain(given['reason'])}", SAYS)] if given["reason"] else [])]
 
 
 def verify(path: Path, ledger: Ledger) -> list[Finding]:

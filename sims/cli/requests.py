@@ -96,12 +96,17 @@ def verify(
     certificate: Annotated[Path, typer.Argument(help="certificates/<request>.json")],
     run: Annotated[Path | None, typer.Argument(help="The run's folder; not needed with --key.")] = None,
     key: Annotated[str, typer.Option(help="The operator's public key, a file or its line: check the signature.")] = "",
+    request: Annotated[str, typer.Option(help="The request that it should be about; else the one in the file's name.")] = "",
+    site: Annotated[list[str] | None, typer.Option(help="A site that it should be about; may be repeated.")] = None,
 ) -> None:
-    """Compare a certificate with a run's ledger: recompute what can be recomputed (exit code 1: a mismatch)."""
+    """Say what a certificate is about; compare it with a run's ledger, and recompute what can be recomputed.
+
+    Exit code 1: a mismatch.
+    """
     with waiting(LIBRARIES):
         from sims.cli.unlearn import verify_certificate
 
-    table, good = verify_certificate(certificate, run, key)
+    table, good = verify_certificate(certificate, run, key, request, site or ())
     typer.echo(table.plain())
     raise typer.Exit(0 if good else 1)
 

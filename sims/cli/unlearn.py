@@ -25,7 +25,7 @@ from server.runfolder import RunFolder, read_config
 from server.unlearning.at_sites import Erasure, outstanding
 from server.unlearning.certificate import CERTIFICATES, changed, read
 from server.unlearning.requests import receive, wants_training
-from server.unlearning.verification import verify, verify_accuracy, verify_signature
+from server.unlearning.verification import about, verify, verify_accuracy, verify_signature
 from sims.cli.progress import listener_for
 from sims.engines import SIMULATED, can_start, open_engine, refuse_engine
 from sims.report.certificates import write_pages
@@ -127,11 +127,17 @@ def _refuse(config: Config, wish: Wish) -> None:
                         "(--without-data: all the same; the certificate tells no accuracies then)") from None  # fmt: skip
 
 
-def verify_certificate(certificate: Path, path: Path | None, key: str = "") -> tuple[Table, bool]:
-    """What was compared, and whether nothing differs: with the run, by the operator's public key, or both."""
+def verify_certificate(
+    certificate: Path, path: Path | None, key: str = "", request: str = "", sites: Sequence[str] = ()
+) -> tuple[Table, bool]:
+    """What was compared, and whether nothing differs: with the run, by the operator's public key, or both.
+
+    `request`, `sites`: what the certificate should be about.
+    """
     if path is None and not key:
         raise UserError("verify: takes the run's folder, such as runs/digits, or --key, the operator's public key")
-    findings = verify_signature(certificate, key) if key else []
+    findings = about(certificate, request, sites)
+    findings += verify_signature(certificate, key) if key else []
     if path is not None:
         config = read_config(path)
         with Ledger.open(path, server=False) as ledger:

@@ -140,6 +140,25 @@ def test_a_certificate_is_verified_and_a_forged_one_is_not(certified: tuple[Conf
             findings(config)
 
 
+def test_a_check_says_what_a_certificate_is_about_and_compares_it(certified: tuple[Config, dict[str, Any]], tmp_path: Path):
+    config, done = certified
+    path, key = folder(config) / CERTIFICATES / f"{done['request']}.json", public_line(operator_key())
+    renamed = tmp_path / "2026-99.json"
+    for suffix in (".json", ".sig"):
+        for there in (tmp_path / path.name, renamed):
+            there.with_suffix(suffix).write_bytes(path.with_suffix(suffix).read_bytes())
+    table, good = verify_certificate(tmp_path / path.name, None, key)
+    text = table.plain()
+    assert good and all(word in text for word in (done["request"], done["run"], *done["sites"], *done["times"].values()))
+    table, good = verify_certificate(renamed, None, key)
+    assert not good and f"request '{done['request']}' | mismatch | the file's name: '2026-99'" in table.plain()
+    assert not verify_certificate(renamed, folder(config))[1]
+    assert verify_certificate(renamed, None, key, done["request"], done["sites"])[1]
+    table, good = verify_certificate(tmp_path / path.name, None, key, sites=["site-0009"])
+    assert not good and "asked for: site-0009" in table.plain()
+    assert not verify_certificate(tmp_path / path.name, None, key, request="other")[1]
+
+
 def test_a_certificate_is_signed_and_checked_without_the_run(
     certified: tuple[Config, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
