@@ -146,6 +146,9 @@ def work(grid: Grid, config: Config, folder: RunFolder, listener: Listener, bega
                     with contextlib.suppress(Exception):  # the first error counts
                         method.leave()
                 summary |= {**head(config, ledger), **spent.told()}
+                for request in ledger.waiting(applied=True):
+                    listener.message(f"request '{request.id}' ({', '.join(request.sites)}) waits; "
+                                     f"'fedloom resume {folder.path}' carries it out")  # fmt: skip
                 folder.write_summary(summary)
                 ledger.note(summary["status"], {"files": folder.results()})
     listener.finished(summary)

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,17 @@ def status(path: Path) -> str:
         return RUNNING
     told = read_summary(path).get("status")
     return told if told in ENDED else STOPPED
+
+
+def waiting(path: Path) -> list[str]:
+    """The ids of the requests of a run that are not certified yet, oldest first; none where the ledger cannot be read."""
+    try:
+        uri = f"{(path / LEDGER).absolute().as_uri()}?mode=ro"
+        with contextlib.closing(sqlite3.connect(uri, uri=True)) as ledger:
+            rows = ledger.execute("SELECT id FROM requests WHERE state IN ('received', 'applied') ORDER BY rowid")
+            return [plain(str(id)) for (id,) in rows]
+    except sqlite3.Error:
+        return []
 
 
 def holds(path: Path, config: Config) -> bool:

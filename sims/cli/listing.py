@@ -9,9 +9,11 @@ from conf.errors import UserError
 from conf.words import count
 from conf.yamls import read_yaml
 from server.recorded import checked_metrics, checked_summary
-from server.runs import FINISHED, runs_in, status
+from server.runs import FINISHED, runs_in, status, waiting
 from server.written import CONFIG
 from sims.report.tables import Cell, Table, before_forgetting, percent
+
+MOST_NAMED = 3  # requests of a run
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -39,6 +41,7 @@ def row_of(path: Path) -> dict[str, Any]:
         "test": before_forgetting(summary).get("union") if said == FINISHED else None,
         "validation": watched[-1] if watched and not gone else None,  # of the network that had them
         "forgotten": gone,
+        "waiting": waiting(path),
         "bytes": size_of(path),
         **({"odd": odd} if odd else {}),
     }
@@ -70,9 +73,12 @@ def table(rows: Sequence[dict[str, Any]], folder: Path) -> Table:
 
 
 def _standing(row: Mapping[str, Any]) -> str:
-    """Status, and how many sites have been forgotten."""
-    many = len(row["forgotten"])
-    return f"{row['status']}, {count(many, 'site')} forgotten" if many else row["status"]
+    """Status, how many sites have been forgotten, and which requests wait."""
+    parts = [row["status"]]
+    parts += [f"{count(many, 'site')} forgotten"] if (many := len(row["forgotten"])) else []
+    parts += [f"request {id} waits" for id in row["waiting"][:MOST_NAMED]]
+    parts += [f"{more} more wait"] if (more := len(row["waiting"]) - MOST_NAMED) > 0 else []
+    return ", ".join(parts)
 
 
 def size_of(path: Path) -> int:

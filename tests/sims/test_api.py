@@ -14,7 +14,9 @@ from conf.errors import UserError
 from server.ledger import Ledger
 from server.ledger.audit import check
 from server.rounds.loop import RoundLoop
+from server.unlearning.requests import receive
 from sims import Result, resume, run
+from sims.cli.listing import rows_of, table
 from tests.server.runs import method_of
 from tests.sims.commands import ONE, SMALL
 
@@ -171,6 +173,24 @@ def test_what_is_committed_is_on_record_whatever_a_callback_raises(root: str, st
     whole = run(TREE, "run.name=whole-2", "rounds=4", root, overwrite=True)
     assert resume(stopped.folder).summary["digest"] == whole.summary["digest"]
     assert [record["round"] for record in stopped.metrics] == [1, 2, 3, 4]
+
+
+def test_a_request_that_waits_when_a_run_is_stopped_is_named(root: str, capsys: pytest.CaptureFixture[str]):
+    path = Path(root.partition("=")[2]) / "asked"
+
+    def ask(record: dict) -> None:
+        with Ledger.open(path, server=False) as ledger:
+            receive(ledger, "2026-17", ["clinic"], "", {})
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(TREE, "run.name=asked", "rounds=3", root, progress=True, on_round=ask)
+    told = "request '2026-17' (clinic) waits; 'fedloom resume"
+    assert told in " ".join("".join(capsys.readouterr()).split())
+    [row] = rows_of(path)
+    assert row["waiting"] == ["2026-17"] and "interrupted, request 2026-17 waits" in table([row], path).plain()
+    resume(path)
+    assert rows_of(path)[0]["waiting"] == [] and Result(path).summary["unlearned"] == ["clinic"]
 
 
 def test_a_run_whose_folder_is_moved_writes_into_no_other(root: str, tmp_path: Path):
