@@ -43,7 +43,7 @@ def configuration(digest: str, content: RecordDict, store: Path | None) -> str:
             raise UserError(f"order.config: has {len(text) / 1e6:.0f} MB, and a site takes {MOST_BYTES / 1e6:.0f}")
         parsed(text)  # UserError for what is none: nothing of it is kept
         if path is not None:
-            write_bytes(path, text.encode())
+            write_bytes(path, text.encode(), private=True)
             _prune(path.parent)
     elif path is not None and path.is_file() and config_digest(there := path.read_text(encoding="utf-8")) == digest:
         text = there

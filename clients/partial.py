@@ -161,7 +161,7 @@ class _Sums:
 
     def _keep(self, order: Order, site: str, state: State) -> None:
         if self.part is None:
-            write_state(round_file(Path(order.ledger), site, order.round), state)
+            write_state(round_file(Path(order.ledger), site, order.round), state, private=True)
         else:
             self.blobs[site] = self.part.put(order.run, state)
 

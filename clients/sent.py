@@ -48,7 +48,7 @@ class Sent:
         return read_state(path)
 
     def _write(self, kind: str, round: int, base: int, state: State) -> None:
-        write_state(self._path(kind, round), state)
+        write_state(self._path(kind, round), state, private=True)
         for path in self.store.folder.glob(f"{kind}-*.safetensors"):
             if path not in (self._path(kind, round), self._path(kind, base)):
                 path.unlink()

@@ -41,10 +41,10 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def write_state(path: Path, state: Mapping[str, Tensor], **metadata: str) -> None:
-    """Write a state (any shapes and dtypes) with string metadata."""
+def write_state(path: Path, state: Mapping[str, Tensor], *, private: bool = False, **metadata: str) -> None:
+    """Write a state (any shapes and dtypes) with string metadata. `private`: nobody but the user may read it."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    write_bytes(path, save(tensors, metadata={"format": "pt", **metadata}))
+    write_bytes(path, save(tensors, metadata={"format": "pt", **metadata}), private=private)
 
 
 def read_state(path: Path) -> State:

@@ -51,7 +51,7 @@ class SiteStore:
 
     def save(self, round: int, base: int, state: Mapping[str, Tensor]) -> None:
         """Keep the state after `round`, and the one it is based on; older ones go."""
-        write_state(self._path(round), state)
+        write_state(self._path(round), state, private=True)
         for other in self.rounds():
             if other < round and other != base:
                 self._path(other).unlink()

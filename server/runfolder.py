@@ -109,8 +109,12 @@ class RunFolder:
         return read_summary(self.path)
 
     def write_network(self, name: str, model: Model, **metadata: str) -> None:
-        """Write a network's final state to states/<name>.safetensors; the name is one of a file (`is_file_name`)."""
-        write_state(self.path / STATES / f"{name}.safetensors", model.state, network=model.architecture.network, **metadata)
+        """Write a network's final state to states/<name>.safetensors; the name is one of a file (`is_file_name`).
+
+        Nobody but the user may read what is not the aggregate: it may be one site's.
+        """
+        path, private = self.path / STATES / f"{name}.safetensors", name != AGGREGATE
+        write_state(path, model.state, private=private, network=model.architecture.network, **metadata)
 
 
 def is_file_name(name: object) -> bool:

@@ -113,7 +113,7 @@ class Blobs:
         away = sorted(digest for digest in set(digests) if self.holder(digest) and not self.path(digest).is_file())
         for digest in away:
             with told(self.path(digest)):
-                write_bytes(self.path(digest), self._content(digest), durable=False)
+                write_bytes(self.path(digest), self._content(digest), durable=False, private=True)
         self.settle(away)
         self.elsewhere.end()
         return len(away)
@@ -126,7 +126,7 @@ class Blobs:
         path = self.path(digest)
         with told(path):
             if not self._whole(digest):
-                write_bytes(path, content, durable=False)
+                write_bytes(path, content, durable=False, private=True)
         return digest
 
     def adopt(self, path: Path) -> str:

@@ -279,7 +279,7 @@ class _Question:
         if id(start) not in self._files:
             staging = self.questions.aggregation.slots.contributions.staging
             path = round_file(staging, f"{START}-{len(self._files)}", self.number)
-            write_state(path, start)
+            write_state(path, start, private=True)
             self._files[id(start)] = start, path
         return _Before(str(self._files[id(start)][1].resolve()))
 

@@ -85,7 +85,7 @@ class Part:
         """Keep the records of a sum; the sum without them, and with where they are."""
         states, ticket = to_states(RecordDict({**sum.records})), uuid.uuid4().hex
         whole = {record + BETWEEN + name: tensor for record, state in states.items() for name, tensor in state.items()}
-        write_bytes(self._sum(sum.run, ticket), save(whole), durable=False)
+        write_bytes(self._sum(sum.run, ticket), save(whole), durable=False, private=True)
         return replace(sum, records={}, node=self.node, ticket=ticket)
 
     def add_up(self, run: str, tickets: Sequence[str]) -> dict[str, np.ndarray]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from clients.app import app
 from clients.limits import RefusedError
 from clients.memory import Memory
 from clients.messages import EVALUATE, MEAN, METRICS, MODEL, ROUND, SITE, TRAIN
@@ -16,7 +17,11 @@ from clients.policy import Policy
 from clients.privacy import epsilon
 from conf import UserError, load
 from conf.sites import roster
+from server.experiment import run_experiment
+from sims.engines.adapter import store_folder
+from sims.engines.inline import InlineGrid
 from tests.attacks.hostile import MASKS, WORDS, Masks, Refused, Server, name_of
+from tests.server.parts import Recorder, small
 
 NOISE = (*WORDS, "privacy.clip=1", "privacy.noise=2")
 
@@ -172,3 +177,12 @@ def test_a_record_never_begins_at_what_only_the_site_knows(tmp_path: Path) -> No
         for record in (SITE, ROUND):
             moved = [torch.from_numpy(array.numpy().copy()) - server.mean[name] for name, array in sent[record].items()]
             assert torch.cat([one.flatten() for one in moved]).norm() < 3e-6 * number
+
+
+@pytest.mark.parametrize("words", [(), ("federation.secure_aggregation=true",), ("privacy={clip: 1, noise: 1}",)])
+def test_files_with_what_single_sites_gave_are_their_users_alone(tmp_path: Path, words: tuple[str, ...]) -> None:
+    config = small(tmp_path, "objective.subset_probability=0", "baselines=[]", *words, sites=3)
+    run_experiment(InlineGrid(3, store_folder(config), app), config, Recorder())
+    files = [path for path in tmp_path.rglob("*") if path.suffix in (".safetensors", ".json", ".sqlite") and path.is_file()]
+    readable = {path.name for path in files if path.stat().st_mode & 0o077}
+    assert readable == {"aggregate.safetensors", "summary.json", "ledger.sqlite"} and len(files) > 8
