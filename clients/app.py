@@ -5,8 +5,8 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from clients.guard import guard
-from clients.job import erased, read_job
 from clients.messages import PROTOCOL, WHO
+from clients.reading import erased, read_job
 from conf.errors import UserError
 
 app = ClientApp(mods=[guard])

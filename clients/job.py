@@ -3,17 +3,14 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from clients.changes import changes, keep_sent
-from clients.configurations import configuration, parsed
 from clients.data import Images, class_names, class_things, outputs, own_images, site_images, site_size
-from clients.device import memory_share, pick_device
-from clients.guard import SIMULATED
-from clients.identity import SIGNED, erased_words, sent_words
+from clients.device import pick_device
+from clients.identity import SIGNED, sent_words
 from clients.learner import Outcome, learn
 from clients.measure import Score, score, score_numbers
 from clients.memory import Memory
@@ -21,8 +18,6 @@ from clients.messages import (
     BEFORE,
     CLASSES,
     ENROL,
-    ERASE,
-    ERASED,
     EVALUATE,
     IDLE,
     LIFT,
@@ -33,7 +28,6 @@ from clients.messages import (
     SECURE_SHARES,
     TRAIN,
     Order,
-    read_order,
     right_of,
     to_arrays,
     to_states,
@@ -42,7 +36,7 @@ from clients.networks import Architecture, HeadView, Network, architecture_of
 from clients.objectives import Answer, Session, Task, objective_of
 from clients.objectives.components.objective import COMPONENTS
 from clients.packing import NONE, as_sent
-from clients.policy import Policy, followed
+from clients.policy import Policy
 from clients.privacy import private, spend
 from clients.randomness import drawing, torch_generator
 from clients.secure_aggregation import ANSWERS, masked, noise_share
@@ -54,8 +48,6 @@ from conf.once import once
 from conf.schema import Config
 from conf.sites import Site, roster
 from fusion.exact import State
-
-STORE = "fedloom-store"  # folder, below where the site was started, if its node-config says nothing
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,52 +258,3 @@ def workbench(config: Config, architecture: Architecture) -> Network:
     if architecture not in benches:
         benches[architecture] = architecture.build().to(pick_device(config.engine.device))
     return benches[architecture]
-
-
-def read_job(message: Message, context: Context) -> Job:
-    """The job of a message, for the site whose context this is."""
-    order, here = read_order(message.content), context.node_config
-    simulated, root = bool(here.get(SIMULATED)), Path(str(here.get("store") or STORE))
-    text = configuration(order.config, message.content, None if simulated else root)
-    policy = Policy() if simulated else Policy.of(here)
-    policy.weigh(message.content)
-    policy.hide(order)
-    config = parsed(text) if simulated else followed(parsed(text), policy, order.site)
-    policy.spare(order, config)
-    if not simulated:
-        policy.check_scores(order, config)
-    config = config if order.rounds == config.rounds else stretched(config, order.rounds)
-    policy = replace(policy, gpu=memory_share(config.engine)) if simulated else policy
-    sites = roster(config)
-    if not 0 <= order.site < len(sites):
-        raise UserError(f"order.site: is no place among the configuration's {len(sites)} sites")
-    return Job(order, config, SiteStore(root, order.run, sites[order.site].name), message.content, policy, simulated)
-
-
-def erased(message: Message, context: Context) -> RecordDict | None:
-    """What a site of a real federation says that it deleted, if that is what the message wants; whatever its policy is."""
-    order = read_order(message.content)
-    if order.kind != ERASE:
-        return None
-    if context.node_config.get(SIMULATED):
-        raise UserError("order.kind: simulated sites keep nothing of their own to erase")
-    root = Path(str(context.node_config.get("store") or STORE))
-    sites = roster(parsed(configuration(order.config, message.content, root)))
-    if not 0 <= order.site < len(sites):
-        raise UserError(f"order.site: is no place among the configuration's {len(sites)} sites")
-    name = sites[order.site].name
-    numbers = SiteStore(root, order.run, name).erase()
-    reply = RecordDict({METRICS: MetricRecord(dict(zip(ERASED, numbers, strict=True)))})
-    if word := Policy.of(context.node_config).identity.word(*erased_words(order.run, name, *numbers)):
-        reply[SIGNED] = word
-    return reply
-
-
-def stretched(config: Config, rounds: int) -> Config:
-    """The same with another number of rounds, made once."""
-    return _stretched(config).setdefault(rounds, replace(config, rounds=rounds))
-
-
-@once
-def _stretched(config: Config) -> dict[int, Config]:
-    return {}

@@ -24,6 +24,7 @@ MOST_NAMED = 5  # sites, in a message
 TABLES = """
 create table if not exists spent (site text, noise real, rounds integer, primary key (site, noise));
 create table if not exists told (site text, run text, round integer, counted text, leaving text, sketch blob);
+create index if not exists told_by on told (site);
 create table if not exists keys (site text primary key, key blob);
 """
 

@@ -36,7 +36,7 @@ from clients.messages import (
     to_states,
 )
 from clients.replies import Bounds, ReplyError, check_record, train_numbers
-from clients.states import read_state, round_file, write_state
+from clients.states import read_state, round_file, write_private_state
 from conf.schema import Config
 from conf.sites import roster
 from fusion.exact import ExactSum, ExactSumError, State, dequantise, exact, quantise
@@ -161,7 +161,7 @@ class _Sums:
 
     def _keep(self, order: Order, site: str, state: State) -> None:
         if self.part is None:
-            write_state(round_file(Path(order.ledger), site, order.round), state, private=True)
+            write_private_state(round_file(Path(order.ledger), site, order.round), state)
         else:
             self.blobs[site] = self.part.put(order.run, state)
 

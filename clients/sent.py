@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from clients.states import read_state, write_state
+from clients.states import read_state, write_private_state
 from clients.store import LostStateError, SiteStore
 from fusion.exact import State
 
@@ -48,7 +48,7 @@ class Sent:
         return read_state(path)
 
     def _write(self, kind: str, round: int, base: int, state: State) -> None:
-        write_state(self._path(kind, round), state, private=True)
+        write_private_state(self._path(kind, round), state)
         for path in self.store.folder.glob(f"{kind}-*.safetensors"):
             if path not in (self._path(kind, round), self._path(kind, base)):
                 path.unlink()

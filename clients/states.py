@@ -41,10 +41,19 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def write_state(path: Path, state: Mapping[str, Tensor], *, private: bool = False, **metadata: str) -> None:
-    """Write a state (any shapes and dtypes) with string metadata. `private`: nobody but the user may read it."""
+def write_state(path: Path, state: Mapping[str, Tensor], **metadata: str) -> None:
+    """Write a state (any shapes and dtypes) with string metadata."""
+    write_bytes(path, _packed(state, metadata))
+
+
+def write_private_state(path: Path, state: Mapping[str, Tensor], **metadata: str) -> None:
+    """The same; nobody but the user may read it."""
+    write_bytes(path, _packed(state, metadata), private=True)
+
+
+def _packed(state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    write_bytes(path, save(tensors, metadata={"format": "pt", **metadata}), private=private)
+    return save(tensors, metadata={"format": "pt", **metadata})
 
 
 def read_state(path: Path) -> State:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from clients.states import read_state, round_file, write_state
+from clients.states import read_state, round_file, write_private_state
 from conf.errors import UserError
 from fusion.exact import State
 
@@ -51,7 +51,7 @@ class SiteStore:
 
     def save(self, round: int, base: int, state: Mapping[str, Tensor]) -> None:
         """Keep the state after `round`, and the one it is based on; older ones go."""
-        write_state(self._path(round), state, private=True)
+        write_private_state(self._path(round), state)
         for other in self.rounds():
             if other < round and other != base:
                 self._path(other).unlink()

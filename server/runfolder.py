@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from clients.networks import Model
-from clients.states import write_bytes, write_state
+from clients.states import write_bytes, write_private_state, write_state
 from conf import to_yaml
 from conf.errors import UserError
 from conf.schema import Config
@@ -113,8 +113,8 @@ class RunFolder:
 
         Nobody but the user may read what is not the aggregate: it may be one site's.
         """
-        path, private = self.path / STATES / f"{name}.safetensors", name != AGGREGATE
-        write_state(path, model.state, private=private, network=model.architecture.network, **metadata)
+        write = write_state if name == AGGREGATE else write_private_state
+        write(self.path / STATES / f"{name}.safetensors", model.state, network=model.architecture.network, **metadata)
 
 
 def is_file_name(name: object) -> bool:

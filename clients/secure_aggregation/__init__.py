@@ -4,6 +4,23 @@ Bonawitz et al. 2017, "Practical Secure Aggregation for Privacy-Preserving Machi
 double masking, Fig. 4), over the integers modulo 2**64 in which the server's sums are exact.
 """
 
-from clients.secure_aggregation.site import ANSWERS, masked, noise_share
+from typing import TYPE_CHECKING
+
+from clients.messages import SECURE_CONFIRM, SECURE_KEYS, SECURE_SHARES, SECURE_UNMASK
+from clients.secure_aggregation.agreement import confirm, unmask
+from clients.secure_aggregation.site import keys, masked, noise_share, shares
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from clients.job import Job
+    from clients.objectives import Answer
+
+ANSWERS: "dict[str, Callable[[Job], Answer]]" = {
+    SECURE_KEYS: keys,
+    SECURE_SHARES: shares,
+    SECURE_CONFIRM: confirm,
+    SECURE_UNMASK: unmask,
+}
 
 __all__ = ["ANSWERS", "masked", "noise_share"]

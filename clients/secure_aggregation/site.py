@@ -1,4 +1,4 @@
-"""The site's side of secure aggregation: keys, shares, the masked contribution, a signed list of sites, masks off.
+"""The site's side of secure aggregation, first steps: keys, shares, the masked contribution.
 
 Bonawitz et al. 2017, Fig. 4, with the consistency check against an active server. A site answers only while more than two
 thirds of those that began the round are with it. It signs one list of the sites that count, with what determined its
@@ -9,7 +9,7 @@ dropped out). Wrong shares are known by their hashes.
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,47 +17,41 @@ import torch
 from torch import Tensor
 
 from clients.identity import arrays_digest
-from clients.memory import Telling
 from clients.messages import (
     BEFORE,
     COMMITMENTS,
     LIFT,
     MASKED,
     OWN,
-    SECURE_CONFIRM,
     SECURE_KEYS,
     SECURE_SHARES,
-    SECURE_UNMASK,
     TEXTS,
     to_arrays,
     to_states,
 )
 from clients.objectives import Answer
 from clients.partial import SAMPLES
+from clients.secure_aggregation.asked import attempt_id, check_enough, incoming, to_tensor, words
 from clients.secure_aggregation.members import check_members
 from clients.secure_aggregation.primitives import (
     KEY,
     PUBLIC,
     SECRET,
-    SIGNATURE,
     PublicKeys,
     agreed,
     check_room,
-    is_signature,
     mask,
     places,
     seal,
     share_commitment,
     shared_out,
     sign,
-    signature,
     threshold_of,
     unseal,
 )
 from clients.secure_aggregation.secrets import Attempt, Secrets
 from clients.sent import Sent
 from conf.errors import UserError
-from conf.sites import roster
 from fusion.exact import State, quantise
 
 if TYPE_CHECKING:
@@ -66,7 +60,6 @@ if TYPE_CHECKING:
 
     from clients.job import Job
 
-MOST_SITES = 1000  # of one secure sum: every two of them agree on a mask
 OWN_AFFAIR = (*TEXTS, SECURE_SHARES, LIFT, OWN, BEFORE)  # records of an order that differ from site to site
 
 
@@ -80,10 +73,12 @@ class BlamedError(UserError):
 
 def keys(job: "Job") -> Answer:
     """Begin an attempt: draw four secrets; the answer has the public keys (128 bytes) and a signature of them."""
-    attempt = Attempt.begin(_attempt_id(job))
+    attempt = Attempt.begin(attempt_id(job))
     Secrets(job.store).save(attempt)
     public = attempt.public().packed()
-    return Answer({SECURE_KEYS: {"keys": _tensor(public + job.policy.identity.signed(_claim(job, job.site.name, public)))}})
+    return Answer(
+        {SECURE_KEYS: {"keys": to_tensor(public + job.policy.identity.signed(_claim(job, job.site.name, public)))}}
+    )
 
 
 def shares(job: "Job") -> Answer:
@@ -92,10 +87,10 @@ def shares(job: "Job") -> Answer:
     The answer has the sealed shares, and for the server the commitments to all of them, in the order of the sites' names.
     """
     secrets = Secrets(job.store)
-    attempt, mine = secrets.attempt(_attempt_id(job)), job.site.name
+    attempt, mine = secrets.attempt(attempt_id(job)), job.site.name
     if attempt.peers:
         raise UserError("secure aggregation: this attempt's secrets were shared out")
-    given = _incoming(job, SECURE_KEYS)
+    given = incoming(job, SECURE_KEYS)
     for name, one in given.items():
         job.policy.identity.check(name, _claim(job, name, one[:PUBLIC]), one[PUBLIC:])
     public = {name: PublicKeys.read(one[:PUBLIC]) for name, one in given.items()}
@@ -105,7 +100,7 @@ def shares(job: "Job") -> Answer:
         raise UserError("secure aggregation: two sites have the same keys")
     attempt.peers = {name: one.packed().hex() for name, one in public.items()}
     attempt.threshold = threshold_of(job.config.federation.secure_threshold, len(attempt.peers))
-    _enough(attempt, len(attempt.peers))
+    check_enough(attempt, len(attempt.peers))
     if not job.simulated:
         check_members(job.policy, attempt.peers)
     return Answer(_dealt(job, attempt, secrets))
@@ -121,9 +116,9 @@ def _dealt(job: "Job", attempt: Attempt, secrets: Secrets) -> dict[str, State]:
             attempt.shares = own[place - 1].hex()
         else:
             text = own[place - 1] + pair[place - 1]
-            sealed[name] = _tensor(seal(_channel(job, attempt, name, mine, name), text, "\n".join((about, mine, name))))
+            sealed[name] = to_tensor(seal(_channel(job, attempt, name, mine, name), text, "\n".join((about, mine, name))))
     secrets.save(attempt)
-    committed = {kind: _tensor(b"".join(map(share_commitment, dealt))) for kind, dealt in (("own", own), ("pair", pair))}
+    committed = {kind: to_tensor(b"".join(map(share_commitment, dealt))) for kind, dealt in (("own", own), ("pair", pair))}
     return {SECURE_SHARES: sealed, COMMITMENTS: committed}
 
 
@@ -140,8 +135,8 @@ def masked(
     if attempt.sent:
         raise UserError("secure aggregation: this attempt's contribution was sent")
     attempt.held = _opened(job, attempt)
-    _enough(attempt, len(attempt.held) + 1)
-    common = {name: agreed(bytes.fromhex(attempt.pair), attempt.keys(name).pair, *_words(job)) for name in attempt.held}
+    check_enough(attempt, len(attempt.held) + 1)
+    common = {name: agreed(bytes.fromhex(attempt.pair), attempt.keys(name).pair, *words(job)) for name in attempt.held}
     found = {}
     for record, counted in order.sums.items():
         whole = quantise(contribution[record], job.config.federation.scale_bits)
@@ -167,63 +162,6 @@ def noise_share(job: "Job") -> float:
     return 1.0 / max(1, Secrets(job.store).attempt(job.order.secure).threshold)
 
 
-def confirm(job: "Job") -> Answer:
-    """Sign which sites' contributions count (1) and which dropped out (0), together with what determined the training.
-
-    One list in an attempt. ToldError if the sum over these sites and an earlier one would differ by what few sites gave.
-    """
-    secrets = Secrets(job.store)
-    attempt, mine = secrets.attempt(_attempt_id(job)), job.site.name
-    counts = {name: bool(one[0]) for name, one in _incoming(job, SECURE_CONFIRM, 1).items()}
-    counted = sorted(name for name, one in counts.items() if one)
-    if not attempt.sent or counts.keys() != attempt.held.keys() | {mine} or mine not in counted:
-        raise UserError("secure aggregation: the list of the sites that count is not one of this attempt")
-    if attempt.counted not in ([], counted):
-        raise UserError("secure aggregation: this site has signed another list of the sites that count")
-    if staying := sorted(set(attempt.leaving) & set(counted)):
-        raise UserError(f"secure aggregation: {staying[0]} leaves, and its contribution is in the list of those that count")
-    _enough(attempt, len(counted))
-    if not job.simulated:
-        check_members(job.policy, counted)
-    job.memory.check(_telling(job, attempt, counted))
-    attempt.counted = counted
-    secrets.save(attempt)
-    return Answer({SECURE_CONFIRM: {"signature": _tensor(signature(bytes.fromhex(attempt.signing), _statement(attempt)))}})
-
-
-def unmask(job: "Job") -> Answer:
-    """Shares of each site's secret: of those whose contribution counts, of the mask that is theirs alone; of those that
-    dropped out, of their common masks. Once in an attempt, if enough sites have signed the same list as this one.
-    """
-    secrets = Secrets(job.store)
-    attempt, mine = secrets.attempt(_attempt_id(job)), job.site.name
-    if not attempt.counted or attempt.unmasked:
-        raise UserError("secure aggregation: the masks of this attempt cannot be taken off now")
-    signatures, agree = _incoming(job, SECURE_UNMASK, SIGNATURE), 0
-    for name in attempt.counted:
-        good = name in signatures and is_signature(attempt.keys(name).signing, _statement(attempt), signatures[name])
-        if (agree := agree + good) >= attempt.threshold:
-            break
-    if agree < attempt.threshold:
-        raise UserError(f"secure aggregation: {agree} sites have signed this site's list, and {attempt.threshold} must: "
-                        "the server told sites of different lists, or had them train differently")  # fmt: skip
-    job.memory.tell(_telling(job, attempt, attempt.counted))
-    attempt.unmasked = True
-    secrets.save(attempt)
-    found = {mine: _tensor(bytes.fromhex(attempt.shares))}
-    for name, text in ((name, bytes.fromhex(both)) for name, both in attempt.held.items()):
-        found[name] = _tensor(text[:SECRET] if name in attempt.counted else text[SECRET:])
-    return Answer({SECURE_UNMASK: found})
-
-
-ANSWERS: "dict[str, Callable[[Job], Answer]]" = {
-    SECURE_KEYS: keys,
-    SECURE_SHARES: shares,
-    SECURE_CONFIRM: confirm,
-    SECURE_UNMASK: unmask,
-}
-
-
 def flat(state: State) -> Tensor:
     """All entries of an int64 state as one vector, its tensors in the order of their names."""
     return torch.cat([torch.empty(0, dtype=torch.int64), *(state[name].flatten() for name in sorted(state))])
@@ -235,16 +173,6 @@ def _trained(job: "Job") -> str:
     parts = [order.config, order.run, order.round, order.rounds, order.members, order.kind, order.split, order.again,
              sorted(order.sums.items()), order.slot, arrays_digest(job.content, OWN_AFFAIR)]  # fmt: skip
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-def _statement(attempt: Attempt) -> bytes:
-    """What a site signs: over whom the sum is, and what determined its training."""
-    return "\n".join(("fedloom counted", attempt.id, attempt.statement, *attempt.counted)).encode()
-
-
-def _telling(job: "Job", attempt: Attempt, counted: list[str]) -> Telling:
-    seen = np.frombuffer(bytes.fromhex(attempt.sketch), np.float32)
-    return Telling(job.order.run, job.order.round, counted, seen, attempt.leaving)
 
 
 def _lifted(job: "Job", record: str, size: int) -> Tensor:
@@ -264,32 +192,15 @@ def _lifts(job: "Job") -> dict[str, list[int]]:
             to_states(job.content).get(LIFT, {}).items()}  # fmt: skip
 
 
-def _incoming(job: "Job", record: str, size: int = 0) -> dict[str, bytes]:
-    """Bytes by name of a site, as the server passes them on. UserError for what cannot be that."""
-    found = to_states(job.content).get(record, {})
-    known = {site.name for site in roster(job.config)}
-    good = found.keys() <= known and len(found) <= MOST_SITES and all(one.dtype == torch.uint8 for one in found.values())
-    passed = {name: bytes(one.flatten().numpy()) for name, one in found.items()} if good else {}
-    if not good or any(size and len(one) != size for one in passed.values()):
-        raise UserError(f"secure aggregation: the record '{record}' cannot be read")
-    return passed
-
-
-def _enough(attempt: Attempt, sites: int) -> None:
-    """UserError if so few sites are left that a sum over them tells too much."""
-    if not 2 <= attempt.threshold <= sites:
-        raise UserError(f"secure aggregation: {sites} sites are too few; {max(2, attempt.threshold)} must take part")
-
-
 def _channel(job: "Job", attempt: Attempt, other: str, sender: str, receiver: str) -> bytes:
     """The key with which one site seals shares for another."""
-    return agreed(bytes.fromhex(attempt.channel), attempt.keys(other).channel, *_words(job), sender, receiver)
+    return agreed(bytes.fromhex(attempt.channel), attempt.keys(other).channel, *words(job), sender, receiver)
 
 
 def _about(job: "Job", attempt: Attempt) -> str:
     """What shares are sealed with, beside who is to read them: whoever heard of other sites or keys cannot open them."""
     told = hashlib.sha256("\n".join(f"{name} {one}" for name, one in sorted(attempt.peers.items())).encode())
-    return "\n".join((*_words(job), told.hexdigest()))
+    return "\n".join((*words(job), told.hexdigest()))
 
 
 def _opened(job: "Job", attempt: Attempt) -> dict[str, str]:
@@ -297,7 +208,7 @@ def _opened(job: "Job", attempt: Attempt) -> dict[str, str]:
     sites as this one: of sites that know of others, a server could ask for the other secret. BlamedError for shares that
     are not those that the server has commitments to (64 bytes behind what is sealed).
     """
-    given, mine, about, found = _incoming(job, SECURE_SHARES), job.site.name, _about(job, attempt), dict[str, str]()
+    given, mine, about, found = incoming(job, SECURE_SHARES), job.site.name, _about(job, attempt), dict[str, str]()
     if not given.keys() <= attempt.peers.keys() - {mine}:
         raise UserError("secure aggregation: shares are from sites that did not begin this round")
     for name, both in given.items():
@@ -313,18 +224,4 @@ def _opened(job: "Job", attempt: Attempt) -> dict[str, str]:
 
 def _claim(job: "Job", name: str, public: bytes) -> bytes:
     """What a site signs: these are its keys in this attempt."""
-    return "\n".join((*_words(job), name, public.hex())).encode()
-
-
-def _words(job: "Job") -> tuple[str, str, str]:
-    return job.order.run, str(job.order.round), job.order.secure
-
-
-def _attempt_id(job: "Job") -> str:
-    if not job.order.secure:
-        raise UserError("order.secure: names no attempt at a round")
-    return job.order.secure
-
-
-def _tensor(content: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return "\n".join((*words(job), name, public.hex())).encode()

@@ -25,7 +25,7 @@ from clients.messages import (
 )
 from clients.partial import ONCE, SAMPLES, expected_record
 from clients.replies import Bounds
-from clients.states import round_file, write_state
+from clients.states import round_file, write_private_state
 from conf import to_json
 from conf.errors import UserError
 from conf.schema import Config
@@ -279,7 +279,7 @@ class _Question:
         if id(start) not in self._files:
             staging = self.questions.aggregation.slots.contributions.staging
             path = round_file(staging, f"{START}-{len(self._files)}", self.number)
-            write_state(path, start, private=True)
+            write_private_state(path, start)
             self._files[id(start)] = start, path
         return _Before(str(self._files[id(start)][1].resolve()))
 

@@ -123,7 +123,7 @@ class Worker:
     def _as_one(self, call: int, asked: Mapping[int, tuple[Message, Context]]) -> list[Message]:
         """Train sites of one shape together; whatever is no train message is answered in turn."""
         from clients.cohort import same_shape, train_cohort
-        from clients.job import read_job
+        from clients.reading import read_job
 
         messages = [message for message, _ in asked.values()]
         if len(messages) == 1 or any(message.metadata.message_type != TRAIN for message in messages):

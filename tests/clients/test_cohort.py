@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from clients.app import app
 from clients.cohort import clip_each, same_shape, train_cohort
-from clients.job import Job, read_job
+from clients.job import Job
 from clients.learner import DivergedError, clip_all
 from clients.messages import METRICS, SUBSET, TRAIN, read_order, to_states
 from clients.objectives import Session
+from clients.reading import read_job
 from clients.states import read_state, write_state
 from conf import UserError, load
 from server.experiment import run_experiment

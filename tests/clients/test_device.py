@@ -6,8 +6,8 @@ import pytest
 import torch
 from flwr.app import Message, RecordDict
 
-from clients.job import read_job
 from clients.messages import CONFIG, ORDER, Order, config_digest, text_record
+from clients.reading import read_job
 from conf import load, to_json
 from sims.engines.adapter import site_context, take_identity
 

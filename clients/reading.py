@@ -1,0 +1,70 @@
+"""From a message to a site's job: the order is read, and the site's own policy is applied, before anything is done."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from flwr.app import Context, Message, MetricRecord, RecordDict
+
+from clients.configurations import configuration, parsed
+from clients.device import memory_share
+from clients.guard import SIMULATED
+from clients.identity import SIGNED, erased_words
+from clients.job import Job
+from clients.messages import ERASE, ERASED, METRICS, read_order
+from clients.policy import Policy, followed
+from clients.store import SiteStore
+from conf.errors import UserError
+from conf.once import once
+from conf.schema import Config
+from conf.sites import roster
+
+STORE = "fedloom-store"  # folder, below where the site was started, if its node-config says nothing
+
+
+def read_job(message: Message, context: Context) -> Job:
+    """The job of a message, for the site whose context this is."""
+    order, here = read_order(message.content), context.node_config
+    simulated, root = bool(here.get(SIMULATED)), Path(str(here.get("store") or STORE))
+    text = configuration(order.config, message.content, None if simulated else root)
+    policy = Policy() if simulated else Policy.of(here)
+    policy.weigh(message.content)
+    policy.hide(order)
+    config = parsed(text) if simulated else followed(parsed(text), policy, order.site)
+    policy.spare(order, config)
+    if not simulated:
+        policy.check_scores(order, config)
+    config = config if order.rounds == config.rounds else stretched(config, order.rounds)
+    policy = replace(policy, gpu=memory_share(config.engine)) if simulated else policy
+    sites = roster(config)
+    if not 0 <= order.site < len(sites):
+        raise UserError(f"order.site: is no place among the configuration's {len(sites)} sites")
+    return Job(order, config, SiteStore(root, order.run, sites[order.site].name), message.content, policy, simulated)
+
+
+def erased(message: Message, context: Context) -> RecordDict | None:
+    """What a site of a real federation says that it deleted, if that is what the message wants; whatever its policy is."""
+    order = read_order(message.content)
+    if order.kind != ERASE:
+        return None
+    if context.node_config.get(SIMULATED):
+        raise UserError("order.kind: simulated sites keep nothing of their own to erase")
+    root = Path(str(context.node_config.get("store") or STORE))
+    sites = roster(parsed(configuration(order.config, message.content, root)))
+    if not 0 <= order.site < len(sites):
+        raise UserError(f"order.site: is no place among the configuration's {len(sites)} sites")
+    name = sites[order.site].name
+    numbers = SiteStore(root, order.run, name).erase()
+    reply = RecordDict({METRICS: MetricRecord(dict(zip(ERASED, numbers, strict=True)))})
+    if word := Policy.of(context.node_config).identity.word(*erased_words(order.run, name, *numbers)):
+        reply[SIGNED] = word
+    return reply
+
+
+def stretched(config: Config, rounds: int) -> Config:
+    """The same with another number of rounds, made once."""
+    return _stretched(config).setdefault(rounds, replace(config, rounds=rounds))
+
+
+@once
+def _stretched(config: Config) -> dict[int, Config]:
+    return {}

@@ -1,0 +1,50 @@
+"""What a question of secure aggregation brings to a site, and what the question is about."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from clients.messages import to_states
+from clients.secure_aggregation.secrets import Attempt
+from conf.errors import UserError
+from conf.sites import roster
+
+if TYPE_CHECKING:
+    from clients.job import Job
+
+MOST_SITES = 1000  # of one secure sum: every two of them agree on a mask
+
+
+def incoming(job: "Job", record: str, size: int = 0) -> dict[str, bytes]:
+    """Bytes by name of a site, as the server passes them on. UserError for what cannot be that."""
+    found = to_states(job.content).get(record, {})
+    known = {site.name for site in roster(job.config)}
+    good = found.keys() <= known and len(found) <= MOST_SITES and all(one.dtype == torch.uint8 for one in found.values())
+    passed = {name: bytes(one.flatten().numpy()) for name, one in found.items()} if good else {}
+    if not good or any(size and len(one) != size for one in passed.values()):
+        raise UserError(f"secure aggregation: the record '{record}' cannot be read")
+    return passed
+
+
+def check_enough(attempt: Attempt, sites: int) -> None:
+    """UserError if so few sites are left that a sum over them tells too much."""
+    if not 2 <= attempt.threshold <= sites:
+        raise UserError(f"secure aggregation: {sites} sites are too few; {max(2, attempt.threshold)} must take part")
+
+
+def words(job: "Job") -> tuple[str, str, str]:
+    """What keys of an attempt are derived for: run, round and attempt."""
+    return job.order.run, str(job.order.round), job.order.secure
+
+
+def attempt_id(job: "Job") -> str:
+    """The attempt that an order names. UserError if it names none."""
+    if not job.order.secure:
+        raise UserError("order.secure: names no attempt at a round")
+    return job.order.secure
+
+
+def to_tensor(content: bytes) -> Tensor:
+    """Bytes as a uint8 tensor [n]."""
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
