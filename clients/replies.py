@@ -91,6 +91,15 @@ def train_numbers(content: RecordDict, bounds: Bounds, hidden: bool = False) -> 
     return numbers | ({"epsilon": cost} if isinstance(cost, float) and 0 <= cost < MOST_LOSS else {})
 
 
+def asked_numbers(content: RecordDict, names: Sequence[str], bounds: Bounds) -> dict[str, float]:
+    """The numbers that a reply to another question reports, these at least. Raises ReplyError."""
+    numbers = check_numbers(content, names)
+    if "samples" in numbers:
+        check_samples(numbers["samples"], bounds)
+        numbers["samples"] = min(numbers["samples"], bounds.counted) if bounds.counted else numbers["samples"]
+    return numbers
+
+
 def check_samples(samples: object, bounds: Bounds) -> None:
     """Raises ReplyError for a number of samples that is none, or more than the site has."""
     if not isinstance(samples, int) or not 1 <= samples < 2**31:

@@ -2,45 +2,32 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
 
-from flwr.app import ArrayRecord, RecordDict
+from flwr.app import ArrayRecord
 
 from clients.data import class_things, site_sizes
 from clients.messages import (
-    BEFORE,
-    CONFIG,
     ENROL,
-    EXPECTED,
     LOST,
-    ORDER,
-    OWN,
-    TRAIN,
     UNKNOWN,
-    Order,
     config_digest,
     text_record,
-    to_arrays,
 )
-from clients.partial import ONCE, SAMPLES, expected_record
 from clients.replies import Bounds
-from clients.states import round_file, write_private_state
 from conf import to_json
 from conf.errors import UserError
 from conf.schema import Config
 from conf.sites import Site
-from fusion.exact import State
 from server.evaluate import has_data
 from server.listener import Listener
 from server.rounds.aggregation import Aggregation
 from server.rounds.exchange import Federation, Reply
 from server.rounds.expected import Expected
+from server.rounds.question import Question
 from server.rounds.roll import Roll
 from server.rounds.run import Content
 
 STATE, CONFIGURATION = "its own state", "the configuration"  # what a site may lack
-START = "start"  # what a site that enters a sum starts from: file, or place in an order
 
 
 @dataclass
@@ -57,15 +44,15 @@ class Questions:
     listener: Listener
     rounds: int
     back: int = -1
-    _digest: str = field(init=False)
-    _text: ArrayRecord = field(init=False)
+    digest: str = field(init=False)
+    text: ArrayRecord = field(init=False)
     _has: set[str] = field(default_factory=set)  # sites that have the configuration
     _roll: Roll = field(default_factory=Roll)  # of sites whose data the server has not
     _told: set[tuple[str, str]] = field(default_factory=set)  # of which sites the user has heard what
 
     def __post_init__(self) -> None:
         text = to_json(self.config)
-        self._digest, self._text = config_digest(text), text_record(text)
+        self.digest, self.text = config_digest(text), text_record(text)
 
     def ask(
         self, kind: str, number: int, site_round: int, sites: Sequence[Site], content: Content,
@@ -73,7 +60,7 @@ class Questions:
         draw: int = 0,
     ) -> Iterator[Reply]:  # fmt: skip
         """All sites' replies; those that lost their own state, or lack the configuration, are asked again with it."""
-        question = _Question(self, kind, number, site_round, content, expected or {}, split, trained, attempt, draw)
+        question = Question(self, kind, number, site_round, content, expected or {}, split, trained, attempt, draw)
         tried: dict[str, set[str]] = {}  # what each site lacked, and was sent
         asked = [(site, False) for site in sites]
         while asked:
@@ -153,7 +140,7 @@ class Questions:
         """Whether the configuration goes with the site's order. In a simulation always: engines carry it once per worker."""
         return self.federation.simulated or site.name not in self._has
 
-    def _exchange(self, question: "_Question", asked: Sequence[tuple[Site, bool]]) -> Iterator[Reply]:
+    def _exchange(self, question: Question, asked: Sequence[tuple[Site, bool]]) -> Iterator[Reply]:
         orders = ((site, question.order(site, lost)) for site, lost in asked)
         for reply in self.federation.ask(question.kind, orders, question.site_round, self.config.federation.timeout):
             if reply.content is not None and UNKNOWN not in reply.content.config_records:
@@ -192,121 +179,3 @@ def _lack(reply: Reply) -> str:
     """What the site says that it lacks; empty if nothing."""
     records = reply.content.config_records if reply.content is not None else {}
     return CONFIGURATION if UNKNOWN in records else STATE if LOST in records else ""
-
-
-@dataclass(frozen=True)
-class _Before:
-    """Where a worker finds what is in the sum of a site (a path; with sums by node a digest, and the node that holds it, or
-    the `record` that travels with the order), and how many times it is in it.
-    """
-
-    where: str = ""
-    holder: str = ""
-    weight: int = 0
-    record: ArrayRecord | None = None
-
-
-@dataclass
-class _Question:
-    """One question to many sites: records that they share are one object, which engines ship once."""
-
-    questions: Questions
-    kind: str
-    number: int
-    site_round: int
-    content: Content
-    expected: Mapping[str, Expected]
-    split: str
-    trained: Collection[str]  # sites that have trained in this very round: their own state is that after it
-    attempt: str  # at secure aggregation
-    again: int  # which draw of the round's batches
-    _arrays: dict[int, tuple[State, ArrayRecord]] = field(default_factory=dict)  # by the state's identity
-    _files: dict[int, tuple[State, Path]] = field(default_factory=dict)
-    _common: dict[str, ArrayRecord] | None = None
-    _first: tuple[str, ArrayRecord | None] = ("", None)  # the contribution that was sent last, and its digest
-
-    def __post_init__(self) -> None:
-        config, slots = self.questions.config, self.questions.aggregation.slots
-        summed = (config.federation.partial_sums or bool(self.attempt)) and bool(self.expected)
-        told = summed or bool(config.privacy.noise)
-        self.slot = next((record for record, one in self.expected.items() if one.slot), "") if told else ""
-        weighted = {record for record, one in self.expected.items() if one.slot and slots.weighted(one.slot)}
-        counted = {record: SAMPLES if record in weighted else one.mean or ONCE for record, one in self.expected.items()}
-        self.sums = counted if summed else {}
-        self.staging = str(slots.contributions.staging.resolve()) if summed and not self.attempt else ""
-        self.members = len(slots.members)
-        likes = {record: one.like for record, one in self.expected.items() if one.like is not None}
-        self.apart = bool(self.staging) and slots.ledger.blobs.elsewhere is not None
-        self.likes = {EXPECTED: expected_record(likes)} if summed and not self.attempt else {}
-
-    def order(self, site: Site, lost: bool) -> RecordDict:
-        """The site's order with all that goes with it; `lost`: it has no state of its own any more."""
-        asking, aggregation = self.questions, self.questions.aggregation
-        own = aggregation.restart(site) if lost else None
-        before = self._before(site) if self.slot and self.staging else _Before()
-        order = Order(
-            config=asking._digest, run=asking.run, site=site.index, round=self.site_round, rounds=asking.rounds,
-            base=0 if lost and own is None else self._base(site), members=self.members, kind=self.kind,
-            split=self.split, sums=self.sums, slot=self.slot, ledger=self.staging,
-            before=before.where, holder=before.holder, weight=before.weight, secure=self.attempt,
-            again=self.again,
-        )  # fmt: skip
-        records: dict[str, Any] = {ORDER: order.record(), **self._records(site), **self.likes}
-        if own is not None:
-            records[OWN] = to_arrays(own)
-        if before.record is not None:
-            records[BEFORE] = before.record
-        if asking.needs_configuration(site):
-            records[CONFIG] = asking._text
-        return RecordDict(records)
-
-    def _before(self, site: Site) -> "_Before":
-        """What a worker is to find of the site in the sum; of one that enters it, what it starts from."""
-        slots, blobs = self.questions.aggregation.slots, self.questions.aggregation.ledger.blobs
-        expected, file = self.expected[self.slot], slots.contributions.file(site.name)
-        if file is None:
-            return self._entering(expected.first(site.name)) if expected.first else _Before()
-        weight = slots.weight(expected.slot, site.name) if slots.has(expected.slot, site.name) else 0
-        if not self.apart:
-            return _Before(str(file.resolve()), weight=weight)
-        holder = blobs.holder(file.stem)
-        return _Before(file.stem, holder, weight, None if holder else self._sent_last(file.stem))
-
-    def _entering(self, start: State) -> "_Before":
-        """The same of a site that starts from this state, which is not in the sum; a state is written, or sent, once."""
-        if self.apart:
-            return _Before(START, record=self._shared(start))
-        if id(start) not in self._files:
-            staging = self.questions.aggregation.slots.contributions.staging
-            path = round_file(staging, f"{START}-{len(self._files)}", self.number)
-            write_private_state(path, start)
-            self._files[id(start)] = start, path
-        return _Before(str(self._files[id(start)][1].resolve()))
-
-    def _sent_last(self, digest: str) -> ArrayRecord:
-        """A contribution that the server has: one record for all sites that gave the same, as all do at first."""
-        known, record = self._first
-        if record is None or known != digest:
-            record = to_arrays(self.questions.aggregation.ledger.blobs.get(digest))
-            self._first = digest, record
-        return record
-
-    def _base(self, site: Site) -> int:
-        """The round after which the site's own state is valid."""
-        if self.kind != TRAIN and site.name in self.trained:
-            return self.site_round
-        base = self.questions.aggregation.slots.base(site.name)
-        return self.questions.aggregation.schedule.site_round(base) if base else 0
-
-    def _records(self, site: Site) -> dict[str, ArrayRecord]:
-        if not callable(self.content):
-            if self._common is None:
-                self._common = {name: to_arrays(state) for name, state in self.content.items()}
-            return self._common
-        return {name: self._shared(state) for name, state in self.content(site).items()}
-
-    def _shared(self, state: State) -> ArrayRecord:
-        """The record of a state; the same one if it has been sent before."""
-        if id(state) not in self._arrays:
-            self._arrays[id(state)] = state, to_arrays(state)
-        return self._arrays[id(state)][1]

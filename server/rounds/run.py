@@ -16,7 +16,7 @@ from clients.identity import fingerprint, heard, sent_words
 from clients.messages import TRAIN, to_states
 from clients.partial import SAMPLES
 from clients.randomness import generator
-from clients.replies import Bounds, ReplyError, check_numbers, check_record, check_samples, train_numbers
+from clients.replies import Bounds, ReplyError, asked_numbers, check_record, train_numbers
 from conf.errors import UserError, unknown
 from conf.sites import Site
 from fusion.exact import ExactSum, ExactSumError, State, quantise
@@ -232,13 +232,10 @@ class Run(View):
             numbers = train_numbers(received.content, bounds, hidden=bool(self.config.privacy.noise))
             self.countersigned(site.name, received.content)
         else:
-            numbers = check_numbers(received.content, metrics)
-            if "samples" in numbers:
-                check_samples(numbers["samples"], bounds)
-                numbers["samples"] = min(numbers["samples"], bounds.counted) if bounds.counted else numbers["samples"]
+            numbers = asked_numbers(received.content, metrics, bounds)
         try:
             records = to_states(received.content) if expected else {}
-        except Exception as error:  # bytes from outside: NumPy raises EOFError, BadZipFile and more
+        except Exception as error:  # bytes from outside
             raise ReplyError(f"its arrays cannot be read ({error})") from None
         exact: dict[str, State] = {}
         clipped: dict[str, float] = {}
