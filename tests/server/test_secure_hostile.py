@@ -12,11 +12,14 @@ from flwr.app import Context, Message
 
 from clients.app import app
 from clients.messages import (
+    BLAMED,
     MASKED,
+    SECURE_CONFIRM,
     SECURE_KEYS,
     SECURE_SHARES,
     SECURE_UNMASK,
     SITE,
+    TOLD,
     TRAIN,
     read_order,
     to_arrays,
@@ -43,6 +46,8 @@ from tests.server.masked import (
 )
 from tests.server.runs import method_of
 
+ZEROS = torch.zeros(128, dtype=torch.uint8)
+
 
 def wrong(state: State) -> State:
     return {name: torch.flip(tensor, [0]) + 1 for name, tensor in state.items()}
@@ -57,11 +62,11 @@ def test_wrong_shares_are_found_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stage", "record", "change"),
     [
-        (SECURE_KEYS, SECURE_KEYS, lambda state: {"keys": state["keys"][:95]}),
+        (SECURE_KEYS, SECURE_KEYS, lambda state: {"keys": state["keys"][:127]}),
         (SECURE_KEYS, SECURE_KEYS, lambda state: {}),
         (SECURE_KEYS, SECURE_KEYS, lambda state: {"keys": state["keys"].double()}),
-        (SECURE_KEYS, SECURE_KEYS, lambda state: {"keys": state["keys"] * (torch.arange(96) >= 32)}),
-        (SECURE_KEYS, SECURE_KEYS, lambda state: {"keys": state["keys"] * (torch.arange(96) // 32 != 1)}),
+        (SECURE_KEYS, SECURE_KEYS, lambda state: {"keys": state["keys"] * (torch.arange(128) >= 32)}),
+        (SECURE_KEYS, SECURE_KEYS, lambda state: {"keys": state["keys"] * (torch.arange(128) // 32 != 1)}),
         (SECURE_SHARES, SECURE_SHARES, lambda state: {}),
         (SECURE_SHARES, SECURE_SHARES, lambda state: {name: torch.zeros(300, dtype=torch.uint8) for name in state}),
         (TRAIN, SITE, lambda state: {MASKED: state[MASKED][1:]}),
@@ -73,14 +78,6 @@ def test_what_cannot_be_read_drops_its_site_alone(tmp_path: Path, stage: str, re
     config = configured(tmp_path, MASKS[1], "rounds=1")
     told = run(config, Spoiled(changed(record, change), [stage]))
     assert list(told.records[0]["dropped"]) == [ONE] and told.records[0]["replies"] == SITES - 1
-
-
-def test_shares_that_nobody_can_open_cost_their_sender_the_round(tmp_path: Path) -> None:
-    config = configured(tmp_path, MASKS[1], "rounds=1")
-    with pytest.raises(FailedError, match=f"{ONE}'s share cannot be opened, or {ONE} was told of other sites"):
-        run(config, Spoiled(changed(SECURE_SHARES, wrong), [SECURE_SHARES]))
-    with method_of(config) as method:
-        assert method.unlearning().last_round() == 0
 
 
 def test_what_is_no_contribution_is_seen_in_the_sum(tmp_path: Path) -> None:
@@ -113,14 +110,16 @@ def asked_again(tmp_path: Path, kind: str, change: Callable[[Message], None] = l
 
 def turned(message: Message) -> None:
     """Those that count are said to have dropped out, but for one."""
-    counts = to_states(message.content)[SECURE_UNMASK]
-    message.content[SECURE_UNMASK] = to_arrays({name: one * (name == ONE) for name, one in counts.items()})
+    counts = to_states(message.content)[SECURE_CONFIRM]
+    message.content[SECURE_CONFIRM] = to_arrays({name: one * (name == ONE) for name, one in counts.items()})
 
 
 def test_a_site_answers_once(tmp_path: Path) -> None:
     assert all("this attempt's contribution was sent" in told for told in asked_again(tmp_path / "a", TRAIN))
-    assert all("not to be taken off now" in told for told in asked_again(tmp_path / "b", SECURE_UNMASK))
-    assert all("not to be taken off now" in told for told in asked_again(tmp_path / "c", SECURE_UNMASK, turned))
+    assert all("cannot be taken off now" in told for told in asked_again(tmp_path / "b", SECURE_UNMASK))
+    assert all(
+        "another list" in told or "of this attempt" in told for told in asked_again(tmp_path / "c", SECURE_CONFIRM, turned)
+    )
     assert all("secrets were shared out" in told for told in asked_again(tmp_path / "d", SECURE_SHARES))
 
 
@@ -129,11 +128,13 @@ def test_a_site_answers_once(tmp_path: Path) -> None:
     [
         (SECURE_SHARES, SECURE_KEYS, lambda keys: dict.fromkeys(keys, keys[ONE]), "are not|the same keys"),
         (SECURE_SHARES, SECURE_KEYS, lambda keys: {**keys, TWO: keys[ONE]}, "two sites have the same keys|are not"),
-        (SECURE_SHARES, SECURE_KEYS, lambda keys: dict.fromkeys(keys, torch.zeros(96, dtype=torch.uint8)), "are not"),
+        (SECURE_SHARES, SECURE_KEYS, lambda keys: dict.fromkeys(keys, ZEROS), "are not its own"),
         (SECURE_SHARES, SECURE_KEYS, lambda keys: {**keys, "../x": keys[ONE]}, "cannot be read"),
         (TRAIN, SECURE_SHARES, lambda shares: dict(list(shares.items())[:2]), "3 sites are too few; 4 must take part"),
         (TRAIN, SECURE_SHARES, lambda shares: {}, "1 sites are too few"),
-        (SECURE_UNMASK, SECURE_UNMASK, lambda counts: {n: one * (n < TWO) for n, one in counts.items()}, "few|to be"),
+        (SECURE_CONFIRM, SECURE_CONFIRM, lambda counts: {n: one * (n < TWO) for n, one in counts.items()},
+         "few|not one of this attempt"),
+        (SECURE_UNMASK, SECURE_UNMASK, lambda signed: {n: one * 0 for n, one in signed.items()}, "0 sites have signed"),
     ],
 )  # fmt: skip
 def test_a_site_refuses_to_give_itself_away(tmp_path: Path, stage: str, record: str, change: Any, told: str) -> None:
@@ -165,9 +166,10 @@ def test_sites_that_were_told_of_different_sites_send_nothing(tmp_path: Path) ->
             return reply
 
     client = Server()
-    with pytest.raises(FailedError, match=f"{ONE}'s share cannot be opened, or {ONE} was told of other sites"):
-        run(configured(tmp_path, MASKS[1], "rounds=1"), client)
-    assert all(reply.has_error() for kind, _, reply in client.replies if kind == TRAIN)
+    told = run(configured(tmp_path, MASKS[1], "rounds=1"), client)
+    trained = [reply for kind, _, reply in client.replies if kind == TRAIN][:SITES]  # of the first attempt
+    assert all(reply.has_error() or BLAMED in reply.content.config_records for reply in trained)
+    assert f"round 1: {ONE} is left out: many sites cannot use its shares" in told.messages
 
 
 def test_of_two_sites_with_the_same_keys_one_takes_part(tmp_path: Path) -> None:
@@ -193,7 +195,7 @@ def test_a_round_is_not_told_again_over_other_sites(tmp_path: Path, monkeypatch:
     client = Spoiled(gone, [SECURE_KEYS])
     with pytest.raises(FailedError):
         run(again, client)
-    reasons = {str(reply.error.reason) for kind, _, reply in client.replies if kind == SECURE_UNMASK}
-    assert len(reasons) == 1 and f"{ONE} would be in one of two sums only" in reasons.pop()
+    said = [reply.content.config_records for kind, _, reply in client.replies if kind == SECURE_CONFIRM]
+    assert len(said) == 3 * (SITES - 1) and all(TOLD in records for records in said)  # three draws of the same batch
     run(again)  # the same sites are there
     assert sum_of(config) == held(config, others())
