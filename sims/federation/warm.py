@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from sims.ending import Ending
-from sims.federation.hand_over import DOOR
+from sims.federation.executor import DOOR
 
 LOOK_SECONDS = 2.0  # between looks whether the node is still there
 MOST_BYTES = 1 << 16
@@ -51,7 +51,7 @@ def main(parent: int) -> None:
     if (words := next_words(parent)) is not None:
         random.seed()
         np.random.seed()  # noqa: NPY002
-        sys.argv = ["flwr-clientapp", *words]
+        sys.argv = words
         flwr_clientapp()
     ending.leave(0)
 
