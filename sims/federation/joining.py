@@ -13,11 +13,11 @@ import yaml
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 
-from clients.identity import Identity, is_signed, said
+from clients.identity import is_signed, said
 from conf.errors import UserError, plain
 from conf.yamls import read_yaml, write_yaml
 from sims.federation import sheets
-from sims.federation.keys import AUTHORITY, NODE_KEY, fingerprint, public_key, write_node_key
+from sims.federation.keys import AUTHORITY, NODE_KEY, fingerprint, public_key, signed, write_node_key
 from sims.federation.plan import JOINED, KEYS, PEERS, SERVER, is_name, members, peers_text, server_of, write_public, written
 from sims.federation.programs import lock_away, write_private
 from sims.federation.sheets import SiteSheet
@@ -49,7 +49,7 @@ def ask(folder: Path, name: str, superlink: str, again: bool) -> str:
         if not sheet.is_file():
             made = SiteSheet(name=name, superlink=superlink, certificate=AUTHORITY, key=NODE_KEY, peers=PEERS)
             sheets.write(sheet, made)
-        signature = Identity(str(key)).signed(said("join", name, line)).hex()
+        signature = signed(folder, said("join", name, line)).hex()
         (folder / REQUEST).write_text(write_yaml({"name": name, "key": line, "signature": signature}), encoding="utf-8")
     return fingerprint(line)
 

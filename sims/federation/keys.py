@@ -13,7 +13,7 @@ from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 from cryptography.x509.oid import NameOID
 
 from conf.errors import UserError, plain
@@ -47,6 +47,13 @@ def write_node_key(folder: Path) -> str:
     line = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
     (folder / f"{NODE_KEY}.pub").write_text(f"{line}\n", encoding="ascii")
     return line
+
+
+def signed(folder: Path, text: bytes) -> bytes:
+    """The signature of a site's key (clients.identity.is_signed)."""
+    key = load_ssh_private_key((folder / NODE_KEY).read_bytes(), None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    return key.sign(text, ec.ECDSA(hashes.SHA384()))
 
 
 def public_key(line: str) -> str:

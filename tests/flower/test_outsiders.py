@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -25,11 +26,13 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from sims.federation import local
+from sims.federation.checks import check
 from sims.federation.doors import FLEET as PATHS
 from sims.federation.doors import MOST_BYTES
 from sims.federation.machines import flwr, registered
 from sims.federation.plan import CONNECTION, KEYS, SERVER, sites_of
-from sims.federation.sheets import SITE, SiteSheet, read
+from sims.federation.programs import BIN, environment, free_port
+from sims.federation.sheets import SITE, SiteSheet, read, write
 from sims.federation.supernode import OWN
 from tests.flower.machines import online, program, run, until
 from tests.flower.outsider import CONTROL, FLEET, RUNTIME, answer, pem, said, signed
@@ -226,9 +229,25 @@ def test_messages_of_forty_megabytes_go_through(federation: Path, tmp_path: Path
     assert line["replies"] == 3
 
 
-def test_a_proxy_that_the_environment_names_is_not_asked_for_loopback(
-    federation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_site_sees_that_a_server_obeys_whoever_reaches_it(federation: Path, tmp_path: Path):
+    """Flower's own SuperLink, with the certificate of the server, at the address of the sheet."""
+    home, there = federation / SERVER, free_port()
+    shutil.copytree(federation / "site-0000", tmp_path / "site", ignore=shutil.ignore_patterns("running.*", "*.socket"))
+    sheet = read(SiteSheet, tmp_path / "site" / SITE)
+    write(tmp_path / "site" / SITE, replace(sheet, superlink=f"{HERE}:{there}"))
+    words = [str(BIN / "flower-superlink"), "--host", HERE, "--port", str(there), "--enable-supernode-auth"]
+    words += ["--ssl-certfile", "server.crt", "--ssl-keyfile", "server.key", "--ssl-ca-certfile", "ca.crt"]
+    with (tmp_path / "log").open("wb") as log:
+        stock = subprocess.Popen(words, cwd=home, env=environment(), stdout=log, stderr=log)
+        try:
+            until(lambda: answer(HERE, there, "/health", "GET") == 200, "Flower's SuperLink did not start")
+            assert "whoever reaches it may control it" in check(tmp_path / "site")[-1][2]
+        finally:
+            stock.terminate()
+            stock.wait()
+
+
+def test_a_proxy_is_not_asked_for_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Nothing listens there."""
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://someone:secret@127.0.0.1:9")
