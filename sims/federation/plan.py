@@ -130,8 +130,7 @@ def write_public(folder: Path) -> None:
     server = server_of(folder)
     known = members(server)
     for name in sites_of(folder):
-        sheet = sheets.read(SiteSheet, folder / name / sheets.SITE)
-        (folder / name / (sheet.peers or PEERS)).write_text(peers_text(known), encoding="ascii")
+        (folder / name / PEERS).write_text(peers_text(known), encoding="ascii")
     given = {
         "superlink": sheets.read_server(server).superlink,
         "certificate": (server / AUTHORITY).read_text(encoding="ascii"),

@@ -22,6 +22,7 @@ PAUSES = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)  # seconds before a program that ended
 STEADY_SECONDS = 60.0  # after which it counts as having been well
 STOP_SECONDS = 10.0
 TRIES = 5  # to have a lock
+PRIVATE = 0o077  # umask of programs: what they write is for this user alone
 BIN = Path(sys.executable).parent
 HOME = "FLWR_HOME"  # where Flower keeps its own files
 ENVIRONMENT = {
@@ -51,7 +52,6 @@ def write_private(path: Path, content: bytes) -> None:
 
 def lock_away(folder: Path) -> None:
     """Let no other user of this machine into the folder of a machine of a federation: keys and sockets are in there."""
-    os.umask(0o077)
     folder.chmod(0o700)
 
 
@@ -81,7 +81,7 @@ def keep_running(folder: Path, words: Callable[[], Sequence[str]], more: Mapping
         while not stopped:
             began = time.monotonic()
             child = subprocess.Popen(list(words()), cwd=folder, env=environment(more), start_new_session=True,
-                                     pass_fds=[lock], stdout=said.pipe, stderr=said.pipe)  # fmt: skip
+                                     pass_fds=[lock], stdout=said.pipe, stderr=said.pipe, umask=PRIVATE)  # fmt: skip
             (folder / PID).write_text(f"{os.getpid()} {child.pid}", encoding="ascii")
             try:
                 while child.poll() is None and not stopped:

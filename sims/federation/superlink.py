@@ -6,7 +6,8 @@ Run in the server's folder: `python -m sims.federation.superlink`. What it needs
 import asyncio
 import base64
 import contextlib
-import os
+import logging
+import resource
 import secrets
 import signal
 import socket
@@ -40,6 +41,8 @@ DATABASE = "state.db"  # its restart costs no node its registration
 LOOK_SECONDS = 0.5  # between looks for keys of sites that are new
 OWN = "127.0.0.1"
 
+log = logging.getLogger("flwr")
+
 
 class _Server(uvicorn.Server):
     """One of several in a process, which hears signals for all of them."""
@@ -51,7 +54,8 @@ class _Server(uvicorn.Server):
 
 def main() -> None:
     """Until told to stop, or until the process that starts ServerApps ends."""
-    os.umask(0o077)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # connections of others must not use up what nodes need
     sheet = sheets.read_server(Path())
     with listen(sheet.host, sheet.port) as outer, listen(OWN, 0) as inner:
         asyncio.run(_serve(sheet, outer, inner))
@@ -119,8 +123,11 @@ async def _follow(state: SqlLinkState) -> None:
     while True:
         await asyncio.sleep(LOOK_SECONDS)
         if (there := members.seen(Path(KEYS))) != before:
-            await asyncio.to_thread(members.follow, state, Path(KEYS))
             before = there
+            try:
+                await asyncio.to_thread(members.follow, state, Path(KEYS))
+            except Exception:  # such as a disk that is full: nodes that are in go on
+                log.exception("the keys in %s cannot be taken over", KEYS)
 
 
 async def _watch(executor: subprocess.Popen[bytes], leave: Callable[[], None]) -> None:

@@ -23,7 +23,6 @@ LEAVE_SECONDS = 2.0  # for the node to end by itself, where both were told to
 
 def main(port: str, warm: str, *words: str) -> None:
     """Until told to stop, or until the process that starts ClientApps ends."""
-    os.umask(0o077)
     from flwr.supercore.constant import TaskType
     from flwr.supernode.cli.flower_supernode import flower_supernode
 
