@@ -16,7 +16,7 @@ from conf.errors import UserError, plain
 from sims.federation import sheets
 from sims.federation.plan import machines_of
 from sims.federation.programs import running
-from sims.federation.proxies import named
+from sims.federation.proxies import named, usable
 from sims.federation.sheets import SiteSheet
 
 SOON = datetime.timedelta(days=30)
@@ -86,12 +86,10 @@ def _site(home: Path) -> Iterator[tuple[str, str]]:
 def _proxies() -> Iterator[Row]:
     """The proxies that this machine's environment names: nodes go by them to a server elsewhere."""
     for name, text in named(os.environ).items():
-        told = plain(text).rpartition("@")[2]  # without a password
-        yield (
-            "here",
-            PROXY,
-            f"{name} is {told}: a node asks it for the way to a server elsewhere (no_proxy: HOST leaves it out)",
-        )
+        use = "a node asks it for the way to a server elsewhere (no_proxy: HOST leaves it out)"
+        if name not in usable(os.environ):
+            use = "not used, as the package socksio is not installed"
+        yield "here", PROXY, f"{name} is {plain(text).rpartition('@')[2]}: {use}"  # without a password
 
 
 def _dates(path: Path) -> str:

@@ -28,7 +28,7 @@ def up(folder: Path, number: int, tls: bool = True) -> list[str]:
     for name in names:
         if not running(folder / name):
             launch(folder / name, "federation", "node", sheets.SITE)
-    _await(folder, lambda: len(_online(folder / SERVER)) >= len(names), "the nodes", JOIN_SECONDS, *names)
+    _await(folder, lambda: _all_online(folder / SERVER, len(names)), "the nodes", JOIN_SECONDS, *names)
     return names
 
 
@@ -98,6 +98,13 @@ def _answers(folder: Path) -> bool:
     except UserError:
         return False
     return True
+
+
+def _all_online(server: Path, number: int) -> bool:
+    try:
+        return len(_online(server)) >= number
+    except UserError:
+        return False  # it is coming back
 
 
 def _online(server: Path) -> dict[str, str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conf.errors import UserError
-from sims.federation.proxies import unproxied
+from sims.federation.proxies import unproxied, usable
 
 LOCK, KEEPER = "running.lock", "keeper.lock"  # the first is held by keeper and program, the second by the keeper alone
 PID, LOG = "running.pid", "log.txt"
@@ -38,7 +38,7 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     """That of Flower's programs: ours first on the path, nothing installed, nothing told to anybody, no ports but ours."""
     path = f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}"
     kept = {name: text for name, text in os.environ.items() if not name.startswith("FLWR_") or name == HOME}
-    return {**kept, **ENVIRONMENT, **unproxied(kept), "PATH": path, **(more or {})}
+    return {**usable(kept), **ENVIRONMENT, **unproxied(kept), "PATH": path, **(more or {})}
 
 
 def write_private(path: Path, content: bytes) -> None:

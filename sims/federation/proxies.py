@@ -1,6 +1,7 @@
 """Proxies that this machine's environment names: none is asked for what is on this machine."""
 
 import contextlib
+import importlib.util
 import os
 from collections.abc import Iterator, Mapping
 
@@ -11,6 +12,14 @@ NAMES = ("http_proxy", "https_proxy", "all_proxy")
 def named(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that name a proxy, and which."""
     return {name: text for name, text in sorted(environment.items()) if name.lower() in NAMES and text}
+
+
+def usable(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment, but for SOCKS proxies that Flower's programs cannot go by: they would not start at all."""
+    if importlib.util.find_spec("socksio"):
+        return dict(environment)
+    useless = {name for name, text in named(environment).items() if text.lower().startswith("socks")}
+    return {name: text for name, text in environment.items() if name not in useless}
 
 
 def unproxied(environment: Mapping[str, str]) -> dict[str, str]:

@@ -248,7 +248,8 @@ def test_a_site_sees_that_a_server_obeys_whoever_reaches_it(federation: Path, tm
 
 
 def test_a_proxy_is_not_asked_for_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Nothing listens there."""
+    """Nothing listens there; and a SOCKS proxy, which Flower's programs cannot go by, keeps none from starting."""
+    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://someone:secret@127.0.0.1:9")
     folder = tmp_path / "proxied"
