@@ -12,6 +12,7 @@ from conf.yamls import write_yaml
 from sims.federation import sheets
 from sims.federation.keys import AUTHORITY, NODE_KEY, public_key, write_certificates, write_node_key
 from sims.federation.names import check_names
+from sims.federation.programs import write_private
 from sims.federation.sheets import ServerSheet, SiteSheet
 
 SERVER = "server"  # the folder of the server's machine
@@ -136,12 +137,18 @@ def write_public(folder: Path) -> None:
         "certificate": (server / AUTHORITY).read_text(encoding="ascii"),
         "sites": known,
     }
-    (server / MEMBERS).write_text(write_yaml(given), encoding="utf-8")
+    write_private(server / MEMBERS, write_yaml(given).encode())
 
 
 def members(server: Path) -> dict[str, str]:
     """The sites whose public keys lie in a server's folder, and the keys."""
-    return {path.stem: public_key(path.read_text(encoding="ascii")) for path in sorted((server / KEYS).glob("*.pub"))}
+    found = {}
+    for path in sorted((server / KEYS).glob("*.pub")):
+        try:
+            found[path.stem] = public_key(path.read_text(encoding="ascii"))
+        except (OSError, UnicodeDecodeError, UserError) as error:
+            raise UserError(f"{path}: {error}; put the site's key.pub there, or delete it") from None
+    return found
 
 
 def peers_text(known: Mapping[str, str]) -> str:

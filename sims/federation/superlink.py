@@ -30,10 +30,11 @@ from flwr.superlink.cli.flower_superlink import SuperLinkLifespan
 from flwr.superlink.config_loader import SuperLinkLifespanConfig
 from flwr.superlink.main import create_app
 
+from conf.errors import UserError
 from sims.federation import members, sheets
 from sims.federation.doors import Door, for_nodes, for_the_owner, settings
 from sims.federation.executor import start_executor
-from sims.federation.plan import CONNECTION, FLOWER, KEYS
+from sims.federation.plan import CONNECTION, FLOWER, KEYS, write_public
 from sims.federation.programs import listen, write_private
 from sims.federation.sheets import ServerSheet
 
@@ -65,7 +66,7 @@ async def _serve(sheet: ServerSheet, outer: socket.socket, inner: socket.socket)
     secret, token = secrets.token_hex(32), secrets.token_urlsafe(32)
     app = create_app(_config(secret.encode()), SuperLinkLifespan)
     state = cast(SqlLinkState, app.state.linkstate_factory.state())
-    members.follow(state, Path(KEYS))
+    _take_over(state)
     doors: list[tuple[socket.socket, Door, Literal["on", "off"]]] = [
         (inner, for_the_owner(app, token), "on"),
         (outer, for_nodes(app, state.get_node_id_by_public_key), "off"),
@@ -125,9 +126,15 @@ async def _follow(state: SqlLinkState) -> None:
         if (there := members.seen(Path(KEYS))) != before:
             before = there
             try:
-                await asyncio.to_thread(members.follow, state, Path(KEYS))
+                await asyncio.to_thread(_take_over, state)
             except Exception:  # such as a disk that is full: nodes that are in go on
                 log.exception("the keys in %s cannot be taken over", KEYS)
+
+
+def _take_over(state: SqlLinkState) -> None:
+    members.follow(state, Path(KEYS))
+    with contextlib.suppress(UserError):  # a file that is no key, which is told of already
+        write_public(Path())
 
 
 async def _watch(executor: subprocess.Popen[bytes], leave: Callable[[], None]) -> None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.proto.fleet_pb2 import PullMessagesRequest
@@ -152,8 +153,8 @@ def test_a_local_user_takes_no_task_at_a_port(federation: Path, owners: int):
     """The attack of steal.py at the server and at a node, with the certificate that they have."""
     ports = [(owners, federation / SERVER / "ca.crt", TaskType.SERVER_APP)]
     home = federation / "site-0000"
-    words = Path(f"/proc/{program(home)}/cmdline").read_bytes().split(b"\0")
-    ports += [(int(words[words.index(b"sims.federation.supernode") + 1]), home / OWN / "ca.crt", TaskType.CLIENT_APP)]
+    words = psutil.Process(program(home)).cmdline()
+    ports += [(int(words[words.index("sims.federation.supernode") + 1]), home / OWN / "ca.crt", TaskType.CLIENT_APP)]
     for port, root, kind in ports:
         client = RuntimeHttpClient.from_server_address(
             server_address=f"{HERE}:{port}",
@@ -170,9 +171,9 @@ def test_no_token_and_no_secret_is_on_a_command_line_or_in_a_file_for_others(fed
 
     def look() -> None:
         while not stop.is_set():
-            for path in Path("/proc").glob("[0-9]*/cmdline"):
-                with contextlib.suppress(OSError):
-                    seen.add(path.read_bytes())
+            for process in psutil.process_iter():
+                with contextlib.suppress(psutil.Error):
+                    seen.add(" ".join(process.cmdline()))
             time.sleep(0.01)
 
     watch = threading.Thread(target=look)
@@ -182,9 +183,9 @@ def test_no_token_and_no_secret_is_on_a_command_line_or_in_a_file_for_others(fed
     finally:
         stop.set()
         watch.join()
-    ours = [words for words in seen if b"sims.federation" in words or b"flwr-" in words]
-    assert any(b"sims.federation.task" in words for words in ours), "the ServerApp was not seen"
-    assert not any(b"--token" in words for words in ours)
+    ours = [words for words in seen if "sims.federation" in words or "flwr-" in words]
+    assert any("sims.federation.task" in words for words in ours), "the ServerApp was not seen"
+    assert not any("--token" in words for words in ours)
     homes = [federation / SERVER, *(federation / name for name in sites_of(federation))]
     for home in homes:
         assert home.stat().st_mode & 0o077 == 0
