@@ -17,12 +17,14 @@ DOOR = "clientapp.socket"  # in the node's folder, where its programs run
 START_SECONDS, PAUSE_SECONDS = 60.0, 0.05
 
 
-def start_executor(address: str, authority: Path, secret: str, kind: str, warm: bool = False) -> subprocess.Popen[bytes]:
+def start_executor(
+    address: str, authority: Path, secret: str, kind: str, apps: str, warm: bool = False
+) -> subprocess.Popen[bytes]:
     """A process that does what the Runtime API at an address has to do, as long as this process lives.
 
-    `secret`: by which it is known there; it goes through a pipe.
+    `secret`: by which it is known there; it goes through a pipe. `apps`: which it runs (sims.federation.own_app).
     """
-    words = [address, str(authority), kind, str(os.getpid()), "warm" if warm else ""]
+    words = [address, str(authority), kind, str(os.getpid()), apps, "warm" if warm else ""]
     child = subprocess.Popen([sys.executable, "-m", "sims.federation.executor", *words], stdin=subprocess.PIPE)
     assert child.stdin is not None
     child.stdin.write(secret.encode())
@@ -30,7 +32,7 @@ def start_executor(address: str, authority: Path, secret: str, kind: str, warm: 
     return child
 
 
-def main(address: str, authority: str, kind: str, parent: str, warm: str) -> None:
+def main(address: str, authority: str, kind: str, parent: str, apps: str, warm: str) -> None:
     """Until the parent ends."""
     secret = sys.stdin.buffer.read()
     from flwr.supercore.constant import TASK_TYPE_TO_COMMAND, TaskType
@@ -39,7 +41,7 @@ def main(address: str, authority: str, kind: str, parent: str, warm: str) -> Non
     from flwr.supercore.superexec.executor.types import ExecutionSpec, LaunchResult
     from flwr.supercore.utils import disable_process_dumping
 
-    apps = _Warm() if warm else _Cold()
+    tasks = _Warm(apps) if warm else _Cold(apps)
 
     class Quiet(SubprocessExecutor):
         """Takes tasks of one kind, and says their tokens to nobody but their Apps."""
@@ -51,13 +53,13 @@ def main(address: str, authority: str, kind: str, parent: str, warm: str) -> Non
             words = [TASK_TYPE_TO_COMMAND[spec.task_type], "--runtime-api-address", address, "--token", spec.token]
             words += ["--root-certificates", authority, "--parent-pid", str(os.getpid())]
             try:
-                apps.start(words, subprocess.DEVNULL if spec.suppress_output else None)
+                tasks.start(words, subprocess.DEVNULL if spec.suppress_output else None)
             except OSError as error:
                 return LaunchResult.failed(str(error))
             return LaunchResult.accepted()
 
         def reconcile(self) -> None:
-            apps.reap()
+            tasks.reap()
 
     disable_process_dumping(strict=False)
     run_superexec.get_executor = lambda *_, **__: Quiet()  # type: ignore[attr-defined]
@@ -74,12 +76,13 @@ def main(address: str, authority: str, kind: str, parent: str, warm: str) -> Non
 class _Cold:
     """A new program for each task."""
 
-    def __init__(self) -> None:
+    def __init__(self, apps: str) -> None:
+        self._apps = apps
         self._started: list[subprocess.Popen[bytes]] = []
 
     def start(self, words: list[str], out: int | None) -> None:
         """Have Flower's command do a task."""
-        command = [sys.executable, "-m", "sims.federation.task"]
+        command = [sys.executable, "-m", "sims.federation.task", self._apps]
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=out)
         self._started.append(child)
         with child.stdin or contextlib.nullcontext() as pipe:
@@ -98,7 +101,7 @@ class _Warm(_Cold):
         """Hand the task over, if need be to a program that is started first. OSError if that does not come."""
         with contextlib.suppress(OSError):
             return hand_over(words)
-        command = [sys.executable, "-m", "sims.federation.warm", str(os.getpid())]
+        command = [sys.executable, "-m", "sims.federation.warm", str(os.getpid()), self._apps]
         self._started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
         deadline = time.monotonic() + START_SECONDS
         while True:

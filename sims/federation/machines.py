@@ -14,6 +14,7 @@ from conf.errors import UserError, plain, unknown
 from sims.federation import sheets
 from sims.federation.keys import NODE_KEY, write_node_key
 from sims.federation.names import check_names
+from sims.federation.own_app import OWN
 from sims.federation.plan import CONNECTION, FLOWER, ID, JOINED, KEYS, SERVER, write_public, written
 from sims.federation.programs import BIN, HOME, environment, free_port, keep_running, listen, lock_away, running
 from sims.federation.proxies import without
@@ -69,7 +70,7 @@ def run_node(path: Path) -> None:
     program = [sys.executable, "-m", "sims.federation.supernode"]
     warm = "warm" if sheet.warm else "cold"
     more = {HOME: str(folder / FLOWER), **sheet.environment}
-    keep_running(folder, lambda: [*program, str(sheet.port or free_port()), warm, *words], more)
+    keep_running(folder, lambda: [*program, str(sheet.port or free_port()), warm, sheet.apps or OWN, *words], more)
 
 
 def _check_files(path: Path, sheet: SiteSheet) -> None:

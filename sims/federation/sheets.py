@@ -66,6 +66,11 @@ class SiteSheet:
         low=0.0,
     )
     peers: str = value("", "file of all sites' public keys, by which it knows with whom it shares masks; empty: any")
+    apps: str = value(
+        "",
+        "any: it runs what a server sends, with all that its user may do; empty: the app installed here",
+        choices=("", "any"),
+    )
     warm: bool = value(True, "a process that has all imported waits for orders: saves seconds of each, takes some 400 MB")
     environment: dict[str, str] = value({}, "environment variables of the node, such as CUDA_VISIBLE_DEVICES: '0'")
 

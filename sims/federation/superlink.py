@@ -34,6 +34,7 @@ from conf.errors import UserError
 from sims.federation import members, sheets
 from sims.federation.doors import Door, for_nodes, for_the_owner, settings
 from sims.federation.executor import start_executor
+from sims.federation.own_app import ANY
 from sims.federation.plan import CONNECTION, FLOWER, KEYS, write_public
 from sims.federation.programs import listen, write_private
 from sims.federation.sheets import ServerSheet
@@ -85,7 +86,7 @@ async def _serve(sheet: ServerSheet, outer: socket.socket, inner: socket.socket)
 
     for kind in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(kind, leave)
-    executor = start_executor(address, Path(sheet.authority).resolve(), secret, TaskType.SERVER_APP)
+    executor = start_executor(address, Path(sheet.authority).resolve(), secret, TaskType.SERVER_APP, ANY)
     watches = [asyncio.create_task(_follow(state)), asyncio.create_task(_watch(executor, leave))]
     try:
         await asyncio.gather(*(server.serve([door]) for server, (door, _, _) in zip(servers, doors, strict=True)))

@@ -1,4 +1,4 @@
-"""A site's program: Flower's SuperNode, with the process that starts its ClientApps: `python -m ... PORT WARM WORDS...`.
+"""A site's program: Flower's SuperNode, with what starts its ClientApps: `python -m ... PORT WARM APPS WORDS...`.
 
 Every user of the machine reaches the node's port. It hands out tasks to those who know a secret, and proves by a certificate
 that it is this node: nobody else can sit at its port and hand out tasks.
@@ -21,7 +21,7 @@ HOST = "127.0.0.1"
 LEAVE_SECONDS = 2.0  # for the node to end by itself, where both were told to
 
 
-def main(port: str, warm: str, *words: str) -> None:
+def main(port: str, warm: str, apps: str, *words: str) -> None:
     """Until told to stop, or until the process that starts ClientApps ends."""
     from flwr.supercore.constant import TaskType
     from flwr.supernode.cli.flower_supernode import flower_supernode
@@ -29,7 +29,8 @@ def main(port: str, warm: str, *words: str) -> None:
     own, secret = _fresh(Path(OWN)), secrets.token_hex(32)
     file = own / SECRET
     file.write_text(secret, encoding="ascii")
-    executor = start_executor(f"{HOST}:{port}", (own / AUTHORITY).resolve(), secret, TaskType.CLIENT_APP, warm == "warm")
+    address, authority = f"{HOST}:{port}", (own / AUTHORITY).resolve()
+    executor = start_executor(address, authority, secret, TaskType.CLIENT_APP, apps, warm == "warm")
 
     def watch() -> None:
         executor.wait()

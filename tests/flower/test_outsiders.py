@@ -12,10 +12,12 @@ import time
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 import pytest
+import tomli_w
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.proto.fleet_pb2 import PullMessagesRequest
 from flwr.proto.node_pb2 import Node
@@ -228,6 +230,60 @@ def test_messages_of_forty_megabytes_go_through(federation: Path, tmp_path: Path
     assert run(federation, tmp_path, "large", *more)["status"] == "finished"
     line = json.loads((tmp_path / "large" / "metrics.jsonl").read_text().splitlines()[-1])
     assert line["replies"] == 3
+
+
+FOREIGN = """
+import time
+from pathlib import Path
+from flwr.app import Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+server = ServerApp()
+client = ClientApp()
+@server.main()
+def main(grid, context):
+    sent = set(grid.push_messages([Message(RecordDict(), node, "train") for node in grid.get_node_ids()]))
+    told = []
+    while sent and time.sleep(0.3) is None:
+        replies = list(grid.pull_messages(sent))
+        sent -= {reply.metadata.reply_to_message_id for reply in replies}
+        told += [str(reply.error.reason) if reply.has_error() else "done" for reply in replies]
+    Path("OUT").write_text(chr(10).join(told))
+@client.train()
+def train(message, context):
+    Path("foreign-was-here").touch()
+    return Message(RecordDict(), reply_to=message)
+"""
+
+
+def test_a_site_runs_the_app_that_is_installed_there_and_no_other(federation: Path, tmp_path: Path):
+    """But for one whose sheet says so. The server's own user has a foreign app run; site-0001 starts a program for it."""
+    app, out = tmp_path / "app", tmp_path / "out"
+    app.mkdir()
+    (app / "foreign.py").write_text(FOREIGN.replace("OUT", str(out)))
+    parts = {"publisher": "nobody", "components": {"serverapp": "foreign:server", "clientapp": "foreign:client"}}
+    project = {"name": "foreign", "version": "1.0.0", "description": "", "license": "Apache-2.0"}
+    (app / "pyproject.toml").write_text(tomli_w.dumps({"project": project, "tool": {"flwr": {"app": parts}}}))
+    changed = {"site-0001": {"warm": False}, "site-0002": {"apps": "any"}}
+    try:
+        _change(federation, {name: {**one} for name, one in changed.items()})
+        assert '"success": true' in flwr(federation / SERVER, "run", str(app), CONNECTION, "--format", "json")
+        until(out.exists, "the app did not come to its end")
+        there = {name for name in sites_of(federation) if (federation / name / "foreign-was-here").exists()}
+        assert there == {"site-0002"}, out.read_text()
+        assert len(out.read_text().splitlines()) == 3 and out.read_text().splitlines().count("done") == 1
+        assert not list((federation / "site-0000" / "flwr").glob("apps/*nobody*"))
+    finally:
+        _change(federation, {"site-0001": {"warm": True}, "site-0002": {"apps": ""}})
+
+
+def _change(federation: Path, sheets: dict[str, dict[str, Any]]) -> None:
+    """Have nodes go on with other keys in their sheets."""
+    for name, keys in sheets.items():
+        local.stop(federation / name)
+        path = federation / name / SITE
+        write(path, replace(read(SiteSheet, path), **keys))
+    local.up(federation, 3)
 
 
 def test_a_site_sees_that_a_server_obeys_whoever_reaches_it(federation: Path, tmp_path: Path):
