@@ -176,7 +176,7 @@ def _agree(question: str, agreed: object, command: str, otherwise: str) -> None:
     if agreed:
         return
     if not sys.stdin.isatty():
-        raise UserError(f"{command}: stdin is no terminal, so that nobody can be asked; nothing is changed ({otherwise})")
+        raise UserError(f"{command}: stdin is not a terminal, so nobody can be asked; nothing is changed ({otherwise})")
     try:
         agreed = typer.confirm(question)
     except click.Abort:

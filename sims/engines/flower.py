@@ -29,6 +29,7 @@ from sims.federation.plan import CONNECTION, FLOWER, server_of
 from sims.federation.programs import BIN, environment, running
 from sims.federation.proxies import none_named, without
 from sims.federation.sheets import SERVER as SHEET
+from sims.federation.sheets import read_server
 
 CONFIG = "config.toml"  # in Flower's folder
 START_SECONDS = 90.0  # of a ServerApp, on a busy machine
@@ -94,9 +95,11 @@ def start(config: Config, share: Share = WHOLE) -> FlowerGrid:
 def _connection(address: str) -> tuple[dict[str, str], str]:
     """Environment and name by which Flower's own command finds the SuperLink. UserError if it would not."""
     home = server_of(Path(address)) / FLOWER
-    if home.parent.is_dir() and (home.parent / SHEET).is_file() and not running(home.parent):
-        how = f"fedloom federation server {home.parent}, or up"
-        raise UserError(f"engine.address: the server of '{address}' does not run on this machine: {how}")
+    if (home.parent / SHEET).is_file():
+        read_server(home.parent)
+        if not running(home.parent):
+            how = f"fedloom federation server {home.parent}, or up"
+            raise UserError(f"engine.address: the server of '{address}' does not run on this machine: {how}")
     if home.is_dir():
         return {"FLWR_HOME": str(home.resolve())}, CONNECTION
     if address not in (known := _connections(get_flwr_home() / CONFIG)):

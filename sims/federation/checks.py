@@ -23,7 +23,7 @@ SOON = datetime.timedelta(days=30)
 APART_SECONDS = 60.0  # of two clocks
 WAIT_SECONDS = 10.0
 GOOD = "good"
-VERSIONS, PROXY = "versions", "proxy"  # rows that are told of, and nothing is wrong with
+VERSIONS, PROXY = "versions", "proxy"  # rows for the reader's information
 NOT_FOR_NODES = ("/v1/control/list-runs", "/v1/runtime/acquire-task", "/v1/fleet/register-node")
 
 Row = tuple[str, str, str]

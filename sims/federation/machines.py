@@ -77,7 +77,7 @@ def _check_files(path: Path, sheet: SiteSheet) -> None:
     """UserError if a file is not there by which the server and the site know each other."""
     for key, name in {"certificate": sheet.certificate, "key": sheet.key}.items():
         if not name:
-            raise UserError(f"{path}: {key}: is empty, so that anybody on the network could be the server or this site; "
+            raise UserError(f"{path}: {key}: is empty, so anybody on the network could be the server or this site; "
                             "have a plan made, or 'fedloom federation join'")  # fmt: skip
     for name in filter(None, (sheet.certificate, sheet.key, sheet.peers)):
         if not (path.parent / name).is_file():

@@ -45,7 +45,7 @@ def follow(state: SqlLinkState, folder: Path) -> None:
 
 
 def _keys(folder: Path) -> dict[bytes, Path]:
-    """The keys of the folder's files, as Flower knows them. What is no key, or another site's, is told of and left out."""
+    """The keys of the folder's files, as Flower knows them. The log names what is not a key, or is another site's."""
     found: dict[bytes, Path] = {}
     for path in sorted(folder.glob("*.pub")):
         try:

@@ -104,8 +104,9 @@ class _Said:
 
     def __init__(self, log: Path) -> None:
         self.pipe: int | None = None
-        if log.is_file() and os.path.samestat(os.fstat(1), log.stat()):
-            return
+        with contextlib.suppress(OSError):  # a process may have no terminal
+            if os.path.samestat(os.fstat(1), log.stat()):
+                return
         heard, self.pipe = os.pipe()
         threading.Thread(target=self._copy, args=[heard, log], daemon=True).start()
 

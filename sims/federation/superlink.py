@@ -134,7 +134,7 @@ async def _follow(state: SqlLinkState) -> None:
 
 def _take_over(state: SqlLinkState) -> None:
     members.follow(state, Path(KEYS))
-    with contextlib.suppress(UserError):  # a file that is no key, which is told of already
+    with contextlib.suppress(UserError):  # a file that is not a key: the log names it already
         write_public(Path())
 
 

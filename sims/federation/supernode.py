@@ -18,7 +18,7 @@ from sims.federation.keys import AUTHORITY, CERTIFICATE, SERVER_KEY, write_certi
 OWN = "own"  # folder of certificates that last as long as the program
 SECRET = "secret"
 HOST = "127.0.0.1"
-LEAVE_SECONDS = 2.0  # for the node to end by itself, where both were told to
+LEAVE_SECONDS = 2.0  # for the node to end by itself, where both have to
 
 
 def main(port: str, warm: str, apps: str, *words: str) -> None:

@@ -52,7 +52,7 @@ def answer(host: str, port: int, path: str, method: str = "POST", **headers: str
 
 
 def said(host: str, port: int, text: bytes) -> bytes:
-    """The answer to what is no good HTTP."""
+    """The answer to bytes that need not be HTTP."""
     told, context = b"", ssl._create_unverified_context()
     with socket.create_connection((host, port), timeout=10) as plain, context.wrap_socket(plain) as line:
         line.sendall(text)

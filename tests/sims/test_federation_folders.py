@@ -24,6 +24,7 @@ BAD = {
     "objectives: [fedprotoo]": "objectives[0]: got 'fedprotoo'; did you mean 'fedproto'?",
     "optimizers: [AdamW]": "optimizers[0]: got 'AdamW'; did you mean 'adamw'?",
     'domain: "imges:/x"': "domain: got 'imges:/x'; did you mean 'images:PATH'? (takes: ",
+    "apps: all": "apps: got 'all', takes one of: \"\", any",
     "masks: always": "masks: got 'always', takes one of: \"\", required",
 }
 GOOD = (
@@ -154,6 +155,8 @@ def test_a_server_of_an_earlier_version_is_refused_by_every_command(fedloom: Com
         refused(fedloom("federation", "up", tmp_path / "m"), told)
         (tmp_path / "nodes.yaml").write_text("sites: [{name: a}, {name: b}]")
         refused(fedloom("federation", "plan", tmp_path / "nodes.yaml", "--folder", tmp_path / "m"), told)
+        with pytest.raises(UserError, match=told):
+            _connection(str(tmp_path / "m"))
         said = fedloom("doctor", "--federation", home)
         assert said.code == 1 and "earlier version" in " ".join(said.out.split())
 
@@ -163,7 +166,7 @@ def test_a_federation_without_tls_is_refused(fedloom: Command, tmp_path: Path):
     refused(fedloom("federation", "plan", tmp_path / "nodes.yaml", "--folder", tmp_path / "m"), "tls: false is not offered")
     refused(fedloom("federation", "up", tmp_path / "m", "--no-tls"), "tls: false is not offered")
     (tmp_path / SITE).write_text("name: b\nsuperlink: 127.0.0.1:1\n")
-    refused(fedloom("federation", "node", tmp_path / SITE), "certificate: is empty, so that anybody")
+    refused(fedloom("federation", "node", tmp_path / SITE), "certificate: is empty, so anybody")
     assert not (tmp_path / "m").exists()
 
 

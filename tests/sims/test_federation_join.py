@@ -40,7 +40,7 @@ def test_a_site_makes_its_own_key_and_all_learn_each_others(fedloom: Command, op
     assert told.returncode or told.stdout.split()[1] == fingerprint(public)
     assert (north / "key").stat().st_mode & 0o077 == 0 and north.stat().st_mode & 0o077 == 0
     asked = ("federation", "admit", north / "join.request", "--folder", operator)
-    refused(fedloom(*asked), "admit: stdin is no terminal, so that nobody can be asked; nothing is changed")
+    refused(fedloom(*asked), "admit: stdin is not a terminal, so nobody can be asked; nothing is changed")
     refused(fedloom(*asked, "--fingerprint", "SHA256:other"), "the key in it is not the one that was read out")
     assert not members(operator / "server")
     assert fedloom(*asked, "--fingerprint", fingerprint(public)).code == 0
@@ -49,7 +49,7 @@ def test_a_site_makes_its_own_key_and_all_learn_each_others(fedloom: Command, op
     south = joined(fedloom, operator, "south")
     for home in (north, south):
         refused(fedloom("federation", "node", home / SITE), "there is no", "'fedloom federation accept' takes it")
-        refused(fedloom("federation", "accept", file, "--folder", home), "accept: stdin is no terminal")
+        refused(fedloom("federation", "accept", file, "--folder", home), "accept: stdin is not a terminal")
         said = fedloom("federation", "accept", file, "--folder", home, "--yes")
         assert said.code == 0 and said.out.count("new") >= 3
         assert fingerprint(public).replace("SHA256:", "")[:20] in said.out.replace("\n", "")
