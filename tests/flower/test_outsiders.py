@@ -176,7 +176,7 @@ def test_no_token_and_no_secret_is_on_a_command_line_or_in_a_file_for_others(fed
             for process in psutil.process_iter():
                 with contextlib.suppress(psutil.Error):
                     seen.add(" ".join(process.cmdline()))
-            time.sleep(0.01)
+            time.sleep(0.03)
 
     watch = threading.Thread(target=look)
     watch.start()
