@@ -52,7 +52,7 @@ def bench(quick: bool = False) -> tuple[Table, list[dict[str, Any]]]:
         root = Path(temporary)
         config, folder = configured(root), root / "federation"
         write_data(config, root)
-        sites = [{"name": site.name, "domain": f"npz:{root / site.name}.npz"} for site in roster(config)]
+        sites = [{"name": site.name, "domain": f"npz:{root / site.name}.npz", "apps": "any"} for site in roster(config)]
         write_plan(Plan(port=free_port(), sites=sites), folder)
         try:
             local.up(folder, SITES, tls=True)

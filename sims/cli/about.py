@@ -49,16 +49,19 @@ def doctor(
     root: Annotated[str, typer.Option("--data", help="The folder with the data (data.root).")] = "",
     federation: Annotated[Path | None, typer.Option(help="Look at a real federation's folder, or at one machine's.")] = None,
 ) -> None:
-    """Say what this machine has: versions, cores, GPUs, Ray, and where each domain would come from."""
+    """Say what this machine has: versions, cores, GPUs, Ray, and where each domain would come from.
+
+    With --federation it exits with 1 if anything there is wrong.
+    """
     from rich.console import Console
 
     if federation is not None:
-        from sims.federation.checks import check
+        from sims.federation.checks import check, sound
 
         with waiting("looking at the federation"):
             rows = [list(row) for row in check(federation)]
         Console().print(Table(str(federation), ["machine", "what", "found"], rows).rich())
-        return
+        raise typer.Exit(0 if sound(rows) else 1)
     from conf.schema import DataConfig
     from sims.cli.doctor import doctor as examine
     from sims.cli.doctor import doctor_table

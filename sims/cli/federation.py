@@ -1,5 +1,6 @@
 """`fedloom federation`: machines that Flower connects, here or elsewhere."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,9 @@ HERE = Path("federation")
 def up(
     folder: Folder = HERE,
     nodes: Annotated[int, typer.Option(help="So many sites, where there is no such folder yet.", min=1, max=100)] = 3,
-    tls: Annotated[bool, typer.Option("--tls", help="Encrypted; the sites are known by their keys.")] = False,
+    tls: Annotated[
+        bool, typer.Option("--tls/--no-tls", help="Encrypted; the sites are known by their keys. Always so.")
+    ] = True,
 ) -> None:
     """Start a federation on this machine and wait until all nodes are in; again: start what is down."""
     from sims.federation.local import up as start
@@ -42,14 +45,17 @@ def down(folder: Folder = HERE) -> None:
 
 @app.command()
 def status(folder: Folder = HERE) -> None:
-    """Which machines of the folder are up, and which nodes the server sees."""
+    """Which machines of the folder are up, and which nodes the server sees. Exits with 1 unless all are up and online."""
     from rich.console import Console
 
+    from sims.federation.local import ailing
     from sims.federation.local import status as examine
 
     with waiting("asking the server"):
         rows = examine(folder)
     Console().print(Table(f"{folder}", ["machine", "here", "at the server"], rows).rich())
+    if ailing(rows):
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -79,7 +85,10 @@ def plan(
     nodes: Annotated[Path, typer.Argument(help="A YAML file: host, port, sites: [{name: ...}, ...].")],
     folder: Annotated[Path, typer.Option(help="Where the machines' folders go.")] = HERE,
 ) -> None:
-    """Write a folder with keys, sheet and start command for each machine; in a federation's folder, for its new sites."""
+    """Write a folder with keys, sheet and start command for each machine of one owner; again: for sites that are new.
+
+    Sites of other owners make keys of their own: 'fedloom federation join'.
+    """
     from sims.federation.machines import let_in
     from sims.federation.plan import SERVER, Plan, write_plan
     from sims.federation.sheets import read
@@ -90,6 +99,90 @@ def plan(
         typer.echo(f"{home}: copy it to its machine; there, in it: fedloom federation {command}")
     if homes[0].name != SERVER:
         typer.echo(let_in(folder / SERVER))
+    if any(home.name != SERVER for home in homes):
+        typer.echo(
+            "These sites' keys were made here: whoever has this folder can speak as any of them. Sites of other owners"
+        )
+        typer.echo("make their own: fedloom federation join")
+
+
+@app.command()
+def join(
+    name: Annotated[str, typer.Argument(help="The site's name, as in the configurations of runs.")],
+    superlink: Annotated[str, typer.Option(help="The server's address, HOST:PORT, from the operator.")] = "",
+    folder: Annotated[Path | None, typer.Option(help="The site's folder; else one of its name.")] = None,
+    rekey: Annotated[bool, typer.Option("--rekey", help="The key is lost: make another.")] = False,
+) -> None:
+    """At a site: make its key, which stays here, and a request for the operator to let it in."""
+    from sims.federation.joining import REQUEST, ask
+
+    home = folder or Path(name)
+    told = ask(home, name, superlink, rekey)
+    typer.echo(f"{home / REQUEST}: send it to the operator, and read this out when asked, by another way than it goes:")
+    typer.echo(f"  {name} {told}")
+    typer.echo(f"The members' file comes back: fedloom federation accept FILE --folder {home}")
+
+
+@app.command()
+def admit(
+    request: Annotated[Path, typer.Argument(help="A site's request, from 'fedloom federation join'.")],
+    folder: Annotated[Path, typer.Option(help="Where the server's folder is, or that folder.")] = HERE,
+    fingerprint: Annotated[str, typer.Option(help="As the site reads it out: it is compared, and nobody is asked.")] = "",
+    rekey: Annotated[bool, typer.Option("--rekey", help="A known site has lost its key: take that one back.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """At the server: let a site in that made its own key, after its fingerprint was compared."""
+    from conf.errors import UserError
+    from sims.federation import joining
+    from sims.federation.machines import let_in
+    from sims.federation.plan import MEMBERS
+
+    asked = joining.read_request(request)
+    joining.check_admission(folder, asked, rekey)
+    typer.echo(f"{asked.name} {asked.fingerprint}")
+    if fingerprint and fingerprint.strip() != asked.fingerprint:
+        raise UserError(f"{request}: the key in it is not the one that was read out; nobody is let in")
+    _agree("Does the site read out the same?", fingerprint or yes, "admit", "--fingerprint compares, --yes does not ask")
+    server = joining.admit(folder, asked)
+    typer.echo(let_in(server))
+    typer.echo(f"{server / MEMBERS}: send it to all sites; there: fedloom federation accept {MEMBERS}")
+
+
+@app.command()
+def accept(
+    members: Annotated[Path, typer.Argument(help="The members' file, from the operator.")],
+    folder: Annotated[Path, typer.Option(help="The site's folder.")] = Path(),
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """At a site: take over who else is a member, and the server's certificate, after fingerprints were compared."""
+    from rich.console import Console
+
+    from sims.federation import joining
+
+    given = joining.read_members(members)
+    rows = joining.changes(folder, given)
+    Console().print(Table(f"{members}", ["who", "change", "fingerprint"], rows).rich())
+    _agree("Do operator and sites read out the same?", yes, "accept", "--yes does not ask")
+    joining.accept(folder, given)
+    typer.echo(f"{folder}: knows them from now on; its node: fedloom federation node {folder / 'site.yaml'}")
+
+
+def _agree(question: str, agreed: object, command: str, otherwise: str) -> None:
+    """UserError unless it is agreed already, or somebody at the terminal says yes."""
+    import click
+
+    from conf.errors import UserError
+
+    if agreed:
+        return
+    if not sys.stdin.isatty():
+        raise UserError(f"{command}: stdin is not a terminal, so nobody can be asked; nothing is changed ({otherwise})")
+    try:
+        agreed = typer.confirm(question)
+    except click.Abort:
+        agreed = False
+    if not agreed:
+        raise UserError(f"{command}: nobody agreed; nothing is changed")
 
 
 @app.command()

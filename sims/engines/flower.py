@@ -26,7 +26,10 @@ from server.relay import DONE, SOCKET
 from sims.engines.share import WHOLE, Share
 from sims.federation.machines import complaint
 from sims.federation.plan import CONNECTION, FLOWER, server_of
-from sims.federation.programs import BIN, environment
+from sims.federation.programs import BIN, environment, running
+from sims.federation.proxies import none_named, without
+from sims.federation.sheets import SERVER as SHEET
+from sims.federation.sheets import read_server
 
 CONFIG = "config.toml"  # in Flower's folder
 START_SECONDS = 90.0  # of a ServerApp, on a busy machine
@@ -54,6 +57,10 @@ class FlowerGrid(CarefulGrid):
     def describe(self) -> str:
         """Where the nodes are, in a line."""
         return self._told
+
+    def _connect(self) -> None:
+        with none_named():
+            super()._connect()
 
     def close(self) -> None:
         """Give the place back: the run is done."""
@@ -88,6 +95,11 @@ def start(config: Config, share: Share = WHOLE) -> FlowerGrid:
 def _connection(address: str) -> tuple[dict[str, str], str]:
     """Environment and name by which Flower's own command finds the SuperLink. UserError if it would not."""
     home = server_of(Path(address)) / FLOWER
+    if (home.parent / SHEET).is_file():
+        read_server(home.parent)
+        if not running(home.parent):
+            how = f"fedloom federation server {home.parent}, or up"
+            raise UserError(f"engine.address: the server of '{address}' does not run on this machine: {how}")
     if home.is_dir():
         return {"FLWR_HOME": str(home.resolve())}, CONNECTION
     if address not in (known := _connections(get_flwr_home() / CONFIG)):
@@ -112,7 +124,9 @@ def _connections(path: Path) -> list[str]:
 def _submit(app: Path, connection: str, door: Path, home: dict[str, str]) -> str:
     """Have the SuperLink start the ServerApp; the run's id."""
     words = [str(BIN / "flwr"), "run", str(app), connection, "--run-config", f'{SOCKET}="{door}"', "--format", "json"]
-    done = subprocess.run(words, env=environment(home), cwd=app, capture_output=True, text=True, timeout=START_SECONDS)
+    done = subprocess.run(
+        words, env=without(environment(home)), cwd=app, capture_output=True, text=True, timeout=START_SECONDS
+    )
     try:
         return str(json.loads(done.stdout)["run-id"])
     except (ValueError, KeyError):

@@ -1,16 +1,22 @@
 """Keys and certificates of a federation, made by the `cryptography` package: an authority of its own, the server's
 certificate, and a key for each site, by which Flower knows its node."""
 
+import base64
 import datetime
+import hashlib
 import ipaddress
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 from cryptography.x509.oid import NameOID
+
+from conf.errors import UserError, plain
 
 AUTHORITY, CERTIFICATE, SERVER_KEY = "ca.crt", "server.crt", "server.key"
 NODE_KEY = "key"
@@ -41,6 +47,31 @@ def write_node_key(folder: Path) -> str:
     line = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
     (folder / f"{NODE_KEY}.pub").write_text(f"{line}\n", encoding="ascii")
     return line
+
+
+def signed(folder: Path, text: bytes) -> bytes:
+    """The signature of a site's key (clients.identity.is_signed)."""
+    key = load_ssh_private_key((folder / NODE_KEY).read_bytes(), None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    return key.sign(text, ec.ECDSA(hashes.SHA384()))
+
+
+def public_key(line: str) -> str:
+    """The key of a line of OpenSSH's, without what is said of it. UserError for one that is not an ECDSA key."""
+    parts = line.split()
+    try:
+        key = load_ssh_public_key(" ".join(parts[:2]).encode("ascii"))
+    except (ValueError, UnsupportedAlgorithm):
+        key = None
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise UserError(f"'{plain(line)[:60]}' is not a public key; takes a line as 'ssh-keygen -t ecdsa' writes it")
+    return key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
+
+
+def fingerprint(line: str) -> str:
+    """Of a public key, as `ssh-keygen -lf` says it: what people read out to each other."""
+    digest = hashlib.sha256(base64.b64decode(public_key(line).split()[1])).digest()
+    return f"SHA256:{base64.b64encode(digest).decode().rstrip('=')}"
 
 
 def _name(common: str) -> x509.Name:

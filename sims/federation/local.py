@@ -10,13 +10,13 @@ from sims.federation import sheets
 from sims.federation.machines import START_SECONDS, nodes, refuse_port, registered
 from sims.federation.plan import KEYS, SERVER, Plan, machines_of, server_of, sites_of, write_plan
 from sims.federation.programs import LOG, Running, free_port, launch, running, stop
-from sims.federation.sheets import ServerSheet
 
 JOIN_SECONDS = 90.0
 MOST_TOLD = 300  # letters
+DOWN = "down"
 
 
-def up(folder: Path, number: int, tls: bool) -> list[str]:
+def up(folder: Path, number: int, tls: bool = True) -> list[str]:
     """Start a SuperLink and so many nodes, or those whose folders are there already; the sites, when all have joined."""
     if not sites_of(folder):
         sites = [{"name": f"site-{place:04}"} for place in range(number)]
@@ -28,14 +28,14 @@ def up(folder: Path, number: int, tls: bool) -> list[str]:
     for name in names:
         if not running(folder / name):
             launch(folder / name, "federation", "node", sheets.SITE)
-    _await(folder, lambda: len(_online(folder / SERVER)) >= len(names), "the nodes", JOIN_SECONDS, *names)
+    _await(folder, lambda: _all_online(folder / SERVER, len(names)), "the nodes", JOIN_SECONDS, *names)
     return names
 
 
 def start_server(folder: Path) -> None:
     """Start the SuperLink if it does not run, and wait until it knows all keys."""
     if not running(folder / SERVER):
-        refuse_port(folder / SERVER, sheets.read(ServerSheet, folder / SERVER / sheets.SERVER))
+        refuse_port(folder / SERVER, sheets.read_server(folder / SERVER))
         launch(folder / SERVER, "federation", "server", ".")
     _await(folder, lambda: _answers(folder), "the SuperLink", START_SECONDS, SERVER)
 
@@ -59,6 +59,13 @@ def status(folder: Path) -> list[list[str]]:
     return rows
 
 
+def ailing(rows: list[list[str]]) -> list[str]:
+    """Machines of a status that are not up, or that the server does not see."""
+    seen = ("", "see the server's machine")
+    return [name for name, here, there in rows
+            if here == DOWN or not (there in seen or there.endswith(" online") or there.endswith(": online"))]  # fmt: skip
+
+
 def _name(home: Path) -> str:
     return home.resolve().name
 
@@ -75,17 +82,29 @@ def logs(folder: Path, names: list[str], lines: int) -> list[tuple[str, str]]:
     if odd := [name for name in names if name not in homes]:
         raise unknown("machine", odd[0], homes)
     found = [(name, homes[name] / LOG) for name in names or homes]
+    if not any(path.is_file() for _, path in found):
+        raise UserError(
+            f"{folder}: there is no log of {', '.join(names) or 'any machine'}: nothing has run in its folder yet"
+        )
     return [(name, "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]))
             for name, path in found if path.is_file()]  # fmt: skip
 
 
 def _answers(folder: Path) -> bool:
+    if not all(registered(key) for key in (folder / SERVER / KEYS).glob("*.pub")):
+        return False
     try:
         nodes(folder / SERVER)
     except UserError:
         return False
-    keys = list((folder / SERVER / KEYS).glob("*.pub"))
-    return all(registered(key) for key in keys)
+    return True
+
+
+def _all_online(server: Path, number: int) -> bool:
+    try:
+        return len(_online(server)) >= number
+    except UserError:
+        return False  # it is coming back
 
 
 def _online(server: Path) -> dict[str, str]:
@@ -93,7 +112,7 @@ def _online(server: Path) -> dict[str, str]:
 
 
 def _processes(given: Running) -> str:
-    return f"up, process {given.keeper or given.program}" if given else "down"
+    return f"up, process {given.keeper or given.program}" if given else DOWN
 
 
 def _await(folder: Path, there: Callable[[], bool], what: str, seconds: float, *names: str) -> None:

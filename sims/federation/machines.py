@@ -1,51 +1,38 @@
 """What runs on a federation's machines: the server's SuperLink, and a node of Flower at each site."""
 
-import contextlib
 import errno
 import json
-import os
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError, plain, unknown
-from sims.federation import hand_over, sheets
+from sims.federation import sheets
 from sims.federation.keys import NODE_KEY, write_node_key
 from sims.federation.names import check_names
-from sims.federation.plan import CONNECTION, FLOWER, KEYS, SERVER, write_connection, write_peers, written
-from sims.federation.programs import BIN, environment, free_port, keep_running, running
+from sims.federation.own_app import OWN
+from sims.federation.plan import CONNECTION, FLOWER, ID, JOINED, KEYS, SERVER, write_public, written
+from sims.federation.programs import BIN, HOME, environment, free_port, keep_running, listen, lock_away, running
+from sims.federation.proxies import without
 from sims.federation.sheets import ServerSheet, SiteSheet
 
 SERVER_PACE = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5"}  # seconds; it has a program to start once in a run
-DATABASE = "state.db"  # of the SuperLink: its restart costs no node its registration
 NODE_CONFIG = "node.toml"
-ID = ".id"  # of the file beside a site's public key: the id of its node
 START_SECONDS = 60.0
 TOLD = 300  # letters of what a program said
 
 
 def run_server(folder: Path) -> None:
     """Keep the SuperLink of a server's folder running, until told to stop; the sites' keys in it may join."""
-    sheet = sheets.read(ServerSheet, folder / sheets.SERVER)
-    refuse_port(folder, sheet)
+    refuse_port(folder, sheets.read_server(folder))
     with written(folder):
-        write_connection(folder, sheet)
-    words = [str(BIN / "flower-superlink"), "--host", sheet.host, "--port", str(sheet.port), "--database", DATABASE]
-    if sheet.certificate:
-        words += ["--ssl-certfile", sheet.certificate, "--ssl-keyfile", sheet.key, "--ssl-ca-certfile", sheet.authority]
-    else:
-        words += ["--insecure"]
-    words += ["--enable-supernode-auth"] if sheet.authenticate else []
-
-    def ready() -> None:
-        wait_for(sheet.port)
-        if sheet.authenticate:
-            register(folder)
-
-    keep_running(folder, lambda: words, {"FLWR_HOME": str(folder.resolve() / FLOWER), **SERVER_PACE}, ready)
+        lock_away(folder)
+    home = {HOME: str(folder.resolve() / FLOWER), **SERVER_PACE}
+    keep_running(folder, lambda: [sys.executable, "-m", "sims.federation.superlink"], home)
 
 
 def refuse_port(folder: Path, sheet: ServerSheet) -> None:
@@ -55,10 +42,7 @@ def refuse_port(folder: Path, sheet: ServerSheet) -> None:
     where = f"{folder / sheets.SERVER}: port"
     change = f"change it there and in superlink of each {sheets.SITE}, or make a plan with another port"
     try:
-        found = socket.getaddrinfo(sheet.host, sheet.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        with socket.socket(found[0][0], socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # of a server that has just ended
-            probe.bind(found[0][4])
+        listen(sheet.host, sheet.port).close()
     except socket.gaierror as error:
         raise UserError(f"{folder / sheets.SERVER}: host: '{sheet.host}' is no address here ({error.strerror})") from None
     except OSError as error:
@@ -77,41 +61,35 @@ def run_node(path: Path) -> None:
         check_names(sheet)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
+    _check_files(path, sheet)
+    with written(folder):
+        lock_away(folder)
+        (folder / NODE_CONFIG).write_text(sheets.node_config(sheet, folder), encoding="utf-8")
+    words = ["--superlink", sheet.superlink, "--node-config", NODE_CONFIG, "--root-certificates", sheet.certificate]
+    words += ["--auth-supernode-private-key", sheet.key]
+    program = [sys.executable, "-m", "sims.federation.supernode"]
+    warm = "warm" if sheet.warm else "cold"
+    more = {HOME: str(folder / FLOWER), **sheet.environment}
+    keep_running(folder, lambda: [*program, str(sheet.port or free_port()), warm, sheet.apps or OWN, *words], more)
+
+
+def _check_files(path: Path, sheet: SiteSheet) -> None:
+    """UserError if a file is not there by which the server and the site know each other."""
+    for key, name in {"certificate": sheet.certificate, "key": sheet.key}.items():
+        if not name:
+            raise UserError(f"{path}: {key}: is empty, so anybody on the network could be the server or this site; "
+                            "have a plan made, or 'fedloom federation join'")  # fmt: skip
     for name in filter(None, (sheet.certificate, sheet.key, sheet.peers)):
-        if not (folder / name).is_file():
-            raise UserError(f"{path}: there is no {folder / name}")
-    (folder / NODE_CONFIG).write_text(sheets.node_config(sheet, folder), encoding="utf-8")
-    words = [str(BIN / "flower-supernode"), "--superlink", sheet.superlink, "--node-config", NODE_CONFIG]
-    words += ["--root-certificates", sheet.certificate] if sheet.certificate else ["--insecure"]
-    words += ["--auth-supernode-private-key", sheet.key] if sheet.key else []
-    more = {"FLWR_HOME": str(folder / FLOWER), **(_warm(folder) if sheet.warm else {}), **sheet.environment}
-    keep_running(folder, lambda: [*words, "--port", str(sheet.port or free_port())], more)
-
-
-def _warm(folder: Path) -> dict[str, str]:
-    """What makes a node's programs find our `flwr-clientapp` before Flower's (sims.federation.hand_over)."""
-    command = folder / "bin" / "flwr-clientapp"
-    command.parent.mkdir(exist_ok=True)
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{hand_over.__file__}" "$@"\n', encoding="utf-8")
-    command.chmod(0o700)
-    return {"PATH": f"{command.parent}{os.pathsep}{environment()['PATH']}"}
-
-
-def register(folder: Path) -> None:
-    """Let the nodes whose public keys lie in the server's folder join; the id of each is put beside its key."""
-    known = {one["node-id"] for one in nodes(folder)}
-    for path in sorted((folder / KEYS).glob("*.pub")):
-        if registered(path) not in known:
-            words = ("supernode", "register", str(path.resolve()), CONNECTION, "--name", path.stem, "--format", "json")
-            path.with_suffix(ID).write_text(str(json.loads(flwr(folder, *words))["node-id"]), encoding="ascii")
+        if not (path.parent / name).is_file():
+            how = "; 'fedloom federation accept' takes it from the operator's file" if name != sheet.key else ""
+            raise UserError(f"{path}: there is no {path.parent.resolve() / name}{how}")
 
 
 def let_in(folder: Path) -> str:
-    """Let new sites' keys in, where the server of this folder is up; what there is to know of it."""
+    """Wait until the server of this folder has let in new sites' keys, if it is up; what there is to know of it."""
     if not running(folder):
         return f"{folder / KEYS}: the new sites' public keys; the server that has them here lets them in when it starts"
-    if sheets.read(ServerSheet, folder / sheets.SERVER).authenticate:
-        register(folder)
+    _await(lambda: all(registered(key) for key in (folder / KEYS).glob("*.pub")), folder)
     return "the server lets them in"
 
 
@@ -124,16 +102,27 @@ def rekey(folder: Path, site: str) -> str:
     public = server / KEYS / f"{site}.pub"
     if not public.is_file():
         raise unknown("site", site, [path.stem for path in (server / KEYS).glob("*.pub")])
-    if old := registered(public):
-        flwr(server, "supernode", "unregister", old, CONNECTION, "--format", "json")
+    if public.read_text(encoding="ascii").split()[2:] == [JOINED]:
+        how = f"there: fedloom federation join {site} --rekey; here: fedloom federation admit REQUEST --rekey"
+        raise UserError(f"{site}: makes its keys itself ({how})")
+    if not running(server):
+        raise UserError(f"{server}: does not run, so that no key can be changed: fedloom federation server {server}")
+    old = registered(public)
     with written(folder):
         home.mkdir(mode=0o700, exist_ok=True)
         (home / NODE_KEY).unlink(missing_ok=True)
         public.write_text(write_node_key(home) + "\n", encoding="ascii")
-        public.with_suffix(ID).unlink(missing_ok=True)
-        register(server)
-        write_peers(folder)
+        write_public(folder)
+    _await(lambda: registered(public) != old, server)
     return registered(public)
+
+
+def _await(there: Callable[[], bool], folder: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while not there():
+        if time.monotonic() > deadline:
+            raise UserError(f"{folder}: the server does not take the keys in {KEYS}; 'fedloom federation logs' says why")
+        time.sleep(0.1)
 
 
 def registered(path: Path) -> str:
@@ -149,7 +138,7 @@ def nodes(folder: Path) -> list[dict[str, Any]]:
 
 def flwr(folder: Path, *words: str) -> str:
     """What a command of Flower says, spoken to the SuperLink of a server's folder. UserError if it fails."""
-    more = environment({"FLWR_HOME": str(folder.resolve() / FLOWER)})
+    more = without(environment({HOME: str(folder.resolve() / FLOWER)}))
     done = subprocess.run([str(BIN / "flwr"), *words], env=more, cwd=folder, capture_output=True, text=True, timeout=120)
     if done.returncode or '"success": false' in done.stdout:
         raise UserError(f"{folder}: 'flwr {words[0]}' failed: {complaint(done)}")
@@ -163,13 +152,3 @@ def complaint(done: subprocess.CompletedProcess[str]) -> str:
     except (ValueError, LookupError, TypeError):
         told = done.stdout + done.stderr
     return plain(" ".join(told.split()))[-TOLD:]
-
-
-def wait_for(port: int, seconds: float = START_SECONDS) -> None:
-    """Until something listens at a port of this machine. UserError if nothing does in time."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-            return
-        time.sleep(0.2)
-    raise UserError(f"nothing listens at port {port} after {seconds:g} s")

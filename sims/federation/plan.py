@@ -6,19 +6,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import tomli_w
-
 from conf.errors import UserError
 from conf.typed import build, value
+from conf.yamls import write_yaml
 from sims.federation import sheets
-from sims.federation.keys import AUTHORITY, CERTIFICATE, NODE_KEY, SERVER_KEY, write_certificates, write_node_key
+from sims.federation.keys import AUTHORITY, NODE_KEY, public_key, write_certificates, write_node_key
 from sims.federation.names import check_names
+from sims.federation.programs import write_private
 from sims.federation.sheets import ServerSheet, SiteSheet
 
 SERVER = "server"  # the folder of the server's machine
 KEYS = "keys"  # in it: the public keys of the sites
 FLOWER = "flwr"  # in it: what Flower's programs keep
+ID = ".id"  # of the file beside a site's public key: the id of its node
+JOINED = "joined"  # behind a public key: the site made it itself
 PEERS = "peers"  # in a site's folder: all of them
+MEMBERS = "members.yaml"  # in the server's folder: what all sites may know of each other and of the server
 CONNECTION = "here"  # how Flower's configuration names the SuperLink
 OWN = ("name", "superlink", "certificate", "key")  # keys of a site's sheet that the plan writes
 
@@ -30,6 +33,7 @@ class Plan:
     host: str = value("127.0.0.1", "the server's address, as the sites reach it")
     port: int = value(8000, "the SuperLink's", low=1, high=65535)
     tls: bool = value(True, "encrypted, the server known by its certificate and each site by its key")
+    join: bool = value(False, "sites of other owners join with keys of their own; then `sites` may be empty")
     names: list[str] = value([], "further names and addresses of the server, for its certificate")
     sites: list[dict[str, Any]] = value([], "a section for each: name, and any other key of site.yaml")
 
@@ -44,21 +48,24 @@ def site_sheets(plan: Plan) -> list[SiteSheet]:
     for key, given in (("host", plan.host), *((f"names[{place}]", name) for place, name in enumerate(plan.names))):
         if not sheets.is_address(given):
             raise UserError(f"{key}: got {given!r}, takes a machine's name or address alone, such as fed.example.org")
-    if not plan.sites:
+    if not plan.tls:
+        raise UserError(
+            "tls: false is not offered: without TLS whoever is on the way could be the server, or a site; leave it out"
+        )
+    if not (plan.sites or plan.join):
         raise UserError("sites: takes at least one, such as '- {name: site-0000}'")
     made: list[SiteSheet] = []
     for place, given in enumerate(plan.sites):
         if odd := next((key for key in OWN[1:] if key in given), ""):
             raise UserError(f"sites[{place}].{odd}: is what the plan itself says; leave it out")
         sheet = build(SiteSheet, given, f"sites[{place}]")
-        if not _fit(sheet.name):
+        if not is_name(sheet.name):
             raise UserError(f"sites[{place}].name: got {sheet.name!r}, takes letters, digits, '-', '_' and '.'")
         if sheet.name == SERVER or any(sheet.name == one.name for one in made):
             raise UserError(f"sites[{place}].name: '{sheet.name}' is taken")
         check_names(sheet, f"sites[{place}].")
-        tls = {"certificate": AUTHORITY, "key": NODE_KEY} if plan.tls else {}
-        tls |= {"peers": sheet.peers or PEERS} if plan.tls else {}
-        made.append(replace(sheet, superlink=f"{plan.host}:{plan.port}", **tls))
+        own = {"certificate": AUTHORITY, "key": NODE_KEY, "peers": sheet.peers or PEERS}
+        made.append(replace(sheet, superlink=f"{plan.host}:{plan.port}", **own))
     return made
 
 
@@ -91,42 +98,62 @@ def _write_plan(plan: Plan, folder: Path, made: Sequence[SiteSheet]) -> list[Pat
     (server / KEYS).mkdir(parents=True)
     (folder / ".gitignore").write_text("*\n", encoding="ascii")  # there are private keys in it
     server.chmod(0o700)
-    if plan.tls:
-        hosts = [plan.host, *plan.names, "localhost", "127.0.0.1"]
-        write_certificates(server, list(dict.fromkeys(hosts)))
-    _write_server(plan, server)
-    return [server, *_write_sites(plan, folder, made)]
+    write_certificates(server, list(dict.fromkeys([plan.host, *plan.names, "localhost", "127.0.0.1"])))
+    listen = "127.0.0.1" if plan.local else "0.0.0.0"
+    sheets.write(server / sheets.SERVER, ServerSheet(superlink=f"{plan.host}:{plan.port}", host=listen, port=plan.port))
+    return [server, *_write_sites(folder, made)]
 
 
 def _add_sites(plan: Plan, folder: Path, made: Sequence[SiteSheet]) -> list[Path]:
-    server = sheets.read(ServerSheet, folder / SERVER / sheets.SERVER)
-    if (plan.port, plan.tls) != (server.port, bool(server.certificate)):
-        now = f"port {server.port}, tls {str(bool(server.certificate)).lower()}"
-        raise UserError(f"{folder}: is a federation with {now}; say the same, or name another folder")
-    there = {*sites_of(folder), *(path.stem for path in (folder / SERVER / KEYS).glob("*.pub"))}
-    if not (new := [sheet for sheet in made if sheet.name not in there]):
+    if (address := f"{plan.host}:{plan.port}") != (there := sheets.read_server(folder / SERVER).superlink):
+        now = f"the server {there}, not {address}"
+        raise UserError(f"{folder}: is a federation with {now}; say the same host and port, or name another folder")
+    taken = {*sites_of(folder), *(path.stem for path in (folder / SERVER / KEYS).glob("*.pub"))}
+    if not (new := [sheet for sheet in made if sheet.name not in taken]):
         raise UserError(f"{folder}: is not empty, and has all of these sites; add one to the plan, or name another folder")
-    return _write_sites(plan, folder, new)
+    return _write_sites(folder, new)
 
 
-def _write_sites(plan: Plan, folder: Path, made: Sequence[SiteSheet]) -> list[Path]:
+def _write_sites(folder: Path, made: Sequence[SiteSheet]) -> list[Path]:
     for sheet in made:
         home = folder / sheet.name
         home.mkdir(mode=0o700)
-        if plan.tls:
-            (home / AUTHORITY).write_bytes((folder / SERVER / AUTHORITY).read_bytes())
-            (folder / SERVER / KEYS / f"{sheet.name}.pub").write_text(write_node_key(home) + "\n", encoding="ascii")
+        (home / AUTHORITY).write_bytes((folder / SERVER / AUTHORITY).read_bytes())
+        (folder / SERVER / KEYS / f"{sheet.name}.pub").write_text(write_node_key(home) + "\n", encoding="ascii")
         sheets.write(home / sheets.SITE, sheet)
-    write_peers(folder)
+    write_public(folder)
     return [folder / sheet.name for sheet in made]
 
 
-def write_peers(folder: Path) -> None:
-    """Each site's file of all sites' public keys, in their folders below this one."""
-    keys = sorted((folder / SERVER / KEYS).glob("*.pub"))
-    text = "".join(f"{path.stem} {path.read_text(encoding='ascii').strip()}\n" for path in keys)
-    for name in sites_of(folder) if keys else ():
-        (folder / name / PEERS).write_text(text, encoding="ascii")
+def write_public(folder: Path) -> None:
+    """What sites may know of each other, after their keys in the server's folder: each one's peers, where its folder is
+    here, and a file for those that are elsewhere."""
+    server = server_of(folder)
+    known = members(server)
+    for name in sites_of(folder):
+        (folder / name / PEERS).write_text(peers_text(known), encoding="ascii")
+    given = {
+        "superlink": sheets.read_server(server).superlink,
+        "certificate": (server / AUTHORITY).read_text(encoding="ascii"),
+        "sites": known,
+    }
+    write_private(server / MEMBERS, write_yaml(given).encode())
+
+
+def members(server: Path) -> dict[str, str]:
+    """The sites whose public keys lie in a server's folder, and the keys."""
+    found = {}
+    for path in sorted((server / KEYS).glob("*.pub")):
+        try:
+            found[path.stem] = public_key(path.read_text(encoding="ascii"))
+        except (OSError, UnicodeDecodeError, UserError) as error:
+            raise UserError(f"{path}: {error}; put the site's key.pub there, or delete it") from None
+    return found
+
+
+def peers_text(known: Mapping[str, str]) -> str:
+    """The file by which a site knows the others: a line for each, NAME KEY."""
+    return "".join(f"{name} {key}\n" for name, key in known.items())
 
 
 def server_of(folder: Path) -> Path:
@@ -156,22 +183,6 @@ def sites_of(folder: Path) -> list[str]:
     return sorted(path.parent.name for path in folder.glob(f"*/{sheets.SITE}"))
 
 
-def _write_server(plan: Plan, server: Path) -> None:
-    listen = "127.0.0.1" if plan.local else "0.0.0.0"
-    tls = {"certificate": CERTIFICATE, "key": SERVER_KEY, "authority": AUTHORITY, "authenticate": True} if plan.tls else {}
-    sheet = ServerSheet(host=listen, port=plan.port, **tls)
-    sheets.write(server / sheets.SERVER, sheet)
-    write_connection(server, sheet)
-
-
-def write_connection(server: Path, sheet: ServerSheet) -> None:
-    """By which Flower's own command finds the SuperLink of a server's folder, where that is now."""
-    authority = str((server / sheet.authority).resolve())
-    known: Mapping[str, Any] = {"root-certificates": authority} if sheet.authority else {"insecure": True}
-    connection = {"superlink": {"default": CONNECTION, CONNECTION: {"address": f"127.0.0.1:{sheet.port}", **known}}}
-    (server / FLOWER).mkdir(exist_ok=True)
-    (server / FLOWER / "config.toml").write_text(tomli_w.dumps(connection), encoding="utf-8")
-
-
-def _fit(name: str) -> bool:
+def is_name(name: str) -> bool:
+    """Whether a site may be called so: its folder and its files are."""
     return 0 < len(name) <= sheets.MOST_NAME and not name.startswith(".") and all(c.isalnum() or c in "-_." for c in name)

@@ -7,12 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from conf.errors import UserError
+from sims.federation.proxies import unproxied, usable
 
 LOCK, KEEPER = "running.lock", "keeper.lock"  # the first is held by keeper and program, the second by the keeper alone
 PID, LOG = "running.pid", "log.txt"
@@ -20,7 +22,9 @@ PAUSES = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)  # seconds before a program that ended
 STEADY_SECONDS = 60.0  # after which it counts as having been well
 STOP_SECONDS = 10.0
 TRIES = 5  # to have a lock
+PRIVATE = 0o077  # umask of programs: what they write is for this user alone
 BIN = Path(sys.executable).parent
+HOME = "FLWR_HOME"  # where Flower keeps its own files
 ENVIRONMENT = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -31,29 +35,55 @@ ENVIRONMENT = {
 
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """That of Flower's programs: ours first on the path, nothing installed, nothing told to anybody."""
+    """That of Flower's programs: ours first on the path, nothing installed, nothing told to anybody, no ports but ours."""
     path = f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}"
-    return {**os.environ, **ENVIRONMENT, "PATH": path, **(more or {})}
+    kept = {name: text for name, text in os.environ.items() if not name.startswith("FLWR_") or name == HOME}
+    return {**usable(kept), **ENVIRONMENT, **unproxied(kept), "PATH": path, **(more or {})}
 
 
-def keep_running(folder: Path, words: Callable[[], Sequence[str]], more: Mapping[str, str] | None = None,
-                 ready: Callable[[], None] = lambda: None) -> None:  # fmt: skip
+def write_private(path: Path, content: bytes) -> None:
+    """Readable by its owner alone, from the first byte on; whoever reads it finds all of it, or what was there before."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.unlink(missing_ok=True)
+    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+    beside.replace(path)
+
+
+def lock_away(folder: Path) -> None:
+    """Let no other user of this machine into the folder of a machine of a federation: keys and sockets are in there."""
+    folder.chmod(0o700)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket at an address of this machine. OSError, socket.gaierror if there cannot be one."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    made = socket.socket(found[0][0], socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # of a server that has just ended
+        made.bind(found[0][4])
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+def keep_running(folder: Path, words: Callable[[], Sequence[str]], more: Mapping[str, str] | None = None) -> None:
     """Run a program from the folder until this process is told to stop (SIGTERM, SIGINT); start it again if it ends.
 
-    `words`: its command line, worked out each time; `ready`: called once after each start. One at a time in a folder:
-    UserError if another one is at work there. The program holds the folder's lock, too: if this process is killed and it
-    is left behind, `running` and `stop` still know it.
+    `words`: its command line, worked out each time. What it says goes to the folder's log, and to the terminal. One at a
+    time in a folder: UserError if another one is at work there. The program holds the folder's lock, too: if this process
+    is killed and it is left behind, `running` and `stop` still know it.
     """
     lock, stopped, failures = _lock(folder / LOCK), _Stopped(), 0
-    keeper = _lock(folder / KEEPER)
+    keeper, said = _lock(folder / KEEPER), _Said(folder / LOG)
     try:
         while not stopped:
             began = time.monotonic()
             child = subprocess.Popen(list(words()), cwd=folder, env=environment(more), start_new_session=True,
-                                     pass_fds=[lock])  # fmt: skip
+                                     pass_fds=[lock], stdout=said.pipe, stderr=said.pipe, umask=PRIVATE)  # fmt: skip
             (folder / PID).write_text(f"{os.getpid()} {child.pid}", encoding="ascii")
             try:
-                ready()
                 while child.poll() is None and not stopped:
                     stopped.wait(0.2)
             finally:
@@ -61,12 +91,40 @@ def keep_running(folder: Path, words: Callable[[], Sequence[str]], more: Mapping
             failures = 0 if time.monotonic() - began > STEADY_SECONDS else failures + 1
             if not stopped:
                 pause = PAUSES[min(failures, len(PAUSES)) - 1] if failures else PAUSES[0]
-                print(f"{Path(words()[0]).name} ended ({child.returncode}); again in {pause:g} s", flush=True)
+                said.say(f"the program ended ({child.returncode}); again in {pause:g} s")
                 stopped.wait(pause)
     finally:
         (folder / PID).unlink(missing_ok=True)
         os.close(keeper)
         os.close(lock)
+
+
+class _Said:
+    """Where a program's words go: `pipe` of it (None: as this process's own, which is the log already)."""
+
+    def __init__(self, log: Path) -> None:
+        self.pipe: int | None = None
+        with contextlib.suppress(OSError):  # a process may have no terminal
+            if os.path.samestat(os.fstat(1), log.stat()):
+                return
+        heard, self.pipe = os.pipe()
+        threading.Thread(target=self._copy, args=[heard, log], daemon=True).start()
+
+    def say(self, line: str) -> None:
+        """A line of this process, among the program's."""
+        if self.pipe is None:
+            print(line, flush=True)
+        else:
+            os.write(self.pipe, f"{line}\n".encode())
+
+    @staticmethod
+    def _copy(heard: int, log: Path) -> None:
+        with log.open("ab", buffering=0) as file:
+            while piece := os.read(heard, 1 << 16):
+                with contextlib.suppress(OSError):  # a disk that is full, a terminal that is gone: the program goes on
+                    file.write(piece)
+                with contextlib.suppress(OSError):
+                    os.write(1, piece)
 
 
 class _Stopped:

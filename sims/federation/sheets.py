@@ -66,6 +66,11 @@ class SiteSheet:
         low=0.0,
     )
     peers: str = value("", "file of all sites' public keys, by which it knows with whom it shares masks; empty: any")
+    apps: str = value(
+        "",
+        "any: it runs what a server sends, with all that its user may do; empty: the app installed here",
+        choices=("", "any"),
+    )
     warm: bool = value(True, "a process that has all imported waits for orders: saves seconds of each, takes some 400 MB")
     environment: dict[str, str] = value({}, "environment variables of the node, such as CUDA_VISIBLE_DEVICES: '0'")
 
@@ -74,22 +79,43 @@ class SiteSheet:
 class ServerSheet:
     """The server: its SuperLink. Paths are relative to the file."""
 
-    host: str = value("127.0.0.1", "address to listen at; 0.0.0.0: all of the machine's")
-    port: int = value(8000, "to listen at", low=1, high=65535)
-    certificate: str = value("", "the server's certificate; empty: no TLS")
-    key: str = value("", "its private key")
-    authority: str = value("", "the authority's certificate")
-    authenticate: bool = value(False, "only nodes whose keys are in `keys` may join")
+    superlink: str = value("", "its address as the sites reach it, HOST:PORT")
+    host: str = value("127.0.0.1", "address to listen at, for nodes alone; 0.0.0.0: all of the machine's")
+    port: int = value(8000, "to listen at, for nodes alone; runs are started at another, on loopback", low=1, high=65535)
+    certificate: str = value("server.crt", "the server's certificate")
+    key: str = value("server.key", "its private key")
+    authority: str = value("ca.crt", "the authority's certificate")
 
 
-def read(schema: type[T], path: Path) -> T:
-    """The sheet in a file. UserError for one that is not there or holds something else."""
+def read_server(folder: Path) -> ServerSheet:
+    """The sheet of a server's folder. UserError as `read`, and for one of an earlier version, or without certificates."""
+    path = folder / SERVER
+    given = _given(path)
+    if "authenticate" in given or not given.get("superlink"):
+        raise UserError(f"{path}: was planned by an earlier version, whose server obeyed whoever reached its port: its keys "
+                        "may be known to others. Plan again into a new folder ('fedloom federation plan', 'up'), "
+                        "copy the new folders to the machines, and delete this one")  # fmt: skip
+    sheet = read(ServerSheet, path)
+    for key in ("certificate", "key", "authority"):
+        if not (name := getattr(sheet, key)) or not (folder / name).is_file():
+            raise UserError(f"{path}: {key}: there is no file {folder / name}; put it back from the plan, or plan again")
+    return sheet
+
+
+def _given(path: Path) -> Mapping[str, Any]:
+    """The section of keys in a file. UserError for one that is not there or holds something else."""
     try:
         given = read_yaml(path.read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(given, Mapping):
         raise UserError(f"{path}: takes a section of keys, such as 'name: site-0000'")
+    return given
+
+
+def read(schema: type[T], path: Path) -> T:
+    """The sheet in a file. UserError for one that is not there or holds something else."""
+    given = _given(path)
     try:
         return build(schema, given)
     except UserError as error:

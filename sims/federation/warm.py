@@ -1,4 +1,6 @@
-"""A process of a node that has imported Flower, torch and the ClientApp, and forks for each message: `python -m ... PID`.
+"""A process of a node that has imported Flower, torch and the ClientApp, and forks for each message.
+
+`python -m ... PID APPS`.
 
 Flower's nodes start a program anew for every message, which takes seconds of imports each time. It ends with the process
 PID, and each ClientApp is a process of its own as before.
@@ -16,7 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from sims.ending import Ending
-from sims.federation.hand_over import DOOR
+from sims.federation.executor import DOOR
+from sims.federation.own_app import OWN, run_own_app
 
 LOOK_SECONDS = 2.0  # between looks whether the node is still there
 MOST_BYTES = 1 << 16
@@ -41,17 +44,20 @@ def next_words(parent: int) -> list[str] | None:
     return None
 
 
-def main(parent: int) -> None:
+def main(parent: int, apps: str) -> None:
     """Wait for messages; in the process of one, do what Flower's own program does."""
     ending = Ending()
     from flwr.supernode.cli.flwr_clientapp import flwr_clientapp
 
     import clients.app  # noqa: F401
 
+    if apps == OWN:
+        run_own_app()
+
     if (words := next_words(parent)) is not None:
         random.seed()
         np.random.seed()  # noqa: NPY002
-        sys.argv = ["flwr-clientapp", *words]
+        sys.argv = words
         flwr_clientapp()
     ending.leave(0)
 
@@ -65,4 +71,4 @@ def _there(pid: int) -> bool:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2])

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from conf.errors import UserError
 from sims.cli.unlearn import events_table
 from sims.engines.flower import _connection
-from sims.federation.machines import refuse_port, run_server
+from sims.federation.machines import refuse_port
 from sims.federation.plan import Plan, write_plan
 from sims.federation.programs import LOCK, PID, free_port, running
 from sims.federation.sheets import SERVER, SITE, ServerSheet, SiteSheet, read, write
@@ -23,6 +24,7 @@ BAD = {
     "objectives: [fedprotoo]": "objectives[0]: got 'fedprotoo'; did you mean 'fedproto'?",
     "optimizers: [AdamW]": "optimizers[0]: got 'AdamW'; did you mean 'adamw'?",
     'domain: "imges:/x"': "domain: got 'imges:/x'; did you mean 'images:PATH'? (takes: ",
+    "apps: all": "apps: got 'all', takes one of: \"\", any",
     "masks: always": "masks: got 'always', takes one of: \"\", required",
 }
 GOOD = (
@@ -113,12 +115,15 @@ def test_a_plan_with_further_sites_adds_them_alone(fedloom: Command, tmp_path: P
     plan.write_text("sites: [{name: north}, {name: south}]")
     assert fedloom("federation", "plan", plan, "--folder", folder).code == 0
     shutil.rmtree(folder / "south")  # it is on its machine
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "peers"}
+    before = {
+        path: path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name not in ("peers", "members.yaml")
+    }
     refused(fedloom("federation", "plan", plan, "--folder", folder), "has all of these sites; add one to the plan")
     plan.write_text("port: 8001\nsites: [{name: north}, {name: east}]")
-    refused(
-        fedloom("federation", "plan", plan, "--folder", folder), "is a federation with port 8000, tls true; say the same"
-    )
+    told = "is a federation with the server 127.0.0.1:8000, not 127.0.0.1:8001; say the same"
+    refused(fedloom("federation", "plan", plan, "--folder", folder), told)
     assert not (folder / "east").exists()
     plan.write_text("sites: [{name: north}, {name: south}, {name: east, publish: [none]}]")
     said = fedloom("federation", "plan", plan, "--folder", folder)
@@ -130,14 +135,57 @@ def test_a_plan_with_further_sites_adds_them_alone(fedloom: Command, tmp_path: P
     assert [line.split()[0] for line in peers.splitlines()] == ["east", "north", "south"]
 
 
-def test_a_server_that_was_moved_finds_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Its certificate's place was that of the plan's machine."""
+def test_a_server_that_does_not_run_takes_no_run(tmp_path: Path):
+    """Its folder may have been moved to another machine than the plan's."""
     write_plan(Plan(port=free_port(), sites=[{"name": "a"}]), tmp_path / "m")
     home = (tmp_path / "m" / "server").rename(tmp_path / "elsewhere")
-    monkeypatch.setattr("sims.federation.machines.keep_running", lambda *_: None)
-    run_server(home)
-    assert str(home / "ca.crt") in (home / "flwr" / "config.toml").read_text()
-    assert _connection(str(home)) == ({"FLWR_HOME": str(home / "flwr")}, "here")
+    for address in (home, tmp_path / "elsewhere"):
+        with pytest.raises(UserError, match=r"engine\.address: the server of .* does not run on this machine"):
+            _connection(str(address))
+
+
+def test_a_server_of_an_earlier_version_is_refused_by_every_command(fedloom: Command, tmp_path: Path):
+    """Its keys may be known to whoever reached its port."""
+    write_plan(Plan(port=free_port(), sites=[{"name": "a"}]), tmp_path / "m")
+    home, told = tmp_path / "m" / "server", "was planned by an earlier version"
+    old = "host: 127.0.0.1\nport: 8000\ncertificate: server.crt\nkey: server.key\nauthority: ca.crt\nauthenticate: true\n"
+    for text in (old, "port: 8000\n"):
+        (home / SERVER).write_text(text)
+        refused(fedloom("federation", "server", home), told, "Plan again")
+        refused(fedloom("federation", "up", tmp_path / "m"), told)
+        (tmp_path / "nodes.yaml").write_text("sites: [{name: a}, {name: b}]")
+        refused(fedloom("federation", "plan", tmp_path / "nodes.yaml", "--folder", tmp_path / "m"), told)
+        with pytest.raises(UserError, match=told):
+            _connection(str(tmp_path / "m"))
+        said = fedloom("doctor", "--federation", home)
+        assert said.code == 1 and "earlier version" in " ".join(said.out.split())
+
+
+def test_a_federation_without_tls_is_refused(fedloom: Command, tmp_path: Path):
+    (tmp_path / "nodes.yaml").write_text("tls: false\nhost: fed.example.org\nsites: [{name: a}]")
+    refused(fedloom("federation", "plan", tmp_path / "nodes.yaml", "--folder", tmp_path / "m"), "tls: false is not offered")
+    refused(fedloom("federation", "up", tmp_path / "m", "--no-tls"), "tls: false is not offered")
+    (tmp_path / SITE).write_text("name: b\nsuperlink: 127.0.0.1:1\n")
+    refused(fedloom("federation", "node", tmp_path / SITE), "certificate: is empty, so anybody")
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_machine_that_is_down_is_told_by_the_exit_code(fedloom: Command, tmp_path: Path):
+    write_plan(Plan(port=free_port(), sites=[{"name": "a"}]), tmp_path / "m")
+    for words in (["federation", "status", tmp_path / "m"], ["doctor", "--federation", tmp_path / "m"]):
+        said = fedloom(*words)
+        assert said.code == 1 and said.out and not said.err, said
+    refused(fedloom("federation", "logs", tmp_path / "m"), "there is no log of any machine")
+
+
+def test_what_a_program_says_in_the_foreground_is_in_its_log_too(tmp_path: Path):
+    """As of `fedloom federation node` in a terminal."""
+    code = "from sims.federation.programs import *; keep_running(Path('.'), lambda: ['echo', 'hello'])"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as keeper:
+        assert keeper.stdout is not None
+        assert [keeper.stdout.readline() for _ in range(2)] == ["hello\n", "the program ended (0); again in 1 s\n"]
+        keeper.terminate()
+    assert (tmp_path / "log.txt").read_text().startswith("hello\nthe program ended (0)")
 
 
 def test_an_address_of_no_federation_is_refused_before_anything_is_started(
@@ -155,7 +203,7 @@ def test_an_address_of_no_federation_is_refused_before_anything_is_started(
 
 
 def test_a_sheet_that_is_written_is_read_again(tmp_path: Path):
-    sheet = ServerSheet(port=1234, authenticate=True)
+    sheet = ServerSheet(superlink="fed.example.org:1234", port=1234)
     write(tmp_path / SERVER, sheet)
     assert read(ServerSheet, tmp_path / SERVER) == sheet
 

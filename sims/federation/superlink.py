@@ -1,0 +1,148 @@
+"""The server's program: Flower's SuperLink behind two doors (sims.federation.doors), and what starts its ServerApps.
+
+Run in the server's folder: `python -m sims.federation.superlink`. What it needs of Flower 1.41 beyond its commands is here.
+"""
+
+import asyncio
+import base64
+import contextlib
+import logging
+import resource
+import secrets
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal, cast
+
+import tomli_w
+import uvicorn
+import yaml
+from flwr.cli.constant import ACCESS_TOKEN_STORE_KEY, AUTHN_TYPE_STORE_KEY, REFRESH_TOKEN_STORE_KEY
+from flwr.common.constant import ISOLATION_MODE_PROCESS, TRANSPORT_TYPE_GRPC_RERE, AuthnType
+from flwr.server.superlink.linkstate.sql_linkstate import SqlLinkState
+from flwr.supercore.constant import TaskType
+from flwr.supercore.http_logging import get_uvicorn_log_config
+from flwr.supercore.logger import console_handler
+from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
+from flwr.superlink.cli.flower_superlink import SuperLinkLifespan
+from flwr.superlink.config_loader import SuperLinkLifespanConfig
+from flwr.superlink.main import create_app
+
+from conf.errors import UserError
+from sims.federation import members, sheets
+from sims.federation.doors import Door, for_nodes, for_the_owner, settings
+from sims.federation.executor import start_executor
+from sims.federation.own_app import ANY
+from sims.federation.plan import CONNECTION, FLOWER, KEYS, write_public
+from sims.federation.programs import listen, write_private
+from sims.federation.sheets import ServerSheet
+
+DATABASE = "state.db"  # its restart costs no node its registration
+LOOK_SECONDS = 0.5  # between looks for keys of sites that are new
+OWN = "127.0.0.1"
+
+log = logging.getLogger("flwr")
+
+
+class _Server(uvicorn.Server):
+    """One of several in a process, which hears signals for all of them."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def main() -> None:
+    """Until told to stop, or until the process that starts ServerApps ends."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # connections of others must not use up what nodes need
+    sheet = sheets.read_server(Path())
+    with listen(sheet.host, sheet.port) as outer, listen(OWN, 0) as inner:
+        asyncio.run(_serve(sheet, outer, inner))
+
+
+async def _serve(sheet: ServerSheet, outer: socket.socket, inner: socket.socket) -> None:
+    secret, token = secrets.token_hex(32), secrets.token_urlsafe(32)
+    app = create_app(_config(secret.encode()), SuperLinkLifespan)
+    state = cast(SqlLinkState, app.state.linkstate_factory.state())
+    _take_over(state)
+    doors: list[tuple[socket.socket, Door, Literal["on", "off"]]] = [
+        (inner, for_the_owner(app, token), "on"),
+        (outer, for_nodes(app, state.get_node_id_by_public_key), "off"),
+    ]
+    log_config = get_uvicorn_log_config(console_handler.level)
+    servers = [
+        _Server(uvicorn.Config(**settings(door, sheet.certificate, sheet.key, log_config), lifespan=lifespan))
+        for _, door, lifespan in doors
+    ]
+    address = f"{OWN}:{inner.getsockname()[1]}"
+    _write_connection(Path(FLOWER), address, Path(sheet.authority), token)
+
+    def leave() -> None:
+        for server in servers:
+            server.should_exit = True
+
+    for kind in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(kind, leave)
+    executor = start_executor(address, Path(sheet.authority).resolve(), secret, TaskType.SERVER_APP, ANY)
+    watches = [asyncio.create_task(_follow(state)), asyncio.create_task(_watch(executor, leave))]
+    try:
+        await asyncio.gather(*(server.serve([door]) for server, (door, _, _) in zip(servers, doors, strict=True)))
+    finally:
+        for watch in watches:
+            watch.cancel()
+        executor.terminate()
+
+
+def _config(secret: bytes) -> SuperLinkLifespanConfig:
+    """Of a SuperLink that opens no port itself and starts no program itself."""
+    return SuperLinkLifespanConfig(
+        control_address="", health_server_address=None, host=OWN, port=0, insecure=False, certificates=None,
+        superexec_auth_secret=secret, authn_plugin=NoOpControlAuthnPlugin(), event_log_plugin=None,
+        fleet_event_log_plugin=None, enable_event_log=False, artifact_provider=None, enable_supernode_auth=True,
+        fleet_api_type=TRANSPORT_TYPE_GRPC_RERE, fleet_api_address=None, simulation=False, ssl_ca_certfile=None,
+        ssl_certfile=None, ssl_keyfile=None, database=DATABASE, isolation=ISOLATION_MODE_PROCESS,
+        runtime_dependency_install=False,
+    )  # fmt: skip
+
+
+def _write_connection(home: Path, address: str, authority: Path, token: str) -> None:
+    """By which Flower's own command finds this SuperLink and is let in by it: `FLWR_HOME=flwr flwr ls here`."""
+    home.mkdir(mode=0o700, exist_ok=True)
+    where = {"address": address, "root-certificates": str(authority.resolve())}
+    known = {AUTHN_TYPE_STORE_KEY: AuthnType.OIDC, ACCESS_TOKEN_STORE_KEY: token, REFRESH_TOKEN_STORE_KEY: "none"}
+    words = {key % address: base64.b64encode(text.encode()).decode() for key, text in known.items()}
+    write_private(home / "credentials.yaml", yaml.safe_dump(words).encode())
+    config = {"superlink": {"default": CONNECTION, CONNECTION: where}}
+    write_private(home / "config.toml", tomli_w.dumps(config).encode())
+
+
+async def _follow(state: SqlLinkState) -> None:
+    """Let in what the folder of keys says, whenever it changes."""
+    before = members.seen(Path(KEYS))
+    while True:
+        await asyncio.sleep(LOOK_SECONDS)
+        if (there := members.seen(Path(KEYS))) != before:
+            before = there
+            try:
+                await asyncio.to_thread(_take_over, state)
+            except Exception:  # such as a disk that is full: nodes that are in go on
+                log.exception("the keys in %s cannot be taken over", KEYS)
+
+
+def _take_over(state: SqlLinkState) -> None:
+    members.follow(state, Path(KEYS))
+    with contextlib.suppress(UserError):  # a file that is not a key: the log names it already
+        write_public(Path())
+
+
+async def _watch(executor: subprocess.Popen[bytes], leave: Callable[[], None]) -> None:
+    while executor.poll() is None:
+        await asyncio.sleep(LOOK_SECONDS)
+    leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""One task of an App: `python -m ... APPS`, with the words of Flower's command on stdin: nobody else reads a token there."""
+
+import json
+import sys
+from importlib.metadata import entry_points
+
+from sims.federation.own_app import OWN, run_own_app
+
+
+def main(apps: str) -> None:
+    """Do what the command does."""
+    with sys.stdin:
+        words = json.load(sys.stdin)
+    sys.argv = words
+    if apps == OWN:
+        run_own_app()
+    (command,) = entry_points(group="console_scripts", name=words[0])
+    command.load()()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
