@@ -13,6 +13,7 @@ from flwr.app import Context, Message
 from clients.app import app
 from clients.messages import (
     BLAMED,
+    COMMITMENTS,
     MASKED,
     SECURE_CONFIRM,
     SECURE_KEYS,
@@ -163,6 +164,9 @@ def test_sites_that_were_told_of_different_sites_send_nothing(tmp_path: Path) ->
             if apart and read_order(message.content).site == 1:
                 sealed = to_states(reply.content)[SECURE_SHARES]
                 reply.content[SECURE_SHARES] = to_arrays({**sealed, FOUR: sealed[TWO]})
+                committed = to_states(reply.content)[COMMITMENTS]
+                longer = {kind: torch.cat([one, one[:32]]) for kind, one in committed.items()}
+                reply.content[COMMITMENTS] = to_arrays(longer)
             return reply
 
     client = Server()
