@@ -20,6 +20,7 @@ from server.ledger.tables import Event
 from server.rounds.aggregation import Aggregation
 from server.unlearning.at_sites import at_sites
 from server.unlearning.signing import sign
+from server.unlearning.superlink import scrub
 from server.written import CERTIFICATES
 
 FORMAT = 1
@@ -71,6 +72,7 @@ def certificate(ledger: Ledger, aggregation: Aggregation, request: Request) -> d
         "not_exact": {
             **{one.where: one.why for one in aggregation.residue(request.sites)},
             **({"masks": MASKED} if aggregation.config.federation.secure_aggregation else {}),
+            **({"the SuperLink": left} if (left := scrub(aggregation.config)) else {}),
             "events of the ledger": EVENTS,
             "copies": COPIES,
         },

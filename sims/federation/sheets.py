@@ -31,7 +31,9 @@ POLICY = (
     "largest_order",
     "masks",
     "epsilon",
+    "disclose",
 )  # keys that a node-config has, too (clients.policy)
+LIMITS = ("min_members", "min_known", "min_batch", "max_steps", "max_parameters")  # the same; -1: as there
 MOST_NAME = 100  # letters
 
 T = TypeVar("T")
@@ -65,6 +67,16 @@ class SiteSheet:
         "what all its rounds may cost of its privacy (delta 1e-5 or less); what is not noised it refuses; 0: any",
         low=0.0,
     )
+    disclose: list[str] = value(
+        [],
+        "scores: losses and accuracies, also under masks or noise; classes: right answers by class",
+        choices=("scores", "classes"),
+    )
+    min_members: int = value(-1, "fewest sites of a masked sum; -1: more than half of `peers`, 3 without them", low=-1)
+    min_known: int = value(-1, "fewest of them whose keys are in `peers`; -1: as min_members if masks are required", low=-1)
+    min_batch: int = value(-1, "fewest images of a training step; -1: 8 with masks or epsilon, else 1", low=-1)
+    max_steps: int = value(100_000, "most training steps of a round; 0: any", low=0)
+    max_parameters: float = value(500.0, "millions of weights of the largest network that it trains; 0: any", low=0.0)
     peers: str = value("", "file of all sites' public keys, by which it knows with whom it shares masks; empty: any")
     apps: str = value(
         "",
@@ -157,6 +169,7 @@ def node_config(sheet: SiteSheet, folder: Path) -> str:
         one = getattr(sheet, key)
         if one:
             given[key] = ",".join(one) if isinstance(one, list) else one
+    given |= {key: getattr(sheet, key) for key in LIMITS if getattr(sheet, key) >= 0}
     given |= {name: str((folder / file).resolve()) for name, file in
               {"identity": sheet.key, "peers": sheet.peers}.items() if file}  # fmt: skip
     text = tomli_w.dumps(given)

@@ -22,7 +22,8 @@ import yaml
 from flwr.cli.constant import ACCESS_TOKEN_STORE_KEY, AUTHN_TYPE_STORE_KEY, REFRESH_TOKEN_STORE_KEY
 from flwr.common.constant import ISOLATION_MODE_PROCESS, TRANSPORT_TYPE_GRPC_RERE, AuthnType
 from flwr.server.superlink.linkstate.sql_linkstate import SqlLinkState
-from flwr.supercore.constant import TaskType
+from flwr.supercore import sql_mixin
+from flwr.supercore.constant import SQLITE_PRAGMAS, TaskType
 from flwr.supercore.http_logging import get_uvicorn_log_config
 from flwr.supercore.logger import console_handler
 from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
@@ -31,6 +32,7 @@ from flwr.superlink.config_loader import SuperLinkLifespanConfig
 from flwr.superlink.main import create_app
 
 from conf.errors import UserError
+from server.unlearning.superlink import DATABASE
 from sims.federation import members, sheets
 from sims.federation.doors import Door, for_nodes, for_the_owner, settings
 from sims.federation.executor import start_executor
@@ -39,7 +41,6 @@ from sims.federation.plan import CONNECTION, FLOWER, KEYS, write_public
 from sims.federation.programs import listen, write_private
 from sims.federation.sheets import ServerSheet
 
-DATABASE = "state.db"  # its restart costs no node its registration
 LOOK_SECONDS = 0.5  # between looks for keys of sites that are new
 OWN = "127.0.0.1"
 
@@ -65,6 +66,8 @@ def main() -> None:
 
 async def _serve(sheet: ServerSheet, outer: socket.socket, inner: socket.socket) -> None:
     secret, token = secrets.token_hex(32), secrets.token_urlsafe(32)
+    pragmas = (*SQLITE_PRAGMAS, ("secure_delete", "ON"))  # what is deleted is overwritten
+    sql_mixin.SQLITE_PRAGMAS = pragmas  # pyright: ignore[reportPrivateImportUsage]
     app = create_app(_config(secret.encode()), SuperLinkLifespan)
     state = cast(SqlLinkState, app.state.linkstate_factory.state())
     _take_over(state)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from clients.identity import fingerprint
 from clients.states import read_state
@@ -31,6 +32,21 @@ from tests.flower.machines import ENVIRONMENT, ROOT, fedloom, inline, online, pr
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
+def needles_of(run: Path, site: str, number: int = 24) -> set[bytes]:
+    """Pieces of what a site gave, as they stand in files and messages."""
+    with Ledger.open(run, server=False) as ledger:
+        state = ledger.blobs.get(ledger.all_latest()[site].blob)
+    whole = torch.cat([tensor.flatten() for tensor in state.values() if tensor.dtype == torch.float32]).numpy().tobytes()
+    return {whole[start : start + 16] for start in range(64, len(whole) - 16, len(whole) // number)}
+
+
+def found_in(folders: list[Path], needles: set[bytes]) -> dict[Path, int]:
+    """By file in these folders how many of the needles it holds; none where it holds none."""
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    counts = {path: sum(needle in path.read_bytes() for needle in needles) for path in files}
+    return {path: count for path, count in counts.items() if count}
+
+
 def test_a_run_over_tls_has_the_bits_of_the_inline_engine_and_names_belong_to_keys(federation: Path, tmp_path: Path):
     found, expected = run(federation, tmp_path, "plain", "rounds=2"), inline(tmp_path, "rounds=2")
     assert (found["status"], found["engine"]) == ("finished", "flower")
@@ -40,10 +56,15 @@ def test_a_run_over_tls_has_the_bits_of_the_inline_engine_and_names_belong_to_ke
         keys = ledger.keys()
     assert keys.keys() == {"site-0000", "site-0001", "site-0002"}
     assert all(len(key) == 64 for key in keys.values()) and len(set(keys.values())) == 3
+    needles = needles_of(tmp_path / "plain", "site-0001")
+    before = found_in([federation, tmp_path / "plain"], needles)
+    assert max(before.values()) == len(needles) and {path.parent.name for path in before} > {"blobs"}
     # what needs training works, too, without a server at work: it is started against the same SuperLink
     done = fedloom(tmp_path, "unlearn", "plain", "site-0001", "--repair", "1", "--request-id", "gone", "--quiet")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "match" in fedloom(tmp_path, "verify", "plain/certificates/gone.json", "plain").stdout
+    assert found_in([federation, tmp_path / "plain"], needles) == {}
+    assert "the SuperLink" not in json.loads((tmp_path / "plain/certificates/gone.json").read_text())["not_exact"]
     assert rounds(tmp_path / "plain") == 3
     with Ledger.open(tmp_path / "plain", server=False) as ledger:
         name = ledger.run().run

@@ -1,0 +1,45 @@
+"""What the SuperLink of a real federation may still hold of messages: its database keeps them until they are delivered.
+
+Our SuperLink overwrites what it deletes (SQLite's secure_delete), and its write-ahead log is emptied here, before a request
+is certified.
+"""
+
+import contextlib
+import sqlite3
+import time
+from pathlib import Path
+
+from conf.schema import Config
+
+DATABASE, SHEET, SERVER = "state.db", "server.yaml", "server"  # in a server's folder; that folder in a federation's
+WAIT_SECONDS = 20.0  # for the SuperLink to let go of its log
+
+
+def scrub(config: Config) -> str:
+    """Empty the log of the database of the SuperLink that engine.address names.
+
+    Returns what may be left, in a sentence; empty where nothing is, and for engines without a SuperLink.
+    """
+    if config.engine.name != "flower":
+        return ""
+    address = Path(config.engine.address)
+    found = [folder for folder in (address / SERVER, address) if (folder / SHEET).is_file()]
+    if not found:
+        return ("the SuperLink's database is not on this machine, or is that of Flower's own program: it may hold messages "
+                "of the forgotten sites")  # fmt: skip
+    path = found[0] / DATABASE
+    return _scrubbed(path) if path.is_file() else ""
+
+
+def _scrubbed(path: Path) -> str:
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=1.0)) as database:
+            deadline = time.monotonic() + WAIT_SECONDS
+            while database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
+                if time.monotonic() > deadline:
+                    return f"the log of the SuperLink's database ({path.name}-wal) is in use: it may hold their messages"
+                time.sleep(0.2)
+            undelivered = database.execute("SELECT count(*) FROM objects").fetchone()[0]
+    except sqlite3.Error as error:
+        return f"the SuperLink's database cannot be opened ({error}): it may hold messages of the forgotten sites"
+    return f"the SuperLink holds {undelivered} parts of messages that are not delivered yet" if undelivered else ""
