@@ -5,7 +5,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from clients.guard import guard
-from clients.job import erased, read_job
+from clients.job import erased, moment, read_job
 from clients.messages import PROTOCOL, WHO
 from conf.errors import UserError
 
@@ -27,6 +27,7 @@ def answer(message: Message, context: Context) -> Message:
     """One question to this site. To train: load the own state, train, save it, answer with the contribution."""
     if (done := erased(message, context)) is not None:
         return Message(done, reply_to=message)
-    job = read_job(message, context)
-    torch.set_num_threads(job.config.engine.threads)
-    return Message(job.answer(), reply_to=message)
+    with moment(message):
+        job = read_job(message, context)
+        torch.set_num_threads(job.config.engine.threads)
+        return Message(job.answer(), reply_to=message)

@@ -8,14 +8,17 @@ from flwr.app import RecordDict
 
 from clients.messages import config_digest, read_config_record
 from clients.states import write_bytes
-from conf import from_json
+from conf import Config, from_json
 
 MOST = 8  # configurations that a process holds
 
 _TEXTS: OrderedDict[str, str] = OrderedDict()
 
 
-parsed = functools.lru_cache(maxsize=MOST)(from_json)  # by the text: it is hashed once, as strings are
+@functools.lru_cache(maxsize=MOST)
+def parsed(text: str, run: str = "") -> Config:
+    """The configuration that a text holds, the same object within a run: what depends on a run's data is kept with it."""
+    return from_json(text)
 
 
 class UnknownConfigurationError(LookupError):

@@ -1,6 +1,7 @@
 """One site's work on one message, from the order to the reply."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 
 from clients.configurations import configuration, parsed
 from clients.data import Images, class_names, class_things, outputs, own_images, site_images, site_size
+from clients.data.listing import at_round
 from clients.device import memory_share, pick_device
 from clients.guard import SIMULATED
 from clients.identity import SIGNED, erased_words, sent_words
@@ -227,6 +229,14 @@ def workbench(config: Config, architecture: Architecture) -> Network:
     return benches[architecture]
 
 
+@contextmanager
+def moment(message: Message) -> Iterator[None]:
+    """Within, the site's files are as they are in the message's round."""
+    order = read_order(message.content)
+    with at_round(order.run, order.round, afresh=order.kind == ENROL):
+        yield
+
+
 def read_job(message: Message, context: Context) -> Job:
     """The job of a message, for the site whose context this is."""
     order, here = read_order(message.content), context.node_config
@@ -235,7 +245,8 @@ def read_job(message: Message, context: Context) -> Job:
     policy = Policy() if simulated else Policy.of(here)
     policy.weigh(message.content)
     policy.hide(order)
-    config = parsed(text) if simulated else followed(parsed(text), policy, order.site)
+    config = parsed(text, order.run)
+    config = config if simulated else followed(config, policy, order.site)
     policy.spare(order, config)
     config = config if order.rounds == config.rounds else stretched(config, order.rounds)
     policy = replace(policy, gpu=memory_share(config.engine)) if simulated else policy

@@ -11,6 +11,7 @@ import torch
 
 from clients.data import absolute
 from clients.data.domains import data_folder
+from clients.data.listing import of_run
 from conf.errors import UserError
 from conf.progress import under_way
 from conf.schema import Config, SiteConfig
@@ -50,6 +51,7 @@ def simulate(
     config = absolute_paths(paired(config))
     folder = Path(config.run.root) / config.run.name
     with contextlib.ExitStack() as stack:
+        stack.enter_context(of_run())
         shown = stack.enter_context(listener or listener_for(quiet, json_output=json_output))
         with under_way("looking at configuration and data"):
             refuse(config)

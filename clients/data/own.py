@@ -1,6 +1,7 @@
 """Domains of the user's own, by configuration alone: folders of images, npz files, data sets on disk, functions."""
 
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,10 +12,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from clients.data import listing
 from clients.data.arrays import Named, as_pixels, check_image, image_of, in_order, numbered
 from clients.data.sources import OFFICIAL, WHOLE, Labels, Pixels, Positions
 from conf.errors import UserError
 from conf.plugins import call, is_reference, outside, parameters, told
+
+MOST_HELD = 16  # domains
 
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 MEMBERS = {  # of npz files, in small letters
@@ -54,6 +58,9 @@ class Own:
     def found(self, folder: Path) -> bool:
         return True
 
+    def state(self, folder: Path) -> str:
+        return state_of(self.domain)
+
     def labels(self, folder: Path, part: str) -> Labels:
         return contents(self.domain).labels[part]
 
@@ -87,9 +94,33 @@ def _path(text: str) -> Path:
     return Path(os.path.abspath(os.path.expanduser(text)))  # as it is where there is no such user
 
 
-@lru_cache(maxsize=16)
+def state_of(domain: str) -> str:
+    """What changes with the domain's files, or, where a function gives it, with the run."""
+    kind, _, rest = domain.partition(":")
+    return listing.state(_path(rest)) if kind in READERS and rest else listing.run_now()
+
+
 def contents(domain: str) -> Contents:
-    """What is in a domain of the user's own, read once. UserError for one that is not there, is damaged, or does not fit."""
+    """What is in a domain of the user's own, read once as long as its files are as they were.
+
+    UserError for one that is not there, is damaged, does not fit, or has other classes than before in one run.
+    """
+    state, run, before = state_of(domain), listing.run_now(), _CONTENTS.get(domain)
+    if before and before[0] == state:
+        return before[2]
+    found = _read(domain)
+    if before and run and before[1] == run and (before[2].classes, before[2].names) != (found.classes, found.names):
+        raise _wrong(domain, "has other classes than when the run began; put them back, or start a new run")
+    _CONTENTS[domain] = state, run, found
+    while len(_CONTENTS) > MOST_HELD:
+        _CONTENTS.popitem(last=False)
+    return found
+
+
+_CONTENTS: OrderedDict[str, tuple[str, str, Contents]] = OrderedDict()  # with their state, and the run that read them
+
+
+def _read(domain: str) -> Contents:
     kind, _, rest = domain.partition(":")
     if kind not in READERS or not rest:
         return _function(domain)
@@ -100,12 +131,17 @@ def contents(domain: str) -> Contents:
         return READERS[kind](path, domain)
 
 
-@lru_cache(maxsize=16)
 def check_files(domain: str) -> None:
     """UserError naming the first image file of the user's own domain that is cut, damaged or too large to be opened."""
+    if domain.partition(":")[0] in READERS:
+        _check_files(domain, state_of(domain))
+
+
+@lru_cache(maxsize=16)
+def _check_files(domain: str, state: str) -> None:
     from PIL import Image
 
-    for file in contents(domain).files if domain.partition(":")[0] in READERS else ():
+    for file in contents(domain).files:
         with legible(domain, str(file)), Image.open(file) as image:
             check_image(image)
 
