@@ -11,8 +11,9 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from clients.configurations import configuration, parsed
 from clients.data import Images, class_names, class_things, outputs, own_images, site_images, site_size
 from clients.data.listing import at_round
+from clients.data.own import left_out
 from clients.device import memory_share, pick_device
-from clients.guard import SIMULATED
+from clients.guard import LOG, SIMULATED
 from clients.identity import SIGNED, erased_words, sent_words
 from clients.learner import Outcome, learn
 from clients.measure import Score, score, score_numbers
@@ -144,6 +145,8 @@ class Job:
             found = ANSWERS[self.order.kind](self)
         elif self.order.kind == ENROL:
             found = Answer(metrics={"samples": site_size(self.config, source)})
+            if line := left_out(source.spec.domain):
+                LOG.warning(line)
             classes = ConfigRecord({"names": list(class_names(source.spec)), "things": list(class_things(source.spec))})
         else:
             words = self.site.name, str(self.order.round), self.order.kind

@@ -9,7 +9,7 @@ from typing import Any
 
 from flwr.serverapp import Grid
 
-from clients.data import site_sizes
+from clients.data import remarks, site_sizes
 from clients.networks import NETWORKS, Architecture, architecture_of
 from clients.networks.base import SelfStarting
 from clients.networks.head_view import BATCH, FEWEST
@@ -117,7 +117,8 @@ def work(grid: Grid, config: Config, folder: RunFolder, listener: Listener, bega
         try:
             method = Method(config, folder, ledger, Evaluator(config))
             advice = method.aggregation.strategy.advice(config)
-            for line in [*schedule_of(config.training).advice(config.rounds), *advice]:
+            odd = remarks(config) if has_data(config) else []
+            for line in [*odd, *schedule_of(config.training).advice(config.rounds), *advice]:
                 listener.message(line)
             federation, hearing = method.joined(grid), Listeners([spent, listener])
             while "accuracy" not in summary or method.unlearning().under_way():  # requests may come while it is measured

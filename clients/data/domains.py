@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from clients.data.own import READERS, Own, OwnSplit, contents, lookup, short, state_of
+from clients.data.found import KINDS, short
+from clients.data.own import Own, OwnSplit, contents, lookup, state_of
 from clients.data.sources import (
     Arrays,
     Idx,
@@ -117,7 +118,7 @@ def domain_names() -> list[str]:
 
 def known(name: str) -> bool:
     """Whether a domain needs no import: it is of this project, or a path."""
-    return name in DOMAINS or name.partition(":")[0] in READERS
+    return name in DOMAINS or name.partition(":")[0] in KINDS
 
 
 def find(name: str) -> Domain:

@@ -10,7 +10,8 @@ from clients.data.cache import ImageCache
 from clients.data.domains import Place, locate
 from clients.data.images import Images
 from clients.data.listing import held
-from clients.data.own import check_files
+from clients.data.looks import looks
+from clients.data.own import check_files, left_out
 from clients.data.partition import check_way, divide, divide_alike
 from clients.data.sources import Labels, Positions
 from clients.data.splits import Selection, Split, at_most, labels, of_classes, split
@@ -85,7 +86,17 @@ def site_sizes(config: Config) -> list[int]:
     check_shared(config)
     for domain in domains_of(config):
         check_files(domain)
-    return [_share(config, site)[2] for site in roster(config)]
+    sizes = [_share(config, site)[2] for site in roster(config)]
+    for domain in domains_of(config):
+        looks(locate(domain, config.data))
+    return sizes
+
+
+@held()
+def remarks(config: Config) -> list[str]:
+    """Lines on what is at the domains' places and is not read, and on what is odd about their images."""
+    found = [(left_out(domain), looks(locate(domain, config.data))) for domain in domains_of(config)]
+    return [line for lines in found for line in lines if line]
 
 
 @held()
@@ -149,8 +160,9 @@ def _chosen(place: Place, whole: Selection, change: Variant, limit: int, seed: i
 
 
 def _images(place: Place, chosen: Selection, change: Variant, data: DataConfig) -> Images:
-    pixels = place.images(chosen.part, chosen.index)
-    x, y = render(pixels, data.size, data.grey, change.rotation, change.invert), labels(place, chosen)
+    y = labels(place, chosen)
+    looks(place)
+    x = render(place.images(chosen.part, chosen.index), data.size, data.grey, change.rotation, change.invert)
     return Images(x, torch.from_numpy(_relabelled(y, change)))
 
 

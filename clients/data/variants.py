@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from itertools import accumulate, combinations
 
 from clients.data.domains import DOMAINS, find
+from clients.data.found import short
 from clients.data.listing import held
-from clients.data.own import short, state_of
+from clients.data.own import state_of
 from conf.errors import UserError
 from conf.once import once, once_while
 from conf.schema import Config, SiteConfig
