@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from conf.errors import UserError, listed, nearest, plain
-from conf.named import opened
+from conf.named import fields_of, opened
 from conf.plugins import told
 
 T = TypeVar("T")
@@ -64,6 +64,7 @@ def build(schema: type[T], given: Mapping[str, Any], where: str = "") -> T:
     given = opened(schema, given)
     _check_keys(schema, given, where)
     _check_literal(given, where)
+    _check_texts(schema, given, where)
     try:
         merged = OmegaConf.merge(_base(schema), OmegaConf.create(dict(given)))
         result = OmegaConf.to_object(merged)
@@ -117,6 +118,17 @@ def _base(schema: type) -> Any:
     return base
 
 
+def _check_texts(schema: type, given: Mapping[str, Any], where: str) -> None:
+    """UserError for a number or a truth value where a text is taken: what was written is not known any more."""
+    for name, item in given.items():
+        field = fields_of(schema)[name]
+        texts = field.type is str or (get_origin(field.type) is list and get_args(field.type)[0] is str)
+        for one in (item if isinstance(item, list | tuple) else [item]) if texts else []:
+            if isinstance(one, bool | int | float):
+                key = _join(where, name)
+                raise UserError(f"{key}: got {_short(one)}, takes {takes(field, item)}; put it in quotes if it is a text")
+
+
 def _join(where: str, key: str) -> str:
     return f"{where}.{key}" if where else key
 
@@ -126,7 +138,7 @@ def _nested(field: dataclasses.Field[Any]) -> bool:
 
 
 def _check_keys(schema: type, given: Mapping[str, Any], where: str) -> None:
-    fields = {field.name: field for field in dataclasses.fields(schema)}
+    fields = fields_of(schema)
     for key, item in given.items():
         if key not in fields:
             raise UnknownKeyError(_join(where, str(key)), [_join(where, name) for name in fields])

@@ -14,6 +14,7 @@ import tomli_w
 import yaml
 
 from conf.errors import UserError
+from conf.texts import keep_texts
 from conf.typed import build, value
 from conf.yamls import read_yaml, write_yaml
 
@@ -85,7 +86,7 @@ class ServerSheet:
 def read(schema: type[T], path: Path) -> T:
     """The sheet in a file. UserError for one that is not there or holds something else."""
     try:
-        given = read_yaml(path.read_text(encoding="utf-8")) or {}
+        given = read_yaml(path.read_text(encoding="utf-8"), lambda node: keep_texts(schema, node)) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(given, Mapping):
