@@ -16,7 +16,7 @@ from conf.named import opened, opened_at
 from conf.schema import Config
 from conf.sites import roster
 from conf.texts import keep_texts, keep_texts_at, values_kept_at
-from conf.typed import UnknownKeyError, build, checked
+from conf.typed import UnknownKeyError, at_home, build, checked
 from conf.yamls import read_yaml, write_yaml
 
 FOLDER = Path(__file__).parent
@@ -189,7 +189,7 @@ def from_mapping(tree: Mapping[str, Any]) -> Config:
     if isinstance(run, Mapping) and not run.get("name"):
         filled["run"] = {**run, "name": filled.get("experiment", "")}
     try:
-        config = _built(filled)
+        config = at_home(_built(filled))
         if not _names_a_folder(config.run.name):
             raise UserError(f"run.name: got '{_short(config.run.name)}', takes a plain folder name (run.root says where)")
         roster(config)
@@ -240,7 +240,7 @@ def _tree(config: Config) -> dict[str, Any]:
 
 def _find(experiment: str) -> Path:
     if experiment.endswith((".yaml", ".yml")):
-        path = Path(experiment)
+        path = Path(experiment).expanduser()
         if not path.is_file():
             raise UserError(f"experiment file not found: {path}")
         return path

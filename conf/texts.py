@@ -9,6 +9,7 @@ from conf.named import fields_of, inner_of, is_named
 
 TAG = "tag:yaml.org,2002:"
 NULL, MERGE, TEXT = f"{TAG}null", f"{TAG}merge", f"{TAG}str"
+HOME = "~"  # where a path stands; elsewhere it is nothing
 PRESET, PRESETS = "preset", "presets"  # of a whole configuration's file
 
 
@@ -57,6 +58,8 @@ def _of_key(schema: type, key: Node, value: Node) -> Node:
 
 
 def _of_field(field: dataclasses.Field[Any], node: Node) -> Node:
+    if field.metadata.get("path") and isinstance(node, ScalarNode) and node.value == HOME:
+        return ScalarNode(TEXT, HOME, node.start_mark, node.end_mark)
     if _takes_texts(field):
         return _text(node, within=get_origin(field.type) is dict)
     if inner := inner_of(field):

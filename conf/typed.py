@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin
@@ -27,12 +28,14 @@ def value(
     choices: tuple[str, ...] | None = None,
     named: bool = False,
     entries: type | None = None,
+    path: bool = False,
 ) -> Any:
     """A dataclass field that documents itself and says which values it takes (bounds included; of a list, each entry).
 
     `named`: a dictionary with a name among its keys, for which that name alone may stand. `entries`: of what may be a list.
+    `path`: a file or folder, or several, whose `~` is the home of whoever reads it.
     """
-    metadata = {"help": help, "low": low, "high": high, "choices": choices, "named": named}
+    metadata = {"help": help, "low": low, "high": high, "choices": choices, "named": named, "path": path}
     metadata |= {"entries": entries} if entries else {}
     if isinstance(default, list | dict) or callable(default):
         factory = default if callable(default) else lambda: type(default)(default)
@@ -76,6 +79,18 @@ def build(schema: type[T], given: Mapping[str, Any], where: str = "") -> T:
         raise UserError(f"{where}: {told(error)}") from error
     _check_values(result, where)
     return result  # type: ignore[return-value]  # OmegaConf.to_object rebuilds the dataclass it was given
+
+
+def at_home(instance: T) -> T:
+    """The same with whole paths where a path begins with ~, or ~name."""
+    changed: dict[str, Any] = {}
+    for field in dataclasses.fields(instance):  # type: ignore[arg-type]
+        got = getattr(instance, field.name)
+        if field.metadata.get("path"):
+            changed[field.name] = [*map(os.path.expanduser, got)] if isinstance(got, list) else os.path.expanduser(got)
+        elif dataclasses.is_dataclass(got):
+            changed[field.name] = at_home(got)
+    return dataclasses.replace(instance, **changed)  # type: ignore[type-var]
 
 
 def checked(given: Any, where: str) -> Any:

@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import yaml
 from torch import nn
 
 from clients.networks import architecture_of, load_network
 from conf import load
 from conf.errors import UserError, unknown
 from conf.load import load_text
+from conf.plain_values import plain_value
 from conf.schema import Config
 from conf.sites import roster
+from conf.yamls import write_yaml
 from server.evaluate import Evaluator
 from server.ledger import Ledger
 from server.runfolder import RunFolder, read_config
@@ -86,8 +87,9 @@ def resume(
     the rounds before, too. Callbacks as of `run`.
     """
     with own_threads():
-        listeners = [Callbacks(on_round, on_reply)]
-        commands.resume(Path(folder), quiet=not progress, tracking=tracking, listeners=listeners)
+        listeners, folder = [Callbacks(on_round, on_reply)], Path(folder).expanduser()
+        tracking = None if tracking is None else plain_value(tracking, "tracking")
+        commands.resume(folder, quiet=not progress, tracking=tracking, listeners=listeners)
     return _finished(Path(folder), on_finished)
 
 
@@ -105,7 +107,7 @@ class Result:
     folder: Path
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        object.__setattr__(self, "folder", Path(folder).resolve())
+        object.__setattr__(self, "folder", Path(folder).expanduser().resolve())
         read_config(self.folder)
 
     @property
@@ -265,14 +267,7 @@ class Networks(Mapping[str, nn.Module]):
 
 def _config(experiment: Mapping[str, Any], overrides: Sequence[str]) -> Config:
     """Of a dictionary, read as if it were in a file."""
-    try:
-        text = yaml.safe_dump(dict(experiment))
-    except yaml.YAMLError as error:
-        told = " ".join(map(str, error.args))
-        raise UserError(f"experiment: takes dictionaries, lists, texts and numbers, as YAML has them; {told}") from None
-    except RecursionError:
-        raise UserError("experiment: its dictionaries and lists are nested too deep") from None
-    return load_text(text, "experiment", overrides)
+    return load_text(write_yaml(plain_value(experiment, "")), "experiment", overrides)
 
 
 @contextlib.contextmanager

@@ -150,8 +150,15 @@ def main() -> NoReturn:
     ending = Ending()
     listen()
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+    sys.argv[1:] = [_at_home(word) for word in sys.argv[1:]]
     _import_from_here()
     ending.leave(_guarded())
+
+
+def _at_home(word: str) -> str:
+    """A word with the home's whole path for ~ where a path begins: --out=~/x, which shells leave as it is."""
+    option, equals, given = word.partition("=") if word.startswith("--") else ("", "", word)
+    return f"{option}{equals}{os.path.expanduser(given)}" if given.startswith("~/") else word
 
 
 def _import_from_here() -> None:

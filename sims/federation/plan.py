@@ -31,7 +31,7 @@ class Plan:
     port: int = value(8000, "the SuperLink's", low=1, high=65535)
     tls: bool = value(True, "encrypted, the server known by its certificate and each site by its key")
     names: list[str] = value([], "further names and addresses of the server, for its certificate")
-    sites: list[dict[str, Any]] = value([], "a section for each: name, and any other key of site.yaml")
+    sites: list[dict[str, Any]] = value([], "a section for each: name, and any other key of site.yaml", entries=SiteSheet)
 
     @property
     def local(self) -> bool:

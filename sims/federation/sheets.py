@@ -15,7 +15,7 @@ import yaml
 
 from conf.errors import UserError
 from conf.texts import keep_texts
-from conf.typed import build, value
+from conf.typed import at_home, build, value
 from conf.yamls import read_yaml, write_yaml
 
 SITE, SERVER = "site.yaml", "server.yaml"
@@ -44,11 +44,11 @@ class SiteSheet:
 
     name: str = value("", "the site's name, as in the configurations of runs")
     superlink: str = value("", "the server's address, HOST:PORT")
-    certificate: str = value("", "the authority's certificate, by which the server is known; empty: no TLS")
-    key: str = value("", "the site's private key, by which the server knows it; empty: no authentication")
-    store: str = value("store", "folder of what the site keeps of runs")
+    certificate: str = value("", "the authority's certificate, by which the server is known; empty: no TLS", path=True)
+    key: str = value("", "the site's private key, by which the server knows it; empty: no authentication", path=True)
+    store: str = value("store", "folder of what the site keeps of runs", path=True)
     port: int = value(0, "of the node's own program, on this machine alone; 0: any that is free", low=0, high=65535)
-    data: str = value("", "folder with its data sets; empty: $FEDLOOM_DATA, else ./data")
+    data: str = value("", "folder with its data sets; empty: $FEDLOOM_DATA, else ./data", path=True)
     domain: str = value("", "its own images in place of the configuration's: images:FOLDER, npz:FILE, module:function, ...")
     networks: list[str] = value([], "networks that it runs; none: all that ship")
     objectives: list[str] = value([], "objectives that it runs; none: all that ship")
@@ -66,7 +66,9 @@ class SiteSheet:
         "what all its rounds may cost of its privacy (delta 1e-5 or less); what is not noised it refuses; 0: any",
         low=0.0,
     )
-    peers: str = value("", "file of all sites' public keys, by which it knows with whom it shares masks; empty: any")
+    peers: str = value(
+        "", "file of all sites' public keys, by which it knows with whom it shares masks; empty: any", path=True
+    )
     warm: bool = value(True, "a process that has all imported waits for orders: saves seconds of each, takes some 400 MB")
     environment: dict[str, str] = value({}, "environment variables of the node, such as CUDA_VISIBLE_DEVICES: '0'")
 
@@ -77,9 +79,9 @@ class ServerSheet:
 
     host: str = value("127.0.0.1", "address to listen at; 0.0.0.0: all of the machine's")
     port: int = value(8000, "to listen at", low=1, high=65535)
-    certificate: str = value("", "the server's certificate; empty: no TLS")
-    key: str = value("", "its private key")
-    authority: str = value("", "the authority's certificate")
+    certificate: str = value("", "the server's certificate; empty: no TLS", path=True)
+    key: str = value("", "its private key", path=True)
+    authority: str = value("", "the authority's certificate", path=True)
     authenticate: bool = value(False, "only nodes whose keys are in `keys` may join")
 
 
@@ -92,7 +94,7 @@ def read(schema: type[T], path: Path) -> T:
     if not isinstance(given, Mapping):
         raise UserError(f"{path}: takes a section of keys, such as 'name: site-0000'")
     try:
-        return build(schema, given)
+        return at_home(build(schema, given))
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 
