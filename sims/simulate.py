@@ -101,6 +101,8 @@ def _check_engine(config: Config) -> None:
     engine, folder = config.engine, data_folder(config.data)
     if engine.device == "cuda" and engine.name != "flower" and not engine.address and not torch.cuda.is_available():
         raise UserError("engine.device: got cuda, and this machine has no GPU that torch can use; take auto or cpu")
+    if engine.name == "ray":
+        _check_gpus(config)
     if engine.compile and engine.vectorise > 1:
         raise UserError("engine.compile: sites trained as one (engine.vectorise) cannot be compiled; choose one of the two")
     if engine.name == "ray" and engine.address and engine.ship_data and not folder.is_dir():
@@ -108,6 +110,13 @@ def _check_engine(config: Config) -> None:
             f"engine.ship_data: there is no data folder {folder} to send; set data.root (or FEDLOOM_DATA) to it, "
             "or leave engine.ship_data out"
         )
+
+
+def _check_gpus(config: Config) -> None:
+    with contextlib.suppress(ImportError):  # without Ray its engine says so itself
+        from sims.engines.room import refuse_gpus
+
+        refuse_gpus(config.engine)
 
 
 def absolute_paths(config: Config) -> Config:
