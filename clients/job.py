@@ -40,6 +40,7 @@ from clients.messages import (
 from clients.networks import Architecture, HeadView, Network, architecture_of
 from clients.objectives import Answer, Session, Task, objective_of
 from clients.objectives.components.objective import COMPONENTS
+from clients.ordinary import ordinary
 from clients.packing import NONE, as_sent
 from clients.policy import Policy, followed
 from clients.privacy import private, spend
@@ -234,9 +235,9 @@ def workbench(config: Config, architecture: Architecture) -> Network:
 
 @contextmanager
 def moment(message: Message) -> Iterator[None]:
-    """Within, the site's files are as they are in the message's round."""
+    """Within, the site's files are as they are in the message's round, and torch is as usual."""
     order = read_order(message.content)
-    with at_round(order.run, order.round, afresh=order.kind == ENROL):
+    with ordinary(), at_round(order.run, order.round, afresh=order.kind == ENROL):
         yield
 
 

@@ -14,6 +14,7 @@ from clients.networks import NETWORKS, Architecture, architecture_of
 from clients.networks.base import SelfStarting
 from clients.networks.head_view import BATCH, FEWEST
 from clients.objectives import objective_of
+from clients.ordinary import ordinary
 from clients.packing import NONE
 from clients.training.checks import check_sizes, check_training
 from clients.training.schedules import schedule_of
@@ -108,6 +109,11 @@ def run_experiment(grid: Grid, config: Config, listener: Listener, began: float 
 
 def work(grid: Grid, config: Config, folder: RunFolder, listener: Listener, began: float) -> dict[str, Any]:
     """All that is not committed yet of an experiment whose folder is there."""
+    with ordinary():  # checks may have imported what sets something else
+        return _worked(grid, config, folder, listener, began)
+
+
+def _worked(grid: Grid, config: Config, folder: RunFolder, listener: Listener, began: float) -> dict[str, Any]:
     spent = Spent(began, folder.summary())
     summary = {**head(config), "status": "interrupted"}
     with open_ledger(config, folder) as ledger:

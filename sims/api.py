@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from clients.networks import architecture_of, load_network
+from clients.ordinary import ordinary
 from conf import load
 from conf.errors import UserError, unknown
 from conf.load import load_text
@@ -57,7 +58,7 @@ def run(
     goes on.
     """
     config = config_of(experiment, [*overrides, *(["run.overwrite=true"] if overwrite else [])])
-    with own_threads():
+    with as_usual():
         simulate(config, quiet=not progress, listeners=[Callbacks(on_round, on_reply)])
     return _finished(Path(config.run.root) / config.run.name, on_finished)
 
@@ -86,7 +87,7 @@ def resume(
     `tracking`: the trackers from now on, as the key `tracking` has them, instead of those that the run began with; they get
     the rounds before, too. Callbacks as of `run`.
     """
-    with own_threads():
+    with as_usual():
         listeners, folder = [Callbacks(on_round, on_reply)], Path(folder).expanduser()
         tracking = None if tracking is None else plain_value(tracking, "tracking")
         commands.resume(folder, quiet=not progress, tracking=tracking, listeners=listeners)
@@ -190,7 +191,7 @@ class Result:
         """
         evaluator = Evaluator(self.config)
         own = copy.deepcopy(network).to(evaluator.device).eval()
-        with own_threads():
+        with as_usual():
             return evaluator.measure("test", network=own)  # pyright: ignore[reportArgumentType]
 
     def unlearn(
@@ -213,7 +214,7 @@ class Result:
         """
         names = [sites] if isinstance(sites, str) else list(sites)
         wish = commands.Wish(names, request_id, reason, repair, retrain, rollback, recalibrate, without_data)
-        with own_threads():
+        with as_usual():
             return commands.unlearn(self.folder, wish, quiet=not progress)[1]
 
     def __str__(self) -> str:
@@ -253,7 +254,8 @@ class Networks(Mapping[str, nn.Module]):
         if name not in self._files:
             raise KeyError(str(unknown("network", name, self._files)))
         site = next((site for site in roster(self._config) if site.name == name), None)
-        return load_network(self._files[name], name_of(architecture_of(self._config, site)))[0]
+        with ordinary():
+            return load_network(self._files[name], name_of(architecture_of(self._config, site)))[0]
 
     def __contains__(self, name: object) -> bool:
         return name in self._files
@@ -271,10 +273,11 @@ def _config(experiment: Mapping[str, Any], overrides: Sequence[str]) -> Config:
 
 
 @contextlib.contextmanager
-def own_threads() -> Iterator[None]:
-    """Torch's number of threads is again what it was."""
+def as_usual() -> Iterator[None]:
+    """Within, torch is as this project takes it to be; afterwards it is again as it was, its number of threads, too."""
     before = torch.get_num_threads()
     try:
-        yield
+        with ordinary():
+            yield
     finally:
         torch.set_num_threads(before)

@@ -12,6 +12,7 @@ import torch
 from clients.data import absolute
 from clients.data.domains import data_folder
 from clients.data.listing import of_run
+from clients.ordinary import ordinary
 from conf.errors import UserError
 from conf.progress import under_way
 from conf.schema import Config, SiteConfig
@@ -52,6 +53,7 @@ def simulate(
     folder = Path(config.run.root) / config.run.name
     with contextlib.ExitStack() as stack:
         stack.enter_context(of_run())
+        stack.enter_context(ordinary())
         shown = stack.enter_context(listener or listener_for(quiet, json_output=json_output))
         with under_way("looking at configuration and data"):
             refuse(config)

@@ -152,7 +152,7 @@ def in_order(names: Iterable[str]) -> tuple[str, ...]:
 
 def _numbered(one: Named) -> tuple[Labels, tuple[str, ...]]:
     """A part's class numbers, and the names that it gives them."""
-    array = _flat(np.asarray(one.labels))
+    array = _of_one_kind(_flat(np.asarray(one.labels)))
     if not one.names:
         _check_classes(array)
     if array.dtype.kind in "US":
@@ -165,6 +165,18 @@ def _numbered(one: Named) -> tuple[Labels, tuple[str, ...]]:
     if low < 0 or high > most:
         raise ValueError(f"has labels from {low} to {high}, takes class numbers from 0 to {most}")
     return whole, one.names
+
+
+def _of_one_kind(array: np.ndarray) -> np.ndarray:
+    """Python's objects as texts or numbers, if they are all texts or all whole numbers. ValueError for others."""
+    if array.dtype != object:
+        return array
+    kinds = {type(one).__name__ for one in array}
+    if all(isinstance(one, str) for one in array):
+        return array.astype(str)
+    if all(isinstance(one, int | np.integer) for one in array):
+        return array.astype(np.int64)
+    raise ValueError(f"has labels of the types {', '.join(sorted(kinds))}; takes texts alone, or whole numbers alone")
 
 
 def _check_classes(array: np.ndarray) -> None:

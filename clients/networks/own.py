@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from clients.networks.base import NETWORKS, Network, NetworkSpec, SelfStarting
+from clients.ordinary import ordinary
 from conf.errors import UserError
 from conf.plugins import call, parameters, told
 from fusion.cla_ot.repair import BATCH_NORM
+from fusion.given import uncompiled
 from fusion.graph.undisturbed import undisturbed
 
 SPELLINGS = {
@@ -45,9 +47,11 @@ class OwnSpec(NetworkSpec):
     def module(self, channels: int, size: int, classes: int) -> nn.Module:
         """The user's module as it is made."""
         facts = {"classes": classes, "channels": channels, "size": size}
-        made = call(self.make, self.options, self._ours(facts), self.name, self.where)
+        made = uncompiled(call(self.make, self.options, self._ours(facts), self.name, self.where))
         if not isinstance(made, nn.Module):
             raise self.refused(f"gave a {type(made).__name__}, takes a torch.nn.Module")
+        if odd := [one.dtype for one in made.parameters() if one.dtype.is_floating_point and one.dtype != torch.float32]:
+            raise self.refused(f"has weights of {odd[0]}, takes torch.float32; let it be made as such (float())")
         return made.eval()
 
     def refused(self, why: str) -> UserError:
@@ -73,7 +77,7 @@ class OwnNetwork(Network, SelfStarting):
 
     def __init__(self, spec: OwnSpec, channels: int, size: int, classes: int) -> None:
         self._made = (spec, channels, size, classes)
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), ordinary():
             torch.manual_seed(0)
             extractor, head = _fitted(spec, channels, size, classes)
             _check_training(spec, extractor, torch.rand(2, channels, size, size))
@@ -83,7 +87,7 @@ class OwnNetwork(Network, SelfStarting):
         _check_state(spec, self)
 
     def restart(self, seed: int) -> None:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), ordinary():
             torch.manual_seed(seed)
             fresh = Network(*_fitted(*self._made)).state_dict()
         state = self.state_dict()

@@ -21,6 +21,8 @@ def with_state(
     """
     replaced = {id(tensor): tensor for name, tensor in network.state_dict(keep_vars=True).items() if name in state}
     twin = copy.deepcopy(network, memo={**_looked_at(network), **replaced})  # these are not copied twice
+    for module in twin.modules():
+        module._compiled_call_impl = None  # of the network that it was copied from (Module.compile)
     for name in without:
         parent, _, child = name.rpartition(".")
         setattr(twin.get_submodule(parent), child, nn.Identity())

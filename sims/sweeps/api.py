@@ -8,7 +8,7 @@ from typing import Any, overload
 
 from conf.errors import UserError
 from conf.plain_values import plain_value
-from sims.api import Result, config_of, own_threads
+from sims.api import Result, as_usual, config_of
 from sims.comparison import Comparison, compare
 from sims.sweeps.plan import SEED, plan
 from sims.sweeps.work import carry_out, ready
@@ -33,7 +33,7 @@ def sweep(
         raise UserError(f"parallel: got {parallel!r}, takes a number of at least 1")
     grid = _grid(seeds, over or {})
     planned = ready(plan(lambda words: config_of(experiment, words), overrides, grid), overwrite=overwrite)
-    with own_threads():
+    with as_usual():
         outcomes = carry_out(planned, min(parallel, len(planned)) if parallel > 1 else 0, quiet=not progress)
     failed = {outcome.folder: outcome.error for outcome in outcomes if outcome.missing}
     return Results(tuple(Result(outcome.folder) for outcome in outcomes if not outcome.missing), failed)

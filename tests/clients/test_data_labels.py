@@ -125,3 +125,19 @@ def test_few_images_of_many_classes_are_taken_where_the_classes_have_names(tmp_p
     assert of(tmp_path / "b.npz", np.repeat(np.arange(30), 3)) == 30
     assert of(tmp_path / "c.npz", np.arange(10)) == 10
     assert of(tmp_path / "d.npz", np.r_[0, 99].repeat(10)) == 100
+
+
+def test_labels_of_python_objects_are_taken_where_they_are_of_one_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "objects.py").write_text(
+        "import numpy as np\nX = np.random.default_rng(0).integers(0, 256, (40, 6, 6), np.uint8)\n"
+        "def of(*labels):\n    return X, np.array(list(labels) * 20, dtype=object)\n"
+        "def texts():\n    return of('b', 'a')\n\ndef numbers():\n    return of(3, np.int8(0))\n\n"
+        "def mixed():\n    return of(None, 'a')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert classes("objects:texts") == (2, ("a", "b")) and classes("objects:numbers") == (4, ())
+    with pytest.raises(UserError, match=r"has labels of the types NoneType, str; takes texts alone, or whole numbers alone"):
+        classes("objects:mixed")
+    np.savez(tmp_path / "a.npz", x=X, y=np.array(["a", "b"] * 20, dtype=object))
+    with pytest.raises(UserError, match=r"holds Python objects in 'y', which are not read; save it as .* y\.astype\(str\)"):
+        classes(f"npz:{tmp_path}/a.npz")
