@@ -10,6 +10,7 @@ from typing import Any
 from flwr.serverapp import Grid
 
 from clients.data import remarks, site_sizes
+from clients.data.listing import held
 from clients.networks import NETWORKS, Architecture, architecture_of
 from clients.networks.base import SelfStarting
 from clients.networks.head_view import BATCH, FEWEST
@@ -40,6 +41,7 @@ from server.strategies.base import check_named
 from server.unlearning.at_sites import outstanding
 
 
+@held()
 def check(config: Config) -> None:
     """Refuse what cannot work before anything is started: data, sites, method. Raises UserError."""
     _check_method(config)

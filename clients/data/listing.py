@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -12,6 +12,7 @@ from uuid import uuid4
 MOST_MOMENTS = 8
 
 Listed = dict[Path, str]
+Counts = Callable[[str], bool]
 
 _LISTED: ContextVar[Listed | None] = ContextVar("listed", default=None)  # listings that count as true for now
 _AT: ContextVar[str] = ContextVar("at", default="")  # the run whose message is answered
@@ -19,13 +20,16 @@ _MOMENTS: OrderedDict[tuple[str, int], Listed] = OrderedDict()
 _RUN = ""  # the run that this process carries out
 
 
-def state(path: Path) -> str:
-    """A digest of the names, sizes and times of a file, or of all files below a folder; of what is not there, too."""
+def state(path: Path, counts: Counts = lambda name: True) -> str:
+    """A digest of the names, sizes and times of a file, or of all files below a folder; of what is not there, too.
+
+    `counts`: which of the files of a folder do, by their names; all that ask for the same folder ask alike.
+    """
     known = _LISTED.get()
     if known is None:
-        return _digest(path)
+        return fresh(path, counts)
     if path not in known:
-        known[path] = _digest(path)
+        known[path] = fresh(path, counts)
     return known[path]
 
 
@@ -72,9 +76,12 @@ def at_round(run: str, number: int, afresh: bool = False) -> Iterator[None]:
         _AT.reset(at)
 
 
-def _digest(path: Path) -> str:
+def fresh(path: Path, counts: Counts = lambda name: True) -> str:
+    """The same, looked at now, whatever is held."""
     found = hashlib.blake2b(digest_size=16)
     for name, entry in _entries(path, str(path), frozenset()):
+        if isinstance(entry, os.DirEntry) and not counts(entry.name):
+            continue
         try:
             seen = entry.stat()
             told = f"{seen.st_size}:{seen.st_mtime_ns}:{seen.st_ctime_ns}"

@@ -11,7 +11,7 @@ import numpy as np
 
 from clients.data import listing
 from clients.data.arrays import Named, as_pixels, check_image, numbered
-from clients.data.folders import read_folder
+from clients.data.folders import SUFFIXES, read_folder
 from clients.data.found import KINDS, Contents, Select, fitting, has_path, legible, origin, path_of, short, wrong
 from clients.data.hugging_face import read_dataset
 from clients.data.sources import OFFICIAL, WHOLE, Labels, Pixels, Positions
@@ -58,7 +58,14 @@ class OwnSplit(Own):
 
 def state_of(domain: str) -> str:
     """What changes with the domain's files, or, where a function gives it, with the run."""
-    return listing.state(path_of(domain)) if has_path(domain) else listing.run_now()
+    return listing.state(path_of(domain), _counts(domain)) if has_path(domain) else listing.run_now()
+
+
+def _counts(domain: str) -> listing.Counts:
+    """Which of a folder's files the domain is read from, by their names."""
+    if domain.startswith("images:"):
+        return lambda name: Path(name).suffix.lower() in SUFFIXES
+    return lambda name: not name.startswith("cache-")  # which the library of Hugging Face writes beside the others
 
 
 def contents(domain: str) -> Contents:
@@ -70,6 +77,8 @@ def contents(domain: str) -> Contents:
     if before and before[0] == state:
         return before[2]
     found = _read(domain)
+    if has_path(domain) and listing.fresh(path_of(domain), _counts(domain)) != state:
+        raise wrong(domain, "changed while it was in use; once it is complete, go on (resume) or start again")
     if before and run and before[1] == run and (before[2].classes, before[2].names) != (found.classes, found.names):
         raise wrong(domain, "has other classes than when the run began; put them back, or start a new run")
     _CONTENTS[domain] = state, run, found

@@ -5,6 +5,7 @@ import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -184,6 +185,42 @@ def test_a_second_run_in_a_process_trains_on_what_is_left(tmp_path: Path):
     sizes = [one.summary["sites"][0]["samples"] for one in (first, second)]
     assert sizes[1] < sizes[0]
     assert len(Evaluator(second.config).images("pets", "test")) == 7
+
+
+@pytest.mark.usefixtures("blank_pictures")
+def test_what_is_deleted_while_a_run_goes_on_is_not_in_its_next_round(tmp_path: Path):
+    root, seen = folder(tmp_path / "pets"), list[int]()
+    sites = [{"domain": f"images:{root}"}, {"domain": "digits", "samples": 40}]
+    tree = {**TREE, "rounds": 3, "sites": sites, "data": {"size": 8, "classes": 10}}
+
+    def withdraw(record: dict[str, Any]) -> None:
+        seen.append(everything(config({"domain": f"images:{root}"}, grey=True)))
+        (root / "cats" / f"{record['round']}.png").unlink(missing_ok=True)
+
+    result = run(tree, f"run.root={tmp_path}", "run.name=a", on_round=withdraw)
+    assert seen == [3, 2, 1] and result.summary["status"] == "finished" and not result.metrics[-1].get("dropped")
+
+
+def test_a_listing_that_is_out_of_date_is_refused(tmp_path: Path):
+    root = folder(tmp_path / "pets")
+    domain = f"images:{root}"
+    with listing.held():
+        listing.state(root)
+        (root / "cats" / "0.png").unlink()
+        with pytest.raises(UserError, match=r"domain 'pets': .* changed while it was in use; once it is complete, go on"):
+            images(domain, grey=True)
+    assert len(images(domain, grey=True))
+
+
+def test_files_that_are_no_images_may_come_and_go(tmp_path: Path):
+    root = folder(tmp_path / "pets")
+    domain = f"images:{root}"
+    with listing.held():
+        listing.state(root)
+    with listing.held():
+        before = data.num_classes(config({"domain": domain}))
+        (root / "cats" / "log.txt").write_text("x")
+        assert len(images(domain, grey=True)) and data.num_classes(config({"domain": domain})) == before
 
 
 def test_a_node_that_lives_on_reads_the_next_round_anew(tmp_path: Path):
