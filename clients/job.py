@@ -244,7 +244,7 @@ def moment(message: Message) -> Iterator[None]:
 def read_job(message: Message, context: Context) -> Job:
     """The job of a message, for the site whose context this is."""
     order, here = read_order(message.content), context.node_config
-    simulated, root = bool(here.get(SIMULATED)), Path(str(here.get("store") or STORE))
+    simulated, root = bool(here.get(SIMULATED)), Path(str(here.get("store") or STORE)).expanduser()
     text = configuration(order.config, message.content, None if simulated else root)
     policy = Policy() if simulated else Policy.of(here)
     policy.weigh(message.content)
@@ -267,7 +267,7 @@ def erased(message: Message, context: Context) -> RecordDict | None:
         return None
     if context.node_config.get(SIMULATED):
         raise UserError("order.kind: simulated sites keep nothing of their own to erase")
-    root = Path(str(context.node_config.get("store") or STORE))
+    root = Path(str(context.node_config.get("store") or STORE)).expanduser()
     sites = roster(parsed(configuration(order.config, message.content, root)))
     if not 0 <= order.site < len(sites):
         raise UserError(f"order.site: is no place among the configuration's {len(sites)} sites")

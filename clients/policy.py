@@ -1,6 +1,7 @@
 """A site's own policy in a real federation: its node-config, not the server, says what it reads and runs."""
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -79,7 +80,7 @@ class Policy:
             raise UserError(f"masks: got '{here['masks']}', takes required, or nothing")
         gpu, most = _number(node_config, "gpu", 1.0, 1.0), _number(node_config, "largest_order", 0.0, math.inf)
         cost = _number(node_config, "epsilon", 0.0, math.inf)
-        identity = Identity(str(node_config.get("identity", "")), str(node_config.get("peers", "")))
+        identity = Identity(*(os.path.expanduser(str(node_config.get(key, ""))) for key in ("identity", "peers")))
         return Policy(here["data"], here["domain"], device=here["device"], gpu=gpu, largest_order=most, masks=here["masks"],
                       epsilon=cost, identity=identity, name=str(node_config.get("site", "")), **names)  # fmt: skip
 
