@@ -8,7 +8,7 @@ from flwr.app import RecordDict
 
 from clients.messages import config_digest, read_config_record
 from clients.states import write_bytes
-from conf import from_json
+from conf import Config, from_json
 from conf.errors import UserError
 
 MOST = 8  # configurations that a process holds
@@ -18,7 +18,10 @@ MOST_BYTES = 64 * 2**20  # of one, in a real federation
 _TEXTS: OrderedDict[str, str] = OrderedDict()
 
 
-parsed = functools.lru_cache(maxsize=MOST)(from_json)  # by the text: it is hashed once, as strings are
+@functools.lru_cache(maxsize=MOST)
+def parsed(text: str, run: str = "") -> Config:
+    """The configuration that a text holds, the same object within a run: what depends on a run's data is kept with it."""
+    return from_json(text)
 
 
 class UnknownConfigurationError(LookupError):

@@ -9,7 +9,9 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from clients.changes import changes, keep_sent
 from clients.data import Images, class_names, class_things, outputs, own_images, site_images, site_size
+from clients.data.own import left_out
 from clients.device import pick_device
+from clients.guard import LOG
 from clients.identity import SIGNED, sent_words
 from clients.learner import Outcome, learn
 from clients.measure import Score, score, score_numbers
@@ -175,6 +177,8 @@ class Job:
             found = ANSWERS[self.order.kind](self)
         elif self.order.kind == ENROL:
             found = Answer(metrics={"samples": site_size(self.config, source)})
+            if line := left_out(source.spec.domain):
+                LOG.warning(line)
             classes = ConfigRecord({"names": list(class_names(source.spec)), "things": list(class_things(source.spec))})
         else:
             words = self.site.name, str(self.order.round), self.order.kind

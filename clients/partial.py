@@ -19,6 +19,7 @@ from torch import Tensor
 
 from clients.configurations import configuration, parsed
 from clients.data import site_size
+from clients.data.listing import at_round
 from clients.messages import (
     BEFORE,
     EXPECTED,
@@ -119,7 +120,7 @@ class _Sums:
 
     def __init__(self, order: Order, content: RecordDict, part: Keeping | None) -> None:
         self.order, self.part = order, part
-        self.config: Config = parsed(configuration(order.config, content, None))
+        self.config: Config = parsed(configuration(order.config, content, None), order.run)
         self.bits = self.config.federation.scale_bits
         shapes = json.loads(text_of(content.array_records[EXPECTED]))
         self.likes = {record: {name: torch.empty(shape, device="meta") for name, shape in like.items()} for record, like in
@@ -132,7 +133,8 @@ class _Sums:
     def add(self, order: Order, message: Message, content: RecordDict) -> None:
         """Add one site's records and write what the server keeps of it. Raises ExactSumError or ReplyError."""
         site = roster(self.config)[order.site]
-        bounds = Bounds.of(self.config.federation, site_size(self.config, site))
+        with at_round(order.run, order.round):
+            bounds = Bounds.of(self.config.federation, site_size(self.config, site))
         samples = int(train_numbers(content, bounds, hidden=bool(self.config.privacy.noise))["samples"])
         given, sent = _read(content), _read(message.content)
         start = {**sent[MEAN], **sent.get(STAR, {})}

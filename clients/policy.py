@@ -93,7 +93,7 @@ class Policy:
         limits = Limits(_whole(node_config, "max_steps", MOST_STEPS) or 0,
                         _number(node_config, "max_parameters", MOST_PARAMETERS),
                         _whole(node_config, "min_batch", batch) or 0)  # fmt: skip
-        identity = Identity(str(node_config.get("identity", "")), str(node_config.get("peers", "")))
+        identity = Identity(*(os.path.expanduser(str(node_config.get(key, ""))) for key in ("identity", "peers")))
         return Policy(here["data"], here["domain"], device=here["device"], gpu=gpu, largest_order=most, masks=here["masks"],
                       epsilon=cost, identity=identity, name=str(node_config.get("site", "")), limits=limits,
                       min_members=_whole(node_config, "min_members"), min_known=_whole(node_config, "min_known"),

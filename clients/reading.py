@@ -1,16 +1,20 @@
 """From a message to a site's job: the order is read, and the site's own policy is applied, before anything is done."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from flwr.app import Context, Message, MetricRecord, RecordDict
 
 from clients.configurations import configuration, parsed
+from clients.data.listing import at_round
 from clients.device import memory_share
 from clients.guard import SIMULATED
 from clients.identity import SIGNED, erased_words
 from clients.job import Job
-from clients.messages import ERASE, ERASED, METRICS, read_order
+from clients.messages import ENROL, ERASE, ERASED, METRICS, read_order
+from clients.ordinary import ordinary
 from clients.policy import Policy, followed
 from clients.store import SiteStore
 from conf.errors import UserError
@@ -21,15 +25,24 @@ from conf.sites import roster
 STORE = "fedloom-store"  # folder, below where the site was started, if its node-config says nothing
 
 
+@contextmanager
+def moment(message: Message) -> Iterator[None]:
+    """Within, the site's files are as they are in the message's round, and torch is as usual."""
+    order = read_order(message.content)
+    with ordinary(), at_round(order.run, order.round, afresh=order.kind == ENROL):
+        yield
+
+
 def read_job(message: Message, context: Context) -> Job:
     """The job of a message, for the site whose context this is."""
     order, here = read_order(message.content), context.node_config
-    simulated, root = bool(here.get(SIMULATED)), Path(str(here.get("store") or STORE))
+    simulated, root = bool(here.get(SIMULATED)), Path(str(here.get("store") or STORE)).expanduser()
     text = configuration(order.config, message.content, None if simulated else root)
     policy = Policy() if simulated else Policy.of(here)
     policy.weigh(message.content)
     policy.hide(order)
-    config = parsed(text) if simulated else followed(parsed(text), policy, order.site)
+    config = parsed(text, order.run)
+    config = config if simulated else followed(config, policy, order.site)
     policy.spare(order, config)
     if not simulated:
         policy.check_scores(order, config)
@@ -48,7 +61,7 @@ def erased(message: Message, context: Context) -> RecordDict | None:
         return None
     if context.node_config.get(SIMULATED):
         raise UserError("order.kind: simulated sites keep nothing of their own to erase")
-    root = Path(str(context.node_config.get("store") or STORE))
+    root = Path(str(context.node_config.get("store") or STORE)).expanduser()
     sites = roster(parsed(configuration(order.config, message.content, root)))
     if not 0 <= order.site < len(sites):
         raise UserError(f"order.site: is no place among the configuration's {len(sites)} sites")

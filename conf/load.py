@@ -15,8 +15,9 @@ from conf.meant import meant
 from conf.named import opened, opened_at
 from conf.schema import Config
 from conf.sites import roster
-from conf.typed import UnknownKeyError, build, checked
-from conf.yamls import check_yaml, read_yaml, write_yaml
+from conf.texts import keep_texts, keep_texts_at, values_kept_at
+from conf.typed import UnknownKeyError, at_home, build, checked
+from conf.yamls import read_yaml, write_yaml
 
 FOLDER = Path(__file__).parent
 MOST_RUN_NAME_BYTES = 200
@@ -57,7 +58,7 @@ def read_values(text: str) -> tuple[str, list[Any]]:
     key, _, items = text.partition("=")
     if not (key and items.strip()):
         raise UserError(f"'{_short(text)}': takes the form key=value,value, such as training.rate=0.01,0.03")
-    found = _parse([f"{key}=[{items}]"])[key]
+    found = _value(f"{key}=[{items}]", key, f"[{items}]", many=True)
     inside = found[0] if len(found) == 1 and isinstance(found[0], list) else found
     if not inside:
         raise UserError(f"'{_short(text)}': has no values; it takes key=value,value, such as training.rate=0.01,0.03")
@@ -188,7 +189,7 @@ def from_mapping(tree: Mapping[str, Any]) -> Config:
     if isinstance(run, Mapping) and not run.get("name"):
         filled["run"] = {**run, "name": filled.get("experiment", "")}
     try:
-        config = _built(filled)
+        config = at_home(_built(filled))
         if not _names_a_folder(config.run.name):
             raise UserError(f"run.name: got '{_short(config.run.name)}', takes a plain folder name (run.root says where)")
         roster(config)
@@ -239,7 +240,7 @@ def _tree(config: Config) -> dict[str, Any]:
 
 def _find(experiment: str) -> Path:
     if experiment.endswith((".yaml", ".yml")):
-        path = Path(experiment)
+        path = Path(experiment).expanduser()
         if not path.is_file():
             raise UserError(f"experiment file not found: {path}")
         return path
@@ -259,7 +260,7 @@ def _text(path: Path) -> str:
 
 def _tree_of(text: str, where: str) -> dict[str, Any]:
     try:
-        tree = read_yaml(text)
+        tree = read_yaml(text, lambda node: keep_texts(Config, node))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -279,17 +280,22 @@ def _parse(overrides: Sequence[str]) -> dict[str, Any]:
         key, separator, item = text.partition("=")
         if not separator or not key or key.startswith("-"):
             raise UserError(f"override '{_short(text)}': takes the form key=value, such as rounds=20")
-        try:
-            text.encode()
-            check_yaml(item)
-            parsed[key] = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={item}"]))["value"]  # type: ignore[index,call-overload]
-        except UnicodeEncodeError:
-            raise UserError(f"override {text!a}: is not UTF-8 text") from None
-        except yaml.MarkedYAMLError as error:
-            raise UserError(f"override '{_short(text)}': {_first_line(error.problem)}") from None
-        except (OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
-            raise UserError(f"override '{_short(text)}': {_first_line(error)}") from None
+        parsed[key] = _value(text, key, item)
     return parsed
+
+
+def _value(text: str, key: str, item: str, many: bool = False) -> Any:
+    """What an item that is given for a dotted key in an override holds; `many`: it is a list of such."""
+    keep = values_kept_at if many else keep_texts_at
+    try:
+        text.encode()
+        return read_yaml(item, lambda node: keep(Config, key, node))
+    except UnicodeEncodeError:
+        raise UserError(f"override {text!a}: is not UTF-8 text") from None
+    except yaml.MarkedYAMLError as error:
+        raise UserError(f"override '{_short(text)}': {_first_line(error.problem)}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"override '{_short(text)}': {_first_line(error)}") from None
 
 
 def _short(text: str) -> str:

@@ -8,21 +8,23 @@ from pathlib import Path
 
 import psutil
 
+from conf.cgroups import limits
+
 
 def cores() -> int:
-    """The cores that this process may use."""
+    """The cores that this process may use: those that it is bound to, and no more than its container has."""
     usable = getattr(os, "sched_getaffinity", None)  # not on macOS
-    return len(usable(0)) if usable else os.cpu_count() or 1
+    return max(1, int(min(len(usable(0)) if usable else os.cpu_count() or 1, limits().cores)))
 
 
 def memory() -> int:
-    """The bytes of memory that there are."""
-    return psutil.virtual_memory().total
+    """The bytes of memory that there are: of the container, where that has fewer than the machine."""
+    return int(min(psutil.virtual_memory().total, limits().memory))
 
 
 def free_memory() -> int:
-    """The bytes of memory that can be had without swapping."""
-    return psutil.virtual_memory().available
+    """The bytes of memory that can be had without swapping, within the container's limit."""
+    return int(min(psutil.virtual_memory().available, limits().free))
 
 
 def forget_peak() -> None:

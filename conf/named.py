@@ -19,9 +19,9 @@ def opened(schema: type, given: Mapping[Any, Any]) -> dict[Any, Any]:
 def opened_at(schema: type, key: str, item: Any) -> Any:
     """The same of the value of one dotted key, such as sites.0.partition."""
     first, _, rest = key.partition(".")
-    if (field := _fields(schema).get(first)) is None:
+    if (field := fields_of(schema).get(first)) is None:
         return item
-    many, inner = _many(field), _inner(field)
+    many, inner = _many(field), inner_of(field)
     if many and rest:
         place, _, rest = rest.partition(".")
         many = not place.isdecimal()
@@ -33,19 +33,20 @@ def opened_at(schema: type, key: str, item: Any) -> Any:
 
 
 @functools.cache
-def _fields(schema: type) -> dict[str, dataclasses.Field[Any]]:
+def fields_of(schema: type) -> dict[str, dataclasses.Field[Any]]:
+    """A dataclass's fields by their names."""
     return {field.name: field for field in dataclasses.fields(schema)}
 
 
 def _one(field: dataclasses.Field[Any], inner: type | None, item: Any) -> Any:
-    if isinstance(item, str) and item and INTERPOLATED not in item and _named(field):
+    if isinstance(item, str) and item and INTERPOLATED not in item and is_named(field):
         return {"name": item}
     return opened(inner, item) if inner and isinstance(item, Mapping) else item
 
 
-def _named(field: dataclasses.Field[Any]) -> bool:
+def is_named(field: dataclasses.Field[Any]) -> bool:
     """Whether the field, or each entry of its list, is a section with a name. A site's name is not what it is."""
-    section = None if _many(field) else _inner(field)
+    section = None if _many(field) else inner_of(field)
     return field.metadata.get("named", False) or hasattr(section, "name")
 
 
@@ -53,7 +54,7 @@ def _many(field: dataclasses.Field[Any]) -> bool:
     return get_origin(field.type) is list or "entries" in field.metadata
 
 
-def _inner(field: dataclasses.Field[Any]) -> type | None:
+def inner_of(field: dataclasses.Field[Any]) -> type | None:
     """The dataclass of the field, or of the entries of its list."""
     kind = field.metadata.get("entries") or next(iter(get_args(field.type)), field.type)
     return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None

@@ -14,7 +14,7 @@ class RunConfig:
     """Where a run is kept."""
 
     name: str = value("", "folder of the run under run.root; empty: the experiment's name")
-    root: str = value("runs", "folder that holds all runs")
+    root: str = value("runs", "folder that holds all runs", path=True)
     overwrite: bool = value(False, "replace a run of the same name")
     resume: bool = value(False, "go on with a run of the same name and configuration after its last committed round")
 
@@ -27,7 +27,9 @@ class EngineConfig:
         "ray", "inline: this process; ray: Ray actors; flower: a real federation", choices=("inline", "ray", "flower")
     )
     workers: int = value(0, "processes that run sites; 0: sized to the machine", low=0)
-    address: str = value("", "ray: of a cluster; empty: one on this machine is started; flower: a federation's folder")
+    address: str = value(
+        "", "ray: of a cluster; empty: one on this machine is started; flower: a federation's folder", path=True
+    )
     ship_data: bool = value(False, "with an address: send the data folder to the cluster's nodes; off: they have it")
     num_cpus: float = value(1.0, "CPU cores per worker", low=0.0)
     num_gpus: float = value(0.0, "GPUs per worker (a fraction shares one)", low=0.0)
@@ -42,7 +44,7 @@ class EngineConfig:
 class DataConfig:
     """Where domains come from, and what every image becomes."""
 
-    root: str = value("", "folder with the data; empty: $FEDLOOM_DATA, else ./data")
+    root: str = value("", "folder with the data; empty: $FEDLOOM_DATA, else ./data", path=True)
     download: bool = value(False, "let torchvision fetch what is in no folder")
     size: int = value(16, "images become size x size pixels", low=4, high=512)
     grey: bool = value(True, "one channel; false: three")

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin
@@ -12,7 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from conf.errors import UserError, listed, nearest, plain
-from conf.named import opened
+from conf.named import fields_of, opened
 from conf.plugins import told
 
 T = TypeVar("T")
@@ -27,12 +28,14 @@ def value(
     choices: tuple[str, ...] | None = None,
     named: bool = False,
     entries: type | None = None,
+    path: bool = False,
 ) -> Any:
     """A dataclass field that documents itself and says which values it takes (bounds included; of a list, each entry).
 
     `named`: a dictionary with a name among its keys, for which that name alone may stand. `entries`: of what may be a list.
+    `path`: a file or folder, or several, whose `~` is the home of whoever reads it.
     """
-    metadata = {"help": help, "low": low, "high": high, "choices": choices, "named": named}
+    metadata = {"help": help, "low": low, "high": high, "choices": choices, "named": named, "path": path}
     metadata |= {"entries": entries} if entries else {}
     if isinstance(default, list | dict) or callable(default):
         factory = default if callable(default) else lambda: type(default)(default)
@@ -64,6 +67,7 @@ def build(schema: type[T], given: Mapping[str, Any], where: str = "") -> T:
     given = opened(schema, given)
     _check_keys(schema, given, where)
     _check_literal(given, where)
+    _check_texts(schema, given, where)
     try:
         merged = OmegaConf.merge(_base(schema), OmegaConf.create(dict(given)))
         result = OmegaConf.to_object(merged)
@@ -75,6 +79,18 @@ def build(schema: type[T], given: Mapping[str, Any], where: str = "") -> T:
         raise UserError(f"{where}: {told(error)}") from error
     _check_values(result, where)
     return result  # type: ignore[return-value]  # OmegaConf.to_object rebuilds the dataclass it was given
+
+
+def at_home(instance: T) -> T:
+    """The same with whole paths where a path begins with ~, or ~name."""
+    changed: dict[str, Any] = {}
+    for field in dataclasses.fields(instance):  # type: ignore[arg-type]
+        got = getattr(instance, field.name)
+        if field.metadata.get("path"):
+            changed[field.name] = [*map(os.path.expanduser, got)] if isinstance(got, list) else os.path.expanduser(got)
+        elif dataclasses.is_dataclass(got):
+            changed[field.name] = at_home(got)
+    return dataclasses.replace(instance, **changed)  # type: ignore[type-var]
 
 
 def checked(given: Any, where: str) -> Any:
@@ -117,6 +133,17 @@ def _base(schema: type) -> Any:
     return base
 
 
+def _check_texts(schema: type, given: Mapping[str, Any], where: str) -> None:
+    """UserError for a number or a truth value where a text is taken: what was written is not known any more."""
+    for name, item in given.items():
+        field = fields_of(schema)[name]
+        texts = field.type is str or (get_origin(field.type) is list and get_args(field.type)[0] is str)
+        for one in (item if isinstance(item, list | tuple) else [item]) if texts else []:
+            if isinstance(one, bool | int | float):
+                key = _join(where, name)
+                raise UserError(f"{key}: got {_short(one)}, takes {takes(field, item)}; put it in quotes if it is a text")
+
+
 def _join(where: str, key: str) -> str:
     return f"{where}.{key}" if where else key
 
@@ -126,7 +153,7 @@ def _nested(field: dataclasses.Field[Any]) -> bool:
 
 
 def _check_keys(schema: type, given: Mapping[str, Any], where: str) -> None:
-    fields = {field.name: field for field in dataclasses.fields(schema)}
+    fields = fields_of(schema)
     for key, item in given.items():
         if key not in fields:
             raise UnknownKeyError(_join(where, str(key)), [_join(where, name) for name in fields])

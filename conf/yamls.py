@@ -3,6 +3,8 @@
 What is read may be wrong or hostile: it is checked before anything is made of it.
 """
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import yaml
@@ -10,6 +12,8 @@ from yaml.composer import Composer
 from yaml.constructor import ConstructorError
 from yaml.nodes import MappingNode, Node, ScalarNode
 from yaml.resolver import Resolver
+
+Kept = Callable[[Node], Node]
 
 LONG = 100_000  # characters
 MOST_DEPTH = 100  # of lists and sections within each other
@@ -20,12 +24,20 @@ TAG = "tag:yaml.org,2002:"
 TAKEN = {f"{TAG}{kind}" for kind in ("str", "int", "float", "bool", "null", "map", "seq", "merge")}
 NOT_MEANT = {f"{TAG}timestamp", f"{TAG}value"}  # dates and `=` are texts here
 
+NUMBERS = {
+    f"{TAG}int": re.compile(r"[-+]?(0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)$"),
+    f"{TAG}float": re.compile(
+        r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9][0-9_]*([eE][-+]?[0-9]+)?"
+        r"|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"
+    ),
+}
+
 
 class _Plain(Resolver):
-    """What a value without quotes is: a text, a number, a truth value or nothing."""
+    """What a value without quotes is: a text, a number, a truth value or nothing. 007, 1:30: texts; 1e-1: a number."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
-        first: [(tag, form) for tag, form in forms if tag not in NOT_MEANT]
+        first: [(tag, NUMBERS.get(tag, form)) for tag, form in forms if tag not in NOT_MEANT]
         for first, forms in Resolver.yaml_implicit_resolvers.items()
     }
 
@@ -48,34 +60,42 @@ def _by_libyaml() -> Any:
 _Fast: Any = _by_libyaml() if hasattr(yaml, "CSafeLoader") else _Reader
 
 
-def read_yaml(text: str) -> Any:
-    """What a text holds. Raises yaml.YAMLError, also for what `_Check` refuses."""
+_Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+
+class _Writer(_Dumper):
+    """It puts texts in quotes that `read_yaml` or other readers would take for something else."""
+
+
+_Writer.add_implicit_resolver(f"{TAG}float", NUMBERS[f"{TAG}float"], list("-+0123456789."))
+
+
+def read_yaml(text: str, kept: Kept | None = None) -> Any:
+    """What a text holds. Raises yaml.YAMLError, also for what `_Check` refuses.
+
+    `kept`: says what of its nodes stays a text (conf.texts).
+    """
     if len(text) > LONG:
         try:
-            return _read(text, _Fast)
+            return _read(text, _Fast, kept)
         except yaml.YAMLError:
             pass  # said again below
-    return _read(text, _Reader)
-
-
-def check_yaml(text: str) -> None:
-    """Raises yaml.YAMLError as `read_yaml` does."""
-    _read(text, _Reader)
+    return _read(text, _Reader, kept)
 
 
 def write_yaml(tree: Any) -> str:
     """Plain values as text, keys in their order."""
-    return yaml.dump(tree, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper), sort_keys=False, allow_unicode=True)
+    return yaml.dump(tree, Dumper=_Writer, sort_keys=False, allow_unicode=True)
 
 
-def _read(text: str, kind: Any) -> Any:
+def _read(text: str, kind: Any, kept: Kept | None) -> Any:
     loader = kind(text)
     try:
         node = loader.get_single_node()
         if node is None:
             return None
         _Check(MOST_COPIES + len(text)).measure(node, "", 0)
-        return loader.construct_document(node)
+        return loader.construct_document(kept(node) if kept else node)
     except RecursionError:
         raise yaml.YAMLError(f"lists and sections are nested more than {MOST_DEPTH} deep") from None
     finally:

@@ -7,6 +7,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from fusion.cla_ot.matching import layer_costs, match_units, pairs_of, wired
+from fusion.given import plain_networks
 from fusion.settings import FusionSettings
 
 
@@ -31,6 +32,7 @@ def align(one: nn.Module, other: nn.Module, *, probe: Tensor, settings: FusionSe
     """
     chosen = settings or FusionSettings()
     kind = "neurons" if chosen.comparison == "neurons" else "preactivation"
+    one, other = plain_networks([one, other])
     costs = layer_costs(one, other, probe, representation=kind, dissimilarity=chosen.comparison)
     ours, theirs = wired([one, other], probe)
     matches = match_units(ours, theirs, costs, pin_first=chosen.pin_first, pin_last=chosen.pin_last)

@@ -22,6 +22,7 @@ from fusion.cla_ot.repair import Statistics, Target, in_basis, mixture, repair, 
 from fusion.classes import in_classes, united
 from fusion.exact import State
 from fusion.fused import Fused, Made, View, averaged
+from fusion.given import plain_networks
 from fusion.graph.channels import Unit, Wiring, wire
 from fusion.graph.resize import with_state
 from fusion.probe import Observation, features_of, observe
@@ -53,7 +54,7 @@ def fuse(
     Raises UserError, naming what is at fault, for networks of different families, input sizes or numbers of classes, weights
     that are not finite, and probe sets that cannot be used.
     """
-    networks, depth = list(networks), into if depth is None else depth
+    networks, depth = plain_networks(networks), into if depth is None else depth
     check_places(len(networks), into, depth)
     shares = mixing_weights(weights, len(networks))
     names = () if classes is None else united(classes, into)

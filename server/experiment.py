@@ -10,11 +10,13 @@ from typing import Any
 
 from flwr.serverapp import Grid
 
-from clients.data import site_sizes
+from clients.data import remarks, site_sizes
+from clients.data.listing import held
 from clients.networks import NETWORKS, Architecture, architecture_of
 from clients.networks.base import SelfStarting
 from clients.networks.head_view import BATCH, FEWEST
 from clients.objectives import objective_of
+from clients.ordinary import ordinary
 from clients.packing import NONE
 from clients.training.checks import check_sizes, check_training
 from clients.training.schedules import schedule_of
@@ -40,6 +42,7 @@ from server.strategies.base import check_named
 from server.unlearning.at_sites import outstanding
 
 
+@held()
 def check(config: Config) -> None:
     """Refuse what cannot work before anything is started: data, sites, method. Raises UserError."""
     _check_method(config)
@@ -109,6 +112,11 @@ def run_experiment(grid: Grid, config: Config, listener: Listener, began: float 
 
 def work(grid: Grid, config: Config, folder: RunFolder, listener: Listener, began: float) -> dict[str, Any]:
     """All that is not committed yet of an experiment whose folder is there."""
+    with ordinary():  # checks may have imported what sets something else
+        return _worked(grid, config, folder, listener, began)
+
+
+def _worked(grid: Grid, config: Config, folder: RunFolder, listener: Listener, began: float) -> dict[str, Any]:
     spent = Spent(began, folder.summary())
     summary = {**head(config), "status": "interrupted"}
     with open_ledger(config, folder) as ledger:
@@ -119,7 +127,8 @@ def work(grid: Grid, config: Config, folder: RunFolder, listener: Listener, bega
         try:
             method = Method(config, folder, ledger, Evaluator(config))
             advice = method.aggregation.strategy.advice(config)
-            for line in [*schedule_of(config.training).advice(config.rounds), *advice]:
+            odd = remarks(config) if has_data(config) else []
+            for line in [*odd, *schedule_of(config.training).advice(config.rounds), *advice]:
                 listener.message(line)
             federation, hearing = method.joined(grid), Listeners([spent, listener])
             while "accuracy" not in summary or method.unlearning().under_way():  # requests may come while it is measured

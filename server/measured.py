@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from clients.data import class_counts
+from clients.data.listing import held
 from clients.measure import Score
 from clients.networks import Architecture, Model, architecture_of
 from clients.replies import MOST_NAME
@@ -142,6 +143,7 @@ def told(scores: Mapping[str, Score]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@held()
 def counted(config: Config, sites: Sequence[Site]) -> dict[str, dict[str, int]]:
     """By site its training images by class; of very many sites, of an even share of them."""
     chosen = sites[:: -(-len(sites) // MOST_COUNTED)] if sites else []

@@ -11,6 +11,7 @@ from typing import Any
 from flwr.serverapp import Grid
 
 from clients.data import class_names, variant
+from clients.data.listing import held
 from clients.networks import Model
 from clients.objectives import objective_of
 from conf import to_json
@@ -63,6 +64,7 @@ class Method:
         return Unlearning(self.config, self.folder.path, self.ledger, self.aggregation, self.evaluator,
                           self.erasure)  # fmt: skip
 
+    @held()
     def begin(self, federation: Federation, listener: Listener) -> RoundLoop:
         """Have the federation's sites at hand: from here on they can be asked, also to measure."""
         self.loop = RoundLoop(self.config, self.ledger.run().run, federation, self.aggregation, self.evaluator, listener)
@@ -120,6 +122,7 @@ class Method:
             size, seconds = (loop.federation.received or 0) - before, time.monotonic() - begin
             loop.listener.note(f"{brought} contributions ({size / 1e6:.3g} MB) fetched from nodes in {seconds:.1f} s")
 
+    @held()
     def joined(self, grid: Grid) -> Federation:
         """The federation of its members, when all are there that are not to be forgotten. UserError names the missing."""
         members, window = self.aggregation.members(), self.config.federation.window
@@ -181,6 +184,7 @@ class Method:
                 self.folder.write_network(AGGREGATE if name == self.aggregation.display_name else name, models[name],
                                           display_name=name)  # fmt: skip
 
+    @held()
     def complete_metrics(self, measured: Callable[[dict[str, Any]], dict[str, Any]] = lambda record: record) -> None:
         """Give metrics.jsonl a line for each committed round and no other; `measured`: what the last one's lacks if torn."""
         known, rows = self.folder.metrics(), [row for row in self.ledger.rounds() if row.round > 0]
@@ -203,6 +207,7 @@ class Method:
         return [Found(measuring.shares(scores), {site.name: scores[site.name] for site in sites if site.name in scores})
                 for scores, sites in zip(found, users, strict=True)]  # fmt: skip
 
+    @held()
     def measure(self) -> dict[str, Any]:
         """Test accuracy of all the method's networks, and of the aggregate without each site; all networks are written.
 

@@ -15,6 +15,7 @@ import yaml
 from conf.errors import UserError, plain
 from conf.load import from_mapping
 from conf.schema import Config, RunConfig
+from conf.texts import keep_texts
 from conf.yamls import read_yaml
 from server.written import CONFIG, LEDGER, LOCK, METRICS, SUMMARY, holds_only_config, is_begun, strange_in
 
@@ -81,7 +82,8 @@ def read_config(path: Path) -> Config:
     if not is_run(path):
         raise UserError(f"{path}: is no run of fedloom (no readable {CONFIG} in it); name the folder of a run")
     try:
-        config = from_mapping(read_yaml((path / CONFIG).read_text(encoding="utf-8")))
+        text = (path / CONFIG).read_text(encoding="utf-8")
+        config = from_mapping(read_yaml(text, lambda node: keep_texts(Config, node)))
     except UserError as error:
         raise UserError(f"{path / CONFIG}: {error}") from None
     if path.name != (whole := path.resolve()).name:  # a link, or '.'

@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import yaml
 from torch import nn
 
 from clients.networks import architecture_of, load_network
+from clients.ordinary import ordinary
 from conf import load
 from conf.errors import UserError, unknown
 from conf.load import load_text
+from conf.plain_values import plain_value
 from conf.schema import Config
 from conf.sites import roster
+from conf.yamls import write_yaml
 from server.evaluate import Evaluator
 from server.ledger import Ledger
 from server.runfolder import RunFolder, read_config
@@ -56,7 +58,7 @@ def run(
     goes on.
     """
     config = config_of(experiment, [*overrides, *(["run.overwrite=true"] if overwrite else [])])
-    with own_threads():
+    with as_usual():
         simulate(config, quiet=not progress, listeners=[Callbacks(on_round, on_reply)])
     return _finished(Path(config.run.root) / config.run.name, on_finished)
 
@@ -85,9 +87,10 @@ def resume(
     `tracking`: the trackers from now on, as the key `tracking` has them, instead of those that the run began with; they get
     the rounds before, too. Callbacks as of `run`.
     """
-    with own_threads():
-        listeners = [Callbacks(on_round, on_reply)]
-        commands.resume(Path(folder), quiet=not progress, tracking=tracking, listeners=listeners)
+    with as_usual():
+        listeners, folder = [Callbacks(on_round, on_reply)], Path(folder).expanduser()
+        tracking = None if tracking is None else plain_value(tracking, "tracking")
+        commands.resume(folder, quiet=not progress, tracking=tracking, listeners=listeners)
     return _finished(Path(folder), on_finished)
 
 
@@ -105,7 +108,7 @@ class Result:
     folder: Path
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        object.__setattr__(self, "folder", Path(folder).resolve())
+        object.__setattr__(self, "folder", Path(folder).expanduser().resolve())
         read_config(self.folder)
 
     @property
@@ -191,7 +194,7 @@ class Result:
         """
         evaluator = Evaluator(self.config)
         own = copy.deepcopy(network).to(evaluator.device).eval()
-        with own_threads():
+        with as_usual():
             return evaluator.measure("test", network=own)  # pyright: ignore[reportArgumentType]
 
     def unlearn(
@@ -214,7 +217,7 @@ class Result:
         """
         names = [sites] if isinstance(sites, str) else list(sites)
         wish = commands.Wish(names, request_id, reason, repair, retrain, rollback, recalibrate, without_data)
-        with own_threads():
+        with as_usual():
             return commands.unlearn(self.folder, wish, quiet=not progress)[1]
 
     def __str__(self) -> str:
@@ -254,7 +257,8 @@ class Networks(Mapping[str, nn.Module]):
         if name not in self._files:
             raise KeyError(str(unknown("network", name, self._files)))
         site = next((site for site in roster(self._config) if site.name == name), None)
-        return load_network(self._files[name], name_of(architecture_of(self._config, site)))[0]
+        with ordinary():
+            return load_network(self._files[name], name_of(architecture_of(self._config, site)))[0]
 
     def __contains__(self, name: object) -> bool:
         return name in self._files
@@ -268,21 +272,15 @@ class Networks(Mapping[str, nn.Module]):
 
 def _config(experiment: Mapping[str, Any], overrides: Sequence[str]) -> Config:
     """Of a dictionary, read as if it were in a file."""
-    try:
-        text = yaml.safe_dump(dict(experiment))
-    except yaml.YAMLError as error:
-        told = " ".join(map(str, error.args))
-        raise UserError(f"experiment: takes dictionaries, lists, texts and numbers, as YAML has them; {told}") from None
-    except RecursionError:
-        raise UserError("experiment: its dictionaries and lists are nested too deep") from None
-    return load_text(text, "experiment", overrides)
+    return load_text(write_yaml(plain_value(experiment, "")), "experiment", overrides)
 
 
 @contextlib.contextmanager
-def own_threads() -> Iterator[None]:
-    """Torch's number of threads is again what it was."""
+def as_usual() -> Iterator[None]:
+    """Within, torch is as this project takes it to be; afterwards it is again as it was, its number of threads, too."""
     before = torch.get_num_threads()
     try:
-        yield
+        with ordinary():
+            yield
     finally:
         torch.set_num_threads(before)

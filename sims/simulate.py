@@ -11,6 +11,8 @@ import torch
 
 from clients.data import absolute
 from clients.data.domains import data_folder
+from clients.data.listing import of_run
+from clients.ordinary import ordinary
 from conf.errors import UserError
 from conf.progress import under_way
 from conf.schema import Config, SiteConfig
@@ -50,6 +52,8 @@ def simulate(
     config = absolute_paths(paired(config))
     folder = Path(config.run.root) / config.run.name
     with contextlib.ExitStack() as stack:
+        stack.enter_context(of_run())
+        stack.enter_context(ordinary())
         shown = stack.enter_context(listener or listener_for(quiet, json_output=json_output))
         with under_way("looking at configuration and data"):
             refuse(config)
@@ -99,6 +103,8 @@ def _check_engine(config: Config) -> None:
     engine, folder = config.engine, data_folder(config.data)
     if engine.device == "cuda" and engine.name != "flower" and not engine.address and not torch.cuda.is_available():
         raise UserError("engine.device: got cuda, and this machine has no GPU that torch can use; take auto or cpu")
+    if engine.name == "ray":
+        _check_gpus(config)
     if engine.compile and engine.vectorise > 1:
         raise UserError("engine.compile: sites trained as one (engine.vectorise) cannot be compiled; choose one of the two")
     if engine.name == "ray" and engine.address and engine.ship_data and not folder.is_dir():
@@ -106,6 +112,13 @@ def _check_engine(config: Config) -> None:
             f"engine.ship_data: there is no data folder {folder} to send; set data.root (or FEDLOOM_DATA) to it, "
             "or leave engine.ship_data out"
         )
+
+
+def _check_gpus(config: Config) -> None:
+    with contextlib.suppress(ImportError):  # without Ray its engine says so itself
+        from sims.engines.room import refuse_gpus
+
+        refuse_gpus(config.engine)
 
 
 def absolute_paths(config: Config) -> Config:

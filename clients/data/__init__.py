@@ -1,11 +1,12 @@
 """Domains of labelled images: where they come from, how they are split, changed, and divided among sites."""
 
 from clients.data.domains import domain_names, where
+from clients.data.found import absolute
 from clients.data.images import Images, random_flip, to_float
-from clients.data.own import absolute
 from clients.data.sites import (
     class_counts,
     own_images,
+    remarks,
     site_images,
     site_size,
     site_sizes,
@@ -39,6 +40,7 @@ __all__ = [
     "outputs",
     "own_images",
     "random_flip",
+    "remarks",
     "site_images",
     "site_size",
     "site_sizes",

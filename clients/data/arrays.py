@@ -11,6 +11,8 @@ from clients.data.sources import Labels, Pixels
 
 CHANNELS = (1, 3)
 MOST_CLASSES = 100_000
+MANY = 20  # classes
+FEWEST_EACH = 2  # images, of many classes
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +75,16 @@ def _converted(image: Any) -> Pixels:
     if image.mode.startswith("I;16"):
         return np.round(np.asarray(image) / 257).astype(np.uint8)
     _check_mode(image)
-    return np.asarray(image.convert("L" if image.mode in ("1", "L", "LA", "La") else "RGB"))
+    grey = image.mode in ("1", "L", "LA", "La")
+    return np.asarray((_on_white(image) if image.has_transparency_data else image).convert("L" if grey else "RGB"))
+
+
+def _on_white(image: Any) -> Any:
+    """What shows of an image, some of which is transparent, on white paper."""
+    from PIL import Image
+
+    image = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
 
 
 def as_pixels(given: Any, count: int) -> Any:
@@ -141,7 +152,9 @@ def in_order(names: Iterable[str]) -> tuple[str, ...]:
 
 def _numbered(one: Named) -> tuple[Labels, tuple[str, ...]]:
     """A part's class numbers, and the names that it gives them."""
-    array = _flat(np.asarray(one.labels))
+    array = _of_one_kind(_flat(np.asarray(one.labels)))
+    if not one.names:
+        _check_classes(array)
     if array.dtype.kind in "US":
         texts, numbers = np.unique(array.astype(str), return_inverse=True)
         names = in_order(map(str, texts))
@@ -152,6 +165,28 @@ def _numbered(one: Named) -> tuple[Labels, tuple[str, ...]]:
     if low < 0 or high > most:
         raise ValueError(f"has labels from {low} to {high}, takes class numbers from 0 to {most}")
     return whole, one.names
+
+
+def _of_one_kind(array: np.ndarray) -> np.ndarray:
+    """Python's objects as texts or numbers, if they are all texts or all whole numbers. ValueError for others."""
+    if array.dtype != object:
+        return array
+    kinds = {type(one).__name__ for one in array}
+    if all(isinstance(one, str) for one in array):
+        return array.astype(str)
+    if all(isinstance(one, int | np.integer) for one in array):
+        return array.astype(np.int64)
+    raise ValueError(f"has labels of the types {', '.join(sorted(kinds))}; takes texts alone, or whole numbers alone")
+
+
+def _check_classes(array: np.ndarray) -> None:
+    """ValueError for labels of which nearly every image has one of its own: what is measured, or names of files."""
+    values = np.unique(array)
+    whole = array.dtype.kind in "iuf" and len(values) and values[0] >= 0
+    classes = int(values[-1]) + 1 if whole and values[-1] < MOST_CLASSES else len(values)
+    if len(values) >= MANY and len(array) < FEWEST_EACH * classes:
+        raise ValueError(f"has {len(values)} different labels for {len(array)} images, nearly one for each; takes classes, "
+                         "which many images share (divide what was measured into a few ranges)")  # fmt: skip
 
 
 def _flat(array: np.ndarray) -> np.ndarray:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from clients.data.own import READERS, Own, OwnSplit, contents, lookup, short
+from clients.data.found import KINDS, short
+from clients.data.own import Own, OwnSplit, contents, lookup, state_of
 from clients.data.sources import (
     Arrays,
     Idx,
@@ -74,12 +75,16 @@ DOMAINS: dict[str, Domain] = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where a domain is read from in this process. `name`: the short one, which the random splits are drawn by."""
+    """Where a domain is read from in this process. `name`: the short one, which the random splits are drawn by.
+
+    `state` changes with its files: what is kept by the place is kept for as long as they are as they were.
+    """
 
     name: str
     source: Source
     folder: Path
     classes: int
+    state: str = ""
 
     def labels(self, part: str) -> Labels:
         """int64 [n] of a part of the source. Raises UserError for a file that cannot be read."""
@@ -113,7 +118,7 @@ def domain_names() -> list[str]:
 
 def known(name: str) -> bool:
     """Whether a domain needs no import: it is of this project, or a path."""
-    return name in DOMAINS or name.partition(":")[0] in READERS
+    return name in DOMAINS or name.partition(":")[0] in KINDS
 
 
 def find(name: str) -> Domain:
@@ -121,11 +126,11 @@ def find(name: str) -> Domain:
 
     UserError with the nearest known name otherwise, or for one that cannot be read.
     """
-    return DOMAINS[name] if name in DOMAINS else _outside(name)
+    return DOMAINS[name] if name in DOMAINS else _outside(name, state_of(name))
 
 
 @lru_cache(maxsize=64)
-def _outside(name: str) -> Domain:
+def _outside(name: str, state: str) -> Domain:
     if not known(name) and isinstance(found := lookup(name, DOMAINS), Domain):
         return found
     there = contents(name)
@@ -151,7 +156,8 @@ def locate(name: str, data: DataConfig) -> Place:
 
     Raises UserError: unknown domain, missing data.root, nowhere to be found, failed download.
     """
-    return _locate(name, data_folder(data), data.download)
+    folder = data_folder(data)
+    return _present(name, folder) or _fetched(name, folder, data.download)
 
 
 def where(name: str, data: DataConfig) -> str:
@@ -168,25 +174,23 @@ def where(name: str, data: DataConfig) -> str:
     return f"not available: {_absent(name, data_folder(data))}"
 
 
-@lru_cache(maxsize=64)
-def _locate(name: str, folder: Path, download: bool) -> Place:
-    place, fetcher = _present(name, folder), find(name).download
-    if place is None and download and fetcher:
+def _fetched(name: str, folder: Path, download: bool) -> Place:
+    """The place of a domain that is nowhere yet."""
+    if download and (fetcher := find(name).download):
         try:
             fetcher.fetch(folder)
         except (OSError, RuntimeError) as error:
             why = f"torchvision's download into {folder} failed ({_first_line(error)})"
             raise UserError(f"domain '{name}': {why}; check the network or put the files there") from error
-        place = _present(name, folder)
-    if place is None:
-        raise UserError(f"domain '{name}': {_absent(name, folder)}")
-    return place
+        if place := _present(name, folder):
+            return place
+    raise UserError(f"domain '{name}': {_absent(name, folder)}")
 
 
 def _present(name: str, folder: Path) -> Place | None:
     domain = find(name)
     there = next((source for source in domain.sources if source.found(folder)), None)
-    return Place(short(name), there, folder, domain.classes) if there else None
+    return Place(short(name), there, folder, domain.classes, there.state(folder)) if there else None
 
 
 def _absent(name: str, folder: Path) -> str:

@@ -9,15 +9,17 @@ import torch
 from clients.data.cache import ImageCache
 from clients.data.domains import Place, locate
 from clients.data.images import Images
-from clients.data.own import check_files
+from clients.data.listing import held
+from clients.data.looks import looks
+from clients.data.own import check_files, left_out
 from clients.data.partition import check_way, divide, divide_alike
 from clients.data.sources import Labels, Positions
 from clients.data.splits import Selection, Split, at_most, labels, of_classes, split
 from clients.data.transforms import render
-from clients.data.variants import Variant, check_shared, label, variant
+from clients.data.variants import Variant, check_shared, domains_of, label, variant
 from clients.randomness import generator, torch_generator
 from conf.errors import UserError
-from conf.once import once
+from conf.once import once_while
 from conf.schema import Config, DataConfig, PartitionConfig, SiteConfig
 from conf.sites import Site, roster
 
@@ -40,6 +42,7 @@ class _Pool:
         return split(self.place, self.seed, self.validation, self.validation_limit)
 
 
+@held()
 def site_images(config: Config, site: Site) -> Images:
     """The site's training images: uint8 [n, c, size, size] with labels int64 [n].
 
@@ -51,6 +54,7 @@ def site_images(config: Config, site: Site) -> Images:
     return CACHE.get(key, lambda: _images(pool.place, _drawn(config, site, part, size), pool.variant, config.data))
 
 
+@held()
 def class_counts(config: Config, site: Site) -> dict[int, int]:
     """How many training images of each class the site has, of those that it has; reads labels alone."""
     pool, part, size = _share(config, site)
@@ -65,7 +69,13 @@ def _drawn(config: Config, site: Site, part: Selection, size: int) -> Selection:
     return part.at(generator(config.seed, site.name, "samples").choice(len(part), size, replace=False))
 
 
-@once
+def _states(config: Config) -> tuple[str, ...]:
+    """What changes with the files that the sites' images come from."""
+    return tuple(locate(domain, config.data).state for domain in domains_of(config))
+
+
+@once_while(_states)
+@held()
 def site_sizes(config: Config) -> list[int]:
     """The number of training images of each site, in the order of the roster. Reads labels, and whether images are whole.
 
@@ -74,16 +84,28 @@ def site_sizes(config: Config) -> list[int]:
     data.classes that are not the domains', an image file that cannot be read.
     """
     check_shared(config)
-    for domain in {site.spec.domain: None for site in roster(config)}:
+    for domain in domains_of(config):
         check_files(domain)
-    return [_share(config, site)[2] for site in roster(config)]
+    sizes = [_share(config, site)[2] for site in roster(config)]
+    for domain in domains_of(config):
+        looks(locate(domain, config.data))
+    return sizes
 
 
+@held()
+def remarks(config: Config) -> list[str]:
+    """Lines on what is at the domains' places and is not read, and on what is odd about their images."""
+    found = [(left_out(domain), looks(locate(domain, config.data))) for domain in domains_of(config)]
+    return [line for lines in found for line in lines if line]
+
+
+@held()
 def site_size(config: Config, site: Site) -> int:
     """The number of one site's training images; as site_sizes."""
     return _share(config, site)[2]
 
 
+@held()
 def validation_images(config: Config, spec: SiteConfig) -> Images:
     """The variant's validation images, uint8 [n, c, size, size]: no site of the domain trains on them.
 
@@ -94,6 +116,7 @@ def validation_images(config: Config, spec: SiteConfig) -> Images:
     return _watched(config, place, spec, "validation", whole, limit=0)
 
 
+@held()
 def test_images(config: Config, spec: SiteConfig) -> Images:
     """The variant's test images, uint8 [n, c, size, size]; a random data.test_limit of them if there are more."""
     place = locate(spec.domain, config.data)
@@ -101,6 +124,7 @@ def test_images(config: Config, spec: SiteConfig) -> Images:
     return _watched(config, place, spec, "test", whole, config.data.test_limit)
 
 
+@held()
 def own_images(config: Config, site: Site, split: str) -> Images:
     """The site's part of its variant's validation or test images, in an order of chance.
 
@@ -136,8 +160,9 @@ def _chosen(place: Place, whole: Selection, change: Variant, limit: int, seed: i
 
 
 def _images(place: Place, chosen: Selection, change: Variant, data: DataConfig) -> Images:
-    pixels = place.images(chosen.part, chosen.index)
-    x, y = render(pixels, data.size, data.grey, change.rotation, change.invert), labels(place, chosen)
+    y = labels(place, chosen)
+    looks(place)
+    x = render(place.images(chosen.part, chosen.index), data.size, data.grey, change.rotation, change.invert)
     return Images(x, torch.from_numpy(_relabelled(y, change)))
 
 

@@ -12,6 +12,8 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from clients.data import listing
+
 Pixels = NDArray[np.uint8]
 Labels = NDArray[np.int64]
 Positions = NDArray[np.int64]
@@ -31,6 +33,10 @@ class Source(Protocol):
 
     def found(self, folder: Path) -> bool:
         """Whether the domain is there."""
+        ...
+
+    def state(self, folder: Path) -> str:
+        """What changes with the files that the domain is read from; of a package's, nothing."""
         ...
 
     def labels(self, folder: Path, part: str) -> Labels:
@@ -57,11 +63,17 @@ class Idx:
         kinds = ("images-idx3", "labels-idx1")
         return all(self._path(folder, part, kind).is_file() for part in self.parts for kind in kinds)
 
+    def state(self, folder: Path) -> str:
+        kinds = ("images-idx3", "labels-idx1")
+        return " ".join(listing.state(self._path(folder, part, kind)) for part in self.parts for kind in kinds)
+
     def labels(self, folder: Path, part: str) -> Labels:
-        return _idx(self._path(folder, part, "labels-idx1")).astype(np.int64)
+        path = self._path(folder, part, "labels-idx1")
+        return _idx(path, listing.state(path)).astype(np.int64)
 
     def images(self, folder: Path, part: str, index: Positions) -> Pixels:
-        return _idx(self._path(folder, part, "images-idx3"))[index]
+        path = self._path(folder, part, "images-idx3")
+        return _idx(path, listing.state(path))[index]
 
     def _path(self, folder: Path, part: str, kind: str) -> Path:
         path = folder / self.name / "raw" / f"{self.prefixes[part]}-{kind}-ubyte"
@@ -81,11 +93,14 @@ class Arrays:
     def found(self, folder: Path) -> bool:
         return (folder / self.file).is_file()
 
+    def state(self, folder: Path) -> str:
+        return listing.state(folder / self.file)
+
     def labels(self, folder: Path, part: str) -> Labels:
-        return _member(folder / self.file, f"y_{part}").astype(np.int64)
+        return _member(folder / self.file, f"y_{part}", self.state(folder)).astype(np.int64)
 
     def images(self, folder: Path, part: str, index: Positions) -> Pixels:
-        return _member(folder / self.file, f"X_{part}")[index]
+        return _member(folder / self.file, f"X_{part}", self.state(folder))[index]
 
 
 @dataclass(frozen=True)
@@ -102,15 +117,18 @@ class Sheets:
     def found(self, folder: Path) -> bool:
         return (folder / self.file).is_file()
 
+    def state(self, folder: Path) -> str:
+        return listing.state(folder / self.file)
+
     def labels(self, folder: Path, part: str) -> Labels:
-        return _member(folder / self.file, f"y_{part}").astype(np.int64)
+        return _member(folder / self.file, f"y_{part}", self.state(folder)).astype(np.int64)
 
     def images(self, folder: Path, part: str, index: Positions) -> Pixels:
         images = np.empty((len(index), self.size, self.size, 3), np.uint8)
-        sheets, places = np.divmod(index, 1000)
+        (sheets, places), state = np.divmod(index, 1000), self.state(folder)
         for number in np.unique(sheets):
             here = sheets == number
-            tiles = _sheet(folder / self.file, f"{part}_{number:02d}")
+            tiles = _sheet(folder / self.file, f"{part}_{number:02d}", state)
             images[here] = tiles[places[here], : self.size, : self.size]
         return images
 
@@ -133,6 +151,9 @@ class Torchvision:
     def found(self, folder: Path) -> bool:
         return all((folder / file).exists() for file in self.files)
 
+    def state(self, folder: Path) -> str:
+        return " ".join(listing.state(folder / file) for file in self.files)
+
     def fetch(self, folder: Path) -> None:
         """Download what is not in the folder. Raises what torchvision raises: OSError or RuntimeError."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -147,10 +168,10 @@ class Torchvision:
         return getattr(datasets, self.name)(folder, download=download, **which)
 
     def labels(self, folder: Path, part: str) -> Labels:
-        return _opened(self, folder, part)[1]
+        return _opened(self, folder, part, self.state(folder))[1]
 
     def images(self, folder: Path, part: str, index: Positions) -> Pixels:
-        return _opened(self, folder, part)[0][index]
+        return _opened(self, folder, part, self.state(folder))[0][index]
 
 
 @dataclass(frozen=True)
@@ -167,6 +188,9 @@ class Package:
 
     def found(self, folder: Path) -> bool:
         return importlib.util.find_spec(self.module) is not None
+
+    def state(self, folder: Path) -> str:
+        return ""
 
     def labels(self, folder: Path, part: str) -> Labels:
         return _loaded(self)[1]
@@ -197,8 +221,8 @@ def _table(module: str, name: str) -> tuple[Pixels, Labels]:
 
 
 @lru_cache(maxsize=16)
-def _idx(path: Path) -> Pixels:
-    """An idx file of bytes: magic number 0, 0, 8, d; d sizes as big-endian int32; the bytes."""
+def _idx(path: Path, state: str) -> Pixels:
+    """An idx file of bytes, as it is in that state: magic number 0, 0, 8, d; d sizes as big-endian int32; the bytes."""
     raw = path.read_bytes()
     raw = gzip.decompress(raw) if path.suffix == ".gz" else raw
     if raw[:3] != b"\0\0\x08":
@@ -209,13 +233,13 @@ def _idx(path: Path) -> Pixels:
 
 
 @lru_cache(maxsize=16)
-def _member(path: Path, name: str) -> Pixels:
+def _member(path: Path, name: str, state: str) -> Pixels:
     with np.load(path, allow_pickle=False) as archive:
         return archive[name]
 
 
 @lru_cache(maxsize=64)
-def _sheet(path: Path, name: str) -> Pixels:
+def _sheet(path: Path, name: str, state: str) -> Pixels:
     """The 1000 tiles of a sheet, uint8 [1000, 32, 32, 3]: 3 MB each."""
     from PIL import Image
 
@@ -226,7 +250,7 @@ def _sheet(path: Path, name: str) -> Pixels:
 
 
 @lru_cache(maxsize=4)
-def _opened(source: Torchvision, folder: Path, part: str) -> tuple[Pixels, Labels]:
+def _opened(source: Torchvision, folder: Path, part: str, state: str) -> tuple[Pixels, Labels]:
     dataset = source.open(folder, part)
     pixels = np.asarray(dataset.data)
     labels = dataset.labels if source.by_split else dataset.targets

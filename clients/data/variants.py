@@ -4,10 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations
 
-from clients.data.domains import find
-from clients.data.own import short
+from clients.data.domains import DOMAINS, find
+from clients.data.found import short
+from clients.data.listing import held
+from clients.data.own import state_of
 from conf.errors import UserError
-from conf.once import once
+from conf.once import once, once_while
 from conf.schema import Config, SiteConfig
 from conf.sites import UNION, roster
 
@@ -93,6 +95,7 @@ def differing(names: Sequence[str], others: Sequence[str]) -> int | None:
     return next((k for k, (one, other) in enumerate(zip(names, others, strict=False)) if one != other), None)
 
 
+@held()
 def check_shared(config: Config) -> None:
     """UserError if domains that share data.classes outputs have more classes, or different ones. It looks them all up."""
     if config.data.heads != "shared" or not config.data.classes:
@@ -120,7 +123,6 @@ def _check_names(specs: Mapping[str, SiteConfig]) -> None:
             raise UserError(f"data.heads: {told}; give both the same classes, or take data.heads=task or own")
 
 
-@once
 def num_classes(config: Config) -> int:
     """The number of a network's outputs. Raises UserError for an unknown domain."""
     return max(block.stop for block in _blocks(config).values())
@@ -134,9 +136,23 @@ def outputs(config: Config, spec: SiteConfig) -> slice:
 
 
 @once
+def domains_of(config: Config) -> tuple[str, ...]:
+    """The domains of the sites, each once."""
+    return tuple(dict.fromkeys(site.spec.domain for site in roster(config)))
+
+
+def _states(config: Config) -> tuple[str, ...]:
+    """What changes with the domains' files; nothing where nobody here need know the domains."""
+    if config.data.heads != "task" and config.data.classes:
+        return ()
+    return tuple(state_of(domain) for domain in domains_of(config) if domain not in DOMAINS)
+
+
+@once_while(_states)
+@held()
 def _blocks(config: Config) -> dict[str, slice]:
     specs = domain_specs(config)
-    if config.data.heads != "task" and config.data.classes:  # nobody here need know the domains
+    if config.data.heads != "task" and config.data.classes:
         return dict.fromkeys(specs, slice(0, config.data.classes))
     counts = {name: class_count(spec) for name, spec in specs.items()}
     if config.data.heads != "task":

@@ -15,6 +15,7 @@ from clients.networks.base import NETWORKS
 from clients.states import read_metadata, read_state, write_state
 from conf.errors import UserError, plain, unknown
 from conf.plugins import is_reference
+from conf.yamls import read_yaml
 
 FOREIGN = "torchvision:"  # before the name of one of torchvision's classification networks
 KEY = "built_as"  # the metadata's key for the NetworkName, as JSON
@@ -63,7 +64,7 @@ def parse_name(text: str, channels: int, size: int, classes: int) -> NetworkName
         if not (key and equals and item) or key in options:
             raise UserError(f"network '{text}': got the option '{part}', takes {name}:KEY=VALUE,KEY=VALUE, each key once")
         try:
-            options[key] = yaml.safe_load(item)
+            options[key] = read_yaml(item)
         except yaml.YAMLError:
             raise UserError(f"network '{text}': the value of '{key}' cannot be read: '{item}'") from None
     return NetworkName(name, options, channels, size, classes)

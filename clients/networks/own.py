@@ -12,9 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from clients.networks.base import NETWORKS, Network, NetworkSpec, SelfStarting
+from clients.ordinary import ordinary
 from conf.errors import UserError
 from conf.plugins import call, parameters, told
 from fusion.cla_ot.repair import BATCH_NORM
+from fusion.given import uncompiled
+from fusion.graph.undisturbed import undisturbed
 
 SPELLINGS = {
     "classes": ("classes", "num_classes", "n_classes"),
@@ -44,9 +47,11 @@ class OwnSpec(NetworkSpec):
     def module(self, channels: int, size: int, classes: int) -> nn.Module:
         """The user's module as it is made."""
         facts = {"classes": classes, "channels": channels, "size": size}
-        made = call(self.make, self.options, self._ours(facts), self.name, self.where)
+        made = uncompiled(call(self.make, self.options, self._ours(facts), self.name, self.where))
         if not isinstance(made, nn.Module):
             raise self.refused(f"gave a {type(made).__name__}, takes a torch.nn.Module")
+        if odd := [one.dtype for one in made.parameters() if one.dtype.is_floating_point and one.dtype != torch.float32]:
+            raise self.refused(f"has weights of {odd[0]}, takes torch.float32; let it be made as such (float())")
         return made.eval()
 
     def refused(self, why: str) -> UserError:
@@ -72,16 +77,17 @@ class OwnNetwork(Network, SelfStarting):
 
     def __init__(self, spec: OwnSpec, channels: int, size: int, classes: int) -> None:
         self._made = (spec, channels, size, classes)
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), ordinary():
             torch.manual_seed(0)
             extractor, head = _fitted(spec, channels, size, classes)
+            _check_training(spec, extractor, torch.rand(2, channels, size, size))
         super().__init__(extractor, head)
         for module in extractor.modules():
             _leave_out_counter(module)
         _check_state(spec, self)
 
     def restart(self, seed: int) -> None:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), ordinary():
             torch.manual_seed(seed)
             fresh = Network(*_fitted(*self._made)).state_dict()
         state = self.state_dict()
@@ -107,8 +113,7 @@ def _fitted(spec: OwnSpec, channels: int, size: int, classes: int) -> tuple[nn.M
     passed: list[tuple[nn.Linear, Tensor]] = []
     outputs = _forward(spec, module, images, passed)
     if not isinstance(outputs, Tensor) or outputs.shape != (2, classes):
-        got = list(outputs.shape) if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
-        told = f"gives {got} for 2 images of {channels} x {size} x {size}, takes [2, {classes}]"
+        told = f"gives {_named(outputs)} for 2 images of {channels} x {size} x {size}, takes [2, {classes}]"
         raise spec.refused(f"{told}; let it take `classes` (or num_classes)")
     head = passed[-1][0] if passed else None
     if head is None or [one for one, _ in passed].count(head) > 1 or not torch.equal(passed[-1][1], outputs):
@@ -127,6 +132,25 @@ def _fitted(spec: OwnSpec, channels: int, size: int, classes: int) -> tuple[nn.M
             f"gives other outputs with '{names[0]}' taken out and put behind it; use that layer once, at the end"
         )
     return module, head
+
+
+def _check_training(spec: OwnSpec, extractor: nn.Module, images: Tensor) -> None:
+    """UserError for a module that answers otherwise in training mode, such as with auxiliary outputs. It stays as it is."""
+    buffers = [(one, one.clone()) for one in extractor.buffers()]
+    with undisturbed(extractor):
+        usual = _named(_forward(spec, extractor, images, []))
+        got = _named(_forward(spec, extractor.train(), images, [], " in training mode"))
+    for one, before in buffers:
+        one.copy_(before)
+    if got == usual:
+        return
+    auxiliary = any(getattr(module, "aux_logits", False) for module in extractor.modules())
+    mend = f"set {spec.where}.aux_logits=false" if auxiliary else "let its forward give the same in both modes"
+    raise spec.refused(f"gives {got} to its last layer in training mode, and {usual} in evaluation mode; {mend}")
+
+
+def _named(outputs: Any) -> str:
+    return str(list(outputs.shape)) if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
 
 
 def _check_state(spec: OwnSpec, network: Network) -> None:
@@ -154,7 +178,9 @@ def _forget_counter(module: nn.Module, state: dict[str, Any], prefix: str, *othe
     state.pop(f"{prefix}num_batches_tracked", None)
 
 
-def _forward(spec: OwnSpec, module: nn.Module, images: Tensor, passed: list[tuple[nn.Linear, Tensor]]) -> Any:
+def _forward(
+    spec: OwnSpec, module: nn.Module, images: Tensor, passed: list[tuple[nn.Linear, Tensor]], mode: str = ""
+) -> Any:
     """The module's outputs; the linear layers that it passes, with theirs, are added to `passed`."""
 
     def note(layer: nn.Module, _: Any, outputs: Tensor) -> None:
@@ -167,7 +193,9 @@ def _forward(spec: OwnSpec, module: nn.Module, images: Tensor, passed: list[tupl
             return module(images)
     except (Exception, SystemExit) as error:
         shape = " x ".join(map(str, images.shape[1:]))
-        raise spec.refused(f"fails on images of {shape} ({told(error)}); data.size and data.grey change them") from error
+        raise spec.refused(
+            f"fails on images of {shape}{mode} ({told(error)}); data.size and data.grey change them"
+        ) from error
     finally:
         for hook in hooks:
             hook.remove()

@@ -17,6 +17,8 @@ from clients.networks.base import NETWORKS, Network, NetworkSpec, SelfStarting, 
 from conf.errors import UserError, unknown
 from conf.plugins import told
 from conf.typed import value
+from fusion.graph.tracing import evaluating
+from fusion.graph.undisturbed import undisturbed
 
 
 class UnitLength(nn.Module):
@@ -198,7 +200,8 @@ def _traced(network: Network) -> fx.GraphModule:
     chain = nn.Sequential(OrderedDict([*steps, ("classifier", network.head)]))
     tracer = _Tracer(None if isinstance(body, nn.Sequential) else body)
     try:
-        return fx.GraphModule(chain, tracer.trace(chain))
+        with undisturbed(chain):
+            return fx.GraphModule(chain, tracer.trace(chain))
     except Exception as error:
         raise UserError(f"network: cannot be cut: torch.fx cannot trace it ({told(error)})") from error
 
@@ -253,15 +256,11 @@ def _between(graph: fx.GraphModule, start: fx.Node | None, end: fx.Node | None) 
 
 def _shape(module: nn.Module, images: Tensor, where: str) -> tuple[int, ...]:
     """Of one image's features; nothing in the module changes. UserError if it fails."""
-    flags = [(one, one.training) for one in module.modules()]
     try:
-        with torch.no_grad():
-            return tuple(module.eval()(images).shape[1:])
+        with torch.no_grad(), evaluating(module):
+            return tuple(module(images).shape[1:])
     except Exception as error:
         raise UserError(f"{where}: fails on {_named(tuple(images.shape[1:]))} ({told(error)})") from error
-    finally:
-        for one, training in flags:
-            one.training = training
 
 
 def _named(shape: tuple[int, ...]) -> str:

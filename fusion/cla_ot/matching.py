@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from fusion.cla_ot.transport import exact_plan
+from fusion.given import plain_networks
 from fusion.graph.channels import Unit, Wiring, wire
 from fusion.probe import Observation, check_probe, cka, features_of, observe
 
@@ -63,7 +64,7 @@ def layer_costs(
     if not known:
         raise UserError(f"layer_costs: no comparison of '{representation}' by '{dissimilarity}'; takes preactivation by cka "
                         "or wasserstein, or neurons")  # fmt: skip
-    wirings = wired([a, b], probe)
+    wirings = wired(plain_networks([a, b]), probe)
     seen = []
     for wiring in wirings:
         looked = looked_at(wiring.units, name)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from fusion.graph.tracing import TRANSPOSED
+from fusion.graph.undisturbed import tensors_of
 
 
 def with_state(
@@ -19,7 +20,9 @@ def with_state(
     attention cannot have.
     """
     replaced = {id(tensor): tensor for name, tensor in network.state_dict(keep_vars=True).items() if name in state}
-    twin = copy.deepcopy(network, memo=dict(replaced))  # these are not copied twice
+    twin = copy.deepcopy(network, memo={**_looked_at(network), **replaced})  # these are not copied twice
+    for module in twin.modules():
+        module._compiled_call_impl = None  # of the network that it was copied from (Module.compile)
     for name in without:
         parent, _, child = name.rpartition(".")
         setattr(twin.get_submodule(parent), child, nn.Identity())
@@ -36,6 +39,11 @@ def with_state(
             module.register_parameter(child, nn.Parameter(tensor.detach(), before is None or before.requires_grad))
         _fit(module)
     return twin
+
+
+def _looked_at(network: nn.Module) -> dict[int, Tensor]:
+    """Tensors that a forward has left in attributes, with a graph behind them that cannot be copied, as plain ones."""
+    return {id(one): one.detach() for one in tensors_of(network) if not one.is_leaf}
 
 
 def _fit(module: Any) -> None:

@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from conf.errors import UserError
 from fusion.graph.expressions import FUNCTIONS, MODULES
+from fusion.graph.undisturbed import undisturbed
 
 NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
@@ -54,11 +55,11 @@ def place(node: Node) -> str:
 
 
 def trace(network: nn.Module, example: Tensor) -> Trace:
-    """Trace `network` in eval mode and run it once on `example`; flags and buffers stay as they are.
+    """Trace `network` in eval mode and run it once on `example`; its modules' attributes and buffers stay as they are.
 
     Raises WiringError for what torch.fx cannot trace (control flow that depends on data) and what does not run.
     """
-    with evaluating(network), torch.no_grad():
+    with undisturbed(network), evaluating(network), torch.no_grad():
         tracer = _Tracer()
         own = set(vars(network))
         try:
@@ -68,10 +69,7 @@ def trace(network: nn.Module, example: Tensor) -> Trace:
                 f"{_origin(network, tracer, error)} cannot be traced: {_one_line(error)}; takes forwards whose control flow "
                 "does not depend on data, try to move what depends on it out of the network"
             ) from error
-        finally:
-            constants = set(vars(network)) - own  # torch.fx leaves them behind
-            for name in constants:
-                delattr(network, name)
+        constants = set(vars(network)) - own  # torch.fx leaves them behind
         graph._non_persistent_buffers_set |= constants
         run = _Run(graph)
         run.run(example.clone())
@@ -81,15 +79,11 @@ def trace(network: nn.Module, example: Tensor) -> Trace:
 
 @contextmanager
 def evaluating(network: nn.Module) -> Iterator[None]:
-    """Eval mode for the time being; by the flags alone, since train() may be overridden."""
-    flags = [(module, module.training) for module in network.modules()]
-    try:
-        for module, _ in flags:
+    """Eval mode for the time being, by the flags alone, since train() may be overridden; attributes are then as before."""
+    with undisturbed(network, structure=False):
+        for module in network.modules():
             module.training = False
         yield
-    finally:
-        for module, flag in flags:
-            module.training = flag
 
 
 def _one_line(error: Exception) -> str:

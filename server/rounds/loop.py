@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from clients.data.listing import held
 from clients.identity import SIGNED
 from clients.messages import TRAIN
 from clients.networks import Model
@@ -87,6 +88,7 @@ class RoundLoop:
         """A round in which sites do not train but tell of the aggregates (server.rounds.recalibration). FailedError."""
         return self._round(number, recalibration=True)
 
+    @held()
     def _round(self, number: int, recalibration: bool) -> dict[str, Any]:
         self.aggregation.ledger.refuse_moved()
         begin, received = time.monotonic(), self.federation.received
@@ -190,6 +192,7 @@ class RoundLoop:
         self.listener.message(f"round {number}: {told}: they are forgotten later")
         return []
 
+    @held()
     def measured(self, record: dict[str, Any]) -> dict[str, Any]:
         """The record of the round that was committed last, with its validation accuracy if it is due."""
         number = record["round"]

@@ -30,7 +30,7 @@ SUFFIX = ".sig"
 def key_path() -> Path:
     """$FEDLOOM_KEY, else fedloom/signing.key in the user's folder of settings."""
     if given := os.environ.get(VARIABLE):
-        return Path(given)
+        return Path(given).expanduser()
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "fedloom" / "signing.key"
 
 

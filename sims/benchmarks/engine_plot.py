@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from sims.benchmarks.engine_cases import COMPILED, SUMS
 from sims.benchmarks.engine_measure import Row
-from sims.report.canvas import INK, LIGHT, PALETTE
+from sims.report.canvas import INK, LIGHT, PALETTE, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,8 +39,7 @@ def draw(rows: Sequence[Row], path: Path) -> Path:
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", ncols=len(labels), frameon=False, fontsize=9)
     figure.suptitle("Engines side by side", x=0.01, ha="left", fontsize=12, color=INK)
-    figure.savefig(path)
-    return path
+    return save(figure, path)
 
 
 def _dots(axes: Axes, rows: Sequence[Row], cases: list[str], column: str) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 
+import psutil
+
 from conf import machine
 from conf.schema import DataConfig
 from sims.report.tables import Table
@@ -135,11 +137,9 @@ def _cores() -> tuple[str, bool]:
 
 
 def _memory() -> tuple[str, bool]:
-    total = machine.memory()
-    limit = Path("/sys/fs/cgroup/memory.max")
-    bound = limit.read_text().strip() if limit.is_file() else "max"
-    if bound.isdigit() and int(bound) < total:
-        return f"{int(bound) / GIB:.1f} GiB (a limit on this container; the machine has {total / GIB:.1f} GiB)", True
+    here, total = machine.memory(), psutil.virtual_memory().total
+    if here < total:
+        return f"{here / GIB:.1f} GiB (a limit on this container; the machine has {total / GIB:.1f} GiB)", True
     return f"{total / GIB:.1f} GiB", True
 
 

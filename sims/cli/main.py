@@ -23,6 +23,7 @@ from sims.cli.named import named
 from sims.cli.options import Json, Quiet
 from sims.cli.waiting import LIBRARIES, waiting
 from sims.ending import Ending
+from sims.output import fault, make_lenient
 from sims.report.tables import Table
 
 app = typer.Typer(
@@ -147,11 +148,20 @@ app.add_typer(cluster.app, name="cluster")
 
 def main() -> NoReturn:
     """Run the command line. Bad input: one line and exit code 2; interrupted: 130; a run that failed: 1."""
+    make_lenient()
     ending = Ending()
     listen()
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+    sys.argv[1:] = [_at_home(word) for word in sys.argv[1:]]
     _import_from_here()
-    ending.leave(_guarded())
+    code = _guarded()
+    ending.leave(_say(f"standard output: {lost}; what it was to show is not whole", 2) if (lost := fault()) else code)
+
+
+def _at_home(word: str) -> str:
+    """A word with the home's whole path for ~ where a path begins: --out=~/x, which shells leave as it is."""
+    option, equals, given = word.partition("=") if word.startswith("--") else ("", "", word)
+    return f"{option}{equals}{os.path.expanduser(given)}" if given.startswith("~/") else word
 
 
 def _import_from_here() -> None:

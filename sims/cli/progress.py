@@ -4,6 +4,7 @@ All three are listeners as the server's round loop calls them, and context manag
 """
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -19,6 +20,7 @@ from conf.progress import heard
 from conf.words import count
 from server import recorded
 from sims.benchmarks.memory import tree_bytes
+from sims.output import lenient
 from sims.report.results import result_tables
 from sims.report.tables import clean, percent
 
@@ -228,7 +230,7 @@ def listener_for(quiet: bool, console: Console | None = None, json_output: bool 
 
     With `json_output` everything goes to stderr, so that stdout holds just JSON; a given `console` is used as it is.
     """
-    console = console or Console(stderr=json_output)
+    console = console or Console(stderr=json_output, file=lenient(sys.stderr if json_output else sys.stdout))
     if quiet:
         return QuietListener(console)
     return RichListener(console) if console.is_terminal and not console.is_dumb_terminal else PlainListener(console)

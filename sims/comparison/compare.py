@@ -42,7 +42,7 @@ def compare(runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], by:
     `runs`: folders of runs, or that hold some; baselines are rows, too. Raises UserError where there is nothing to compare.
     """
     given = [runs] if isinstance(runs, str | os.PathLike) else list(runs)
-    entries, notes = entries_of([Path(path) for path in given])
+    entries, notes = entries_of([Path(path).expanduser() for path in given])
     refuse_nothing(entries, notes)
     groups, differing, more = grouped(entries, [by] if isinstance(by, str) and by else list(by))
     return Comparison(tuple(groups), tuple(differing), (*notes, *more))
@@ -110,12 +110,12 @@ class Comparison:
             self.runs().to_csv(path, index=False)
         except OSError as error:
             raise UserError(f"{path}: cannot be written ({error.strerror or error})") from None
-        return Path(path)
+        return Path(path).expanduser()
 
     def write(self, path: str | os.PathLike[str]) -> Path:
         """One self-contained page with tables and curves. Raises UserError if it cannot be written."""
         with tempfile.TemporaryDirectory(prefix="fedloom-") as folder:
-            return write_page(Path(path), "Fedloom: runs compared", self._sections(Path(folder)))
+            return write_page(Path(path).expanduser(), "Fedloom: runs compared", self._sections(Path(folder)))
 
     @property
     def html(self) -> str:

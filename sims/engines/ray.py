@@ -40,6 +40,7 @@ from sims.engines.codec import SharedRecords, pack, size, sum_size, unpack, unpa
 from sims.engines.parts import Parts, Stores, alive
 from sims.engines.pool import Pool
 from sims.engines.reach import reach
+from sims.engines.room import refuse_full, refuse_gpus
 from sims.engines.share import WHOLE, Share
 from sims.engines.worker import Recipe
 
@@ -122,7 +123,15 @@ def start(config: Config, app: str = CLIENT_APP, combine: str = COMBINE, share: 
     """
     engine, sites, store, plugins = config.engine, len(roster(config)), store_folder(config), plugins_of(config)
     own = not ray.is_initialized()
+    refuse_gpus(engine)
     workers = _begun(config, sites, share) if own else _kept(engine, sites)
+    try:
+        with under_way("looking for room"):
+            refuse_full(engine)
+    except BaseException:
+        if own:
+            ray.shutdown()
+        raise
     options = {"num_cpus": engine.num_cpus, "num_gpus": engine.num_gpus, "scheduling_strategy": "SPREAD"}
     joined = combine if config.federation.partial_sums else ""
     recipe = Recipe(app, joined, engine.vectorise, sites, str(store), plugins, own_paths(), config.federation.node_store)

@@ -123,7 +123,7 @@ class Worker:
     def _as_one(self, call: int, asked: Mapping[int, tuple[Message, Context]]) -> list[Message]:
         """Train sites of one shape together; whatever is no train message is answered in turn."""
         from clients.cohort import same_shape, train_cohort
-        from clients.reading import read_job
+        from clients.reading import moment, read_job
 
         messages = [message for message, _ in asked.values()]
         if len(messages) == 1 or any(message.metadata.message_type != TRAIN for message in messages):
@@ -131,10 +131,10 @@ class Worker:
         self._marker.write(call, SEVERAL)
         replies: dict[int, Message] = {}
         try:
-            jobs = [read_job(message, context) for message, context in asked.values()]
-            trained = [
-                (group, train_cohort([jobs[place] for place in group])) for group in same_shape(jobs, self.recipe.cohort)
-            ]
+            with moment(messages[0]):
+                jobs = [read_job(message, context) for message, context in asked.values()]
+                groups = same_shape(jobs, self.recipe.cohort)
+                trained = [(group, train_cohort([jobs[place] for place in group])) for group in groups]
         except Exception:  # of the joint step, such as too little memory for all: each site gets its own chance
             return self._in_turn(call, asked)
         for group, outcomes in trained:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sims.report.canvas import INK
+from sims.report.canvas import INK, save
 
 Maps = Mapping[str, Mapping[str, np.ndarray]]  # by way of combining and task
 Pairs = Mapping[str, Sequence[Sequence[float]]]  # by way of combining
@@ -33,5 +33,4 @@ def draw(maps: Maps, steps: Sequence[float], chosen: Pairs, path: Path) -> Path:
             axes.tick_params(length=0, labelsize=7.5)
             axes.spines[:].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
+    return save(figure, path)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sims.report.canvas import GREY, INK, PALETTE
+from sims.report.canvas import GREY, INK, PALETTE, save
 
 Found = Sequence[Mapping[str, Mapping[str, Any]]]  # of each seed: by method, {"accuracy": [one-shot, after fine-tuning ...]}
 
@@ -34,8 +34,7 @@ def draw(results: Mapping[str, Found], stages: Sequence[str], path: Path) -> Pat
     figure.legend(handles=handles, loc="outside upper left", ncols=len(stages), frameon=False, fontsize=8.5)
     figure.supxlabel("test accuracy, %", fontsize=8.5, color=INK)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
+    return save(figure, path)
 
 
 def _dots(axes: Any, height: float, runs: Sequence[Sequence[float]]) -> None:

@@ -42,14 +42,14 @@ def _known(key: str) -> list[str]:
 
 def _check_domain(given: str, where: str) -> None:
     from clients.data.domains import domain_names
-    from clients.data.own import READERS
+    from clients.data.found import KINDS
 
     kind, _, rest = given.partition(":")
-    if is_reference(given) or (kind in READERS and rest):
+    if is_reference(given) or (kind in KINDS and rest):
         return
     names = [*domain_names(), *offered("domain")]
     if given not in names:
-        raise _odd(where, given, [*names, *(f"{kind}:PATH" for kind in READERS)])
+        raise _odd(where, given, [*names, *(f"{kind}:PATH" for kind in KINDS)])
 
 
 def _odd(where: str, given: str, known: Iterable[str]) -> UserError:

@@ -35,7 +35,7 @@ class Plan:
     tls: bool = value(True, "encrypted, the server known by its certificate and each site by its key")
     join: bool = value(False, "sites of other owners join with keys of their own; then `sites` may be empty")
     names: list[str] = value([], "further names and addresses of the server, for its certificate")
-    sites: list[dict[str, Any]] = value([], "a section for each: name, and any other key of site.yaml")
+    sites: list[dict[str, Any]] = value([], "a section for each: name, and any other key of site.yaml", entries=SiteSheet)
 
     @property
     def local(self) -> bool:

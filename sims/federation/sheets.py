@@ -14,7 +14,8 @@ import tomli_w
 import yaml
 
 from conf.errors import UserError
-from conf.typed import build, value
+from conf.texts import keep_texts
+from conf.typed import at_home, build, value
 from conf.yamls import read_yaml, write_yaml
 
 SITE, SERVER = "site.yaml", "server.yaml"
@@ -45,11 +46,11 @@ class SiteSheet:
 
     name: str = value("", "the site's name, as in the configurations of runs")
     superlink: str = value("", "the server's address, HOST:PORT")
-    certificate: str = value("", "the authority's certificate, by which the server is known; empty: no TLS")
-    key: str = value("", "the site's private key, by which the server knows it; empty: no authentication")
-    store: str = value("store", "folder of what the site keeps of runs")
+    certificate: str = value("", "the authority's certificate, by which the server is known; empty: no TLS", path=True)
+    key: str = value("", "the site's private key, by which the server knows it; empty: no authentication", path=True)
+    store: str = value("store", "folder of what the site keeps of runs", path=True)
     port: int = value(0, "of the node's own program, on this machine alone; 0: any that is free", low=0, high=65535)
-    data: str = value("", "folder with its data sets; empty: $FEDLOOM_DATA, else ./data")
+    data: str = value("", "folder with its data sets; empty: $FEDLOOM_DATA, else ./data", path=True)
     domain: str = value("", "its own images in place of the configuration's: images:FOLDER, npz:FILE, module:function, ...")
     networks: list[str] = value([], "networks that it runs; none: all that ship")
     objectives: list[str] = value([], "objectives that it runs; none: all that ship")
@@ -77,7 +78,9 @@ class SiteSheet:
     min_batch: int = value(-1, "fewest images of a training step; -1: 8 with masks or epsilon, else 1", low=-1)
     max_steps: int = value(100_000, "most training steps of a round; 0: any", low=0)
     max_parameters: float = value(500.0, "millions of weights of the largest network that it trains; 0: any", low=0.0)
-    peers: str = value("", "file of all sites' public keys, by which it knows with whom it shares masks; empty: any")
+    peers: str = value(
+        "", "file of all sites' public keys, by which it knows with whom it shares masks; empty: any", path=True
+    )
     apps: str = value(
         "",
         "any: it runs what a server sends, with all that its user may do; empty: the app installed here",
@@ -94,15 +97,15 @@ class ServerSheet:
     superlink: str = value("", "its address as the sites reach it, HOST:PORT")
     host: str = value("127.0.0.1", "address to listen at, for nodes alone; 0.0.0.0: all of the machine's")
     port: int = value(8000, "to listen at, for nodes alone; runs are started at another, on loopback", low=1, high=65535)
-    certificate: str = value("server.crt", "the server's certificate")
-    key: str = value("server.key", "its private key")
-    authority: str = value("ca.crt", "the authority's certificate")
+    certificate: str = value("server.crt", "the server's certificate", path=True)
+    key: str = value("server.key", "its private key", path=True)
+    authority: str = value("ca.crt", "the authority's certificate", path=True)
 
 
 def read_server(folder: Path) -> ServerSheet:
     """The sheet of a server's folder. UserError as `read`, and for one of an earlier version, or without certificates."""
     path = folder / SERVER
-    given = _given(path)
+    given = _given(ServerSheet, path)
     if "authenticate" in given or not given.get("superlink"):
         raise UserError(f"{path}: was planned by an earlier version, whose server obeyed whoever reached its port: its keys "
                         "may be known to others. Plan again into a new folder ('fedloom federation plan', 'up'), "
@@ -114,10 +117,10 @@ def read_server(folder: Path) -> ServerSheet:
     return sheet
 
 
-def _given(path: Path) -> Mapping[str, Any]:
-    """The section of keys in a file. UserError for one that is not there or holds something else."""
+def _given(schema: type[Any], path: Path) -> Mapping[str, Any]:
+    """The section of keys in a file, texts as the schema has them. UserError for one that is not there or holds something else."""
     try:
-        given = read_yaml(path.read_text(encoding="utf-8")) or {}
+        given = read_yaml(path.read_text(encoding="utf-8"), lambda node: keep_texts(schema, node)) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(given, Mapping):
@@ -127,9 +130,9 @@ def _given(path: Path) -> Mapping[str, Any]:
 
 def read(schema: type[T], path: Path) -> T:
     """The sheet in a file. UserError for one that is not there or holds something else."""
-    given = _given(path)
+    given = _given(schema, path)
     try:
-        return build(schema, given)
+        return at_home(build(schema, given))
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours for the colour-blind, and two more
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#8C6D31")
+MISSING = re.compile(r"Glyph (\d+) .*missing from")  # what matplotlib warns of
 INK, GREY, LIGHT = "#222222", "#8A8A8A", "#DDDDDD"
 Grid = list[list[float]]  # of a heat map: rows of shares, NaN where there is none
 
@@ -50,9 +54,40 @@ def percent_axis(axis: Any, symbol: str = "%") -> None:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Writes the PNG; its path."""
-    figure.savefig(path)
+    """Writes the PNG; its path. Letters that the font lacks are drawn in another one that is installed, else as boxes."""
+    from matplotlib import rc_context, rcParams
+
+    if lacking := _written(figure, path):
+        with rc_context({"font.sans-serif": [*rcParams["font.sans-serif"], *_fonts_with(lacking)]}):
+            _written(figure, path)
     return path
+
+
+def _written(figure: Figure, path: Path) -> set[int]:
+    """Writes it; the letters, as their numbers, that no font at hand has."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        figure.savefig(path)
+    lacking = {int(found[1]) for one in told if (found := MISSING.match(str(one.message)))}
+    for one in told:
+        if not MISSING.match(str(one.message)):
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+    return lacking
+
+
+def _fonts_with(letters: set[int]) -> list[str]:
+    """The names of installed fonts that have some of these letters, as few as cover what can be covered."""
+    from matplotlib.font_manager import fontManager, get_font
+
+    found: list[str] = []
+    for entry in sorted(fontManager.ttflist, key=lambda entry: (entry.name, entry.style != "normal", entry.weight != 400)):
+        with contextlib.suppress(OSError, RuntimeError, ValueError):  # of fonts that cannot be read
+            if entry.name not in found and (has := letters & get_font(entry.fname).get_charmap().keys()):
+                letters = letters - has
+                found.append(entry.name)
+        if not letters:
+            break
+    return found
 
 
 def score_of(scores: Mapping[str, float], name: str) -> float:

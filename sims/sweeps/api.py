@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, overload
 
 from conf.errors import UserError
-from sims.api import Result, config_of, own_threads
+from conf.plain_values import plain_value
+from sims.api import Result, as_usual, config_of
 from sims.comparison import Comparison, compare
 from sims.sweeps.plan import SEED, plan
 from sims.sweeps.work import carry_out, ready
@@ -32,7 +33,7 @@ def sweep(
         raise UserError(f"parallel: got {parallel!r}, takes a number of at least 1")
     grid = _grid(seeds, over or {})
     planned = ready(plan(lambda words: config_of(experiment, words), overrides, grid), overwrite=overwrite)
-    with own_threads():
+    with as_usual():
         outcomes = carry_out(planned, min(parallel, len(planned)) if parallel > 1 else 0, quiet=not progress)
     failed = {outcome.folder: outcome.error for outcome in outcomes if outcome.missing}
     return Results(tuple(Result(outcome.folder) for outcome in outcomes if not outcome.missing), failed)
@@ -40,15 +41,21 @@ def sweep(
 
 def _grid(seeds: Sequence[int], over: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
     """The values of each key. UserError for none, and for what is no list."""
-    given = {**over, **({SEED: seeds} if seeds else {})}
+    given = {**over, **({SEED: seeds} if len(seeds) else {})}
     if not given:
         raise UserError("sweep: takes seeds=[0, 1, 2], over={'training.rate': [0.01, 0.03]} or both")
-    if seeds and SEED in over:
+    if len(seeds) and SEED in over:
         raise UserError("seeds: `over` has seeds, too; leave one of the two out")
     for key, values in given.items():
-        if isinstance(values, str | Mapping) or not isinstance(values, Sequence | range):
+        if isinstance(values, str | Mapping) or not (isinstance(values, Sequence) or hasattr(values, "tolist")):
             raise UserError(f"{key}: got {values!r}, takes a list of values")
-    return given
+    return {key: _values(key, values) for key, values in given.items()}
+
+
+def _values(key: str, given: Any) -> list[Any]:
+    if not isinstance(found := plain_value(given, key), list):
+        raise UserError(f"{key}: got {given!r}, takes a list of values")
+    return found
 
 
 @dataclass(frozen=True)

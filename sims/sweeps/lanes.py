@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from conf import machine
 from conf.load import to_json
 from sims.cli.progress import QuietListener
 from sims.engines.share import Share
@@ -61,7 +62,7 @@ def this_machine() -> tuple[list[int], list[str]]:
     """The cores and GPUs that this process may use."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     seen = [name for name in os.environ.get(VISIBLE, "").split(",") if name]
-    return cores, seen or [str(number) for number in range(torch.cuda.device_count())]
+    return cores[: machine.cores()], seen or [str(number) for number in range(torch.cuda.device_count())]
 
 
 class Lane:

@@ -47,7 +47,9 @@ class MlflowWriter(Writer):
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # read when a store is opened
         from mlflow import MlflowClient
 
-        self._client = MlflowClient(tracking_uri=options.uri or (self.folder.resolve() / FOLDER).as_uri())
+        self._client = MlflowClient(
+            tracking_uri=os.path.expanduser(options.uri) or (self.folder.resolve() / FOLDER).as_uri()
+        )
         self._experiment = _experiment(self._client, safe(options.experiment or config.experiment))
 
     def begin(self, part: Part) -> "MlflowLine":

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from clients import data
-from clients.data.own import absolute, short
+from clients.data.found import absolute, short
 from conf import UserError
 from conf.sites import roster
 from tests.clients.own_data import colours, config, images, right

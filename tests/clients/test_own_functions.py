@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from clients import data
-from clients.data import domains
-from clients.data.own import contents
+from clients.data.listing import of_run
 from conf import UserError
 from conf.sites import roster
 from tests.clients.own_data import config, images
@@ -92,9 +91,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A module outside of this project, on the search path."""
     (tmp_path / "my_images.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    contents.cache_clear()
-    domains._outside.cache_clear()
-    yield "my_images"
+    with of_run():
+        yield "my_images"
     sys.modules.pop("my_images", None)
 
 

@@ -42,6 +42,21 @@ class TinyNet(nn.Module):
         return self.classifier(x.mean(1) * self.scale)
 
 
+class TwoModes(nn.Module):
+    """One that answers otherwise while it is trained."""
+
+    def __init__(self, classes, kind):
+        super().__init__()
+        self.kind, self.norm, self.head = kind, nn.BatchNorm2d(1), nn.Linear(64, classes)
+
+    def forward(self, x):
+        x = self.seen = self.norm(x).flatten(1)
+        x = self.head(x)
+        if not self.training or self.kind == "one":
+            return x
+        return {"pair": (x, x), "named": {"out": x}, "wider": torch.cat([x, x], 1)}[self.kind]
+
+
 def changing(classes):
     return nn.Sequential(nn.Flatten(), nn.LazyLinear(int(torch.randint(3, 900, ()))), nn.LazyLinear(classes))
 
@@ -314,3 +329,26 @@ def test_a_network_of_the_users_own_in_a_file_is_built_where_it_is_named_and_not
     assert torch.equal(again.state_dict()["extractor.scale"], network.state_dict()["extractor.scale"])
     with pytest.raises(UserError, match=r"say --network my_package\.nets:TinyNet:hidden=4 if you trust it"):
         load_network(tmp_path / "net.safetensors")
+
+
+@pytest.mark.parametrize("kind, given", [("pair", "a tuple"), ("named", "a dict"), ("wider", r"\[2, 128\]")])
+def test_a_network_that_answers_otherwise_in_training_mode_is_refused_before_the_run(kind: str, given: str):
+    told = rf"gives {given} to its last layer in training mode, and \[2, 64\] in evaluation mode; let its forward give"
+    with pytest.raises(UserError, match=told):
+        built("my_package.nets:TwoModes", f"network.kind={kind}")
+
+
+def test_what_is_looked_at_in_training_mode_leaves_no_trace():
+    network = built("my_package.nets:TwoModes", "network.kind=one")
+    buffers = dict(network.named_buffers())
+    assert int(buffers["extractor.norm.num_batches_tracked"]) == 0 and not buffers["extractor.norm.running_mean"].any()
+    assert not network.extractor.norm.training  # type: ignore[union-attr]
+
+
+def test_googlenet_says_what_to_set():
+    words = ["data.grey=false", "data.size=32", "network.init_weights=false"]
+    with pytest.raises(
+        UserError, match=r"gives a GoogLeNetOutputs to its last layer in training mode, .*; set network\.aux_logits=false"
+    ):
+        built("torchvision.models:googlenet", *words)
+    assert built("torchvision.models:googlenet", *words, "network.aux_logits=false")

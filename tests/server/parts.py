@@ -200,6 +200,8 @@ class Given:
     def bounds(self, site: Site) -> Bounds:
         return self.limits
 
+    def message(self, text: str) -> None: ...
+
     def replied(self, site: Site, reason: str) -> None:
         if reason:
             self.dropped[site.name] = reason

@@ -155,7 +155,7 @@ class HeadTransfer(Recombining):
 
     def _start(self, config: Config, site: Site) -> State:
         """The extractor that a site starts from. UserError for a file that cannot be read or is another network's."""
-        path = Path(self.pretrained[site.index % len(self.pretrained)])
+        path = Path(self.pretrained[site.index % len(self.pretrained)]).expanduser()
         own = {
             name: one
             for name, one in architecture_of(config, site).build().state_dict().items()

@@ -1,0 +1,143 @@
+"""Folders of images: a folder for each class, below train and test or not; links are followed."""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from clients.data.arrays import image_of, in_order
+from clients.data.found import Contents, Select, legible, short, wrong
+from clients.data.sources import OFFICIAL, WHOLE, Pixels
+from conf.errors import UserError, plain
+from conf.words import count
+
+SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+MOST_SHOWN = 10  # endings, or class folders, that are named
+MOST_ENDING = 20  # letters
+
+
+@dataclass
+class _Search:
+    """What comes up in one domain: the folders that were entered, and what is left out."""
+
+    domain: str
+    entered: dict[tuple[int, int], Path] = field(default_factory=dict)
+    endings: Counter[str] = field(default_factory=Counter)  # of files in class folders
+    hidden: int = 0
+    astray: int = 0  # images that are in no class folder
+    empty: list[str] = field(default_factory=list)
+    beside: list[str] = field(default_factory=list)
+
+    def words(self) -> tuple[str, ...]:
+        """What is left out, in words."""
+        endings = [_of_ending(number, ending) for ending, number in self.endings.most_common()]
+        return (
+            *_shown(endings, "other endings"),
+            *([f"{count(self.hidden, 'hidden image')}"] if self.hidden else []),
+            *([f"{count(self.astray, 'image')} in no class folder"] if self.astray else []),
+            *_shown([f"the class '{plain(name)}', whose folder has no image" for name in self.empty], "more such classes"),
+            *_shown([f"the folder '{plain(name)}' beside train and test" for name in self.beside], "more folders"),
+        )
+
+
+def _of_ending(number: int, ending: str) -> str:
+    return f"{count(number, 'file')} {f'of the ending {plain(ending)[:MOST_ENDING]}' if ending else 'without an ending'}"
+
+
+def _shown(words: list[str], more: str) -> list[str]:
+    rest = len(words) - MOST_SHOWN
+    return [*words[:MOST_SHOWN], *([f"{rest} {more}"] if rest > 0 else [])]
+
+
+def read_folder(path: Path, domain: str) -> Contents:
+    """What is in images:PATH. UserError for what cannot be read, for a loop of links, or where there are no images."""
+    if not path.is_dir():
+        raise wrong(domain, "is no folder; give one that has a folder of images for each class")
+    split, search = all((path / part).is_dir() for part in OFFICIAL), _Search(domain)
+    if not split and (path / "train").is_dir() and not _has_images(path / "train"):
+        raise wrong(domain, f"has a folder train but no folder test; add it, or take images:{path / 'train'} alone")
+    roots = {part: path / part for part in OFFICIAL} if split else {WHOLE[0]: path}
+    if split:
+        search.beside = [one.name for one in _folders(path) if one.name not in OFFICIAL]
+        search.astray += sum(_is_image(one) for one in path.iterdir())
+    found = {part: _classes(root, search) for part, root in roots.items()}
+    names = in_order(name for classes in found.values() for name in classes)
+    search.empty = [name for name in dict.fromkeys(search.empty) if name not in names]
+    if not names:
+        left = f"; left out: {', '.join(search.words())}" if search.words() else ""
+        raise wrong(domain, f"has no images in class folders (such as cats/1.png){left}")
+    files = {part: [file for name in names for file in classes.get(name, [])] for part, classes in found.items()}
+    labels = {
+        part: np.repeat(np.arange(len(names)), [len(classes.get(name, [])) for name in names])
+        for part, classes in found.items()
+    }
+
+    def reader(part: str) -> Select:
+        return lambda index: (_decoded(files[part][place], domain) for place in index)
+
+    images = {part: reader(part) for part in files}
+    return Contents(labels, images, len(names), names, tuple(chain(*files.values())), search.words())
+
+
+def _folders(root: Path) -> list[Path]:
+    return sorted(one for one in root.iterdir() if one.is_dir() and not one.name.startswith("."))
+
+
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
+
+
+def _has_images(folder: Path) -> bool:
+    return any(_is_image(one) for one in folder.iterdir())
+
+
+def _classes(root: Path, search: _Search) -> dict[str, list[Path]]:
+    _enter(root, search)
+    folders = _folders(root)
+    for one in set(root.iterdir()) - set(folders):
+        if _is_image(one):
+            search.astray += 1
+        elif not one.name.startswith(".") and not one.is_dir():
+            search.endings[one.suffix.lower()] += 1
+    found = {folder.name: sorted(_images(folder, search)) for folder in folders}
+    search.empty += [name for name, files in found.items() if not files]
+    return {name: files for name, files in found.items() if files}
+
+
+def _images(folder: Path, search: _Search) -> Iterator[Path]:
+    """The images in a folder and below, through links. UserError for what bears an image's name and is none."""
+    _enter(folder, search)
+    for path in folder.iterdir():
+        hidden = path.name.startswith(".")
+        if path.is_dir() and path.suffix.lower() not in SUFFIXES:
+            if not hidden:
+                yield from _images(path, search)
+        elif hidden:
+            search.hidden += path.suffix.lower() in SUFFIXES
+        elif path.suffix.lower() not in SUFFIXES:
+            search.endings[path.suffix.lower()] += 1
+        elif path.is_file():
+            yield path
+        else:
+            told = f"{path} is no regular file, though its name is an image's; remove it"
+            raise UserError(f"domain '{short(search.domain)}': {told}")
+
+
+def _enter(folder: Path, search: _Search) -> None:
+    """UserError for a folder that was entered before, by another way: a loop of links, or images that count twice."""
+    seen = os.stat(folder)
+    before = search.entered.setdefault((seen.st_dev, seen.st_ino), folder)
+    if before != folder:
+        told = f"{folder} is a link to {before}, whose images would count twice; remove one of the two"
+        raise UserError(f"domain '{short(search.domain)}': {told}")
+
+
+def _decoded(file: Path, domain: str) -> Pixels:
+    from PIL import Image
+
+    with legible(domain, str(file)), Image.open(file) as image:
+        return image_of(image)

@@ -1,0 +1,47 @@
+"""Whether a domain's images show anything: what goes wrong in reading them seldom fails, it makes them black."""
+
+from collections import Counter
+from functools import lru_cache
+
+import numpy as np
+
+from clients.data.domains import Place
+from clients.data.own import Own
+from conf.errors import UserError
+
+SAMPLE = 64  # images that are looked at
+FEWEST = 5  # images that say something about a domain
+NEARLY_ALL = 0.9
+NARROW = 64  # of 256 levels
+
+
+@lru_cache(maxsize=64)
+def looks(place: Place) -> str:
+    """A line on what is odd about images of the user's own; empty if nothing is. It looks at a sample, at even distances.
+
+    Raises UserError if (nearly) all of them are of one and the same colour, or if all use a small part of the range.
+    """
+    if not isinstance(place.source, Own):
+        return ""
+    odd = [_looks(place, part) for part in place.source.parts]
+    return next(filter(None, odd), "")
+
+
+def _looks(place: Place, part: str) -> str:
+    count = len(place.labels(part))
+    if count < FEWEST:
+        return ""
+    sample = place.images(part, np.unique(np.linspace(0, count - 1, SAMPLE).astype(np.int64)))
+    seen = [(one.min((0, 1)), one.max((0, 1))) for one in sample]  # lowest and highest level, of each channel
+    low, high = min(int(low.min()) for low, _ in seen), max(int(high.max()) for _, high in seen)
+    flat = Counter(low.tobytes() for low, high in seen if (low == high).all())
+    where, of = f"domain '{place.name}': {place.source.origin(place.folder)}", f"of {len(seen)} images that were looked at"
+    if (alike := max(flat.values(), default=0)) >= NEARLY_ALL * len(seen):
+        raise UserError(f"{where}: {alike} {of} show nothing but one and the same colour (such as light ink on "
+                        "transparency, which is put on white); save them as they shall be seen")  # fmt: skip
+    if high - low < NARROW:
+        raise UserError(f"{where}: all {of} use the levels {low} to {high} of 0 to 255 alone (such as 12 bits in files of "
+                        "16); spread their values over the whole range")  # fmt: skip
+    if flat.total() >= NEARLY_ALL * len(seen):
+        return f"{where}: {flat.total()} {of} are of a single colour each; see whether that is meant"
+    return ""

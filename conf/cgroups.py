@@ -1,0 +1,108 @@
+"""What a container, or a job of a cluster, may use of the machine's memory and cores: the limits of Linux's control groups.
+
+Version 2 has one tree of groups, version 1 one for each resource; limits of the groups above count as well.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path("/")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of this process's group. `memory`, `free`: bytes; `cores` may be a fraction; infinite where there is none."""
+
+    memory: float = float("inf")
+    free: float = float("inf")
+    cores: float = float("inf")
+
+
+@dataclass(frozen=True)
+class _Files:
+    """What a version calls its files."""
+
+    limit: str
+    used: str
+    inactive: str  # of memory.stat: what can be had back at once
+
+
+TWO = _Files("memory.max", "memory.current", "inactive_file")
+ONE = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def limits(root: Path = ROOT) -> Limits:
+    """The limits that hold for this process; none where the system has no control groups. `root`: of the file system."""
+    found = Limits()
+    for kind, mount, inside in _mounts(root):
+        for folder in _groups(root, kind, mount, inside):
+            found = Limits(
+                min(found.memory, _number(folder / _files(kind).limit)),
+                min(found.free, _free(folder, _files(kind))),
+                min(found.cores, _cores(folder)),
+            )
+    return found
+
+
+def _files(kind: str) -> _Files:
+    return ONE if kind else TWO
+
+
+def _mounts(root: Path) -> Iterator[tuple[str, Path, str]]:
+    """Each tree of groups: its resource (empty: all, version 2), where it is mounted, and which group is mounted there."""
+    for line in _text(root / "proc/self/mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        words, kinds = before.split(), after.split()
+        if len(words) < 5 or len(kinds) < 3 or kinds[0] not in ("cgroup", "cgroup2"):
+            continue
+        mount = root / words[4].lstrip("/")
+        if kinds[0] == "cgroup2":
+            yield "", mount, words[3]
+        for resource in {"memory", "cpu"} & set(kinds[2].split(",")):
+            yield resource, mount, words[3]
+
+
+def _groups(root: Path, kind: str, mount: Path, inside: str) -> Iterator[Path]:
+    """The folders of this process's group and of those above it, as far as they can be seen here."""
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, resources, own = (*line.split(":", 2), "", "")[:3]
+        if kind not in resources.split(","):
+            continue
+        below = own.removeprefix(inside) if inside != "/" else own
+        parts = [part for part in below.split("/") if part]
+        if ".." in parts:
+            parts = []
+        for depth in range(len(parts), -1, -1):
+            yield mount.joinpath(*parts[:depth])
+
+
+def _free(folder: Path, files: _Files) -> float:
+    limit, used = _number(folder / files.limit), _number(folder / files.used)
+    if limit == float("inf") or used == float("inf"):
+        return float("inf")
+    stat = dict(line.split(None, 1) for line in _text(folder / "memory.stat").splitlines() if " " in line)
+    back = float(stat.get(files.inactive, 0))
+    return max(0.0, limit - max(0.0, used - back))
+
+
+def _cores(folder: Path) -> float:
+    """The quota of a group: microseconds of all cores in each period."""
+    quota, _, period = _text(folder / "cpu.max").strip().partition(" ")
+    if not quota:
+        quota, period = _text(folder / "cpu.cfs_quota_us").strip(), _text(folder / "cpu.cfs_period_us").strip()
+    if not (quota.isdigit() and period.isdigit() and int(quota) and int(period)):
+        return float("inf")
+    return int(quota) / int(period)
+
+
+def _number(path: Path) -> float:
+    text = _text(path).strip()
+    return float(text) if text.isdigit() else float("inf")
+
+
+def _text(path: Path) -> str:
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return path.read_text(encoding="utf-8")
+    return ""
