@@ -6,7 +6,7 @@ from flwr.clientapp import ClientApp
 
 from clients.guard import guard
 from clients.messages import PROTOCOL, WHO
-from clients.reading import erased, moment, read_job
+from clients.reading import alone, erased, moment, read_job
 from conf.errors import UserError
 
 app = ClientApp(mods=[guard])
@@ -25,9 +25,10 @@ def identify(message: Message, context: Context) -> Message:
 @app.train()
 def answer(message: Message, context: Context) -> Message:
     """One question to this site. To train: load the own state, train, save it, answer with the contribution."""
-    if (done := erased(message, context)) is not None:
-        return Message(done, reply_to=message)
-    with moment(message):
-        job = read_job(message, context)
-        torch.set_num_threads(job.config.engine.threads)
-        return Message(job.answer(), reply_to=message)
+    with alone(context):
+        if (done := erased(message, context)) is not None:
+            return Message(done, reply_to=message)
+        with moment(message):
+            job = read_job(message, context)
+            torch.set_num_threads(job.config.engine.threads)
+            return Message(job.answer(), reply_to=message)

@@ -1,5 +1,6 @@
 """One site's work on one message, from the order to the reply."""
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from clients.guard import LOG
 from clients.identity import SIGNED, sent_words
 from clients.learner import Outcome, learn
 from clients.measure import Score, score, score_numbers
-from clients.memory import Memory
+from clients.memory import Memory, ToldError
 from clients.messages import (
     BEFORE,
     CLASSES,
@@ -42,14 +43,22 @@ from clients.policy import Policy
 from clients.privacy import private, spend
 from clients.randomness import drawing, torch_generator
 from clients.secure_aggregation import ANSWERS, masked, noise_share
+from clients.secure_aggregation.site import BlamedError
 from clients.sketch import nothing, sketch
 from clients.statistics import CLASS_STATISTICS, MOMENTS, class_statistics, moments
-from clients.store import SiteStore
+from clients.store import LostStateError, SiteStore
 from conf.errors import UserError
 from conf.once import once
 from conf.schema import Config
 from conf.sites import Site, roster
 from fusion.exact import State
+
+
+class HiddenError(RuntimeError):
+    """Something failed at a site that hides what it trains: the kind of failure would tell of its images."""
+
+    def __init__(self) -> None:
+        super().__init__("it failed; a site that hides what it trains says no more")
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +79,11 @@ class Job:
     def memory(self) -> Memory:
         """What the site remembers over all runs."""
         return Memory(self.store.root, self.site.name if self.simulated else "")
+
+    @functools.cached_property
+    def cost(self) -> float:
+        """What the site's privacy has cost with this round, which is charged when this is asked first."""
+        return spend(self)
 
     @property
     def tells_scores(self) -> bool:
@@ -148,19 +162,33 @@ class Job:
     ) -> tuple[dict[str, ArrayRecord], dict[str, float]]:
         """The records with noise, or under masks, or both; and what the noise has cost."""
         changed, privacy, bits = changes(self, session, start, given), self.config.privacy, self.config.federation.scale_bits
-        cost = {"epsilon": spend(self)} if privacy.noise else {}
+        cost = {"epsilon": self.cost} if privacy.noise else {}
         if privacy.noise:
             given = private(changed, bits, privacy, noise_share(self) if self.order.secure else 1.0)
         keep_sent(self, changed, given)
         if not self.order.secure:
             return {name: to_arrays(state, self.config.federation.packed) for name, state in given.items()}, cost
-        seen = nothing() if privacy.noise else sketch(changed.vector(), self.memory.key())  # noise is charged each time
+        charged = privacy.noise and (self.simulated or self.policy.epsilon)  # then what sums tell is bounded
+        seen = nothing() if charged else sketch(changed.vector(), self.memory.key())
         return masked(self, given, samples, seen), cost
 
     def train(self) -> RecordDict:
         """The whole of a round, this site alone."""
-        images, order = self.images(), self.order
-        self.policy.limits.check_steps(len(images), self.config, self.site)
+        images = self.images()
+        self.policy.limits.check_images(len(images), self.config, self.site)
+        if self.config.privacy.noise:
+            self.cost  # noqa: B018 (charged before anything is tried: that it fails tells something, too)
+        try:
+            return self._trained(images)
+        except (BlamedError, ToldError, LostStateError, SystemExit):
+            raise
+        except Exception as error:
+            if self.simulated or not self.policy.hides(self.config):
+                raise
+            raise HiddenError from error
+
+    def _trained(self, images: Images) -> RecordDict:
+        order = self.order
         session = self.session(workbench(self.config, architecture_of(self.config, self.site)))
         start = self.started(session)
         if order.secure and order.again == IDLE:

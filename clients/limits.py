@@ -37,8 +37,11 @@ class Limits:
             raise RefusedError(f"network: has {size:.4g} million parameters, and this site takes at most "
                                f"{self.parameters:g} (site.yaml: max_parameters)")  # fmt: skip
 
-    def check_steps(self, images: int, config: Config, site: Site) -> None:
-        """RefusedError for a round with more steps on so many images than the site takes."""
+    def check_images(self, images: int, config: Config, site: Site) -> None:
+        """RefusedError for a round with more steps on so many images than the site takes, or of too few images."""
+        if images < self.batch:
+            raise RefusedError(f"sites.samples: {images} training images, and this site trains on batches of at least "
+                               f"{self.batch} (site.yaml: min_batch)")  # fmt: skip
         self._check_steps(step_count(images, config, site), "training.epochs")
 
     def _check_steps(self, steps: int, key: str) -> None:

@@ -41,7 +41,7 @@ class ToldError(UserError):
 class Telling:
     """A sum that is about to be read: of a run's round, over these sites. `sketch` (float32 [n]): of this site's change.
 
-    `leaving`: sites that are forgotten in this round, whose common masks are taken out.
+    `leaving`: sites that are forgotten in this round, whose common masks are taken out. `idle`: nobody trains in it.
     """
 
     run: str
@@ -49,6 +49,7 @@ class Telling:
     counted: Sequence[str]
     sketch: NDArray[np.float32]
     leaving: Sequence[str] = ()
+    idle: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,9 @@ class Memory:
         if (last := max(left, default=0)) > telling.round:
             raise UserError(f"secure aggregation: round {telling.round} is over: round {last} of the run was summed")
         left.setdefault(telling.round, set(telling.leaving))
+        before = [set(counted.split("\n")) for run, _, counted, _, _ in rows if run == telling.run][-1:]
+        if telling.idle and any(absent - set(telling.counted) - set(telling.leaving) for absent in before):
+            raise UserError("secure aggregation: where nobody trains, all must count that counted last, or leave")
         for run, number, counted, _, sketch in rows:
             apart = set(counted.split("\n")) ^ set(telling.counted)
             if run == telling.run:  # a site that was forgotten since is in no sum any more

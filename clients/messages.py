@@ -36,6 +36,7 @@ WHO = "who"
 PROTOCOL = 2  # rises when messages change: server and sites must have the same
 
 MOST_ROUNDS = 999_999
+KEPT_NAMES = ("memory.sqlite", "site.lock", "configurations", "privacy")  # of files and folders in a site's store
 MOST_AGAIN = IDLE = 9
 MOST_RECORDS = 16  # that are added up on the way
 _RUN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
@@ -120,6 +121,8 @@ def read_order(content: RecordDict) -> Order:
         raise UserError("order.sums: takes names of records")
     if not _RUN.fullmatch(order.run):
         raise UserError("order.run: is no name of a run (letters, digits, '-', '_' and '.')")
+    if order.run.startswith(KEPT_NAMES):
+        raise UserError("order.run: is the name of a file of the site's store; take another name")
     if not _DIGEST.fullmatch(order.config):
         raise UserError("order.config: is no sha256")
     if not _KIND.fullmatch(order.kind):

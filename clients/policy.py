@@ -181,6 +181,8 @@ class Policy:
         if not self.domain:
             return site
         spec = replace(site.spec, domain=self.domain, partition=replace(site.spec.partition, name="iid", options={}))
+        if self.hides(config):  # of chosen classes, the number of images would tell how many the site has
+            spec = replace(spec, classes=[], samples=0, relabel=False)
         own = replace(site, spec=spec, part=0, parts=1)
         has, head = class_count(own.spec), outputs(config, site.spec)
         if has > (takes := head.stop - head.start):

@@ -26,6 +26,7 @@ from fusion.exact import State, dequantise
 if TYPE_CHECKING:
     from clients.job import Job
 
+LEAST_DEVIATION = 0.02  # exp(-1 / (2 * 0.02**2)) is below 1e-500
 MOST_DEVIATION = 2.0**50  # in units of 2**-scale_bits
 MOST_DELTA = 1e-5  # with which a site's own limit is kept, whatever delta a run tells epsilon for
 
@@ -56,6 +57,8 @@ def discrete_gaussian(deviation: float, count: int) -> Tensor:
         raise UserError(
             f"privacy.noise: noise of {deviation:g} units cannot be drawn; change privacy or federation.scale_bits"
         )
+    if deviation < LEAST_DEVIATION:  # no number but 0 has a probability that could be drawn
+        return torch.zeros(count, dtype=torch.int64)
     found, scale = np.empty(0, dtype=np.int64), int(deviation) + 1
     while len(found) < count:
         number = int(1.5 * (count - len(found))) + 64

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import portalocker
 from flwr.app import Context, Message, MetricRecord, RecordDict
 
 from clients.configurations import configuration, parsed
@@ -13,7 +14,7 @@ from clients.device import memory_share
 from clients.guard import SIMULATED
 from clients.identity import SIGNED, erased_words
 from clients.job import Job
-from clients.messages import ENROL, ERASE, ERASED, METRICS, read_order
+from clients.messages import BEFORE, ENROL, ERASE, ERASED, METRICS, OWN, read_order
 from clients.ordinary import ordinary
 from clients.policy import Policy, followed
 from clients.store import SiteStore
@@ -22,7 +23,26 @@ from conf.once import once
 from conf.schema import Config
 from conf.sites import roster
 
+LOCK = "site.lock"  # in a site's store
+MOST_LENGTHS = 16  # of runs whose configuration is kept
 STORE = "fedloom-store"  # folder, below where the site was started, if its node-config says nothing
+
+
+@contextmanager
+def alone(context: Context) -> Iterator[None]:
+    """Within, no other process answers for this site: of two answers at once, each might not know of the other."""
+    if context.node_config.get(SIMULATED):
+        yield
+        return
+    root = store_of(context)
+    root.mkdir(parents=True, exist_ok=True)
+    with portalocker.Lock(root / LOCK, "a", flags=portalocker.LockFlags.EXCLUSIVE):
+        yield
+
+
+def store_of(context: Context) -> Path:
+    """The folder of what a site keeps."""
+    return Path(str(context.node_config.get("store") or STORE)).expanduser()
 
 
 @contextmanager
@@ -36,11 +56,13 @@ def moment(message: Message) -> Iterator[None]:
 def read_job(message: Message, context: Context) -> Job:
     """The job of a message, for the site whose context this is."""
     order, here = read_order(message.content), context.node_config
-    simulated, root = bool(here.get(SIMULATED)), Path(str(here.get("store") or STORE)).expanduser()
+    simulated, root = bool(here.get(SIMULATED)), store_of(context)
     text = configuration(order.config, message.content, None if simulated else root)
     policy = Policy() if simulated else Policy.of(here)
     policy.weigh(message.content)
     policy.hide(order)
+    if order.secure and {OWN, BEFORE} & message.content.array_records.keys():
+        raise UserError("order.secure: under masks nobody but the site has what it gave; takes no record of it")
     config = parsed(text, order.run)
     config = config if simulated else followed(config, policy, order.site)
     policy.spare(order, config)
@@ -61,7 +83,7 @@ def erased(message: Message, context: Context) -> RecordDict | None:
         return None
     if context.node_config.get(SIMULATED):
         raise UserError("order.kind: simulated sites keep nothing of their own to erase")
-    root = Path(str(context.node_config.get("store") or STORE)).expanduser()
+    root = store_of(context)
     sites = roster(parsed(configuration(order.config, message.content, root)))
     if not 0 <= order.site < len(sites):
         raise UserError(f"order.site: is no place among the configuration's {len(sites)} sites")
@@ -75,7 +97,10 @@ def erased(message: Message, context: Context) -> RecordDict | None:
 
 def stretched(config: Config, rounds: int) -> Config:
     """The same with another number of rounds, made once."""
-    return _stretched(config).setdefault(rounds, replace(config, rounds=rounds))
+    known = _stretched(config)
+    if rounds not in known and len(known) >= MOST_LENGTHS:
+        known.clear()
+    return known.setdefault(rounds, replace(config, rounds=rounds))
 
 
 @once

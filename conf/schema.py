@@ -164,7 +164,9 @@ class FederationConfig:
     clip_change: float = value(
         0.0, "the server scales replies further (L2 norm) from what the site started from back to so far; 0: none", low=0.0
     )
-    most_samples: int = value(0, "replies that claim more samples are refused; 0: as the site's configuration says", low=0)
+    most_samples: int = value(
+        0, "most samples of a site; 0: as its configuration says, or (own data) ten times the median of the others", low=0
+    )
 
 
 @dataclass(frozen=True)

@@ -77,4 +77,4 @@ def _statement(attempt: Attempt) -> bytes:
 
 def _telling(job: "Job", attempt: Attempt, counted: list[str]) -> Telling:
     seen = np.frombuffer(bytes.fromhex(attempt.sketch), np.float32)
-    return Telling(job.order.run, job.order.round, counted, seen, attempt.leaving)
+    return Telling(job.order.run, job.order.round, counted, seen, attempt.leaving, attempt.idle)

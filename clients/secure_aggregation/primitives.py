@@ -147,9 +147,9 @@ def rebuilt(shares: Mapping[int, bytes]) -> bytes:
     return Shamir.combine(list(shares.items()), ssss=False)
 
 
-def check_room(vector: Tensor, times: int) -> None:
-    """UserError if so many vectors of this size could add up to more than the integers modulo 2^64 hold."""
-    if vector.numel() and float(vector.abs().max()) * times >= 2.0**63:
+def check_room(most: int, times: int) -> None:
+    """UserError if so many vectors with entries of this size could add up to more than the integers modulo 2^64 hold."""
+    if most * times >= 2**63:
         raise UserError("federation.scale_bits: sums over all sites would not fit under masks; take fewer bits, or "
                         "strategy.weighting=equal")  # fmt: skip
 

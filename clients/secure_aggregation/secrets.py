@@ -23,7 +23,7 @@ class Attempt:
     is this site's alone; `signing`: of the key of its signatures. `threshold`: how many must answer. `peers`: every site's
     public keys. `held`: others' shares for this site. `shares`: its share of its own secret `own`. `statement`: what
     determined its training, and `sketch`: of its change. `counted`: the sites whose contributions count, as it has signed.
-    `leaving`: those whose common masks it has taken out.
+    `leaving`: those whose common masks it has taken out. `idle`: nobody trains in this round.
     `sent`, `unmasked`: it has sent its masked contribution, and has helped to take masks off. Each is done once, for two
     that differ under one mask would tell the difference. Secrets are shared out once, too (then there are `peers`): of a
     second round of shares, enough could be asked for the other secret.
@@ -42,6 +42,7 @@ class Attempt:
     sketch: str = ""
     counted: list[str] = field(default_factory=list)
     leaving: list[str] = field(default_factory=list)
+    idle: bool = False
     sent: bool = False
     unmasked: bool = False
 

@@ -9,6 +9,7 @@ dropped out). Wrong shares are known by their hashes.
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -16,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clients.identity import arrays_digest
 from clients.messages import (
     BEFORE,
     COMMITMENTS,
+    IDLE,
     LIFT,
     MASKED,
     OWN,
@@ -52,7 +53,7 @@ from clients.secure_aggregation.primitives import (
 from clients.secure_aggregation.secrets import Attempt, Secrets
 from clients.sent import Sent
 from conf.errors import UserError
-from fusion.exact import State, quantise
+from fusion.exact import State, digest, quantise
 
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
 
     from clients.job import Job
 
+DEFAULT_WEIGHT = 1e4  # of a configuration that sets no largest_weight
 OWN_AFFAIR = (*TEXTS, SECURE_SHARES, LIFT, OWN, BEFORE)  # records of an order that differ from site to site
 
 
@@ -92,7 +94,7 @@ def shares(job: "Job") -> Answer:
         raise UserError("secure aggregation: this attempt's secrets were shared out")
     given = incoming(job, SECURE_KEYS)
     for name, one in given.items():
-        job.policy.identity.check(name, _claim(job, name, one[:PUBLIC]), one[PUBLIC:])
+        _check_signed(job, name, one)
     public = {name: PublicKeys.read(one[:PUBLIC]) for name, one in given.items()}
     if public.get(mine) != attempt.public():
         raise UserError("secure aggregation: the keys that the server passes on as this site's are not its own")
@@ -104,6 +106,16 @@ def shares(job: "Job") -> Answer:
     if not job.simulated:
         check_members(job.policy, attempt.peers)
     return Answer(_dealt(job, attempt, secrets))
+
+
+def _check_signed(job: "Job", name: str, keys: bytes) -> None:
+    """BlamedError for keys that are not signed by the site whose they should be."""
+    try:
+        job.policy.identity.check(name, _claim(job, name, keys[:PUBLIC]), keys[PUBLIC:])
+    except UserError as error:
+        if name == job.site.name:
+            raise
+        raise BlamedError(name, str(error)) from None
 
 
 def _dealt(job: "Job", attempt: Attempt, secrets: Secrets) -> dict[str, State]:
@@ -141,8 +153,7 @@ def masked(
     for record, counted in order.sums.items():
         whole = quantise(contribution[record], job.config.federation.scale_bits)
         times = samples if counted == SAMPLES else 1
-        check_room(flat(whole), times * max(len(common) + 1, job.order.members))
-        vector = flat(whole) * times
+        vector = _bounded(job, flat(whole), times * (len(common) + 1)) * times
         if record == order.slot:
             vector = vector - flat(Sent(job.store).summed(order.base)) if order.base else vector
             vector = vector - _lifted(job, record, len(vector))
@@ -150,6 +161,7 @@ def masked(
         for name, key in common.items():
             vector += sign(job.site.name, name) * mask(key, record, len(vector))
         found[record] = to_arrays({MASKED: vector})
+    attempt.idle = order.again == IDLE
     attempt.sent, attempt.leaving = True, [name for name, rounds in _lifts(job).items() if rounds]
     attempt.statement, attempt.sketch = _trained(job), sketch.tobytes().hex()
     secrets.masked(order.round, common)
@@ -158,8 +170,15 @@ def masked(
 
 
 def noise_share(job: "Job") -> float:
-    """Of the variance of noise in the sum, what a site adds so that it is there if as few sites count as may."""
-    return 1.0 / max(1, Secrets(job.store).attempt(job.order.secure).threshold)
+    """Of the variance of noise in the sum, what a site adds so that it is there if as few sites count as may.
+
+    A site with a budget of its own relies on the noise of sites alone whose keys it knows.
+    """
+    attempt = Secrets(job.store).attempt(job.order.secure)
+    known = len(attempt.peers.keys() & job.policy.identity.known().keys())
+    if job.policy.epsilon and not job.simulated and known < attempt.threshold:
+        return 1.0
+    return 1.0 / max(1, attempt.threshold)
 
 
 def flat(state: State) -> Tensor:
@@ -167,11 +186,25 @@ def flat(state: State) -> Tensor:
     return torch.cat([torch.empty(0, dtype=torch.int64), *(state[name].flatten() for name in sorted(state))])
 
 
+def _bounded(job: "Job", vector: Tensor, times: int) -> Tensor:
+    """The vector with no entry beyond federation.largest_weight, so that `times` such add up. UserError if they would not.
+
+    Whether it fits must not depend on the site's images: the server would learn of them.
+    """
+    federation = job.config.federation
+    most = math.floor((federation.largest_weight or DEFAULT_WEIGHT) * 2.0**federation.scale_bits)
+    if job.config.privacy.noise:
+        most = max(most, int(vector.abs().max()) if vector.numel() else 0)  # noise is in it already
+    check_room(most, times)
+    return vector.clamp(-most, most)
+
+
 def _trained(job: "Job") -> str:
     """A digest of what determined the training of all sites of the round: the order, the configuration, what was sent."""
     order = job.order
+    sent = {record: digest(state) for record, state in sorted(to_states(job.content).items()) if record not in OWN_AFFAIR}
     parts = [order.config, order.run, order.round, order.rounds, order.members, order.kind, order.split, order.again,
-             sorted(order.sums.items()), order.slot, arrays_digest(job.content, OWN_AFFAIR)]  # fmt: skip
+             sorted(order.sums.items()), order.slot, sent]  # fmt: skip
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -188,8 +221,10 @@ def _lifted(job: "Job", record: str, size: int) -> Tensor:
 
 def _lifts(job: "Job") -> dict[str, list[int]]:
     """By name of a site that leaves, the rounds of the masks that this one has in common with it."""
-    return {name: [int(one) for one in rounds.flatten().tolist()] for name, rounds in
-            to_states(job.content).get(LIFT, {}).items()}  # fmt: skip
+    found, most = to_states(job.content).get(LIFT, {}), len(Secrets(job.store).masks())
+    if any(rounds.numel() > most for rounds in found.values()):
+        raise UserError("secure aggregation: masks of more rounds than there were are to be taken out")
+    return {name: sorted({int(one) for one in rounds.flatten().tolist()}) for name, rounds in found.items()}
 
 
 def _channel(job: "Job", attempt: Attempt, other: str, sender: str, receiver: str) -> bytes:

@@ -5,7 +5,7 @@ that count; shares with which masks come off. Every site commits to its shares, 
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -136,6 +136,7 @@ class MaskedExchange:
         signed = {name: one.packed() + self.heard.signatures[name] for name, one in self.heard.keys.items()}
         sent = {SECURE_KEYS: {name: to_tensor(one) for name, one in signed.items()}}
         self._ask(SECURE_SHARES, asked, sent, take)
+        self._check_blamed(asked)
         self._enough(SECURE_SHARES, asked, self.heard.sealed)
 
     def _contributions(self, kind: str, content: "Content", asked: Sequence[Site]) -> None:
@@ -155,7 +156,8 @@ class MaskedExchange:
             try:
                 states = read(received)
                 self._check_blame(site, content_of(received).config_records.get(BLAMED))
-                numbers = train_numbers(content_of(received), self.exchange.bounds(site), hidden=True)
+                bounds = replace(self.exchange.bounds(site), counted=0)  # sites multiply by their own number
+                numbers = train_numbers(content_of(received), bounds, hidden=True)
                 self.run.countersigned(site.name, content_of(received))
                 self.heard.vectors[site.name] = {
                     record: read_vector(states.get(record), record, self.like(record, site.name)) for record in self.expected
@@ -169,13 +171,18 @@ class MaskedExchange:
 
     def _check_blame(self, site: Site, record: object) -> None:
         """Note that a site cannot use another one's shares. ReplyError then: it takes no part."""
-        if isinstance(record, Mapping) and (name := record.get("site")) in self.heard.sealed and name != site.name:
-            self.heard.blamed.setdefault(str(name), set()).add(site.name)
+        name = record.get("site") if isinstance(record, Mapping) else None
+        if isinstance(name, str) and name in self.heard.keys and name != site.name:
+            self.heard.blamed.setdefault(name, set()).add(site.name)
             raise ReplyError(f"it cannot use the shares of {name}")
 
     def _check_blamed(self, asked: Sequence[Site]) -> None:
         """BlameError if more sites than can all lie say that one's shares are wrong."""
-        if wrong := [name for name, sites in self.heard.blamed.items() if 3 * len(sites) > len(asked)]:
+        blamed = self.heard.blamed
+        wrong = [name for name, sites in blamed.items() if 3 * len(sites) > len(asked)]
+        if blamed and len(asked) - len(set().union(*blamed.values())) < self.threshold:
+            wrong = wrong or [max(sorted(blamed), key=lambda name: len(blamed[name]))]  # without it there are enough
+        if wrong:
             told = f"round {self.run.number}: many sites cannot use the shares of {', '.join(sorted(wrong))}"
             raise BlameError(told, wrong)
 
@@ -222,6 +229,7 @@ class MaskedExchange:
                 if TOLD in content_of(received).config_records:
                     self.heard.told.append(received.site.name)
                     continue
+                self._check_blame(received.site, content_of(received).config_records.get(BLAMED))
                 take(received.site, answer)
             except ReplyError as error:
                 self.drop(received.site, str(error))
@@ -249,5 +257,5 @@ def _check_keys(given: PublicKeys, others: Iterable[PublicKeys]) -> None:
             agreed(bytes(SECRET), public)
     except UserError as error:
         raise ReplyError(str(error)) from None
-    if given in others:
+    if any(given.pair == other.pair or given.channel == other.channel for other in others):
         raise ReplyError("its keys are another site's")

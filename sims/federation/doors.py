@@ -11,6 +11,7 @@ import datetime
 import hmac
 from asyncio import TimerHandle, Transport
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,7 @@ CONTROL, RUNTIME = "/v1/control/", "/v1/runtime/"  # what starts runs, and what 
 MOST_BYTES = 128 << 20  # of a request; Flower sends arrays in parts of 5 MiB
 HEAD_SECONDS = 20.0  # for a request's head to come as a whole
 PIECE_SECONDS = 60.0  # between two pieces of its body
+NODE: ContextVar[int | None] = ContextVar("node", default=None)  # whose request is answered; None: not a node's
 HOST = [(b"host", b"superlink")]  # in place of what a caller says: no answer depends on it
 
 
@@ -50,10 +52,12 @@ class Door:
     """An ASGI application that passes on what `admits`; all other requests end here, with their bodies unread.
 
     `admits`: the status of an answer to a path with these headers; 0: the request is passed on. It may block.
+    `speaker`: the node whose request it is, by its headers.
     """
 
     app: ASGIApp
     admits: Callable[[str, Mapping[bytes, bytes]], int]
+    speaker: Callable[[Mapping[bytes, bytes]], int | None] = lambda headers: None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -63,7 +67,11 @@ class Door:
         if status := await self._refused(scope):
             return await PlainTextResponse("", status, {"connection": "close"})(scope, receive, send)
         headers = [(name, content) for name, content in scope["headers"] if name != b"host"]
-        await self.app({**scope, "headers": HOST + headers}, _Measured(receive), send)
+        token = NODE.set(await run_in_threadpool(self.speaker, dict(headers)))
+        try:
+            await self.app({**scope, "headers": HOST + headers}, _Measured(receive), send)
+        finally:
+            NODE.reset(token)
         return None
 
     async def _refused(self, scope: Scope) -> int:
@@ -113,7 +121,10 @@ def for_nodes(app: ASGIApp, node_of: Callable[[bytes], int | None]) -> Door:
         except (KeyError, ValueError, TypeError, OverflowError, binascii.Error):
             return 401
 
-    return Door(app, admits)
+    def speaker(headers: Mapping[bytes, bytes]) -> int | None:
+        return node_of(base64.b64decode(_header(headers, FLEET_HTTP_PUBLIC_KEY_HEADER)))
+
+    return Door(app, admits, speaker)
 
 
 def for_the_owner(app: ASGIApp, token: str) -> Door:

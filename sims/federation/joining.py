@@ -155,7 +155,8 @@ def changes(folder: Path, given: Members) -> list[list[str]]:
         raise UserError(f"{sheet.name}: is not in the members' file, or with a key that is not this site's: send the "
                         f"operator {REQUEST} and compare {told}")  # fmt: skip
     before = _peers(folder / (sheet.peers or PEERS))
-    rows = [["the server's authority", _change(_held_authority(folder), given.authority), given.authority]]
+    held = _held_authority(folder / (sheet.certificate or AUTHORITY))
+    rows = [["the server's authority", _change(held, given.authority), given.authority]]
     if given.superlink != sheet.superlink:
         rows.append(["the server's address", f"{sheets.SITE} says {sheet.superlink}, and keeps it", given.superlink])
     for name in sorted({*before, *given.sites}):
@@ -189,8 +190,7 @@ def _peers(path: Path) -> dict[str, str]:
     return {parts[0]: public_key(parts[1]) for parts in lines if len(parts) == 2}
 
 
-def _held_authority(folder: Path) -> str:
-    path = folder / AUTHORITY
+def _held_authority(path: Path) -> str:
     try:
         return _authority(path.read_bytes()) if path.is_file() else ""
     except ValueError:
@@ -198,7 +198,10 @@ def _held_authority(folder: Path) -> str:
 
 
 def _authority(pem: bytes) -> str:
-    return f"SHA256:{x509.load_pem_x509_certificate(pem).fingerprint(hashes.SHA256()).hex()}"
+    certificates = x509.load_pem_x509_certificates(pem)
+    if len(certificates) != 1:
+        raise ValueError(f"holds {len(certificates)} certificates, takes one")
+    return f"SHA256:{certificates[0].fingerprint(hashes.SHA256()).hex()}"
 
 
 def _check_name(name: object, where: str) -> None:

@@ -19,8 +19,8 @@ log = logging.getLogger("flwr")
 
 
 def seen(folder: Path) -> dict[str, int]:
-    """The files of public keys, and when each was last written."""
-    return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.pub")}
+    """The files of public keys, and when each was last written. OSError if the folder cannot be read."""
+    return {path.name: path.lstat().st_mtime_ns for path in folder.iterdir() if path.suffix == ".pub"}
 
 
 def follow(state: SqlLinkState, folder: Path) -> None:
@@ -28,7 +28,7 @@ def follow(state: SqlLinkState, folder: Path) -> None:
 
     The id of each one's node is written beside its key.
     """
-    wanted = _keys(folder)
+    wanted = _keys(folder)  # OSError: nobody is thrown out for a folder that cannot be read
     known = {bytes(node.public_key): node for node in state.get_node_info()}
     for key, node in known.items():
         if key not in wanted and node.status != NodeStatus.UNREGISTERED:
@@ -47,7 +47,7 @@ def follow(state: SqlLinkState, folder: Path) -> None:
 def _keys(folder: Path) -> dict[bytes, Path]:
     """The keys of the folder's files, as Flower knows them. The log names what is not a key, or is another site's."""
     found: dict[bytes, Path] = {}
-    for path in sorted(folder.glob("*.pub")):
+    for path in sorted(path for path in folder.iterdir() if path.suffix == ".pub"):
         try:
             public = load_ssh_public_key(path.read_bytes())
         except (OSError, ValueError, UnsupportedAlgorithm) as error:

@@ -118,7 +118,7 @@ def read_server(folder: Path) -> ServerSheet:
 
 
 def _given(schema: type[Any], path: Path) -> Mapping[str, Any]:
-    """The section of keys in a file, texts as the schema has them. UserError for one that is not there or holds something else."""
+    """The section of keys in a file, texts as the schema has them. UserError if it is missing or holds something else."""
     try:
         given = read_yaml(path.read_text(encoding="utf-8"), lambda node: keep_texts(schema, node)) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

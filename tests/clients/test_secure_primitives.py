@@ -93,8 +93,7 @@ def test_places_do_not_depend_on_the_order() -> None:
 
 
 def test_sums_have_room_in_the_integers() -> None:
-    vector = torch.tensor([-(2**40), 5])
-    check_room(vector, 2**22)
-    check_room(torch.empty(0, dtype=torch.int64), 2**62)
+    check_room(2**40, 2**22)
+    check_room(0, 2**62)
     with pytest.raises(UserError, match=r"federation\.scale_bits: sums over all sites would not fit"):
-        check_room(vector, 2**23)
+        check_room(2**40, 2**23)
