@@ -146,6 +146,7 @@ def admit(
     server = joining.admit(folder, asked)
     typer.echo(let_in(server))
     typer.echo(f"{server / MEMBERS}: send it to all sites; there: fedloom federation accept {MEMBERS}")
+    typer.echo(f"the server's authority, to read out to them:\n{joining.read_members(server / MEMBERS).authority}")
 
 
 @app.command()

@@ -135,11 +135,12 @@ def verify_certificate(
     `request`, `sites`: what the certificate should be about.
     """
     if path is None and not key:
-        raise UserError("verify: takes the run's folder, such as runs/digits, or --key, the operator's public key")
+        raise UserError("verify: takes a certificate, and the run's folder behind it (fedloom verify CERTIFICATE RUN), or "
+                        "--key, the operator's public key")  # fmt: skip
+    config = read_config(path) if path is not None else None
     findings = about(certificate, request, sites)
     findings += verify_signature(certificate, key) if key else []
-    if path is not None:
-        config = read_config(path)
+    if path is not None and config is not None:
         with Ledger.open(path, server=False) as ledger:
             findings += verify(certificate, ledger)
             findings += verify_accuracy(certificate, ledger, lambda: _accuracy_now(config, path, ledger))

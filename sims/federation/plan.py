@@ -59,8 +59,8 @@ def site_sheets(plan: Plan) -> list[SiteSheet]:
         if odd := next((key for key in OWN[1:] if key in given), ""):
             raise UserError(f"sites[{place}].{odd}: is what the plan itself says; leave it out")
         sheet = build(SiteSheet, given, f"sites[{place}]")
-        if not is_name(sheet.name):
-            raise UserError(f"sites[{place}].name: got {sheet.name!r}, takes letters, digits, '-', '_' and '.'")
+        if not (sheet.name.isascii() and is_name(sheet.name)):
+            raise UserError(f"sites[{place}].name: got {sheet.name!r}, takes letters (a to z), digits, '-', '_' and '.'")
         if sheet.name == SERVER or any(sheet.name == one.name for one in made):
             raise UserError(f"sites[{place}].name: '{sheet.name}' is taken")
         check_names(sheet, f"sites[{place}].")

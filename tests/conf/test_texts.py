@@ -82,7 +82,7 @@ def test_nothing_and_truth_values_are_no_texts_of_a_method_whose_words_are_not_k
 
 
 def test_a_plan_of_a_federation_keeps_names(tmp_path: Path):
-    (tmp_path / "plan.yaml").write_text("tls: false\nsites: [{name: 0123}, {name: 1e3}, {name: on, domain: images:~/x}]")
+    (tmp_path / "plan.yaml").write_text("sites: [{name: 0123}, {name: 1e3}, {name: on, domain: images:~/x}]")
     assert [sheet.name for sheet in site_sheets(read(Plan, tmp_path / "plan.yaml"))] == ["0123", "1e3", "on"]
 
 

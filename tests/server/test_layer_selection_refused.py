@@ -97,7 +97,7 @@ def test_a_site_counts_no_more_than_it_can_have_seen(tmp_path: Path) -> None:
     (["network={name: exits}"], "network: cannot be cut"),
     (["objective.groups=[0,2]"], "objective.groups: got 0, takes a number of at least 1"),
     (["objective.mode='010'"], "objective.mode: '010' has 3 places, there are 2 groups of layers"),
-    (["objective.mode=010"], "objective.mode: got '8', takes learned, all, none"),
+    (["objective.mode=010"], "objective.mode: '010' has 3 places, there are 2 groups of layers"),
     (["objective.mode=top-3"], "top-K, bottom-K (K from 1 to 2), or groups by number, as in only-1-2"),
     (["objective.mode=all", "baselines=[none,bottom-7]"], "got 'bottom-7'"),
     (["objective.mode=nix", "objective.certainty=0.5"], "objective.mode: got 'nix'"),
