@@ -1,6 +1,8 @@
 """What a site lets a server hear, spend and use up: its own machine decides, whatever the server's configuration says."""
 
 import multiprocessing
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,12 @@ from clients.memory import Memory
 from clients.messages import EVALUATE, MEAN, METRICS, MODEL, ROUND, SITE, TRAIN
 from clients.partial import ONCE
 from clients.policy import Policy
-from clients.privacy import epsilon
+from clients.privacy import discrete_gaussian, epsilon
+from clients.reading import alone
 from conf import UserError, load
 from conf.sites import roster
 from server.experiment import run_experiment
-from sims.engines.adapter import store_folder
+from sims.engines.adapter import site_context, store_folder
 from sims.engines.inline import InlineGrid
 from tests.attacks.hostile import MASKS, WORDS, Masks, Refused, Server, name_of
 from tests.server.parts import Recorder, small
@@ -186,3 +189,81 @@ def test_files_with_what_single_sites_gave_are_their_users_alone(tmp_path: Path,
     files = [path for path in tmp_path.rglob("*") if path.suffix in (".safetensors", ".json", ".sqlite") and path.is_file()]
     readable = {path.name for path in files if path.stat().st_mode & 0o077}
     assert readable == {"aggregate.safetensors", "summary.json", "ledger.sqlite"} and len(files) > 8
+
+
+def test_one_message_is_answered_after_the_other(tmp_path: Path) -> None:
+    """Of two orders at once in one attempt, the two answers under the same masks would tell by their difference."""
+    context, ends = site_context(0, 1, ""), list[str]()
+    context.node_config = {"site": "a", "store": str(tmp_path)}
+
+    def answer(name: str, seconds: float) -> None:
+        with alone(context):
+            time.sleep(seconds)
+            ends.append(name)
+
+    first = threading.Thread(target=answer, args=("first", 1.0))
+    first.start()
+    while not (tmp_path / "site.lock").exists():
+        time.sleep(0.01)
+    time.sleep(0.1)
+    answer("second", 0.0)
+    first.join()
+    assert ends == ["first", "second"]
+
+
+def test_what_fails_in_training_says_nothing_and_is_charged_where_something_is_hidden(tmp_path: Path) -> None:
+    """Whether a network of the server's choice diverges tells an image, too."""
+    server = Server(tmp_path, (*NOISE, "training.rate=1e30", "training.steps=20"), epsilon=100.0)
+    with pytest.raises(Refused, match="HiddenError; the site's own log says more"):
+        trained(server)
+    server.change(*NOISE)
+    assert trained(server)["epsilon"] == pytest.approx(epsilon({2.0: 2}, 1e-5))
+    with pytest.raises(Refused, match="the loss is"):
+        trained(Server(tmp_path / "plain", (*WORDS, "training.rate=1e30", "training.steps=20")))
+
+
+def test_a_site_that_hides_is_not_asked_for_the_images_of_one_class(tmp_path: Path) -> None:
+    whole = None
+    for classes in ("[]", "[3]", "[1, 2]"):
+        words = [
+            *(word for word in NOISE if not word.startswith("sites")),
+            f"sites=[{{domain: digits, classes: {classes}}}]",
+        ]
+        server = Server(tmp_path / classes, (*words, "data.classes=10"), sites=1, epsilon=9.0, domain="digits")
+        found = server.ask(0, "enrol")[METRICS]["samples"]  # type: ignore[index]
+        whole = found if whole is None else whole
+        assert found == whole
+
+
+@pytest.mark.parametrize("record", ["own", "before"])
+def test_nobody_sends_a_site_what_it_gave_under_masks(tmp_path: Path, record: str) -> None:
+    server = Server(tmp_path, MASKS, masks="required")
+    masks = Masks(server, range(10)).begin()
+    with pytest.raises(Refused, match=r"UserError at order\.secure"):
+        server.ask(0, TRAIN, {MEAN: server.mean, record: server.mean}, sums={SITE: ONCE}, slot=SITE, **masks.parts)
+
+
+@pytest.mark.parametrize("run", ["memory.sqlite", "memory.sqlite-journal", "site.lock", "configurations"])
+def test_no_run_has_the_name_of_a_file_of_the_store(tmp_path: Path, run: str) -> None:
+    server = Server(tmp_path, WORDS)
+    server.run = run
+    with pytest.raises(Refused, match=r"UserError at order\.run"):
+        trained(server)
+
+
+def test_noise_counts_as_shared_among_sites_alone_that_are_known(tmp_path: Path) -> None:
+    """Of a site with a budget: others could be made up, and add none."""
+    words = (*MASKS, "privacy.clip=0.001", "privacy.noise=100", "training.rate=1e-9")
+    for name, keys, parts in (("known", True, 7.0), ("strange", False, 1.0)):
+        server = Server(tmp_path / name, words, keys=keys, epsilon=50.0, min_known=0)
+        Masks(server, range(10)).begin().train([0])
+        moved = (
+            server.gave(0).double() / 2.0**32
+            - torch.cat([server.mean[key].flatten() for key in sorted(server.mean)]).double()
+        )
+        assert float(moved.std()) == pytest.approx(0.1 / parts**0.5, rel=0.15)
+
+
+def test_noise_that_is_next_to_nothing_answers_at_once(tmp_path: Path) -> None:
+    assert not discrete_gaussian(1e-200, 1000).any()
+    trained(Server(tmp_path, (*WORDS, "privacy.clip=1", "privacy.noise=1e-200")))

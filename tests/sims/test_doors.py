@@ -7,12 +7,16 @@ import ssl
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import uvicorn
+from flwr.common.constant import SUPERLINK_NODE_ID
+from flwr.server.superlink.linkstate.sql_linkstate import SqlLinkState
 from starlette.types import Receive, Scope, Send
 
-from sims.federation import doors
+from sims.federation import doors, superlink
 from sims.federation.doors import FLEET, Door, for_nodes, for_the_owner, settings
 from sims.federation.keys import write_certificates
 
@@ -86,3 +90,29 @@ def test_each_path_has_one_door(path: str):
     assert owner.admits(path, {}) == (404 if fleet else 401 if "control" in path else 0)
     assert owner.admits(path, {b"authorization": b"Bearer token"}) == (404 if fleet else 0)
     assert owner.admits(path, {b"authorization": b"Bearer toke\xff"}) == (404 if fleet else 401 if "control" in path else 0)
+
+
+def test_a_node_sends_the_server_its_own_replies_and_nobody_anything_else(monkeypatch: pytest.MonkeyPatch):
+    """Flower's SuperLink passes on what a node sends to whom the message names."""
+    stored: list[object] = []
+
+    def store(state: object, message: object, tree: object, session: str) -> tuple[bool, list[str]]:
+        stored.append(message)
+        return True, []
+
+    monkeypatch.setattr(SqlLinkState, "store_message_and_object_tree", store)
+    superlink._take_replies_alone()
+
+    def passes(node: int | None, **parts: object) -> bool:
+        about = {"src_node_id": 7, "dst_node_id": SUPERLINK_NODE_ID, "reply_to_message_id": "a", **parts}
+        token = doors.NODE.set(node)
+        try:
+            message: Any = SimpleNamespace(metadata=SimpleNamespace(**about))
+            state: Any = None
+            return SqlLinkState.store_message_and_object_tree(state, message, state, "")[0]
+        finally:
+            doors.NODE.reset(token)
+
+    assert passes(7) and passes(None, src_node_id=1, dst_node_id=9, reply_to_message_id="")
+    assert not any((passes(7, reply_to_message_id=""), passes(7, src_node_id=1), passes(7, dst_node_id=9), passes(8)))
+    assert len(stored) == 2

@@ -126,6 +126,7 @@ def test_a_members_file_is_not_believed_blindly(fedloom: Command, operator: Path
     for altered, told in [
         ({**given, "sites": {}}, "north: is not in the members' file"),
         ({**given, "certificate": "x"}, "certificate: cannot be read"),
+        ({**given, "certificate": 2 * given["certificate"]}, "certificate: cannot be read"),
         ({**given, "superlink": "http://x"}, "takes HOST:PORT"),
         ({**given, "sites": {"../x": given["sites"]["north"]}}, "takes letters (a to z)"),
         ({**given, "sites": {**given["sites"], "x y": "z"}}, "takes letters (a to z)"),
