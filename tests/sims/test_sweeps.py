@@ -212,7 +212,7 @@ class Net(torch.nn.Module):
         super().__init__()
         self.fate, self.inner = fate, torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
     def forward(self, x):
-        if self.training and self.fate == "raises":
+        if self.training and len(x) > 2 and self.fate == "raises":
             raise ArithmeticError("as told")
         if self.training and self.fate == "dies" and "sims.sweeps.lane" in sys.modules:
             os._exit(7)
