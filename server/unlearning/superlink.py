@@ -1,7 +1,7 @@
 """What the SuperLink of a real federation may still hold of messages: its database keeps them until they are delivered.
 
-Our SuperLink overwrites what it deletes (SQLite's secure_delete), and its write-ahead log is emptied here, before a request
-is certified.
+Our SuperLink overwrites what it deletes (SQLite's secure_delete), and its write-ahead log is emptied here: before a request
+is certified, and when a run ends.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from pathlib import Path
 from conf.schema import Config
 
 DATABASE, SHEET, SERVER = "state.db", "server.yaml", "server"  # in a server's folder; that folder in a federation's
-WAIT_SECONDS = 20.0  # for the SuperLink to let go of its log
+WAIT_SECONDS = 5.0  # for messages to be confirmed, and for the SuperLink to let go of its log
 
 
 def scrub(config: Config) -> str:
@@ -35,11 +35,20 @@ def _scrubbed(path: Path) -> str:
     try:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=1.0)) as database:
             deadline = time.monotonic() + WAIT_SECONDS
-            while database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
-                if time.monotonic() > deadline:
-                    return f"the log of the SuperLink's database ({path.name}-wal) is in use: it may hold their messages"
+            while (left := _left(database, path)) and time.monotonic() < deadline:
                 time.sleep(0.2)
-            undelivered = database.execute("SELECT count(*) FROM objects").fetchone()[0]
+            return left
     except sqlite3.Error as error:
         return f"the SuperLink's database cannot be opened ({error}): it may hold messages of the forgotten sites"
-    return f"the SuperLink holds {undelivered} parts of messages that are not delivered yet" if undelivered else ""
+
+
+def _left(database: sqlite3.Connection, path: Path) -> str:
+    """What is left now: nodes confirm a moment later what they have received, and only then it is deleted."""
+    if undelivered := database.execute("SELECT count(*) FROM objects").fetchone()[0]:
+        return (f"the SuperLink holds {undelivered} parts of messages that are not confirmed yet; it deletes them when the "
+                "run ends, and its log is emptied again then")  # fmt: skip
+    if database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
+        return (
+            f"the log of the SuperLink's database ({path.name}-wal) is in use: it may hold messages of the forgotten sites"
+        )
+    return ""

@@ -23,6 +23,7 @@ from conf.progress import under_way
 from conf.schema import Config
 from server.grid import CarefulGrid
 from server.relay import DONE, SOCKET
+from server.unlearning.superlink import scrub
 from sims.engines.share import WHOLE, Share
 from sims.federation.machines import complaint
 from sims.federation.plan import CONNECTION, FLOWER, server_of
@@ -47,12 +48,12 @@ APP = {
 class FlowerGrid(CarefulGrid):
     """A run's place at a SuperLink. `line`: to the ServerApp that holds it."""
 
-    def __init__(self, place: dict[str, Any], line: socket.socket, told: str) -> None:
+    def __init__(self, place: dict[str, Any], line: socket.socket, told: str, config: Config) -> None:
         root = place["certificates"].encode() if place["certificates"] else None
         super().__init__(place["address"], place["insecure"], root, place["token"])
         TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = place["run"], place["task"], place["node"]
         self.set_run(Run.create_empty(place["run"]))
-        self._line, self._told = line, told
+        self._line, self._told, self._config = line, told, config
 
     def describe(self) -> str:
         """Where the nodes are, in a line."""
@@ -67,6 +68,7 @@ class FlowerGrid(CarefulGrid):
         with self._line as line:
             line.sendall(DONE)
         super().close()
+        scrub(self._config)
 
 
 def start(config: Config, share: Share = WHOLE) -> FlowerGrid:
@@ -87,7 +89,7 @@ def start(config: Config, share: Share = WHOLE) -> FlowerGrid:
                 run = _submit(app, connection, folder / SOCKET, home)
             with under_way("waiting for its ServerApp"):
                 line, place = _handed_over(door, run)
-        return FlowerGrid(place, line, f"engine flower: {config.engine.address}, Flower's run {run}")
+        return FlowerGrid(place, line, f"engine flower: {config.engine.address}, Flower's run {run}", config)
     finally:
         shutil.rmtree(folder)
 
