@@ -13,8 +13,8 @@ from flwr.common.constant import ErrorCode
 
 from clients.configurations import UnknownConfigurationError
 from clients.learner import DivergedError
-from clients.memory import ToldError
-from clients.messages import BLAMED, LOST, TOLD, UNKNOWN
+from clients.memory import SummedBeforeError
+from clients.messages import BLAMED, LOST, SUMMED_BEFORE, UNKNOWN
 from clients.secure_aggregation.site import BlamedError
 from clients.store import LostStateError
 from conf.errors import UserError
@@ -43,9 +43,9 @@ def failed(error: BaseException, message: Message, full: bool) -> Message:
         return Message(RecordDict({LOST: ConfigRecord({"round": error.round})}), reply_to=message)
     if isinstance(error, UnknownConfigurationError):
         return Message(RecordDict({UNKNOWN: ConfigRecord({"digest": error.digest})}), reply_to=message)
-    if isinstance(error, ToldError):  # the server may begin the round again
+    if isinstance(error, SummedBeforeError):  # the server may begin the round again
         LOG.warning("%s", error)
-        return Message(RecordDict({TOLD: ConfigRecord({"round": error.round})}), reply_to=message)
+        return Message(RecordDict({SUMMED_BEFORE: ConfigRecord({"round": error.round})}), reply_to=message)
     if isinstance(error, BlamedError):
         LOG.warning("%s", error)
         return Message(RecordDict({BLAMED: ConfigRecord({"site": error.site})}), reply_to=message)

@@ -4,7 +4,7 @@ ECDSA over P-384 with SHA-384 (FIPS 186-5), keys in OpenSSH's formats, by the `c
 """
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -63,16 +63,11 @@ def said(*parts: object) -> bytes:
 
 def sent_words(run: str, site: str, round: int, content: RecordDict) -> tuple[object, ...]:
     """What a site says by signing a reply: that it sent these arrays (a digest of all their names and bytes)."""
-    return "sent", run, site, round, arrays_digest(content)
-
-
-def arrays_digest(content: RecordDict, without: Collection[str] = ()) -> str:
-    """sha256 over the names and bytes of all arrays of a message, but for some records."""
     total = hashlib.sha256()
     for record, arrays in sorted(content.array_records.items()):
-        for name, array in () if record in without else sorted(arrays.items()):
+        for name, array in sorted(arrays.items()):
             total.update(f"{record}\n{name}\n{array.dtype}\n{list(array.shape)}\n{len(array.data)}\n".encode() + array.data)
-    return total.hexdigest()
+    return "sent", run, site, round, total.hexdigest()
 
 
 def erased_words(run: str, site: str, files: int, size: int) -> tuple[object, ...]:

@@ -16,7 +16,7 @@ from clients.guard import LOG
 from clients.identity import SIGNED, sent_words
 from clients.learner import Outcome, learn
 from clients.measure import Score, score, score_numbers
-from clients.memory import Memory, ToldError
+from clients.memory import Memory
 from clients.messages import (
     BEFORE,
     CLASSES,
@@ -42,7 +42,7 @@ from clients.packing import NONE, as_sent
 from clients.policy import Policy
 from clients.privacy import private, spend
 from clients.randomness import drawing, torch_generator
-from clients.secure_aggregation import ANSWERS, masked, noise_share
+from clients.secure_aggregation import ANSWERS, bounded, masked, noise_share
 from clients.secure_aggregation.site import BlamedError
 from clients.sketch import nothing, sketch
 from clients.statistics import CLASS_STATISTICS, MOMENTS, class_statistics, moments
@@ -165,22 +165,25 @@ class Job:
         cost = {"epsilon": self.cost} if privacy.noise else {}
         if privacy.noise:
             given = private(changed, bits, privacy, noise_share(self) if self.order.secure else 1.0)
+        if self.order.secure:
+            given = bounded(self, given)
+            charged = privacy.noise and (self.simulated or self.policy.epsilon)  # then what sums tell is bounded
+            seen = nothing() if charged else sketch(changed.vector(), self.memory.key())
+            sent = masked(self, given, samples, seen)
+        else:
+            sent = {name: to_arrays(state, self.config.federation.packed) for name, state in given.items()}
         keep_sent(self, changed, given)
-        if not self.order.secure:
-            return {name: to_arrays(state, self.config.federation.packed) for name, state in given.items()}, cost
-        charged = privacy.noise and (self.simulated or self.policy.epsilon)  # then what sums tell is bounded
-        seen = nothing() if charged else sketch(changed.vector(), self.memory.key())
-        return masked(self, given, samples, seen), cost
+        return sent, cost
 
     def train(self) -> RecordDict:
         """The whole of a round, this site alone."""
         images = self.images()
         self.policy.limits.check_images(len(images), self.config, self.site)
         if self.config.privacy.noise:
-            self.cost  # noqa: B018 (charged before anything is tried: that it fails tells something, too)
+            _ = self.cost  # charged before anything is tried: that it fails tells something, too
         try:
             return self._trained(images)
-        except (BlamedError, ToldError, LostStateError, SystemExit):
+        except (BlamedError, LostStateError):  # the server is to hear of these
             raise
         except Exception as error:
             if self.simulated or not self.policy.hides(self.config):

@@ -23,13 +23,13 @@ WAIT = 60.0  # seconds for another process
 MOST_NAMED = 5  # sites, in a message
 TABLES = """
 create table if not exists spent (site text, noise real, rounds integer, primary key (site, noise));
-create table if not exists told (site text, run text, round integer, counted text, leaving text, sketch blob);
-create index if not exists told_by on told (site);
+create table if not exists sums (site text, run text, round integer, counted text, leaving text, sketch blob);
+create index if not exists sums_of on sums (site);
 create table if not exists keys (site text primary key, key blob);
 """
 
 
-class ToldError(UserError):
+class SummedBeforeError(UserError):
     """The site's training of this round was summed over other sites already; with other batches it may be summed again."""
 
     def __init__(self, text: str, round: int) -> None:
@@ -38,7 +38,7 @@ class ToldError(UserError):
 
 
 @dataclass(frozen=True)
-class Telling:
+class Disclosure:
     """A sum that is about to be read: of a run's round, over these sites. `sketch` (float32 [n]): of this site's change.
 
     `leaving`: sites that are forgotten in this round, whose common masks are taken out. `idle`: nobody trains in it.
@@ -79,18 +79,18 @@ class Memory:
             db.execute("insert or ignore into keys values (?, ?)", (self.site, os.urandom(16)))
             return bytes(db.execute("select key from keys where site = ?", (self.site,)).fetchone()[0])
 
-    def check(self, telling: Telling) -> None:
-        """Raise ToldError if the difference of this sum and an earlier one would be about what a few sites gave."""
+    def check(self, disclosure: Disclosure) -> None:
+        """Raise SummedBeforeError if the difference of this sum and an earlier one would be about what a few sites gave."""
         with self._opened() as db:
-            self._check(db, telling)
+            self._check(db, disclosure)
 
-    def tell(self, telling: Telling) -> None:
+    def add(self, disclosure: Disclosure) -> None:
         """Check, and note that the sum is read."""
         with self._opened() as db:
-            self._check(db, telling)
-            lists = ("\n".join(sorted(names)) for names in (telling.counted, telling.leaving))
-            row = (self.site, telling.run, telling.round, *lists, telling.sketch.tobytes())
-            db.execute("insert into told values (?, ?, ?, ?, ?, ?)", row)
+            self._check(db, disclosure)
+            lists = ("\n".join(sorted(names)) for names in (disclosure.counted, disclosure.leaving))
+            row = (self.site, disclosure.run, disclosure.round, *lists, disclosure.sketch.tobytes())
+            db.execute("insert into sums values (?, ?, ?, ?, ?, ?)", row)
 
     def _spent(self, db: sqlite3.Connection) -> dict[float, int]:
         """Rounds by noise; of a store of an earlier version, whose budgets were files, what those say."""
@@ -105,28 +105,32 @@ class Memory:
             times[float(noise)] = times.get(float(noise), 0) + int(count)
         return times
 
-    def _check(self, db: sqlite3.Connection, telling: Telling) -> None:
-        rows = list(db.execute("select run, round, counted, leaving, sketch from told where site = ?", (self.site,)))
-        left = {number: set(leaving.split("\n")) for run, number, _, leaving, _ in rows if run == telling.run}
-        if (last := max(left, default=0)) > telling.round:
-            raise UserError(f"secure aggregation: round {telling.round} is over: round {last} of the run was summed")
-        left.setdefault(telling.round, set(telling.leaving))
-        before = [set(counted.split("\n")) for run, _, counted, _, _ in rows if run == telling.run][-1:]
-        if telling.idle and any(absent - set(telling.counted) - set(telling.leaving) for absent in before):
+    def _check(self, db: sqlite3.Connection, disclosure: Disclosure) -> None:
+        rows = list(
+            db.execute("select run, round, counted, leaving, sketch from sums where site = ? order by rowid", (self.site,))
+        )
+        left = {number: set(leaving.split("\n")) for run, number, _, leaving, _ in rows if run == disclosure.run}
+        if (last := max(left, default=0)) > disclosure.round:
+            raise UserError(f"secure aggregation: round {disclosure.round} is over: round {last} of the run was summed")
+        left.setdefault(disclosure.round, set(disclosure.leaving))
+        before = [set(counted.split("\n")) for run, _, counted, _, _ in rows if run == disclosure.run][-1:]
+        if disclosure.idle and any(absent - set(disclosure.counted) - set(disclosure.leaving) for absent in before):
             raise UserError("secure aggregation: where nobody trains, all must count that counted last, or leave")
         for run, number, counted, _, sketch in rows:
-            apart = set(counted.split("\n")) ^ set(telling.counted)
-            if run == telling.run:  # a site that was forgotten since is in no sum any more
+            apart = set(counted.split("\n")) ^ set(disclosure.counted)
+            if run == disclosure.run:  # a site that was forgotten since is in no sum any more
                 apart -= set().union(*(names for later, names in left.items() if later > number))
-            if apart and likeness(np.frombuffer(sketch, np.float32), telling.sketch) > ALIKE:
+            if apart and likeness(np.frombuffer(sketch, np.float32), disclosure.sketch) > ALIKE:
                 names = ", ".join(sorted(apart)[:MOST_NAMED])
-                raise ToldError(f"secure aggregation: what this site has trained was summed in round {number} of '{run}', "
-                                f"and {names} would be in one of two sums only; their difference tells what these gave",
-                                telling.round)  # fmt: skip
+                text = (
+                    f"secure aggregation: what this site has trained was summed in round {number} of '{run}', "
+                    f"and {names} would be in one of two sums only; their difference tells what these gave"
+                )
+                raise SummedBeforeError(text, disclosure.round)
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[sqlite3.Connection]:
-        """One transaction. UserError for a file that cannot be read: nothing is told without it."""
+        """One transaction. UserError for a file that cannot be read: nothing leaves the site without it."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))
@@ -141,5 +145,6 @@ class Memory:
                     raise
         except (OSError, sqlite3.Error) as error:
             raise UserError(
-                f"{self._path}: cannot be used ({error}); it says what this site has disclosed, so nothing is without it"
+                f"{self._path}: cannot be used ({error}); without it the site discloses nothing: mend the disk, or put the "
+                "file back from a copy"
             ) from None

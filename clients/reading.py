@@ -57,10 +57,10 @@ def read_job(message: Message, context: Context) -> Job:
     """The job of a message, for the site whose context this is."""
     order, here = read_order(message.content), context.node_config
     simulated, root = bool(here.get(SIMULATED)), store_of(context)
-    text = configuration(order.config, message.content, None if simulated else root)
     policy = Policy() if simulated else Policy.of(here)
     policy.weigh(message.content)
     policy.hide(order)
+    text = configuration(order.config, message.content, None if simulated else root)
     if order.secure and {OWN, BEFORE} & message.content.array_records.keys():
         raise UserError("order.secure: under masks nobody but the site has what it gave; takes no record of it")
     config = parsed(text, order.run)

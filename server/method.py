@@ -107,8 +107,10 @@ class Method:
             if changed or loop.last != announced:
                 self._announce(loop)
             unlearning.tell_sites()
-            recalibrates = unlearning.recalibrates(last + 1)
-            _ = loop.recalibration(last + 1) if recalibrates else loop.one(last + 1)
+            if unlearning.recalibrates(last + 1):
+                loop.recalibration(last + 1)
+            else:
+                loop.one(last + 1)
 
     def _bring_home(self, loop: RoundLoop) -> None:
         """Fetch all contributions that nodes keep: the run has ended, and they may go."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from clients.messages import SECURE_CONFIRM, SECURE_KEYS, SECURE_SHARES, SECURE_UNMASK
 from clients.secure_aggregation.agreement import confirm, unmask
-from clients.secure_aggregation.site import keys, masked, noise_share, shares
+from clients.secure_aggregation.site import bounded, keys, masked, noise_share, shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,4 +23,4 @@ ANSWERS: "dict[str, Callable[[Job], Answer]]" = {
     SECURE_UNMASK: unmask,
 }
 
-__all__ = ["ANSWERS", "masked", "noise_share"]
+__all__ = ["ANSWERS", "bounded", "masked", "noise_share"]

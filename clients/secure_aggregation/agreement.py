@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from clients.memory import Telling
+from clients.memory import Disclosure
 from clients.messages import SECURE_CONFIRM, SECURE_UNMASK
 from clients.objectives import Answer
 from clients.secure_aggregation.asked import attempt_id, check_enough, incoming, to_tensor
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def confirm(job: "Job") -> Answer:
     """Sign which sites' contributions count (1) and which dropped out (0), together with what determined the training.
 
-    One list in an attempt. ToldError if the sum over these sites and an earlier one would differ by what few sites gave.
+    One list in an attempt. SummedBeforeError if this sum and an earlier one would differ by what few sites gave.
     """
     secrets = Secrets(job.store)
     attempt, mine = secrets.attempt(attempt_id(job)), job.site.name
@@ -39,7 +39,7 @@ def confirm(job: "Job") -> Answer:
     check_enough(attempt, len(counted))
     if not job.simulated:
         check_members(job.policy, counted)
-    job.memory.check(_telling(job, attempt, counted))
+    job.memory.check(_disclosure(job, attempt, counted))
     attempt.counted = counted
     secrets.save(attempt)
     return Answer({SECURE_CONFIRM: {"signature": to_tensor(signature(bytes.fromhex(attempt.signing), _statement(attempt)))}})
@@ -61,7 +61,7 @@ def unmask(job: "Job") -> Answer:
     if agree < attempt.threshold:
         raise UserError(f"secure aggregation: {agree} sites have signed this site's list, and {attempt.threshold} must: "
                         "the server told sites of different lists, or had them train differently")  # fmt: skip
-    job.memory.tell(_telling(job, attempt, attempt.counted))
+    job.memory.add(_disclosure(job, attempt, attempt.counted))
     attempt.unmasked = True
     secrets.save(attempt)
     found = {mine: to_tensor(bytes.fromhex(attempt.shares))}
@@ -75,6 +75,6 @@ def _statement(attempt: Attempt) -> bytes:
     return "\n".join(("fedloom counted", attempt.id, attempt.statement, *attempt.counted)).encode()
 
 
-def _telling(job: "Job", attempt: Attempt, counted: list[str]) -> Telling:
+def _disclosure(job: "Job", attempt: Attempt, counted: list[str]) -> Disclosure:
     seen = np.frombuffer(bytes.fromhex(attempt.sketch), np.float32)
-    return Telling(job.order.run, job.order.round, counted, seen, attempt.leaving, attempt.idle)
+    return Disclosure(job.order.run, job.order.round, counted, seen, attempt.leaving, attempt.idle)

@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from clients.messages import to_states
+from clients.packing import unpacked
 from clients.secure_aggregation.secrets import Attempt
 from conf.errors import UserError
 from conf.sites import roster
+from fusion.exact import State
 
 if TYPE_CHECKING:
     from clients.job import Job
@@ -16,9 +17,14 @@ if TYPE_CHECKING:
 MOST_SITES = 1000  # of one secure sum: every two of them agree on a mask
 
 
+def state_of(job: "Job", record: str) -> State:
+    """The state that the message has in one record; empty if it has none."""
+    return unpacked(job.content.array_records[record]) if record in job.content.array_records else {}
+
+
 def incoming(job: "Job", record: str, size: int = 0) -> dict[str, bytes]:
     """Bytes by name of a site, as the server passes them on. UserError for what cannot be that."""
-    found = to_states(job.content).get(record, {})
+    found = state_of(job, record)
     known = {site.name for site in roster(job.config)}
     good = found.keys() <= known and len(found) <= MOST_SITES and all(one.dtype == torch.uint8 for one in found.values())
     passed = {name: bytes(one.flatten().numpy()) for name, one in found.items()} if good else {}

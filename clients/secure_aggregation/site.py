@@ -18,21 +18,18 @@ import torch
 from torch import Tensor
 
 from clients.messages import (
-    BEFORE,
     COMMITMENTS,
     IDLE,
     LIFT,
     MASKED,
-    OWN,
     SECURE_KEYS,
     SECURE_SHARES,
-    TEXTS,
     to_arrays,
     to_states,
 )
 from clients.objectives import Answer
 from clients.partial import SAMPLES
-from clients.secure_aggregation.asked import attempt_id, check_enough, incoming, to_tensor, words
+from clients.secure_aggregation.asked import attempt_id, check_enough, incoming, state_of, to_tensor, words
 from clients.secure_aggregation.members import check_members
 from clients.secure_aggregation.primitives import (
     KEY,
@@ -62,7 +59,7 @@ if TYPE_CHECKING:
     from clients.job import Job
 
 DEFAULT_WEIGHT = 1e4  # of a configuration that sets no largest_weight
-OWN_AFFAIR = (*TEXTS, SECURE_SHARES, LIFT, OWN, BEFORE)  # records of an order that differ from site to site
+OWN_AFFAIR = (SECURE_SHARES, LIFT)  # records of an order that differ from site to site
 
 
 class BlamedError(UserError):
@@ -109,7 +106,7 @@ def shares(job: "Job") -> Answer:
 
 
 def _check_signed(job: "Job", name: str, keys: bytes) -> None:
-    """BlamedError for keys that are not signed by the site whose they should be."""
+    """BlamedError for keys that the site of this name has not signed."""
     try:
         job.policy.identity.check(name, _claim(job, name, keys[:PUBLIC]), keys[PUBLIC:])
     except UserError as error:
@@ -149,20 +146,22 @@ def masked(
     attempt.held = _opened(job, attempt)
     check_enough(attempt, len(attempt.held) + 1)
     common = {name: agreed(bytes.fromhex(attempt.pair), attempt.keys(name).pair, *words(job)) for name in attempt.held}
-    found = {}
+    lifts, found = _lifts(job), {}
     for record, counted in order.sums.items():
         whole = quantise(contribution[record], job.config.federation.scale_bits)
         times = samples if counted == SAMPLES else 1
-        vector = _bounded(job, flat(whole), times * (len(common) + 1)) * times
+        vector = flat(whole)
+        _check_room(job, vector, times * (len(common) + 1))
+        vector = vector * times
         if record == order.slot:
             vector = vector - flat(Sent(job.store).summed(order.base)) if order.base else vector
-            vector = vector - _lifted(job, record, len(vector))
+            vector = vector - _lifted(job, lifts, record, len(vector))
         vector = vector + mask(bytes.fromhex(attempt.own), record, len(vector))
         for name, key in common.items():
             vector += sign(job.site.name, name) * mask(key, record, len(vector))
         found[record] = to_arrays({MASKED: vector})
     attempt.idle = order.again == IDLE
-    attempt.sent, attempt.leaving = True, [name for name, rounds in _lifts(job).items() if rounds]
+    attempt.sent, attempt.leaving = True, [name for name, rounds in lifts.items() if rounds]
     attempt.statement, attempt.sketch = _trained(job), sketch.tobytes().hex()
     secrets.masked(order.round, common)
     secrets.save(attempt)
@@ -186,17 +185,25 @@ def flat(state: State) -> Tensor:
     return torch.cat([torch.empty(0, dtype=torch.int64), *(state[name].flatten() for name in sorted(state))])
 
 
-def _bounded(job: "Job", vector: Tensor, times: int) -> Tensor:
-    """The vector with no entry beyond federation.largest_weight, so that `times` such add up. UserError if they would not.
+def bounded(job: "Job", contribution: Mapping[str, State]) -> dict[str, State]:
+    """The records with no entry beyond federation.largest_weight: whether a sum fits must not depend on the site's images.
 
-    Whether it fits must not depend on the site's images: the server would learn of them.
+    Noise has hidden them already: then every entry stays as it is.
     """
-    federation = job.config.federation
-    most = math.floor((federation.largest_weight or DEFAULT_WEIGHT) * 2.0**federation.scale_bits)
     if job.config.privacy.noise:
-        most = max(most, int(vector.abs().max()) if vector.numel() else 0)  # noise is in it already
+        return dict(contribution)
+    most = job.config.federation.largest_weight or DEFAULT_WEIGHT
+    return {record: {name: one.clamp(-most, most) if one.dtype.is_floating_point else one for name, one in state.items()}
+            for record, state in contribution.items()}  # fmt: skip
+
+
+def _check_room(job: "Job", vector: Tensor, times: int) -> None:
+    """UserError unless `times` vectors of `bounded` records add up in 64 bits."""
+    federation = job.config.federation
+    most = math.ceil((federation.largest_weight or DEFAULT_WEIGHT) * 2.0**federation.scale_bits)
+    if job.config.privacy.noise and vector.numel():
+        most = max(most, int(vector.abs().max()))
     check_room(most, times)
-    return vector.clamp(-most, most)
 
 
 def _trained(job: "Job") -> str:
@@ -208,10 +215,10 @@ def _trained(job: "Job") -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _lifted(job: "Job", record: str, size: int) -> Tensor:
+def _lifted(job: "Job", lifts: Mapping[str, list[int]], record: str, size: int) -> Tensor:
     """The masks that this site's contribution has in common with sites that leave, from the rounds that count."""
-    total, kept = torch.zeros(size, dtype=torch.int64), Secrets(job.store).masks()
-    for name, rounds in _lifts(job).items():
+    total, kept = torch.zeros(size, dtype=torch.int64), Secrets(job.store).masks() if lifts else {}
+    for name, rounds in lifts.items():
         for round in rounds:
             if name not in kept.get(round, {}):
                 raise UserError(f"secure aggregation: the mask in common with a site that leaves, of round {round}, is lost")
@@ -221,9 +228,10 @@ def _lifted(job: "Job", record: str, size: int) -> Tensor:
 
 def _lifts(job: "Job") -> dict[str, list[int]]:
     """By name of a site that leaves, the rounds of the masks that this one has in common with it."""
-    found, most = to_states(job.content).get(LIFT, {}), len(Secrets(job.store).masks())
+    found = state_of(job, LIFT)
+    most = len(Secrets(job.store).masks()) if found else 0
     if any(rounds.numel() > most for rounds in found.values()):
-        raise UserError("secure aggregation: masks of more rounds than there were are to be taken out")
+        raise UserError("secure aggregation: the server names more rounds than this site has masks of")
     return {name: sorted({int(one) for one in rounds.flatten().tolist()}) for name, rounds in found.items()}
 
 

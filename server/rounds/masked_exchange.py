@@ -18,7 +18,7 @@ from clients.messages import (
     SECURE_KEYS,
     SECURE_SHARES,
     SECURE_UNMASK,
-    TOLD,
+    SUMMED_BEFORE,
 )
 from clients.replies import ReplyError, train_numbers
 from clients.secure_aggregation.primitives import (
@@ -71,7 +71,7 @@ class Heard:
     vectors: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # by site and record
     signed: dict[str, bytes] = field(default_factory=dict)  # the list of the sites that count
     shares: dict[str, dict[int, bytes]] = field(default_factory=dict)  # of one of its secrets, by place
-    told: list[str] = field(default_factory=list)  # sites that will not have the sum read
+    refusing: list[str] = field(default_factory=list)  # sites that refuse to have the sum read
     blamed: dict[str, set[str]] = field(default_factory=dict)  # by site, those that say its shares are wrong
 
     def kind(self, name: str) -> str:
@@ -181,7 +181,7 @@ class MaskedExchange:
         blamed = self.heard.blamed
         wrong = [name for name, sites in blamed.items() if 3 * len(sites) > len(asked)]
         if blamed and len(asked) - len(set().union(*blamed.values())) < self.threshold:
-            wrong = wrong or [max(sorted(blamed), key=lambda name: len(blamed[name]))]  # without it there are enough
+            wrong = wrong or [max(sorted(blamed), key=lambda name: len(blamed[name]))]  # else too few would be left
         if wrong:
             told = f"round {self.run.number}: many sites cannot use the shares of {', '.join(sorted(wrong))}"
             raise BlameError(told, wrong)
@@ -192,9 +192,9 @@ class MaskedExchange:
 
         counts = {name: to_tensor(bytes([name in self.heard.vectors])) for name in self.heard.sealed}
         self._ask(SECURE_CONFIRM, asked, {SECURE_CONFIRM: counts}, take)
-        if len(self.heard.signed) < self.threshold and self.heard.told:
+        if len(self.heard.signed) < self.threshold and self.heard.refusing:
             raise SummedElsewhereError(
-                f"round {self.run.number}: {self.heard.told[0]} has trained nearly what was summed over other sites, "
+                f"round {self.run.number}: {self.heard.refusing[0]} has trained nearly what was summed over other sites, "
                 "and the difference of the two sums would tell what some gave; resume when the same sites are there, or "
                 "begin a new run with a smaller training.batch, or with privacy.noise"
             )
@@ -226,8 +226,8 @@ class MaskedExchange:
         for received in self.exchange.ask(kind, self.run, asked, sent, None):
             try:
                 answer = read(received)
-                if TOLD in content_of(received).config_records:
-                    self.heard.told.append(received.site.name)
+                if SUMMED_BEFORE in content_of(received).config_records:
+                    self.heard.refusing.append(received.site.name)
                     continue
                 self._check_blame(received.site, content_of(received).config_records.get(BLAMED))
                 take(received.site, answer)

@@ -18,6 +18,7 @@ class Roll:
     """The sites that have enrolled. One that says nothing of use has not, whatever it sends later, and may say it again."""
 
     _sizes: dict[str, int] = field(default_factory=dict)
+    _counted: dict[str, int] = field(default_factory=dict)  # of these, how many count
     _names: dict[int, tuple[str, tuple[str, ...]]] = field(default_factory=dict)  # by the site's place
     _things: dict[str, tuple[str, ...]] = field(default_factory=dict)  # what the classes of each site are
     _faults: dict[str, str] = field(default_factory=dict)  # why a site that was asked has not enrolled
@@ -33,7 +34,7 @@ class Roll:
         except ReplyError as error:
             self._faults[reply.site.name] = str(error)
             return
-        self._things[reply.site.name] = things
+        self._things[reply.site.name], self._counted = things, {}
         self._sizes[reply.site.name], self._names[reply.site.index] = images, (reply.site.name, names)
 
     def images(self, site: str) -> int:
@@ -45,7 +46,9 @@ class Roll:
     def counted(self, site: str) -> int:
         """How many of a site's images count, beside what the others say (server.rounds.sizes). ReplyError as above."""
         self.images(site)
-        return capped(self._sizes)[site]
+        if self._counted.keys() != self._sizes.keys():
+            self._counted = capped(self._sizes)
+        return self._counted[site]
 
     def names(self) -> dict[str, tuple[str, ...]]:
         """What the classes of each site are, as it said; none where it did not."""

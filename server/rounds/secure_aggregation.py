@@ -22,7 +22,7 @@ from torch import Tensor
 
 from clients.messages import IDLE, LIFT
 from clients.partial import SAMPLES
-from clients.secure_aggregation.primitives import agreed, commitment, mask, public_key, rebuilt, sign
+from clients.secure_aggregation.primitives import agreed, commitment, mask, public_key, rebuilt, sign, threshold_of
 from conf.errors import FailedError
 from conf.sites import Site
 from fusion.exact import ExactSum, State
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from server.rounds.run import Content, Exchange, Run
 
 MOST_DRAWS = 3  # of a round's batches
+FLOAT32 = 2.0**-24  # a site's largest weight is rounded to this
 
 
 @dataclass
@@ -57,13 +58,15 @@ class SecureAggregation:
         A round begins again without sites whose shares are wrong, and with other batches where sites refuse to have what
         they trained summed over other sites than before. If sites leave, the last resort is that nobody trains.
         """
-        draws = 0
+        draws, needed = 0, threshold_of(self.run.config.federation.secure_threshold, len(asked))
         while True:
             try:
                 self._attempt(kind, content, asked)
                 break
             except BlameError as error:
                 asked = [site for site in asked if site.name not in error.sites]
+                if len(asked) < needed:  # else liars could leave out one honest site after the other
+                    raise
                 for site in error.sites:
                     self.exchange.message(f"round {self.run.number}: {site} is left out: many sites cannot use its shares")
             except SummedElsewhereError:
@@ -155,13 +158,14 @@ class SecureAggregation:
 
     def _sound(self, means: Mapping[str, State]) -> None:
         """FailedError if a mean has entries that no honest sites give: one of them sent what is no masked contribution."""
-        most = self.run.config.federation.largest_weight or math.inf
+        federation = self.run.config.federation
+        most = (federation.largest_weight or math.inf) * (1 + FLOAT32) + 2.0**-federation.scale_bits
         totals = {one.slot: self.run.slots.total(one.slot).mean() for one in self.expected.values() if one.slot}
         for record, state in {**means, **totals}.items():
             for name, tensor in state.items():
                 if tensor.numel() and not float(tensor.abs().max()) <= most:
                     raise FailedError(f"round {self.run.number}: the mean of '{record}', tensor '{name}', is beyond "
-                                      f"federation.largest_weight={most:g}: a site sent what is no contribution. Nothing "
+                                      f"federation.largest_weight={most:.5g}: a site sent what is no contribution. Nothing "
                                       "of the round counts; under masks nobody can tell which site it was")  # fmt: skip
 
     def _count(self, asked: Sequence[Site]) -> None:

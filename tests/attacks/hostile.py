@@ -119,7 +119,7 @@ class Server:
         if reply.has_error():
             raise Refused(f"{name_of(site)} {kind}: {reply.error.reason}")
         for name, record in reply.content.config_records.items():
-            if name in ("told", "blamed", "unknown", "lost"):
+            if name in ("summed_before", "blamed", "unknown", "lost"):
                 raise Refused(f"{name_of(site)} {kind}: {name} {dict(record)}")
         return reply.content
 

@@ -8,12 +8,21 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 
-from clients.messages import BLAMED, COMMITMENTS, SECURE_CONFIRM, SECURE_SHARES, SECURE_UNMASK, TOLD, TRAIN
+from clients.messages import (
+    BLAMED,
+    COMMITMENTS,
+    SECURE_CONFIRM,
+    SECURE_SHARES,
+    SECURE_UNMASK,
+    SUMMED_BEFORE,
+    TRAIN,
+    to_states,
+)
 from clients.secure_aggregation import site
 from conf import Config
 from conf.errors import FailedError
 from fusion.exact import State
-from tests.server.masked import MASKS, Spoiled, changed, gone, killed, run, sum_of
+from tests.server.masked import MASKS, Spoiled, changed, gone, held, killed, run, sum_of
 from tests.server.parts import small
 from tests.server.runs import method_of
 
@@ -77,7 +86,7 @@ def test_blame_that_makes_no_sense_is_that_sites_failure(tmp_path: Path, content
 
 
 def test_one_site_that_says_so_does_not_have_a_round_begin_again(tmp_path: Path):
-    config, client = configured(tmp_path, sites=7), Spoiled(answered(TOLD, {}), [SECURE_CONFIRM], [3])
+    config, client = configured(tmp_path, sites=7), Spoiled(answered(SUMMED_BEFORE, {}), [SECURE_CONFIRM], [3])
     told = run(config, client)
     assert [record["replies"] for record in told.records] == [7, 7]
     assert sum(kind == TRAIN for kind, _, _ in client.replies) == 14
@@ -108,3 +117,27 @@ def test_what_was_summed_before_a_crash_is_summed_again_with_other_batches(tmp_p
     found = run(again, client)
     assert [record["replies"] for record in found.records] == [6, 6]
     assert sum(kind == TRAIN for kind, _, _ in client.replies) == 18  # the first round twice
+
+
+@pytest.mark.parametrize("liars", [(1, 2), (1,)])
+def test_liars_do_not_leave_out_one_honest_site_after_the_other(tmp_path: Path, liars: tuple[int, ...]):
+    """They blame whoever comes first: what is left must be as many as the protocol needs of those that began."""
+    sites = 3 * len(liars)
+
+    def blames(message: Message, reply: Message) -> Message:
+        if SECURE_SHARES not in message.content.array_records:
+            return reply
+        honest = [
+            name for name in to_states(message.content)[SECURE_SHARES] if name not in {f"site-{one:04d}" for one in liars}
+        ]
+        return answered(BLAMED, {"site": min(honest)})(message, reply)
+
+    with pytest.raises(FailedError, match="cannot use the shares of"):
+        run(configured(tmp_path, sites=sites), Spoiled(blames, [TRAIN], liars))
+
+
+def test_what_is_beyond_the_largest_weight_is_cut_before_it_is_kept(tmp_path: Path):
+    """Site and server add up the same, also where a contribution was cut."""
+    config = configured(tmp_path, "federation.largest_weight=0.05", "rounds=3", sites=4)
+    run(config)
+    assert sum_of(config) == held(config, [f"site-{one:04d}" for one in range(4)])

@@ -20,7 +20,7 @@ from clients.messages import (
     SECURE_SHARES,
     SECURE_UNMASK,
     SITE,
-    TOLD,
+    SUMMED_BEFORE,
     TRAIN,
     read_order,
     to_arrays,
@@ -202,6 +202,7 @@ def test_a_round_is_not_told_again_over_other_sites(tmp_path: Path, monkeypatch:
     with pytest.raises(FailedError):
         run(again, client)
     said = [reply.content.config_records for kind, _, reply in client.replies if kind == SECURE_CONFIRM]
-    assert len(said) == 3 * (SITES - 1) and all(TOLD in records for records in said)  # three draws of the same batch
+    assert len(said) == 3 * (SITES - 1), "each site is asked for three draws of the batch"
+    assert all(SUMMED_BEFORE in records for records in said)
     run(again)  # the same sites are there
     assert sum_of(config) == held(config, others())
