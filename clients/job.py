@@ -18,6 +18,7 @@ from clients.learner import Outcome, learn
 from clients.measure import Score, score, score_numbers
 from clients.memory import Memory
 from clients.messages import (
+    BASES,
     BEFORE,
     CLASSES,
     ENROL,
@@ -85,6 +86,11 @@ class Job:
         """What the site's privacy has cost with this round, which is charged when this is asked first."""
         return spend(self)
 
+    @functools.cached_property
+    def sketch_key(self) -> bytes:
+        """What sketches depend on; that a masked round begins is noted when this is asked first."""
+        return self.memory.begin(self.order.run, self.order.round)
+
     @property
     def tells_scores(self) -> bool:
         """Whether the server hears of losses and accuracies."""
@@ -109,7 +115,7 @@ class Job:
         order, config, site = self.order, self.config, self.site
         incoming = to_states(self.content)
         lost = incoming.pop(OWN, None)
-        for record in (SECURE_SHARES, LIFT, BEFORE):
+        for record in (SECURE_SHARES, LIFT, BASES, BEFORE):
             incoming.pop(record, None)
         return Task(
             config=config,
@@ -168,7 +174,7 @@ class Job:
         if self.order.secure:
             given = bounded(self, given)
             charged = privacy.noise and (self.simulated or self.policy.epsilon)  # then what sums tell is bounded
-            seen = nothing() if charged else sketch(changed.vector(), self.memory.key())
+            seen = nothing() if charged else sketch(changed.vector(), self.sketch_key)
             sent = masked(self, given, samples, seen)
         else:
             sent = {name: to_arrays(state, self.config.federation.packed) for name, state in given.items()}
@@ -181,6 +187,8 @@ class Job:
         self.policy.limits.check_images(len(images), self.config, self.site)
         if self.config.privacy.noise:
             _ = self.cost  # charged before anything is tried: that it fails tells something, too
+        if self.order.secure:
+            _ = self.sketch_key
         try:
             return self._trained(images)
         except (BlamedError, LostStateError):  # the server is to hear of these

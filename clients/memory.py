@@ -23,9 +23,11 @@ WAIT = 60.0  # seconds for another process
 MOST_NAMED = 5  # sites, in a message
 TABLES = """
 create table if not exists spent (site text, noise real, rounds integer, primary key (site, noise));
-create table if not exists sums (site text, run text, round integer, counted text, leaving text, sketch blob);
+create table if not exists sums (site text, run text, round integer, counted text, beside text, first integer, leaving text,
+  sketch blob);
 create index if not exists sums_of on sums (site);
 create table if not exists keys (site text primary key, key blob);
+create table if not exists begun (site text, run text, round integer, primary key (site, run));
 """
 
 
@@ -41,12 +43,16 @@ class SummedBeforeError(UserError):
 class Disclosure:
     """A sum that is about to be read: of a run's round, over these sites. `sketch` (float32 [n]): of this site's change.
 
-    `leaving`: sites that are forgotten in this round, whose common masks are taken out. `idle`: nobody trains in it.
+    `beside`: those of the sites that go on from the same round as this one; `first`: it is none, and they begin at what
+    they were sent. `leaving`: sites that are forgotten in this round, whose common masks are taken out. `idle`: nobody
+    trains in it.
     """
 
     run: str
     round: int
     counted: Sequence[str]
+    beside: Sequence[str]
+    first: bool
     sketch: NDArray[np.float32]
     leaving: Sequence[str] = ()
     idle: bool = False
@@ -73,9 +79,16 @@ class Memory:
             db.executemany("insert or replace into spent values (?, ?, ?)", rows)
         return times
 
-    def key(self) -> bytes:
-        """16 bytes that nobody else has: sketches depend on them."""
+    def begin(self, run: str, round: int) -> bytes:
+        """Note that a masked round begins; 16 bytes that nobody else has, on which sketches depend.
+
+        UserError if a later round of the run has begun: a server could change what a site goes on from between two sums.
+        """
         with self._opened() as db:
+            last = db.execute("select round from begun where site = ? and run = ?", (self.site, run)).fetchone()
+            if last and last[0] > round:
+                raise UserError(f"secure aggregation: round {round} is over: round {last[0]} of the run has begun")
+            db.execute("insert or replace into begun values (?, ?, ?)", (self.site, run, round))
             db.execute("insert or ignore into keys values (?, ?)", (self.site, os.urandom(16)))
             return bytes(db.execute("select key from keys where site = ?", (self.site,)).fetchone()[0])
 
@@ -88,9 +101,11 @@ class Memory:
         """Check, and note that the sum is read."""
         with self._opened() as db:
             self._check(db, disclosure)
-            lists = ("\n".join(sorted(names)) for names in (disclosure.counted, disclosure.leaving))
-            row = (self.site, disclosure.run, disclosure.round, *lists, disclosure.sketch.tobytes())
-            db.execute("insert into sums values (?, ?, ?, ?, ?, ?)", row)
+            counted, beside, leaving = (
+                "\n".join(sorted(names)) for names in (disclosure.counted, disclosure.beside, disclosure.leaving)
+            )
+            row = (self.site, disclosure.run, disclosure.round, counted, beside, disclosure.first, leaving)
+            db.execute("insert into sums values (?, ?, ?, ?, ?, ?, ?, ?)", (*row, disclosure.sketch.tobytes()))
 
     def _spent(self, db: sqlite3.Connection) -> dict[float, int]:
         """Rounds by noise; of a store of an earlier version, whose budgets were files, what those say."""
@@ -106,27 +121,30 @@ class Memory:
         return times
 
     def _check(self, db: sqlite3.Connection, disclosure: Disclosure) -> None:
-        rows = list(
-            db.execute("select run, round, counted, leaving, sketch from sums where site = ? order by rowid", (self.site,))
-        )
-        left = {number: set(leaving.split("\n")) for run, number, _, leaving, _ in rows if run == disclosure.run}
+        before = self._before(db)
+        mine = [one for one in before if one.run == disclosure.run]
+        left = {one.round: set(one.leaving) for one in mine}
         if (last := max(left, default=0)) > disclosure.round:
             raise UserError(f"secure aggregation: round {disclosure.round} is over: round {last} of the run was summed")
         left.setdefault(disclosure.round, set(disclosure.leaving))
-        before = [set(counted.split("\n")) for run, _, counted, _, _ in rows if run == disclosure.run][-1:]
-        if disclosure.idle and any(absent - set(disclosure.counted) - set(disclosure.leaving) for absent in before):
+        if disclosure.idle and any(set(one.counted) - {*disclosure.counted, *disclosure.leaving} for one in mine[-1:]):
             raise UserError("secure aggregation: where nobody trains, all must count that counted last, or leave")
-        for run, number, counted, _, sketch in rows:
-            apart = set(counted.split("\n")) ^ set(disclosure.counted)
-            if run == disclosure.run:  # a site that was forgotten since is in no sum any more
-                apart -= set().union(*(names for later, names in left.items() if later > number))
-            if apart and likeness(np.frombuffer(sketch, np.float32), disclosure.sketch) > ALIKE:
-                names = ", ".join(sorted(apart)[:MOST_NAMED])
-                text = (
-                    f"secure aggregation: what this site has trained was summed in round {number} of '{run}', "
-                    f"and {names} would be in one of two sums only; their difference tells what these gave"
+        for one in before:
+            later = [names for number, names in left.items() if number > one.round] if one.run == disclosure.run else []
+            if (apart := _apart(one, disclosure, set().union(*later))) and likeness(one.sketch, disclosure.sketch) > ALIKE:
+                text = f"secure aggregation: what this site has trained was summed in round {one.round} of '{one.run}', "
+                raise SummedBeforeError(
+                    f"{text}{apart}; the difference of the two sums tells what few gave", disclosure.round
                 )
-                raise SummedBeforeError(text, disclosure.round)
+
+    def _before(self, db: sqlite3.Connection) -> list[Disclosure]:
+        """The sums that were read, the oldest first."""
+        words = "select run, round, counted, beside, first, sketch, leaving from sums where site = ? order by rowid"
+        return [
+            Disclosure(run, round, counted.split("\n"), beside.split("\n"), bool(first),
+                       np.frombuffer(sketch, np.float32), leaving.split("\n"))
+            for run, round, counted, beside, first, sketch, leaving in db.execute(words, (self.site,))
+        ]  # fmt: skip
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[sqlite3.Connection]:
@@ -148,3 +166,18 @@ class Memory:
                 f"{self._path}: cannot be used ({error}); without it the site discloses nothing: mend the disk, or put the "
                 "file back from a copy"
             ) from None
+
+
+def _apart(before: Disclosure, now: Disclosure, gone: set[str]) -> str:
+    """How two sums differ by what only some sites gave, in words; empty if they do not. `gone`: sites forgotten since."""
+    if some := (set(before.counted) ^ set(now.counted)) - gone:
+        return f"and {_named(some)} would be in one of two sums only"
+    if some := (set(before.beside) ^ set(now.beside)) - gone:
+        return f"where {_named(some)} did not go on from the same round as now"
+    if before.run != now.run and not (before.first and now.first):
+        return "another run, in which some sites may go on from something else than now"
+    return ""
+
+
+def _named(sites: set[str]) -> str:
+    return ", ".join(sorted(sites)[:MOST_NAMED])

@@ -15,9 +15,9 @@ def sketch(vector: Tensor, key: bytes) -> NDArray[np.float32]:
     `key`: 16 secret bytes, which draw buckets and signs.
     """
     draw = torch.Generator().manual_seed(int.from_bytes(key[:8]) >> 1)
-    bucket = torch.randint(BUCKETS, (vector.numel(),), generator=draw)
-    sign = torch.randint(2, (vector.numel(),), generator=draw, dtype=torch.int8) * 2 - 1
-    found = torch.zeros(BUCKETS, dtype=torch.float64).index_add_(0, bucket, vector.flatten().double() * sign)
+    place = torch.randint(2 * BUCKETS, (vector.numel(),), generator=draw)
+    both = torch.zeros(2 * BUCKETS, dtype=torch.float64).index_add_(0, place, vector.flatten().double())
+    found = both[:BUCKETS] - both[BUCKETS:]
     size = float(found.norm())
     return (found / size if size else found).float().numpy()
 

@@ -1,7 +1,7 @@
 """The site's side of secure aggregation, last steps: a signed list of the sites that count, and masks off.
 
-A site takes masks off once, and only when as many sites as must answer have signed the same list as it has (Bonawitz et al.
-2017, the consistency check against an active server), and the same training.
+A site signs a list if every site in it trained by the same as itself. It takes masks off once, and only when as many sites
+as must answer have signed the same list (Bonawitz et al. 2017, the consistency check against an active server).
 """
 
 from typing import TYPE_CHECKING
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from clients.memory import Disclosure
-from clients.messages import SECURE_CONFIRM, SECURE_UNMASK
+from clients.messages import SECURE_CONFIRM, SECURE_TRAINED, SECURE_UNMASK
 from clients.objectives import Answer
 from clients.secure_aggregation.asked import attempt_id, check_enough, incoming, to_tensor
 from clients.secure_aggregation.members import check_members
-from clients.secure_aggregation.primitives import SECRET, SIGNATURE, is_signature, signature
+from clients.secure_aggregation.primitives import SECRET, SIGNATURE, is_signature, signature, trained_words
 from clients.secure_aggregation.secrets import Attempt, Secrets
 from conf.errors import UserError
 
@@ -22,9 +22,11 @@ if TYPE_CHECKING:
 
 
 def confirm(job: "Job") -> Answer:
-    """Sign which sites' contributions count (1) and which dropped out (0), together with what determined the training.
+    """Sign which sites' contributions count (1) and which dropped out (0).
 
-    One list in an attempt. SummedBeforeError if this sum and an earlier one would differ by what few sites gave.
+    One list in an attempt, of sites that have signed the same training: of one that trained otherwise, the server may know
+    what it gave, and the difference to a second sum would tell the rest. SummedBeforeError if this sum and an earlier one
+    would differ by what few sites gave.
     """
     secrets = Secrets(job.store)
     attempt, mine = secrets.attempt(attempt_id(job)), job.site.name
@@ -39,10 +41,19 @@ def confirm(job: "Job") -> Answer:
     check_enough(attempt, len(counted))
     if not job.simulated:
         check_members(job.policy, counted)
+    _check_trained(job, attempt, counted)
     job.memory.check(_disclosure(job, attempt, counted))
     attempt.counted = counted
     secrets.save(attempt)
     return Answer({SECURE_CONFIRM: {"signature": to_tensor(signature(bytes.fromhex(attempt.signing), _statement(attempt)))}})
+
+
+def _check_trained(job: "Job", attempt: Attempt, counted: list[str]) -> None:
+    """UserError unless all sites that count have signed the same training as this one."""
+    signatures, text = incoming(job, SECURE_TRAINED, SIGNATURE), trained_words(attempt.id, attempt.statement)
+    for name in counted:
+        if name != job.site.name and not is_signature(attempt.keys(name).signing, text, signatures.get(name, b"")):
+            raise UserError(f"secure aggregation: {name} has not signed the same training as this site")
 
 
 def unmask(job: "Job") -> Answer:
@@ -71,10 +82,13 @@ def unmask(job: "Job") -> Answer:
 
 
 def _statement(attempt: Attempt) -> bytes:
-    """What a site signs: over whom the sum is, and what determined its training."""
+    """What a site signs: over whom the sum is."""
     return "\n".join(("fedloom counted", attempt.id, attempt.statement, *attempt.counted)).encode()
 
 
 def _disclosure(job: "Job", attempt: Attempt, counted: list[str]) -> Disclosure:
     seen = np.frombuffer(bytes.fromhex(attempt.sketch), np.float32)
-    return Disclosure(job.order.run, job.order.round, counted, seen, attempt.leaving, attempt.idle)
+    bases, mine = attempt.bases, attempt.bases[job.site.name]
+    beside = [name for name in counted if bases[name] == mine]
+    first = not any(bases[name] for name in counted)
+    return Disclosure(job.order.run, job.order.round, counted, beside, first, seen, attempt.leaving, attempt.idle)

@@ -88,6 +88,11 @@ def signature(seed: bytes, text: bytes) -> bytes:
     return _signing(seed).sign(text)
 
 
+def trained_words(attempt: str, digest: str) -> bytes:
+    """What a site signs when it has trained: a digest (hex) of what determined the training."""
+    return f"fedloom trained\n{attempt}\n{digest}".encode()
+
+
 def is_signature(public: bytes, text: bytes, given: bytes) -> bool:
     """Whether the holder of the key of signatures signed this text."""
     try:
@@ -108,7 +113,9 @@ def agreed(seed: bytes, public: bytes, *words: str) -> bytes:
 
 def mask(key: bytes, record: str, size: int) -> Tensor:
     """int64 [size] that look drawn at random modulo 2**64 to whoever has not the key."""
-    return torch.from_numpy(np.frombuffer(stream(derived(key, "mask", record), 8 * size), dtype="<i8").astype(np.int64))
+    return torch.from_numpy(
+        np.frombuffer(stream(derived(key, "mask", record), 8 * size), dtype="<i8").astype(np.int64, copy=False)
+    )
 
 
 def stream(key: bytes, size: int) -> bytearray:

@@ -22,7 +22,8 @@ class Attempt:
     `channel`: of the key pair that seals shares; `pair`: of the one that common masks follow from; `own`: of the mask that
     is this site's alone; `signing`: of the key of its signatures. `threshold`: how many must answer. `peers`: every site's
     public keys. `held`: others' shares for this site. `shares`: its share of its own secret `own`. `statement`: what
-    determined its training, and `sketch`: of its change. `counted`: the sites whose contributions count, as it has signed.
+    determined its training; `bases`: by site, the round that it goes on from; `sketch`: of its own change. `counted`: the
+    sites whose contributions count, as it has signed.
     `leaving`: those whose common masks it has taken out. `idle`: nobody trains in this round.
     `sent`, `unmasked`: it has sent its masked contribution, and has helped to take masks off. Each is done once, for two
     that differ under one mask would tell the difference. Secrets are shared out once, too (then there are `peers`): of a
@@ -39,6 +40,7 @@ class Attempt:
     held: dict[str, str] = field(default_factory=dict)
     shares: str = ""
     statement: str = ""
+    bases: dict[str, int] = field(default_factory=dict)
     sketch: str = ""
     counted: list[str] = field(default_factory=list)
     leaving: list[str] = field(default_factory=list)

@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from clients.messages import (
+    BASES,
     COMMITMENTS,
     IDLE,
     LIFT,
     MASKED,
     SECURE_KEYS,
     SECURE_SHARES,
+    SECURE_TRAINED,
     to_arrays,
     to_states,
 )
@@ -44,7 +46,9 @@ from clients.secure_aggregation.primitives import (
     share_commitment,
     shared_out,
     sign,
+    signature,
     threshold_of,
+    trained_words,
     unseal,
 )
 from clients.secure_aggregation.secrets import Attempt, Secrets
@@ -137,7 +141,8 @@ def masked(
     """What a site sends of a round's records: of each a vector, int64, that looks random; only the sum over sites does not.
 
     Of the contribution that the server keeps it is the change since the last one that counted. Masks that this site has in
-    common with one that leaves (LIFT) are taken out of it in passing. `sketch`: of the change of the round.
+    common with one that leaves (LIFT) are taken out of it in passing. `sketch`: of the change of the round. Beside them is
+    a signed digest of what determined the training: only sites that trained by the same are summed.
     """
     secrets, order = Secrets(job.store), job.order
     attempt = secrets.attempt(order.secure)
@@ -152,17 +157,19 @@ def masked(
         times = samples if counted == SAMPLES else 1
         vector = flat(whole)
         _check_room(job, vector, times * (len(common) + 1))
-        vector = vector * times
+        vector *= times
         if record == order.slot:
             vector = vector - flat(Sent(job.store).summed(order.base)) if order.base else vector
             vector = vector - _lifted(job, lifts, record, len(vector))
-        vector = vector + mask(bytes.fromhex(attempt.own), record, len(vector))
+        vector += mask(bytes.fromhex(attempt.own), record, len(vector))
         for name, key in common.items():
-            vector += sign(job.site.name, name) * mask(key, record, len(vector))
+            vector.add_(mask(key, record, len(vector)), alpha=sign(job.site.name, name))
         found[record] = to_arrays({MASKED: vector})
     attempt.idle = order.again == IDLE
     attempt.sent, attempt.leaving = True, [name for name, rounds in lifts.items() if rounds]
-    attempt.statement, attempt.sketch = _trained(job), sketch.tobytes().hex()
+    attempt.statement, attempt.bases, attempt.sketch = _trained(job), _bases(job, attempt), sketch.tobytes().hex()
+    word = signature(bytes.fromhex(attempt.signing), trained_words(attempt.id, attempt.statement))
+    found[SECURE_TRAINED] = to_arrays({"digest": to_tensor(bytes.fromhex(attempt.statement)), "signature": to_tensor(word)})
     secrets.masked(order.round, common)
     secrets.save(attempt)
     return found
@@ -206,6 +213,18 @@ def _check_room(job: "Job", vector: Tensor, times: int) -> None:
     check_room(most, times)
 
 
+def _bases(job: "Job", attempt: Attempt) -> dict[str, int]:
+    """By name of a site of this attempt, the round that it goes on from, as the server tells all of them."""
+    found = state_of(job, BASES)
+    here = attempt.held.keys() | {job.site.name}
+    if not here <= found.keys() or any(one.dtype != torch.int64 or one.shape != (1,) for one in found.values()):
+        raise UserError(f"secure aggregation: the record '{BASES}' cannot be read")
+    bases = {name: int(found[name]) for name in here}
+    if bases[job.site.name] != job.order.base:
+        raise UserError("order.base: is not the round that the other sites hear of")
+    return bases
+
+
 def _trained(job: "Job") -> str:
     """A digest of what determined the training of all sites of the round: the order, the configuration, what was sent."""
     order = job.order
@@ -222,7 +241,7 @@ def _lifted(job: "Job", lifts: Mapping[str, list[int]], record: str, size: int) 
         for round in rounds:
             if name not in kept.get(round, {}):
                 raise UserError(f"secure aggregation: the mask in common with a site that leaves, of round {round}, is lost")
-            total += sign(job.site.name, name) * mask(kept[round][name], record, size)
+            total.add_(mask(kept[round][name], record, size), alpha=sign(job.site.name, name))
     return total
 
 

@@ -4,19 +4,23 @@ Public keys; shares of two secrets, each sealed for one site; contributions unde
 that count; shares with which masks come off. Every site commits to its shares, so that a wrong one has a name.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from clients.identity import MOST_BYTES
 from clients.messages import (
+    BASES,
     BLAMED,
     COMMITMENTS,
     SECURE_CONFIRM,
     SECURE_KEYS,
     SECURE_SHARES,
+    SECURE_TRAINED,
     SECURE_UNMASK,
     SUMMED_BEFORE,
 )
@@ -28,9 +32,11 @@ from clients.secure_aggregation.primitives import (
     SIGNATURE,
     PublicKeys,
     agreed,
+    is_signature,
     places,
     share_commitment,
     threshold_of,
+    trained_words,
 )
 from conf.errors import FailedError, UserError, plain
 from conf.sites import Site
@@ -42,6 +48,7 @@ if TYPE_CHECKING:
     from server.rounds.expected import Expected
     from server.rounds.run import Content, Exchange, Run
 
+DIGEST = 32  # bytes
 MOST_REASON = 300  # characters of why a site failed
 
 
@@ -69,6 +76,7 @@ class Heard:
     samples: dict[str, int] = field(default_factory=dict)
     numbers: dict[str, dict[str, float]] = field(default_factory=dict)  # what else it says of its training
     vectors: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # by site and record
+    trained: dict[str, tuple[bytes, bytes]] = field(default_factory=dict)  # a digest of what determined it, and a signature
     signed: dict[str, bytes] = field(default_factory=dict)  # the list of the sites that count
     shares: dict[str, dict[int, bytes]] = field(default_factory=dict)  # of one of its secrets, by place
     refusing: list[str] = field(default_factory=list)  # sites that refuse to have the sum read
@@ -92,6 +100,7 @@ class MaskedExchange:
     lifts: Callable[[Site], Mapping[str, State]]
     check: Callable[[], None]
     _failed: str = ""  # the first site that did, and why
+    _shapes: dict[tuple[str, str], Mapping[str, Tensor]] = field(default_factory=dict, init=False)
 
     def carry_out(self, kind: str, content: "Content", asked: Sequence[Site]) -> None:
         """Hear all that it takes to read the sum. FailedError if too few answer."""
@@ -108,8 +117,11 @@ class MaskedExchange:
         return max(FEWEST_MASKED, threshold_of(self.run.config.federation.secure_threshold, len(self.heard.keys)))
 
     def like(self, record: str, site: str) -> Mapping[str, Tensor]:
-        """The names and shapes of what is under a record's masks."""
-        return self.expected[record].start(self.run.slots, site)
+        """The names and shapes of what is under a record's masks, as tensors without entries."""
+        if (record, site) not in self._shapes:
+            start = self.expected[record].start(self.run.slots, site)
+            self._shapes[record, site] = {name: torch.empty_like(tensor, device="meta") for name, tensor in start.items()}
+        return self._shapes[record, site]
 
     def _keys(self, asked: Sequence[Site]) -> None:
         def take(site: Site, answer: Mapping[str, State]) -> None:
@@ -140,7 +152,8 @@ class MaskedExchange:
         self._enough(SECURE_SHARES, asked, self.heard.sealed)
 
     def _contributions(self, kind: str, content: "Content", asked: Sequence[Site]) -> None:
-        place = places(self.heard.keys)
+        place, slots = places(self.heard.keys), self.run.slots
+        bases = {name: torch.tensor([slots.base(name)]) for name in self.heard.sealed}
 
         def sent(site: Site) -> Mapping[str, State]:
             at = place[site.name]
@@ -149,7 +162,7 @@ class MaskedExchange:
             shares = {name: to_tensor(one[site.name] + committed[name])
                       for name, one in self.heard.sealed.items() if name != site.name}  # fmt: skip
             given = content(site) if callable(content) else content
-            return {**given, SECURE_SHARES: shares, **self.lifts(site)}
+            return {**given, SECURE_SHARES: shares, BASES: bases, **self.lifts(site)}
 
         for received in self.exchange.ask(kind, self.run, asked, sent, self.expected):
             site = received.site
@@ -159,6 +172,7 @@ class MaskedExchange:
                 bounds = replace(self.exchange.bounds(site), counted=0)  # sites multiply by their own number
                 numbers = train_numbers(content_of(received), bounds, hidden=True)
                 self.run.countersigned(site.name, content_of(received))
+                trained = self._trained(site, states)
                 self.heard.vectors[site.name] = {
                     record: read_vector(states.get(record), record, self.like(record, site.name)) for record in self.expected
                 }
@@ -166,8 +180,29 @@ class MaskedExchange:
                 self.drop(site, str(error))
                 continue
             self.heard.numbers[site.name], self.heard.samples[site.name] = numbers, int(numbers["samples"])
+            self.heard.trained[site.name] = trained
         self._check_blamed(asked)
+        self._alike(asked)
         self._enough(kind, asked, self.heard.vectors)
+
+    def _trained(self, site: Site, states: Mapping[str, State]) -> tuple[bytes, bytes]:
+        """What determined a site's training, as a digest, and its signature of it. ReplyError if it has not signed it."""
+        digest, word = (
+            read_bytes(states.get(SECURE_TRAINED, {}), *one) for one in (("digest", DIGEST), ("signature", SIGNATURE))
+        )
+        if not is_signature(self.heard.keys[site.name].signing, trained_words(self.heard.id, digest.hex()), word):
+            raise ReplyError("its signature of what it has trained by is wrong")
+        return digest, word
+
+    def _alike(self, asked: Sequence[Site]) -> None:
+        """Drop the sites that say that they trained by something else than most."""
+        counts = Counter(digest for digest, _ in self.heard.trained.values())
+        usual = max(counts, key=lambda digest: (counts[digest], digest), default=b"")
+        for site in those(asked, self.heard.trained):
+            if self.heard.trained[site.name][0] != usual:
+                for heard in (self.heard.trained, self.heard.vectors, self.heard.numbers, self.heard.samples):
+                    heard.pop(site.name)
+                self.drop(site, "it trained by another order than the other sites")
 
     def _check_blame(self, site: Site, record: object) -> None:
         """Note that a site cannot use another one's shares. ReplyError then: it takes no part."""
@@ -191,7 +226,8 @@ class MaskedExchange:
             self.heard.signed[site.name] = read_bytes(answer.get(SECURE_CONFIRM, {}), "signature", SIGNATURE)
 
         counts = {name: to_tensor(bytes([name in self.heard.vectors])) for name in self.heard.sealed}
-        self._ask(SECURE_CONFIRM, asked, {SECURE_CONFIRM: counts}, take)
+        trained = {name: to_tensor(word) for name, (_, word) in self.heard.trained.items()}
+        self._ask(SECURE_CONFIRM, asked, {SECURE_CONFIRM: counts, SECURE_TRAINED: trained}, take)
         if len(self.heard.signed) < self.threshold and self.heard.refusing:
             raise SummedElsewhereError(
                 f"round {self.run.number}: {self.heard.refusing[0]} has trained nearly what was summed over other sites, "

@@ -111,7 +111,7 @@ class SecureAggregation:
             off.append((-sign(name, gone), agreed(pair, keys[name].pair, *words)))
         for record, vector in vectors.items():
             for times, key in off:
-                vector += times * mask(key, record, len(vector))
+                vector.add_(mask(key, record, len(vector)), alpha=times)
 
     def _secret(self, name: str, what: str, right: Callable[[bytes], bool]) -> bytes:
         """A site's secret, from shares of it, each of which is one that it dealt. FailedError if they are too few, or if
@@ -143,18 +143,16 @@ class SecureAggregation:
     def _put(self) -> None:
         slots, summed = self.run.slots, [(record, one.slot) for record, one in self.expected.items() if one.slot]
         for record, slot in summed:
-            puts = []
             for name, vectors in self.heard.vectors.items():
                 now = shaped(vectors[record], self._talk.like(record, name))
                 if slots.base(name):  # else what is kept is its first contribution, which is not masked
                     before = slots.contribution(slot, name)
                     now = {key: tensor + before[key] for key, tensor in now.items()}
-                puts.append(Put(slot, name, now, self.heard.samples[name], now))
+                slots.put([Put(slot, name, now, self.heard.samples[name], now)], self.run.number)
             for name in self.run.leaving:
                 if slots.has(slot, name):
                     nothing = {key: torch.zeros_like(tensor) for key, tensor in slots.contribution(slot, name).items()}
-                    puts.append(Put(slot, name, nothing, 0, nothing))
-            slots.put(puts, self.run.number)
+                    slots.put([Put(slot, name, nothing, 0, nothing)], self.run.number)
 
     def _sound(self, means: Mapping[str, State]) -> None:
         """FailedError if a mean has entries that no honest sites give: one of them sent what is no masked contribution."""

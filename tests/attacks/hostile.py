@@ -13,6 +13,7 @@ from clients.app import app
 from clients.initial import initial_state
 from clients.messages import (
     ASK,
+    BASES,
     COMMITMENTS,
     CONFIG,
     LIFT,
@@ -23,6 +24,7 @@ from clients.messages import (
     SECURE_CONFIRM,
     SECURE_KEYS,
     SECURE_SHARES,
+    SECURE_TRAINED,
     SECURE_UNMASK,
     SITE,
     TRAIN,
@@ -132,13 +134,14 @@ class Server:
 class Masks:
     """An attempt at a masked sum, played step by step, so that a step can be played wrongly."""
 
-    def __init__(self, server: Server, asked: Sequence[int], **parts: Any) -> None:
-        self.server, self.asked, self.id = server, list(asked), uuid.uuid4().hex
+    def __init__(self, server: Server, asked: Sequence[int], bases: Mapping[int, int] | None = None, **parts: Any) -> None:
+        self.server, self.asked, self.id, self.bases = server, list(asked), uuid.uuid4().hex, dict(bases or {})
         self.parts = {"secure": self.id, **parts}
         self.keys: dict[int, Tensor] = {}
         self.sealed: dict[int, dict[str, Tensor]] = {}
         self.committed: dict[int, dict[str, Tensor]] = {}
         self.vectors: dict[int, dict[str, Tensor]] = {}
+        self.trained: dict[int, Tensor] = {}
         self.signed: dict[int, Tensor] = {}
         self.lists: dict[int, list[int]] = {}
         self.shares: dict[tuple[int, bool], dict[int, bytes]] = {}
@@ -161,11 +164,15 @@ class Masks:
             at = place[name_of(site)]
             shares = {name_of(other): torch.cat([one[name_of(site)], *(self.committed[other][kind][KEY * (at - 1) : KEY * at]
                       for kind in ("own", "pair"))]) for other, one in self.sealed.items() if other != site}  # fmt: skip
-            records: dict[str, Mapping[str, Tensor]] = {SECURE_SHARES: shares, MEAN: self.server.mean}
+            bases = {name_of(one): torch.tensor([self.bases.get(one, 0)]) for one in self.sealed}
+            records: dict[str, Mapping[str, Tensor]] = {SECURE_SHARES: shares, BASES: bases, MEAN: self.server.mean}
             records |= {LIFT: lift} if lift is not None else {}
             whole = {"sums": {ROUND: ONCE, SITE: ONCE} if parts.pop("both", False) else {SITE: ONCE}, "slot": SITE}
-            content = self.server.ask(site, TRAIN, records, **{**self.parts, **whole, **parts})
-            self.vectors[site] = {name: state[MASKED] for name, state in to_states(content).items() if MASKED in state}
+            own = {"base": self.bases.get(site, 0)}
+            content = self.server.ask(site, TRAIN, records, **{**self.parts, **whole, **own, **parts})
+            states = to_states(content)
+            self.vectors[site] = {name: state[MASKED] for name, state in states.items() if MASKED in state}
+            self.trained[site] = states[SECURE_TRAINED]["signature"]
             self.metrics[site] = dict(content["metrics"])  # type: ignore[arg-type]
         return self
 
@@ -174,7 +181,9 @@ class Masks:
         for site in self.vectors:
             counted = list(lists[site]) if lists else list(self.vectors)
             counts = {name_of(one): torch.tensor([one in counted], dtype=torch.uint8) for one in self.sealed}
-            answer = to_states(self.server.ask(site, SECURE_CONFIRM, {SECURE_CONFIRM: counts}, **self.parts))
+            trained = {name_of(one): word for one, word in self.trained.items()}
+            records = {SECURE_CONFIRM: counts, SECURE_TRAINED: trained}
+            answer = to_states(self.server.ask(site, SECURE_CONFIRM, records, **self.parts))
             self.signed[site], self.lists[site] = answer[SECURE_CONFIRM]["signature"], counted
         return self
 

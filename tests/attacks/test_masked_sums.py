@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -140,9 +141,8 @@ def test_a_sum_is_of_sites_that_trained_by_the_same_order(server: Server, words:
     server.change(*MASKS, *words)
     masks.train(THREE)
     server.change(*MASKS)
-    masks.confirm()
-    with pytest.raises(Refused, match=SECURE_UNMASK):
-        masks.unmask()
+    with pytest.raises(Refused, match=SECURE_CONFIRM):
+        masks.confirm()
 
 
 def test_a_sum_is_of_sites_that_were_sent_the_same_network(server: Server) -> None:
@@ -152,8 +152,55 @@ def test_a_sum_is_of_sites_that_were_sent_the_same_network(server: Server) -> No
         masks.train(THREE)
     finally:
         type(server).mean = MEAN  # type: ignore[method-assign]
-    with pytest.raises(Refused, match=SECURE_UNMASK):
-        masks.confirm().unmask()
+    with pytest.raises(Refused, match=SECURE_CONFIRM):
+        masks.confirm()
+
+
+def test_one_site_does_not_train_otherwise_although_the_others_are_enough_without_it(server: Server) -> None:
+    """The difference of two sums would be what it gave: with a rate of 0 it gives nothing that is not known."""
+    summed(server, FOUR)
+    masks = Masks(server, FOUR).begin().train(THREE)
+    server.change(*MASKS, "training.rate=0")
+    masks.train([3])
+    server.change(*MASKS)
+    counted = dict.fromkeys(THREE, FOUR)
+    with pytest.raises(Refused, match=SECURE_CONFIRM):
+        masks.confirm(counted)
+    masks.trained[3] = masks.trained[2]
+    with pytest.raises(Refused, match=SECURE_CONFIRM):
+        masks.confirm(counted)
+
+
+FULL = (*MASKS, "training.batch=1000", "training.schedule=constant")  # every round trains nearly the same
+
+
+def test_one_site_does_not_go_on_from_another_round_than_before(server: Server) -> None:
+    server.change(*FULL)
+    for number in (1, 2):
+        Masks(server, FOUR, dict.fromkeys(FOUR, number - 1), round=number, rounds=3).begin().train()
+    summed(server, FOUR, bases=dict.fromkeys(FOUR, 2), round=3, rounds=3)
+    with pytest.raises(Refused, match="secure_confirm: summed_before"):
+        summed(server, FOUR, bases={**dict.fromkeys(FOUR, 2), 3: 0}, round=3, rounds=3)
+    masks = Masks(server, FOUR, dict.fromkeys(FOUR, 2), round=3, rounds=3).begin()
+    with pytest.raises(Refused, match="train: HiddenError"):
+        masks.train([3], base=0)  # and the others hear of 2
+
+
+def test_what_a_site_goes_on_from_is_not_prepared_between_two_sums(server: Server) -> None:
+    server.change(*FULL)
+    later: dict[str, Any] = {"round": 2, "rounds": 2, "bases": dict.fromkeys(FOUR, 1)}
+    Masks(server, FOUR, rounds=2).begin().train()
+    summed(server, FOUR, **later)
+    for erased in (False, True):
+        if erased:
+            server.ask(3, ERASE)
+        masks = Masks(server, FOUR, rounds=2).begin()
+        with pytest.raises(Refused, match="train: UserError"):
+            masks.train([3])
+    server.run = "other"
+    Masks(server, FOUR, rounds=2).begin().train()
+    with pytest.raises(Refused, match="summed_before"):
+        summed(server, FOUR, **later)
 
 
 def test_a_server_does_not_choose_with_how_few_a_site_is_summed(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from clients.messages import (
     MASKED,
     SECURE_KEYS,
+    SECURE_TRAINED,
     SECURE_UNMASK,
     SITE,
     TRAIN,
@@ -74,7 +75,7 @@ def test_neither_messages_nor_the_ledger_hold_what_a_site_gave(tmp_path: Path) -
     for kind, _, reply in client.replies:
         if kind == TRAIN:
             vector = to_states(reply.content)[SITE][MASKED].double().abs()
-            assert vector.mean() > 2.0**61 and set(reply.content.array_records) == {SITE, "round"}
+            assert vector.mean() > 2.0**61 and set(reply.content.array_records) == {SITE, "round", SECURE_TRAINED}
     with method_of(config) as method:
         for site in own:
             kept = torch.cat([tensor.flatten() for tensor in method.aggregation.slots.contribution("sum", site).values()])
