@@ -89,8 +89,9 @@ def plan(
 
     Sites of other owners make keys of their own: 'fedloom federation join'.
     """
+    from sims.federation.joining import read_members
     from sims.federation.machines import let_in
-    from sims.federation.plan import SERVER, Plan, write_plan
+    from sims.federation.plan import MEMBERS, SERVER, Plan, write_plan
     from sims.federation.sheets import read
 
     homes = write_plan(read(Plan, nodes), folder)
@@ -99,6 +100,8 @@ def plan(
         typer.echo(f"{home}: copy it to its machine; there, in it: fedloom federation {command}")
     if homes[0].name != SERVER:
         typer.echo(let_in(folder / SERVER))
+    authority = read_members(folder / SERVER / MEMBERS).authority
+    typer.echo(f"the server's authority, which 'accept' shows at sites of other owners:\n{authority}")
     if any(home.name != SERVER for home in homes):
         typer.echo(
             "These sites' keys were made here: whoever has this folder can speak as any of them. Sites of other owners"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
@@ -47,6 +47,45 @@ def write_node_key(folder: Path) -> str:
     line = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
     (folder / f"{NODE_KEY}.pub").write_text(f"{line}\n", encoding="ascii")
     return line
+
+
+def check_private(path: Path) -> None:
+    """UserError for a file that is not a site's private key."""
+    try:
+        key = load_ssh_private_key(path.read_bytes(), None)
+    except (OSError, ValueError, TypeError, UnsupportedAlgorithm):
+        key = None
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise UserError(f"{path}: is not a key as 'fedloom federation join' makes it; name the right file, or put it back")
+
+
+def check_certificate(path: Path) -> list[x509.Certificate]:
+    """The certificates of a file. UserError for one without any."""
+    try:
+        return x509.load_pem_x509_certificates(path.read_bytes())
+    except (OSError, ValueError):
+        raise UserError(f"{path}: is not a certificate (PEM); name the right file, or put it back") from None
+
+
+def check_pair(certificate: Path, key: Path, authority: Path) -> None:
+    """UserError unless a server's certificate is of its key, and from the authority."""
+    chain, issuers = check_certificate(certificate), check_certificate(authority)
+    try:
+        private = serialization.load_pem_private_key(key.read_bytes(), None)
+    except (OSError, ValueError, TypeError, UnsupportedAlgorithm):
+        raise UserError(f"{key}: is not a private key (PEM); name the right file, or put it back") from None
+    if private.public_key() != chain[0].public_key():
+        raise UserError(f"{certificate}: is not the certificate of the key {key}; put both back from the plan")
+    if not any(_issued(one, issuer) for one in chain for issuer in issuers):
+        raise UserError(f"{certificate}: is not from the authority {authority}; put both back from the plan")
+
+
+def _issued(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(issuer)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
 
 
 def signed(folder: Path, text: bytes) -> bytes:

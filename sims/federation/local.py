@@ -13,7 +13,7 @@ from sims.federation.programs import LOG, Running, free_port, launch, running, s
 
 JOIN_SECONDS = 90.0
 MOST_TOLD = 300  # letters
-DOWN = "down"
+DOWN, UNWATCHED = "down", "which nothing restarts if it ends"
 
 
 def up(folder: Path, number: int, tls: bool = True) -> list[str]:
@@ -62,8 +62,10 @@ def status(folder: Path) -> list[list[str]]:
 def ailing(rows: list[list[str]]) -> list[str]:
     """Machines of a status that are not up, or that the server does not see."""
     seen = ("", "see the server's machine")
-    return [name for name, here, there in rows
-            if here == DOWN or not (there in seen or there.endswith(" online") or there.endswith(": online"))]  # fmt: skip
+    return [
+        name for name, here, there in rows
+        if here == DOWN or UNWATCHED in here or not (there in seen or there.endswith((" online", ": online")))
+    ]  # fmt: skip
 
 
 def _name(home: Path) -> str:
@@ -112,7 +114,9 @@ def _online(server: Path) -> dict[str, str]:
 
 
 def _processes(given: Running) -> str:
-    return f"up, process {given.keeper or given.program}" if given else DOWN
+    if given and not given.keeper:
+        return f"process {given.program}, {UNWATCHED}: 'down', then start it again"
+    return f"up, process {given.keeper}" if given else DOWN
 
 
 def _await(folder: Path, there: Callable[[], bool], what: str, seconds: float, *names: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from conf.errors import UserError, plain, unknown
 from sims.federation import sheets
-from sims.federation.keys import NODE_KEY, write_node_key
+from sims.federation.keys import NODE_KEY, check_certificate, check_private, write_node_key
 from sims.federation.names import check_names
 from sims.federation.own_app import OWN
 from sims.federation.plan import CONNECTION, FLOWER, ID, JOINED, KEYS, SERVER, write_public, written
@@ -83,6 +83,8 @@ def _check_files(path: Path, sheet: SiteSheet) -> None:
         if not (path.parent / name).is_file():
             how = "; 'fedloom federation accept' takes it from the operator's file" if name != sheet.key else ""
             raise UserError(f"{path}: there is no {path.parent.resolve() / name}{how}")
+    check_private(path.parent / sheet.key)
+    check_certificate(path.parent / sheet.certificate)
 
 
 def let_in(folder: Path) -> str:

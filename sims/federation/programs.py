@@ -3,8 +3,10 @@
 import contextlib
 import fcntl
 import os
+import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -14,10 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conf.errors import UserError
+from sims.federation.executor import DOOR
 from sims.federation.proxies import unproxied, usable
 
 LOCK, KEEPER = "running.lock", "keeper.lock"  # the first is held by keeper and program, the second by the keeper alone
-PID, LOG = "running.pid", "log.txt"
+PID, LOG, OLD_LOG = "running.pid", "log.txt", "log.1.txt"
+MOST_LOG = 20 << 20  # bytes of a log; what came before is in the old one
 PAUSES = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)  # seconds before a program that ended is started again
 STEADY_SECONDS = 60.0  # after which it counts as having been well
 STOP_SECONDS = 10.0
@@ -51,7 +55,16 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def lock_away(folder: Path) -> None:
-    """Let no other user of this machine into the folder of a machine of a federation: keys and sockets are in there."""
+    """Let no other user of this machine into the folder of a machine of a federation: keys and sockets are in there.
+
+    UserError for a link, and for a folder of another user, who could read and replace what is in it.
+    """
+    here = folder.lstat()
+    if stat.S_ISLNK(here.st_mode):
+        raise UserError(f"{folder}: is a link; name the folder that it leads to")
+    if here.st_uid != os.geteuid():
+        raise UserError(f"{folder}: belongs to user {here.st_uid}, and this is user {os.geteuid()}; run this as its owner, "
+                        "or name a folder of this user")  # fmt: skip
     folder.chmod(0o700)
 
 
@@ -86,6 +99,7 @@ def keep_running(folder: Path, words: Callable[[], Sequence[str]], more: Mapping
             try:
                 while child.poll() is None and not stopped:
                     stopped.wait(0.2)
+                    bound(folder / LOG)
             finally:
                 _end(child.pid, child.poll)
             failures = 0 if time.monotonic() - began > STEADY_SECONDS else failures + 1
@@ -95,8 +109,17 @@ def keep_running(folder: Path, words: Callable[[], Sequence[str]], more: Mapping
                 stopped.wait(pause)
     finally:
         (folder / PID).unlink(missing_ok=True)
+        (folder / DOOR).unlink(missing_ok=True)
         os.close(keeper)
         os.close(lock)
+
+
+def bound(log: Path) -> None:
+    """Move what a log says to the old one, in place of what was there, once it is long; those who write to it go on."""
+    with contextlib.suppress(OSError):  # nothing has been said yet, or the disk is full: the program goes on
+        if log.stat().st_size > MOST_LOG:
+            shutil.copyfile(log, log.with_name(OLD_LOG))
+            os.truncate(log, 0)
 
 
 class _Said:
@@ -190,6 +213,7 @@ def stop(folder: Path) -> bool:
         if time.monotonic() > deadline:
             raise UserError(f"{folder}: process {left.keeper or left.program} does not end; see {folder / LOG}")
         time.sleep(0.1)
+    (folder / DOOR).unlink(missing_ok=True)
     return True
 
 

@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 import tomli_w
 import yaml
 
-from conf.errors import UserError
+from conf.errors import UserError, plain
 from conf.texts import keep_texts
 from conf.typed import at_home, build, value
 from conf.yamls import read_yaml, write_yaml
+from sims.federation.keys import check_pair
 
 SITE, SERVER = "site.yaml", "server.yaml"
 POLICY = (
@@ -114,6 +115,7 @@ def read_server(folder: Path) -> ServerSheet:
     for key in ("certificate", "key", "authority"):
         if not (name := getattr(sheet, key)) or not (folder / name).is_file():
             raise UserError(f"{path}: {key}: there is no file {folder / name}; put it back from the plan, or plan again")
+    check_pair(folder / sheet.certificate, folder / sheet.key, folder / sheet.authority)
     return sheet
 
 
@@ -132,9 +134,25 @@ def read(schema: type[T], path: Path) -> T:
     """The sheet in a file. UserError for one that is not there or holds something else."""
     given = _given(schema, path)
     try:
-        return at_home(build(schema, given))
+        found = at_home(build(schema, given))
+        for one in dataclasses.fields(found):  # type: ignore[arg-type]
+            _check_text(one.name, getattr(found, one.name))
+        return found
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
+
+
+def _check_text(key: str, given: object) -> None:
+    """UserError for a text in a list or section that no name or environment variable can be."""
+    if isinstance(given, dict):
+        for name, text in given.items():
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(name)):
+                raise UserError(f"{key}: '{plain(str(name))[:MOST_NAME]}' is not a name of a variable; "
+                                "takes letters, digits and '_'")  # fmt: skip
+            _check_text(f"{key}.{name}", text)
+    for one in given if isinstance(given, list) else [given]:
+        if isinstance(one, str) and not one.isprintable():
+            raise UserError(f"{key}: '{plain(one)[:MOST_NAME]}' has a character that cannot be printed; take it out")
 
 
 def write(path: Path, sheet: Any) -> None:
@@ -151,7 +169,7 @@ def write(path: Path, sheet: Any) -> None:
 def is_address(given: str) -> bool:
     """Whether a text is a machine's name or address, without a port."""
     with contextlib.suppress(ValueError):
-        return bool(ipaddress.ip_address(given))
+        return bool(ipaddress.ip_address(given)) and re.fullmatch(r"[0-9A-Za-z.:%_-]+", given) is not None
     parts = given.removesuffix(".").split(".")
     return len(given) < 254 and all(re.fullmatch(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)", part) for part in parts)
 
@@ -159,8 +177,9 @@ def is_address(given: str) -> bool:
 def check_superlink(given: str) -> None:
     """UserError for anything but HOST:PORT."""
     host, _, port = given.rpartition(":")
-    if not (is_address(host.removeprefix("[").removesuffix("]")) and port.isdecimal() and 0 < int(port) < 2**16):
-        raise UserError(f"superlink: got '{given}', takes HOST:PORT, such as fed.example.org:8000")
+    good = is_address(host.removeprefix("[").removesuffix("]")) and re.fullmatch("[0-9]{1,5}", port)
+    if not (good and 0 < int(port) < 2**16):
+        raise UserError(f"superlink: got '{plain(given)[:MOST_NAME]}', takes HOST:PORT, such as fed.example.org:8000")
 
 
 def node_config(sheet: SiteSheet, folder: Path) -> str:

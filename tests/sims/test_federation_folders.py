@@ -71,7 +71,7 @@ def test_what_is_left_of_a_site_is_seen_and_stopped_from_its_own_folder(fedloom:
         assert program.stdout is not None and program.stdout.readline()
         (home / PID).write_text(f"1 {program.pid}")
         said = fedloom("federation", "status", home)
-        assert said.code == 0 and f"up, process {program.pid}" in said.out, said
+        assert said.code == 1 and f"process {program.pid}, which nothing restarts" in " ".join(said.out.split()), said
         assert fedloom("federation", "down", home).out == "stopped: a\n"
     assert not running(home) and fedloom("federation", "down", home).out == "stopped: nothing was running\n"
 

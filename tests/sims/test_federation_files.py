@@ -1,0 +1,127 @@
+"""Files of a federation's machines that are damaged, swapped, linked, another user's, or too long."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from conf.errors import UserError
+from sims.federation import programs
+from sims.federation.keys import AUTHORITY, CERTIFICATE, NODE_KEY, SERVER_KEY
+from sims.federation.plan import MEMBERS, PEERS, Plan, write_plan
+from sims.federation.programs import LOG, OLD_LOG, bound, free_port, lock_away
+from sims.federation.sheets import SERVER, SITE, check_superlink
+from tests.sims.commands import Command, refused
+
+
+@pytest.fixture
+def federation(tmp_path: Path) -> Path:
+    """A server's folder and a site's."""
+    write_plan(Plan(port=free_port(), sites=[{"name": "a"}]), tmp_path / "fed")
+    return tmp_path / "fed"
+
+
+def damage(path: Path) -> None:
+    path.write_bytes(os.urandom(300))
+
+
+def swap(path: Path) -> None:
+    """Another file of the same folder in its place."""
+    shutil.copyfile(path.with_name(SITE if path.with_name(SITE).is_file() else SERVER), path)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:100])
+
+
+@pytest.mark.parametrize("spoil", [damage, swap, cut])
+@pytest.mark.parametrize("name", [NODE_KEY, AUTHORITY])
+def test_a_sites_file_that_is_not_what_it_should_be(
+    fedloom: Command, federation: Path, name: str, spoil: Callable[[Path], None]
+):
+    spoil(federation / "a" / name)
+    refused(fedloom("federation", "node", federation / "a" / SITE), str(federation / "a" / name), "is not a")
+
+
+@pytest.mark.parametrize("spoil", [damage, swap, cut])
+@pytest.mark.parametrize("name", [CERTIFICATE, SERVER_KEY, AUTHORITY])
+def test_a_servers_file_that_is_not_what_it_should_be(
+    fedloom: Command, federation: Path, name: str, spoil: Callable[[Path], None]
+):
+    spoil(federation / "server" / name)
+    for command in ("server", "status"):
+        said = fedloom("federation", command, federation / "server")
+        if command == "server" or said.code == 2:
+            refused(said, str(federation / "server" / name), "is not a")
+
+
+def test_a_servers_certificate_goes_with_its_key_and_authority(fedloom: Command, federation: Path, tmp_path: Path):
+    write_plan(Plan(port=free_port(), sites=[{"name": "a"}]), tmp_path / "other")
+    for name, told in ((SERVER_KEY, "is not the certificate of the key"), (AUTHORITY, "is not from the authority")):
+        before = (federation / "server" / name).read_bytes()
+        shutil.copyfile(tmp_path / "other" / "server" / name, federation / "server" / name)
+        refused(fedloom("federation", "server", federation / "server"), told)
+        (federation / "server" / name).write_bytes(before)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('environment: {"A=B": x}', "environment: 'A=B' is not a name of a variable"),
+        ('environment: {"": x}', "environment: '' is not a name of a variable"),
+        ('environment: {A: "b\\0"}', "environment.A: 'b"),
+        ('store: "a\\0b"', "store: got 'a"),
+        ('name: "a\\nb"', "name: got 'a"),
+        ('networks: ["a\\nb"]', "networks"),
+        ("superlink: fed.example.org:٨٠٠٠", "superlink: got"),
+        ('superlink: "fe80::1%a b:8000"', "superlink: got"),
+    ],
+)
+def test_a_text_of_a_sheet_that_can_be_nothing(fedloom: Command, federation: Path, line: str, told: str):
+    sheet = federation / "a" / SITE
+    key = line.split(":")[0]
+    rest = [one for one in sheet.read_text().splitlines() if not one.startswith(key)]
+    sheet.write_text("\n".join([*rest, line]), encoding="utf-8")
+    refused(fedloom("federation", "node", sheet), str(sheet), told)
+
+
+@pytest.mark.parametrize("given", ["a\n:8000", "a:80\n", "fe80::1%\x1b[2J:8000", "[::1]x:8000", "a:99999", "a:²"])
+def test_an_address_from_elsewhere_has_no_strange_letters(given: str):
+    with pytest.raises(UserError, match="takes HOST:PORT") as error:
+        check_superlink(given)
+    assert str(error.value).isprintable()
+
+
+def test_a_plan_says_the_servers_fingerprint(fedloom: Command, tmp_path: Path):
+    (tmp_path / "nodes.yaml").write_text("sites: [{name: a}]")
+    said = fedloom("federation", "plan", tmp_path / "nodes.yaml", "--folder", tmp_path / "new")
+    assert said.code == 0 and "SHA256:" in said.out and (tmp_path / "new" / "server" / MEMBERS).is_file()
+    assert (tmp_path / "new" / "a" / PEERS).is_file()
+
+
+def test_a_link_is_not_locked_away(fedloom: Command, tmp_path: Path):
+    (tmp_path / "there").mkdir(mode=0o755)
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    refused(fedloom("federation", "join", "a", "--superlink", "x:1", "--folder", tmp_path / "link"), "is a link")
+    assert (tmp_path / "there").stat().st_mode & 0o777 == 0o755 and not list((tmp_path / "there").iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_another_users_folder_is_not_locked_away(tmp_path: Path):
+    tmp_path.chmod(0o755)
+    os.chown(tmp_path, 12345, 12345)
+    with pytest.raises(UserError, match="belongs to user 12345"):
+        lock_away(tmp_path)
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_log_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(programs, "MOST_LOG", 1000)
+    with (tmp_path / LOG).open("ab", buffering=0) as file:
+        for number in range(100):
+            file.write(f"line {number} {'x' * 50}\n".encode())
+            bound(tmp_path / LOG)
+    found = [(tmp_path / name).read_text() for name in (OLD_LOG, LOG)]
+    assert all(0 < len(text) < 1100 for text in found) and "line 99 " in found[1]
