@@ -79,7 +79,7 @@ def read_yaml(text: str, kept: Kept | None = None) -> Any:
         try:
             return _read(text, _Fast, kept)
         except yaml.YAMLError:
-            pass  # said again below
+            pass  # the slower reader finds the same fault, and says where it is
     return _read(text, _Reader, kept)
 
 

@@ -54,9 +54,9 @@ def _shown(words: list[str], more: str) -> list[str]:
 
 
 def read_folder(path: Path, domain: str) -> Contents:
-    """What is in images:PATH. UserError for what cannot be read, for a loop of links, or where there are no images."""
+    """The classes, images and labels of images:PATH. UserError for unreadable files, loops of links, or no images."""
     if not path.is_dir():
-        raise wrong(domain, "is no folder; give one that has a folder of images for each class")
+        raise wrong(domain, "is not a folder; name one that has a folder of images for each class")
     split, search = all((path / part).is_dir() for part in OFFICIAL), _Search(domain)
     if not split and (path / "train").is_dir() and not _has_images(path / "train"):
         raise wrong(domain, f"has a folder train but no folder test; add it, or take images:{path / 'train'} alone")
@@ -109,7 +109,7 @@ def _classes(root: Path, search: _Search) -> dict[str, list[Path]]:
 
 
 def _images(folder: Path, search: _Search) -> Iterator[Path]:
-    """The images in a folder and below, through links. UserError for what bears an image's name and is none."""
+    """The images in a folder and below; links are followed. UserError for an image's name that is not a regular file."""
     _enter(folder, search)
     for path in folder.iterdir():
         hidden = path.name.startswith(".")
@@ -123,7 +123,7 @@ def _images(folder: Path, search: _Search) -> Iterator[Path]:
         elif path.is_file():
             yield path
         else:
-            told = f"{path} is no regular file, though its name is an image's; remove it"
+            told = f"{path} is not a regular file, but it has an image's name; remove it"
             raise UserError(f"domain '{short(search.domain)}': {told}")
 
 
@@ -132,7 +132,7 @@ def _enter(folder: Path, search: _Search) -> None:
     seen = os.stat(folder)
     before = search.entered.setdefault((seen.st_dev, seen.st_ino), folder)
     if before != folder:
-        told = f"{folder} is a link to {before}, whose images would count twice; remove one of the two"
+        told = f"{folder} is a link to {before}: the same images twice; remove one of the two"
         raise UserError(f"domain '{short(search.domain)}': {told}")
 
 

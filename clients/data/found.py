@@ -43,7 +43,7 @@ def path_of(domain: str) -> Path:
     text = domain.partition(":")[2]
     if domain.startswith("dataset:") and not _path(text).exists():
         text = text.partition("?")[0]
-    return _path(text)  # as it is where there is no such user
+    return _path(text)
 
 
 def columns_of(domain: str) -> dict[str, str]:
@@ -57,7 +57,7 @@ def columns_of(domain: str) -> dict[str, str]:
 
 
 def _path(text: str) -> Path:
-    return Path(os.path.abspath(os.path.expanduser(text)))
+    return Path(os.path.abspath(os.path.expanduser(text)))  # expanduser leaves the ~ of an unknown user as it is
 
 
 def short(domain: str) -> str:

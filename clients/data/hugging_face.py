@@ -20,7 +20,7 @@ def read_dataset(path: Path, domain: str) -> Contents:
     from datasets import ClassLabel, DatasetDict, load_from_disk
 
     if not path.is_dir():
-        raise wrong(domain, "is no folder; takes one that save_to_disk has written")
+        raise wrong(domain, "is not a folder; name one that save_to_disk has written")
     loaded: Any = load_from_disk(str(path))
     splits = {str(name): rows for name, rows in loaded.items()} if isinstance(loaded, DatasetDict) else {WHOLE[0]: loaded}
     if len(splits) > 1 and not set(OFFICIAL) <= splits.keys():

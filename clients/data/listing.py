@@ -84,10 +84,10 @@ def fresh(path: Path, counts: Counts = lambda name: True) -> str:
             continue
         try:
             seen = entry.stat()
-            told = f"{seen.st_size}:{seen.st_mtime_ns}:{seen.st_ctime_ns}"
+            stamp = f"{seen.st_size}:{seen.st_mtime_ns}:{seen.st_ctime_ns}"
         except OSError:  # gone, or a link to nothing
-            told = "-"
-        found.update(f"{name}\0{told}\0".encode(errors="surrogateescape"))
+            stamp = "-"
+        found.update(f"{name}\0{stamp}\0".encode(errors="surrogateescape"))
     return found.hexdigest()
 
 

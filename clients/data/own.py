@@ -124,7 +124,7 @@ def left_out(domain: str) -> str:
 def _npz(path: Path, domain: str) -> Contents:
     """Arrays of images and labels, of train and test or of all."""
     if not path.is_file():
-        raise wrong(domain, "is no regular file; takes an npz file of images and labels (numpy.savez)")
+        raise wrong(domain, "is not a regular file; name an npz file of images and labels (numpy.savez)")
     archive = np.load(path, allow_pickle=False)
     if isinstance(archive, np.ndarray):
         raise wrong(domain, "is a single array; takes an npz file of images and labels (numpy.savez)")

@@ -146,9 +146,8 @@ def _check_text(key: str, given: object) -> None:
     """UserError for a text in a list or section that no name or environment variable can be."""
     if isinstance(given, dict):
         for name, text in given.items():
-            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(name)):
-                raise UserError(f"{key}: '{plain(str(name))[:MOST_NAME]}' is not a name of a variable; "
-                                "takes letters, digits and '_'")  # fmt: skip
+            if not name or not str(name).isprintable() or "=" in str(name):
+                raise UserError(f"{key}: '{plain(str(name))[:MOST_NAME]}' cannot be the name of a variable; take out '='")
             _check_text(f"{key}.{name}", text)
     for one in given if isinstance(given, list) else [given]:
         if isinstance(one, str) and not one.isprintable():

@@ -79,7 +79,7 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path):
         f"npz:{tmp_path}/no.npz": r"there is no .*no\.npz; correct the path in",
         f"images:{tmp_path}/nowhere": r"there is no .*nowhere; correct the path",
         f"images:{tmp_path}/flags/red/deeper": r"has no images in class folders",
-        f"images:{tmp_path}/cut.npz": r"is no folder; give one that has a folder of images for each class",
+        f"images:{tmp_path}/cut.npz": r"is not a folder; name one that has a folder of images for each class",
         f"dataset:{tmp_path}/flags": r"domain 'flags': .*flags cannot be read \(",
         "images:": r"unknown domain 'images:'; did you mean 'images:PATH'",
         "imges:/data": r"unknown domain 'imges:/data'; did you mean 'images:PATH'",
@@ -104,9 +104,9 @@ def huge(path: Path) -> None:
 @pytest.mark.parametrize(
     "make, name, message",
     [
-        (Path.mkdir, "x.png", "is no regular file"),
-        (dangling, "x.png", "is no regular file"),
-        (os.mkfifo, "x.png", "is no regular file"),
+        (Path.mkdir, "x.png", "is not a regular file"),
+        (dangling, "x.png", "is not a regular file"),
+        (os.mkfifo, "x.png", "is not a regular file"),
         (Path.touch, "x.png", r"cannot be read \(UnidentifiedImageError"),
         (cut, "x.png", r"cannot be read \("),
         (cut, "x.jpg", r"cannot be read \(OSError: image file is truncated"),
@@ -130,8 +130,8 @@ def test_hidden_files_are_no_images_and_a_pipe_is_no_file(tmp_path: Path):
     assert data.site_sizes(config({"domain": f"images:{folder}"})) == [43]
     os.mkfifo(tmp_path / "pipe.npz")
     for domain, message in {
-        f"npz:{tmp_path}/pipe.npz": "is no regular file",
-        f"dataset:{tmp_path}/pipe.npz": "is no folder",
+        f"npz:{tmp_path}/pipe.npz": "is not a regular file",
+        f"dataset:{tmp_path}/pipe.npz": "is not a folder",
         "images:~nobody-of-this-name/x": r"there is no .*~nobody-of-this-name/x; correct the path",
     }.items():
         with pytest.raises(UserError, match=message):

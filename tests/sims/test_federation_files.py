@@ -69,8 +69,8 @@ def test_a_servers_certificate_goes_with_its_key_and_authority(fedloom: Command,
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ('environment: {"A=B": x}', "environment: 'A=B' is not a name of a variable"),
-        ('environment: {"": x}', "environment: '' is not a name of a variable"),
+        ('environment: {"A=B": x}', "environment: 'A=B' cannot be the name of a variable"),
+        ('environment: {"": x}', "environment: '' cannot be the name of a variable"),
         ('environment: {A: "b\\0"}', "environment.A: 'b"),
         ('store: "a\\0b"', "store: got 'a"),
         ('name: "a\\nb"', "name: got 'a"),
