@@ -5,9 +5,11 @@ sims.federation.doors), and proves by a certificate that it is this node: nobody
 """
 
 import asyncio
+import importlib
 import os
 import secrets
 import signal
+import socket
 import sys
 import threading
 import time
@@ -32,7 +34,6 @@ LEAVE_SECONDS = 2.0  # for the node to end by itself, where both have to
 def main(port: str, warm: str, apps: str, *words: str) -> None:
     """Until told to stop, or until the process that starts ClientApps ends."""
     from flwr.supercore.constant import TaskType
-    from flwr.supernode.cli import flower_supernode
 
     from sims.federation.quiet import quieten
 
@@ -52,9 +53,10 @@ def main(port: str, warm: str, apps: str, *words: str) -> None:
     tls = [word for option, name in certificates.items() for word in (f"--{option}", str(own / name))]
     process = ["--isolation", "process", "--superexec-auth-secret-file", str(file), "--host", HOST, "--port", port]
     sys.argv = ["flower-supernode", *words, *process, *tls]
-    flower_supernode._start_supernode_http_api = open_door
+    command = importlib.import_module("flwr.supernode.cli.flower_supernode")  # a function of its package goes by its name
+    command._start_supernode_http_api = open_door  # type: ignore[attr-defined]
     quieten()
-    flower_supernode.flower_supernode()
+    command.flower_supernode()
 
 
 def open_door(config: "SuperNodeLifespanConfig", states: "NodeStateFactory") -> tuple["uvicorn.Server", threading.Thread]:
@@ -78,7 +80,7 @@ def open_door(config: "SuperNodeLifespanConfig", states: "NodeStateFactory") -> 
     server = uvicorn.Server(
         uvicorn.Config(**settings(door, certificate, key, get_uvicorn_log_config(console_handler.level)))
     )
-    lines = [Listening(listening, door.crowd)]
+    lines: list[socket.socket] = [Listening(listening, door.crowd)]
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(lines)), name="supernode-runtime-http-api")
     thread.start()
     while thread.is_alive() and not server.started:
