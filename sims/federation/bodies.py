@@ -1,12 +1,12 @@
-"""What a door holds of requests' bodies: so many bytes at once, in all and of one speaker, and they must keep coming."""
+"""What a door holds of requests and answers: so many bytes at once, in all and of one speaker, and they must keep moving."""
 
 import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Hashable
+from collections.abc import AsyncIterator, Callable, Hashable
 
-from starlette.types import Message, Receive
+from starlette.types import Message, Receive, Send
 
 MOST_BYTES = 128 << 20  # of a request; Flower sends arrays in parts of 5 MiB
 MOST_HELD = 512 << 20  # of all requests that are under way at a door
@@ -15,7 +15,7 @@ SMALL = 64 << 10  # a body that never waits for others' (heartbeats, say), and t
 MOST_WAITING = 64  # requests of one speaker that wait for room
 ROOM_SECONDS = 10.0  # to wait for room; Flower's programs wait 30 s for an answer, and try again after a 503
 PIECE_SECONDS = 60.0  # between two pieces of a body
-SLOWEST = 16 << 10  # bytes per second of a body, on the whole
+SLOWEST = 16 << 10  # bytes per second of a body or an answer, on the whole
 
 
 class Full(Exception):
@@ -37,14 +37,23 @@ class Room:
         return self._held.total()
 
     @contextlib.asynccontextmanager
-    async def held(self, speaker: Hashable, size: int) -> AsyncIterator[None]:
-        """Hold room for a body as long as its request is under way. Full: there is none, and none becomes free."""
+    async def held(self, speaker: Hashable, size: int) -> AsyncIterator[Callable[[int], None]]:
+        """Hold room for a body as long as its request is under way; what takes note of bytes of the answer, too.
+
+        Full: there is no room, and none becomes free.
+        """
         counted = max(size, SMALL)
         if not self._fits(speaker, counted):
             await self._wait(speaker, counted)
         self._held[speaker] += counted
+
+        def grow(more: int) -> None:
+            nonlocal counted
+            counted += more
+            self._held[speaker] += more
+
         try:
-            yield
+            yield grow
         finally:
             self._held[speaker] -= counted
             self._held += Counter()  # whoever holds nothing is forgotten
@@ -87,3 +96,29 @@ class Measured:
             return {"type": "http.disconnect"}
         self._whole = not message.get("more_body", False)
         return message
+
+
+class Answered:
+    """What is answered, in pieces: the next one follows when the caller has read most of what came before.
+
+    `grow`: takes note of bytes that wait to be read. TimeoutError: the caller does not read them.
+    """
+
+    def __init__(self, send: Send, grow: Callable[[int], None]) -> None:
+        self._send, self._grow = send, grow
+
+    async def __call__(self, message: Message) -> None:
+        body = message.get("body", b"")
+        if len(body) <= SMALL:
+            return await self._in_time(message, PIECE_SECONDS)
+        self._grow(len(body))
+        end = time.monotonic() + PIECE_SECONDS + len(body) / SLOWEST
+        for start in range(0, len(body), SMALL):
+            more = start + SMALL < len(body) or message.get("more_body", False)
+            piece = {**message, "body": body[start : start + SMALL], "more_body": more}
+            await self._in_time(piece, min(PIECE_SECONDS, end - time.monotonic()))
+        return None
+
+    async def _in_time(self, message: Message, seconds: float) -> None:
+        async with asyncio.timeout(seconds):
+            await self._send(message)

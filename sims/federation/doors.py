@@ -30,7 +30,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sims.federation.bodies import MOST_BYTES, MOST_SHARE, Full, Measured, Room
+from sims.federation.bodies import MOST_BYTES, MOST_SHARE, Answered, Full, Measured, Room
 from sims.federation.connections import Crowd
 
 FLEET = frozenset(
@@ -102,10 +102,10 @@ class Door:
         headers = dict(scope["headers"])
         size, node = int(headers[b"content-length"]), await run_in_threadpool(self.speaker, headers)
         seen = [(name, content) for name, content in scope["headers"] if name != b"host"]
-        async with self.room.held(node, size):
+        async with self.room.held(node, size) as grow:
             token = NODE.set(node)
             try:
-                await self.app({**scope, "headers": HOST + seen}, Measured(receive, size), send)
+                await self.app({**scope, "headers": HOST + seen}, Measured(receive, size), Answered(send, grow))
             finally:
                 NODE.reset(token)
 

@@ -160,6 +160,32 @@ def test_unfinished_bodies_take_so_much_memory_and_one_member_takes_a_part(tmp_p
     assert room.held_bytes == 0
 
 
+async def much(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with more than the network takes at once."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % (32 << 20))]})
+    await send({"type": "http.response.body", "body": bytes(32 << 20)})
+
+
+def test_answers_that_nobody_reads_count_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bodies, "ROOM_SECONDS", 0.3)
+    room = Room(share=16 << 20)
+    with opened(Door(much, lambda path, headers: 0, lambda headers: 1, room=room), tmp_path) as say:
+        with say.line() as line:
+            line.sendall(head(1, 0))
+            until(lambda: room.held_bytes > 32 << 20)
+            assert say(head(1, 0)).startswith(b"HTTP/1.1 503")
+            got = 0
+            while piece := line.recv(1 << 20):
+                got += len(piece)
+            assert got > 32 << 20
+        until(lambda: room.held_bytes == 0)
+        monkeypatch.setattr(bodies, "PIECE_SECONDS", 0.3)
+        with say.line() as line:
+            line.sendall(head(1, 0))
+            until(lambda: room.held_bytes > 0)
+            until(lambda: room.held_bytes == 0)  # nobody reads it, and nobody waits for that
+
+
 def test_a_body_does_not_come_by_drops_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bodies, "PIECE_SECONDS", 1.0)
     monkeypatch.setattr(bodies, "SLOWEST", 1 << 30)
