@@ -1,28 +1,37 @@
-"""The two doors of a server's SuperLink: one for nodes, on the network, and one for this machine's own user, on loopback.
+"""The doors of a federation's ports: a server's for nodes, a server's for its own user, and a node's for its own programs.
 
 Flower (1.41) answers everything at one port: whoever reaches it may start runs, and let nodes in or throw them out. Here
-each door answers its own paths alone, and asks who speaks before it reads what is said.
+each door answers its own paths alone, and asks who speaks before it reads what is said (`bodies.py`: how much of it at
+once; `connections.py`: how many may ask).
 """
 
-import asyncio
 import base64
 import binascii
 import datetime
 import hmac
-from asyncio import TimerHandle, Transport
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_HEADER, TIMESTAMP_TOLERANCE
-from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
+from flwr.supercore.auth.superexec import compute_superexec_signature, derive_auth_secret
+from flwr.supercore.constant import (
+    FLEET_HTTP_PUBLIC_KEY_HEADER,
+    FLEET_HTTP_SIGNATURE_HEADER,
+    SUPEREXEC_AUTH_BODY_SHA256_HEADER,
+    SUPEREXEC_AUTH_NONCE_HEADER,
+    SUPEREXEC_AUTH_SIGNATURE_HEADER,
+    SUPEREXEC_AUTH_TIMESTAMP_HEADER,
+    TASK_TOKEN_HEADER,
+)
 from flwr.supercore.date import now
 from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import PlainTextResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from sims.federation.bodies import MOST_BYTES, MOST_SHARE, Answered, Full, Measured, Room
+from sims.federation.connections import Crowd
 
 FLEET = frozenset(
     f"/v1/fleet/{name}"
@@ -39,10 +48,23 @@ FLEET = frozenset(
         "confirm-message-received",
     )
 )  # what a node asks for
-CONTROL, RUNTIME = "/v1/control/", "/v1/runtime/"  # what starts runs, and what their ServerApps ask for
-MOST_BYTES = 128 << 20  # of a request; Flower sends arrays in parts of 5 MiB
-HEAD_SECONDS = 20.0  # for a request's head to come as a whole
-PIECE_SECONDS = 60.0  # between two pieces of its body
+CONTROL = "/v1/control/"  # what starts runs
+ACQUIRE = "/v1/runtime/acquire-task"  # what the executor asks for
+RUNTIME = frozenset(
+    f"/v1/runtime/{name}"
+    for name in (
+        "send-task-heartbeat",
+        "pull-task-input",
+        "push-task-output",
+        "push-object",
+        "pull-object",
+        "confirm-message-received",
+        "push-logs",
+        "push-messages",
+        "pull-messages",
+        "get-nodes",
+    )
+)  # what ServerApps and ClientApps ask for
 NODE: ContextVar[int | None] = ContextVar("node", default=None)  # whose request is answered; None: not a node's
 HOST = [(b"host", b"superlink")]  # in place of what a caller says: no answer depends on it
 
@@ -52,27 +74,40 @@ class Door:
     """An ASGI application that passes on what `admits`; all other requests end here, with their bodies unread.
 
     `admits`: the status of an answer to a path with these headers; 0: the request is passed on. It may block.
-    `speaker`: the node whose request it is, by its headers.
+    `speaker`: the node whose request it is, by its headers. `crowd`: of connections; `room`: for bodies.
     """
 
     app: ASGIApp
     admits: Callable[[str, Mapping[bytes, bytes]], int]
     speaker: Callable[[Mapping[bytes, bytes]], int | None] = lambda headers: None
+    crowd: Crowd = field(default_factory=Crowd)
+    room: Room = field(default_factory=Room)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await self.app(scope, receive, send)
         if scope["type"] != "http":
             return None
-        if status := await self._refused(scope):
-            return await PlainTextResponse("", status, {"connection": "close"})(scope, receive, send)
-        headers = [(name, content) for name, content in scope["headers"] if name != b"host"]
-        token = NODE.set(await run_in_threadpool(self.speaker, dict(headers)))
-        try:
-            await self.app({**scope, "headers": HOST + headers}, _Measured(receive), send)
-        finally:
-            NODE.reset(token)
-        return None
+        status = await self._refused(scope)
+        if not status:
+            self.crowd.known(scope["client"])
+            try:
+                return await self._pass_on(scope, receive, send)
+            except Full:
+                status = 503  # Flower's programs try again
+        return await PlainTextResponse("", status, {"connection": "close"})(scope, receive, send)
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Have the application answer. Full: there is no room for the body, of which nothing is read."""
+        headers = dict(scope["headers"])
+        size, node = int(headers[b"content-length"]), await run_in_threadpool(self.speaker, headers)
+        seen = [(name, content) for name, content in scope["headers"] if name != b"host"]
+        async with self.room.held(node, size) as grow:
+            token = NODE.set(node)
+            try:
+                await self.app({**scope, "headers": HOST + seen}, Measured(receive, size), Answered(send, grow))
+            finally:
+                NODE.reset(token)
 
     async def _refused(self, scope: Scope) -> int:
         """The status that ends a request, before anything of its body is read; 0: none."""
@@ -86,24 +121,7 @@ class Door:
         size = headers.get(b"content-length", b"")
         if not size.isdigit() or b"transfer-encoding" in headers:
             return 411
-        return 413 if int(size) > MOST_BYTES else 0
-
-
-class _Measured:
-    """What comes of a body, which must not stop coming."""
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive, self._whole = receive, False
-
-    async def __call__(self) -> Message:
-        if self._whole:
-            return await self._receive()  # until the caller goes away
-        try:
-            message = await asyncio.wait_for(self._receive(), PIECE_SECONDS)
-        except TimeoutError:
-            return {"type": "http.disconnect"}
-        self._whole = not message.get("more_body", False)
-        return message
+        return 413 if len(size) > len(str(MOST_BYTES)) or int(size) > MOST_BYTES else 0
 
 
 def for_nodes(app: ASGIApp, node_of: Callable[[bytes], int | None]) -> Door:
@@ -124,22 +142,53 @@ def for_nodes(app: ASGIApp, node_of: Callable[[bytes], int | None]) -> Door:
     def speaker(headers: Mapping[bytes, bytes]) -> int | None:
         return node_of(base64.b64decode(_header(headers, FLEET_HTTP_PUBLIC_KEY_HEADER)))
 
-    return Door(app, admits, speaker)
+    return Door(app, admits, speaker, room=Room(share=MOST_SHARE))
 
 
-def for_the_owner(app: ASGIApp, token: str) -> Door:
-    """The door for whoever may read the server's folder: runs are started with this token.
+def for_the_owner(app: ASGIApp, token: str, secret: bytes, task_of: Callable[[str], object]) -> Door:
+    """The door for whoever may read the server's folder, who starts runs with this token; and for its own programs.
 
-    ServerApps bring tokens of their own, and what starts them signs with a secret; Flower checks both.
+    `secret`, `task_of`: as `for_apps`.
     """
-    expected = f"Bearer {token}".encode()
+    expected, of_apps = f"Bearer {token}".encode(), for_apps(app, secret, task_of).admits
 
     def admits(path: str, headers: Mapping[bytes, bytes]) -> int:
         if path.startswith(CONTROL):
             return 0 if hmac.compare_digest(headers.get(b"authorization", b""), expected) else 401
-        return 0 if path.startswith(RUNTIME) else 404
+        return of_apps(path, headers)
 
     return Door(app, admits)
+
+
+def for_apps(app: ASGIApp, secret: bytes, task_of: Callable[[str], object]) -> Door:
+    """The door for a machine's own programs: what starts Apps signs with the secret, Apps bring their tasks' tokens.
+
+    `task_of`: the task that a token stands for; None: there is none. Flower checks both again, against the body, too.
+    """
+    key = derive_auth_secret(secret)
+
+    def admits(path: str, headers: Mapping[bytes, bytes]) -> int:
+        if path != ACQUIRE and path not in RUNTIME:
+            return 404
+        try:
+            if path == ACQUIRE:
+                return 0 if _of_executor(key, headers) else 401
+            return 0 if task_of(_header(headers, TASK_TOKEN_HEADER).decode("ascii")) is not None else 401
+        except (KeyError, ValueError, OverflowError):
+            return 401
+
+    return Door(app, admits)
+
+
+def _of_executor(key: bytes, headers: Mapping[bytes, bytes]) -> bool:
+    """Whether the holder of a key signed a request for a task just now. KeyError, ValueError: it does not say."""
+    names = (SUPEREXEC_AUTH_TIMESTAMP_HEADER, SUPEREXEC_AUTH_NONCE_HEADER, SUPEREXEC_AUTH_BODY_SHA256_HEADER)
+    time, nonce, body = (_header(headers, name).decode("ascii") for name in names)
+    expected = compute_superexec_signature(
+        auth_secret=key, method="/flwr.proto.Runtime/AcquireTask", timestamp=int(time), nonce=nonce, body_sha256=body
+    )
+    signed = hmac.compare_digest(expected.encode(), _header(headers, SUPEREXEC_AUTH_SIGNATURE_HEADER))
+    return signed and _recent(now().timestamp() - int(time))
 
 
 def _signed(key: bytes, headers: Mapping[bytes, bytes]) -> bool:
@@ -147,51 +196,13 @@ def _signed(key: bytes, headers: Mapping[bytes, bytes]) -> bool:
     time = _header(headers, TIMESTAMP_HEADER).decode("ascii")
     signature = base64.b64decode(_header(headers, FLEET_HTTP_SIGNATURE_HEADER), validate=True)
     age = (now() - datetime.datetime.fromisoformat(time)).total_seconds()
-    recent = -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE
-    return recent and verify_signature(bytes_to_public_key(key), time.encode("ascii"), signature)
+    return _recent(age) and verify_signature(bytes_to_public_key(key), time.encode("ascii"), signature)
+
+
+def _recent(age: float) -> bool:
+    """Whether what was signed so many seconds ago still counts, as Flower does."""
+    return -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE
 
 
 def _header(headers: Mapping[bytes, bytes], name: str) -> bytes:
     return headers[name.lower().encode("ascii")]
-
-
-class Patient(H11Protocol):
-    """Uvicorn's HTTP/1.1, but that a request's head has to come in time: nobody holds a connection by sending nothing."""
-
-    _late: TimerHandle | None = None
-
-    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._wait()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._wait() if self._at_head() else self._stop()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop()
-        super().connection_lost(exc)
-
-    def _at_head(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
-
-    def _wait(self) -> None:
-        if self._late is None:
-            self._late = self.loop.call_later(HEAD_SECONDS, self._end)
-
-    def _stop(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
-
-    def _end(self) -> None:
-        if self._at_head():
-            self.transport.abort()
-
-
-def settings(app: ASGIApp, certificate: str, key: str, log_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Of uvicorn, for a door."""
-    return {
-        "app": app, "http": Patient, "ws": "none", "ssl_certfile": certificate, "ssl_keyfile": key, "log_config": log_config,
-        "server_header": False, "proxy_headers": False, "access_log": False, "timeout_graceful_shutdown": 3,
-    }  # fmt: skip

@@ -36,11 +36,13 @@ from flwr.superlink.main import create_app
 from conf.errors import UserError
 from server.unlearning.superlink import DATABASE
 from sims.federation import members, sheets
-from sims.federation.doors import NODE, Door, for_nodes, for_the_owner, settings
+from sims.federation.connections import Listening, settings
+from sims.federation.doors import NODE, Door, for_nodes, for_the_owner
 from sims.federation.executor import start_executor
 from sims.federation.own_app import ANY
 from sims.federation.plan import CONNECTION, FLOWER, KEYS, write_public
 from sims.federation.programs import listen, write_private
+from sims.federation.quiet import quieten
 from sims.federation.sheets import ServerSheet
 
 LOOK_SECONDS = 0.5  # between looks for keys of sites that are new
@@ -75,7 +77,7 @@ async def _serve(sheet: ServerSheet, outer: socket.socket, inner: socket.socket)
     state = cast(SqlLinkState, app.state.linkstate_factory.state())
     _take_over(state)
     doors: list[tuple[socket.socket, Door, Literal["on", "off"]]] = [
-        (inner, for_the_owner(app, token), "on"),
+        (inner, for_the_owner(app, token, secret.encode(), state.get_task_by_token), "on"),
         (outer, for_nodes(app, state.get_node_id_by_public_key), "off"),
     ]
     log_config = get_uvicorn_log_config(console_handler.level)
@@ -83,6 +85,7 @@ async def _serve(sheet: ServerSheet, outer: socket.socket, inner: socket.socket)
         _Server(uvicorn.Config(**settings(door, sheet.certificate, sheet.key, log_config), lifespan=lifespan))
         for _, door, lifespan in doors
     ]
+    quieten()
     address = f"{OWN}:{inner.getsockname()[1]}"
     _write_connection(Path(FLOWER), address, Path(sheet.authority), token)
 
@@ -95,7 +98,8 @@ async def _serve(sheet: ServerSheet, outer: socket.socket, inner: socket.socket)
     executor = start_executor(address, Path(sheet.authority).resolve(), secret, TaskType.SERVER_APP, ANY)
     watches = [asyncio.create_task(_follow(state)), asyncio.create_task(_watch(executor, leave))]
     try:
-        await asyncio.gather(*(server.serve([door]) for server, (door, _, _) in zip(servers, doors, strict=True)))
+        lines = [Listening(line, door.crowd) for line, door, _ in doors]
+        await asyncio.gather(*(server.serve([line]) for server, line in zip(servers, lines, strict=True)))
     finally:
         for watch in watches:
             watch.cancel()

@@ -1,30 +1,41 @@
 """A site's program: Flower's SuperNode, with what starts its ClientApps: `python -m ... PORT WARM APPS WORDS...`.
 
-Every user of the machine reaches the node's port. It hands out tasks to those who know a secret, and proves by a certificate
-that it is this node: nobody else can sit at its port and hand out tasks.
+Every user of the machine reaches the node's port. It hands out tasks to those who know a secret (behind a door of
+sims.federation.doors), and proves by a certificate that it is this node: nobody else can sit at its port and hand out tasks.
 """
 
+import asyncio
+import importlib
 import os
 import secrets
 import signal
+import socket
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sims.federation.executor import start_executor
 from sims.federation.keys import AUTHORITY, CERTIFICATE, SERVER_KEY, write_certificates
 
+if TYPE_CHECKING:
+    import uvicorn
+    from flwr.supernode.cli.flower_supernode import SuperNodeLifespanConfig
+    from flwr.supernode.nodestate import NodeStateFactory
+
 OWN = "own"  # folder of certificates that last as long as the program
 SECRET = "secret"
 HOST = "127.0.0.1"
+LOOK_SECONDS = 0.05  # between looks whether the node's own server has started
 LEAVE_SECONDS = 2.0  # for the node to end by itself, where both have to
 
 
 def main(port: str, warm: str, apps: str, *words: str) -> None:
     """Until told to stop, or until the process that starts ClientApps ends."""
     from flwr.supercore.constant import TaskType
-    from flwr.supernode.cli.flower_supernode import flower_supernode
+
+    from sims.federation.quiet import quieten
 
     own, secret = _fresh(Path(OWN)), secrets.token_hex(32)
     file = own / SECRET
@@ -42,7 +53,41 @@ def main(port: str, warm: str, apps: str, *words: str) -> None:
     tls = [word for option, name in certificates.items() for word in (f"--{option}", str(own / name))]
     process = ["--isolation", "process", "--superexec-auth-secret-file", str(file), "--host", HOST, "--port", port]
     sys.argv = ["flower-supernode", *words, *process, *tls]
-    flower_supernode()
+    command = importlib.import_module("flwr.supernode.cli.flower_supernode")  # a function of its package goes by its name
+    command._start_supernode_http_api = open_door  # type: ignore[attr-defined]
+    quieten()
+    command.flower_supernode()
+
+
+def open_door(config: "SuperNodeLifespanConfig", states: "NodeStateFactory") -> tuple["uvicorn.Server", threading.Thread]:
+    """In place of Flower's own (1.41), which answers everything to everybody: the node's port, behind a door."""
+    import uvicorn
+    from flwr.supercore.http_logging import get_uvicorn_log_config
+    from flwr.supercore.logger import console_handler
+    from flwr.supernode.main import create_app
+
+    from sims.federation.connections import Listening, settings
+    from sims.federation.doors import for_apps
+    from sims.federation.programs import listen
+
+    secret, certificate, key = config.superexec_auth_secret, config.runtime_ssl_certfile, config.runtime_ssl_keyfile
+    assert secret and certificate and key
+    try:
+        listening = listen(config.host, config.port)
+    except OSError as error:
+        sys.exit(f"{config.host}:{config.port}: cannot listen there ({error}); set another 'port' in site.yaml")
+    door = for_apps(create_app(states, secret), secret, lambda token: states.state().get_task_by_token(token))
+    server = uvicorn.Server(
+        uvicorn.Config(**settings(door, certificate, key, get_uvicorn_log_config(console_handler.level)))
+    )
+    lines: list[socket.socket] = [Listening(listening, door.crowd)]
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(lines)), name="supernode-runtime-http-api")
+    thread.start()
+    while thread.is_alive() and not server.started:
+        time.sleep(LOOK_SECONDS)
+    if not server.started:
+        sys.exit(f"{config.host}:{config.port}: the node's own server does not start")
+    return server, thread
 
 
 def _fresh(folder: Path) -> Path:

@@ -29,9 +29,9 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from sims.federation import local
+from sims.federation.bodies import MOST_BYTES
 from sims.federation.checks import check
 from sims.federation.doors import FLEET as PATHS
-from sims.federation.doors import MOST_BYTES
 from sims.federation.machines import flwr, registered
 from sims.federation.plan import CONNECTION, KEYS, SERVER, sites_of
 from sims.federation.programs import BIN, environment, free_port
@@ -144,19 +144,35 @@ def test_the_owners_door_opens_to_who_can_read_the_servers_folder(federation: Pa
         for told in ({}, {"authorization": "Bearer x"}, {"authorization": "Basic eDp5"}):
             assert answer(HERE, owners, f"/v1/control/{name}", **told) == 401
     assert {answer(HERE, owners, path) for path in PATHS} == {404}
-    for name in RUNTIME.split():
-        assert answer(HERE, owners, f"/v1/runtime/{name}") in (401, 403, 415)
+    _closed_to_strangers(owners)
     assert "nodes" in flwr(federation / SERVER, "supernode", "list", CONNECTION, "--format", "json")
     listening = subprocess.run(["ss", "-ltn"], capture_output=True, text=True).stdout if shutil.which("ss") else ""
     assert not any(f"{host}:{owners} " in listening for host in ("0.0.0.0", "*", "[::]"))
+
+
+def _closed_to_strangers(port: int) -> None:
+    """No Runtime request of somebody without a token or the secret is read, whatever it says of itself."""
+    for name in RUNTIME.split():
+        for told in ({}, {"flwr-task-token": "x"}, {"flwr-superexec-signature": "x"}, {"content-length": "99999999"}):
+            assert answer(HERE, port, f"/v1/runtime/{name}", **told) == 401
+    for path in ("/", "/health", "/docs", "/openapi.json", "/v1/runtime/", "/v1/runtime/create-task"):
+        assert {answer(HERE, port, path, method) for method in ("GET", "POST")} == {404}
+
+
+def test_a_nodes_port_answers_its_own_programs_alone(federation: Path):
+    _closed_to_strangers(_port_of_node(federation / "site-0000"))
+
+
+def _port_of_node(home: Path) -> int:
+    words = psutil.Process(program(home)).cmdline()
+    return int(words[words.index("sims.federation.supernode") + 1])
 
 
 def test_a_local_user_takes_no_task_at_a_port(federation: Path, owners: int):
     """The attack of steal.py at the server and at a node, with the certificate that they have."""
     ports = [(owners, federation / SERVER / "ca.crt", TaskType.SERVER_APP)]
     home = federation / "site-0000"
-    words = psutil.Process(program(home)).cmdline()
-    ports += [(int(words[words.index("sims.federation.supernode") + 1]), home / OWN / "ca.crt", TaskType.CLIENT_APP)]
+    ports += [(_port_of_node(home), home / OWN / "ca.crt", TaskType.CLIENT_APP)]
     for port, root, kind in ports:
         client = RuntimeHttpClient.from_server_address(
             server_address=f"{HERE}:{port}",

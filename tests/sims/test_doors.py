@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import socket
 import ssl
 import threading
@@ -13,15 +14,46 @@ from typing import Any
 import pytest
 import uvicorn
 from flwr.common.constant import SUPERLINK_NODE_ID
+from flwr.proto.runtime_pb2 import AcquireTaskRequest
 from flwr.server.superlink.linkstate.sql_linkstate import SqlLinkState
+from flwr.supercore.auth.superexec import create_superexec_auth_metadata, derive_auth_secret
+from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.supernode.nodestate import NodeStateFactory
 from starlette.types import Receive, Scope, Send
 
-from sims.federation import doors, superlink
-from sims.federation.doors import FLEET, Door, for_nodes, for_the_owner, settings
+from sims.federation import bodies, connections, doors, quiet, superlink
+from sims.federation.bodies import Room
+from sims.federation.connections import Listening, settings
+from sims.federation.doors import ACQUIRE, FLEET, RUNTIME, Door, for_apps, for_nodes, for_the_owner
 from sims.federation.keys import write_certificates
+from sims.federation.programs import free_port
+from sims.federation.quiet import Quiet
+from sims.federation.supernode import open_door
 
 HEAD = b"POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n"
-Say = Callable[[bytes], bytes]
+SECRET = b"secret"
+tasks = {"token": "task"}
+METHOD = "/flwr.proto.Runtime/AcquireTask"
+
+
+class Say:
+    """What a server answers to bytes on a new connection, until it closes that."""
+
+    def __init__(self, port: int, authority: Path) -> None:
+        self.port, self._context = port, ssl.create_default_context(cafile=str(authority))
+
+    def line(self) -> ssl.SSLSocket:
+        """A new connection."""
+        plain = socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        return self._context.wrap_socket(plain, server_hostname="127.0.0.1")
+
+    def __call__(self, text: bytes) -> bytes:
+        told = b""
+        with self.line() as line, contextlib.suppress(OSError):
+            line.sendall(text)
+            while piece := line.recv(4096):
+                told += piece
+        return told
 
 
 async def everything(scope: Scope, receive: Receive, send: Send) -> None:
@@ -36,33 +68,24 @@ async def everything(scope: Scope, receive: Receive, send: Send) -> None:
 
 @contextlib.contextmanager
 def opened(door: Door, folder: Path) -> Iterator[Say]:
-    """A server behind the door; what it answers to bytes on a new connection, until it closes that."""
+    """A server behind the door."""
     write_certificates(folder, ["127.0.0.1"])
-    listening = socket.create_server(("127.0.0.1", 0))
-    given = settings(door, str(folder / "server.crt"), str(folder / "server.key"), {"version": 1})
-    server = uvicorn.Server(uvicorn.Config(**given, lifespan="off"))
+    listening = Listening(socket.create_server(("127.0.0.1", 0)), door.crowd)
+    words = settings(door, str(folder / "server.crt"), str(folder / "server.key"), {"version": 1})
+    server = uvicorn.Server(uvicorn.Config(**words, lifespan="off"))
+    port = listening.getsockname()[1]
     thread = threading.Thread(target=lambda: asyncio.run(server._serve([listening])))
     thread.start()
-    context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
-
-    def say(text: bytes) -> bytes:
-        told, plain = b"", socket.create_connection(listening.getsockname(), timeout=60)
-        with context.wrap_socket(plain, server_hostname="127.0.0.1") as line, contextlib.suppress(OSError):
-            line.sendall(text)
-            while piece := line.recv(4096):
-                told += piece
-        return told
-
     try:
-        yield say
+        yield Say(port, folder / "ca.crt")
     finally:
         server.should_exit = True
         thread.join()
 
 
 def test_nobody_holds_a_connection_by_sending_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(doors, "HEAD_SECONDS", 0.3)
-    monkeypatch.setattr(doors, "PIECE_SECONDS", 0.3)
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(bodies, "PIECE_SECONDS", 0.3)
     with opened(Door(everything, lambda path, headers: 0), tmp_path) as say:
         assert say(b"") == say(b"POST /x HT") == say(HEAD) == b""
         assert say(HEAD + b"\r\nab").startswith(b"HTTP/1.1 500")
@@ -84,12 +107,195 @@ def test_what_a_caller_calls_the_server_reaches_no_application(tmp_path: Path):
 
 @pytest.mark.parametrize("path", ["/v1/control/start-run", "/v1/runtime/acquire-task", *sorted(FLEET)])
 def test_each_path_has_one_door(path: str):
-    nodes, owner = for_nodes(everything, lambda key: None), for_the_owner(everything, "token")
-    fleet = path in FLEET
+    nodes, owner = for_nodes(everything, lambda key: None), for_the_owner(everything, "token", SECRET, tasks.get)
+    apps, fleet, control = for_apps(everything, SECRET, tasks.get), path in FLEET, "control" in path
     assert nodes.admits(path, {}) == (401 if fleet else 404)
-    assert owner.admits(path, {}) == (404 if fleet else 401 if "control" in path else 0)
-    assert owner.admits(path, {b"authorization": b"Bearer token"}) == (404 if fleet else 0)
-    assert owner.admits(path, {b"authorization": b"Bearer toke\xff"}) == (404 if fleet else 401 if "control" in path else 0)
+    assert owner.admits(path, {}) == (404 if fleet else 401)
+    assert owner.admits(path, {b"authorization": b"Bearer token"}) == (404 if fleet else 0 if control else 401)
+    assert owner.admits(path, {b"authorization": b"Bearer toke\xff"}) == (404 if fleet else 401)
+    assert apps.admits(path, {}) == (404 if fleet or control else 401)
+
+
+def test_the_programs_of_a_machine_say_who_they_are_before_their_bodies_are_read():
+    door, key = for_apps(everything, SECRET, tasks.get), derive_auth_secret(SECRET)
+    words = create_superexec_auth_metadata(auth_secret=key, method=METHOD, request=AcquireTaskRequest())
+    good = {name.encode(): text.encode() for name, text in words.items()}
+    assert door.admits(ACQUIRE, good) == 0
+    for name in good:
+        for odd in (b"", b"1", b"\xff", b"9" * 400):
+            assert door.admits(ACQUIRE, {**good, name: odd}) == 401, (name, odd)
+        assert door.admits(ACQUIRE, {other: text for other, text in good.items() if other != name}) == 401
+    other = create_superexec_auth_metadata(auth_secret=b"other", method=METHOD, request=AcquireTaskRequest())
+    assert door.admits(ACQUIRE, {name.encode(): text.encode() for name, text in other.items()}) == 401
+    for path in RUNTIME:
+        assert door.admits(path, {b"flwr-task-token": b"token"}) == 0
+        for odd in (good, {b"flwr-task-token": b""}, {b"flwr-task-token": b"x"}, {b"flwr-task-token": b"\xff"}):
+            assert door.admits(path, odd) == 401
+    for path in ("/docs", "/openapi.json", "/health", "/v1/runtime/", "/v1/runtime/create-task", "/v1/runtime/responses"):
+        assert door.admits(path, {**good, b"flwr-task-token": b"token"}) == 404
+
+
+def head(speaker: int, size: int) -> bytes:
+    """Of a request whose body is still to come."""
+    return b"POST /x HTTP/1.1\r\nHost: a\r\nConnection: close\r\nSpeaker: %d\r\nContent-Length: %d\r\n\r\n" % (speaker, size)
+
+
+def test_unfinished_bodies_take_so_much_memory_and_one_member_takes_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bodies, "ROOM_SECONDS", 0.3)
+    size, room = 150_000, Room(most=300_000, share=200_000)
+    door = Door(everything, lambda path, headers: 0, lambda headers: int(headers[b"speaker"]), room=room)
+    with opened(door, tmp_path) as say, say.line() as first, say.line() as second:
+        first.sendall(head(1, size))
+        until(lambda: room.held_bytes == size)
+        assert say(head(1, size)).startswith(b"HTTP/1.1 503")  # its share is used up; nothing of the body is read
+        second.sendall(head(2, size))
+        until(lambda: room.held_bytes == 2 * size)
+        assert say(head(3, size)).startswith(b"HTTP/1.1 503")  # the door's is
+        assert say(head(3, 3) + b"abc").startswith(b"HTTP/1.1 200")  # small ones, such as heartbeats, get through
+        monkeypatch.setattr(bodies, "ROOM_SECONDS", 60.0)
+        threading.Timer(0.3, second.close).start()
+        assert say(head(3, size) + b"x" * size).startswith(b"HTTP/1.1 200")  # waits until there is room
+        first.sendall(b"x" * size)
+        assert first.recv(99).startswith(b"HTTP/1.1 200")
+    assert room.held_bytes == 0
+
+
+async def much(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with more than the network takes at once."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % (32 << 20))]})
+    await send({"type": "http.response.body", "body": bytes(32 << 20)})
+
+
+def test_answers_that_nobody_reads_count_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bodies, "ROOM_SECONDS", 0.3)
+    room = Room(share=16 << 20)
+    with opened(Door(much, lambda path, headers: 0, lambda headers: 1, room=room), tmp_path) as say:
+        with say.line() as line:
+            line.sendall(head(1, 0))
+            until(lambda: room.held_bytes > 32 << 20)
+            assert say(head(1, 0)).startswith(b"HTTP/1.1 503")
+            got = 0
+            while piece := line.recv(1 << 20):
+                got += len(piece)
+            assert got > 32 << 20
+        until(lambda: room.held_bytes == 0)
+        monkeypatch.setattr(bodies, "PIECE_SECONDS", 0.3)
+        with say.line() as line:
+            line.sendall(head(1, 0))
+            until(lambda: room.held_bytes > 0)
+            until(lambda: room.held_bytes == 0)  # nobody reads it, and nobody waits for that
+
+
+def test_a_body_does_not_come_by_drops_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bodies, "PIECE_SECONDS", 1.0)
+    monkeypatch.setattr(bodies, "SLOWEST", 1 << 30)
+    with opened(Door(everything, lambda path, headers: 0), tmp_path) as say, say.line() as line:
+        line.sendall(head(1, 100))
+        line.settimeout(0.2)
+        for _ in range(50):
+            with contextlib.suppress(TimeoutError):
+                line.sendall(b"x")
+                assert line.recv(99).startswith(b"HTTP/1.1 500")
+                break
+        else:
+            pytest.fail("it still waits")
+
+
+def until(there: Callable[[], bool]) -> None:
+    """Wait for it."""
+    for _ in range(1000):
+        if there():
+            return
+        threading.Event().wait(0.01)
+    pytest.fail("it does not come")
+
+
+def test_a_flood_of_connections_shuts_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Neither those that never begin to speak TLS, nor those that never say what they ask for."""
+    monkeypatch.setattr(connections, "MOST_UNKNOWN", 8)
+    door = Door(everything, lambda path, headers: 0 if path == "/x" else 404)
+    with opened(door, tmp_path) as say, contextlib.ExitStack() as stack:
+        member = stack.enter_context(say.line())
+        member.sendall(HEAD + b"\r\na")  # known from here on, and slow
+        until(lambda: len(door.crowd) == 0)
+        flood = [stack.enter_context(socket.create_connection(("127.0.0.1", say.port))) for _ in range(30)]
+        flood += [stack.enter_context(say.line()) for _ in range(30)]
+        until(lambda: len(door.crowd) == 8)
+        assert say(HEAD + b"Connection: close\r\n\r\nabc").startswith(b"HTTP/1.1 200")
+        for line in flood[:50]:  # the oldest ones are closed
+            line.settimeout(60)
+            with contextlib.suppress(OSError):
+                assert not line.recv(1)
+        member.sendall(b"bc")
+        assert member.recv(99).startswith(b"HTTP/1.1 200")
+
+
+def test_a_flood_from_one_address_closes_no_connection_of_another(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(connections, "MOST_UNKNOWN", 4)
+    crowd, pairs = connections.Crowd(), [socket.socketpair() for _ in range(20)]
+    crowd.came(("10.0.0.1", 1), pairs[0][0])
+    for port, (line, _) in enumerate(pairs[1:]):
+        crowd.came(("10.0.0.2", port), line)
+    pairs[0][1].setblocking(False)
+    with pytest.raises(BlockingIOError):
+        pairs[0][1].recv(1)  # it is open
+    assert pairs[1][1].recv(1) == b"" and len(crowd) == 4
+    for pair in pairs:
+        for line in pair:
+            line.close()
+
+
+def test_the_nodes_port_answers_its_own_programs_alone(tmp_path: Path):
+    write_certificates(tmp_path, ["127.0.0.1"])
+    config: Any = SimpleNamespace(
+        superexec_auth_secret=SECRET, runtime_ssl_certfile=str(tmp_path / "server.crt"),
+        runtime_ssl_keyfile=str(tmp_path / "server.key"), host="127.0.0.1", port=free_port(),
+    )  # fmt: skip
+    server, thread = open_door(config, NodeStateFactory(objectstore_factory=ObjectStoreFactory()))
+    try:
+        say = Say(config.port, tmp_path / "ca.crt")
+        for path in (b"/docs", b"/openapi.json", b"/health", b"/"):
+            for method in (b"GET", b"POST"):
+                assert say(method + b" " + path + b" HTTP/1.1\r\nHost: a\r\n\r\n").startswith(b"HTTP/1.1 404")
+        for path in (ACQUIRE, *RUNTIME):
+            request = HEAD.replace(b"/x", path.encode()).replace(b" 3\r", b" 99999999\r") + b"flwr-task-token: x\r\n\r\n"
+            assert say(request).startswith(b"HTTP/1.1 401")  # without waiting for what does not come
+        with pytest.raises(SystemExit, match="set another 'port'"):
+            open_door(config, NodeStateFactory(objectstore_factory=ObjectStoreFactory()))
+        words = create_superexec_auth_metadata(
+            auth_secret=derive_auth_secret(SECRET), method=METHOD, request=AcquireTaskRequest()
+        )
+        lines = "".join(f"{name}: {text}\r\n" for name, text in words.items()).encode()
+        start = b"POST " + ACQUIRE.encode() + b" HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\nConnection: close\r\n"
+        told = say(start + b"Content-Type: application/protobuf\r\n" + lines + b"\r\n")
+        assert told.split(b" ")[1] in (b"200", b"400", b"412", b"426"), told  # Flower's own answer
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def test_nobody_fills_a_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    log, filtered = logging.getLogger("tests.doors"), Quiet()
+    log.addFilter(filtered)
+    try:
+        for number in range(1000):
+            try:
+                raise ValueError(number)
+            except ValueError:
+                log.exception("caller %s sent nonsense", number)
+        log.warning("another kind")
+        texts = [record.getMessage() for record in caplog.records]
+        assert texts == [f"caller {number} sent nonsense" for number in range(quiet.LINES)] + ["another kind"]
+        assert [bool(record.exc_info) for record in caplog.records] == [True] + [False] * quiet.LINES
+        caplog.clear()
+        for minute in (60.0, 60.0, -1.0):
+            monkeypatch.setattr(quiet, "MINUTE", minute)
+            for text in ("x" * 9999,) * 8:
+                log.warning(text)
+        texts = [record.getMessage() for record in caplog.records]
+        assert "(6 more like it were left out)" in texts[quiet.LINES] and max(map(len, texts)) < quiet.LONGEST + 99
+    finally:
+        log.removeFilter(filtered)
 
 
 def test_a_node_sends_the_server_its_own_replies_and_nobody_anything_else(monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,124 @@
+"""What a door holds of requests and answers: so many bytes at once, in all and of one speaker, and they must keep moving."""
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Hashable
+
+from starlette.types import Message, Receive, Send
+
+MOST_BYTES = 128 << 20  # of a request; Flower sends arrays in parts of 5 MiB
+MOST_HELD = 512 << 20  # of all requests that are under way at a door
+MOST_SHARE = 128 << 20  # of those of one speaker
+SMALL = 64 << 10  # a body that never waits for others' (heartbeats, say), and the least that a request counts as
+MOST_WAITING = 64  # requests of one speaker that wait for room
+ROOM_SECONDS = 10.0  # to wait for room; Flower's programs wait 30 s for an answer, and try again after a 503
+PIECE_SECONDS = 60.0  # between two pieces of a body
+SLOWEST = 16 << 10  # bytes per second of a body or an answer, on the whole
+
+
+class Full(Exception):
+    """There is no room for a body."""
+
+
+class Room:
+    """The bytes of the bodies that are under way at a door: `most` in all, `share` of one speaker."""
+
+    def __init__(self, most: int = MOST_HELD, share: int = MOST_HELD) -> None:
+        self._most, self._share = most, share
+        self._held: Counter[Hashable] = Counter()
+        self._waiting: Counter[Hashable] = Counter()
+        self._freed = asyncio.Event()
+
+    @property
+    def held_bytes(self) -> int:
+        """Of all bodies that are under way now."""
+        return self._held.total()
+
+    @contextlib.asynccontextmanager
+    async def held(self, speaker: Hashable, size: int) -> AsyncIterator[Callable[[int], None]]:
+        """Hold room for a body as long as its request is under way; what takes note of bytes of the answer, too.
+
+        Full: there is no room, and none becomes free.
+        """
+        counted = max(size, SMALL)
+        if not self._fits(speaker, counted):
+            await self._wait(speaker, counted)
+        self._held[speaker] += counted
+
+        def grow(more: int) -> None:
+            nonlocal counted
+            counted += more
+            self._held[speaker] += more
+
+        try:
+            yield grow
+        finally:
+            self._held[speaker] -= counted
+            self._held += Counter()  # whoever holds nothing is forgotten
+            self._freed.set()
+            self._freed = asyncio.Event()
+
+    def _fits(self, speaker: Hashable, size: int) -> bool:
+        of_all = size <= SMALL or self.held_bytes + size <= self._most
+        return of_all and self._held[speaker] + size <= self._share
+
+    async def _wait(self, speaker: Hashable, size: int) -> None:
+        """Until there is room."""
+        if self._waiting[speaker] >= MOST_WAITING:
+            raise Full
+        self._waiting[speaker] += 1
+        try:
+            async with asyncio.timeout(ROOM_SECONDS):
+                while not self._fits(speaker, size):
+                    await self._freed.wait()
+        except TimeoutError:
+            raise Full from None
+        finally:
+            self._waiting[speaker] -= 1
+            self._waiting += Counter()
+
+
+class Measured:
+    """What comes of a body, which must not stop coming, nor come by drops for ever."""
+
+    def __init__(self, receive: Receive, size: int) -> None:
+        self._receive, self._whole = receive, False
+        self._end = time.monotonic() + PIECE_SECONDS + size / SLOWEST
+
+    async def __call__(self) -> Message:
+        if self._whole:
+            return await self._receive()  # until the caller goes away
+        try:
+            message = await asyncio.wait_for(self._receive(), min(PIECE_SECONDS, self._end - time.monotonic()))
+        except TimeoutError:
+            return {"type": "http.disconnect"}
+        self._whole = not message.get("more_body", False)
+        return message
+
+
+class Answered:
+    """What is answered, in pieces: the next one follows when the caller has read most of what came before.
+
+    `grow`: takes note of bytes that wait to be read. TimeoutError: the caller does not read them.
+    """
+
+    def __init__(self, send: Send, grow: Callable[[int], None]) -> None:
+        self._send, self._grow = send, grow
+
+    async def __call__(self, message: Message) -> None:
+        body = message.get("body", b"")
+        if len(body) <= SMALL:
+            return await self._in_time(message, PIECE_SECONDS)
+        self._grow(len(body))
+        end = time.monotonic() + PIECE_SECONDS + len(body) / SLOWEST
+        for start in range(0, len(body), SMALL):
+            more = start + SMALL < len(body) or message.get("more_body", False)
+            piece = {**message, "body": body[start : start + SMALL], "more_body": more}
+            await self._in_time(piece, min(PIECE_SECONDS, end - time.monotonic()))
+        return None
+
+    async def _in_time(self, message: Message, seconds: float) -> None:
+        async with asyncio.timeout(seconds):
+            await self._send(message)

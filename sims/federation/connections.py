@@ -1,0 +1,102 @@
+"""How a door of a federation holds connections: a head comes in time, and who is not yet known crowds out nobody who is."""
+
+import contextlib
+import socket
+from asyncio import TimerHandle, Transport
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEAD_SECONDS = 20.0  # for a request's head to come as a whole
+MOST_UNKNOWN = 512  # connections whose caller has not proved yet who it is
+MOST_CONNECTIONS = 4096  # of all kinds; beyond, requests are answered 503
+
+Peer = tuple[str, int]  # address and port of a caller
+
+
+class Crowd:
+    """The connections at a door whose callers are not known yet: if there are too many, the oldest one is closed.
+
+    The oldest of the address that has most of them: a flood from one address closes no connection of another.
+    """
+
+    def __init__(self) -> None:
+        self._unknown: dict[Peer, socket.socket] = {}
+
+    def __len__(self) -> int:
+        return len(self._unknown)
+
+    def came(self, peer: Peer, line: socket.socket) -> None:
+        """Take note of a connection that has just been made."""
+        if len(self._unknown) >= MOST_UNKNOWN:
+            self._unknown = {where: other for where, other in self._unknown.items() if other.fileno() >= 0}
+        if len(self._unknown) >= MOST_UNKNOWN:
+            most = Counter(host for host, _ in self._unknown).most_common(1)[0][0]
+            oldest = next(where for where in self._unknown if where[0] == most)
+            with contextlib.suppress(OSError):  # it is closed already
+                self._unknown.pop(oldest).shutdown(socket.SHUT_RDWR)
+        self._unknown[peer] = line
+
+    def known(self, peer: Peer) -> None:
+        """Take note that the caller of a connection has proved who it is."""
+        self._unknown.pop(peer, None)
+
+
+class Listening(socket.socket):
+    """A listening socket that takes over another one, and shows each new connection to a crowd."""
+
+    def __init__(self, listening: socket.socket, crowd: Crowd) -> None:
+        super().__init__(fileno=listening.detach())
+        self._crowd = crowd
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """The next connection, and where it comes from."""
+        line, peer = super().accept()
+        self._crowd.came((str(peer[0]), int(peer[1])), line)
+        return line, peer
+
+
+class Patient(H11Protocol):
+    """Uvicorn's HTTP/1.1, but that a request's head has to come in time: nobody holds a connection by sending nothing."""
+
+    _late: TimerHandle | None = None
+
+    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._wait() if self._at_head() else self._stop()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop()
+        super().connection_lost(exc)
+
+    def _at_head(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _wait(self) -> None:
+        if self._late is None:
+            self._late = self.loop.call_later(HEAD_SECONDS, self._end)
+
+    def _stop(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _end(self) -> None:
+        if self._at_head():
+            self.transport.abort()
+
+
+def settings(app: ASGIApp, certificate: str, key: str, log_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of uvicorn, for a door."""
+    return {
+        "app": app, "http": Patient, "ws": "none", "ssl_certfile": certificate, "ssl_keyfile": key, "log_config": log_config,
+        "server_header": False, "proxy_headers": False, "access_log": False, "timeout_graceful_shutdown": 3,
+        "limit_concurrency": MOST_CONNECTIONS,
+    }  # fmt: skip
