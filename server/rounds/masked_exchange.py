@@ -57,7 +57,7 @@ class SummedElsewhereError(FailedError):
 
 
 class BlameError(FailedError):
-    """The shares of some sites are wrong, as many others say; without them the round can begin again."""
+    """The shares of some sites are wrong; without them the round can begin again."""
 
     def __init__(self, text: str, sites: Collection[str]) -> None:
         super().__init__(text)

@@ -62,19 +62,18 @@ class SecureAggregation:
         while True:
             try:
                 self._attempt(kind, content, asked)
+                for name, vectors in self.heard.vectors.items():
+                    self._bare(name, vectors)
                 break
             except BlameError as error:
                 asked = [site for site in asked if site.name not in error.sites]
                 if len(asked) < needed:  # else liars could leave out one honest site after the other
                     raise
-                for site in error.sites:
-                    self.exchange.message(f"round {self.run.number}: {site} is left out: many sites cannot use its shares")
+                self.exchange.message(f"{error}: the round begins again without {', '.join(error.sites)}")
             except SummedElsewhereError:
                 if self.run.again == IDLE or ((draws := draws + 1) >= MOST_DRAWS and not self.run.leaving):
                     raise
                 self.run.again = draws if draws < MOST_DRAWS else IDLE
-        for name, vectors in self.heard.vectors.items():
-            self._bare(name, vectors)
         means = self._means()
         self._put()
         self._sound(means)
@@ -114,8 +113,8 @@ class SecureAggregation:
                 vector.add_(mask(key, record, len(vector)), alpha=times)
 
     def _secret(self, name: str, what: str, right: Callable[[bytes], bool]) -> bytes:
-        """A site's secret, from shares of it, each of which is one that it dealt. FailedError if they are too few, or if
-        what it dealt makes no secret.
+        """A site's secret, from shares of it, each of which is one that it dealt. FailedError if they are too few,
+        BlameError if what it dealt makes no secret.
         """
         if name in self._rebuilt:
             return self._rebuilt[name]
@@ -125,8 +124,7 @@ class SecureAggregation:
                               f"of which {needed} are needed; 'fedloom resume' tries the round again")  # fmt: skip
         secret = rebuilt({place: shares[place] for place in sorted(shares)[:needed]})
         if not right(secret):
-            raise FailedError(f"round {self.run.number}: the shares that {name} dealt do not make its secret; forget it, "
-                              "or go on with 'fedloom resume' when it is mended")  # fmt: skip
+            raise BlameError(f"round {self.run.number}: the shares that {name} dealt do not make its secret", [name])
         return self._rebuilt.setdefault(name, secret)
 
     def _means(self) -> dict[str, State]:

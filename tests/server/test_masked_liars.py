@@ -8,6 +8,7 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 
+from clients.job import Job
 from clients.messages import (
     BLAMED,
     COMMITMENTS,
@@ -19,6 +20,7 @@ from clients.messages import (
     to_states,
 )
 from clients.secure_aggregation import site
+from clients.secure_aggregation.secrets import Attempt, Secrets
 from conf import Config
 from conf.errors import FailedError
 from fusion.exact import State
@@ -65,7 +67,7 @@ def test_wrong_shares_have_a_name_and_the_sum_its_bits(
 def test_a_site_whose_shares_nobody_can_use_is_left_out(tmp_path: Path, record: str, lie: Callable[[State], State]):
     config = configured(tmp_path, sites=7)
     told = run(config, Spoiled(changed(record, lie), [SECURE_SHARES], [3]))
-    assert f"round 1: {LIAR} is left out: many sites cannot use its shares" in told.messages
+    assert f"round 1: many sites cannot use the shares of {LIAR}: the round begins again without {LIAR}" in told.messages
     with method_of(config) as method:
         rounds = [event.body["record"]["masked"]["sites"] for event in method.ledger.events() if event.kind == "round"
                   and event.body["round"]]  # fmt: skip
@@ -92,18 +94,29 @@ def test_one_site_that_says_so_does_not_have_a_round_begin_again(tmp_path: Path)
     assert sum(kind == TRAIN for kind, _, _ in client.replies) == 14
 
 
-def test_a_dealer_whose_shares_make_no_secret_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Each share is the one that it committed to; they are of no polynomial."""
-    real, dealt = site.shared_out, [0]
+@pytest.mark.parametrize("secret", [0, 1])
+def test_a_dealer_whose_shares_make_no_secret_does_not_end_the_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secret: int
+):
+    """Each share is the one that it committed to; they are of no polynomial. The second secret is needed if it is gone."""
+    real, deals = site.shared_out, site._dealt
 
-    def shared_out(secret: bytes, threshold: int, count: int) -> list[bytes]:
-        dealt[0] += 1
-        shares = real(secret, threshold, count)
-        return [bytes(16), *shares[1:]] if dealt[0] == 7 else shares  # the fourth site's first secret
+    def dealt(job: Job, attempt: Attempt, secrets: Secrets) -> dict[str, State]:
+        kinds = iter((0, 1))
 
-    monkeypatch.setattr(site, "shared_out", shared_out)
-    with pytest.raises(FailedError, match=f"the shares that {LIAR} dealt do not make its secret; forget it"):
-        run(configured(tmp_path, sites=7))
+        def shared_out(text: bytes, threshold: int, count: int) -> list[bytes]:
+            shares = real(text, threshold, count)
+            return [bytes(16), *shares[1:]] if (next(kinds), job.site.name) == (secret, LIAR) else shares
+
+        monkeypatch.setattr(site, "shared_out", shared_out)
+        return deals(job, attempt, secrets)
+
+    monkeypatch.setattr(site, "_dealt", dealt)
+    told = run(configured(tmp_path, "training.batch=2", sites=7), Spoiled(gone, [TRAIN] if secret else [], [3]))
+    for number in (1, 2):
+        start = f"round {number}: the shares that {LIAR} dealt do not make its secret"
+        assert f"{start}: the round begins again without {LIAR}" in told.messages
+    assert [record["replies"] for record in told.records] == [6, 6]
 
 
 def test_what_was_summed_before_a_crash_is_summed_again_with_other_batches(tmp_path: Path):
