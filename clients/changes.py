@@ -1,6 +1,7 @@
 """The change of a round: how far what a site sends is from where it began, which is never anything that only the site knows.
 
-A record begins at what the server has sent in this round (Session.from_server), or else at what this site sent last.
+A record begins at what the server has sent in this round (Session.from_server), or else at what this site sent last. What
+a session says to begin at the server's must be there, to the bit: a server may leave out what a session falls back from.
 """
 
 from collections.abc import Mapping
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from clients.messages import OWN
+from clients.messages import OWN, to_states
 from clients.sent import Sent
+from conf.errors import UserError
 from fusion.exact import State, quantise
 
 if TYPE_CHECKING:
@@ -23,16 +25,18 @@ if TYPE_CHECKING:
 class Changes:
     """By record, in units of 2**-scale_bits (int64): where it began, and how far training has moved it.
 
-    `kept`: records that begin at what was sent last, in the next round too.
+    `kept`: records that begin at what was sent last, in the next round too. `first`: in this round, they begin at what the
+    server knows, too.
     """
 
     begin: dict[str, State]
     moved: dict[str, State]
     kept: frozenset[str]
+    first: bool
 
-    def vector(self) -> Tensor:
-        """All entries of the moves, int64 [n]."""
-        return torch.cat([torch.empty(0, dtype=torch.int64), *(one.flatten() for one in self.tensors())])
+    def is_known(self, record: str) -> bool:
+        """Whether the server knows where a record begins."""
+        return self.first or record not in self.kept
 
     def tensors(self) -> list[Tensor]:
         """The moves of all tensors."""
@@ -42,12 +46,15 @@ class Changes:
 def changes(job: "Job", session: "Session", start: Mapping[str, State], given: Mapping[str, State]) -> Changes:
     """The change of what a session sends. `start`: what it would send without training.
 
-    Raises LostStateError if what the site sent last is not in its store.
+    Raises LostStateError if what the site sent last is not in its store, UserError if a record that should begin at what the
+    server has sent does not.
     """
     bits, order = job.config.federation.scale_bits, job.order
     kept = frozenset(given) - session.from_server
     first = not order.base or OWN in job.content.array_records  # the session knows nothing that the server does not
     begin = {record: quantise(state, bits) for record, state in start.items() if first or record not in kept}
+    if not first:
+        _check_sent(to_states(job.content), {record: state for record, state in start.items() if record not in kept})
     if lacking := kept - begin.keys():
         sent = Sent(job.store)
         begin |= {order.slot: sent.summed(order.base)} if order.slot in lacking else {}
@@ -55,7 +62,20 @@ def changes(job: "Job", session: "Session", start: Mapping[str, State], given: M
         begin |= {record: state for record, state in sent.records(order.base).items() if record in others} if others else {}
     moved = {record: {name: one - begin[record][name] for name, one in quantise(state, bits).items()}
              for record, state in given.items()}  # fmt: skip
-    return Changes(begin, moved, kept)
+    return Changes(begin, moved, kept, first)
+
+
+def _check_sent(sent: Mapping[str, State], begin: Mapping[str, State]) -> None:
+    """UserError if a tensor at which a record begins is in nothing that the server has sent."""
+    for record, state in begin.items():
+        for name, one in state.items():
+            if not any(name in each and _same(each[name], one) for each in sent.values()):
+                raise UserError(f"record '{record}': tensor '{name}' begins at what the server has not sent in this round, "
+                                "so that only this site knows it")  # fmt: skip
+
+
+def _same(sent: Tensor, one: Tensor) -> bool:
+    return sent.shape == one.shape and torch.equal(sent.to(one.dtype), one.cpu())
 
 
 def keep_sent(job: "Job", changed: Changes, sent: Mapping[str, State]) -> None:

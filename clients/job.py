@@ -45,7 +45,6 @@ from clients.privacy import private, spend
 from clients.randomness import drawing, torch_generator
 from clients.secure_aggregation import ANSWERS, bounded, masked, noise_share
 from clients.secure_aggregation.site import BlamedError
-from clients.sketch import nothing, sketch
 from clients.statistics import CLASS_STATISTICS, MOMENTS, class_statistics, moments
 from clients.store import LostStateError, SiteStore
 from conf.errors import UserError
@@ -174,8 +173,7 @@ class Job:
         if self.order.secure:
             given = bounded(self, given)
             charged = privacy.noise and (self.simulated or self.policy.epsilon)  # then what sums tell is bounded
-            seen = nothing() if charged else sketch(changed.vector(), self.sketch_key)
-            sent = masked(self, given, samples, seen)
+            sent = masked(self, given, samples, changed, charged=bool(charged))
         else:
             sent = {name: to_arrays(state, self.config.federation.packed) for name, state in given.items()}
         keep_sent(self, changed, given)

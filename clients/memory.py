@@ -12,10 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
-from clients.sketch import ALIKE, likeness
+from clients.sketch import ALIKE, Sketch, likeness, packed, unpacked
 from conf.errors import UserError
 
 FILE = "memory.sqlite"
@@ -24,7 +21,7 @@ MOST_NAMED = 5  # sites, in a message
 TABLES = """
 create table if not exists spent (site text, noise real, rounds integer, primary key (site, noise));
 create table if not exists sums (site text, run text, round integer, counted text, beside text, first integer, leaving text,
-  sketch blob);
+  config text, sketches text);
 create index if not exists sums_of on sums (site);
 create table if not exists keys (site text primary key, key blob);
 create table if not exists begun (site text, run text, round integer, primary key (site, run));
@@ -41,7 +38,8 @@ class SummedBeforeError(UserError):
 
 @dataclass(frozen=True)
 class Disclosure:
-    """A sum that is about to be read: of a run's round, over these sites. `sketch` (float32 [n]): of this site's change.
+    """A sum that is about to be read: of a run's round, over these sites. `sketches`: by record that is summed, of what the
+    server does not know of this site's part of it. `config`: a digest of the configuration.
 
     `beside`: those of the sites that go on from the same round as this one; `first`: it is none, and they begin at what
     they were sent. `leaving`: sites that are forgotten in this round, whose common masks are taken out. `idle`: nobody
@@ -53,7 +51,8 @@ class Disclosure:
     counted: Sequence[str]
     beside: Sequence[str]
     first: bool
-    sketch: NDArray[np.float32]
+    config: str
+    sketches: Mapping[str, Sketch]
     leaving: Sequence[str] = ()
     idle: bool = False
 
@@ -104,8 +103,19 @@ class Memory:
             counted, beside, leaving = (
                 "\n".join(sorted(names)) for names in (disclosure.counted, disclosure.beside, disclosure.leaving)
             )
-            row = (self.site, disclosure.run, disclosure.round, counted, beside, disclosure.first, leaving)
-            db.execute("insert into sums values (?, ?, ?, ?, ?, ?, ?, ?)", (*row, disclosure.sketch.tobytes()))
+            row = (
+                self.site,
+                disclosure.run,
+                disclosure.round,
+                counted,
+                beside,
+                disclosure.first,
+                leaving,
+                disclosure.config,
+            )
+            db.execute(
+                "insert into sums values (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*row, json.dumps(packed(disclosure.sketches)))
+            )
 
     def _spent(self, db: sqlite3.Connection) -> dict[float, int]:
         """Rounds by noise; of a store of an earlier version, whose budgets were files, what those say."""
@@ -131,7 +141,9 @@ class Memory:
             raise UserError("secure aggregation: where nobody trains, all must count that counted last, or leave")
         for one in before:
             later = [names for number, names in left.items() if number > one.round] if one.run == disclosure.run else []
-            if (apart := _apart(one, disclosure, set().union(*later))) and likeness(one.sketch, disclosure.sketch) > ALIKE:
+            if (apart := _apart(one, disclosure, set().union(*later))) and likeness(
+                one.sketches, disclosure.sketches
+            ) > ALIKE:
                 text = f"secure aggregation: what this site has trained was summed in round {one.round} of '{one.run}', "
                 raise SummedBeforeError(
                     f"{text}{apart}; the difference of the two sums tells what few gave", disclosure.round
@@ -139,11 +151,13 @@ class Memory:
 
     def _before(self, db: sqlite3.Connection) -> list[Disclosure]:
         """The sums that were read, the oldest first."""
-        words = "select run, round, counted, beside, first, sketch, leaving from sums where site = ? order by rowid"
+        words = (
+            "select run, round, counted, beside, first, config, sketches, leaving from sums where site = ? order by rowid"
+        )
         return [
-            Disclosure(run, round, counted.split("\n"), beside.split("\n"), bool(first),
-                       np.frombuffer(sketch, np.float32), leaving.split("\n"))
-            for run, round, counted, beside, first, sketch, leaving in db.execute(words, (self.site,))
+            Disclosure(run, round, counted.split("\n"), beside.split("\n"), bool(first), config,
+                       unpacked(json.loads(sketches)), leaving.split("\n"))
+            for run, round, counted, beside, first, config, sketches, leaving in db.execute(words, (self.site,))
         ]  # fmt: skip
 
     @contextlib.contextmanager
@@ -174,6 +188,8 @@ def _apart(before: Disclosure, now: Disclosure, gone: set[str]) -> str:
         return f"and {_named(some)} would be in one of two sums only"
     if some := (set(before.beside) ^ set(now.beside)) - gone:
         return f"where {_named(some)} did not go on from the same round as now"
+    if before.config != now.config:
+        return "by another configuration, with which few may train otherwise than now"
     if before.run != now.run and not (before.first and now.first):
         return "another run, in which some sites may go on from something else than now"
     return ""

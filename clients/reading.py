@@ -14,7 +14,7 @@ from clients.device import memory_share
 from clients.guard import SIMULATED
 from clients.identity import SIGNED, erased_words
 from clients.job import Job
-from clients.messages import BEFORE, ENROL, ERASE, ERASED, METRICS, OWN, read_order
+from clients.messages import BEFORE, ENROL, ERASE, ERASED, METRICS, OWN, SUBSET, read_order
 from clients.ordinary import ordinary
 from clients.policy import Policy, followed
 from clients.store import SiteStore
@@ -63,6 +63,8 @@ def read_job(message: Message, context: Context) -> Job:
     text = configuration(order.config, message.content, None if simulated else root)
     if order.secure and {OWN, BEFORE} & message.content.array_records.keys():
         raise UserError("order.secure: under masks nobody but the site has what it gave; takes no record of it")
+    if order.secure and any(name.startswith(SUBSET) for name in message.content.array_records):
+        raise UserError("order.secure: a record for single sites would have them train differently; takes none")
     config = parsed(text, order.run)
     config = config if simulated else followed(config, policy, order.site)
     policy.spare(order, config)

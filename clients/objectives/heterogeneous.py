@@ -38,6 +38,8 @@ class Heterogeneous(Local):
 class AloneSession(LocalSession):
     """From the site's own network on, which starts as its name draws it; the server is told, and tells nothing."""
 
+    from_server = frozenset()
+
     def start(self) -> State:
         return self.task.own or initial_state(self.task.config, self.task.site.name, self.task.site)
 

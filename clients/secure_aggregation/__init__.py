@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from clients.messages import SECURE_CONFIRM, SECURE_KEYS, SECURE_SHARES, SECURE_UNMASK
 from clients.secure_aggregation.agreement import confirm, unmask
-from clients.secure_aggregation.site import bounded, keys, masked, noise_share, shares
+from clients.secure_aggregation.contribution import bounded, masked, noise_share
+from clients.secure_aggregation.site import keys, shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,8 +6,6 @@ as must answer have signed the same list (Bonawitz et al. 2017, the consistency 
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from clients.memory import Disclosure
 from clients.messages import SECURE_CONFIRM, SECURE_TRAINED, SECURE_UNMASK
 from clients.objectives import Answer
@@ -15,6 +13,7 @@ from clients.secure_aggregation.asked import attempt_id, check_enough, incoming,
 from clients.secure_aggregation.members import check_members
 from clients.secure_aggregation.primitives import SECRET, SIGNATURE, is_signature, signature, trained_words
 from clients.secure_aggregation.secrets import Attempt, Secrets
+from clients.sketch import unpacked
 from conf.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ def confirm(job: "Job") -> Answer:
         raise UserError("secure aggregation: the list of the sites that count is not one of this attempt")
     if attempt.counted not in ([], counted):
         raise UserError("secure aggregation: this site has signed another list of the sites that count")
-    if staying := sorted(set(attempt.leaving) & set(counted)):
+    if staying := sorted(attempt.lifts.keys() & set(counted)):
         raise UserError(f"secure aggregation: {staying[0]} leaves, and its contribution is in the list of those that count")
     check_enough(attempt, len(counted))
     if not job.simulated:
@@ -74,6 +73,7 @@ def unmask(job: "Job") -> Answer:
                         "the server told sites of different lists, or had them train differently")  # fmt: skip
     job.memory.add(_disclosure(job, attempt, attempt.counted))
     attempt.unmasked = True
+    secrets.keep_lifted(attempt, job.order.round)
     secrets.save(attempt)
     found = {mine: to_tensor(bytes.fromhex(attempt.shares))}
     for name, text in ((name, bytes.fromhex(both)) for name, both in attempt.held.items()):
@@ -87,8 +87,8 @@ def _statement(attempt: Attempt) -> bytes:
 
 
 def _disclosure(job: "Job", attempt: Attempt, counted: list[str]) -> Disclosure:
-    seen = np.frombuffer(bytes.fromhex(attempt.sketch), np.float32)
     bases, mine = attempt.bases, attempt.bases[job.site.name]
     beside = [name for name in counted if bases[name] == mine]
     first = not any(bases[name] for name in counted)
-    return Disclosure(job.order.run, job.order.round, counted, beside, first, seen, attempt.leaving, attempt.idle)
+    about = job.order.run, job.order.round, counted, beside, first, attempt.config, unpacked(attempt.sketches)
+    return Disclosure(*about, list(attempt.lifts), attempt.idle)

@@ -4,9 +4,16 @@ The server names the sites of a round. If it may name two, one of which is its o
 """
 
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
+from clients.data import label
 from clients.policy import Policy
 from conf.errors import UserError
+from conf.schema import Config
+from conf.sites import Site, roster
+
+if TYPE_CHECKING:
+    from clients.job import Job
 
 ALWAYS, USUALLY = 2, 3  # fewest members of a sum: whatever a policy says, and where it knows no keys and says nothing
 
@@ -17,6 +24,24 @@ def fewest(policy: Policy) -> int:
         return max(ALWAYS, policy.min_members)
     known = len(policy.identity.known())
     return max(ALWAYS, known // 2 + 1) if known else USUALLY
+
+
+def check_alike(job: "Job", names: Collection[str]) -> None:
+    """UserError unless these sites train the same network in the same way, by the configuration that all of them have.
+
+    Otherwise the server may know what the others give: their network is dead, or their classes have outputs of their own.
+    """
+    rows = {site.name: _manner(job.config, site) for site in roster(job.config) if site.name in {*names, job.site.name}}
+    if odd := sorted(name for name, one in rows.items() if one != rows[job.site.name]):
+        raise UserError(f"secure aggregation: {odd[0]} has another network or other outputs than this site, or changes its "
+                        "images otherwise; give all sites of a masked sum the same, or leave out the masks")  # fmt: skip
+
+
+def _manner(config: Config, site: Site) -> tuple[object, ...]:
+    """What a site's training depends on beside its own images."""
+    spec = site.spec
+    block = label(spec) if config.data.heads == "task" else ""
+    return spec.network, spec.rotation, spec.invert, spec.flip, spec.classes, spec.relabel, block
 
 
 def check_members(policy: Policy, names: Collection[str]) -> None:

@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from clients.secure_aggregation.primitives import PublicKeys, commitment, public_key, secret, signing_key
+from clients.sketch import Sketch, packed, unpacked
 from clients.states import write_bytes
 from clients.store import SiteStore
 from conf.errors import UserError
 
-ROUND, KEYS = "secure-round.json", "secure-keys.json"
+ROUND, KEYS, MOVED, LIFTED = "secure-round.json", "secure-keys.json", "secure-moved.json", "secure-lifted.json"
 
 
 @dataclass
@@ -22,9 +23,10 @@ class Attempt:
     `channel`: of the key pair that seals shares; `pair`: of the one that common masks follow from; `own`: of the mask that
     is this site's alone; `signing`: of the key of its signatures. `threshold`: how many must answer. `peers`: every site's
     public keys. `held`: others' shares for this site. `shares`: its share of its own secret `own`. `statement`: what
-    determined its training; `bases`: by site, the round that it goes on from; `sketch`: of its own change. `counted`: the
-    sites whose contributions count, as it has signed.
-    `leaving`: those whose common masks it has taken out. `idle`: nobody trains in this round.
+    determined its training; `bases`: by site, the round that it goes on from; `sketches`: of what the server does not
+    know of its contribution (clients.sketch); `config`: a digest of what was configured. `counted`: the sites whose
+    contributions count, as it has signed.
+    `lifts`: by site that leaves, the rounds whose common masks it has taken out. `idle`: nobody trains in this round.
     `sent`, `unmasked`: it has sent its masked contribution, and has helped to take masks off. Each is done once, for two
     that differ under one mask would tell the difference. Secrets are shared out once, too (then there are `peers`): of a
     second round of shares, enough could be asked for the other secret.
@@ -41,9 +43,10 @@ class Attempt:
     shares: str = ""
     statement: str = ""
     bases: dict[str, int] = field(default_factory=dict)
-    sketch: str = ""
+    sketches: dict[str, str] = field(default_factory=dict)
+    config: str = ""
     counted: list[str] = field(default_factory=list)
-    leaving: list[str] = field(default_factory=list)
+    lifts: dict[str, list[int]] = field(default_factory=dict)
     idle: bool = False
     sent: bool = False
     unmasked: bool = False
@@ -95,6 +98,24 @@ class Secrets:
         """Keep the keys of a round's masks, in place of those of an earlier attempt at it; later ones never counted."""
         kept = {number: one for number, one in self.masks().items() if number < round} | {round: dict(keys)}
         self._write(KEYS, {number: {site: key.hex() for site, key in one.items()} for number, one in kept.items()})
+
+    def moved(self, round: int) -> dict[str, Sketch]:
+        """By record, the sketch of how far it moved in a round; of the last two rounds."""
+        return unpacked(self._read(MOVED).get(str(round), {}))
+
+    def keep_moved(self, round: int, base: int, sketches: Mapping[str, Sketch]) -> None:
+        """Save them, beside those of the round that this one is based on."""
+        self._write(MOVED, {str(base): packed(self.moved(base)), str(round): packed(sketches)})
+
+    def lifted(self) -> dict[str, int]:
+        """By 'SITE ROUND', in which round a sum was read without the mask in common with that site, of that round."""
+        return {str(name): int(round) for name, round in self._read(LIFTED).items()}
+
+    def keep_lifted(self, attempt: Attempt, round: int) -> None:
+        """Note that the sum of an attempt is read, in which masks were taken out."""
+        if attempt.lifts:
+            now = {f"{name} {one}": round for name, rounds in attempt.lifts.items() for one in rounds}
+            self._write(LIFTED, self.lifted() | now)
 
     def _read(self, name: str) -> dict[str, Any]:
         path = self.store.folder / name

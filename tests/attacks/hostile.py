@@ -35,6 +35,7 @@ from clients.messages import (
     to_states,
 )
 from clients.partial import ONCE
+from clients.secure_aggregation.contribution import flat
 from clients.secure_aggregation.primitives import (
     KEY,
     PUBLIC,
@@ -46,7 +47,6 @@ from clients.secure_aggregation.primitives import (
     sign,
     threshold_of,
 )
-from clients.secure_aggregation.site import flat
 from clients.sent import Sent
 from clients.store import SiteStore
 from conf import load, to_json

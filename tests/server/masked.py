@@ -68,7 +68,16 @@ def changed(record: str, change: Callable[[State], State]) -> Answer:
 
 
 def configured(root: Path, *words: str, name: str = "run") -> Config:
-    return small(root, "objective.subset_probability=0", "baselines=[]", f"run.name={name}", *words, sites=SITES, samples=20)
+    return small(
+        root,
+        "objective.subset_probability=0",
+        "baselines=[]",
+        "training.batch=4",
+        f"run.name={name}",
+        *words,
+        sites=SITES,
+        samples=20,
+    )
 
 
 def run(config: Config, client: ClientApp | None = None) -> Recorder:

@@ -1,0 +1,202 @@
+"""The site's side of secure aggregation: its contribution under masks, and what it remembers of it.
+
+Of every record that is summed it keeps a sketch of what the server does not know of it, and it signs a digest of what
+determined the training: see clients.memory and clients.secure_aggregation.agreement.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from clients.messages import (
+    BASES,
+    IDLE,
+    LIFT,
+    MASKED,
+    SECURE_SHARES,
+    SECURE_TRAINED,
+    config_digest,
+    to_arrays,
+    to_states,
+)
+from clients.partial import SAMPLES
+from clients.secure_aggregation.asked import check_enough, state_of, to_tensor, words
+from clients.secure_aggregation.primitives import agreed, check_room, mask, sign, signature, trained_words
+from clients.secure_aggregation.secrets import Attempt, Secrets
+from clients.secure_aggregation.site import opened
+from clients.sent import Sent
+from clients.sketch import Sketch, packed, sketches
+from conf import to_json
+from conf.errors import UserError
+from conf.schema import RunConfig
+from fusion.exact import State, digest, quantise
+
+if TYPE_CHECKING:
+    from flwr.app import ArrayRecord
+
+    from clients.changes import Changes
+    from clients.job import Job
+
+DEFAULT_WEIGHT = 1e4  # of a configuration that sets no largest_weight
+OWN_AFFAIR = (SECURE_SHARES, LIFT)  # records of an order that differ from site to site
+
+
+def masked(
+    job: "Job", contribution: Mapping[str, State], samples: int, changed: "Changes", charged: bool = False
+) -> "dict[str, ArrayRecord]":
+    """What a site sends of a round's records: of each a vector, int64, that looks random; only the sum over sites does not.
+
+    Of the contribution that the server keeps it is the change since the last one that counted. Masks that this site has in
+    common with one that leaves (LIFT) are taken out of it in passing.
+    Beside them is a signed digest of what determined the training: only sites that trained by the same are summed.
+    `changed`: the change of the round. `charged`: a privacy budget bounds what sums tell, so no sketches are kept.
+    """
+    secrets, order = Secrets(job.store), job.order
+    attempt = secrets.attempt(order.secure)
+    if attempt.sent:
+        raise UserError("secure aggregation: this attempt's contribution was sent")
+    attempt.held = opened(job, attempt)
+    check_enough(attempt, len(attempt.held) + 1)
+    common = {name: agreed(bytes.fromhex(attempt.pair), attempt.keys(name).pair, *words(job)) for name in attempt.held}
+    lifts, found = _lifts(job), {}
+    if not charged:
+        attempt.sketches = packed(_sketches(job, secrets, contribution, changed))
+    for record, counted in order.sums.items():
+        whole = quantise(contribution[record], job.config.federation.scale_bits)
+        times = samples if counted == SAMPLES else 1
+        vector = flat(whole)
+        _check_room(job, vector, times * (len(common) + 1))
+        vector *= times
+        if record == order.slot:
+            vector = vector - flat(Sent(job.store).summed(order.base)) if order.base else vector
+            vector = vector - _lifted(job, lifts, record, len(vector))
+        vector += mask(bytes.fromhex(attempt.own), record, len(vector))
+        for name, key in common.items():
+            vector.add_(mask(key, record, len(vector)), alpha=sign(job.site.name, name))
+        found[record] = to_arrays({MASKED: vector})
+    attempt.sent, attempt.idle = True, order.again == IDLE
+    attempt.lifts = {name: rounds for name, rounds in lifts.items() if rounds}
+    attempt.statement, attempt.bases, attempt.config = _trained(job), _bases(job, attempt), _configured(job)
+    word = signature(bytes.fromhex(attempt.signing), trained_words(attempt.id, attempt.statement))
+    found[SECURE_TRAINED] = to_arrays({"digest": to_tensor(bytes.fromhex(attempt.statement)), "signature": to_tensor(word)})
+    secrets.masked(order.round, common)
+    secrets.save(attempt)
+    return found
+
+
+def _sketches(job: "Job", secrets: Secrets, contribution: Mapping[str, State], changed: "Changes") -> dict[str, Sketch]:
+    """Sketches of what the server does not know of this site's part of each record that is summed.
+
+    Of what begins at what the server has sent, that is how far it moved; of the contribution that it keeps, less how far
+    that had moved which is replaced. Of what begins at what this site sent last, the whole, or the contribution's change.
+    """
+    order, bits, key, found, moved = job.order, job.config.federation.scale_bits, job.sketch_key, {}, {}
+    before = secrets.moved(order.base) if order.base else {}
+    for record in order.sums:
+        whole, replaces, known = (
+            quantise(contribution[record], bits),
+            record == order.slot and order.base,
+            changed.is_known(record),
+        )
+        since = changed.begin[record] if known else Sent(job.store).summed(order.base) if replaces else {}
+        rest = {name: one - since[name] if since else one for name, one in whole.items()}
+        each = {f"{record}/{name}": one for name, one in sketches(rest, key).items()}
+        found |= {name: one - before.get(name, 0.0) if replaces and known else one for name, one in each.items()}
+        moved |= each if known else {}
+    secrets.keep_moved(order.round, order.base, moved)
+    return found
+
+
+def _configured(job: "Job") -> str:
+    """A digest of the configuration, but for the names and the place of the run."""
+    return config_digest(to_json(replace(job.config, run=RunConfig())))
+
+
+def noise_share(job: "Job") -> float:
+    """Of the variance of noise in the sum, what a site adds so that it is there if as few sites count as may.
+
+    A site with a budget of its own relies on the noise of sites alone whose keys it knows.
+    """
+    attempt = Secrets(job.store).attempt(job.order.secure)
+    known = len(attempt.peers.keys() & job.policy.identity.known().keys())
+    if job.policy.epsilon and not job.simulated and known < attempt.threshold:
+        return 1.0
+    return 1.0 / max(1, attempt.threshold)
+
+
+def flat(state: State) -> Tensor:
+    """All entries of an int64 state as one vector, its tensors in the order of their names."""
+    return torch.cat([torch.empty(0, dtype=torch.int64), *(state[name].flatten() for name in sorted(state))])
+
+
+def bounded(job: "Job", contribution: Mapping[str, State]) -> dict[str, State]:
+    """The records with no entry beyond federation.largest_weight: whether a sum fits must not depend on the site's images.
+
+    Noise has hidden them already: then every entry stays as it is.
+    """
+    if job.config.privacy.noise:
+        return dict(contribution)
+    most = job.config.federation.largest_weight or DEFAULT_WEIGHT
+    return {record: {name: one.clamp(-most, most) if one.dtype.is_floating_point else one for name, one in state.items()}
+            for record, state in contribution.items()}  # fmt: skip
+
+
+def _check_room(job: "Job", vector: Tensor, times: int) -> None:
+    """UserError unless `times` vectors of `bounded` records add up in 64 bits."""
+    federation = job.config.federation
+    most = math.ceil((federation.largest_weight or DEFAULT_WEIGHT) * 2.0**federation.scale_bits)
+    if job.config.privacy.noise and vector.numel():
+        most = max(most, int(vector.abs().max()))
+    check_room(most, times)
+
+
+def _bases(job: "Job", attempt: Attempt) -> dict[str, int]:
+    """By name of a site of this attempt, the round that it goes on from, as the server tells all of them."""
+    found = state_of(job, BASES)
+    here = attempt.held.keys() | {job.site.name}
+    if not here <= found.keys() or any(one.dtype != torch.int64 or one.shape != (1,) for one in found.values()):
+        raise UserError(f"secure aggregation: the record '{BASES}' cannot be read")
+    bases = {name: int(found[name]) for name in here}
+    if bases[job.site.name] != job.order.base:
+        raise UserError("order.base: is not the round that the other sites hear of")
+    return bases
+
+
+def _trained(job: "Job") -> str:
+    """A digest of what determined the training of all sites of the round: the order, the configuration, what was sent."""
+    order = job.order
+    sent = {record: digest(state) for record, state in sorted(to_states(job.content).items()) if record not in OWN_AFFAIR}
+    parts = [order.config, order.run, order.round, order.rounds, order.members, order.kind, order.split, order.again,
+             sorted(order.sums.items()), order.slot, sent]  # fmt: skip
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _lifted(job: "Job", lifts: Mapping[str, list[int]], record: str, size: int) -> Tensor:
+    """The masks that this site's contribution has in common with sites that leave, from the rounds that count."""
+    total, kept = torch.zeros(size, dtype=torch.int64), Secrets(job.store).masks() if lifts else {}
+    for name, rounds in lifts.items():
+        for round in rounds:
+            if name not in kept.get(round, {}):
+                raise UserError(f"secure aggregation: the mask in common with a site that leaves, of round {round}, is lost")
+            total.add_(mask(kept[round][name], record, size), alpha=sign(job.site.name, name))
+    return total
+
+
+def _lifts(job: "Job") -> dict[str, list[int]]:
+    """By name of a site that leaves, the rounds of the masks that this one has in common with it."""
+    found = state_of(job, LIFT)
+    most = len(Secrets(job.store).masks()) if found else 0
+    if any(rounds.numel() > most for rounds in found.values()):
+        raise UserError("secure aggregation: the server names more rounds than this site has masks of")
+    lifts = {name: sorted({int(one) for one in rounds.flatten().tolist()}) for name, rounds in found.items()}
+    before = Secrets(job.store).lifted() if lifts else {}
+    for name, rounds in lifts.items():
+        if again := [one for one in rounds if before.get(f"{name} {one}", job.order.round) != job.order.round]:
+            raise UserError(f"secure aggregation: the mask of round {again[0]} in common with {name} was taken out before")
+    return lifts
