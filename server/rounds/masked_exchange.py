@@ -56,6 +56,14 @@ class SummedElsewhereError(FailedError):
     """Sites refuse: what they have trained is in a sum over other sites that was read. Other batches may do."""
 
 
+class SilentError(FailedError):
+    """Some sites did not go on to the end; without them the round can begin again."""
+
+    def __init__(self, text: str, sites: Collection[str]) -> None:
+        super().__init__(text)
+        self.sites = sorted(sites)
+
+
 class BlameError(FailedError):
     """The shares of some sites are wrong; without them the round can begin again."""
 
@@ -79,6 +87,7 @@ class Heard:
     trained: dict[str, tuple[bytes, bytes]] = field(default_factory=dict)  # a digest of what determined it, and a signature
     signed: dict[str, bytes] = field(default_factory=dict)  # the list of the sites that count
     shares: dict[str, dict[int, bytes]] = field(default_factory=dict)  # of one of its secrets, by place
+    helped: set[str] = field(default_factory=set)  # sites that gave such shares
     refusing: list[str] = field(default_factory=list)  # sites that refuse to have the sum read
     blamed: dict[str, set[str]] = field(default_factory=dict)  # by site, those that say its shares are wrong
 
@@ -218,7 +227,7 @@ class MaskedExchange:
         if blamed and len(asked) - len(set().union(*blamed.values())) < self.threshold:
             wrong = wrong or [max(sorted(blamed), key=lambda name: len(blamed[name]))]  # else too few would be left
         if wrong:
-            told = f"round {self.run.number}: many sites cannot use the shares of {', '.join(sorted(wrong))}"
+            told = f"round {self.run.number}: others say that they cannot use the shares of {', '.join(sorted(wrong))}"
             raise BlameError(told, wrong)
 
     def _confirm(self, asked: Sequence[Site]) -> None:
@@ -245,6 +254,7 @@ class MaskedExchange:
             for name, share in given.items():
                 if share_commitment(share) != self._commitment(name, self.heard.kind(name), number[site.name]):
                     raise ReplyError(f"its share of {name}'s secret is not the one that {name} dealt")
+            self.heard.helped.add(site.name)
             for name, share in given.items():
                 self.heard.shares.setdefault(name, {})[number[site.name]] = share
 
@@ -278,7 +288,8 @@ class MaskedExchange:
     def _enough(self, kind: str, asked: Sequence[Site], answers: Collection[str]) -> None:
         if len(answers) < (needed := self.threshold):
             told = f"{len(answers)} of {len(asked)} sites answered '{kind}', secure aggregation needs {needed}"
-            raise FailedError(f"round {self.run.number}: {told}{self._failed}")
+            silent = {site.name for site in asked} - {*answers} - set().union(*self.heard.blamed.values())
+            raise SilentError(f"round {self.run.number}: {told}{self._failed}", silent)
 
 
 def those(asked: Sequence[Site], names: Mapping[str, object]) -> list[Site]:

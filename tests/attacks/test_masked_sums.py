@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from clients.messages import ERASE, SECURE_CONFIRM, SECURE_UNMASK, SITE
+from clients.messages import BEFORE, ERASE, IDLE, OWN, SECURE_CONFIRM, SECURE_UNMASK, SITE, SUBSET, TRAIN
 from clients.partial import ONCE
 from tests.attacks.hostile import MASKS, SITES, WORDS, Masks, Refused, Server, name_of, summed
 
@@ -201,6 +201,72 @@ def test_what_a_site_goes_on_from_is_not_prepared_between_two_sums(server: Serve
     Masks(server, FOUR, rounds=2).begin().train()
     with pytest.raises(Refused, match="summed_before"):
         summed(server, FOUR, **later)
+
+
+NOT_ALIKE = {
+    "another network": "{domain: digits, count: 3, network: {name: mlp, widths: [4, 4]}}",
+    "an inverted one": "{domain: digits, count: 3, invert: true}",
+    "other classes": "{domain: digits, count: 3, classes: [0, 1]}",
+    "outputs of its own": "{domain: digits, count: 3, label: x}",
+}
+
+
+@pytest.mark.parametrize("row", NOT_ALIKE.values(), ids=NOT_ALIKE)
+def test_a_configuration_does_not_say_other_things_of_single_sites(server: Server, row: str) -> None:
+    """The server may know what the others give, such as those of a network that is dead."""
+    words = [word for word in MASKS if not word.startswith("sites")]
+    server.change(*words, "data.heads=task", f"sites=[{{domain: digits, count: 7}}, {row}]")
+    with pytest.raises(Refused, match="secure_shares: UserError"):
+        summed(server, [0, 1, 2, 9])
+    summed(server, FOUR)
+
+
+@pytest.mark.parametrize("record", [SUBSET + name_of(3), OWN, BEFORE])
+def test_no_record_is_for_a_single_site(server: Server, record: str) -> None:
+    masks = Masks(server, FOUR).begin()
+    with pytest.raises(Refused, match="train: UserError"):
+        server.ask(0, TRAIN, {record: server.mean}, secure=masks.id, sums={SITE: ONCE}, slot=SITE)
+
+
+INDEPENDENT = (*MASKS, "objective={name: sum_aggregation, mode: independent}")
+
+
+@pytest.mark.parametrize("again", [0, IDLE])
+def test_networks_of_the_sites_own_are_not_summed_whole_over_other_sites(server: Server, again: int) -> None:
+    """Nothing is trained, so that a sketch of the change would be of nothing."""
+    server.change(*INDEPENDENT)
+    Masks(server, FOUR, rounds=9).begin().train(slot="")
+    server.change(*INDEPENDENT, "training.rate=0")
+    summed(server, FOUR, THREE, bases=dict.fromkeys(FOUR, 1), round=2, rounds=9, again=again, slot="")
+    with pytest.raises(Refused, match="secure_confirm"):
+        summed(server, FOUR, bases={0: 2, 1: 2, 2: 2, 3: 1}, round=3, rounds=9, again=again, slot="")
+
+
+def test_a_round_does_not_take_the_last_one_back_over_other_sites(server: Server) -> None:
+    """Where nothing is trained, what replaces the last contribution is the last change, reversed."""
+    summed(server, FOUR)
+    server.change(*MASKS, "training.rate=0")
+    with pytest.raises(Refused, match="summed_before"):
+        summed(server, FOUR, THREE, bases=dict.fromkeys(FOUR, 1), round=2)
+
+
+def test_another_configuration_does_not_have_one_site_train_otherwise(server: Server) -> None:
+    """Such as by a limit that one site alone is above: the others train the same as before."""
+    summed(server, FOUR)
+    server.change(*MASKS, "evaluation.every=3")
+    with pytest.raises(Refused, match="summed_before"):
+        summed(server, FOUR, run="other")
+
+
+def test_masks_in_common_with_a_site_that_leaves_are_taken_out_once(server: Server) -> None:
+    """Otherwise the noise of the others could be averaged away."""
+    summed(server, FOUR)
+    lift = {name_of(3): torch.tensor([1])}
+    for attempt in (1, 2):  # the same round may begin again
+        summed(server, FOUR, THREE, bases=dict.fromkeys(FOUR, 1), round=2, rounds=3, again=IDLE, lift=lift)
+        assert attempt
+    with pytest.raises(Refused, match="train"):
+        summed(server, FOUR, THREE, bases=dict.fromkeys(THREE, 2), round=3, rounds=3, again=IDLE, lift=lift)
 
 
 def test_a_server_does_not_choose_with_how_few_a_site_is_summed(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from clients.messages import (
     SECURE_UNMASK,
     SUMMED_BEFORE,
     TRAIN,
+    to_arrays,
     to_states,
 )
 from clients.secure_aggregation import site
@@ -67,7 +68,10 @@ def test_wrong_shares_have_a_name_and_the_sum_its_bits(
 def test_a_site_whose_shares_nobody_can_use_is_left_out(tmp_path: Path, record: str, lie: Callable[[State], State]):
     config = configured(tmp_path, sites=7)
     told = run(config, Spoiled(changed(record, lie), [SECURE_SHARES], [3]))
-    assert f"round 1: many sites cannot use the shares of {LIAR}: the round begins again without {LIAR}" in told.messages
+    assert (
+        f"round 1: others say that they cannot use the shares of {LIAR}: the round begins again without {LIAR}"
+        in told.messages
+    )
     with method_of(config) as method:
         rounds = [event.body["record"]["masked"]["sites"] for event in method.ledger.events() if event.kind == "round"
                   and event.body["round"]]  # fmt: skip
@@ -85,6 +89,24 @@ def test_a_site_that_blames_others_is_out_itself(tmp_path: Path):
 def test_blame_that_makes_no_sense_is_that_sites_failure(tmp_path: Path, content: dict[str, str]):
     told = run(configured(tmp_path, sites=7), Spoiled(answered(BLAMED, content), [TRAIN], [3]))
     assert {name for record in told.records for name in record["dropped"]} == {LIAR}
+
+
+@pytest.mark.parametrize("stage", [SECURE_CONFIRM, SECURE_UNMASK])
+def test_a_site_that_spoils_some_shares_and_is_silent_then_does_not_stop_the_others(tmp_path: Path, stage: str):
+    """Two cannot use its shares and are out; without the liar too few would be left of those that began."""
+
+    def lies(message: Message, reply: Message) -> Message:
+        if stage in message.content.array_records:
+            return gone(message, reply)
+        if SECURE_SHARES in reply.content.array_records:
+            shares = to_states(reply.content)[SECURE_SHARES]
+            shares |= {name: torch.randint_like(shares[name], 256) for name in ("site-0000", "site-0001")}
+            reply.content[SECURE_SHARES] = to_arrays(shares)
+        return reply
+
+    told = run(configured(tmp_path, "training.batch=2", sites=7), Spoiled(lies, [SECURE_SHARES, stage], [3]))
+    assert [record["replies"] for record in told.records] == [6, 6]
+    assert any(text.endswith(f"the round begins again without {LIAR}") for text in told.messages)
 
 
 def test_one_site_that_says_so_does_not_have_a_round_begin_again(tmp_path: Path):

@@ -175,7 +175,10 @@ def test_sites_that_were_told_of_different_sites_send_nothing(tmp_path: Path) ->
     first = client.replies[: kinds.index(SECURE_KEYS, kinds.index(TRAIN))]  # until the round begins again
     trained = [reply for kind, _, reply in first if kind == TRAIN]
     assert trained and all(reply.has_error() or BLAMED in reply.content.config_records for reply in trained)
-    assert f"round 1: many sites cannot use the shares of {ONE}: the round begins again without {ONE}" in told.messages
+    assert (
+        f"round 1: others say that they cannot use the shares of {ONE}: the round begins again without {ONE}"
+        in told.messages
+    )
 
 
 def test_of_two_sites_with_the_same_keys_one_takes_part(tmp_path: Path) -> None:
