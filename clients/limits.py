@@ -23,7 +23,8 @@ class RefusedError(UserError):
 class Limits:
     """`steps`: most steps of the optimiser in a round. `parameters`: most millions of parameters of a network.
 
-    `batch`: fewest images of a batch; the last one of a pass may be smaller. Keys of site.yaml: max_steps, max_parameters, min_batch. 0: no limit.
+    `batch`: fewest images of a batch; the last one of a pass may be smaller. 0: no limit. Keys of site.yaml: max_steps,
+    max_parameters, min_batch.
     """
 
     steps: int = 0
