@@ -96,7 +96,13 @@ def test_forgetting_and_coming_back_are_exact(tmp_path: Path, initialisation: st
 def test_masked_sums_are_those_that_can_be_read(tmp_path: Path):
     digests = set()
     for masks in ("false", "true"):
-        words = ["federation.fraction=0.5", "rounds=3", f"federation.secure_aggregation={masks}", f"run.name={masks}"]
+        words = [
+            "federation.fraction=0.5",
+            "rounds=3",
+            "training.batch=4",
+            f"federation.secure_aggregation={masks}",
+            f"run.name={masks}",
+        ]
         run = set_up(small(tmp_path / masks, *words, sites=6, samples=20)).all_rounds()
         assert all(run.aggregate.checks()[0].values())
         digests.add(run.aggregate.digest()["sum"])
