@@ -1,13 +1,12 @@
 """What one order may cost a site of a real federation, whatever the server's configuration says."""
 
 import functools
-import json
 from dataclasses import dataclass
 
 import torch
 
 from clients.learner import step_count
-from clients.networks import Architecture, architecture_of
+from clients.networks import Architecture, architecture_of, network_text
 from conf.errors import UserError
 from conf.schema import Config
 from conf.sites import Site
@@ -37,8 +36,8 @@ class Limits:
             raise RefusedError(f"training.batch: got {config.training.batch}, and this site trains on batches of at least "
                                f"{self.batch} (site.yaml: min_batch)")  # fmt: skip
         self._check_steps(config.training.steps, "training.steps")
-        if self.parameters and (size_of_text := len(json.dumps(config.network, default=str))) > MOST_OPTIONS:
-            raise RefusedError(f"network: its options have {size_of_text} letters, and a site takes at most {MOST_OPTIONS}")
+        if self.parameters and (letters := len(network_text(config, site))) > MOST_OPTIONS:
+            raise RefusedError(f"network: its options have {letters} letters, and a site takes at most {MOST_OPTIONS}")
         if self.parameters and (size := parameters_of(architecture_of(config, site)) / 1e6) > self.parameters:
             raise RefusedError(f"network: has {size:.4g} million parameters, and this site takes at most "
                                f"{self.parameters:g} (site.yaml: max_parameters)")  # fmt: skip

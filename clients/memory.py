@@ -41,9 +41,9 @@ class Disclosure:
     """A sum that is about to be read: of a run's round, over these sites. `sketches`: by record that is summed, of what the
     server does not know of this site's part of it. `config`: a digest of the configuration.
 
-    `beside`: those of the sites that go on from the same round as this one; `first`: it is none, and they begin at what
-    they were sent. `leaving`: sites that are forgotten in this round, whose common masks are taken out. `idle`: nobody
-    trains in it.
+    `beside`: those of the sites that go on from the same round as this one. `first`: no site goes on from a round; all
+    begin at what the server sends. `leaving`: sites that are forgotten in this round, whose common masks are taken out.
+    `idle`: nobody trains in it.
     """
 
     run: str

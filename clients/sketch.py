@@ -48,9 +48,9 @@ def _cosine(one: Sketch, other: Sketch) -> float:
 
 def packed(sketches: Mapping[str, Sketch]) -> dict[str, str]:
     """As texts."""
-    return {record: one.tobytes().hex() for record, one in sketches.items()}
+    return {name: one.tobytes().hex() for name, one in sketches.items()}
 
 
 def unpacked(texts: Mapping[str, str]) -> dict[str, Sketch]:
     """The inverse."""
-    return {record: np.frombuffer(bytes.fromhex(text), np.float32) for record, text in texts.items()}
+    return {name: np.frombuffer(bytes.fromhex(text), np.float32) for name, text in texts.items()}

@@ -123,8 +123,8 @@ def _images(folder: Path, search: _Search) -> Iterator[Path]:
         elif path.is_file():
             yield path
         else:
-            told = f"{path} is not a regular file, but it has an image's name; remove it"
-            raise UserError(f"domain '{short(search.domain)}': {told}")
+            fault = f"{path} is not a regular file, but it has the name of an image; remove it"
+            raise UserError(f"domain '{short(search.domain)}': {fault}")
 
 
 def _enter(folder: Path, search: _Search) -> None:
@@ -132,8 +132,8 @@ def _enter(folder: Path, search: _Search) -> None:
     seen = os.stat(folder)
     before = search.entered.setdefault((seen.st_dev, seen.st_ino), folder)
     if before != folder:
-        told = f"{folder} is a link to {before}: the same images twice; remove one of the two"
-        raise UserError(f"domain '{short(search.domain)}': {told}")
+        fault = f"{folder} is a link to {before}, so that the same images are there twice; remove one of the two"
+        raise UserError(f"domain '{short(search.domain)}': {fault}")
 
 
 def _decoded(file: Path, domain: str) -> Pixels:

@@ -1,6 +1,6 @@
 """The networks that sites train, each an extractor and a head; and networks by name, torchvision's too."""
 
-from clients.networks.architecture import Architecture, Model, architecture_of, common_architecture
+from clients.networks.architecture import Architecture, Model, architecture_of, common_architecture, network_text
 from clients.networks.base import NETWORKS, Network, NetworkSpec, initialise, parameter_count
 from clients.networks.convnet import Convnet
 from clients.networks.exits import ExitNetwork
@@ -33,6 +33,7 @@ __all__ = [
     "common_architecture",
     "initialise",
     "load_network",
+    "network_text",
     "parameter_count",
     "parse_name",
     "pieces",

@@ -59,8 +59,12 @@ def architecture_of(config: Config, site: Site | None = None) -> Architecture:
     """The architecture of a site, or (None) that of the configuration's own `network`."""
     own = site is not None and config.data.heads == "own"
     classes = class_count(site.spec) if site is not None and own else num_classes(config)
-    options = (_own(site) if site is not None else {}) or config.network
-    return Architecture(json.dumps(options, sort_keys=True), 1 if config.data.grey else 3, config.data.size, classes)
+    return Architecture(network_text(config, site), 1 if config.data.grey else 3, config.data.size, classes)
+
+
+def network_text(config: Config, site: Site | None = None) -> str:
+    """The section `network` of a site, or (None) of the configuration, as JSON."""
+    return json.dumps((_own(site) if site is not None else {}) or config.network, sort_keys=True)
 
 
 def _own(site: Site) -> dict[str, Any]:

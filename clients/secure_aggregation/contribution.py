@@ -65,12 +65,12 @@ def masked(
     check_enough(attempt, len(attempt.held) + 1)
     common = {name: agreed(bytes.fromhex(attempt.pair), attempt.keys(name).pair, *words(job)) for name in attempt.held}
     lifts, found = _lifts(job), {}
+    whole = {record: quantise(contribution[record], job.config.federation.scale_bits) for record in order.sums}
     if not charged:
-        attempt.sketches = packed(_sketches(job, secrets, contribution, changed))
+        attempt.sketches = packed(_sketches(job, secrets, whole, changed))
     for record, counted in order.sums.items():
-        whole = quantise(contribution[record], job.config.federation.scale_bits)
         times = samples if counted == SAMPLES else 1
-        vector = flat(whole)
+        vector = flat(whole[record])
         _check_room(job, vector, times * (len(common) + 1))
         vector *= times
         if record == order.slot:
@@ -90,23 +90,19 @@ def masked(
     return found
 
 
-def _sketches(job: "Job", secrets: Secrets, contribution: Mapping[str, State], changed: "Changes") -> dict[str, Sketch]:
-    """Sketches of what the server does not know of this site's part of each record that is summed.
+def _sketches(job: "Job", secrets: Secrets, whole: Mapping[str, State], changed: "Changes") -> dict[str, Sketch]:
+    """Sketches of what the server does not know of this site's part of each record that is summed (`whole`: int64).
 
     Of what begins at what the server has sent, that is how far it moved; of the contribution that it keeps, less how far
     that had moved which is replaced. Of what begins at what this site sent last, the whole, or the contribution's change.
     """
-    order, bits, key, found, moved = job.order, job.config.federation.scale_bits, job.sketch_key, {}, {}
+    order, found, moved = job.order, dict[str, Sketch](), dict[str, Sketch]()
     before = secrets.moved(order.base) if order.base else {}
-    for record in order.sums:
-        whole, replaces, known = (
-            quantise(contribution[record], bits),
-            record == order.slot and order.base,
-            changed.is_known(record),
-        )
+    for record, state in whole.items():
+        replaces, known = record == order.slot and order.base > 0, changed.is_known(record)
         since = changed.begin[record] if known else Sent(job.store).summed(order.base) if replaces else {}
-        rest = {name: one - since[name] if since else one for name, one in whole.items()}
-        each = {f"{record}/{name}": one for name, one in sketches(rest, key).items()}
+        rest = {name: one - since[name] if since else one for name, one in state.items()}
+        each = {f"{record}/{name}": one for name, one in sketches(rest, job.sketch_key).items()}
         found |= {name: one - before.get(name, 0.0) if replaces and known else one for name, one in each.items()}
         moved |= each if known else {}
     secrets.keep_moved(order.round, order.base, moved)

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from clients.data import label
+from clients.networks import network_text
 from clients.policy import Policy
 from conf.errors import UserError
 from conf.schema import Config
@@ -31,8 +32,9 @@ def check_alike(job: "Job", names: Collection[str]) -> None:
 
     Otherwise the server may know what the others give: their network is dead, or their classes have outputs of their own.
     """
-    rows = {site.name: _manner(job.config, site) for site in roster(job.config) if site.name in {*names, job.site.name}}
-    if odd := sorted(name for name, one in rows.items() if one != rows[job.site.name]):
+    wanted, mine = set(names), _manner(job.config, job.site)
+    sites = [site for site in roster(job.config) if site.name in wanted]
+    if odd := sorted(site.name for site in sites if _manner(job.config, site) != mine):
         raise UserError(f"secure aggregation: {odd[0]} has another network or other outputs than this site, or changes its "
                         "images otherwise; give all sites of a masked sum the same, or leave out the masks")  # fmt: skip
 
@@ -40,8 +42,8 @@ def check_alike(job: "Job", names: Collection[str]) -> None:
 def _manner(config: Config, site: Site) -> tuple[object, ...]:
     """What a site's training depends on beside its own images."""
     spec = site.spec
-    block = label(spec) if config.data.heads == "task" else ""
-    return spec.network, spec.rotation, spec.invert, spec.flip, spec.classes, spec.relabel, block
+    outputs = "" if config.data.heads == "shared" else label(spec)
+    return network_text(config, site), spec.rotation, spec.invert, spec.flip, spec.classes, spec.relabel, outputs
 
 
 def check_members(policy: Policy, names: Collection[str]) -> None:

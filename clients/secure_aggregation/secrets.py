@@ -100,7 +100,7 @@ class Secrets:
         self._write(KEYS, {number: {site: key.hex() for site, key in one.items()} for number, one in kept.items()})
 
     def moved(self, round: int) -> dict[str, Sketch]:
-        """By record, the sketch of how far it moved in a round; of the last two rounds."""
+        """By record and tensor, the sketch of how far it moved in a round; of the last two rounds."""
         return unpacked(self._read(MOVED).get(str(round), {}))
 
     def keep_moved(self, round: int, base: int, sketches: Mapping[str, Sketch]) -> None:

@@ -1,10 +1,10 @@
 """The site's side of secure aggregation, first steps: keys and shares of secrets.
 
 Bonawitz et al. 2017, Fig. 4, with the consistency check against an active server. A site answers only while more than two
-thirds of those that began the round are with it. It signs one list of the sites that count, with what determined its
-training; it takes masks off when as many have signed the same. It does so once in an attempt, and of no other site both
-kinds: it helps to rebuild either the mask that is that site's alone (its contribution counts) or its common masks (it
-dropped out). Wrong shares are known by their hashes.
+thirds of those that began the round are with it. It signs what determined its training, and one list of the sites that
+count, if these have signed the same training. It takes masks off when as many have signed the same list, once in an attempt,
+and of no other site both kinds: it helps to rebuild either the mask that is that site's alone (its contribution counts) or
+its common masks (it dropped out). Wrong shares are known by their hashes.
 """
 
 import hashlib

@@ -56,16 +56,8 @@ class SummedElsewhereError(FailedError):
     """Sites refuse: what they have trained is in a sum over other sites that was read. Other batches may do."""
 
 
-class SilentError(FailedError):
-    """Some sites did not go on to the end; without them the round can begin again."""
-
-    def __init__(self, text: str, sites: Collection[str]) -> None:
-        super().__init__(text)
-        self.sites = sorted(sites)
-
-
-class BlameError(FailedError):
-    """The shares of some sites are wrong; without them the round can begin again."""
+class WithoutError(FailedError):
+    """The shares of some sites are wrong, or they are silent; without them the round can begin again."""
 
     def __init__(self, text: str, sites: Collection[str]) -> None:
         super().__init__(text)
@@ -200,18 +192,18 @@ class MaskedExchange:
             read_bytes(states.get(SECURE_TRAINED, {}), *one) for one in (("digest", DIGEST), ("signature", SIGNATURE))
         )
         if not is_signature(self.heard.keys[site.name].signing, trained_words(self.heard.id, digest.hex()), word):
-            raise ReplyError("its signature of what it has trained by is wrong")
+            raise ReplyError("its signature of its training is wrong")
         return digest, word
 
     def _alike(self, asked: Sequence[Site]) -> None:
-        """Drop the sites that say that they trained by something else than most."""
+        """Drop the sites whose signed training is not that of most."""
         counts = Counter(digest for digest, _ in self.heard.trained.values())
         usual = max(counts, key=lambda digest: (counts[digest], digest), default=b"")
         for site in those(asked, self.heard.trained):
             if self.heard.trained[site.name][0] != usual:
                 for heard in (self.heard.trained, self.heard.vectors, self.heard.numbers, self.heard.samples):
                     heard.pop(site.name)
-                self.drop(site, "it trained by another order than the other sites")
+                self.drop(site, "it trained by another order than most sites")
 
     def _check_blame(self, site: Site, record: object) -> None:
         """Note that a site cannot use another one's shares. ReplyError then: it takes no part."""
@@ -221,14 +213,14 @@ class MaskedExchange:
             raise ReplyError(f"it cannot use the shares of {name}")
 
     def _check_blamed(self, asked: Sequence[Site]) -> None:
-        """BlameError if more sites than can all lie say that one's shares are wrong."""
+        """WithoutError if more sites than can all lie say that one's shares are wrong."""
         blamed = self.heard.blamed
         wrong = [name for name, sites in blamed.items() if 3 * len(sites) > len(asked)]
         if blamed and len(asked) - len(set().union(*blamed.values())) < self.threshold:
             wrong = wrong or [max(sorted(blamed), key=lambda name: len(blamed[name]))]  # else too few would be left
         if wrong:
-            told = f"round {self.run.number}: others say that they cannot use the shares of {', '.join(sorted(wrong))}"
-            raise BlameError(told, wrong)
+            names = ", ".join(sorted(wrong))
+            raise WithoutError(f"round {self.run.number}: other sites say that they cannot use the shares of {names}", wrong)
 
     def _confirm(self, asked: Sequence[Site]) -> None:
         def take(site: Site, answer: Mapping[str, State]) -> None:
@@ -289,7 +281,7 @@ class MaskedExchange:
         if len(answers) < (needed := self.threshold):
             told = f"{len(answers)} of {len(asked)} sites answered '{kind}', secure aggregation needs {needed}"
             silent = {site.name for site in asked} - {*answers} - set().union(*self.heard.blamed.values())
-            raise SilentError(f"round {self.run.number}: {told}{self._failed}", silent)
+            raise WithoutError(f"round {self.run.number}: {told}{self._failed}", silent)
 
 
 def those(asked: Sequence[Site], names: Mapping[str, object]) -> list[Site]:

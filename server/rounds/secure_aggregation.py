@@ -27,7 +27,7 @@ from conf.errors import FailedError
 from conf.sites import Site
 from fusion.exact import ExactSum, State
 from server.ledger.slots import Put
-from server.rounds.masked_exchange import BlameError, Heard, MaskedExchange, SilentError, SummedElsewhereError, those
+from server.rounds.masked_exchange import Heard, MaskedExchange, SummedElsewhereError, WithoutError, those
 from server.rounds.masked_replies import shaped
 from server.rounds.masks import partners, rounds_together
 
@@ -66,7 +66,7 @@ class SecureAggregation:
                 for name, vectors in self.heard.vectors.items():
                     self._bare(name, vectors)
                 break
-            except (BlameError, SilentError) as error:
+            except WithoutError as error:
                 asked = [site for site in asked if site.name not in error.sites]
                 if len(asked) < needed or not error.sites:  # else liars could leave out one honest site after the other
                     raise
@@ -114,18 +114,18 @@ class SecureAggregation:
                 vector.add_(mask(key, record, len(vector)), alpha=times)
 
     def _secret(self, name: str, what: str, right: Callable[[bytes], bool]) -> bytes:
-        """A site's secret, from shares of it, each of which is one that it dealt. FailedError if they are too few,
-        BlameError if what it dealt makes no secret.
+        """A site's secret, from shares of it, each of which is one that it dealt. WithoutError if they are too few,
+        or if what it dealt makes no secret.
         """
         if name in self._rebuilt:
             return self._rebuilt[name]
         shares, needed = self.heard.shares.get(name, {}), self._talk.threshold
         if len(shares) < needed:
-            told = f"{what} cannot be taken off for {name}: {len(shares)} right shares, of which {needed} are needed"
-            raise SilentError(f"round {self.run.number}: {told}", self.heard.signed.keys() - self.heard.helped)
+            told = f"{name}: {len(shares)} right shares for {what} came, and {needed} are needed"
+            raise WithoutError(f"round {self.run.number}: {told}", self.heard.signed.keys() - self.heard.helped)
         secret = rebuilt({place: shares[place] for place in sorted(shares)[:needed]})
         if not right(secret):
-            raise BlameError(f"round {self.run.number}: the shares that {name} dealt do not make its secret", [name])
+            raise WithoutError(f"round {self.run.number}: the shares that {name} dealt do not make its secret", [name])
         return self._rebuilt.setdefault(name, secret)
 
     def _means(self) -> dict[str, State]:
@@ -161,9 +161,10 @@ class SecureAggregation:
         for record, state in {**means, **totals}.items():
             for name, tensor in state.items():
                 if tensor.numel() and not float(tensor.abs().max()) <= most:
-                    raise FailedError(f"round {self.run.number}: the mean of '{record}', tensor '{name}', is beyond "
-                                      f"federation.largest_weight={most:.5g}: a site sent what is no contribution. Nothing "
-                                      "of the round counts; under masks nobody can tell which site it was")  # fmt: skip
+                    where = f"round {self.run.number}: the mean of '{record}', tensor '{name}'"
+                    raise FailedError(f"{where}, is beyond federation.largest_weight={most:.5g}: a site sent something else "
+                                      "than a contribution. Nothing of the round counts; under masks nobody can tell which "
+                                      "site it was")  # fmt: skip
 
     def _count(self, asked: Sequence[Site]) -> None:
         """Note who took part."""

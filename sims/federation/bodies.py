@@ -19,7 +19,7 @@ SLOWEST = 16 << 10  # bytes per second of a body or an answer, on the whole
 
 
 class Full(Exception):
-    """There is no room for a body."""
+    """A door has no room for a body."""
 
 
 class Room:

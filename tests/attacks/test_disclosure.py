@@ -88,6 +88,16 @@ def test_what_an_order_costs_has_limits(tmp_path: Path, name: str) -> None:
         server.ask(0, TRAIN, {MEAN: mean})
 
 
+DEEP = f"{{name: mlp, widths: {[1] * 3000}}}"
+
+
+@pytest.mark.parametrize("words", [(f"network={DEEP}",), (f"sites=[{{domain: digits, count: 10, network: {DEEP}}}]",)])
+def test_a_network_of_thousands_of_layers_is_not_looked_at(words: tuple[str, ...]) -> None:
+    config = load("digits", [*WORDS, *words])
+    with pytest.raises(RefusedError, match=r"network: its options have 9[0-9]{3} letters, and a site takes at most 4000"):
+        Policy.of({}).limits.check(config, roster(config)[0])
+
+
 def test_limits_are_the_sites_own(tmp_path: Path) -> None:
     config = load("digits", [*WORDS, "training.steps=11"])
     for name, limit in {"max_steps": 10, "max_parameters": 0.0001, "min_batch": 33}.items():

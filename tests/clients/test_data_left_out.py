@@ -48,7 +48,9 @@ def test_a_loop_of_links_or_a_folder_that_is_there_twice_is_refused(tmp_path: Pa
     root = pets(tmp_path / "pets")
     goal = {".": root / "cats", "..": root}.get(target, root / target)
     (root / place).symlink_to(goal, target_is_directory=True)
-    with pytest.raises(UserError, match=r"domain 'pets': .* is a link to .*: the same images twice; remove one"):
+    with pytest.raises(
+        UserError, match=r"domain 'pets': .* is a link to .*, so that the same images are there twice; remove one"
+    ):
         found(root)
 
 
