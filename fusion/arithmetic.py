@@ -9,6 +9,7 @@ for bit. Weights are combined as the formula says. BatchNorm's running mean and 
 combination has the terms' weighted mean of them, with the coefficients' sizes as weights, rounded where they are integers.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,9 +77,9 @@ def combine(
 ) -> State:
     """theta_n + sum alpha_i g_i (`how` GRADIENTS) or sum alpha_i theta_i (WEIGHTS), as int64 like the quantised `start`.
 
-    `start` is theta_0, or with `force` any other network of its shape: the gradients are assigned to its weights, its
-    statistics stay. Raises UserError for gradients that count from another start (unless forced), other shapes, and a
-    number of alphas that is not theirs.
+    `start` is theta_0, or with `force` and GRADIENTS any other network of its shape: the gradients are assigned to its
+    weights (arithmetic, Eq. 6), its statistics stay. Raises UserError for gradients that count from another start (unless
+    forced; never with WEIGHTS, since theta_i is not known then), other shapes, and a number of alphas that is not theirs.
     """
     if len(gradients) != len(alphas):
         raise UserError(f"{len(alphas)} coefficients for {len(gradients)} gradients; give one for each")
@@ -88,6 +89,8 @@ def combine(
         if gradient.start != here and not force:
             digests = f"digest {gradient.start[:12]}, this network's is {here[:12]}"
             raise UserError(f"gradient {place + 1} counts from another start ({digests}); force it if that is meant")
+        if gradient.start != here and how == WEIGHTS:
+            raise UserError(f"gradient {place + 1} counts from another start, from which weights do not follow; add states")
     bits = gradients[0].bits if gradients else 0
     found = composed(start, alphas, (gradient.change for gradient in gradients), how, bits)
     if any(gradient.start != here for gradient in gradients):  # the statistics of another network are its own
@@ -114,17 +117,26 @@ def evenly(start: State, alpha: Alpha, total: ExactSum, how: str) -> State:
     return _added(start, {name: factor * number for name, factor in factors.items()}, [term], how, total.bits)
 
 
+def added(one: State, other: State) -> State:
+    """The sum of two networks' integers. UserError beyond the range of exact sums."""
+    return _summed([one, other], bits=0).totals
+
+
 def _added(start: State, sums: Mapping[str, float], terms: Iterable[State], how: str, bits: int) -> State:
     """theta_0 and the terms; `sums`: of the coefficients, by tensor. UserError beyond the range of exact sums."""
     once = {name: how == GRADIENTS or is_statistic(name) for name in start}
+    first = {name: tensor if once[name] else _times(tensor, sums[name]) for name, tensor in start.items()}
+    return _summed(itertools.chain([first], terms), bits).totals
+
+
+def _summed(terms: Iterable[State], bits: int) -> ExactSum:
     total = ExactSum(bits)
     try:
-        total.add({name: tensor if once[name] else _times(tensor, sums[name]) for name, tensor in start.items()})
         for term in terms:
             total.add(term)
     except ExactSumError as error:
         raise UserError(f"the combination leaves the range of exact sums ({error}); take smaller coefficients") from None
-    return total.totals
+    return total
 
 
 def _factors(alphas: Sequence[Alpha], name: str, times: Sequence[int]) -> list[float]:

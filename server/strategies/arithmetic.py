@@ -19,7 +19,7 @@ from conf.errors import UserError
 from conf.schema import Config
 from conf.sites import roster
 from conf.typed import value
-from fusion.arithmetic import GRADIENTS, WEIGHTS, Alpha, composed, evenly, is_statistic, to_state
+from fusion.arithmetic import GRADIENTS, WEIGHTS, Alpha, added, composed, evenly, is_statistic, to_state
 from fusion.exact import State, quantise
 from server.ledger.declared import Slot, Sum
 from server.rounds.expected import Expected
@@ -71,18 +71,21 @@ class ArithmeticStrategy(Strategy):
     def compose(self, view: View, alphas: Mapping[str, Alpha], how: str = "", start: State | None = None) -> State:
         """The network of these sites with these coefficients, and no others; float32.
 
-        `how`: GRADIENTS or WEIGHTS, as configured if empty; `start`: another network than theta_0 that the gradients are
-        assigned to, its statistics staying. UserError for an unknown site.
+        `how`: GRADIENTS or WEIGHTS, as configured if empty. `start`: another network theta_n, whose statistics stay: with
+        GRADIENTS theta_n + sum alpha_i g_i (arithmetic, Eq. 6), with WEIGHTS theta_n + sum alpha_i theta_i (Eq. 7).
+        UserError for an unknown site.
         """
         view, how = view.subset(list(alphas)), how or self.combine
-        base = _theta(view) if start is None else quantise(start, view.bits)
+        other = None if start is None else quantise(start, view.bits)
+        base = other if other and how == GRADIENTS else _theta(view)
         if len({repr(alpha) for alpha in alphas.values()}) == 1:  # one exact sum: nothing is read but what is not in it
             found = evenly(base, next(iter(alphas.values())), view.total(GRADIENT), how)
         else:
             changes = (view.integers(GRADIENT, name) for name in alphas)
             found = composed(base, list(alphas.values()), changes, how, view.bits)
-        if start is not None:
-            found |= {name: tensor for name, tensor in base.items() if is_statistic(name)}
+        if other:
+            found = added(other, found) if how == WEIGHTS else found
+            found |= {name: tensor for name, tensor in other.items() if is_statistic(name)}
         return to_state(found, start_of(view), view.bits)
 
     def models(self, view: View) -> Models:

@@ -77,7 +77,10 @@ def compose(
     sites: Annotated[str, typer.Option(help="Their names: site-0001,site-0004")],
     coefficients: Annotated[str, typer.Option(help="One for each: 0.5,0.7; default: as the run does.")] = "",
     how: Annotated[str, typer.Option(help="gradients or weights; default: as the run does.")] = "",
-    start: Annotated[Path | None, typer.Option(help="Assign the gradients to this network instead of theta_0.")] = None,
+    start: Annotated[
+        Path | None,
+        typer.Option(help="Another network instead of theta_0: start + sum alpha g, or of weights start + sum alpha theta."),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Even if it is not the one that the sites started from.")] = False,
     measure: Annotated[bool, typer.Option(help="Say what the network knows (needs the data).")] = True,
     out: Annotated[Path, typer.Option(help="Where the network goes.")] = Path("net.safetensors"),

@@ -186,6 +186,8 @@ def test_gradients_of_another_start_are_refused_unless_forced():
     with pytest.raises(UserError, match=told):
         combine(other, gradients, [0.5, 0.5])
     combine(other, gradients, [0.5, 0.5], force=True)
+    with pytest.raises(UserError, match="gradient 1 counts from another start, from which weights do not follow"):
+        combine(other, gradients, [0.5, 0.5], WEIGHTS, force=True)
 
 
 def reshaped(state: State) -> State:

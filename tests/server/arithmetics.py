@@ -110,9 +110,9 @@ def strategy(aggregate: Aggregation) -> ArithmeticStrategy:
     return aggregate.strategy
 
 
-def composed(aggregate: Aggregation, alphas: Mapping[str, Alpha], start: State | None = None) -> State:
+def composed(aggregate: Aggregation, alphas: Mapping[str, Alpha], start: State | None = None, how: str = "") -> State:
     """The network of these sites with these coefficients."""
-    return strategy(aggregate).compose(aggregate.view(), alphas, start=start)
+    return strategy(aggregate).compose(aggregate.view(), alphas, how, start)
 
 
 def alphas_of(aggregate: Aggregation) -> dict[str, Alpha]:

@@ -217,7 +217,10 @@ def test_gradients_can_be_assigned_to_another_network_and_unknown_sites_are_name
         other = once.state("half")
         found = composed(aggregate, {A: 0.5, B: -1.0}, start=other)
         states = {"start": theta(once.config), "other": other, A: once.state(A), B: once.state(B)}
-        assert close(found, weighted(states, {"other": 1.0, A: 0.5, B: -1.0, "start": 0.5}))
+        assert close(found, weighted(states, {"other": 1.0, A: 0.5, B: -1.0, "start": 0.5}))  # Eq. 6
+        for alphas in ({A: 0.5, B: -1.0}, {A: 2.0, B: 2.0}):
+            found = composed(aggregate, alphas, other, "weights")
+            assert close(found, weighted(states, {"other": 1.0, **alphas}))  # Eq. 7
         with pytest.raises(UserError, match="did you mean 'site-0001'"):
             composed(aggregate, {"site-001": 1.0})
 
