@@ -41,6 +41,11 @@ class SumAggregation(Objective):
     subset_probability: float = value(0.0, "exact: share of batches that see a leave-one-out sum", low=0.0, high=1.0)
     strength: float = value(1.0, "regularised: weight of the penalty (the paper's lambda)", low=0.0)
     norm: str = value("squared", "regularised: ||.||_F^2 or ||.||_F of each layer", choices=("squared", "frobenius"))
+    others: str = value(
+        "alike",
+        "regularised: the other sites' weights move as the site's own do (ours), or stay within a round (Eq. 3's gradient)",
+        choices=("alike", "still"),
+    )
 
     def session(self, task: Task) -> Session:
         """Start on a task."""
@@ -129,8 +134,10 @@ class ExactSession(OwnSession):
 class RegularisedSession(OwnSession):
     """The paper's: CE(N_i) + CE(N*) + strength * sum over convolutions of ||W* - (W_1 + ... + W_n)||.
 
-    The other sites' weights are not here, and all sites move at once: the site takes them to move as it does itself, so
-    that the sum is S + n (W_i - W_i at the start of the round). The head is shared by N_i and N*.
+    The other sites' weights are not here. `others`: they move alike, so that the sum is S + n (W_i - W_i at the start of
+    the round) and the penalty's gradient on W_i is n times that of Eq. 3; or they stay still, and the sum is
+    S + W_i - W_i at the start: the gradient of Eq. 3, while the sum as it will be is not seen. The head is shared by N_i
+    and N*.
     """
 
     from_server = frozenset({ROUND})
@@ -165,11 +172,13 @@ class RegularisedSession(OwnSession):
         return self.penalty_of(self.weights(), *self.draw())
 
     def penalty_of(self, weights: Mapping[str, Tensor], mean: State, begin: State) -> Tensor:
-        """sum over convolutions of the (squared) Frobenius norm of W* - (S + n (W_i - W_i at the start))."""
+        """sum over convolutions of the (squared) Frobenius norm of W* - (S + k (W_i - W_i at the start)), k = n or 1."""
         total = torch.zeros((), device=self.task.device)
         for name in mean:
-            moved = mean[name] + weights[EXTRACTOR + name] - begin[name]
-            square = (weights[STAR_ + name] - self.task.members * moved).square().sum()
+            own = weights[EXTRACTOR + name]
+            if self.objective.others == "still":
+                own = begin[name] + (own - begin[name]) / self.task.members
+            square = (weights[STAR_ + name] - self.task.members * (mean[name] + own - begin[name])).square().sum()
             total = total + (square if self.objective.norm == "squared" else (square + 1e-12).sqrt())
         return total
 

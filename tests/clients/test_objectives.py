@@ -211,10 +211,11 @@ def stars(seed: int) -> State:
     return part(initial_state(configured("regularised", "network.affine=true", f"seed={seed}")), "extractor.")
 
 
+@pytest.mark.parametrize(("others", "moving"), [("alike", SITES), ("still", 1)])
 @pytest.mark.parametrize("norm", ["squared", "frobenius"])
-def test_regularised_the_penalty_is_the_distance_of_the_star_from_the_sum_as_it_moves(norm):
+def test_regularised_the_penalty_is_the_distance_of_the_star_from_the_sum_as_it_moves(norm, others, moving):
     star = stars(9)
-    _, session, mean = regularised(f"objective.norm={norm}", star=star)
+    _, session, mean = regularised(f"objective.norm={norm}", f"objective.others={others}", star=star)
     begin = {name: tensor.detach().clone() for name, tensor in session.network.named_parameters()}
     with torch.no_grad():
         for parameter in session.network.parameters():
@@ -222,11 +223,23 @@ def test_regularised_the_penalty_is_the_distance_of_the_star_from_the_sum_as_it_
     by_hand = 0.0
     for name, average in mean.items():
         now = session.network.get_parameter(name).detach().double().numpy()
-        total = SITES * average.double().numpy() + SITES * (now - begin[name].double().numpy())
+        total = SITES * average.double().numpy() + moving * (now - begin[name].double().numpy())
         square = float(np.square(star[name].double().numpy() - total).sum())
         by_hand += square if norm == "squared" else square**0.5
     assert by_hand > 1
     assert value(session.penalty()) == pytest.approx(by_hand, rel=1e-4)
+
+
+def test_regularised_the_gradient_of_the_penalty_is_that_of_equation_3_or_n_times_it():
+    """Eq. 3: d/dW_i ||W* - sum_j W_j||^2 = -2 (W* - sum_j W_j)."""
+    for others, times in (("still", 1), ("alike", SITES)):
+        star = stars(9)
+        _, session, mean = regularised(f"objective.others={others}", star=star)
+        session.penalty().backward()
+        for name, average in mean.items():
+            expected = -2.0 * times * (star[name] - SITES * average)
+            found = session.network.get_parameter(name).grad
+            assert found is not None and torch.allclose(found, expected, rtol=1e-4, atol=1e-5), (others, name)
 
 
 @pytest.mark.parametrize("norm", ["squared", "frobenius"])

@@ -1,0 +1,194 @@
+"""sum aggregation as the paper trains it: N_1 ... N_n and N* in one process, on Eq. 5 as it stands.
+
+The federation's `regularised` mode is our form of it: there no site sees the others' steps. Here all do, in one step.
+"""
+
+import copy
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clients.data import Images, to_float
+from clients.learner import descend
+from clients.networks import NetworkName, initialise
+from clients.networks.base import Network
+from clients.randomness import torch_generator
+from conf.schema import TrainingConfig
+from sims.experiments.kept import kept
+from sims.experiments.pairs import Task, images
+
+TEST_BATCH = 500
+OWN, COMMON = "own", "common"  # starts: each network's own, or one for all
+Accuracies = dict[str, dict[str, float]]  # of a network on each domain's test images
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained, and how. `strength`: weight of L_agg in Eq. 5, 1 in the paper; 0: all networks are trained apart,
+    each with a head of its own (the paper's baseline), and there is no N*.
+
+    `start`: OWN or COMMON. `steps` of SGD with momentum 0.9 and a cosine, on `batch` images of each data set.
+    """
+
+    tasks: tuple[Task, ...]
+    network: NetworkName
+    start: str = OWN
+    strength: float = 1.0
+    steps: int = 2000
+    batch: int = 16
+    rate: float = 0.03
+    seed: int = 0
+
+
+class Joint(nn.Module):
+    """N_1 ... N_n, N* and the classifier that all of them share."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__()
+        names = [str(place) for place in range(len(setting.tasks))]
+        networks = [_drawn(setting, name) for name in [*names, "star"]]
+        *own, self.star = (network.extractor for network in networks)
+        self.own, self.head = nn.ModuleList(own), networks[-1].head
+        self.strength = setting.strength
+
+    def loss(self, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
+        """Eq. 5: cross-entropies of every N_i on its own images and of N* on all, and L_agg."""
+        entropies = [
+            F.cross_entropy(self.head(network(x)), y) for network, x, y in zip(self.own, inputs, labels, strict=True)
+        ]
+        union = F.cross_entropy(self.head(self.star(torch.cat([*inputs]))), torch.cat([*labels]))
+        return torch.stack(entropies).sum() + union + self.strength * self.penalty()
+
+    def penalty(self) -> Tensor:
+        """Eq. 3, squared Frobenius norms: the sum over convolutions of ||W* - (W_1 + ... + W_n)||^2."""
+        parts = [dict(network.named_parameters()) for network in self.own]
+        squares = [(star - torch.stack([part[name] for part in parts]).sum(0)).square().sum()
+                   for name, star in convolutions(self.star).items()]  # fmt: skip
+        return torch.stack(squares).sum()
+
+    def summed(self, places: Sequence[int], norms: nn.Module | None = None) -> Network:
+        """The network whose convolutions are the sum over N_i at these places; its norms are those of `norms` (None: N*)."""
+        parts = [convolutions(self.own[place]) for place in places]
+        weights = {name: torch.stack([part[name] for part in parts]).sum(0).detach() for name in parts[0]}
+        return _network(self.star if norms is None else norms, weights, self.head)
+
+
+class Apart(nn.Module):
+    """N_1 ... N_n, each with a head of its own: the baseline."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__()
+        self.networks = nn.ModuleList(_drawn(setting, str(place)) for place in range(len(setting.tasks)))
+
+    def loss(self, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
+        """The sum of the networks' own cross-entropies, which have no weight in common."""
+        pairs = zip(self.networks, inputs, labels, strict=True)
+        return torch.stack([F.cross_entropy(network(x), y) for network, x, y in pairs]).sum()
+
+    def summed(self) -> Network:
+        """Convolutions summed; norms and heads, which the paper says nothing of, are means."""
+        states = [network.state_dict() for network in self.networks]
+        mean = {name: torch.stack([state[name].float() for state in states]).mean(0) for name in states[0]}
+        whole = {name: tensor * len(states) if tensor.ndim == 4 else tensor for name, tensor in mean.items()}
+        first = self.networks[0]
+        assert isinstance(first, Network)
+        return _network(first.extractor, {}, first.head, whole)
+
+
+def measured(setting: Setting, folder: Path) -> Accuracies:
+    """Train, and measure N_1 ..., N*, their sum, and the sum without each; taken from the folder if it is there."""
+    key = dataclasses.asdict(setting) | {"network": {**vars(setting.network), "options": dict(setting.network.options)}}
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
+    return kept(folder / f"joint-{setting.seed}-{digest}.json", key, lambda: _measured(setting))
+
+
+def trained(setting: Setting) -> Joint | Apart:
+    """All networks after the last step."""
+    together = Joint(setting) if setting.strength else Apart(setting)
+    training = TrainingConfig(rate=setting.rate, clip=5.0)
+    parts = [images(task, "train") for task in setting.tasks]
+
+    def loss(inputs: Tensor, labels: Tensor) -> Tensor:
+        return together.loss(inputs.split(setting.batch), labels.split(setting.batch))
+
+    descend(list(together.parameters()), loss, _steps(setting, parts), training)
+    return together
+
+
+def convolutions(extractor: nn.Module) -> Mapping[str, nn.Parameter]:
+    """The weights that are aggregated, by name."""
+    return {name: weight for name, weight in extractor.named_parameters() if weight.ndim == 4}
+
+
+def _measured(setting: Setting) -> Accuracies:
+    together = trained(setting)
+    places = range(len(setting.tasks))
+    if isinstance(together, Apart):
+        networks: dict[str, nn.Module] = {f"N{place + 1}": together.networks[place] for place in places}
+        return {name: _accuracies(one, setting) for name, one in [*networks.items(), ("sum", together.summed())]}
+    found = {f"N{place + 1}": _network(together.own[place], {}, together.head) for place in places}
+    found |= {"N*": _network(together.star, {}, together.head), "sum": together.summed(places)}
+    for place in places:
+        others = [one for one in places if one != place]
+        found[f"forget N{place + 1}"] = together.summed(others)
+        if len(others) == 1:
+            found[f"forget N{place + 1}, own norms"] = together.summed(others, together.own[others[0]])
+    return {name: _accuracies(one, setting) for name, one in found.items()}
+
+
+def _accuracies(network: nn.Module, setting: Setting) -> dict[str, float]:
+    """On every domain, and on all of their images. BatchNorm takes the statistics of the batch, in which all domains are."""
+    parts = [images(task, "test") for task in setting.tasks]
+    x, y = torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts])
+    order = torch.randperm(len(y), generator=torch_generator(0, "test"))
+    right = torch.zeros(len(y))
+    network.train()  # GroupNorm is the same in both modes
+    with torch.inference_mode():
+        for places in order.split(TEST_BATCH):
+            right[places] = (network(to_float(x[places])).argmax(1) == y[places]).float()
+    shares = right.split([len(part) for part in parts])
+    return {**{task.domain: float(one.mean()) for task, one in zip(setting.tasks, shares, strict=True)},
+            "union": float(right.mean())}  # fmt: skip
+
+
+def _drawn(setting: Setting, name: str) -> Network:
+    network = setting.network.build()
+    assert isinstance(network, Network)  # as all of ours are
+    initialise(network, torch_generator(setting.seed, "joint", name if setting.start == OWN else COMMON))
+    return network.train()
+
+
+def _network(
+    extractor: nn.Module, weights: Mapping[str, Tensor], head: nn.Module, whole: Mapping[str, Tensor] | None = None
+) -> Network:
+    """A copy, with other weights for its extractor or for all of it."""
+    found = Network(copy.deepcopy(extractor), copy.deepcopy(head))
+    found.load_state_dict(
+        {**found.state_dict(), **{f"extractor.{name}": one for name, one in weights.items()}, **(whole or {})}
+    )
+    return found
+
+
+def _steps(setting: Setting, parts: Sequence[Images]) -> Iterator[tuple[float, Tensor, Tensor]]:
+    """A batch of each data set in every step, one after the other; each begins anew when it is through."""
+    draws = [_batches(len(part), setting, task) for part, task in zip(parts, setting.tasks, strict=True)]
+    for step in range(setting.steps):
+        rate = setting.rate * 0.5 * (1.0 + math.cos(math.pi * step / setting.steps))
+        places = [next(draw) for draw in draws]
+        x = torch.cat([part.x[own] for part, own in zip(parts, places, strict=True)])
+        yield rate, to_float(x), torch.cat([part.y[own] for part, own in zip(parts, places, strict=True)])
+
+
+def _batches(number: int, setting: Setting, task: Task) -> Iterator[Tensor]:
+    draw = torch_generator(setting.seed, "joint", task.domain, "batches")
+    while True:
+        order = torch.randperm(number, generator=draw)
+        yield from order[: number // setting.batch * setting.batch].split(setting.batch)
