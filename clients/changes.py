@@ -38,6 +38,11 @@ class Changes:
         """Whether the server knows where a record begins."""
         return self.first or record not in self.kept
 
+    def whole(self) -> dict[str, State]:
+        """The records as they are now."""
+        return {record: {name: self.begin[record][name] + one for name, one in state.items()}
+                for record, state in self.moved.items()}  # fmt: skip
+
     def tensors(self) -> list[Tensor]:
         """The moves of all tensors."""
         return [self.moved[record][name] for record in sorted(self.moved) for name in sorted(self.moved[record])]
@@ -79,10 +84,10 @@ def _same(sent: Tensor, one: Tensor) -> bool:
 
 
 def keep_sent(job: "Job", changed: Changes, sent: Mapping[str, State]) -> None:
-    """Save what the next round's records begin at. `sent`: the records as the server will add them up (float or int64)."""
-    bits, order, store = job.config.federation.scale_bits, job.order, Sent(job.store)
+    """Save what the next round's records begin at. `sent`: the records as the server will add them up, int64."""
+    order, store = job.order, Sent(job.store)
     names = changed.kept | ({order.slot} if order.secure else set())  # masked contributions are changes of the last one
-    integers = {record: quantise(state, bits) for record, state in sent.items() if record in names}
+    integers = {record: dict(state) for record, state in sent.items() if record in names}
     if order.slot in integers:
         store.keep(order.round, order.base, integers.pop(order.slot))
     if integers:

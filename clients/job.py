@@ -15,6 +15,7 @@ from clients.device import pick_device
 from clients.guard import LOG
 from clients.identity import SIGNED, sent_words
 from clients.learner import Outcome, learn
+from clients.limits import RefusedError
 from clients.measure import Score, score, score_numbers
 from clients.memory import Memory
 from clients.messages import (
@@ -51,7 +52,7 @@ from conf.errors import UserError
 from conf.once import once
 from conf.schema import Config
 from conf.sites import Site, roster
-from fusion.exact import State
+from fusion.exact import State, dequantise, quantise
 
 
 class HiddenError(RuntimeError):
@@ -152,7 +153,7 @@ class Job:
             sent = {name: to_arrays(state, packing) for name, state in given.items()}
             own = as_sent(own, given, sent) if own is not None and packing != NONE else own
         else:
-            sent, more = self._hidden(session, given, start, outcome.samples)
+            sent, more = self._hidden(session, given, start)
             numbers |= more
         if own is not None:
             self.store.save(self.order.round, self.order.base, own)
@@ -163,20 +164,24 @@ class Job:
         return reply
 
     def _hidden(
-        self, session: Session, given: dict[str, State], start: Mapping[str, State], samples: int
+        self, session: Session, given: dict[str, State], start: Mapping[str, State]
     ) -> tuple[dict[str, ArrayRecord], dict[str, float]]:
         """The records with noise, or under masks, or both; and what the noise has cost."""
         changed, privacy, bits = changes(self, session, start, given), self.config.privacy, self.config.federation.scale_bits
         cost = {"epsilon": self.cost} if privacy.noise else {}
         if privacy.noise:
-            given = private(changed, bits, privacy, noise_share(self) if self.order.secure else 1.0)
-        if self.order.secure:
-            given = bounded(self, given)
-            charged = privacy.noise and (self.simulated or self.policy.epsilon)  # then what sums tell is bounded
-            sent = masked(self, given, samples, changed, charged=bool(charged))
+            whole = private(changed, bits, privacy, noise_share(self) if self.order.secure else 1.0)
         else:
-            sent = {name: to_arrays(state, self.config.federation.packed) for name, state in given.items()}
-        keep_sent(self, changed, given)
+            changed = bounded(self, changed, given)
+            whole = changed.whole()
+        if self.order.secure:
+            charged = privacy.noise and (self.simulated or self.policy.epsilon)  # then what sums tell is bounded
+            sent = masked(self, whole, changed, charged=bool(charged))
+        else:
+            floats = {record: dequantise(state, bits) for record, state in whole.items()}
+            sent = {record: to_arrays(state, self.config.federation.packed) for record, state in floats.items()}
+            whole = {record: quantise(state, bits) for record, state in floats.items()}
+        keep_sent(self, changed, whole)
         return sent, cost
 
     def train(self) -> RecordDict:
@@ -189,7 +194,7 @@ class Job:
             _ = self.sketch_key
         try:
             return self._trained(images)
-        except (BlamedError, LostStateError):  # the server is to hear of these
+        except (BlamedError, LostStateError, RefusedError):  # the server is to hear of these
             raise
         except Exception as error:
             if self.simulated or not self.policy.hides(self.config):
@@ -202,6 +207,7 @@ class Job:
         start = self.started(session)
         if order.secure and order.again == IDLE:
             return self.reply(session, Outcome(math.nan, len(images)), start)
+        self.policy.limits.check_images(len(session.training_images(images)), self.config, self.site)
         outcome = learn(session, images, self.config, self.site, order.round, self.device, order.words)
         return self.reply(session, outcome, start)
 

@@ -111,9 +111,15 @@ class Policy:
         """Whether the server may hear this site's right answers by class, and so how many images it has of each."""
         return BY_CLASS in self.disclose and self.tells_scores(config)
 
-    def check_scores(self, order: Order, config: Config) -> None:
-        """RefusedError for an order to measure, of a site that hides what it trains: exact scores tell images."""
-        if order.kind == EVALUATE and not self.tells_scores(config):
+    def check_question(self, order: Order, config: Config) -> None:
+        """RefusedError for a question to a site that hides what it trains, if the answer would be neither summed nor noised:
+        exact scores tell images, and so do statistics."""
+        if order.kind in (TRAIN, *HARMLESS) or not self.hides(config):
+            return
+        if order.kind != EVALUATE:
+            raise RefusedError(f"order.kind: '{order.kind}' asks for more than sums, and this site hides what it trains, or "
+                               "the run does (masks or noise)")  # fmt: skip
+        if not self.tells_scores(config):
             told = "tells no scores under masks or noise; its owner may allow them (site.yaml: disclose)"
             raise RefusedError(f"order.kind: '{EVALUATE}' asks for accuracies, and this site {told}")
 
@@ -160,6 +166,9 @@ class Policy:
         if self.strategies and (name := config.strategy.get("name")) not in self.strategies:
             told = f"'{name}' is not among the strategies of this site's policy ({', '.join(self.strategies)})"
             raise RefusedError(f"strategy.name: {told}")
+        if (self.masks or self.epsilon) and not self.domain and site.spec.classes:
+            raise RefusedError(f"{key}.classes: how many images of chosen classes there are tells this site's labels, which it "
+                               "hides; leave it out, or name the site's own data (site.yaml: domain)")  # fmt: skip
         if not self.domain and site.spec.partition.name not in WAYS:
             told = f"'{site.spec.partition.name}' is none of this project's ways to divide"
             raise RefusedError(f"{key}.partition.name: {told}; a site imports none that a server names")

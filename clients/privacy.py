@@ -21,11 +21,12 @@ from clients.changes import Changes
 from clients.secure_aggregation.primitives import secret, stream
 from conf.errors import UserError
 from conf.schema import PrivacyConfig
-from fusion.exact import State, dequantise
+from fusion.exact import State
 
 if TYPE_CHECKING:
     from clients.job import Job
 
+LEAST_PART = 2.0  # units, of a site's part: the sum of such parts differs from a discrete Gaussian by less than 1e-16
 LEAST_DEVIATION = 0.02  # exp(-1 / (2 * 0.02**2)) is below 1e-500
 MOST_DEVIATION = 2.0**50  # in units of 2**-scale_bits
 MOST_DELTA = 1e-5  # with which a site's own limit is kept, whatever delta a run tells epsilon for
@@ -34,18 +35,22 @@ MOST_DELTA = 1e-5  # with which a site's own limit is kept, whatever delta a run
 def private(changed: Changes, bits: int, privacy: PrivacyConfig, share: float = 1.0) -> dict[str, State]:
     """What a site sends in place of its records: begin + clip(moved) + noise, all records clipped together (L2 norm).
 
-    `share`: of the noise's variance, that this site adds.
+    int64, in units of 2**-bits. `share`: of the noise's variance, that this site adds. UserError for a part of the noise
+    that is so small that the parts of all sites do not add up to a discrete Gaussian.
     """
     entries = sum(one.numel() for one in changed.tensors())
     room = privacy.clip * 2.0**bits - math.sqrt(entries)  # rounding moves every entry by less than one unit
     norm = math.hypot(*(float(one.double().norm()) for one in changed.tensors()))
     factor, deviation = min(1.0, max(0.0, room) / norm) if norm else 1.0, privacy.noise * privacy.clip * 2.0**bits
+    part = deviation * math.sqrt(share)
+    if share < 1.0 and part < LEAST_PART:
+        raise UserError(f"privacy: a site's part of the noise is {part:.2g} units of 2**-{bits}, and {LEAST_PART:g} are "
+                        "needed; set a larger federation.scale_bits, privacy.clip or privacy.noise")  # fmt: skip
     sizes = [one.numel() for state in changed.moved.values() for one in state.values()]
-    drawn = iter(discrete_gaussian(deviation * math.sqrt(share), entries).split(sizes))
+    drawn = iter(discrete_gaussian(part, entries).split(sizes))
     begin = changed.begin
-    noised = {record: {name: begin[record][name] + (one.double() * factor).round().long() + next(drawn).view(one.shape)
-                       for name, one in state.items()} for record, state in changed.moved.items()}  # fmt: skip
-    return {record: dequantise(state, bits) for record, state in noised.items()}
+    return {record: {name: begin[record][name] + (one.double() * factor).round().long() + next(drawn).view(one.shape)
+                     for name, one in state.items()} for record, state in changed.moved.items()}  # fmt: skip
 
 
 def discrete_gaussian(deviation: float, count: int) -> Tensor:

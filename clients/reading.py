@@ -69,7 +69,7 @@ def read_job(message: Message, context: Context) -> Job:
     config = config if simulated else followed(config, policy, order.site)
     policy.spare(order, config)
     if not simulated:
-        policy.check_scores(order, config)
+        policy.check_question(order, config)
     config = config if order.rounds == config.rounds else stretched(config, order.rounds)
     policy = replace(policy, gpu=memory_share(config.engine)) if simulated else policy
     sites = roster(config)

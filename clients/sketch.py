@@ -37,13 +37,19 @@ def sketches(state: Mapping[str, Tensor], key: bytes) -> dict[str, Sketch]:
 
 
 def likeness(one: Mapping[str, Sketch], other: Mapping[str, Sketch]) -> float:
-    """Of the tensors that both have, the largest cosine of two sketches, or of one and the other reversed."""
-    return max((_cosine(one[name], other[name]) for name in one.keys() & other.keys()), default=0.0)
+    """The largest cosine of a sketch of one and a sketch of the other, or of the other reversed, whatever their names: the
+    server names tensors. Sketches of tensors of other sizes have nothing in common. 1 for what is not finite."""
+    if not one or not other:
+        return 0.0
+    cosines = _directions(one) @ _directions(other).T
+    return float(np.abs(cosines).max()) if np.isfinite(cosines).all() else 1.0
 
 
-def _cosine(one: Sketch, other: Sketch) -> float:
-    size = float(np.linalg.norm(one)) * float(np.linalg.norm(other))
-    return abs(float(one @ other)) / size if size and one.shape == other.shape else 0.0
+def _directions(sketches: Mapping[str, Sketch]) -> NDArray[np.float64]:
+    """The sketches, one a row, with norm 1; those of nothing stay 0."""
+    rows = np.stack([*sketches.values()]).astype(np.float64)
+    rows /= np.maximum(np.abs(rows).max(1, keepdims=True), np.finfo(np.float64).tiny)
+    return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), np.finfo(np.float64).tiny)
 
 
 def packed(sketches: Mapping[str, Sketch]) -> dict[str, str]:

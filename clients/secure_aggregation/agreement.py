@@ -9,10 +9,17 @@ from typing import TYPE_CHECKING
 from clients.memory import Disclosure
 from clients.messages import SECURE_CONFIRM, SECURE_TRAINED, SECURE_UNMASK
 from clients.objectives import Answer
-from clients.secure_aggregation.asked import attempt_id, check_enough, incoming, to_tensor
+from clients.secure_aggregation.asked import attempt_of, check_enough, incoming, to_tensor
 from clients.secure_aggregation.members import check_members
-from clients.secure_aggregation.primitives import SECRET, SIGNATURE, is_signature, signature, trained_words
-from clients.secure_aggregation.secrets import Attempt, Secrets
+from clients.secure_aggregation.primitives import (
+    SECRET,
+    SIGNATURE,
+    history_words,
+    is_signature,
+    signature,
+    trained_words,
+)
+from clients.secure_aggregation.secrets import Agreed, Attempt, Secrets
 from clients.sketch import unpacked
 from conf.errors import UserError
 
@@ -28,7 +35,7 @@ def confirm(job: "Job") -> Answer:
     would differ by what few sites gave.
     """
     secrets = Secrets(job.store)
-    attempt, mine = secrets.attempt(attempt_id(job)), job.site.name
+    attempt, mine = attempt_of(job), job.site.name
     counts = {name: bool(one[0]) for name, one in incoming(job, SECURE_CONFIRM, 1).items()}
     counted = sorted(name for name, one in counts.items() if one)
     if not attempt.sent or counts.keys() != attempt.held.keys() | {mine} or mine not in counted:
@@ -43,16 +50,24 @@ def confirm(job: "Job") -> Answer:
     _check_trained(job, attempt, counted)
     job.memory.check(_disclosure(job, attempt, counted))
     attempt.counted = counted
+    secrets.agree(job.order.round, attempt.bases[mine], Agreed(attempt.statement, counted))
     secrets.save(attempt)
     return Answer({SECURE_CONFIRM: {"signature": to_tensor(signature(bytes.fromhex(attempt.signing), _statement(attempt)))}})
 
 
 def _check_trained(job: "Job", attempt: Attempt, counted: list[str]) -> None:
-    """UserError unless all sites that count have signed the same training as this one."""
-    signatures, text = incoming(job, SECURE_TRAINED, SIGNATURE), trained_words(attempt.id, attempt.statement)
-    for name in counted:
-        if name != job.site.name and not is_signature(attempt.keys(name).signing, text, signatures.get(name, b"")):
+    """UserError unless all sites that count have signed the same training as this one, and those that go on from the same
+    round, that they have agreed on the same in it: of one that was prepared otherwise, the server may know what it gave."""
+    mine, bases = job.site.name, attempt.bases
+    signatures, text = incoming(job, SECURE_TRAINED, 2 * SIGNATURE), trained_words(attempt.id, attempt.statement)
+    base = (Secrets(job.store).agreed(bases[mine]) if bases[mine] else None) or Agreed()
+    history = history_words(attempt.id, base.digest)
+    for name in (name for name in counted if name != mine):
+        both, signing = signatures.get(name, b""), attempt.keys(name).signing
+        if not is_signature(signing, text, both[:SIGNATURE]):
             raise UserError(f"secure aggregation: {name} has not signed the same training as this site")
+        if bases[name] == bases[mine] and not is_signature(signing, history, both[SIGNATURE:]):
+            raise UserError(f"secure aggregation: {name} has not signed that it goes on from the same as this site")
 
 
 def unmask(job: "Job") -> Answer:
@@ -60,7 +75,7 @@ def unmask(job: "Job") -> Answer:
     dropped out, of their common masks. Once in an attempt, if enough sites have signed the same list as this one.
     """
     secrets = Secrets(job.store)
-    attempt, mine = secrets.attempt(attempt_id(job)), job.site.name
+    attempt, mine = attempt_of(job), job.site.name
     if not attempt.counted or attempt.unmasked:
         raise UserError("secure aggregation: the masks of this attempt cannot be taken off now")
     signatures, agree = incoming(job, SECURE_UNMASK, SIGNATURE), 0
@@ -73,6 +88,7 @@ def unmask(job: "Job") -> Answer:
                         "the server told sites of different lists, or had them train differently")  # fmt: skip
     job.memory.add(_disclosure(job, attempt, attempt.counted))
     attempt.unmasked = True
+    secrets.read(job.order.round)
     secrets.keep_lifted(attempt, job.order.round)
     secrets.save(attempt)
     found = {mine: to_tensor(bytes.fromhex(attempt.shares))}

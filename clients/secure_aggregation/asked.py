@@ -1,18 +1,20 @@
 """What a question of secure aggregation brings to a site, and what the question is about."""
 
+import json
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from clients.packing import unpacked
-from clients.secure_aggregation.secrets import Attempt
+from clients.secure_aggregation.secrets import Attempt, Secrets
 from conf.errors import UserError
 from conf.sites import roster
 from fusion.exact import State
 
 if TYPE_CHECKING:
     from clients.job import Job
+    from clients.messages import Order
 
 MOST_SITES = 1000  # of one secure sum: every two of them agree on a mask
 
@@ -44,11 +46,25 @@ def words(job: "Job") -> tuple[str, str, str]:
     return job.order.run, str(job.order.round), job.order.secure
 
 
+def attempt_of(job: "Job") -> Attempt:
+    """The attempt that an order goes on with. UserError if it is another one, or one that was begun by another order."""
+    attempt = Secrets(job.store).attempt(attempt_id(job))
+    if attempt.order != fixed(job.order):
+        raise UserError("order: an attempt at a masked round was begun with another configuration, run or round; all of its "
+                        "steps need the same")  # fmt: skip
+    return attempt
+
+
 def attempt_id(job: "Job") -> str:
     """The attempt that an order names. UserError if it names none."""
     if not job.order.secure:
         raise UserError("order.secure: names no attempt at a round")
     return job.order.secure
+
+
+def fixed(order: "Order") -> str:
+    """What is the same in all steps of an attempt: what was checked in one step holds in the next."""
+    return json.dumps([order.config, order.run, order.site, order.round, order.rounds, order.members])
 
 
 def to_tensor(content: bytes) -> Tensor:

@@ -25,17 +25,17 @@ from clients.messages import (
     to_arrays,
     to_states,
 )
-from clients.partial import SAMPLES
-from clients.secure_aggregation.asked import check_enough, state_of, to_tensor, words
-from clients.secure_aggregation.primitives import agreed, check_room, mask, sign, signature, trained_words
-from clients.secure_aggregation.secrets import Attempt, Secrets
+from clients.partial import ONCE
+from clients.secure_aggregation.asked import attempt_of, check_enough, state_of, to_tensor, words
+from clients.secure_aggregation.primitives import agreed, check_room, history_words, mask, sign, signature, trained_words
+from clients.secure_aggregation.secrets import Agreed, Attempt, Secrets
 from clients.secure_aggregation.site import opened
 from clients.sent import Sent
 from clients.sketch import Sketch, packed, sketches
 from conf import to_json
 from conf.errors import UserError
 from conf.schema import RunConfig
-from fusion.exact import State, digest, quantise
+from fusion.exact import State, digest
 
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord
@@ -47,32 +47,29 @@ DEFAULT_WEIGHT = 1e4  # of a configuration that sets no largest_weight
 OWN_AFFAIR = (SECURE_SHARES, LIFT)  # records of an order that differ from site to site
 
 
-def masked(
-    job: "Job", contribution: Mapping[str, State], samples: int, changed: "Changes", charged: bool = False
-) -> "dict[str, ArrayRecord]":
+def masked(job: "Job", whole: Mapping[str, State], changed: "Changes", charged: bool = False) -> "dict[str, ArrayRecord]":
     """What a site sends of a round's records: of each a vector, int64, that looks random; only the sum over sites does not.
 
     Of the contribution that the server keeps it is the change since the last one that counted. Masks that this site has in
     common with one that leaves (LIFT) are taken out of it in passing.
-    Beside them is a signed digest of what determined the training: only sites that trained by the same are summed.
-    `changed`: the change of the round. `charged`: a privacy budget bounds what sums tell, so no sketches are kept.
+    Beside them is a signed digest of what determined the training, and one of the round that it goes on from: only sites
+    that trained by the same are summed. `whole`: the records, int64. `changed`: the change of the round, before noise.
+    `charged`: a privacy budget bounds what sums tell, so no sketches are kept.
     """
     secrets, order = Secrets(job.store), job.order
-    attempt = secrets.attempt(order.secure)
+    attempt = attempt_of(job)
     if attempt.sent:
         raise UserError("secure aggregation: this attempt's contribution was sent")
-    attempt.held = opened(job, attempt)
+    _check_sums(job, whole)
+    attempt.held, base = opened(job, attempt), _agreed_base(job, charged)
     check_enough(attempt, len(attempt.held) + 1)
     common = {name: agreed(bytes.fromhex(attempt.pair), attempt.keys(name).pair, *words(job)) for name in attempt.held}
     lifts, found = _lifts(job), {}
-    whole = {record: quantise(contribution[record], job.config.federation.scale_bits) for record in order.sums}
     if not charged:
-        attempt.sketches = packed(_sketches(job, secrets, whole, changed))
-    for record, counted in order.sums.items():
-        times = samples if counted == SAMPLES else 1
+        attempt.sketches = packed(_sketches(job, secrets, changed))
+    for record in order.sums:
         vector = flat(whole[record])
-        _check_room(job, vector, times * (len(common) + 1))
-        vector *= times
+        _check_room(job, vector, changed.begin[record] if changed.is_known(record) else {}, len(common) + 1)
         if record == order.slot:
             vector = vector - flat(Sent(job.store).summed(order.base)) if order.base else vector
             vector = vector - _lifted(job, lifts, record, len(vector))
@@ -83,25 +80,61 @@ def masked(
     attempt.sent, attempt.idle = True, order.again == IDLE
     attempt.lifts = {name: rounds for name, rounds in lifts.items() if rounds}
     attempt.statement, attempt.bases, attempt.config = _trained(job), _bases(job, attempt), _configured(job)
-    word = signature(bytes.fromhex(attempt.signing), trained_words(attempt.id, attempt.statement))
-    found[SECURE_TRAINED] = to_arrays({"digest": to_tensor(bytes.fromhex(attempt.statement)), "signature": to_tensor(word)})
+    found[SECURE_TRAINED] = to_arrays(_signed(attempt, base.digest))
+    secrets.agree(order.round, order.base, None)
     secrets.masked(order.round, common)
     secrets.save(attempt)
     return found
 
 
-def _sketches(job: "Job", secrets: Secrets, whole: Mapping[str, State], changed: "Changes") -> dict[str, Sketch]:
-    """Sketches of what the server does not know of this site's part of each record that is summed (`whole`: int64).
+def _check_sums(job: "Job", whole: Mapping[str, State]) -> None:
+    """UserError unless all records are summed at once, each site once: two sums of the same that differ by weights or
+    records are two equations."""
+    order = job.order
+    if order.sums.keys() != whole.keys() or {*order.sums.values()} != {ONCE}:
+        raise UserError(f"order.sums: under masks all records of a contribution ({', '.join(sorted(whole))}) are summed, "
+                        "and each site counts once")  # fmt: skip
+    if order.slot not in ("", *order.sums) or (not order.slot and LIFT in job.content.array_records):
+        raise UserError("order.slot: is not a record that is summed")
+
+
+def _agreed_base(job: "Job", charged: bool) -> Agreed:
+    """What the sites have agreed on in the round that this one goes on from.
+
+    UserError for a round whose list this site has not signed: only there all that count trained by the same. With a budget
+    for what has been replaced before, too: the noise of the other sites in it can be averaged away.
+    """
+    secrets, base = Secrets(job.store), job.order.base
+    if not base:
+        return Agreed()
+    if (found := secrets.agreed(base)) is None:
+        raise UserError(f"order.base: this site has not signed which sites count in round {base}; forget and readmit it")
+    if charged and not job.simulated and secrets.last_read() > base:
+        raise UserError(f"order.base: the sum of round {secrets.last_read()} is read, and under noise a contribution is "
+                        "replaced once; begin a new run")  # fmt: skip
+    return found
+
+
+def _signed(attempt: Attempt, history: bytes) -> State:
+    """Signatures of what determined the training, and of the round that it goes on from."""
+    key, digest = bytes.fromhex(attempt.signing), bytes.fromhex(attempt.statement)
+    words = {"": trained_words(attempt.id, attempt.statement), "history_": history_words(attempt.id, history)}
+    signatures = {f"{name}signature": to_tensor(signature(key, text)) for name, text in words.items()}
+    return {"digest": to_tensor(digest), "history": to_tensor(history), **signatures}
+
+
+def _sketches(job: "Job", secrets: Secrets, changed: "Changes") -> dict[str, Sketch]:
+    """Sketches of what the server does not know of this site's part of each record that is summed, before noise.
 
     Of what begins at what the server has sent, that is how far it moved; of the contribution that it keeps, less how far
     that had moved which is replaced. Of what begins at what this site sent last, the whole, or the contribution's change.
     """
     order, found, moved = job.order, dict[str, Sketch](), dict[str, Sketch]()
     before = secrets.moved(order.base) if order.base else {}
-    for record, state in whole.items():
+    whole = changed.whole()
+    for record, state in changed.moved.items():
         replaces, known = record == order.slot and order.base > 0, changed.is_known(record)
-        since = changed.begin[record] if known else Sent(job.store).summed(order.base) if replaces else {}
-        rest = {name: one - since[name] if since else one for name, one in state.items()}
+        rest = state if known or replaces else whole[record]
         each = {f"{record}/{name}": one for name, one in sketches(rest, job.sketch_key).items()}
         found |= {name: one - before.get(name, 0.0) if replaces and known else one for name, one in each.items()}
         moved |= each if known else {}
@@ -131,22 +164,30 @@ def flat(state: State) -> Tensor:
     return torch.cat([torch.empty(0, dtype=torch.int64), *(state[name].flatten() for name in sorted(state))])
 
 
-def bounded(job: "Job", contribution: Mapping[str, State]) -> dict[str, State]:
-    """The records with no entry beyond federation.largest_weight: whether a sum fits must not depend on the site's images.
+def bounded(job: "Job", changed: "Changes", given: Mapping[str, State]) -> "Changes":
+    """The change with no entry beyond federation.largest_weight: whether a sum fits must not depend on the site's images.
 
-    Noise has hidden them already: then every entry stays as it is.
+    Where the server knows the start, the move is cut: of a network that it sends just below the limit, all that is cut
+    would be known to it. `given`: the records as floats; counters stay as they are.
     """
-    if job.config.privacy.noise:
-        return dict(contribution)
-    most = job.config.federation.largest_weight or DEFAULT_WEIGHT
-    return {record: {name: one.clamp(-most, most) if one.dtype.is_floating_point else one for name, one in state.items()}
-            for record, state in contribution.items()}  # fmt: skip
+    most, moved = _most(job), dict[str, State]()
+    for record, state in changed.moved.items():
+        begin, known = changed.begin[record], changed.is_known(record)
+        cut = {name: one.clamp(-most, most) if known else (begin[name] + one).clamp(-most, most) - begin[name]
+               for name, one in state.items() if given[record][name].dtype.is_floating_point}  # fmt: skip
+        moved[record] = {**state, **cut}
+    return replace(changed, moved=moved)
 
 
-def _check_room(job: "Job", vector: Tensor, times: int) -> None:
-    """UserError unless `times` vectors of `bounded` records add up in 64 bits."""
+def _most(job: "Job") -> int:
+    """federation.largest_weight, or DEFAULT_WEIGHT, in units of 2**-scale_bits."""
     federation = job.config.federation
-    most = math.ceil((federation.largest_weight or DEFAULT_WEIGHT) * 2.0**federation.scale_bits)
+    return math.ceil((federation.largest_weight or DEFAULT_WEIGHT) * 2.0**federation.scale_bits)
+
+
+def _check_room(job: "Job", vector: Tensor, begin: State, times: int) -> None:
+    """UserError unless `times` vectors of `bounded` records add up in 64 bits. `begin`: where they began, if it is known."""
+    most = _most(job) + max((int(one.abs().max()) for one in begin.values() if one.numel()), default=0)
     if job.config.privacy.noise and vector.numel():
         most = max(most, int(vector.abs().max()))
     check_room(most, times)

@@ -43,7 +43,8 @@ def _manner(config: Config, site: Site) -> tuple[object, ...]:
     """What a site's training depends on beside its own images."""
     spec = site.spec
     outputs = "" if config.data.heads == "shared" else label(spec)
-    return network_text(config, site), spec.rotation, spec.invert, spec.flip, spec.classes, spec.relabel, outputs
+    images = spec.rotation, spec.invert, spec.flip, spec.classes, spec.relabel, spec.samples
+    return network_text(config, site), outputs, *images, spec.partition
 
 
 def check_members(policy: Policy, names: Collection[str]) -> None:

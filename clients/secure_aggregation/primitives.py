@@ -93,6 +93,11 @@ def trained_words(attempt: str, digest: str) -> bytes:
     return f"fedloom trained\n{attempt}\n{digest}".encode()
 
 
+def history_words(attempt: str, history: bytes) -> bytes:
+    """What a site signs: this was agreed on in the round that it goes on from (32 bytes)."""
+    return "\n".join(("fedloom history", attempt, history.hex())).encode()
+
+
 def is_signature(public: bytes, text: bytes, given: bytes) -> bool:
     """Whether the holder of the key of signatures signed this text."""
     try:

@@ -2,6 +2,7 @@
 Nobody else ever reads it.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -14,6 +15,20 @@ from clients.store import SiteStore
 from conf.errors import UserError
 
 ROUND, KEYS, MOVED, LIFTED = "secure-round.json", "secure-keys.json", "secure-moved.json", "secure-lifted.json"
+AGREED, READ = "secure-agreed.json", "read"
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """A round whose list of sites a site has signed. `statement`: what determined the training; `counted`: the sites."""
+
+    statement: str = ""
+    counted: list[str] = field(default_factory=list)
+
+    @property
+    def digest(self) -> bytes:
+        """32 bytes, the same for all sites that have signed the same."""
+        return hashlib.sha256(json.dumps([self.statement, self.counted]).encode()).digest()
 
 
 @dataclass
@@ -21,11 +36,11 @@ class Attempt:
     """One attempt at a round: this site's four secrets, and what it heard from others (all bytes as hex).
 
     `channel`: of the key pair that seals shares; `pair`: of the one that common masks follow from; `own`: of the mask that
-    is this site's alone; `signing`: of the key of its signatures. `threshold`: how many must answer. `peers`: every site's
-    public keys. `held`: others' shares for this site. `shares`: its share of its own secret `own`. `statement`: what
-    determined its training; `bases`: by site, the round that it goes on from; `sketches`: of what the server does not
-    know of its contribution (clients.sketch); `config`: a digest of what was configured. `counted`: the sites whose
-    contributions count, as it has signed.
+    is this site's alone; `signing`: of the key of its signatures. `order`: what all steps of it have in common.
+    `threshold`: how many must answer. `peers`: every site's public keys. `held`: others' shares for this site. `shares`: its
+    share of its own secret `own`. `statement`: what determined its training; `bases`: by site, the round that it goes on
+    from; `sketches`: of what the server does not know of its contribution (clients.sketch); `config`: a digest of what was
+    configured. `counted`: the sites whose contributions count, as it has signed.
     `lifts`: by site that leaves, the rounds whose common masks it has taken out. `idle`: nobody trains in this round.
     `sent`, `unmasked`: it has sent its masked contribution, and has helped to take masks off. Each is done once, for two
     that differ under one mask would tell the difference. Secrets are shared out once, too (then there are `peers`): of a
@@ -37,6 +52,7 @@ class Attempt:
     pair: str
     own: str
     signing: str
+    order: str = ""
     threshold: int = 0
     peers: dict[str, str] = field(default_factory=dict)
     held: dict[str, str] = field(default_factory=dict)
@@ -52,10 +68,10 @@ class Attempt:
     unmasked: bool = False
 
     @staticmethod
-    def begin(id: str) -> "Attempt":
+    def begin(id: str, order: str) -> "Attempt":
         """A new one, its secrets drawn."""
         channel, pair, own, signing = (secret().hex() for _ in range(4))
-        return Attempt(id, channel, pair, own, signing)
+        return Attempt(id, channel, pair, own, signing, order)
 
     def public(self) -> PublicKeys:
         """What this site tells the others of its secrets."""
@@ -106,6 +122,24 @@ class Secrets:
     def keep_moved(self, round: int, base: int, sketches: Mapping[str, Sketch]) -> None:
         """Save them, beside those of the round that this one is based on."""
         self._write(MOVED, {str(base): packed(self.moved(base)), str(round): packed(sketches)})
+
+    def agreed(self, round: int) -> "Agreed | None":
+        """What this site has agreed on in a round; None if it has sent something else in that round since, or nothing."""
+        found = self._read(AGREED).get(str(round))
+        return Agreed(**found) if found else None
+
+    def agree(self, round: int, base: int, agreed: "Agreed | None") -> None:
+        """Save what is agreed on in a round (None: nothing yet), beside that of the round that it is based on."""
+        kept = {str(one): asdict(each) for one in (base, round) if (each := agreed if one == round else self.agreed(one))}
+        self._write(AGREED, {**kept, READ: self.last_read()})
+
+    def last_read(self) -> int:
+        """The last round in which this site has helped to take masks off; 0: none."""
+        return int(self._read(AGREED).get(READ, 0))
+
+    def read(self, round: int) -> None:
+        """Note that the sum of a round is read."""
+        self._write(AGREED, {**self._read(AGREED), READ: max(round, self.last_read())})
 
     def lifted(self) -> dict[str, int]:
         """By 'SITE ROUND', in which round a sum was read without the mask in common with that site, of that round."""

@@ -16,7 +16,7 @@ from clients.messages import (
     SECURE_SHARES,
 )
 from clients.objectives import Answer
-from clients.secure_aggregation.asked import attempt_id, check_enough, incoming, to_tensor, words
+from clients.secure_aggregation.asked import attempt_id, attempt_of, check_enough, fixed, incoming, to_tensor, words
 from clients.secure_aggregation.members import check_alike, check_members
 from clients.secure_aggregation.primitives import (
     KEY,
@@ -49,7 +49,7 @@ class BlamedError(UserError):
 
 def keys(job: "Job") -> Answer:
     """Begin an attempt: draw four secrets; the answer has the public keys (128 bytes) and a signature of them."""
-    attempt = Attempt.begin(attempt_id(job))
+    attempt = Attempt.begin(attempt_id(job), fixed(job.order))
     Secrets(job.store).save(attempt)
     public = attempt.public().packed()
     return Answer(
@@ -63,7 +63,7 @@ def shares(job: "Job") -> Answer:
     The answer has the sealed shares, and for the server the commitments to all of them, in the order of the sites' names.
     """
     secrets = Secrets(job.store)
-    attempt, mine = secrets.attempt(attempt_id(job)), job.site.name
+    attempt, mine = attempt_of(job), job.site.name
     if attempt.peers:
         raise UserError("secure aggregation: this attempt's secrets were shared out")
     given = incoming(job, SECURE_KEYS)

@@ -32,6 +32,7 @@ from clients.secure_aggregation.primitives import (
     SIGNATURE,
     PublicKeys,
     agreed,
+    history_words,
     is_signature,
     places,
     share_commitment,
@@ -64,6 +65,25 @@ class WithoutError(FailedError):
         self.sites = sorted(sites)
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What a site signs with its contribution: digests of what determined its training, and of what it goes on from."""
+
+    digest: bytes
+    history: bytes
+    words: bytes  # both signatures
+
+    @staticmethod
+    def read(heard: "Heard", name: str, given: State) -> "Trained":
+        """Of a site's record. ReplyError if it has not signed both."""
+        digest, history = (read_bytes(given, part, DIGEST) for part in ("digest", "history"))
+        words = [read_bytes(given, part, SIGNATURE) for part in ("signature", "history_signature")]
+        texts = trained_words(heard.id, digest.hex()), history_words(heard.id, history)
+        if not all(is_signature(heard.keys[name].signing, *one) for one in zip(texts, words, strict=True)):
+            raise ReplyError("its signature of its training is wrong")
+        return Trained(digest, history, b"".join(words))
+
+
 @dataclass
 class Heard:
     """What sites have said in one attempt, by name. `signatures`: of their public keys, for the other sites."""
@@ -76,7 +96,7 @@ class Heard:
     samples: dict[str, int] = field(default_factory=dict)
     numbers: dict[str, dict[str, float]] = field(default_factory=dict)  # what else it says of its training
     vectors: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # by site and record
-    trained: dict[str, tuple[bytes, bytes]] = field(default_factory=dict)  # a digest of what determined it, and a signature
+    trained: dict[str, "Trained"] = field(default_factory=dict)
     signed: dict[str, bytes] = field(default_factory=dict)  # the list of the sites that count
     shares: dict[str, dict[int, bytes]] = field(default_factory=dict)  # of one of its secrets, by place
     helped: set[str] = field(default_factory=set)  # sites that gave such shares
@@ -173,7 +193,7 @@ class MaskedExchange:
                 bounds = replace(self.exchange.bounds(site), counted=0)  # sites multiply by their own number
                 numbers = train_numbers(content_of(received), bounds, hidden=True)
                 self.run.countersigned(site.name, content_of(received))
-                trained = self._trained(site, states)
+                trained = Trained.read(self.heard, site.name, states.get(SECURE_TRAINED, {}))
                 self.heard.vectors[site.name] = {
                     record: read_vector(states.get(record), record, self.like(record, site.name)) for record in self.expected
                 }
@@ -186,24 +206,18 @@ class MaskedExchange:
         self._alike(asked)
         self._enough(kind, asked, self.heard.vectors)
 
-    def _trained(self, site: Site, states: Mapping[str, State]) -> tuple[bytes, bytes]:
-        """What determined a site's training, as a digest, and its signature of it. ReplyError if it has not signed it."""
-        digest, word = (
-            read_bytes(states.get(SECURE_TRAINED, {}), *one) for one in (("digest", DIGEST), ("signature", SIGNATURE))
-        )
-        if not is_signature(self.heard.keys[site.name].signing, trained_words(self.heard.id, digest.hex()), word):
-            raise ReplyError("its signature of its training is wrong")
-        return digest, word
-
     def _alike(self, asked: Sequence[Site]) -> None:
-        """Drop the sites whose signed training is not that of most."""
-        counts = Counter(digest for digest, _ in self.heard.trained.values())
-        usual = max(counts, key=lambda digest: (counts[digest], digest), default=b"")
-        for site in those(asked, self.heard.trained):
-            if self.heard.trained[site.name][0] != usual:
+        """Drop the sites whose signed training, or what they go on from, is not that of most (of the same base)."""
+        trained, base = self.heard.trained, self.run.slots.base
+        usual = _usual(one.digest for one in trained.values())
+        histories = {round: _usual(one.history for name, one in trained.items() if base(name) == round)
+                     for round in map(base, trained)}  # fmt: skip
+        for site in those(asked, dict(trained)):
+            one = trained[site.name]
+            if one.digest != usual or one.history != histories[base(site.name)]:
                 for heard in (self.heard.trained, self.heard.vectors, self.heard.numbers, self.heard.samples):
                     heard.pop(site.name)
-                self.drop(site, "it trained by another order than most sites")
+                self.drop(site, "it trained by another order, or goes on from something else, than most sites")
 
     def _check_blame(self, site: Site, record: object) -> None:
         """Note that a site cannot use another one's shares. ReplyError then: it takes no part."""
@@ -227,7 +241,7 @@ class MaskedExchange:
             self.heard.signed[site.name] = read_bytes(answer.get(SECURE_CONFIRM, {}), "signature", SIGNATURE)
 
         counts = {name: to_tensor(bytes([name in self.heard.vectors])) for name in self.heard.sealed}
-        trained = {name: to_tensor(word) for name, (_, word) in self.heard.trained.items()}
+        trained = {name: to_tensor(one.words) for name, one in self.heard.trained.items()}
         self._ask(SECURE_CONFIRM, asked, {SECURE_CONFIRM: counts, SECURE_TRAINED: trained}, take)
         if len(self.heard.signed) < self.threshold and self.heard.refusing:
             raise SummedElsewhereError(
@@ -287,6 +301,12 @@ class MaskedExchange:
 def those(asked: Sequence[Site], names: Mapping[str, object]) -> list[Site]:
     """The sites among those that are asked that have these names."""
     return [site for site in asked if site.name in names]
+
+
+def _usual(digests: Iterable[bytes]) -> bytes:
+    """The one that most have."""
+    counts = Counter(digests)
+    return max(counts, key=lambda digest: (counts[digest], digest), default=b"")
 
 
 def _check_keys(given: PublicKeys, others: Iterable[PublicKeys]) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from clients.messages import IDLE, LIFT
 from clients.partial import SAMPLES
 from clients.secure_aggregation.primitives import agreed, commitment, mask, public_key, rebuilt, sign, threshold_of
-from conf.errors import FailedError
+from conf.errors import FailedError, UserError
 from conf.sites import Site
 from fusion.exact import ExactSum, State
 from server.ledger.slots import Put
@@ -48,6 +48,9 @@ class SecureAggregation:
     expected: "Mapping[str, Expected]"
 
     def __post_init__(self) -> None:
+        if odd := next((record for record, one in self.expected.items() if one.mean == SAMPLES), ""):
+            raise UserError(f"federation.secure_aggregation: record '{odd}' counts by samples, and sums under masks count "
+                            "each site once; set strategy.weighting=equal")  # fmt: skip
         self._rebuilt: dict[str, bytes] = {}
         self.together = rounds_together(self.run.ledger) if self.run.leaving else {}
         self.heard = Heard("")
@@ -134,8 +137,7 @@ class SecureAggregation:
             if one.mean:
                 total = ExactSum(self.run.bits, modular=True)
                 for name, vectors in self.heard.vectors.items():
-                    times = self.heard.samples[name] if one.mean == SAMPLES else 1
-                    total.merge(shaped(vectors[record], self._talk.like(record, name)), addends=times)
+                    total.merge(shaped(vectors[record], self._talk.like(record, name)), addends=1)
                 found[record] = total.mean()
         return found
 

@@ -55,6 +55,8 @@ class SumAggregationStrategy(Strategy):
         if config.federation.secure_aggregation and mode_of(config).subsets and config.objective.get("subset_probability"):
             raise UserError("objective.subset_probability: means without one site need what it gave, which is hidden by "
                             "federation.secure_aggregation; set it to 0")  # fmt: skip
+        if config.federation.secure_aggregation and WEIGHTINGS[self.weighting] == SAMPLES:
+            raise UserError("federation.secure_aggregation: sums under masks count no samples; set strategy.weighting=equal")
         if not mode_of(config).subsets and config.objective.get("initialisation") == AGGREGATE:
             raise UserError(f"objective.initialisation: {AGGREGATE} is for mode=exact alone; take shared or own")
         common_architecture(config)

@@ -87,7 +87,7 @@ class Server:
 
     def change(self, *words: str) -> None:
         """Take another configuration."""
-        self.config = load("digits", list(words))
+        self.words, self.config = words, load("digits", list(words))
         self.text = to_json(self.config)
 
     @property
@@ -134,8 +134,13 @@ class Server:
 class Masks:
     """An attempt at a masked sum, played step by step, so that a step can be played wrongly."""
 
-    def __init__(self, server: Server, asked: Sequence[int], bases: Mapping[int, int] | None = None, **parts: Any) -> None:
+    def __init__(
+        self, server: Server, asked: Sequence[int], bases: Mapping[int, int] | None = None,
+        words: Mapping[int, Sequence[str]] | None = None, **parts: Any,
+    ) -> None:  # fmt: skip
+        """`words`: of single sites the configuration that they hear of."""
         self.server, self.asked, self.id, self.bases = server, list(asked), uuid.uuid4().hex, dict(bases or {})
+        self.words = words or {}
         self.parts = {"secure": self.id, **parts}
         self.keys: dict[int, Tensor] = {}
         self.sealed: dict[int, dict[str, Tensor]] = {}
@@ -147,13 +152,22 @@ class Masks:
         self.shares: dict[tuple[int, bool], dict[int, bytes]] = {}
         self.metrics: dict[int, Mapping[str, Any]] = {}
 
+    def ask(self, site: int, *given: Any, **parts: Any) -> RecordDict:
+        """Server.ask, with the configuration that the site hears of."""
+        usual = self.server.words
+        self.server.change(*self.words.get(site, usual))
+        try:
+            return self.server.ask(site, *given, **{**self.parts, **parts})
+        finally:
+            self.server.change(*usual)
+
     def begin(self) -> "Masks":
         """Keys and shares."""
         for site in self.asked:
-            self.keys[site] = to_states(self.server.ask(site, SECURE_KEYS, **self.parts))[SECURE_KEYS]["keys"]
+            self.keys[site] = to_states(self.ask(site, SECURE_KEYS))[SECURE_KEYS]["keys"]
         sent = {SECURE_KEYS: {name_of(site): one for site, one in self.keys.items()}}
         for site in self.asked:
-            answer = to_states(self.server.ask(site, SECURE_SHARES, sent, **self.parts))
+            answer = to_states(self.ask(site, SECURE_SHARES, sent))
             self.sealed[site], self.committed[site] = answer[SECURE_SHARES], answer[COMMITMENTS]
         return self
 
@@ -167,12 +181,12 @@ class Masks:
             bases = {name_of(one): torch.tensor([self.bases.get(one, 0)]) for one in self.sealed}
             records: dict[str, Mapping[str, Tensor]] = {SECURE_SHARES: shares, BASES: bases, MEAN: self.server.mean}
             records |= {LIFT: lift} if lift is not None else {}
-            whole = {"sums": {ROUND: ONCE, SITE: ONCE} if parts.pop("both", False) else {SITE: ONCE}, "slot": SITE}
-            own = {"base": self.bases.get(site, 0)}
-            content = self.server.ask(site, TRAIN, records, **{**self.parts, **whole, **own, **parts})
+            both = self.server.config.objective["name"] == "sum_aggregation"  # a part of the network is a record of its own
+            whole = {"sums": dict.fromkeys([ROUND, SITE] if both else [SITE], ONCE), "slot": SITE}
+            content = self.ask(site, TRAIN, records, **{**whole, "base": self.bases.get(site, 0), **parts})
             states = to_states(content)
             self.vectors[site] = {name: state[MASKED] for name, state in states.items() if MASKED in state}
-            self.trained[site] = states[SECURE_TRAINED]["signature"]
+            self.trained[site] = torch.cat([states[SECURE_TRAINED][part] for part in ("signature", "history_signature")])
             self.metrics[site] = dict(content["metrics"])  # type: ignore[arg-type]
         return self
 
@@ -183,7 +197,7 @@ class Masks:
             counts = {name_of(one): torch.tensor([one in counted], dtype=torch.uint8) for one in self.sealed}
             trained = {name_of(one): word for one, word in self.trained.items()}
             records = {SECURE_CONFIRM: counts, SECURE_TRAINED: trained}
-            answer = to_states(self.server.ask(site, SECURE_CONFIRM, records, **self.parts))
+            answer = to_states(self.ask(site, SECURE_CONFIRM, records))
             self.signed[site], self.lists[site] = answer[SECURE_CONFIRM]["signature"], counted
         return self
 
@@ -191,7 +205,7 @@ class Masks:
         """Shares of secrets."""
         place, signed = places(map(name_of, self.asked)), {name_of(site): one for site, one in self.signed.items()}
         for site in self.signed:
-            content = self.server.ask(site, SECURE_UNMASK, {SECURE_UNMASK: signed}, **self.parts)
+            content = self.ask(site, SECURE_UNMASK, {SECURE_UNMASK: signed})
             for name, share in to_states(content)[SECURE_UNMASK].items():
                 key = int(name.removeprefix("site-")), int(name.removeprefix("site-")) in self.lists[site]
                 self.shares.setdefault(key, {})[place[name_of(site)]] = bytes(share.numpy())

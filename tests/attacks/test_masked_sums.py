@@ -137,12 +137,13 @@ def test_forged_signatures_and_those_of_another_attempt_count_for_nothing(server
 @pytest.mark.parametrize("words", [("training.rate=0",), ("rounds=3",), ("training.label_smoothing=0.5",)])
 def test_a_sum_is_of_sites_that_trained_by_the_same_order(server: Server, words: tuple[str, ...]) -> None:
     """Otherwise the others could be made to give what the server knows."""
-    masks = Masks(server, FOUR).begin().train([3])
-    server.change(*MASKS, *words)
-    masks.train(THREE)
-    server.change(*MASKS)
+    masks = Masks(server, FOUR, words=dict.fromkeys(THREE, (*MASKS, *words))).begin().train()
     with pytest.raises(Refused, match=SECURE_CONFIRM):
         masks.confirm()
+    masks = Masks(server, FOUR).begin().train([3])
+    server.change(*MASKS, *words)
+    with pytest.raises(Refused, match="train"):  # all steps of an attempt have one configuration
+        masks.train(THREE)
 
 
 def test_a_sum_is_of_sites_that_were_sent_the_same_network(server: Server) -> None:
@@ -159,10 +160,7 @@ def test_a_sum_is_of_sites_that_were_sent_the_same_network(server: Server) -> No
 def test_one_site_does_not_train_otherwise_although_the_others_are_enough_without_it(server: Server) -> None:
     """The difference of two sums would be what it gave: with a rate of 0 it gives nothing that is not known."""
     summed(server, FOUR)
-    masks = Masks(server, FOUR).begin().train(THREE)
-    server.change(*MASKS, "training.rate=0")
-    masks.train([3])
-    server.change(*MASKS)
+    masks = Masks(server, FOUR, words={3: (*MASKS, "training.rate=0")}).begin().train()
     counted = dict.fromkeys(THREE, FOUR)
     with pytest.raises(Refused, match=SECURE_CONFIRM):
         masks.confirm(counted)
@@ -177,7 +175,7 @@ FULL = (*MASKS, "training.batch=1000", "training.schedule=constant")  # every ro
 def test_one_site_does_not_go_on_from_another_round_than_before(server: Server) -> None:
     server.change(*FULL)
     for number in (1, 2):
-        Masks(server, FOUR, dict.fromkeys(FOUR, number - 1), round=number, rounds=3).begin().train()
+        Masks(server, FOUR, dict.fromkeys(FOUR, number - 1), round=number, rounds=3).begin().train().confirm()
     summed(server, FOUR, bases=dict.fromkeys(FOUR, 2), round=3, rounds=3)
     with pytest.raises(Refused, match="secure_confirm: summed_before"):
         summed(server, FOUR, bases={**dict.fromkeys(FOUR, 2), 3: 0}, round=3, rounds=3)
@@ -190,6 +188,10 @@ def test_what_a_site_goes_on_from_is_not_prepared_between_two_sums(server: Serve
     server.change(*FULL)
     later: dict[str, Any] = {"round": 2, "rounds": 2, "bases": dict.fromkeys(FOUR, 1)}
     Masks(server, FOUR, rounds=2).begin().train()
+    with pytest.raises(Refused, match="train"):  # what was sent in a round counts when its sites have agreed on it
+        summed(server, FOUR, **later)
+    server.run = "another"
+    Masks(server, FOUR, rounds=2).begin().train().confirm()
     summed(server, FOUR, **later)
     for erased in (False, True):
         if erased:
@@ -198,7 +200,7 @@ def test_what_a_site_goes_on_from_is_not_prepared_between_two_sums(server: Serve
         with pytest.raises(Refused, match="train: UserError"):
             masks.train([3])
     server.run = "other"
-    Masks(server, FOUR, rounds=2).begin().train()
+    Masks(server, FOUR, rounds=2).begin().train().confirm()
     with pytest.raises(Refused, match="summed_before"):
         summed(server, FOUR, **later)
 
@@ -209,6 +211,8 @@ NOT_ALIKE = {
     "an inverted one": "{domain: digits, count: 3, invert: true}",
     "other classes": "{domain: digits, count: 3, classes: [0, 1]}",
     "outputs of its own": "{domain: digits, count: 3, label: x}",
+    "more images": "{domain: digits, count: 3, samples: 9}",
+    "another way to divide": "{domain: digits, count: 3, partition: {name: size, growth: 3}}",
 }
 
 
@@ -217,7 +221,7 @@ def test_a_configuration_does_not_say_other_things_of_single_sites(server: Serve
     """The server may know what the others give, such as those of a network that is dead."""
     words = [word for word in MASKS if not word.startswith("sites")]
     server.change(*words, "data.heads=task", f"sites=[{{domain: digits, count: 7}}, {row}]")
-    with pytest.raises(Refused, match="secure_shares: UserError"):
+    with pytest.raises(Refused, match="secure_shares: UserError|secure_keys: RefusedError"):
         summed(server, [0, 1, 2, 8, 9])
     summed(server, FOUR)
 
@@ -236,7 +240,7 @@ INDEPENDENT = (*MASKS, "objective={name: sum_aggregation, mode: independent}")
 def test_networks_of_the_sites_own_are_not_summed_whole_over_other_sites(server: Server, again: int) -> None:
     """Nothing is trained, so that a sketch of the change would be of nothing."""
     server.change(*INDEPENDENT)
-    Masks(server, FOUR, rounds=9).begin().train(slot="")
+    Masks(server, FOUR, rounds=9).begin().train(slot="").confirm()
     server.change(*INDEPENDENT, "training.rate=0")
     summed(server, FOUR, THREE, bases=dict.fromkeys(FOUR, 1), round=2, rounds=9, again=again, slot="")
     with pytest.raises(Refused, match="secure_confirm"):

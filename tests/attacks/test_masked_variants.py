@@ -1,0 +1,200 @@
+"""Further ways to one site's contribution that once worked: each gets nothing."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clients.messages import IDLE, MEAN, MODEL, ROUND, SITE, TRAIN
+from clients.partial import ONCE, SAMPLES
+from clients.privacy import LEAST_PART
+from tests.attacks.hostile import MASKS, WORDS, Masks, Refused, Server, name_of, summed
+
+FOUR, THREE, ALL = [0, 1, 2, 3], [0, 1, 2], list(range(10))
+AGAINST_FEW: dict[str, Any] = {"masks": "required", "min_members": 3}
+MOVE, SUM = MASKS, (*MASKS, "objective={name: sum_aggregation, mode: independent}")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Server:
+    return Server(tmp_path, **AGAINST_FEW)
+
+
+@pytest.mark.parametrize("sums", [{SITE: SAMPLES}, {SITE: "twice"}, {}, {SITE: ONCE, ROUND: ONCE}])
+def test_each_site_counts_once_and_with_all_that_it_contributes(server: Server, sums: dict[str, str]) -> None:
+    """A sum by images is a second equation beside the sum."""
+    summed(server, FOUR)
+    with pytest.raises(Refused, match="train"):
+        Masks(server, FOUR).begin().train(sums=sums)
+
+
+@pytest.mark.parametrize("record", [ROUND, SITE])
+def test_a_tensor_in_two_records_is_not_summed_in_one_of_them(server: Server, record: str) -> None:
+    server.change(*SUM)
+    with pytest.raises(Refused, match="train"):
+        Masks(server, FOUR).begin().train(sums={record: ONCE}, slot="")
+
+
+def test_a_contribution_counts_as_before_only_if_its_sites_have_agreed_on_it(tmp_path: Path) -> None:
+    """Otherwise the others can be prepared in a round that is never ended: what they gave is known, but of one site."""
+    server = Server(tmp_path, masks="required")
+    others = dict.fromkeys(ALL[:9], (*MASKS, "training.rate=0"))
+    masks = Masks(server, ALL, words=others, rounds=9).begin().train()
+    with pytest.raises(Refused, match="secure_confirm"):
+        masks.confirm()
+    with pytest.raises(Refused, match="train"):
+        Masks(server, ALL, dict.fromkeys(ALL, 1), round=2, rounds=9).begin().train()
+
+
+def test_sites_that_go_on_from_one_round_have_agreed_on_the_same_in_it(server: Server) -> None:
+    """Two lists in one round: the others may be prepared together, and the one site with a few of them."""
+    server.change(*MASKS, "training.rate=0")
+    Masks(server, [0, 1, 2, 3], rounds=9).begin().train().confirm()
+    server.change(*MASKS)
+    Masks(server, [4, 5, 6, 7], rounds=9).begin().train().confirm()
+    mixed = [0, 1, 2, 4, 5]
+    with pytest.raises(Refused, match="secure_confirm"):
+        Masks(server, mixed, dict.fromkeys(mixed, 1), round=2, rounds=9).begin().train().confirm()
+
+
+@pytest.mark.parametrize("step", ["train", "confirm", "unmask"])
+@pytest.mark.parametrize("part", ["round", "run", "config", "members", "rounds"])
+def test_all_steps_of_an_attempt_have_one_configuration_run_and_round(server: Server, step: str, part: str) -> None:
+    masks = Masks(server, FOUR).begin()
+    for one in ("train", "confirm", "unmask"):
+        if one == step:
+            if part == "config":
+                server.change(*MASKS, "data.heads=task", "sites=[{domain: digits, count: 9}, {domain: digits, label: x}]")
+            elif part == "run":
+                server.run = "another"
+            else:
+                masks.parts[part] = 7
+            with pytest.raises(Refused, match=one):
+                getattr(masks, one)()
+            return
+        getattr(masks, one)()
+
+
+def test_masks_in_common_leave_with_the_record_that_is_summed(server: Server) -> None:
+    """The batches of round 1 again, with the mask of one site that is said to leave and does not."""
+    summed(server, FOUR)
+    with pytest.raises(Refused, match="train"):
+        Masks(server, FOUR).begin().train(THREE, {name_of(3): torch.tensor([1])}, slot="")
+
+
+def test_numbers_that_overflow_do_not_hide_that_two_sums_are_alike(server: Server) -> None:
+    server.change(
+        *MASKS, "federation.scale_bits=48", "federation.largest_weight=100", "training.rate=1e5", "training.steps=1"
+    )
+    for _ in range(2):
+        try:
+            summed(server, FOUR)
+        except Refused:
+            return
+        with pytest.raises(Refused, match="summed_before"):
+            summed(server, FOUR, THREE)
+
+
+def test_noise_that_the_server_chooses_does_not_make_batches_look_new(server: Server) -> None:
+    server.change(*MASKS, "privacy.clip=100", "privacy.noise=0.0001")
+    summed(server, FOUR)
+    with pytest.raises(Refused, match="summed_before"):
+        summed(server, FOUR, THREE)
+
+
+def test_the_move_is_cut_and_not_the_weight_where_the_server_knows_the_start(server: Server) -> None:
+    """Of a network that is sent just beyond the limit, what all but one site give would be known."""
+    limit, first = 0.1, type(server).mean.fget(server)  # type: ignore[attr-defined]
+    server.change(*MASKS, f"federation.largest_weight={limit}")
+    sent = {name: (torch.randint(0, 2, one.shape) * 2 - 1).float() * (limit + 0.02) for name, one in first.items()}
+    masks = Masks(server, FOUR).begin()
+    original = type(server).mean
+    type(server).mean = property(lambda self: sent)  # type: ignore[method-assign, assignment]
+    try:
+        masks.train()
+    finally:
+        type(server).mean = original  # type: ignore[method-assign]
+    begin = torch.cat([(sent[name].double() * 2**32).round().long().flatten() for name in sorted(sent)])
+    moved = server.gave(0) - begin
+    assert 0 < int(moved.abs().max()) <= limit * 2**32
+    assert int((server.gave(0).abs() == round(limit * 2**32)).sum()) == 0
+
+
+BUDGET = ("privacy.clip=0.01", "privacy.noise=4.0")
+
+
+def test_what_is_replaced_under_noise_is_replaced_once(tmp_path: Path) -> None:
+    """Otherwise the others' noise in it is averaged away, and the site that did not take part again is left with its own."""
+    server = Server(tmp_path, (*MASKS, *BUDGET), masks="required", epsilon=8.0)
+    summed(server, ALL, rounds=9)
+    nine = dict.fromkeys(ALL[:9], 1)
+    summed(server, ALL[:9], bases=nine, round=2, rounds=9)
+    with pytest.raises(Refused, match="train"):
+        summed(server, ALL[:9], bases=nine, round=2, rounds=9)
+
+
+def test_noise_is_not_rounded_away_by_large_weights(tmp_path: Path) -> None:
+    """Every entry of the sum has the noise that was promised: float32 has steps of two clips beside 2**17."""
+    clip, noise = 0.0085, 0.8
+    words = (*MASKS, f"privacy.clip={clip}", f"privacy.noise={noise}", "training.rate=0")
+    server, first = Server(tmp_path, words, masks="required", epsilon=60.0), Server.mean
+    sent = {name: torch.full_like(one, 2.0**17 + 8.0) for name, one in server.mean.items()}
+    Server.mean = property(lambda self: sent)  # type: ignore[method-assign, assignment]
+    try:
+        total = summed(server, ALL).double() / 2**32 - 10 * (2**17 + 8.0)
+    finally:
+        Server.mean = first  # type: ignore[method-assign]
+    assert float(total.std()) > 0.95 * noise * clip
+
+
+def test_parts_of_noise_are_not_so_small_that_they_add_up_to_less(tmp_path: Path) -> None:
+    few = LEAST_PART / 2.0**32
+    server = Server(tmp_path, (*MASKS, f"privacy.clip={few}", "privacy.noise=1"), masks="required", epsilon=60.0)
+    with pytest.raises(Refused, match="train"):
+        summed(server, ALL)
+
+
+HIDDEN = {"noise": ("privacy.clip=1", "privacy.noise=2"), "masks": ("federation.secure_aggregation=true",)}
+QUESTIONS = {
+    "composed": "layer_selection",
+    "moments": "fedavg",
+    "class_statistics": "fedavg",
+    "prototypes": "fedproto",
+    "labels": "heterofl",
+    "recombine": "components",
+}
+
+
+@pytest.mark.parametrize("words", HIDDEN.values(), ids=HIDDEN)
+@pytest.mark.parametrize(("kind", "objective"), QUESTIONS.items())
+def test_where_a_run_hides_no_question_is_answered_that_tells_more(
+    tmp_path: Path, words: tuple[str, ...], kind: str, objective: str
+) -> None:
+    rest = [word for word in WORDS if not word.startswith(("objective", "strategy"))]
+    server = Server(tmp_path, (*rest, f"objective={{name: {objective}}}", *words))
+    with pytest.raises(Refused, match=r"RefusedError at order\.kind"):
+        server.ask(0, kind, {MODEL: server.mean, MEAN: server.mean}, split="test")
+
+
+def test_the_least_batch_is_of_the_images_that_are_trained_on(tmp_path: Path) -> None:
+    rest = [word for word in WORDS if not word.startswith(("objective", "strategy", "sites"))]
+    choice = "objective={name: layer_selection, held_out: 0.9}"
+    words = (*rest, "sites=[{domain: digits, samples: 10}]", "strategy={name: layer_selection}", choice)
+    with pytest.raises(Refused, match=r"RefusedError at sites\.samples"):
+        server = Server(tmp_path, words, min_batch=8)
+        server.ask(0, TRAIN, {MEAN: server.mean})
+
+
+@pytest.mark.parametrize("policy", [{"masks": "required"}, {"epsilon": 5.0}])
+def test_how_many_images_of_chosen_classes_a_site_has_is_not_said(tmp_path: Path, policy: dict[str, Any]) -> None:
+    server = Server(tmp_path, (*MASKS, "sites=[{domain: digits, count: 10, classes: [3]}]"), **policy)
+    with pytest.raises(Refused, match=r"RefusedError at sites\[0\]\.classes"):
+        server.ask(0, "enrol")
+
+
+def test_nobody_trains_is_no_way_around(server: Server) -> None:
+    """A round at a rate of 0, or idle, replaces what counts: over the same sites, and of what they have agreed on."""
+    summed(server, FOUR, rounds=9)
+    with pytest.raises(Refused, match="secure_confirm"):
+        summed(server, FOUR, THREE, bases=dict.fromkeys(FOUR, 1), round=2, rounds=9, again=IDLE)
