@@ -167,8 +167,8 @@ class Policy:
             told = f"'{name}' is not among the strategies of this site's policy ({', '.join(self.strategies)})"
             raise RefusedError(f"strategy.name: {told}")
         if (self.masks or self.epsilon) and not self.domain and site.spec.classes:
-            raise RefusedError(f"{key}.classes: how many images of chosen classes there are tells this site's labels, which it "
-                               "hides; leave it out, or name the site's own data (site.yaml: domain)")  # fmt: skip
+            raise RefusedError(f"{key}.classes: how many images of chosen classes there are tells this site's labels, which "
+                               "it hides; leave it out, or name the site's own data (site.yaml: domain)")  # fmt: skip
         if not self.domain and site.spec.partition.name not in WAYS:
             told = f"'{site.spec.partition.name}' is none of this project's ways to divide"
             raise RefusedError(f"{key}.partition.name: {told}; a site imports none that a server names")

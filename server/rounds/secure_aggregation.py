@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from server.rounds.run import Content, Exchange, Run
 
 MOST_DRAWS = 3  # of a round's batches
-FLOAT32 = 2.0**-24  # a site's largest weight is rounded to this
 
 
 @dataclass
@@ -158,13 +157,13 @@ class SecureAggregation:
     def _sound(self, means: Mapping[str, State]) -> None:
         """FailedError if a mean has entries that no honest sites give: one of them sent what is no masked contribution."""
         federation = self.run.config.federation
-        most = (federation.largest_weight or math.inf) * (1 + FLOAT32) + 2.0**-federation.scale_bits
+        most = 2 * (federation.largest_weight or math.inf)  # sites cut how far they move from what they were sent
         totals = {one.slot: self.run.slots.total(one.slot).mean() for one in self.expected.values() if one.slot}
         for record, state in {**means, **totals}.items():
             for name, tensor in state.items():
                 if tensor.numel() and not float(tensor.abs().max()) <= most:
                     where = f"round {self.run.number}: the mean of '{record}', tensor '{name}'"
-                    raise FailedError(f"{where}, is beyond federation.largest_weight={most:.5g}: a site sent something else "
+                    raise FailedError(f"{where}, is beyond 2 * federation.largest_weight={most:.5g}: a site sent something else "
                                       "than a contribution. Nothing of the round counts; under masks nobody can tell which "
                                       "site it was")  # fmt: skip
 

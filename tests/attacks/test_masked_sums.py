@@ -221,7 +221,7 @@ def test_a_configuration_does_not_say_other_things_of_single_sites(server: Serve
     """The server may know what the others give, such as those of a network that is dead."""
     words = [word for word in MASKS if not word.startswith("sites")]
     server.change(*words, "data.heads=task", f"sites=[{{domain: digits, count: 7}}, {row}]")
-    with pytest.raises(Refused, match="secure_shares: UserError|secure_keys: RefusedError"):
+    with pytest.raises(Refused, match=r"secure_shares: UserError|secure_keys: RefusedError"):
         summed(server, [0, 1, 2, 8, 9])
     summed(server, FOUR)
 

@@ -173,6 +173,6 @@ def test_liars_do_not_leave_out_one_honest_site_after_the_other(tmp_path: Path, 
 
 def test_what_is_beyond_the_largest_weight_is_cut_before_it_is_kept(tmp_path: Path):
     """Site and server add up the same, also where a contribution was cut."""
-    config = configured(tmp_path, "federation.largest_weight=0.05", "rounds=3", sites=4)
+    config = configured(tmp_path, "federation.largest_weight=2", "training.rate=3", "rounds=3", sites=4)
     run(config)
     assert sum_of(config) == held(config, [f"site-{one:04d}" for one in range(4)])

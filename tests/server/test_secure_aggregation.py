@@ -51,7 +51,7 @@ from tests.server.runs import method_of
 @pytest.mark.parametrize(
     "words",
     [(), ("objective.mode=independent",), ("objective.mode=regularised",), ("objective.mode=fedavg",),
-     ("strategy.weighting=samples",), ("federation.fraction=0.6", "rounds=3"), ("objective.initialisation=own",)],
+     ("federation.fraction=0.6", "rounds=3"), ("objective.initialisation=own",)],
 )  # fmt: skip
 def test_the_sums_are_those_that_can_be_read(tmp_path: Path, words: tuple[str, ...]) -> None:
     plain, masked = configured(tmp_path, *words, name="plain"), configured(tmp_path, *words, MASKS[1], name="masked")
