@@ -70,9 +70,9 @@ def sent_words(run: str, site: str, round: int, content: RecordDict) -> tuple[ob
     return "sent", run, site, round, total.hexdigest()
 
 
-def erased_words(run: str, site: str, files: int, size: int) -> tuple[object, ...]:
-    """What a site says when it has deleted all that it kept of a run."""
-    return "erased", run, site, files, size
+def erased_words(run: str, site: str, files: int, size: int, request: str) -> tuple[object, ...]:
+    """What a site says when it has deleted all that it kept of a run, for a request."""
+    return "erased", run, site, files, size, *([request] if request else [])
 
 
 def heard(content: RecordDict, *parts: object) -> dict[str, str]:

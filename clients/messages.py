@@ -33,7 +33,7 @@ CLASSES = "classes"  # up: the names of the site's classes, in the order of thei
 QUERY = "query"
 ASK = "query.ask"  # Flower's type of messages with a question other than TRAIN
 WHO = "who"
-PROTOCOL = 2  # rises when messages change: server and sites must have the same
+PROTOCOL = 3  # rises when messages change: server and sites must have the same
 
 MOST_ROUNDS = 999_999
 KEPT_NAMES = ("memory.sqlite", "site.lock", "configurations", "privacy")  # of files and folders in a site's store
@@ -42,6 +42,7 @@ MOST_RECORDS = 16  # that are added up on the way
 _RUN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _ATTEMPT = re.compile(r"[0-9a-f]{0,32}")
+_REQUEST = re.compile(r"[A-Za-z0-9._-]{0,100}")
 _KIND = re.compile(r"[a-z][a-z0-9_]{0,99}")
 
 MEAN = "mean"  # down: the aggregate (of sum aggregation: the mean extractor and the shared head)
@@ -77,6 +78,7 @@ class Order:
     `ledger` is the folder where whoever adds them up writes each contribution, `before` the file of the one in the sum now,
     which counts `weight` times. Where nodes keep contributions, `before` is a blob's digest, which the node `holder` has, or
     else the message holds it (BEFORE). `secure`: the attempt at a round of secure aggregation; what is in `sums` is masked.
+    `request`: with ERASE, for which one.
     `again`: which other draw of the round's batches this is; 0: the first; IDLE: none, nobody trains.
     """
 
@@ -97,6 +99,7 @@ class Order:
     weight: int = 0
     secure: str = ""
     again: int = 0
+    request: str = ""
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -127,6 +130,8 @@ def read_order(content: RecordDict) -> Order:
         raise UserError("order.run: is the name of a file of the site's store; take another name")
     if not _DIGEST.fullmatch(order.config):
         raise UserError("order.config: is no sha256")
+    if not _REQUEST.fullmatch(order.request):
+        raise UserError("order.request: is no name of a request (letters, digits, '-', '_' and '.')")
     if not _KIND.fullmatch(order.kind):
         raise UserError("order.kind: is no kind of question (small letters, digits and '_')")
     if not _ATTEMPT.fullmatch(order.secure):

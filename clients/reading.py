@@ -92,7 +92,7 @@ def erased(message: Message, context: Context) -> RecordDict | None:
     name = sites[order.site].name
     numbers = SiteStore(root, order.run, name).erase()
     reply = RecordDict({METRICS: MetricRecord(dict(zip(ERASED, numbers, strict=True)))})
-    if word := Policy.of(context.node_config).identity.word(*erased_words(order.run, name, *numbers)):
+    if word := Policy.of(context.node_config).identity.word(*erased_words(order.run, name, *numbers, order.request)):
         reply[SIGNED] = word
     return reply
 

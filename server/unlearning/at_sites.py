@@ -65,7 +65,9 @@ class Erasure:
         federation = self._reached(waiting)
         there = [site for site in federation.sites if federation.enrolment.owns(site.name)]
         done: dict[str, str] = {}
-        for reply in federation.ask(ERASE, ((site, self._order(site)) for site in there), 1, WAIT_SECONDS):
+        for reply in federation.ask(
+            ERASE, ((site, self._order(site, waiting[site.name])) for site in there), 1, WAIT_SECONDS
+        ):
             try:
                 found = check_numbers(reply.content, list(ERASED)) if reply.content is not None else {}
             except ReplyError as error:
@@ -88,15 +90,15 @@ class Erasure:
                 federation.join(WAIT_SECONDS)
         return federation
 
-    def _order(self, site: Site) -> RecordDict:
+    def _order(self, site: Site, request: str) -> RecordDict:
         text = to_json(self.config)
         order = Order(config=config_digest(text), run=self.ledger.run().run, site=site.index, round=1, rounds=1, base=0,
-                      members=1, kind=ERASE)  # fmt: skip
+                      members=1, kind=ERASE, request=request)  # fmt: skip
         return RecordDict({ORDER: order.record(), CONFIG: text_record(text)})
 
     def _note(self, site: str, request: str, found: Mapping[str, float], content: RecordDict | None) -> None:
         numbers = {name: max(0, int(found[name])) for name in ERASED}
-        words = erased_words(self.ledger.run().run, site, *numbers.values())
+        words = erased_words(self.ledger.run().run, site, *(numbers[name] for name in ERASED), request=request)
         signed = heard(content, *words) if content is not None else {}
         if signed and fingerprint(signed["key"]) != self.ledger.keys().get(site):
             signed = {}  # of a key that is not the site's

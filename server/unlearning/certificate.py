@@ -169,6 +169,7 @@ def read(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
         whole = _checked(found, _PARTS)
         _checked(whole["exact"], _EXACT_PARTS)
+        _check_inside(whole)
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such certificate; a run's are in its folder {CERTIFICATES}") from None
     except (OSError, ValueError) as error:
@@ -184,6 +185,17 @@ def _checked(given: Any, parts: dict[str, type]) -> dict[str, Any]:
         if not isinstance(given, dict) or not isinstance(given.get(name), kind):
             raise ValueError(f"it has no '{name}', or one of another type")
     return given
+
+
+def _check_inside(whole: dict[str, Any]) -> None:
+    """ValueError for names that are no texts, and for what sites say in another form."""
+    exact, said = whole["exact"], whole.get("at_sites", {})
+    names = [*whole["sites"], *whole["times"].values(), *exact["tensors"], *exact["remaining"].values()]
+    digests = [*exact["digest_before"].values(), *exact["digest_after"].values()]
+    if not all(isinstance(one, str) for one in [*names, *digests]):
+        raise ValueError("a name, a time or a digest in it is not a text")
+    if not isinstance(said, dict) or not all(one is None or isinstance(one, dict) for one in said.values()):
+        raise ValueError("it has 'at_sites' of another type")
 
 
 def text_of(content: dict[str, Any]) -> str:

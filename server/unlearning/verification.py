@@ -21,7 +21,7 @@ from server.unlearning.certificate import (
     sums_of,
 )
 from server.unlearning.signing import signed_by
-from server.written import SITES
+from server.written import BLOBS, SITES, STAGING, STATES
 
 CLOSE = 0.002  # accuracies this far apart are equal: another machine may round another way
 SAYS = "says"  # of what nothing is compared with
@@ -73,20 +73,26 @@ def verify_signature(path: Path, key: str) -> list[Finding]:
         found.append(_compared(what, after, remaining))
     apart = not set(given["sites"]) & set(given["exact"]["remaining"])
     found.append(_found("no forgotten site is among the remaining", apart, "one is"))
-    return [*found, *(_deleted(given["run"], site, told) for site, told in given.get("at_sites", {}).items())]
+    return [
+        *found,
+        *(deleted(given["run"], given["request"], site, told) for site, told in given.get("at_sites", {}).items()),
+    ]
 
 
-def _deleted(run: str, site: str, told: Mapping[str, Any] | None) -> Finding:
+def deleted(run: str, request: str, site: str, told: Mapping[str, Any] | None) -> Finding:
     """What a site says of its own store, with its signature if it gave one."""
-    what = f"{site} says that it deleted its own store"
+    what = f"{plain(site)} says that it deleted its own store"
     if not told or "signature" not in told:
         return Finding(what, "match" if told else OUTSTANDING)
     try:
-        words = said(*erased_words(run, site, told["files"], told["bytes"]))
-        good = is_signed(str(told["key"]), words, bytes.fromhex(str(told["signature"])))
+        key, signature = str(told["key"]), bytes.fromhex(str(told["signature"]))
+        about = run, site, told["files"], told["bytes"]
     except (KeyError, ValueError):
-        good = False
-    return _found(f"{what}, signed by {fingerprint(str(told.get('key')))[:16]}", good, "the signature does not hold")
+        return Finding(what, "mismatch", "the signature cannot be read")
+    signed = f"{what}, signed by {fingerprint(key)[:16]}"
+    if is_signed(key, said(*erased_words(*about, "")), signature):
+        return Finding(signed, "not checkable", "an earlier version's word, which names no request")
+    return _found(signed, is_signed(key, said(*erased_words(*about, request)), signature), "the signature does not hold")
 
 
 def _unchanged(path: Path, request: str, ledger: Ledger) -> Finding:
@@ -132,10 +138,10 @@ def _findings(given: dict[str, Any], ledger: Ledger) -> Iterator[Finding]:
     states = ledger.sites()
     back = {site for each in ledger.events("readmitted", after=event.id) for site in each.body["sites"]}
     for site in event.body["sites"]:
-        held = ledger.history(site) or list((ledger.folder / SITES).glob(f"*/{site}"))
+        held = _held(ledger, site)
         told = "it was readmitted since, as the ledger says" if site in back else "it does"
         yield _found(f"{site} takes no part", states.get(site, False), told)
-        yield _found(f"nothing is kept of {site} here", not held, "contributions or its store are there")
+        yield _found(f"nothing is kept of {site} here", not held, f"there are {', '.join(held)}")
     yield from _at_sites(given, ledger)
     now, totals = _digest_now(given, ledger), sums_of(ledger)
     summed, what = rest_digest(ledger, totals), "sum of the remaining contributions" if totals else "remaining contributions"
@@ -148,6 +154,17 @@ def _findings(given: dict[str, Any], ledger: Ledger) -> Iterator[Finding]:
         yield _compared("remaining contributions", given["exact"]["remaining"], here)
     else:
         yield Finding(f"{what} then", "not checkable", "the run went on; its chain still holds")
+
+
+def _held(ledger: Ledger, site: str) -> list[str]:
+    """What the run's folder has of a site, in words; also what was put back, from a copy, say."""
+    found = ["contributions in the ledger"] if ledger.history(site) else []
+    places = [*(ledger.folder / SITES).glob(f"*/{site}"), ledger.folder / STAGING / site,
+              ledger.folder / STATES / f"{site}.safetensors"]  # fmt: skip
+    found += [str(path.relative_to(ledger.folder)) for path in places if path.exists()]
+    gave = {event.body["contributions"][site]["blob"] for event in ledger.events("round")
+            if site in event.body["contributions"]}  # fmt: skip
+    return found + [f"{BLOBS}/{name}" for name in sorted((gave & ledger.blobs.names()) - ledger.referred())]
 
 
 def _digest_now(given: dict[str, Any], ledger: Ledger) -> str:

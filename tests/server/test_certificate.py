@@ -4,18 +4,22 @@ import dataclasses
 import html
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from clients.identity import Identity, erased_words
 from conf import Config, UserError
 from server.ledger import Ledger
 from server.unlearning.certificate import CERTIFICATES
 from server.unlearning.scope import scope
 from server.unlearning.signing import key_path, operator_key, public_line
+from server.unlearning.verification import deleted
 from sims.cli.unlearn import verify_certificate
+from sims.federation.keys import write_node_key
 from sims.report.certificates import write_html
 from tests.server.parts import WatchedApp, folder
 from tests.server.runs import copied, findings, method_of
@@ -133,11 +137,53 @@ def test_a_certificate_is_verified_and_a_forged_one_is_not(certified: tuple[Conf
         file.write_text(json.dumps(forged))
         assert "mismatch" in {finding.verdict for finding in findings(config)}, place
     odd = [{**done, part: 3} for part in ("sites", "options", "evidence", "exact", "run")]
-    odd += [{**done, "exact": {**done["exact"], "sum_of_remaining": None}}]
+    odd += [{**done, "exact": {**done["exact"], **part}} for part in (
+        {"sum_of_remaining": None}, {"remaining": {"x": [1]}}, {"tensors": [{}]}, {"digest_after": {"a": [2]}})]  # fmt: skip
+    odd += [{**done, "sites": [[1]]}, {**done, "sites": [{}]}, {**done, "times": {"a": [1]}}]
+    odd += [{**done, "at_sites": said} for said in ([1], None, {ONE: 5}, {ONE: "x"})]
     for text in ("", "{", "[]", "{}", '{"exact": 3}', *map(json.dumps, odd)):
         file.write_text(text)
         with pytest.raises(UserError, match=r"r1\.json: is no certificate of fedloom"):
             findings(config)
+
+
+def test_what_is_put_back_of_a_forgotten_site_is_found(finished: Config, tmp_path: Path):
+    """From a copy of the run's folder, say: its contributions, its network, what workers staged of it."""
+    config = copied(finished, tmp_path)
+    copy, here = tmp_path / "copy", folder(config)
+    shutil.copytree(here, copy)
+    with method_of(config) as method:
+        fulfil(method.unlearning(), asked(method.unlearning(), "r1", [ONE], "asked"))
+    gone = [path for path in copy.rglob("*") if path.is_file() and not (here / path.relative_to(copy)).exists()]
+    assert len([path for path in gone if path.parent.name == "blobs"]) > 0
+    with Ledger.open(copy, server=False) as ledger:
+        gave = {event.body["contributions"][ONE]["blob"] for event in ledger.events("round")}
+    put_back = [path for path in gone if path.stem in gave or path.name == f"{ONE}.safetensors"]
+    put_back += [copy / "staging" / ONE / "x"]
+    (copy / "staging" / ONE).mkdir(parents=True, exist_ok=True)
+    (copy / "staging" / ONE / "x").write_bytes(b"x")
+    for path in put_back:
+        target = here / path.relative_to(copy)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes())
+        wrong = [finding.what for finding in findings(config) if finding.verdict == "mismatch"]
+        assert wrong == [f"nothing is kept of {ONE} here"], path
+        target.unlink()
+        if target.parent.name == ONE:
+            target.parent.rmdir()
+    assert {finding.verdict for finding in findings(config)} == {"match"}
+
+
+def test_the_word_of_a_site_is_for_one_request(tmp_path: Path):
+    write_node_key(tmp_path)
+    identity = Identity(str(tmp_path / "key"))
+    word = dict(identity.word(*erased_words("run", ONE, 3, 900, request="r1")) or {})
+    old = dict(identity.word(*erased_words("run", ONE, 3, 900, request="")) or {})
+    told = {"files": 3, "bytes": 900}
+    assert deleted("run", "r1", ONE, {**told, **word}).verdict == "match"
+    assert deleted("run", "r2", ONE, {**told, **word}).verdict == "mismatch"
+    assert deleted("run", "r1", ONE, {**told, **old}).verdict == "not checkable"
+    assert deleted("run", "r1", ONE, {"signature": "zz", "key": "x", **told}).verdict == "mismatch"
 
 
 def test_a_check_says_what_a_certificate_is_about_and_compares_it(certified: tuple[Config, dict[str, Any]], tmp_path: Path):
