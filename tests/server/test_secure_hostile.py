@@ -84,7 +84,8 @@ def test_what_cannot_be_read_drops_its_site_alone(tmp_path: Path, stage: str, re
 def test_what_is_no_contribution_is_seen_in_the_sum(tmp_path: Path) -> None:
     config = configured(tmp_path, MASKS[1], "rounds=1")
     with pytest.raises(
-        FailedError, match=r"is beyond federation.largest_weight=10000: a site sent something else than a contribution"
+        FailedError,
+        match=r"is beyond twice federation.largest_weight \(20000\): a site sent something else than a contribution",
     ):
         run(config, Spoiled(changed(SITE, lambda state: {MASKED: state[MASKED] * 3}), [TRAIN]))
     with method_of(config) as method:
