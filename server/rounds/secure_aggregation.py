@@ -163,9 +163,9 @@ class SecureAggregation:
             for name, tensor in state.items():
                 if tensor.numel() and not float(tensor.abs().max()) <= most:
                     where = f"round {self.run.number}: the mean of '{record}', tensor '{name}'"
-                    raise FailedError(f"{where}, is beyond twice federation.largest_weight ({most:.5g}): a site sent something else "
-                                      "than a contribution. Nothing of the round counts; under masks nobody can tell which "
-                                      "site it was")  # fmt: skip
+                    raise FailedError(f"{where}, is beyond twice federation.largest_weight ({most:.5g}): a site sent "
+                                      "something else than a contribution. Nothing of the round counts; under masks nobody "
+                                      "can tell which site it was")  # fmt: skip
 
     def _count(self, asked: Sequence[Site]) -> None:
         """Note who took part."""

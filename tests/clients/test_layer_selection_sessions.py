@@ -63,13 +63,18 @@ def test_layers_of_ones_own_start_where_the_warm_up_ends(tmp_path: Path):
     assert not torch.equal(third.network.state_dict()[LAYER], elsewhere[LAYER])  # what it trained stays
 
 
-def test_a_given_configuration_knows_no_warm_up(tmp_path: Path):
+def test_a_given_configuration_warms_up_as_a_learned_one_does(tmp_path: Path):
     config = configured(tmp_path, "objective.warm_up=1", "objective.mode=none", "training.rate=0.1")
     first = trained(session_of(config, 1), 1)
-    assert first.contribution()[SELECTION][MASS].tolist() == [0.0, 0.0]
-    second = session_of(config, 2, first.own(), {name: one.detach() + 1.0 for name, one in first.shared.items()})
-    for name, one in second.network.named_parameters():
-        assert torch.equal(one, dict(first.network.named_parameters())[name])
+    assert first.contribution()[SELECTION][MASS].tolist() == [1.0, 1.0]
+    elsewhere = {name: one.detach() + 1.0 for name, one in first.shared.items()}
+    second = session_of(config, 2, first.own(), elsewhere)
+    assert torch.equal(second.network.state_dict()[LAYER], elsewhere[LAYER])
+    trained(second, 2)
+    assert second.contribution()[SELECTION][MASS].tolist() == [0.0, 0.0]
+    assert torch.equal(second.shared[LAYER], elsewhere[LAYER])  # nobody shares it, so it stays
+    third = session_of(config, 3, second.own(), elsewhere)
+    assert torch.equal(third.network.state_dict()[LAYER], second.network.state_dict()[LAYER])  # what it trained stays
 
 
 def test_without_a_warm_up_own_layers_start_as_the_sites_name_draws_them(tmp_path: Path):

@@ -49,7 +49,7 @@ class LayerSelection(Objective):
     m_steps: int = value(2, "gradient steps for each E-step, each on a batch of its own", low=1)
     warm_up: int = value(
         0,
-        "rounds of a site in which it shares all layers; its own ones then start at these, else as its name draws them",
+        "first rounds, in which a site shares all layers; its own ones then start at these, else as its name draws them",
         low=0,
     )
     held_out: float = value(
@@ -75,17 +75,17 @@ class LayerSelection(Objective):
         architecture = architecture_of(config, site)
         return grouped(architecture, tuple(self.layers), tuple(self.groups), self.base, self.limit)
 
-    def configurations(self, groups: int) -> list[Configuration]:
+    def configurations(self, groups: int, warms_up: bool = False) -> list[Configuration]:
         """Those that can be chosen."""
         if self.mode == LEARNED or self.certainty < 1.0:
             return every(groups)
-        return [named(self.mode, groups, "objective.mode")]
+        return [named("all" if warms_up else self.mode, groups, "objective.mode")]
 
     def fixed(self, configurations: Sequence[Configuration], warms_up: bool = False) -> Tensor | None:
         """The posterior of a configuration that is given, or of all layers in a warm-up; None where it is learned."""
         if self.mode == LEARNED and not warms_up:
             return None
-        certainty, mode = (1.0, "all") if self.mode == LEARNED else (self.certainty, self.mode)
+        certainty, mode = (1.0, "all") if warms_up else (self.certainty, self.mode)
         given = named(mode, len(configurations[0]), "objective.mode")
         others = (1.0 - certainty) / max(1, len(configurations) - 1)
         return torch.tensor([certainty if one == given else others for one in configurations], dtype=torch.float64)

@@ -25,6 +25,7 @@ SELECTION = "selection"  # up: what the site found
 MASS = "mass"  # [groups]: how probable it was of each group to be shared, the mean over the round's steps
 CHOSEN = "chosen"  # [groups]: the configuration that the site uses
 COUNTS = "counts"  # [configurations], for TASKS: its mini-batches by most probable configuration; down: all other sites'
+BEGUN = "begun"  # in a site's own state: it has trained layers of its own, after a warm-up if there is one
 NETWORK, OWN_PARTS, SHARED_PARTS = "network/", "own/", "shared/"  # in a site's own state, before names of tensors
 
 
@@ -37,9 +38,10 @@ class SelectionSession(Session):
         stored = task.own or {}
         given = task.incoming.get(MEAN) or self.layers.shared(task.config, task.site)
         added = below(stored, OWN_PARTS) or self.layers.own(task.config, task.site)
+        self.begun = has_begun(stored)
         self.belief = belief_of(objective, len(self.layers.groups), stored, task.incoming.get(COUNTS, {}), task.round)
         network = below(stored, NETWORK) or initial_state(task.config, task.site.name, task.site)
-        follows = objective.warm_up and objective.mode == LEARNED and not self.belief.counts.any()  # no E-step was made yet
+        follows = objective.warm_up and not self.begun
         task.network.load_state_dict({**network, **self.layers.weights(given, added)} if follows else network)
         self.network, self.shared, self.added = task.network, _parameters(given, task), _parameters(added, task)
         self.tree = Tree(self.network, self.layers.groups)
@@ -94,13 +96,15 @@ class SelectionSession(Session):
             **prefixed(SHARED_PARTS, _plain(self.shared)),
             COUNTS: self.belief.counts,
             CHOSEN: torch.tensor(self.belief.best()),
+            BEGUN: torch.tensor(self.begun or self.task.round > self.objective.warm_up),
         }
 
 
 def belief_of(objective: "LayerSelection", groups: int, stored: State, others: Mapping[str, Tensor], round: int) -> Belief:
     """A site's belief as it was stored, or the uniform one; of a configuration that is given, or warms up in this round (and
-    has never chosen), the fixed one."""
-    configurations = objective.configurations(groups)
+    has never trained otherwise), the fixed one."""
+    warms_up = round <= objective.warm_up and not has_begun(stored)
+    configurations = objective.configurations(groups, warms_up)
     nothing = torch.zeros(len(configurations), dtype=torch.float64)
     kept = stored.get(COUNTS, nothing)
     counts = kept.double() if len(kept) == len(nothing) else nothing
@@ -109,9 +113,16 @@ def belief_of(objective: "LayerSelection", groups: int, stored: State, others: M
         counts,
         others[COUNTS].double() if COUNTS in others else nothing,
         PRIORS[objective.prior],
-        objective.fixed(configurations, round <= objective.warm_up and not bool(counts.any())),
+        objective.fixed(configurations, warms_up),
         objective.smoothing,
     )
+
+
+def has_begun(stored: State) -> bool:
+    """Whether a site has trained layers of its own, after a warm-up if there is one; states of earlier versions have no word
+    of it, but counts."""
+    found = stored.get(BEGUN, stored.get(COUNTS))
+    return found is not None and bool(found.any())
 
 
 def composed(objective: "LayerSelection", task: Task, shared: Mapping[str, Tensor]) -> tuple[State, Configuration] | None:
