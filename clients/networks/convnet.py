@@ -21,6 +21,7 @@ class Convnet(NetworkSpec):
     strides: list[int] = value([], "of the blocks: 2 halves the image; empty: all 1", low=1, high=4)
     pools: list[int] = value([], "blocks that end with a 2x2 max-pooling, by number", low=1)
     hidden: list[int] = value([], "widths of fully connected layers with ReLU; empty: the global average instead", low=1)
+    dropout: float = value(0.0, "share of the hidden layers' outputs that training leaves out", low=0.0, high=0.99)
     norm: str = value("batch", NORM_HELP, choices=tuple(NORMS))
     groups: int = value(8, "groups of each GroupNorm", low=1)
     bias: bool = value(False, "convolutions with a bias")
@@ -45,5 +46,10 @@ class Convnet(NetworkSpec):
         if not self.hidden:
             blocks |= {"pool": nn.AdaptiveAvgPool2d(1), "flat": nn.Flatten()}
             return Network(nn.Sequential(blocks), nn.Linear(channels, classes))
-        blocks |= {"flat": nn.Flatten(), "hidden": nn.Sequential(*hidden(channels * side * side, self.hidden, True))}
+        layers = hidden(channels * side * side, self.hidden, True)
+        if self.dropout:
+            layers = [
+                each for one in layers for each in ([one, nn.Dropout(self.dropout)] if isinstance(one, nn.ReLU) else [one])
+            ]
+        blocks |= {"flat": nn.Flatten(), "hidden": nn.Sequential(*layers)}
         return Network(nn.Sequential(blocks), nn.Linear(self.hidden[-1], classes))

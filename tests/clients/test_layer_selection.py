@@ -312,3 +312,24 @@ def test_the_tree_of_the_papers_network_costs_nine_networks():
     costs = [0.885, 9.44, 4.72, 9.44, 0.27]  # million multiplications per image, 32 x 32: convolutions 32-32-64-64, the rest
     assert operations(costs, every(4)) / sum(costs) == pytest.approx(9.4, abs=0.1)
     assert operations(costs, [(0, 1, 0, 1)]) == pytest.approx(sum(costs))
+
+
+def test_an_expectation_step_leaves_nothing_out():
+    """Dropout is for the maximisation step alone: two E-steps on the same images have the same posterior."""
+    section = {**CHAIN, "dropout": 0.5}
+    network, mine = built(section).train(), layers(section, [])
+    weights = mine.weights(drawn(mine, network, "shared"), {})
+    step = step_of(network, mine, weights, uniform(every(3)))
+    places = torch.arange(8)
+    first, second = step.losses(places)[0], step.losses(places)[0]
+    assert not torch.equal(first, second)
+    with torch.no_grad():
+        assert torch.equal(step.losses(places)[0], step.losses(places)[0])
+    network.eval()
+    undropped = step.losses(places)[1]
+    network.train()
+    for way in (Exact(), Sampled(part=1.0)):
+        posterior = way.step(replace(step, belief=uniform(every(3))))[1]
+        expected = uniform(every(3)).posterior(LIKELIHOODS["mean"](-undropped), places)
+        torch.testing.assert_close(posterior, expected)
+    assert all(one.training for one in network.modules())

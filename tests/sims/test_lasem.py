@@ -187,3 +187,15 @@ def test_wrong_words_are_told_in_a_line():
             lasem.reproduce("cpu", 1, words, quiet=True)
     with pytest.raises(UserError, match="preset"):
         lasem.reproduce("tiny", 1, [], quiet=True)
+
+
+def test_a_plan_has_the_papers_optimiser_and_its_rate():
+    plan = Plan(3, 1e-3, every=1, clip=0.0, optimizer={"name": "rmsprop", "alpha": 0.9, "eps": 1e-10}, decay=0.5)
+    assert [plan.rate_in(epoch) for epoch in range(3)] == pytest.approx([1e-3, 1e-3 / 1.5, 1e-3 / 2])
+    network = {**NETWORK, "dropout": 0.5}
+    runs = [
+        met(Selecting({"mode": "learned"}, configured(network, 8, 3, 2, 0)), made_up(8, 2, 0), plan, 0) for _ in range(2)
+    ]
+    assert runs[0].peak == runs[1].peak and runs[0].end == runs[1].end and len(runs[0].end) == 2
+    assert runs[0].kept_of_end == pytest.approx(sum(f / e for f, e in zip(runs[0].final, runs[0].end, strict=True)) / 2)
+    assert Plan(4, 1.0).rate_in(2) == pytest.approx(0.5)

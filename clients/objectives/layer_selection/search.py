@@ -4,13 +4,16 @@ One step on the paper's network of 32-32-64-64 channels evaluates the four layer
 times the multiplications of one network.
 """
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
+from clients.objectives.layer_selection.configurations import Configuration
 from clients.objectives.layer_selection.posterior import Belief
 from clients.objectives.layer_selection.tree import Tree
 from clients.training.loss import task_loss
@@ -43,8 +46,15 @@ class Step:
 
     def losses(self, places: Tensor, images: int | None = None, evidence: bool = False) -> tuple[Tensor, Tensor]:
         """Of the first images (None: of all), or of the evidence, under the configurations at `places`, [k, n]: the losses
-        to minimise, and the cross-entropies, which are the same without label smoothing."""
+        to minimise, and the cross-entropies, which are the same without label smoothing. Where no gradient is asked for,
+        Dropout leaves nothing out."""
         chosen = [self.belief.configurations[place] for place in places.tolist()]
+        if not torch.is_grad_enabled():  # an E-step
+            with without_dropout(self.tree.segments):
+                return self._losses(chosen, images, evidence)
+        return self._losses(chosen, images, evidence)
+
+    def _losses(self, chosen: Sequence[Configuration], images: int | None, evidence: bool) -> tuple[Tensor, Tensor]:
         inputs, labels = self.evidence if evidence and self.evidence else (self.images[:images], self.labels[:images])
         scores = self.tree.scores(chosen, self.shared, inputs)[..., self.outputs]
         flat, wanted = scores.flatten(0, 1), labels.repeat(len(chosen))
@@ -58,7 +68,7 @@ class Step:
         which the prior then learns."""
         if self.held is not None:
             return self.held
-        if self.evidence is not None:
+        if self.evidence is not None or any(_dropouts(self.tree.segments)):
             with torch.no_grad():
                 _, entropies = self.losses(places, evidence=True)
         posterior = self.belief.posterior(self.likelihood(-entropies), places)
@@ -69,6 +79,23 @@ class Step:
         """The sum of the mean losses at `places`, each times its posterior: its gradient is that of Eq. 3 and 4."""
         weights = posterior[places].to(losses)
         return (weights * losses.mean(1)).sum()
+
+
+def _dropouts(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    return (one for module in modules for one in module.modules() if isinstance(one, _DropoutNd))
+
+
+@contextlib.contextmanager
+def without_dropout(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Within, layers of Dropout leave nothing out; norms are as they were."""
+    dropping = [one for one in _dropouts(modules) if one.training]
+    for one in dropping:
+        one.eval()
+    try:
+        yield
+    finally:
+        for one in dropping:
+            one.train()
 
 
 @dataclass(frozen=True)

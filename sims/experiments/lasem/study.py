@@ -39,7 +39,16 @@ class TaskSequence:
 
 
 CNN4 = {"name": "convnet", "widths": [32, 32, 64, 64], "pools": [2, 4], "hidden": [64], "norm": "none", "bias": True}
-LONG = Plan(2000, 0.01, every=10)
+DROPPING = {**CNN4, "dropout": 0.5}
+RMSPROP = {"name": "rmsprop", "alpha": 0.9, "eps": 1e-10}
+
+
+def as_published(epochs: int, decay: float) -> Plan:
+    """The plan of the authors' code: RMSProp without clipping. `decay`: of the rate, for each epoch."""
+    return Plan(epochs, 1e-4, clip=0.0, optimizer=RMSPROP, decay=decay)
+
+
+LONG = as_published(2000, 1 / 4000)
 RESNET = {"name": "resnet18", "norm": "group", "groups": 8}
 SIZES: dict[str, dict[str, TaskSequence]] = {
     "cpu": {
@@ -51,8 +60,8 @@ SIZES: dict[str, dict[str, TaskSequence]] = {
         ),
     },
     "paper": {
-        "cifar100": TaskSequence("CIFAR-100, 10 tasks", "cifar100", 10, 32, CNN4, LONG, "CIFAR-100"),
-        "digits": TaskSequence("digits, 20 tasks", "digits", 20, 32, CNN4, Plan(500, 0.01, every=10)),
+        "cifar100": TaskSequence("CIFAR-100, 10 tasks", "cifar100", 10, 32, DROPPING, LONG, "CIFAR-100"),
+        "digits": TaskSequence("digits, 20 tasks", "digits", 20, 32, DROPPING, as_published(500, 0.0)),
         "resnet": TaskSequence("CIFAR-100, 10 tasks, ResNet-18", "cifar100", 10, 32, RESNET, LONG, "10 tasks"),
         "resnet40": TaskSequence("CIFAR-100, 40 tasks, ResNet-18", "cifar100", 40, 32, RESNET, LONG, "40 tasks"),
     },
