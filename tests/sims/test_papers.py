@@ -1,9 +1,12 @@
 """The papers' cells: whole tables, known numbers, doubtful ones marked, and every cell that an experiment shows is there."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from conf.errors import UserError
-from sims.experiments import aggregation, arithmetic, papers
+from sims.experiments import aggregation, arithmetic, components, lasem, papers
 
 
 @pytest.mark.parametrize("paper", papers.PAPERS)
@@ -65,3 +68,18 @@ def test_what_is_not_there_is_told() -> None:
         papers.cells("cla_ot", "6")
     with pytest.raises(UserError, match="unknown task 'mnist'"):
         papers.classes_of("arithmetic", "mnist")
+
+
+def test_the_page_of_the_papers_names_tables_that_there_are():
+    """A section for each paper, by its authors; commands and files as they are."""
+    page = (Path(aggregation.__file__).parent / "PAPERS.md").read_text(encoding="utf-8")
+    sections = page.split("\n## ")[1:]
+    known = {"sum aggregation": aggregation.TABLES, "LASEM": lasem.TABLES, "compatible components": components.TABLES}
+    assert len(sections) == len(papers.PAPERS)
+    for section in sections:
+        tables = next((tables for name, tables in known.items() if section.startswith(name)), {})
+        named = {name for words in re.findall(r"--table ([a-z0-9,]+)", section) for name in words.split(",")}
+        assert named <= set(tables), section[:40]
+    root = Path(aggregation.__file__).parents[2]
+    for path in re.findall(r"`((?:fusion|clients|sims|server)/[a-z_/]+\.py)`", page):
+        assert (root / path).is_file(), path
