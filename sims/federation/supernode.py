@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,11 +33,17 @@ LEAVE_SECONDS = 2.0  # for the node to end by itself, where both have to
 
 
 def main(port: str, warm: str, apps: str, *words: str) -> None:
-    """Until told to stop, or until the process that starts ClientApps ends."""
+    """Until told to stop, until the process that starts ClientApps ends, or until the server answers something unexpected.
+
+    However it ends, the process ends, and with a status: what keeps it running starts it again.
+    """
     from flwr.supercore.constant import TaskType
 
+    from sims.ending import Ending
+    from sims.federation.heartbeats import keep_beating
     from sims.federation.quiet import quieten
 
+    ending, status = Ending(), 1
     own, secret = _fresh(Path(OWN)), secrets.token_hex(32)
     file = own / SECRET
     file.write_text(secret, encoding="ascii")
@@ -56,7 +63,18 @@ def main(port: str, warm: str, apps: str, *words: str) -> None:
     command = importlib.import_module("flwr.supernode.cli.flower_supernode")  # a function of its package goes by its name
     command._start_supernode_http_api = open_door  # type: ignore[attr-defined]
     quieten()
-    command.flower_supernode()
+    keep_beating()
+    try:
+        command.flower_supernode()  # which comes back from whatever it does not expect of the server
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except Exception:
+        traceback.print_exc()
+    finally:
+        executor.terminate()
+        ending.leave(status)
 
 
 def open_door(config: "SuperNodeLifespanConfig", states: "NodeStateFactory") -> tuple["uvicorn.Server", threading.Thread]:
@@ -81,7 +99,15 @@ def open_door(config: "SuperNodeLifespanConfig", states: "NodeStateFactory") -> 
         uvicorn.Config(**settings(door, certificate, key, get_uvicorn_log_config(console_handler.level)))
     )
     lines: list[socket.socket] = [Listening(listening, door.crowd)]
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(lines)), name="supernode-runtime-http-api")
+
+    def serve() -> None:
+        try:
+            asyncio.run(server.serve(lines))
+        finally:
+            if not server.should_exit:  # nobody asked it to: without it, no ClientApp gets anything to do
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=serve, name="supernode-runtime-http-api", daemon=True)
     thread.start()
     while thread.is_alive() and not server.started:
         time.sleep(LOOK_SECONDS)

@@ -4,6 +4,7 @@ import json
 import sys
 from importlib.metadata import entry_points
 
+from sims.federation.heartbeats import keep_beating
 from sims.federation.own_app import OWN, run_own_app
 
 
@@ -14,6 +15,7 @@ def main(apps: str) -> None:
     sys.argv = words
     if apps == OWN:
         run_own_app()
+    keep_beating()
     (command,) = entry_points(group="console_scripts", name=words[0])
     command.load()()
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from sims.ending import Ending
 from sims.federation.executor import DOOR
+from sims.federation.heartbeats import keep_beating
 from sims.federation.own_app import OWN, run_own_app
 
 LOOK_SECONDS = 2.0  # between looks whether the node is still there
@@ -53,7 +54,7 @@ def main(parent: int, apps: str) -> None:
 
     if apps == OWN:
         run_own_app()
-
+    keep_beating()
     if (words := next_words(parent)) is not None:
         random.seed()
         np.random.seed()  # noqa: NPY002
