@@ -26,11 +26,10 @@ from flwr.superlink.grid.http_grid import HttpGrid
 
 from clients.messages import array_bytes
 from conf.errors import plain
+from server.limits import LEAST_LIMIT, TIMES_SENT
 
 SLICE_SECONDS = 1.0  # for one reply's parts; then others have their turn
 AT_ONCE = 4  # parts that are fetched side by side
-LEAST_LIMIT = 2**28  # bytes of a reply that are taken in any case
-TIMES_SENT = 8  # and so many times the bytes of the largest message that was sent
 DIVIDER = b"\x00"  # between an object's head and its body
 MOST_TOLD = 200  # characters of an error
 

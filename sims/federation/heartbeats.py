@@ -1,4 +1,4 @@
-"""Heartbeats that go on: Flower's own (1.41) end with the first answer that they do not expect, and nobody starts them again.
+"""Heartbeats that go on: Flower's own (1.41) end with the first answer that they do not expect, and nobody restarts them.
 
 A node without heartbeats is offline for the server; a task without them has failed.
 """

@@ -19,10 +19,8 @@ from typing import Literal, cast
 import tomli_w
 import uvicorn
 import yaml
-from flwr.app import Message
 from flwr.cli.constant import ACCESS_TOKEN_STORE_KEY, AUTHN_TYPE_STORE_KEY, REFRESH_TOKEN_STORE_KEY
-from flwr.common.constant import ISOLATION_MODE_PROCESS, SUPERLINK_NODE_ID, TRANSPORT_TYPE_GRPC_RERE, AuthnType
-from flwr.proto.message_pb2 import ObjectTree
+from flwr.common.constant import ISOLATION_MODE_PROCESS, TRANSPORT_TYPE_GRPC_RERE, AuthnType
 from flwr.server.superlink.linkstate.sql_linkstate import SqlLinkState
 from flwr.supercore import sql_mixin
 from flwr.supercore.constant import SQLITE_PRAGMAS, TaskType
@@ -37,12 +35,13 @@ from conf.errors import UserError
 from server.unlearning.superlink import DATABASE
 from sims.federation import members, sheets
 from sims.federation.connections import Listening, settings
-from sims.federation.doors import NODE, Door, for_nodes, for_the_owner
+from sims.federation.doors import Door, for_nodes, for_the_owner
 from sims.federation.executor import start_executor
 from sims.federation.own_app import ANY
 from sims.federation.plan import CONNECTION, FLOWER, KEYS, write_public
 from sims.federation.programs import listen, write_private
 from sims.federation.quiet import quieten
+from sims.federation.replies import take_replies_alone
 from sims.federation.sheets import ServerSheet
 
 LOOK_SECONDS = 0.5  # between looks for keys of sites that are new
@@ -72,7 +71,7 @@ async def _serve(sheet: ServerSheet, outer: socket.socket, inner: socket.socket)
     secret, token = secrets.token_hex(32), secrets.token_urlsafe(32)
     pragmas = (*SQLITE_PRAGMAS, ("secure_delete", "ON"))  # what is deleted is overwritten
     sql_mixin.SQLITE_PRAGMAS = pragmas  # pyright: ignore[reportPrivateImportUsage]
-    _take_replies_alone()
+    take_replies_alone()
     app = create_app(_config(secret.encode()), SuperLinkLifespan)
     state = cast(SqlLinkState, app.state.linkstate_factory.state())
     _take_over(state)
@@ -104,24 +103,6 @@ async def _serve(sheet: ServerSheet, outer: socket.socket, inner: socket.socket)
         for watch in watches:
             watch.cancel()
         executor.terminate()
-
-
-def _take_replies_alone() -> None:
-    """Have the SuperLink take from a node its own replies to the server, and nothing else.
-
-    Flower (1.41) passes on what a node sends to whom the message names: a member could give orders to other sites.
-    """
-    store = SqlLinkState.store_message_and_object_tree
-
-    def checked(state: SqlLinkState, message: Message, object_tree: ObjectTree, session_id: str) -> tuple[bool, list[str]]:
-        about, node = message.metadata, NODE.get()
-        reply = about.reply_to_message_id and about.dst_node_id == SUPERLINK_NODE_ID
-        if node is not None and not (reply and about.src_node_id == node):
-            log.warning("node %s sent a message that is not its own reply to the server; it is dropped", node)
-            return False, []
-        return store(state, message, object_tree, session_id)
-
-    SqlLinkState.store_message_and_object_tree = checked  # type: ignore[method-assign, assignment]
 
 
 def _config(secret: bytes) -> SuperLinkLifespanConfig:

@@ -13,15 +13,13 @@ from typing import Any
 
 import pytest
 import uvicorn
-from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.proto.runtime_pb2 import AcquireTaskRequest
-from flwr.server.superlink.linkstate.sql_linkstate import SqlLinkState
 from flwr.supercore.auth.superexec import create_superexec_auth_metadata, derive_auth_secret
 from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supernode.nodestate import NodeStateFactory
 from starlette.types import Receive, Scope, Send
 
-from sims.federation import bodies, connections, doors, quiet, superlink
+from sims.federation import bodies, connections, quiet
 from sims.federation.bodies import Room
 from sims.federation.connections import Listening, settings
 from sims.federation.doors import ACQUIRE, FLEET, RUNTIME, Door, for_apps, for_nodes, for_the_owner
@@ -296,29 +294,3 @@ def test_nobody_fills_a_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytes
         assert "(6 more like it were left out)" in texts[quiet.LINES] and max(map(len, texts)) < quiet.LONGEST + 99
     finally:
         log.removeFilter(filtered)
-
-
-def test_a_node_sends_the_server_its_own_replies_and_nobody_anything_else(monkeypatch: pytest.MonkeyPatch):
-    """Flower's SuperLink passes on what a node sends to whom the message names."""
-    stored: list[object] = []
-
-    def store(state: object, message: object, tree: object, session: str) -> tuple[bool, list[str]]:
-        stored.append(message)
-        return True, []
-
-    monkeypatch.setattr(SqlLinkState, "store_message_and_object_tree", store)
-    superlink._take_replies_alone()
-
-    def passes(node: int | None, **parts: object) -> bool:
-        about = {"src_node_id": 7, "dst_node_id": SUPERLINK_NODE_ID, "reply_to_message_id": "a", **parts}
-        token = doors.NODE.set(node)
-        try:
-            message: Any = SimpleNamespace(metadata=SimpleNamespace(**about))
-            state: Any = None
-            return SqlLinkState.store_message_and_object_tree(state, message, state, "")[0]
-        finally:
-            doors.NODE.reset(token)
-
-    assert passes(7) and passes(None, src_node_id=1, dst_node_id=9, reply_to_message_id="")
-    assert not any((passes(7, reply_to_message_id=""), passes(7, src_node_id=1), passes(7, dst_node_id=9), passes(8)))
-    assert len(stored) == 2
