@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Hashable
 from starlette.types import Message, Receive, Send
 
 MOST_BYTES = 128 << 20  # of a request; Flower sends arrays in parts of 5 MiB
+LARGEST_PART = 64 << 20  # of a part of a message
 MOST_HELD = 512 << 20  # of all requests that are under way at a door
 MOST_SHARE = 128 << 20  # of those of one speaker
 SMALL = 64 << 10  # a body that never waits for others' (heartbeats, say), and the least that a request counts as

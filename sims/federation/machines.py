@@ -70,7 +70,8 @@ def run_node(path: Path) -> None:
     program = [sys.executable, "-m", "sims.federation.supernode"]
     warm = "warm" if sheet.warm else "cold"
     more = {HOME: str(folder / FLOWER), **sheet.environment}
-    keep_running(folder, lambda: [*program, str(sheet.port or free_port()), warm, sheet.apps or OWN, *words], more)
+    given = [warm, sheet.apps or OWN, str(sheet.largest_order), *words]
+    keep_running(folder, lambda: [*program, str(sheet.port or free_port()), *given], more)
 
 
 def _check_files(path: Path, sheet: SiteSheet) -> None:

@@ -1,4 +1,5 @@
-"""A site's program: Flower's SuperNode, with what starts its ClientApps: `python -m ... PORT WARM APPS WORDS...`.
+"""A site's program: Flower's SuperNode, with what starts its ClientApps: `python -m ... PORT WARM APPS
+LARGEST WORDS...`.
 
 Every user of the machine reaches the node's port. It hands out tasks to those who know a secret (behind a door of
 sims.federation.doors), and proves by a certificate that it is this node: nobody else can sit at its port and hand out tasks.
@@ -32,7 +33,7 @@ LOOK_SECONDS = 0.05  # between looks whether the node's own server has started
 LEAVE_SECONDS = 2.0  # for the node to end by itself, where both have to
 
 
-def main(port: str, warm: str, apps: str, *words: str) -> None:
+def main(port: str, warm: str, apps: str, largest: str, *words: str) -> None:
     """Until told to stop, until the process that starts ClientApps ends, or until the server answers something unexpected.
 
     However it ends, the process ends, and with a status: what keeps it running starts it again.
@@ -40,7 +41,9 @@ def main(port: str, warm: str, apps: str, *words: str) -> None:
     from flwr.supercore.constant import TaskType
 
     from sims.ending import Ending
+    from sims.federation import own_app
     from sims.federation.heartbeats import keep_beating
+    from sims.federation.orders import bound_orders
     from sims.federation.quiet import quieten
 
     ending, status = Ending(), 1
@@ -64,6 +67,7 @@ def main(port: str, warm: str, apps: str, *words: str) -> None:
     command._start_supernode_http_api = open_door  # type: ignore[attr-defined]
     quieten()
     keep_beating()
+    bound_orders(float(largest), apps == own_app.OWN)
     try:
         command.flower_supernode()  # which comes back from whatever it does not expect of the server
     except SystemExit as end:

@@ -35,7 +35,8 @@ def answering(folder: Path, answers: Callable[[str], Answer]) -> Iterator[int]:
             self.rfile.read(int(self.headers.get("content-length") or 0))
             status, heads, body = answers(self.path)
             self.send_response(status)
-            for name, text in {"content-type": "application/protobuf", "content-length": str(len(body)), **heads}.items():
+            size = {} if "transfer-encoding" in heads else {"content-length": str(len(body))}
+            for name, text in {"content-type": "application/protobuf", **size, **heads}.items():
                 self.send_header(name, text)
             self.end_headers()
             with contextlib.suppress(OSError):  # the caller has had enough
@@ -66,7 +67,7 @@ def node(folder: Path, port: int) -> subprocess.Popen[bytes]:
     (folder / "node.toml").write_text('site = "a"\n')
     words = ["--superlink", f"127.0.0.1:{port}", "--node-config", "node.toml", "--root-certificates", "ca.crt"]
     words += ["--auth-supernode-private-key", "key"]
-    command = [sys.executable, "-m", "sims.federation.supernode", str(free_port()), "cold", "own", *words]
+    command = [sys.executable, "-m", "sims.federation.supernode", str(free_port()), "cold", "own", "0", *words]
     with (folder / "log.txt").open("wb") as log:
         env = without(environment({"FLWR_HOME": str(folder / "flwr"), "PYTHONPATH": str(Path(__file__).parents[2])}))
         return subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True)

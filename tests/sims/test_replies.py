@@ -55,8 +55,8 @@ class Link:
     def reply(self, node: int, asked: str, **more: Any) -> Message:
         """What a node would answer."""
         content = RecordDict({"r": ConfigRecord({"node": str(node)})})
-        about = dict(run_id=self.run, message_id="", src_node_id=node, dst_node_id=SUPERLINK_NODE_ID, ttl=60.0, group_id="1")
-        about |= dict(reply_to_message_id=asked, created_at=now().timestamp(), message_type="train")
+        about = {"run_id": self.run, "src_node_id": node, "dst_node_id": SUPERLINK_NODE_ID, "reply_to_message_id": asked}
+        about |= {"created_at": now().timestamp(), "ttl": 60.0, "group_id": "1", "message_type": "train", "message_id": ""}
         message = make_message(Metadata(**{**about, **more}), content=content)
         message.metadata.__dict__["_message_id"] = message.object_id
         return message
