@@ -11,8 +11,7 @@ import resource
 import secrets
 import signal
 import socket
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, cast
 
@@ -36,7 +35,7 @@ from server.unlearning.superlink import DATABASE
 from sims.federation import members, sheets
 from sims.federation.connections import Listening, settings
 from sims.federation.doors import Door, for_nodes, for_the_owner
-from sims.federation.executor import start_executor
+from sims.federation.executor import Executor
 from sims.federation.own_app import ANY
 from sims.federation.plan import CONNECTION, FLOWER, KEYS, write_public
 from sims.federation.programs import listen, write_private
@@ -60,7 +59,7 @@ class _Server(uvicorn.Server):
 
 
 def main() -> None:
-    """Until told to stop, or until the process that starts ServerApps ends."""
+    """Until told to stop."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # connections of others must not use up what nodes need
     sheet = sheets.read_server(Path())
@@ -96,14 +95,13 @@ async def _serve(sheet: ServerSheet, outer: socket.socket, inner: socket.socket)
 
     for kind in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(kind, leave)
-    executor = start_executor(address, Path(sheet.authority).resolve(), secret, TaskType.SERVER_APP, ANY)
-    watches = [asyncio.create_task(_follow(state)), asyncio.create_task(_watch(executor, leave))]
+    executor = Executor(address, Path(sheet.authority).resolve(), secret, TaskType.SERVER_APP, ANY)
+    following = asyncio.create_task(_follow(state))
     try:
         lines = [Listening(line, door.crowd) for line, door, _ in doors]
         await asyncio.gather(*(server.serve([line]) for server, line in zip(servers, lines, strict=True)))
     finally:
-        for watch in watches:
-            watch.cancel()
+        following.cancel()
         executor.terminate()
 
 
@@ -150,12 +148,6 @@ def _take_over(state: SqlLinkState) -> None:
     members.follow(state, Path(KEYS))
     with contextlib.suppress(UserError):  # a file that is not a key: the log names it already
         write_public(Path())
-
-
-async def _watch(executor: subprocess.Popen[bytes], leave: Callable[[], None]) -> None:
-    while executor.poll() is None:
-        await asyncio.sleep(LOOK_SECONDS)
-    leave()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sims.federation.executor import start_executor
+from sims.federation.executor import Executor
 from sims.federation.keys import AUTHORITY, CERTIFICATE, SERVER_KEY, write_certificates
 
 if TYPE_CHECKING:
@@ -30,11 +30,10 @@ OWN = "own"  # folder of certificates that last as long as the program
 SECRET = "secret"
 HOST = "127.0.0.1"
 LOOK_SECONDS = 0.05  # between looks whether the node's own server has started
-LEAVE_SECONDS = 2.0  # for the node to end by itself, where both have to
 
 
 def main(port: str, warm: str, apps: str, largest: str, *words: str) -> None:
-    """Until told to stop, until the process that starts ClientApps ends, or until the server answers something unexpected.
+    """Until told to stop, or until the server answers something unexpected.
 
     However it ends, the process ends, and with a status: what keeps it running starts it again.
     """
@@ -51,14 +50,7 @@ def main(port: str, warm: str, apps: str, largest: str, *words: str) -> None:
     file = own / SECRET
     file.write_text(secret, encoding="ascii")
     address, authority = f"{HOST}:{port}", (own / AUTHORITY).resolve()
-    executor = start_executor(address, authority, secret, TaskType.CLIENT_APP, apps, warm == "warm")
-
-    def watch() -> None:
-        executor.wait()
-        time.sleep(LEAVE_SECONDS)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, daemon=True).start()
+    executor = Executor(address, authority, secret, TaskType.CLIENT_APP, apps, warm == "warm")
     certificates = {"ssl-certfile": CERTIFICATE, "ssl-keyfile": SERVER_KEY, "ssl-ca-certfile": AUTHORITY}
     tls = [word for option, name in certificates.items() for word in (f"--{option}", str(own / name))]
     process = ["--isolation", "process", "--superexec-auth-secret-file", str(file), "--host", HOST, "--port", port]

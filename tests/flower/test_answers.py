@@ -29,8 +29,10 @@ from flwr.supernode.nodestate import NodeStateFactory
 
 from server.answers import OddAnswerError
 from sims.federation.bodies import LARGEST_PART, SMALL
+from sims.federation.executor import Executor
 from sims.federation.heartbeats import keep_beating
 from sims.federation.orders import REFUSED, _bounded, bound_orders
+from tests.flower.machines import until
 from tests.flower.server import GREETINGS, Answer, answering, node
 
 pytestmark = pytest.mark.timeout(120)
@@ -56,6 +58,32 @@ def test_a_node_ends_when_its_server_answers_what_it_does_not_expect(tmp_path: P
             assert child.wait(END_SECONDS) == 1, (tmp_path / "log.txt").read_text()
         finally:
             child.kill()
+
+
+@pytest.mark.slow
+def test_what_starts_apps_asks_again_after_a_failure_and_is_started_again(tmp_path: Path):
+    asked: list[str] = []
+    status = 500
+
+    def answers(path: str) -> Answer:
+        asked.append(path)
+        return status, {}, b""
+
+    with answering(tmp_path, answers) as port:
+        executor = Executor(f"127.0.0.1:{port}", tmp_path / "ca.crt", "secret", "flwr-clientapp", "own")
+        try:
+            first = executor.child
+            until(lambda: len(asked) > 1, "it does not ask again", END_SECONDS)
+            status = 200
+            until(lambda: len(asked) > 4, "it does not ask again", END_SECONDS)
+            assert executor.child is first and first.poll() is None
+            first.kill()
+            first.wait()
+            asked.clear()
+            until(lambda: len(asked) > 1, "it is not started again", END_SECONDS)
+        finally:
+            executor.terminate()
+        assert executor.child.wait(END_SECONDS) is not None and set(asked) == {"/v1/runtime/acquire-task"}
 
 
 def test_a_heartbeat_is_sent_again_whatever_is_answered(monkeypatch: pytest.MonkeyPatch):
