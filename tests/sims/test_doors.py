@@ -7,9 +7,11 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import uvicorn
@@ -20,7 +22,7 @@ from flwr.supernode.nodestate import NodeStateFactory
 from starlette.types import Receive, Scope, Send
 
 from sims.federation import bodies, connections, quiet
-from sims.federation.bodies import Room
+from sims.federation.bodies import LARGEST_PART, MOST_BYTES, SMALL, UNFOLDS, Room
 from sims.federation.connections import Listening, settings
 from sims.federation.doors import ACQUIRE, FLEET, RUNTIME, Door, for_apps, for_nodes, for_the_owner
 from sims.federation.keys import write_certificates
@@ -31,6 +33,7 @@ from sims.federation.supernode import open_door
 HEAD = b"POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n"
 SECRET = b"secret"
 tasks = {"token": "task"}
+PART, NOTE, LOG = LARGEST_PART, 2 << 20, 16 << 20
 METHOD = "/flwr.proto.Runtime/AcquireTask"
 
 
@@ -142,6 +145,7 @@ def test_unfinished_bodies_take_so_much_memory_and_one_member_takes_a_part(tmp_p
     monkeypatch.setattr(bodies, "ROOM_SECONDS", 0.3)
     size, room = 150_000, Room(most=300_000, share=200_000)
     door = Door(everything, lambda path, headers: 0, lambda headers: int(headers[b"speaker"]), room=room)
+    door = replace(door, largest={"/x": size})
     with opened(door, tmp_path) as say, say.line() as first, say.line() as second:
         first.sendall(head(1, size))
         until(lambda: room.held_bytes == size)
@@ -156,6 +160,47 @@ def test_unfinished_bodies_take_so_much_memory_and_one_member_takes_a_part(tmp_p
         first.sendall(b"x" * size)
         assert first.recv(99).startswith(b"HTTP/1.1 200")
     assert room.held_bytes == 0
+
+
+LIMITS = {
+    "/v1/fleet/push-object": PART, "/v1/fleet/push-messages": NOTE, "/v1/fleet/send-node-heartbeat": SMALL,
+    "/v1/fleet/pull-messages": SMALL, "/v1/fleet/confirm-message-received": SMALL, "/v1/runtime/push-object": PART,
+    "/v1/runtime/push-messages": MOST_BYTES, "/v1/runtime/acquire-task": SMALL, "/v1/control/start-run": 32 << 20,
+    "/v1/runtime/push-logs": LOG, "/v1/control/list-runs": SMALL,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", LIMITS)
+def test_a_body_is_as_large_as_its_path_needs(path: str):
+    """A small protobuf may unfold to many times its bytes, and all others wait while it is read."""
+    doors = [for_nodes(everything, lambda key: None), for_the_owner(everything, "token", SECRET, tasks.get),
+             for_apps(everything, SECRET, tasks.get)]  # fmt: skip
+    known = [replace(door, admits=lambda path, headers: 0) for door in doors]
+    for door in [known[0]] if path in FLEET else known[1:]:
+        for size, status in ((LIMITS[path], 0), (LIMITS[path] + 1, 413), (10**30, 413)):
+            heads = [(b"content-length", b"%d" % size)]
+            scope = {"method": "POST", "query_string": b"", "raw_path": path.encode(), "path": path, "headers": heads}
+            assert asyncio.run(door._refused(scope)) == status, (size, path)
+
+
+def test_what_unfolds_counts_as_what_it_unfolds_to():
+    async def most(path: str, size: int) -> int:
+        held: list[int] = []
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            held.append(door.room.held_bytes)
+
+        door = replace(for_nodes(app, lambda key: 7), admits=lambda path, headers: 0, speaker=lambda headers: 7)
+        heads, nothing = [(b"content-length", b"%d" % size)], AsyncMock()
+        scope = {"type": "http", "method": "POST", "query_string": b"", "raw_path": path.encode(), "path": path,
+                 "headers": heads, "client": ("127.0.0.1", 1)}  # fmt: skip
+        await door(scope, nothing, nothing)
+        return held[0]
+
+    assert asyncio.run(most("/v1/fleet/push-object", PART)) == PART
+    assert asyncio.run(most("/v1/fleet/push-messages", NOTE)) == UNFOLDS * NOTE
+    assert asyncio.run(most("/v1/fleet/pull-messages", SMALL)) == UNFOLDS * SMALL
+    assert asyncio.run(most("/v1/fleet/pull-messages", 9)) == SMALL
 
 
 async def much(scope: Scope, receive: Receive, send: Send) -> None:
