@@ -36,9 +36,10 @@ from sims.federation import members, sheets
 from sims.federation.connections import Listening, settings
 from sims.federation.doors import Door, for_nodes, for_the_owner
 from sims.federation.executor import Executor
+from sims.federation.files import write_private
 from sims.federation.own_app import ANY
 from sims.federation.plan import CONNECTION, FLOWER, KEYS, write_public
-from sims.federation.programs import listen, write_private
+from sims.federation.programs import listen
 from sims.federation.quiet import quieten
 from sims.federation.replies import take_replies_alone
 from sims.federation.sheets import ServerSheet
