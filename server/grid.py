@@ -17,7 +17,7 @@ import httpx
 from flwr.app import Error, Message
 from flwr.app.message import make_message
 from flwr.common.constant import ErrorCode
-from flwr.common.serde import metadata_from_proto
+from flwr.common.serde_utils import metadata_from_proto
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest
 from flwr.proto.message_pb2 import Message as Told
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest

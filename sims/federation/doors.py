@@ -103,17 +103,18 @@ class Door:
             return None
         status = await self._refused(scope)
         if not status:
-            self.crowd.known(scope["client"])
+            node = await run_in_threadpool(self.speaker, dict(scope["headers"]))
+            self.crowd.known(scope["client"], node)
             try:
-                return await self._pass_on(scope, receive, send)
+                return await self._pass_on(node, scope, receive, send)
             except Full:
                 status = 503  # Flower's programs try again
         return await PlainTextResponse("", status, {"connection": "close"})(scope, receive, send)
 
-    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _pass_on(self, node: int | None, scope: Scope, receive: Receive, send: Send) -> None:
         """Have the application answer. Full: there is no room for the body, of which nothing is read."""
         headers = dict(scope["headers"])
-        size, node = int(headers[b"content-length"]), await run_in_threadpool(self.speaker, headers)
+        size = int(headers[b"content-length"])
         seen = [(name, content) for name, content in scope["headers"] if name != b"host"]
         times = UNFOLDS if self.wary and not scope["path"].endswith(OF_BYTES) else 1
         async with self.room.held(node, size, times) as grow:

@@ -13,7 +13,7 @@ from flwr.common.constant import ErrorCode
 from server.answers import be_wary
 from sims.federation.bodies import LARGEST_PART, SMALL
 
-MOST_ORDER = 1 << 30  # bytes, where the site's policy does not say
+MOST_ORDER = 10**9  # bytes, where the site's policy does not say
 MOST_APP = 32 << 20  # bytes of an app's bundle; Flower's own limit is 10 MB
 MOST_ANSWERS = {
     "/v1/fleet/pull-object": LARGEST_PART,

@@ -63,7 +63,7 @@ class SiteSheet:
     )
     device: str = value("", "where it computes; empty: as the run says", choices=("", "auto", "cpu", "cuda"))
     gpu: float = value(1.0, "share of a GPU's memory that it may take", low=0.0, high=1.0)
-    largest_order: float = value(0.0, "MB of the largest message that it works on; 0: any", low=0.0)
+    largest_order: float = value(0.0, "MB of the largest message that it works on; 0: 1,000", low=0.0)
     masks: str = value("", "required: what it trains leaves it under secure aggregation only", choices=("", "required"))
     epsilon: float = value(
         0.0,

@@ -288,6 +288,28 @@ def test_a_flood_from_one_address_closes_no_connection_of_another(monkeypatch: p
             line.close()
 
 
+def test_a_member_closes_its_own_connections_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(connections, "MOST_OF_MEMBER", 4)
+    door = Door(everything, lambda path, headers: 0, lambda headers: int(headers[b"speaker"]), {"/x": 99})
+    with opened(door, tmp_path) as say, contextlib.ExitStack() as stack:
+        honest = [stack.enter_context(say.line()) for _ in range(3)]
+        for line in honest:
+            line.sendall(head(1, 2) + b"a")
+        until(lambda: len(door.crowd) == 0 and door.room.held_bytes == 3 * SMALL)
+        flood = []
+        for number in range(12):
+            flood.append(stack.enter_context(say.line()))
+            flood[-1].sendall(head(2, 2) + b"a")
+            until(lambda number=number: len(door.crowd) == 0 and door.room.held_bytes >= SMALL * (3 + min(number + 1, 4)))
+        for line in flood[:8]:
+            line.settimeout(60)
+            with contextlib.suppress(OSError):
+                assert b"200" not in line.recv(99)
+        for line in honest + flood[8:]:
+            line.sendall(b"b")
+            assert line.recv(99).startswith(b"HTTP/1.1 200")
+
+
 def test_the_nodes_port_answers_its_own_programs_alone(tmp_path: Path):
     write_certificates(tmp_path, ["127.0.0.1"])
     config: Any = SimpleNamespace(
