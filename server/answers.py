@@ -11,6 +11,7 @@ from flwr.supercore.protobuf.client import ProtobufClient
 
 from conf.errors import plain
 
+MOST_FAILURE = 1 << 16  # bytes of an answer that says that something failed
 MOST_TOLD = 200  # letters of where an answer sends on to
 
 _init = ProtobufClient.__init__
@@ -34,14 +35,18 @@ def wary(client: ProtobufClient, most: Callable[[str], int] | None = None) -> No
     """Have a client be wary of answers. `most`: bytes of an answer to a path; None: any. It raises OddAnswerError."""
 
     def look(answer: httpx.Response) -> None:
-        where, size = f"{answer.url.host}:{answer.url.port}{answer.url.path}", answer.headers.get("content-length", "0")
+        where = f"{answer.url.host}:{answer.url.port}{answer.url.path}"
         if 300 <= answer.status_code < 400:
             there = plain(answer.headers.get("location", "nowhere"))[:MOST_TOLD]
             raise OddAnswerError(f"{where} answers {answer.status_code} and sends on to '{there}'; that is not followed")
+        if answer.is_error:  # its status says enough, whoever on the way made its body
+            answer.headers.pop("content-encoding", None)
+            answer.stream = _Bounded(answer.stream, MOST_FAILURE)
+            return
         if answer.headers.get("content-encoding", "identity") != "identity":
             raise OddAnswerError(f"{where} answers with a body that is packed; that is not read")
         if most is not None:
-            answer.stream = _Bounded(answer.stream, most(answer.url.path), int(size) if size.isdigit() else 0, where)
+            answer.stream = _Bounded(answer.stream, most(answer.url.path), where)
 
     inner = client._client
     inner.follow_redirects = False
@@ -50,22 +55,20 @@ def wary(client: ProtobufClient, most: Callable[[str], int] | None = None) -> No
 
 
 class _Bounded(httpx.SyncByteStream):
-    """A body, up to so many bytes."""
+    """A body, up to so many bytes. `where`: who is named if there are more; empty: the rest is left."""
 
-    def __init__(self, stream: Any, most: int, announced: int, where: str) -> None:
+    def __init__(self, stream: Any, most: int, where: str = "") -> None:
         self._stream, self._most, self._where = stream, most, where
-        self._check(announced)
 
     def __iter__(self) -> Iterator[bytes]:
         size = 0
         for piece in self._stream:
             size += len(piece)
-            self._check(size)
+            if size > self._most:
+                if self._where:
+                    raise OddAnswerError(f"{self._where} answers with more than {self._most} bytes; they are not read")
+                return
             yield piece
-
-    def _check(self, size: int) -> None:
-        if size > self._most:
-            raise OddAnswerError(f"{self._where} answers with more than {self._most} bytes; they are not read")
 
     def close(self) -> None:
         """The rest is not read."""

@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from flwr.proto.message_pb2 import ObjectTree
-from flwr.supercore.inflatable.inflatable_object import is_valid_sha256_hash
+from flwr.supercore.inflatable.inflatable_object import is_valid_sha256_hash, iterate_object_tree
 
 from server.limits import LEAST_LIMIT, TIMES_SENT
 
@@ -54,11 +54,17 @@ class Book:
         self._held: dict[int, deque[Announced]] = {}  # by node, the oldest first
         self._of_session: dict[str, Announced] = {}
 
-    def order(self, run: int, tree: ObjectTree) -> None:
-        """Take note of an order of a run."""
+    def order(self, run: int, tree: ObjectTree) -> set[str]:
+        """Take note of an order of a run; the ids of its parts."""
+        ids = [part.object_id for part in iterate_object_tree(tree)]
         with self._lock:
             orders = self._orders.setdefault(run, _Orders())
-            orders.parts = max(orders.parts, _size(tree))
+            orders.parts = max(orders.parts, len(ids))
+        return set(ids)
+
+    def sized(self, run: int) -> bool:
+        """Whether it is known how large a run's orders are."""
+        return self._orders.get(run, _Orders()).largest > 0
 
     def sent(self, run: int, session: str, size: int) -> None:
         """Take note of bytes of a run's orders."""
@@ -128,13 +134,3 @@ def check_tree(tree: ObjectTree, most: int) -> None:
         if len(within) < len(part.children) or children.setdefault(part.object_id, within) != within:
             raise RefusedReplyError("it names a part twice, each time differently")
         left.extend((child, depth + 1) for child in part.children)
-
-
-def _size(tree: ObjectTree) -> int:
-    """Parts of an order."""
-    left, number = [tree], 0
-    while left:
-        part = left.pop()
-        number += 1
-        left.extend(part.children)
-    return number

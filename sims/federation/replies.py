@@ -34,8 +34,11 @@ def take_replies_alone() -> None:
 
     def announced(state: SqlLinkState, message: Message, object_tree: ObjectTree, session_id: str) -> tuple[bool, list[str]]:
         if (node := NODE.get()) is None:
-            book.order(message.metadata.run_id, object_tree)
-            return _store(state, message, object_tree, session_id)
+            stored, missing = _store(state, message, object_tree, session_id)
+            ids = book.order(message.metadata.run_id, object_tree) - set(missing)
+            if ids and not book.sized(message.metadata.run_id):  # another run has sent the same
+                book.sent(message.metadata.run_id, session_id, _held(state, ids))
+            return stored, missing
         return _Reply(state, book, node, session_id).announced(message, object_tree)
 
     def came(state: SqlLinkState, run_id: int, session_id: str, object_id: str, object_content: bytes) -> bool:
@@ -139,6 +142,11 @@ class _Reply:
     def _close(self) -> None:
         """Nothing comes under this session."""
         self._state._cleanup_push_session(self._session, cleanup_messages=False)
+
+
+def _held(state: SqlLinkState, ids: set[str]) -> int:
+    """Bytes of parts that are there."""
+    return sum(len(state.object_store.get(id) or b"") for id in ids)
 
 
 def _anew(message: Message, metadata: Metadata) -> Message:

@@ -47,6 +47,7 @@ def answering(folder: Path, answers: Callable[[str], Answer]) -> Iterator[int]:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
+    folder.mkdir(exist_ok=True)
     write_certificates(folder, ["127.0.0.1"])
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "server.crt", folder / "server.key")

@@ -40,10 +40,11 @@ class Link:
     run: int
     nodes: tuple[int, int]
 
-    def order(self, node: int) -> str:
+    def order(self, node: int, content: RecordDict | None = None) -> str:
         """Send a node an order; its id."""
+        content = content or RecordDict({"o": ConfigRecord({"n": str(now())})})
         metadata = Metadata(self.run, "", SUPERLINK_NODE_ID, node, "", "1", now().timestamp(), 600.0, "train")
-        message = make_message(metadata, content=RecordDict({"o": ConfigRecord({"n": str(now())})}))
+        message = make_message(metadata, content=content)
         message.metadata.__dict__["_message_id"] = message.object_id
         session, tree = self.state.start_session(self.run), get_object_tree(message)
         stored, missing = self.state.store_message_and_object_tree(message, tree, session)
@@ -254,6 +255,22 @@ def test_a_runs_own_orders_say_how_large_replies_may_be(link: Link, monkeypatch:
         assert link.whole(node, link.reply(node, asked))
         message = link.told(asked)
         assert message is not None and message.has_content()
+
+
+def test_an_order_whose_parts_another_run_has_sent_counts_as_well(link: Link, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(announced, "LEAST_LIMIT", 1)
+    node = link.nodes[1]
+    content = RecordDict({"o": ConfigRecord({"n": "x" * 5000})})
+    runs = (
+        link.run,
+        link.state.create_run(None, None, None, {}, NOOP_FEDERATION_ID, None, NOOP_FLWR_AID, TaskType.SERVER_APP),
+    )
+    for link.run in runs:
+        asked = link.order(node, content)
+    reply = link.reply(node, asked)
+    reply.content["r"] = ConfigRecord({"n": "y" * 20_000})
+    reply.metadata.__dict__["_message_id"] = reply.object_id
+    assert link.whole(node, reply)
 
 
 def test_so_many_replies_of_a_node_are_held(link: Link):
