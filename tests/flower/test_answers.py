@@ -197,6 +197,11 @@ def test_what_a_server_should_answer_is_read(tmp_path: Path, wary: None):
         assert asked.PullObject(PullObjectRequest()) == part
 
 
+def test_a_site_that_runs_its_own_app_unpacks_nothing_of_one_that_is_sent(wary: None):
+    place: Any = importlib.import_module("flwr.supernode.start_client_internal")
+    assert place.get_fused_config_from_fab(b"not a bundle", Run.create_empty(3)) == {}
+
+
 def test_an_order_that_is_too_large_is_answered_with_an_error(monkeypatch: pytest.MonkeyPatch):
     place: Any = importlib.import_module("flwr.supernode.start_client_internal")
     monkeypatch.setattr(place, "get_fused_config_from_fab", lambda *_: {})

@@ -3,10 +3,7 @@
 import asyncio
 import contextlib
 import logging
-import socket
-import ssl
 import threading
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +11,6 @@ from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
-import uvicorn
 from flwr.proto.runtime_pb2 import AcquireTaskRequest
 from flwr.supercore.auth.superexec import create_superexec_auth_metadata, derive_auth_secret
 from flwr.supercore.object_store import ObjectStoreFactory
@@ -23,65 +19,17 @@ from starlette.types import Receive, Scope, Send
 
 from sims.federation import bodies, connections, quiet
 from sims.federation.bodies import LARGEST_PART, MOST_BYTES, SMALL, UNFOLDS, Room
-from sims.federation.connections import Listening, settings
 from sims.federation.doors import ACQUIRE, FLEET, RUNTIME, Door, for_apps, for_nodes, for_the_owner
 from sims.federation.keys import write_certificates
 from sims.federation.programs import free_port
 from sims.federation.quiet import Quiet
 from sims.federation.supernode import open_door
+from tests.sims.doors import HEAD, Say, everything, head, opened, until
 
-HEAD = b"POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n"
 SECRET = b"secret"
 tasks = {"token": "task"}
 PART, NOTE, LOG = LARGEST_PART, 2 << 20, 16 << 20
 METHOD = "/flwr.proto.Runtime/AcquireTask"
-
-
-class Say:
-    """What a server answers to bytes on a new connection, until it closes that."""
-
-    def __init__(self, port: int, authority: Path) -> None:
-        self.port, self._context = port, ssl.create_default_context(cafile=str(authority))
-
-    def line(self) -> ssl.SSLSocket:
-        """A new connection."""
-        plain = socket.create_connection(("127.0.0.1", self.port), timeout=60)
-        return self._context.wrap_socket(plain, server_hostname="127.0.0.1")
-
-    def __call__(self, text: bytes) -> bytes:
-        told = b""
-        with self.line() as line, contextlib.suppress(OSError):
-            line.sendall(text)
-            while piece := line.recv(4096):
-                told += piece
-        return told
-
-
-async def everything(scope: Scope, receive: Receive, send: Send) -> None:
-    """Reads the whole body, and says which host it was asked for."""
-    while (message := await receive())["type"] == "http.request" and message.get("more_body"):
-        pass
-    if message["type"] == "http.request":
-        host = dict(scope["headers"])[b"host"]
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(host))]})
-        await send({"type": "http.response.body", "body": host})
-
-
-@contextlib.contextmanager
-def opened(door: Door, folder: Path) -> Iterator[Say]:
-    """A server behind the door."""
-    write_certificates(folder, ["127.0.0.1"])
-    listening = Listening(socket.create_server(("127.0.0.1", 0)), door.crowd)
-    words = settings(door, str(folder / "server.crt"), str(folder / "server.key"), {"version": 1})
-    server = uvicorn.Server(uvicorn.Config(**words, lifespan="off"))
-    port = listening.getsockname()[1]
-    thread = threading.Thread(target=lambda: asyncio.run(server._serve([listening])))
-    thread.start()
-    try:
-        yield Say(port, folder / "ca.crt")
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 def test_nobody_holds_a_connection_by_sending_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -134,11 +82,6 @@ def test_the_programs_of_a_machine_say_who_they_are_before_their_bodies_are_read
             assert door.admits(path, odd) == 401
     for path in ("/docs", "/openapi.json", "/health", "/v1/runtime/", "/v1/runtime/create-task", "/v1/runtime/responses"):
         assert door.admits(path, {**good, b"flwr-task-token": b"token"}) == 404
-
-
-def head(speaker: int, size: int) -> bytes:
-    """Of a request whose body is still to come."""
-    return b"POST /x HTTP/1.1\r\nHost: a\r\nConnection: close\r\nSpeaker: %d\r\nContent-Length: %d\r\n\r\n" % (speaker, size)
 
 
 def test_unfinished_bodies_take_so_much_memory_and_one_member_takes_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -242,72 +185,6 @@ def test_a_body_does_not_come_by_drops_for_ever(tmp_path: Path, monkeypatch: pyt
                 break
         else:
             pytest.fail("it still waits")
-
-
-def until(there: Callable[[], bool]) -> None:
-    """Wait for it."""
-    for _ in range(1000):
-        if there():
-            return
-        threading.Event().wait(0.01)
-    pytest.fail("it does not come")
-
-
-def test_a_flood_of_connections_shuts_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Neither those that never begin to speak TLS, nor those that never say what they ask for."""
-    monkeypatch.setattr(connections, "MOST_UNKNOWN", 8)
-    door = Door(everything, lambda path, headers: 0 if path == "/x" else 404)
-    with opened(door, tmp_path) as say, contextlib.ExitStack() as stack:
-        member = stack.enter_context(say.line())
-        member.sendall(HEAD + b"\r\na")  # known from here on, and slow
-        until(lambda: len(door.crowd) == 0)
-        flood = [stack.enter_context(socket.create_connection(("127.0.0.1", say.port))) for _ in range(30)]
-        flood += [stack.enter_context(say.line()) for _ in range(30)]
-        until(lambda: len(door.crowd) == 8)
-        assert say(HEAD + b"Connection: close\r\n\r\nabc").startswith(b"HTTP/1.1 200")
-        for line in flood[:50]:  # the oldest ones are closed
-            line.settimeout(60)
-            with contextlib.suppress(OSError):
-                assert not line.recv(1)
-        member.sendall(b"bc")
-        assert member.recv(99).startswith(b"HTTP/1.1 200")
-
-
-def test_a_flood_from_one_address_closes_no_connection_of_another(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(connections, "MOST_UNKNOWN", 4)
-    crowd, pairs = connections.Crowd(), [socket.socketpair() for _ in range(20)]
-    crowd.came(("10.0.0.1", 1), pairs[0][0])
-    for port, (line, _) in enumerate(pairs[1:]):
-        crowd.came(("10.0.0.2", port), line)
-    pairs[0][1].setblocking(False)
-    with pytest.raises(BlockingIOError):
-        pairs[0][1].recv(1)  # it is open
-    assert pairs[1][1].recv(1) == b"" and len(crowd) == 4
-    for pair in pairs:
-        for line in pair:
-            line.close()
-
-
-def test_a_member_closes_its_own_connections_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(connections, "MOST_OF_MEMBER", 4)
-    door = Door(everything, lambda path, headers: 0, lambda headers: int(headers[b"speaker"]), {"/x": 99})
-    with opened(door, tmp_path) as say, contextlib.ExitStack() as stack:
-        honest = [stack.enter_context(say.line()) for _ in range(3)]
-        for line in honest:
-            line.sendall(head(1, 2) + b"a")
-        until(lambda: len(door.crowd) == 0 and door.room.held_bytes == 3 * SMALL)
-        flood = []
-        for number in range(12):
-            flood.append(stack.enter_context(say.line()))
-            flood[-1].sendall(head(2, 2) + b"a")
-            until(lambda number=number: len(door.crowd) == 0 and door.room.held_bytes >= SMALL * (3 + min(number + 1, 4)))
-        for line in flood[:8]:
-            line.settimeout(60)
-            with contextlib.suppress(OSError):
-                assert b"200" not in line.recv(99)
-        for line in honest + flood[8:]:
-            line.sendall(b"b")
-            assert line.recv(99).startswith(b"HTTP/1.1 200")
 
 
 def test_the_nodes_port_answers_its_own_programs_alone(tmp_path: Path):
