@@ -46,6 +46,7 @@ from sims.federation.sheets import ServerSheet
 
 LOOK_SECONDS = 0.5  # between looks for keys of sites that are new
 BUSY_MILLISECONDS = 25_000  # to wait for others' writing; Flower's programs wait 30 s for an answer
+MOST_JOURNAL = 64 << 20  # bytes that the database's log keeps on the disk once they are in the database
 OWN = "127.0.0.1"
 
 log = logging.getLogger("flwr")
@@ -70,8 +71,8 @@ def main() -> None:
 
 async def _serve(sheet: ServerSheet, outer: socket.socket, inner: socket.socket) -> None:
     secret, token = secrets.token_hex(32), secrets.token_urlsafe(32)
-    patient = ("busy_timeout", str(BUSY_MILLISECONDS))
-    pragmas = (*SQLITE_PRAGMAS, patient, ("secure_delete", "ON"))  # what is deleted is overwritten
+    ours = (("busy_timeout", str(BUSY_MILLISECONDS)), ("journal_size_limit", str(MOST_JOURNAL)))
+    pragmas = (*SQLITE_PRAGMAS, *ours, ("secure_delete", "ON"))  # what is deleted is overwritten
     sql_mixin.SQLITE_PRAGMAS = pragmas  # pyright: ignore[reportPrivateImportUsage]
     take_replies_alone()
     app = create_app(_config(secret.encode()), SuperLinkLifespan)
