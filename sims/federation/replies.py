@@ -12,7 +12,7 @@ from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.server.superlink.linkstate.sql_linkstate import SqlLinkState
 from flwr.supercore.date import now
-from flwr.supercore.inflatable.inflatable_object import get_object_tree
+from flwr.supercore.inflatable.inflatable_object import get_object_id, get_object_tree
 from flwr.supercore.utils import int64_to_uint64
 
 from sims.federation.announced import Announced, Book, RefusedReplyError, check_tree
@@ -20,6 +20,8 @@ from sims.federation.doors import NODE
 
 MOST_REASON = 2000  # letters of an error that a node sends
 LONGEST_RUNTIME = 1e7  # seconds that a ClientApp may have taken, of those that are added up
+
+DIVIDER = b"\x00"  # between a part's head and its body
 
 log = logging.getLogger("flwr")
 
@@ -88,13 +90,28 @@ class _Reply:
             log.warning("node %s sent a part of nothing that it has announced; it is dropped", self._node)
             return False
         if found.taken > (most := self._book.most_bytes(run)):
-            metadata = self._order_of(found)
-            self._drop(found)
-            if metadata is not None:
-                self._session = self._state.start_session(run)
-                self._fail(metadata, f"it has more than {most >> 20} MiB")
-            return False
+            return self._refuse(found, f"it has more than {most >> 20} MiB")
+        if self._holds_others(id, content):  # or else whoever announces this part truly is refused
+            return self._refuse(found, "a part of it holds others than were announced")
         return _store_object(self._state, run, self._session, id, content)
+
+    def _holds_others(self, id: str, content: bytes) -> bool:
+        """Whether a part names parts that it was not announced with. False for what is no part: Flower refuses that."""
+        if get_object_id(content) != id:
+            return False
+        named = content.partition(DIVIDER)[0].split(b" ")[1:2]
+        within = {one.decode("ascii", "replace") for one in b"".join(named).split(b",") if one}
+        rows = self._state.query("SELECT child_id FROM object_children WHERE parent_id = :id", {"id": id})
+        return within != {row["child_id"] for row in rows}
+
+    def _refuse(self, one: Announced, why: str) -> bool:
+        """Delete a reply, and have the run hear why if it has not fetched it yet. False: nothing is stored."""
+        metadata = self._order_of(one)
+        self._drop(one)
+        if metadata is not None:
+            self._session = self._state.start_session(one.run)
+            self._fail(metadata, why)
+        return False
 
     def _own(self, about: Metadata) -> Metadata | None:
         """A reply's metadata as the order has them; None: it is not this node's reply to an order."""

@@ -246,6 +246,21 @@ def test_parts_come_from_who_announced_them_and_no_more_than_a_run_takes(link: L
     refused(link, asked, "it has more than 0 MiB")
 
 
+def test_a_part_holds_the_parts_that_it_was_announced_with(link: Link):
+    """Whoever announces it truly would be refused later."""
+    node = link.nodes[1]
+    asked = link.order(node)
+    reply = link.reply(node, asked)
+    inner = get_object_tree(reply).children[0]
+    parts = get_all_nested_objects(reply)
+    tree = ObjectTree(object_id=reply.object_id, children=[ObjectTree(object_id=inner.object_id)])
+    taken, missing, session = link.send(node, reply, tree)
+    assert taken and inner.object_id in missing
+    with speaking(node):
+        assert not link.state.store_object(link.run, session, inner.object_id, parts[inner.object_id].deflate())
+    refused(link, asked, "holds others than were announced")
+
+
 def test_a_runs_own_orders_say_how_large_replies_may_be(link: Link, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(announced, "LEAST_PARTS", 5)
     monkeypatch.setattr(announced, "LEAST_LIMIT", 1)
