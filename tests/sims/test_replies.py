@@ -276,12 +276,9 @@ def test_an_order_whose_parts_another_run_has_sent_counts_as_well(link: Link, mo
     monkeypatch.setattr(announced, "LEAST_LIMIT", 1)
     node = link.nodes[1]
     content = RecordDict({"o": ConfigRecord({"n": "x" * 5000})})
-    runs = (
-        link.run,
-        link.state.create_run(None, None, None, {}, NOOP_FEDERATION_ID, None, NOOP_FLWR_AID, TaskType.SERVER_APP),
-    )
-    for link.run in runs:
-        asked = link.order(node, content)
+    link.order(node, content)
+    link.run = link.state.create_run(None, None, None, {}, NOOP_FEDERATION_ID, None, NOOP_FLWR_AID, TaskType.SERVER_APP)
+    asked = link.order(node, content)
     reply = link.reply(node, asked)
     reply.content["r"] = ConfigRecord({"n": "y" * 20_000})
     reply.metadata.__dict__["_message_id"] = reply.object_id
