@@ -4,33 +4,37 @@ Flower's own HttpGrid raises for a reply that it cannot read, which ends the run
 waits for parts that do not come, up to two hours; and it believes what a reply says of itself, as which message it answers.
 """
 
+import contextlib
 import itertools
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 from flwr.app import Error, Message
 from flwr.app.message import make_message
 from flwr.common.constant import ErrorCode
-from flwr.common.serde import message_from_proto
+from flwr.common.serde_utils import metadata_from_proto
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest
 from flwr.proto.message_pb2 import Message as Told
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 from flwr.supercore.inflatable.inflatable_object import get_object_head_values_from_object_content as head_of
 from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.supercore.retry import RetryInvoker
+from flwr.supercore.run import RunNotRunningException
 from flwr.superlink.grid.http_grid import HttpGrid
 
 from clients.messages import array_bytes
-from conf.errors import plain
+from conf.errors import UserError, plain
+from server.answers import wary
+from server.limits import LEAST_LIMIT, TIMES_SENT
 
 SLICE_SECONDS = 1.0  # for one reply's parts; then others have their turn
 AT_ONCE = 4  # parts that are fetched side by side
-LEAST_LIMIT = 2**28  # bytes of a reply that are taken in any case
-TIMES_SENT = 8  # and so many times the bytes of the largest message that was sent
 DIVIDER = b"\x00"  # between an object's head and its body
 MOST_TOLD = 200  # characters of an error
 
@@ -46,11 +50,42 @@ class _Coming:
     told: Told
     missing: list[str]
     parts: dict[str, bytes] = field(default_factory=dict)
+    confirmed: bool = False
 
     @property
     def size(self) -> int:
         """Bytes that have come."""
         return sum(map(len, self.parts.values()))
+
+
+class Patient:
+    """Flower's own retries, and more of them where the SuperLink fails (5xx). UserError: it fails for long, or refuses."""
+
+    wait_seconds, pause_seconds = 30.0, 1.0
+
+    def __init__(self, own: RetryInvoker, address: str) -> None:
+        self._own, self._address, self._left = own, address, self.wait_seconds
+
+    def invoke(self, send: Callable[[], httpx.Response]) -> httpx.Response:
+        """What is answered in the end. Whoever asks again after it failed for long does not wait again."""
+        while True:
+            try:
+                answer = self._own.invoke(send)
+                self._left = self.wait_seconds
+                return answer
+            except RunNotRunningException:
+                raise self._error("has ended this run") from None
+            except httpx.HTTPError as error:
+                status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
+                if status < httpx.codes.INTERNAL_SERVER_ERROR or self._left <= 0:
+                    told = f"answers {status}" if status else f"cannot be asked ({plain(str(error))[:MOST_TOLD]})"
+                    raise self._error(told) from None
+            self._left -= self.pause_seconds
+            time.sleep(self.pause_seconds)
+
+    def _error(self, told: str) -> UserError:
+        where = "its log says why ('fedloom federation logs')"
+        return UserError(f"engine.address: the SuperLink at {self._address} {told}; {where}")
 
 
 class CarefulGrid(HttpGrid):
@@ -60,8 +95,14 @@ class CarefulGrid(HttpGrid):
 
     def __init__(self, address: str, insecure: bool, certificates: bytes | None, token: str) -> None:
         super().__init__(address, insecure, certificates, token=token)
+        self._retry_invoker: Any = Patient(self._retry_invoker, address)
         self._coming: dict[str, _Coming] = {}  # by the id of the message that it answers
         self._largest = 0  # bytes of a message that was sent
+
+    def _connect(self) -> None:
+        super()._connect()
+        if self._client is not None:
+            wary(self._client)
 
     @classmethod
     def like(cls, grid: HttpGrid) -> "CarefulGrid":
@@ -91,7 +132,9 @@ class CarefulGrid(HttpGrid):
     def cancel(self, message_ids: Iterable[str]) -> None:
         """No reply to these messages is wanted any more."""
         for asked in message_ids:
-            self._coming.pop(asked, None)
+            if (coming := self._coming.pop(asked, None)) is not None and not coming.confirmed:
+                with contextlib.suppress(UserError):  # whoever asks for something next hears of it
+                    self._confirm(coming)
 
     def _whole(self, coming: _Coming) -> Message | None:
         """The reply, or why it is none; None: not all of it has come."""
@@ -99,12 +142,18 @@ class CarefulGrid(HttpGrid):
         try:
             self._fetch(coming, most)
         except UnreadableError as error:
+            self._confirm(coming)
             return _failed(told, error)
         if coming.missing:
             return None
-        ids = {"run_id": told.metadata.run_id, "message_object_id": told.metadata.message_id}
-        self._runtime_client.ConfirmMessageReceived(ConfirmMessageReceivedRequest(node=self.node, **ids))
+        self._confirm(coming)
         return received(told, coming.parts, most)
+
+    def _confirm(self, coming: _Coming) -> None:
+        """Have the SuperLink delete what it holds of a reply: it has come, or is not wanted."""
+        about, coming.confirmed = coming.told.metadata, True
+        asked = ConfirmMessageReceivedRequest(node=self.node, run_id=about.run_id, message_object_id=about.message_id)
+        self._runtime_client.ConfirmMessageReceived(asked)
 
     def _fetch(self, coming: _Coming, most: int) -> None:
         """The parts that are there, for a while. UnreadableError beyond `most` bytes, and for a part that does not exist."""
@@ -140,7 +189,7 @@ def received(told: Told, parts: dict[str, bytes], most: int) -> Message:
 
 def read(told: Told, parts: dict[str, bytes], most: int) -> Message:
     """The message in these parts, which are used up. Raises UnreadableError, and whatever Flower raises for what is none."""
-    root, metadata = told.metadata.message_id, message_from_proto(told).metadata
+    root, metadata = told.metadata.message_id, metadata_from_proto(told.metadata)
     if unfolded(root, parts, {}) > most:
         raise UnreadableError(f"it unfolds to more than {most >> 20} MiB")
     kinds = [head_of(parts[id])[0] for id in (root, *head_of(parts[root])[1])]
@@ -169,4 +218,4 @@ def unfolded(id: str, parts: Mapping[str, bytes], known: dict[str, int]) -> int:
 def _failed(told: Told, error: Exception) -> Message:
     why = str(error) if isinstance(error, UnreadableError) else f"{type(error).__name__}: {error}"
     reason = f"its reply cannot be read ({plain(why)[:MOST_TOLD]})"
-    return make_message(message_from_proto(told).metadata, error=Error(ErrorCode.MESSAGE_UNAVAILABLE, reason))
+    return make_message(metadata_from_proto(told.metadata), error=Error(ErrorCode.MESSAGE_UNAVAILABLE, reason))

@@ -8,10 +8,12 @@ from collections.abc import AsyncIterator, Callable, Hashable
 
 from starlette.types import Message, Receive, Send
 
-MOST_BYTES = 128 << 20  # of a request; Flower sends arrays in parts of 5 MiB
+MOST_BYTES = 128 << 20  # of a request
+LARGEST_PART = 64 << 20  # of a part of a message; Flower sends arrays in parts of 5 MiB
 MOST_HELD = 512 << 20  # of all requests that are under way at a door
 MOST_SHARE = 128 << 20  # of those of one speaker
 SMALL = 64 << 10  # a body that never waits for others' (heartbeats, say), and the least that a request counts as
+UNFOLDS = 32  # times the bytes of a body that its reading takes, where it is a list of small things
 MOST_WAITING = 64  # requests of one speaker that wait for room
 ROOM_SECONDS = 10.0  # to wait for room; Flower's programs wait 30 s for an answer, and try again after a 503
 PIECE_SECONDS = 60.0  # between two pieces of a body
@@ -37,14 +39,14 @@ class Room:
         return self._held.total()
 
     @contextlib.asynccontextmanager
-    async def held(self, speaker: Hashable, size: int) -> AsyncIterator[Callable[[int], None]]:
+    async def held(self, speaker: Hashable, size: int, times: int = 1) -> AsyncIterator[Callable[[int], None]]:
         """Hold room for a body as long as its request is under way; what takes note of bytes of the answer, too.
 
-        Full: there is no room, and none becomes free.
+        `times`: the bytes of memory that a byte of it takes. Full: there is no room, and none becomes free.
         """
-        counted = max(size, SMALL)
-        if not self._fits(speaker, counted):
-            await self._wait(speaker, counted)
+        counted, small = max(size * times, SMALL), size <= SMALL
+        if not self._fits(speaker, counted, small):
+            await self._wait(speaker, counted, small)
         self._held[speaker] += counted
 
         def grow(more: int) -> None:
@@ -60,18 +62,18 @@ class Room:
             self._freed.set()
             self._freed = asyncio.Event()
 
-    def _fits(self, speaker: Hashable, size: int) -> bool:
-        of_all = size <= SMALL or self.held_bytes + size <= self._most
+    def _fits(self, speaker: Hashable, size: int, small: bool) -> bool:
+        of_all = small or self.held_bytes + size <= self._most
         return of_all and self._held[speaker] + size <= self._share
 
-    async def _wait(self, speaker: Hashable, size: int) -> None:
+    async def _wait(self, speaker: Hashable, size: int, small: bool) -> None:
         """Until there is room."""
         if self._waiting[speaker] >= MOST_WAITING:
             raise Full
         self._waiting[speaker] += 1
         try:
             async with asyncio.timeout(ROOM_SECONDS):
-                while not self._fits(speaker, size):
+                while not self._fits(speaker, size, small):
                     await self._freed.wait()
         except TimeoutError:
             raise Full from None

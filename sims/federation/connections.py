@@ -12,19 +12,22 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_SECONDS = 20.0  # for a request's head to come as a whole
 MOST_UNKNOWN = 512  # connections whose caller has not proved yet who it is
+MOST_OF_MEMBER = 64  # connections of one member; its node uses ten
 MOST_CONNECTIONS = 4096  # of all kinds; beyond, requests are answered 503
 
 Peer = tuple[str, int]  # address and port of a caller
 
 
 class Crowd:
-    """The connections at a door whose callers are not known yet: if there are too many, the oldest one is closed.
+    """The connections at a door: those whose callers are not known yet, and those of each member.
 
-    The oldest of the address that has most of them: a flood from one address closes no connection of another.
+    If there are too many, the oldest one is closed: of the unknown ones that of the address that has most of them, so that a
+    flood from one address closes no connection of another; of a member's one of its own.
     """
 
     def __init__(self) -> None:
         self._unknown: dict[Peer, socket.socket] = {}
+        self._known: dict[int, dict[Peer, socket.socket]] = {}
 
     def __len__(self) -> int:
         return len(self._unknown)
@@ -32,17 +35,33 @@ class Crowd:
     def came(self, peer: Peer, line: socket.socket) -> None:
         """Take note of a connection that has just been made."""
         if len(self._unknown) >= MOST_UNKNOWN:
-            self._unknown = {where: other for where, other in self._unknown.items() if other.fileno() >= 0}
+            self._unknown = _open(self._unknown)
         if len(self._unknown) >= MOST_UNKNOWN:
             most = Counter(host for host, _ in self._unknown).most_common(1)[0][0]
             oldest = next(where for where in self._unknown if where[0] == most)
-            with contextlib.suppress(OSError):  # it is closed already
-                self._unknown.pop(oldest).shutdown(socket.SHUT_RDWR)
+            _close(self._unknown.pop(oldest))
         self._unknown[peer] = line
 
-    def known(self, peer: Peer) -> None:
-        """Take note that the caller of a connection has proved who it is."""
-        self._unknown.pop(peer, None)
+    def known(self, peer: Peer, member: int | None = None) -> None:
+        """Take note that the caller of a connection has proved who it is: this member, or the machine's own program."""
+        line = self._unknown.pop(peer, None)
+        if line is None or member is None:
+            return
+        lines = self._known.setdefault(member, {})
+        if len(lines) >= MOST_OF_MEMBER:
+            lines = self._known[member] = _open(lines)
+        if len(lines) >= MOST_OF_MEMBER:
+            _close(lines.pop(next(iter(lines))))
+        lines[peer] = line
+
+
+def _open(lines: Mapping[Peer, socket.socket]) -> dict[Peer, socket.socket]:
+    return {where: line for where, line in lines.items() if line.fileno() >= 0}
+
+
+def _close(line: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it is closed already
+        line.shutdown(socket.SHUT_RDWR)
 
 
 class Listening(socket.socket):

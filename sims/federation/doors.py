@@ -30,7 +30,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sims.federation.bodies import MOST_BYTES, MOST_SHARE, Answered, Full, Measured, Room
+from sims.federation.bodies import LARGEST_PART, MOST_BYTES, MOST_SHARE, SMALL, UNFOLDS, Answered, Full, Measured, Room
 from sims.federation.connections import Crowd
 
 FLEET = frozenset(
@@ -65,6 +65,16 @@ RUNTIME = frozenset(
         "get-nodes",
     )
 )  # what ServerApps and ClientApps ask for
+OF_BYTES = "/push-object"  # what is sent there is read as it is
+OF_NODES = {"/v1/fleet/push-object": LARGEST_PART, "/v1/fleet/push-messages": 2 << 20}  # bytes of a body; others: SMALL
+OF_OWN = {
+    "/v1/control/start-run": 32 << 20,  # Flower's own limit to an app's bundle is 10 MB
+    "/v1/runtime/push-object": LARGEST_PART,
+    "/v1/runtime/push-messages": MOST_BYTES,  # heads of all orders of a round, with the ids of their parts
+    "/v1/runtime/pull-messages": 4 << 20,  # ids of orders
+    "/v1/runtime/push-task-output": MOST_BYTES,  # with what an app keeps
+    "/v1/runtime/push-logs": 16 << 20,
+}
 NODE: ContextVar[int | None] = ContextVar("node", default=None)  # whose request is answered; None: not a node's
 HOST = [(b"host", b"superlink")]  # in place of what a caller says: no answer depends on it
 
@@ -74,12 +84,15 @@ class Door:
     """An ASGI application that passes on what `admits`; all other requests end here, with their bodies unread.
 
     `admits`: the status of an answer to a path with these headers; 0: the request is passed on. It may block.
-    `speaker`: the node whose request it is, by its headers. `crowd`: of connections; `room`: for bodies.
+    `speaker`: the node whose request it is, by its headers. `largest`: bytes of a body, by its path; others: SMALL. `wary`:
+    whether callers may send what unfolds to many times its bytes. `crowd`: of connections; `room`: for bodies.
     """
 
     app: ASGIApp
     admits: Callable[[str, Mapping[bytes, bytes]], int]
     speaker: Callable[[Mapping[bytes, bytes]], int | None] = lambda headers: None
+    largest: Mapping[str, int] = field(default_factory=dict)
+    wary: bool = False
     crowd: Crowd = field(default_factory=Crowd)
     room: Room = field(default_factory=Room)
 
@@ -90,19 +103,21 @@ class Door:
             return None
         status = await self._refused(scope)
         if not status:
-            self.crowd.known(scope["client"])
+            node = await run_in_threadpool(self.speaker, dict(scope["headers"]))
+            self.crowd.known(scope["client"], node)
             try:
-                return await self._pass_on(scope, receive, send)
+                return await self._pass_on(node, scope, receive, send)
             except Full:
                 status = 503  # Flower's programs try again
         return await PlainTextResponse("", status, {"connection": "close"})(scope, receive, send)
 
-    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _pass_on(self, node: int | None, scope: Scope, receive: Receive, send: Send) -> None:
         """Have the application answer. Full: there is no room for the body, of which nothing is read."""
         headers = dict(scope["headers"])
-        size, node = int(headers[b"content-length"]), await run_in_threadpool(self.speaker, headers)
+        size = int(headers[b"content-length"])
         seen = [(name, content) for name, content in scope["headers"] if name != b"host"]
-        async with self.room.held(node, size) as grow:
+        times = UNFOLDS if self.wary and not scope["path"].endswith(OF_BYTES) else 1
+        async with self.room.held(node, size, times) as grow:
             token = NODE.set(node)
             try:
                 await self.app({**scope, "headers": HOST + seen}, Measured(receive, size), Answered(send, grow))
@@ -121,7 +136,8 @@ class Door:
         size = headers.get(b"content-length", b"")
         if not size.isdigit() or b"transfer-encoding" in headers:
             return 411
-        return 413 if len(size) > len(str(MOST_BYTES)) or int(size) > MOST_BYTES else 0
+        most = self.largest.get(scope["path"], SMALL)
+        return 413 if len(size) > len(str(most)) or int(size) > most else 0
 
 
 def for_nodes(app: ASGIApp, node_of: Callable[[bytes], int | None]) -> Door:
@@ -142,7 +158,7 @@ def for_nodes(app: ASGIApp, node_of: Callable[[bytes], int | None]) -> Door:
     def speaker(headers: Mapping[bytes, bytes]) -> int | None:
         return node_of(base64.b64decode(_header(headers, FLEET_HTTP_PUBLIC_KEY_HEADER)))
 
-    return Door(app, admits, speaker, room=Room(share=MOST_SHARE))
+    return Door(app, admits, speaker, OF_NODES, wary=True, room=Room(share=MOST_SHARE))
 
 
 def for_the_owner(app: ASGIApp, token: str, secret: bytes, task_of: Callable[[str], object]) -> Door:
@@ -157,7 +173,7 @@ def for_the_owner(app: ASGIApp, token: str, secret: bytes, task_of: Callable[[st
             return 0 if hmac.compare_digest(headers.get(b"authorization", b""), expected) else 401
         return of_apps(path, headers)
 
-    return Door(app, admits)
+    return Door(app, admits, largest=OF_OWN)
 
 
 def for_apps(app: ASGIApp, secret: bytes, task_of: Callable[[str], object]) -> Door:
@@ -177,7 +193,7 @@ def for_apps(app: ASGIApp, secret: bytes, task_of: Callable[[str], object]) -> D
         except (KeyError, ValueError, OverflowError):
             return 401
 
-    return Door(app, admits)
+    return Door(app, admits, largest=OF_OWN)
 
 
 def _of_executor(key: bytes, headers: Mapping[bytes, bytes]) -> bool:

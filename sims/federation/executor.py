@@ -10,36 +10,69 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 DOOR = "clientapp.socket"  # in the node's folder, where its programs run
 START_SECONDS, PAUSE_SECONDS = 60.0, 0.05
+AGAIN_SECONDS = (1.0, 2.0, 4.0, 8.0, 15.0)  # before it is started again
+STEADY_SECONDS = 60.0  # after which it counts as having been well
+FAILURES = frozenset({500, 502, 503, 504})  # answers after which it asks again
 
 
-def start_executor(
-    address: str, authority: Path, secret: str, kind: str, apps: str, warm: bool = False
-) -> subprocess.Popen[bytes]:
+class Executor:
     """A process that does what the Runtime API at an address has to do, as long as this process lives.
 
-    `secret`: by which it is known there; it goes through a pipe. `apps`: which it runs (sims.federation.own_app).
+    If it ends, it is started again. `secret`: by which it is known there; it goes through a pipe. `apps`: which it runs
+    (sims.federation.own_app).
     """
-    words = [address, str(authority), kind, str(os.getpid()), apps, "warm" if warm else ""]
-    child = subprocess.Popen([sys.executable, "-m", "sims.federation.executor", *words], stdin=subprocess.PIPE)
-    assert child.stdin is not None
-    child.stdin.write(secret.encode())
-    child.stdin.close()
-    return child
+
+    def __init__(self, address: str, authority: Path, secret: str, kind: str, apps: str, warm: bool = False) -> None:
+        self._words = [address, str(authority), kind, str(os.getpid()), apps, "warm" if warm else ""]
+        self._secret, self._told = secret.encode(), threading.Event()
+        self.child = self._start()
+        threading.Thread(target=self._keep, daemon=True).start()
+
+    def terminate(self) -> None:
+        """End it for good."""
+        self._told.set()
+        self.child.terminate()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        child = subprocess.Popen([sys.executable, "-m", "sims.federation.executor", *self._words], stdin=subprocess.PIPE)
+        assert child.stdin is not None
+        with contextlib.suppress(BrokenPipeError), child.stdin:
+            child.stdin.write(self._secret)
+        return child
+
+    def _keep(self) -> None:
+        pauses = iter(AGAIN_SECONDS)
+        while True:
+            began = time.monotonic()
+            self.child.wait()
+            if time.monotonic() - began > STEADY_SECONDS:
+                pauses = iter(AGAIN_SECONDS)
+            pause = next(pauses, AGAIN_SECONDS[-1])
+            if self._told.is_set():
+                return
+            print(f"what starts Apps ended ({self.child.returncode}); again in {pause:g} s", file=sys.stderr, flush=True)
+            if self._told.wait(pause):
+                return
+            self.child = self._start()
 
 
 def main(address: str, authority: str, kind: str, parent: str, apps: str, warm: str) -> None:
     """Until the parent ends."""
     secret = sys.stdin.buffer.read()
     from flwr.supercore.constant import TASK_TYPE_TO_COMMAND, TaskType
+    from flwr.supercore.retry import http_retry
     from flwr.supercore.superexec import run_superexec
     from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
     from flwr.supercore.superexec.executor.types import ExecutionSpec, LaunchResult
     from flwr.supercore.utils import disable_process_dumping
+
+    from server.answers import be_wary
 
     tasks = _Warm(apps) if warm else _Cold(apps)
 
@@ -62,6 +95,8 @@ def main(address: str, authority: str, kind: str, parent: str, apps: str, warm: 
             tasks.reap()
 
     disable_process_dumping(strict=False)
+    be_wary()
+    http_retry._RETRYABLE_STATUS_CODES = FAILURES  # type: ignore[assignment]
     run_superexec.get_executor = lambda *_, **__: Quiet()  # type: ignore[attr-defined]
     run_superexec.run_superexec(
         address,

@@ -4,6 +4,7 @@ Two files travel, with nothing secret in them: a site's request, to the operator
 What is in them is only as true as the channel they came by: people compare fingerprints.
 """
 
+import errno
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,10 @@ from clients.identity import is_signed, said
 from conf.errors import UserError, plain
 from conf.yamls import read_yaml, write_yaml
 from sims.federation import sheets
-from sims.federation.keys import AUTHORITY, NODE_KEY, fingerprint, public_key, signed, write_node_key
+from sims.federation.files import read_small, write_private, write_together
+from sims.federation.keys import AUTHORITY, NODE_KEY, NodeKey, fingerprint, public_key
 from sims.federation.plan import JOINED, KEYS, PEERS, SERVER, is_name, members, peers_text, server_of, write_public, written
-from sims.federation.programs import lock_away, write_private
+from sims.federation.programs import lock_away
 from sims.federation.sheets import SiteSheet
 
 REQUEST = "join.request"
@@ -44,14 +46,13 @@ def ask(folder: Path, name: str, superlink: str, again: bool) -> str:
     with written(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock_away(folder)
-        key.unlink(missing_ok=True)
-        line = write_node_key(folder)
+        new, made = NodeKey(), {}
         if not sheet.is_file():
-            made = SiteSheet(name=name, superlink=superlink, certificate=AUTHORITY, key=NODE_KEY, peers=PEERS)
-            sheets.write(sheet, made)
-        signature = signed(folder, said("join", name, line)).hex()
-        (folder / REQUEST).write_text(write_yaml({"name": name, "key": line, "signature": signature}), encoding="utf-8")
-    return fingerprint(line)
+            own = SiteSheet(name=name, superlink=superlink, certificate=AUTHORITY, key=NODE_KEY, peers=PEERS)
+            made[sheet] = sheets.text(own)
+        request = {"name": name, "key": new.line, "signature": new.signed(said("join", name, new.line)).hex()}
+        write_together({**made, folder / REQUEST: write_yaml(request).encode(), **new.files(folder)})
+    return fingerprint(new.line)
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def admit(folder: Path, request: Request) -> Path:
     server = server_of(folder)
     with written(folder):
         (server / KEYS).mkdir(exist_ok=True)
-        (server / KEYS / f"{request.name}.pub").write_text(f"{request.key} {JOINED}\n", encoding="ascii")
+        write_private(server / KEYS / f"{request.name}.pub", f"{request.key} {JOINED}\n".encode())
         write_public(folder)
     return server
 
@@ -169,8 +170,10 @@ def accept(folder: Path, given: Members) -> None:
     """Let a site believe a members' file from now on."""
     sheet = sheets.read(SiteSheet, folder / sheets.SITE)
     with written(folder):
-        write_private(folder / (sheet.certificate or AUTHORITY), given.certificate.encode("ascii"))
-        write_private(folder / (sheet.peers or PEERS), peers_text(given.sites).encode("ascii"))
+        write_together({
+            folder / (sheet.certificate or AUTHORITY): given.certificate.encode("ascii"),
+            folder / (sheet.peers or PEERS): peers_text(given.sites).encode("ascii"),
+        })  # fmt: skip
 
 
 def _change(old: str, new: str) -> str:
@@ -213,9 +216,11 @@ def _check_name(name: object, where: str) -> None:
 def _read(path: Path, most: int) -> Mapping[str, Any]:
     """The section in a file from elsewhere, which is not trusted with anything."""
     try:
-        with path.open("rb") as file:
-            text = file.read(most + 1)
-        given = read_yaml(text.decode("utf-8")) if len(text) <= most else None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        given = read_yaml(read_small(path, most).decode("utf-8"))
+    except OSError as error:
+        if error.errno == errno.EFBIG:  # no file of ours has so many bytes
+            return {}
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read: {' '.join(str(error).split())[:200]}") from None
     return given if isinstance(given, dict) else {}

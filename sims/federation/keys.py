@@ -5,7 +5,6 @@ import base64
 import datetime
 import hashlib
 import ipaddress
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,11 +16,11 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key, l
 from cryptography.x509.oid import NameOID
 
 from conf.errors import UserError, plain
+from sims.federation.files import write_together
 
 AUTHORITY, CERTIFICATE, SERVER_KEY = "ca.crt", "server.crt", "server.key"
 NODE_KEY = "key"
 LASTS = datetime.timedelta(days=3650)
-PRIVATE = 0o600
 
 
 def write_certificates(folder: Path, hosts: Sequence[str]) -> None:
@@ -35,18 +34,36 @@ def write_certificates(folder: Path, hosts: Sequence[str]) -> None:
     names = [_alternative(host) for host in hosts]
     certificate = _certificate(subject, issuer, key.public_key(), False, names).sign(root, hashes.SHA384())
     pem = serialization.Encoding.PEM
-    (folder / AUTHORITY).write_bytes(authority.public_bytes(pem))
-    (folder / CERTIFICATE).write_bytes(certificate.public_bytes(pem) + authority.public_bytes(pem))
-    _write_private(folder / SERVER_KEY, _private_bytes(key, serialization.PrivateFormat.PKCS8))
+    write_together({
+        folder / AUTHORITY: authority.public_bytes(pem),
+        folder / CERTIFICATE: certificate.public_bytes(pem) + authority.public_bytes(pem),
+        folder / SERVER_KEY: _private_bytes(key, serialization.PrivateFormat.PKCS8),
+    })  # fmt: skip
+
+
+class NodeKey:
+    """A site's new key, as `ssh-keygen -t ecdsa -b 384` makes it. `line`: its public half."""
+
+    def __init__(self) -> None:
+        self._key = ec.generate_private_key(ec.SECP384R1())
+        public = self._key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+        self.line = public.decode()
+
+    def files(self, folder: Path) -> dict[Path, bytes]:
+        """What it is in a site's folder, the private half last."""
+        private = _private_bytes(self._key, serialization.PrivateFormat.OpenSSH)
+        return {folder / f"{NODE_KEY}.pub": f"{self.line}\n".encode(), folder / NODE_KEY: private}
+
+    def signed(self, text: bytes) -> bytes:
+        """Its signature (clients.identity.is_signed)."""
+        return self._key.sign(text, ec.ECDSA(hashes.SHA384()))
 
 
 def write_node_key(folder: Path) -> str:
-    """A site's new key, as `ssh-keygen -t ecdsa -b 384` makes it; the public half, one line."""
-    key = ec.generate_private_key(ec.SECP384R1())
-    _write_private(folder / NODE_KEY, _private_bytes(key, serialization.PrivateFormat.OpenSSH))
-    line = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
-    (folder / f"{NODE_KEY}.pub").write_text(f"{line}\n", encoding="ascii")
-    return line
+    """A site's first key, into its folder; the public half, one line."""
+    key = NodeKey()
+    write_together(key.files(folder))
+    return key.line
 
 
 def check_private(path: Path) -> None:
@@ -86,13 +103,6 @@ def _issued(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
     except (ValueError, TypeError, InvalidSignature):
         return False
     return True
-
-
-def signed(folder: Path, text: bytes) -> bytes:
-    """The signature of a site's key (clients.identity.is_signed)."""
-    key = load_ssh_private_key((folder / NODE_KEY).read_bytes(), None)
-    assert isinstance(key, ec.EllipticCurvePrivateKey)
-    return key.sign(text, ec.ECDSA(hashes.SHA384()))
 
 
 def public_key(line: str) -> str:
@@ -140,10 +150,3 @@ def _certificate(
 
 def _private_bytes(key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat) -> bytes:
     return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
-
-
-def _write_private(path: Path, content: bytes) -> None:
-    """Readable by its owner alone, from the first byte on."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE)
-    with os.fdopen(handle, "wb") as file:
-        file.write(content)

@@ -12,7 +12,8 @@ from typing import Any
 
 from conf.errors import UserError, plain, unknown
 from sims.federation import sheets
-from sims.federation.keys import NODE_KEY, check_certificate, check_private, write_node_key
+from sims.federation.files import write_private, write_together
+from sims.federation.keys import NodeKey, check_certificate, check_private
 from sims.federation.names import check_names
 from sims.federation.own_app import OWN
 from sims.federation.plan import CONNECTION, FLOWER, ID, JOINED, KEYS, SERVER, write_public, written
@@ -64,13 +65,14 @@ def run_node(path: Path) -> None:
     _check_files(path, sheet)
     with written(folder):
         lock_away(folder)
-        (folder / NODE_CONFIG).write_text(sheets.node_config(sheet, folder), encoding="utf-8")
+        write_private(folder / NODE_CONFIG, sheets.node_config(sheet, folder).encode())
     words = ["--superlink", sheet.superlink, "--node-config", NODE_CONFIG, "--root-certificates", sheet.certificate]
     words += ["--auth-supernode-private-key", sheet.key]
     program = [sys.executable, "-m", "sims.federation.supernode"]
     warm = "warm" if sheet.warm else "cold"
     more = {HOME: str(folder / FLOWER), **sheet.environment}
-    keep_running(folder, lambda: [*program, str(sheet.port or free_port()), warm, sheet.apps or OWN, *words], more)
+    given = [warm, sheet.apps or OWN, str(sheet.largest_order), *words]
+    keep_running(folder, lambda: [*program, str(sheet.port or free_port()), *given], more)
 
 
 def _check_files(path: Path, sheet: SiteSheet) -> None:
@@ -112,8 +114,8 @@ def rekey(folder: Path, site: str) -> str:
     old = registered(public)
     with written(folder):
         home.mkdir(mode=0o700, exist_ok=True)
-        (home / NODE_KEY).unlink(missing_ok=True)
-        public.write_text(write_node_key(home) + "\n", encoding="ascii")
+        new = NodeKey()
+        write_together({**new.files(home), public: f"{new.line}\n".encode()})
         write_public(folder)
     _await(lambda: registered(public) != old, server)
     return registered(public)

@@ -13,6 +13,7 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from flwr.supercore.state.schema.linkstate_models import Node
 from sqlalchemy import update
 
+from sims.federation.files import read_small, write_private
 from sims.federation.plan import ID
 
 log = logging.getLogger("flwr")
@@ -41,7 +42,9 @@ def follow(state: SqlLinkState, folder: Path) -> None:
             id = node.node_id
             if node.status == NodeStatus.UNREGISTERED or node.name != path.stem:
                 _let_in_again(state, key, path.stem)
-        path.with_suffix(ID).write_text(str(id), encoding="ascii")
+        beside = path.with_suffix(ID)
+        if not beside.is_file() or beside.read_text(encoding="ascii") != str(id):
+            write_private(beside, str(id).encode())
 
 
 def _keys(folder: Path) -> dict[bytes, Path]:
@@ -49,7 +52,7 @@ def _keys(folder: Path) -> dict[bytes, Path]:
     found: dict[bytes, Path] = {}
     for path in sorted(path for path in folder.iterdir() if path.suffix == ".pub"):
         try:
-            public = load_ssh_public_key(path.read_bytes())
+            public = load_ssh_public_key(read_small(path))
         except (OSError, ValueError, UnsupportedAlgorithm) as error:
             log.error("%s: cannot be read (%s); this site is not let in", path, error)
             continue

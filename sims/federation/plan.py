@@ -1,6 +1,7 @@
 """A federation as folders, one for each machine: its keys, its sheet, and how it is started."""
 
 import contextlib
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,9 +11,9 @@ from conf.errors import UserError
 from conf.typed import build, value
 from conf.yamls import write_yaml
 from sims.federation import sheets
-from sims.federation.keys import AUTHORITY, NODE_KEY, public_key, write_certificates, write_node_key
+from sims.federation.files import read_small, write_private, write_together
+from sims.federation.keys import AUTHORITY, CERTIFICATE, NODE_KEY, SERVER_KEY, NodeKey, public_key, write_certificates
 from sims.federation.names import check_names
-from sims.federation.programs import write_private
 from sims.federation.sheets import ServerSheet, SiteSheet
 
 SERVER = "server"  # the folder of the server's machine
@@ -21,6 +22,7 @@ FLOWER = "flwr"  # in it: what Flower's programs keep
 ID = ".id"  # of the file beside a site's public key: the id of its node
 JOINED = "joined"  # behind a public key: the site made it itself
 PEERS = "peers"  # in a site's folder: all of them
+IGNORE = ".gitignore"
 MEMBERS = "members.yaml"  # in the server's folder: what all sites may know of each other and of the server
 CONNECTION = "here"  # how Flower's configuration names the SuperLink
 OWN = ("name", "superlink", "certificate", "key")  # keys of a site's sheet that the plan writes
@@ -78,7 +80,7 @@ def write_plan(plan: Plan, folder: Path) -> list[Path]:
     with written(folder):
         if (folder / SERVER / sheets.SERVER).is_file():
             return _add_sites(plan, folder, made)
-        if folder.exists() and any(folder.iterdir()):
+        if not _empty(folder):
             raise UserError(f"{folder}: is not empty; name another folder, or remove it with its keys")
         return _write_plan(plan, folder, made)
 
@@ -94,22 +96,55 @@ def written(folder: Path) -> Iterator[None]:
 
 
 def _write_plan(plan: Plan, folder: Path, made: Sequence[SiteSheet]) -> list[Path]:
-    server = folder / SERVER
-    (server / KEYS).mkdir(parents=True)
-    (folder / ".gitignore").write_text("*\n", encoding="ascii")  # there are private keys in it
-    server.chmod(0o700)
-    write_certificates(server, list(dict.fromkeys([plan.host, *plan.names, "localhost", "127.0.0.1"])))
-    listen = "127.0.0.1" if plan.local else "0.0.0.0"
-    sheets.write(server / sheets.SERVER, ServerSheet(superlink=f"{plan.host}:{plan.port}", host=listen, port=plan.port))
-    return [server, *_write_sites(folder, made)]
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_private(folder / IGNORE, b"*\n")  # there are private keys in it
+    with _made(folder / SERVER) as server:
+        (server / KEYS).mkdir(mode=0o700)
+        write_certificates(server, list(dict.fromkeys([plan.host, *plan.names, "localhost", "127.0.0.1"])))
+        listen = "127.0.0.1" if plan.local else "0.0.0.0"
+        sheets.write(server / sheets.SERVER, ServerSheet(superlink=f"{plan.host}:{plan.port}", host=listen, port=plan.port))
+    return [folder / SERVER, *_write_sites(folder, made)]
+
+
+@contextlib.contextmanager
+def _made(home: Path) -> Iterator[Path]:
+    """A machine's folder while it is filled: it has its own name once it is complete, in an unfinished one's place."""
+    hidden = home.with_name(f".{home.name}.new")
+    for old in (hidden, home):
+        if old.is_dir():
+            shutil.rmtree(old)
+    hidden.mkdir(mode=0o700)
+    yield hidden
+    hidden.rename(home)
+
+
+def _unfinished(home: Path) -> bool:
+    """Whether nothing is in a folder but what a plan writes there, and its sheet is not: the plan was killed."""
+    names = {path.name for path in home.iterdir()} if home.is_dir() else {home.name}
+    ours = {AUTHORITY, CERTIFICATE, SERVER_KEY, KEYS, NODE_KEY, f"{NODE_KEY}.pub"}
+    rekeyed = NODE_KEY in names and AUTHORITY not in names
+    return names <= ours and not rekeyed and not any(home.glob(f"{KEYS}/*"))
+
+
+def _empty(folder: Path) -> bool:
+    """Whether nothing is in a folder but what a plan leaves that was killed before its server's folder was complete."""
+    if not folder.exists():
+        return True
+    left = (folder / IGNORE, folder / f".{SERVER}.new")
+    return all(path in left or (path == folder / SERVER and _unfinished(path)) for path in folder.iterdir())
 
 
 def _add_sites(plan: Plan, folder: Path, made: Sequence[SiteSheet]) -> list[Path]:
     if (address := f"{plan.host}:{plan.port}") != (there := sheets.read_server(folder / SERVER).superlink):
         now = f"the server {there}, not {address}"
         raise UserError(f"{folder}: is a federation with {now}; say the same host and port, or name another folder")
-    taken = {*sites_of(folder), *(path.stem for path in (folder / SERVER / KEYS).glob("*.pub"))}
-    if not (new := [sheet for sheet in made if sheet.name not in taken]):
+    there, keys = sites_of(folder), [path.stem for path in (folder / SERVER / KEYS).glob("*.pub")]
+    left = [name for name in there if name not in keys and not (folder / name / PEERS).exists()]  # by a plan that was killed
+    taken = {*there, *(name for name in keys if not _unfinished(folder / name))}
+    for name in left:
+        _let_in(folder, name)
+    if not (new := [sheet for sheet in made if sheet.name not in taken]) and not left:
+        write_public(folder)
         raise UserError(f"{folder}: is not empty, and has all of these sites; add one to the plan, or name another folder")
     return _write_sites(folder, new)
 
@@ -117,12 +152,20 @@ def _add_sites(plan: Plan, folder: Path, made: Sequence[SiteSheet]) -> list[Path
 def _write_sites(folder: Path, made: Sequence[SiteSheet]) -> list[Path]:
     for sheet in made:
         home = folder / sheet.name
-        home.mkdir(mode=0o700)
-        (home / AUTHORITY).write_bytes((folder / SERVER / AUTHORITY).read_bytes())
-        (folder / SERVER / KEYS / f"{sheet.name}.pub").write_text(write_node_key(home) + "\n", encoding="ascii")
-        sheets.write(home / sheets.SITE, sheet)
+        if home.exists() and not _unfinished(home):
+            raise UserError(f"{home}: is there already, and is not a site's folder; name the site otherwise, or remove it")
+    for sheet in made:
+        with _made(folder / sheet.name) as home:
+            certificate = {home / AUTHORITY: (folder / SERVER / AUTHORITY).read_bytes()}
+            write_together({**certificate, **NodeKey().files(home), home / sheets.SITE: sheets.text(sheet)})
+        _let_in(folder, sheet.name)
     write_public(folder)
     return [folder / sheet.name for sheet in made]
+
+
+def _let_in(folder: Path, name: str) -> None:
+    """Write the public key in a site's folder where the server finds it."""
+    write_private(folder / SERVER / KEYS / f"{name}.pub", read_small(folder / name / f"{NODE_KEY}.pub"))
 
 
 def write_public(folder: Path) -> None:
@@ -131,7 +174,7 @@ def write_public(folder: Path) -> None:
     server = server_of(folder)
     known = members(server)
     for name in sites_of(folder):
-        (folder / name / PEERS).write_text(peers_text(known), encoding="ascii")
+        write_private(folder / name / PEERS, peers_text(known).encode("ascii"))
     given = {
         "superlink": sheets.read_server(server).superlink,
         "certificate": (server / AUTHORITY).read_text(encoding="ascii"),
@@ -145,9 +188,10 @@ def members(server: Path) -> dict[str, str]:
     found = {}
     for path in sorted((server / KEYS).glob("*.pub")):
         try:
-            found[path.stem] = public_key(path.read_text(encoding="ascii"))
+            found[path.stem] = public_key(read_small(path).decode("ascii"))
         except (OSError, UnicodeDecodeError, UserError) as error:
-            raise UserError(f"{path}: {error}; put the site's key.pub there, or delete it") from None
+            told = (error.strerror if isinstance(error, OSError) else "") or error
+            raise UserError(f"{path}: {told}; put the site's key.pub there, or delete it") from None
     return found
 
 
@@ -180,7 +224,7 @@ def _machines(folder: Path) -> list[Path]:
 
 def sites_of(folder: Path) -> list[str]:
     """The sites whose folders are on this machine."""
-    return sorted(path.parent.name for path in folder.glob(f"*/{sheets.SITE}"))
+    return sorted(path.parent.name for path in folder.glob(f"[!.]*/{sheets.SITE}"))
 
 
 def is_name(name: str) -> bool:

@@ -45,15 +45,6 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**usable(kept), **ENVIRONMENT, **unproxied(kept), "PATH": path, **(more or {})}
 
 
-def write_private(path: Path, content: bytes) -> None:
-    """Readable by its owner alone, from the first byte on; whoever reads it finds all of it, or what was there before."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.unlink(missing_ok=True)
-    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
-    beside.replace(path)
-
-
 def lock_away(folder: Path) -> None:
     """Let no other user of this machine into the folder of a machine of a federation: keys and sockets are in there.
 

@@ -17,6 +17,7 @@ from conf.errors import UserError, plain
 from conf.texts import keep_texts
 from conf.typed import at_home, build, value
 from conf.yamls import read_yaml, write_yaml
+from sims.federation.files import write_private
 from sims.federation.keys import check_pair
 
 SITE, SERVER = "site.yaml", "server.yaml"
@@ -62,7 +63,7 @@ class SiteSheet:
     )
     device: str = value("", "where it computes; empty: as the run says", choices=("", "auto", "cpu", "cuda"))
     gpu: float = value(1.0, "share of a GPU's memory that it may take", low=0.0, high=1.0)
-    largest_order: float = value(0.0, "MB of the largest message that it works on; 0: any", low=0.0)
+    largest_order: float = value(0.0, "MB of the largest message that it works on; 0: 1,000", low=0.0)
     masks: str = value("", "required: what it trains leaves it under secure aggregation only", choices=("", "required"))
     epsilon: float = value(
         0.0,
@@ -157,14 +158,19 @@ def _check_text(key: str, given: object) -> None:
 
 
 def write(path: Path, sheet: Any) -> None:
+    """Write a sheet to its file."""
+    write_private(path, text(sheet))
+
+
+def text(sheet: Any) -> bytes:
     """A sheet as YAML, each key's meaning behind it; what has its default is left out as a comment."""
     lines = []
     for one in dataclasses.fields(sheet):
         given = getattr(sheet, one.name)
         default = one.default if one.default is not dataclasses.MISSING else one.default_factory()  # type: ignore[misc]
-        text = write_yaml({one.name: given}).strip() if given or given == default else f"{one.name}: {given}"
-        lines.append(f"{'# ' if given == default else ''}{text}  # {one.metadata['help']}")
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        line = write_yaml({one.name: given}).strip() if given or given == default else f"{one.name}: {given}"
+        lines.append(f"{'# ' if given == default else ''}{line}  # {one.metadata['help']}")
+    return ("\n".join(lines) + "\n").encode()
 
 
 def is_address(given: str) -> bool:

@@ -11,18 +11,15 @@ import resource
 import secrets
 import signal
 import socket
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, cast
 
 import tomli_w
 import uvicorn
 import yaml
-from flwr.app import Message
 from flwr.cli.constant import ACCESS_TOKEN_STORE_KEY, AUTHN_TYPE_STORE_KEY, REFRESH_TOKEN_STORE_KEY
-from flwr.common.constant import ISOLATION_MODE_PROCESS, SUPERLINK_NODE_ID, TRANSPORT_TYPE_GRPC_RERE, AuthnType
-from flwr.proto.message_pb2 import ObjectTree
+from flwr.common.constant import ISOLATION_MODE_PROCESS, TRANSPORT_TYPE_GRPC_RERE, AuthnType
 from flwr.server.superlink.linkstate.sql_linkstate import SqlLinkState
 from flwr.supercore import sql_mixin
 from flwr.supercore.constant import SQLITE_PRAGMAS, TaskType
@@ -37,15 +34,19 @@ from conf.errors import UserError
 from server.unlearning.superlink import DATABASE
 from sims.federation import members, sheets
 from sims.federation.connections import Listening, settings
-from sims.federation.doors import NODE, Door, for_nodes, for_the_owner
-from sims.federation.executor import start_executor
+from sims.federation.doors import Door, for_nodes, for_the_owner
+from sims.federation.executor import Executor
+from sims.federation.files import write_private
 from sims.federation.own_app import ANY
 from sims.federation.plan import CONNECTION, FLOWER, KEYS, write_public
-from sims.federation.programs import listen, write_private
+from sims.federation.programs import listen
 from sims.federation.quiet import quieten
+from sims.federation.replies import take_replies_alone
 from sims.federation.sheets import ServerSheet
 
 LOOK_SECONDS = 0.5  # between looks for keys of sites that are new
+BUSY_MILLISECONDS = 25_000  # to wait for others' writing; Flower's programs wait 30 s for an answer
+MOST_JOURNAL = 64 << 20  # bytes that the database's log keeps on the disk once they are in the database
 OWN = "127.0.0.1"
 
 log = logging.getLogger("flwr")
@@ -60,7 +61,7 @@ class _Server(uvicorn.Server):
 
 
 def main() -> None:
-    """Until told to stop, or until the process that starts ServerApps ends."""
+    """Until told to stop."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # connections of others must not use up what nodes need
     sheet = sheets.read_server(Path())
@@ -70,9 +71,10 @@ def main() -> None:
 
 async def _serve(sheet: ServerSheet, outer: socket.socket, inner: socket.socket) -> None:
     secret, token = secrets.token_hex(32), secrets.token_urlsafe(32)
-    pragmas = (*SQLITE_PRAGMAS, ("secure_delete", "ON"))  # what is deleted is overwritten
+    ours = (("busy_timeout", str(BUSY_MILLISECONDS)), ("journal_size_limit", str(MOST_JOURNAL)))
+    pragmas = (*SQLITE_PRAGMAS, *ours, ("secure_delete", "ON"))  # what is deleted is overwritten
     sql_mixin.SQLITE_PRAGMAS = pragmas  # pyright: ignore[reportPrivateImportUsage]
-    _take_replies_alone()
+    take_replies_alone()
     app = create_app(_config(secret.encode()), SuperLinkLifespan)
     state = cast(SqlLinkState, app.state.linkstate_factory.state())
     _take_over(state)
@@ -95,33 +97,14 @@ async def _serve(sheet: ServerSheet, outer: socket.socket, inner: socket.socket)
 
     for kind in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(kind, leave)
-    executor = start_executor(address, Path(sheet.authority).resolve(), secret, TaskType.SERVER_APP, ANY)
-    watches = [asyncio.create_task(_follow(state)), asyncio.create_task(_watch(executor, leave))]
+    executor = Executor(address, Path(sheet.authority).resolve(), secret, TaskType.SERVER_APP, ANY)
+    following = asyncio.create_task(_follow(state))
     try:
         lines = [Listening(line, door.crowd) for line, door, _ in doors]
         await asyncio.gather(*(server.serve([line]) for server, line in zip(servers, lines, strict=True)))
     finally:
-        for watch in watches:
-            watch.cancel()
+        following.cancel()
         executor.terminate()
-
-
-def _take_replies_alone() -> None:
-    """Have the SuperLink take from a node its own replies to the server, and nothing else.
-
-    Flower (1.41) passes on what a node sends to whom the message names: a member could give orders to other sites.
-    """
-    store = SqlLinkState.store_message_and_object_tree
-
-    def checked(state: SqlLinkState, message: Message, object_tree: ObjectTree, session_id: str) -> tuple[bool, list[str]]:
-        about, node = message.metadata, NODE.get()
-        reply = about.reply_to_message_id and about.dst_node_id == SUPERLINK_NODE_ID
-        if node is not None and not (reply and about.src_node_id == node):
-            log.warning("node %s sent a message that is not its own reply to the server; it is dropped", node)
-            return False, []
-        return store(state, message, object_tree, session_id)
-
-    SqlLinkState.store_message_and_object_tree = checked  # type: ignore[method-assign, assignment]
 
 
 def _config(secret: bytes) -> SuperLinkLifespanConfig:
@@ -167,12 +150,6 @@ def _take_over(state: SqlLinkState) -> None:
     members.follow(state, Path(KEYS))
     with contextlib.suppress(UserError):  # a file that is not a key: the log names it already
         write_public(Path())
-
-
-async def _watch(executor: subprocess.Popen[bytes], leave: Callable[[], None]) -> None:
-    while executor.poll() is None:
-        await asyncio.sleep(LOOK_SECONDS)
-    leave()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""A site's program: Flower's SuperNode, with what starts its ClientApps: `python -m ... PORT WARM APPS WORDS...`.
+"""A site's program: Flower's SuperNode, with what starts its ClientApps: `python -m ... PORT WARM APPS
+LARGEST WORDS...`.
 
 Every user of the machine reaches the node's port. It hands out tasks to those who know a secret (behind a door of
 sims.federation.doors), and proves by a certificate that it is this node: nobody else can sit at its port and hand out tasks.
@@ -13,10 +14,11 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sims.federation.executor import start_executor
+from sims.federation.executor import Executor
 from sims.federation.keys import AUTHORITY, CERTIFICATE, SERVER_KEY, write_certificates
 
 if TYPE_CHECKING:
@@ -28,27 +30,27 @@ OWN = "own"  # folder of certificates that last as long as the program
 SECRET = "secret"
 HOST = "127.0.0.1"
 LOOK_SECONDS = 0.05  # between looks whether the node's own server has started
-LEAVE_SECONDS = 2.0  # for the node to end by itself, where both have to
 
 
-def main(port: str, warm: str, apps: str, *words: str) -> None:
-    """Until told to stop, or until the process that starts ClientApps ends."""
+def main(port: str, warm: str, apps: str, largest: str, *words: str) -> None:
+    """Until told to stop, or until the server answers something unexpected.
+
+    However it ends, the process ends, and with a status: what keeps it running starts it again.
+    """
     from flwr.supercore.constant import TaskType
 
+    from sims.ending import Ending
+    from sims.federation import own_app
+    from sims.federation.heartbeats import keep_beating
+    from sims.federation.orders import bound_orders
     from sims.federation.quiet import quieten
 
+    ending, status = Ending(), 1
     own, secret = _fresh(Path(OWN)), secrets.token_hex(32)
     file = own / SECRET
     file.write_text(secret, encoding="ascii")
     address, authority = f"{HOST}:{port}", (own / AUTHORITY).resolve()
-    executor = start_executor(address, authority, secret, TaskType.CLIENT_APP, apps, warm == "warm")
-
-    def watch() -> None:
-        executor.wait()
-        time.sleep(LEAVE_SECONDS)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, daemon=True).start()
+    executor = Executor(address, authority, secret, TaskType.CLIENT_APP, apps, warm == "warm")
     certificates = {"ssl-certfile": CERTIFICATE, "ssl-keyfile": SERVER_KEY, "ssl-ca-certfile": AUTHORITY}
     tls = [word for option, name in certificates.items() for word in (f"--{option}", str(own / name))]
     process = ["--isolation", "process", "--superexec-auth-secret-file", str(file), "--host", HOST, "--port", port]
@@ -56,7 +58,19 @@ def main(port: str, warm: str, apps: str, *words: str) -> None:
     command = importlib.import_module("flwr.supernode.cli.flower_supernode")  # a function of its package goes by its name
     command._start_supernode_http_api = open_door  # type: ignore[attr-defined]
     quieten()
-    command.flower_supernode()
+    keep_beating()
+    bound_orders(float(largest), apps == own_app.OWN)
+    try:
+        command.flower_supernode()  # which comes back from whatever it does not expect of the server
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except Exception:
+        traceback.print_exc()
+    finally:
+        executor.terminate()
+        ending.leave(status)
 
 
 def open_door(config: "SuperNodeLifespanConfig", states: "NodeStateFactory") -> tuple["uvicorn.Server", threading.Thread]:
@@ -81,7 +95,15 @@ def open_door(config: "SuperNodeLifespanConfig", states: "NodeStateFactory") -> 
         uvicorn.Config(**settings(door, certificate, key, get_uvicorn_log_config(console_handler.level)))
     )
     lines: list[socket.socket] = [Listening(listening, door.crowd)]
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(lines)), name="supernode-runtime-http-api")
+
+    def serve() -> None:
+        try:
+            asyncio.run(server.serve(lines))
+        finally:
+            if not server.should_exit:  # nobody asked it to: without it, no ClientApp gets anything to do
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=serve, name="supernode-runtime-http-api", daemon=True)
     thread.start()
     while thread.is_alive() and not server.started:
         time.sleep(LOOK_SECONDS)

@@ -4,6 +4,8 @@ import json
 import sys
 from importlib.metadata import entry_points
 
+from server.answers import be_wary
+from sims.federation.heartbeats import keep_beating
 from sims.federation.own_app import OWN, run_own_app
 
 
@@ -14,6 +16,8 @@ def main(apps: str) -> None:
     sys.argv = words
     if apps == OWN:
         run_own_app()
+    keep_beating()
+    be_wary()
     (command,) = entry_points(group="console_scripts", name=words[0])
     command.load()()
 

@@ -17,8 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
+from server.answers import be_wary
 from sims.ending import Ending
 from sims.federation.executor import DOOR
+from sims.federation.heartbeats import keep_beating
 from sims.federation.own_app import OWN, run_own_app
 
 LOOK_SECONDS = 2.0  # between looks whether the node is still there
@@ -53,7 +55,8 @@ def main(parent: int, apps: str) -> None:
 
     if apps == OWN:
         run_own_app()
-
+    keep_beating()
+    be_wary()
     if (words := next_words(parent)) is not None:
         random.seed()
         np.random.seed()  # noqa: NPY002

@@ -29,7 +29,7 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from sims.federation import local
-from sims.federation.bodies import MOST_BYTES
+from sims.federation.bodies import SMALL
 from sims.federation.checks import check
 from sims.federation.doors import FLEET as PATHS
 from sims.federation.machines import flwr, registered
@@ -108,7 +108,7 @@ def test_only_whoever_holds_the_key_of_a_member_is_heard(federation: Path, port:
     key = _private(federation / "site-0000")
     old = {**signed(key), "flwr-timestamp": "2020-01-01T00:00:00+00:00"}
     assert answer(HERE, port, "/v1/fleet/pull-messages", **old) == 401
-    assert answer(HERE, port, "/v1/fleet/pull-messages", **signed(key), content_length=str(MOST_BYTES + 1)) == 413
+    assert answer(HERE, port, "/v1/fleet/pull-messages", **signed(key), content_length=str(SMALL + 1)) == 413
     large = said(HERE, port, b"POST /v1/fleet/push-object HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\n\r\n")
     assert large.startswith(b"HTTP/1.1 401 ")  # without waiting for what does not come
 

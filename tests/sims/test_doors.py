@@ -3,84 +3,33 @@
 import asyncio
 import contextlib
 import logging
-import socket
-import ssl
 import threading
-from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
-import uvicorn
-from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.proto.runtime_pb2 import AcquireTaskRequest
-from flwr.server.superlink.linkstate.sql_linkstate import SqlLinkState
 from flwr.supercore.auth.superexec import create_superexec_auth_metadata, derive_auth_secret
 from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supernode.nodestate import NodeStateFactory
 from starlette.types import Receive, Scope, Send
 
-from sims.federation import bodies, connections, doors, quiet, superlink
-from sims.federation.bodies import Room
-from sims.federation.connections import Listening, settings
+from sims.federation import bodies, connections, quiet
+from sims.federation.bodies import LARGEST_PART, MOST_BYTES, SMALL, UNFOLDS, Room
 from sims.federation.doors import ACQUIRE, FLEET, RUNTIME, Door, for_apps, for_nodes, for_the_owner
 from sims.federation.keys import write_certificates
 from sims.federation.programs import free_port
 from sims.federation.quiet import Quiet
 from sims.federation.supernode import open_door
+from tests.sims.doors import HEAD, Say, everything, head, opened, until
 
-HEAD = b"POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n"
 SECRET = b"secret"
 tasks = {"token": "task"}
+PART, NOTE, LOG = LARGEST_PART, 2 << 20, 16 << 20
 METHOD = "/flwr.proto.Runtime/AcquireTask"
-
-
-class Say:
-    """What a server answers to bytes on a new connection, until it closes that."""
-
-    def __init__(self, port: int, authority: Path) -> None:
-        self.port, self._context = port, ssl.create_default_context(cafile=str(authority))
-
-    def line(self) -> ssl.SSLSocket:
-        """A new connection."""
-        plain = socket.create_connection(("127.0.0.1", self.port), timeout=60)
-        return self._context.wrap_socket(plain, server_hostname="127.0.0.1")
-
-    def __call__(self, text: bytes) -> bytes:
-        told = b""
-        with self.line() as line, contextlib.suppress(OSError):
-            line.sendall(text)
-            while piece := line.recv(4096):
-                told += piece
-        return told
-
-
-async def everything(scope: Scope, receive: Receive, send: Send) -> None:
-    """Reads the whole body, and says which host it was asked for."""
-    while (message := await receive())["type"] == "http.request" and message.get("more_body"):
-        pass
-    if message["type"] == "http.request":
-        host = dict(scope["headers"])[b"host"]
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(host))]})
-        await send({"type": "http.response.body", "body": host})
-
-
-@contextlib.contextmanager
-def opened(door: Door, folder: Path) -> Iterator[Say]:
-    """A server behind the door."""
-    write_certificates(folder, ["127.0.0.1"])
-    listening = Listening(socket.create_server(("127.0.0.1", 0)), door.crowd)
-    words = settings(door, str(folder / "server.crt"), str(folder / "server.key"), {"version": 1})
-    server = uvicorn.Server(uvicorn.Config(**words, lifespan="off"))
-    port = listening.getsockname()[1]
-    thread = threading.Thread(target=lambda: asyncio.run(server._serve([listening])))
-    thread.start()
-    try:
-        yield Say(port, folder / "ca.crt")
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 def test_nobody_holds_a_connection_by_sending_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -135,15 +84,11 @@ def test_the_programs_of_a_machine_say_who_they_are_before_their_bodies_are_read
         assert door.admits(path, {**good, b"flwr-task-token": b"token"}) == 404
 
 
-def head(speaker: int, size: int) -> bytes:
-    """Of a request whose body is still to come."""
-    return b"POST /x HTTP/1.1\r\nHost: a\r\nConnection: close\r\nSpeaker: %d\r\nContent-Length: %d\r\n\r\n" % (speaker, size)
-
-
 def test_unfinished_bodies_take_so_much_memory_and_one_member_takes_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bodies, "ROOM_SECONDS", 0.3)
     size, room = 150_000, Room(most=300_000, share=200_000)
     door = Door(everything, lambda path, headers: 0, lambda headers: int(headers[b"speaker"]), room=room)
+    door = replace(door, largest={"/x": size})
     with opened(door, tmp_path) as say, say.line() as first, say.line() as second:
         first.sendall(head(1, size))
         until(lambda: room.held_bytes == size)
@@ -158,6 +103,47 @@ def test_unfinished_bodies_take_so_much_memory_and_one_member_takes_a_part(tmp_p
         first.sendall(b"x" * size)
         assert first.recv(99).startswith(b"HTTP/1.1 200")
     assert room.held_bytes == 0
+
+
+LIMITS = {
+    "/v1/fleet/push-object": PART, "/v1/fleet/push-messages": NOTE, "/v1/fleet/send-node-heartbeat": SMALL,
+    "/v1/fleet/pull-messages": SMALL, "/v1/fleet/confirm-message-received": SMALL, "/v1/runtime/push-object": PART,
+    "/v1/runtime/push-messages": MOST_BYTES, "/v1/runtime/acquire-task": SMALL, "/v1/control/start-run": 32 << 20,
+    "/v1/runtime/push-logs": LOG, "/v1/control/list-runs": SMALL,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", LIMITS)
+def test_a_body_is_as_large_as_its_path_needs(path: str):
+    """A small protobuf may unfold to many times its bytes, and all others wait while it is read."""
+    doors = [for_nodes(everything, lambda key: None), for_the_owner(everything, "token", SECRET, tasks.get),
+             for_apps(everything, SECRET, tasks.get)]  # fmt: skip
+    known = [replace(door, admits=lambda path, headers: 0) for door in doors]
+    for door in [known[0]] if path in FLEET else known[1:]:
+        for size, status in ((LIMITS[path], 0), (LIMITS[path] + 1, 413), (10**30, 413)):
+            heads = [(b"content-length", b"%d" % size)]
+            scope = {"method": "POST", "query_string": b"", "raw_path": path.encode(), "path": path, "headers": heads}
+            assert asyncio.run(door._refused(scope)) == status, (size, path)
+
+
+def test_what_unfolds_counts_as_what_it_unfolds_to():
+    async def most(path: str, size: int) -> int:
+        held: list[int] = []
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            held.append(door.room.held_bytes)
+
+        door = replace(for_nodes(app, lambda key: 7), admits=lambda path, headers: 0, speaker=lambda headers: 7)
+        heads, nothing = [(b"content-length", b"%d" % size)], AsyncMock()
+        scope = {"type": "http", "method": "POST", "query_string": b"", "raw_path": path.encode(), "path": path,
+                 "headers": heads, "client": ("127.0.0.1", 1)}  # fmt: skip
+        await door(scope, nothing, nothing)
+        return held[0]
+
+    assert asyncio.run(most("/v1/fleet/push-object", PART)) == PART
+    assert asyncio.run(most("/v1/fleet/push-messages", NOTE)) == UNFOLDS * NOTE
+    assert asyncio.run(most("/v1/fleet/pull-messages", SMALL)) == UNFOLDS * SMALL
+    assert asyncio.run(most("/v1/fleet/pull-messages", 9)) == SMALL
 
 
 async def much(scope: Scope, receive: Receive, send: Send) -> None:
@@ -199,50 +185,6 @@ def test_a_body_does_not_come_by_drops_for_ever(tmp_path: Path, monkeypatch: pyt
                 break
         else:
             pytest.fail("it still waits")
-
-
-def until(there: Callable[[], bool]) -> None:
-    """Wait for it."""
-    for _ in range(1000):
-        if there():
-            return
-        threading.Event().wait(0.01)
-    pytest.fail("it does not come")
-
-
-def test_a_flood_of_connections_shuts_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Neither those that never begin to speak TLS, nor those that never say what they ask for."""
-    monkeypatch.setattr(connections, "MOST_UNKNOWN", 8)
-    door = Door(everything, lambda path, headers: 0 if path == "/x" else 404)
-    with opened(door, tmp_path) as say, contextlib.ExitStack() as stack:
-        member = stack.enter_context(say.line())
-        member.sendall(HEAD + b"\r\na")  # known from here on, and slow
-        until(lambda: len(door.crowd) == 0)
-        flood = [stack.enter_context(socket.create_connection(("127.0.0.1", say.port))) for _ in range(30)]
-        flood += [stack.enter_context(say.line()) for _ in range(30)]
-        until(lambda: len(door.crowd) == 8)
-        assert say(HEAD + b"Connection: close\r\n\r\nabc").startswith(b"HTTP/1.1 200")
-        for line in flood[:50]:  # the oldest ones are closed
-            line.settimeout(60)
-            with contextlib.suppress(OSError):
-                assert not line.recv(1)
-        member.sendall(b"bc")
-        assert member.recv(99).startswith(b"HTTP/1.1 200")
-
-
-def test_a_flood_from_one_address_closes_no_connection_of_another(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(connections, "MOST_UNKNOWN", 4)
-    crowd, pairs = connections.Crowd(), [socket.socketpair() for _ in range(20)]
-    crowd.came(("10.0.0.1", 1), pairs[0][0])
-    for port, (line, _) in enumerate(pairs[1:]):
-        crowd.came(("10.0.0.2", port), line)
-    pairs[0][1].setblocking(False)
-    with pytest.raises(BlockingIOError):
-        pairs[0][1].recv(1)  # it is open
-    assert pairs[1][1].recv(1) == b"" and len(crowd) == 4
-    for pair in pairs:
-        for line in pair:
-            line.close()
 
 
 def test_the_nodes_port_answers_its_own_programs_alone(tmp_path: Path):
@@ -296,29 +238,3 @@ def test_nobody_fills_a_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytes
         assert "(6 more like it were left out)" in texts[quiet.LINES] and max(map(len, texts)) < quiet.LONGEST + 99
     finally:
         log.removeFilter(filtered)
-
-
-def test_a_node_sends_the_server_its_own_replies_and_nobody_anything_else(monkeypatch: pytest.MonkeyPatch):
-    """Flower's SuperLink passes on what a node sends to whom the message names."""
-    stored: list[object] = []
-
-    def store(state: object, message: object, tree: object, session: str) -> tuple[bool, list[str]]:
-        stored.append(message)
-        return True, []
-
-    monkeypatch.setattr(SqlLinkState, "store_message_and_object_tree", store)
-    superlink._take_replies_alone()
-
-    def passes(node: int | None, **parts: object) -> bool:
-        about = {"src_node_id": 7, "dst_node_id": SUPERLINK_NODE_ID, "reply_to_message_id": "a", **parts}
-        token = doors.NODE.set(node)
-        try:
-            message: Any = SimpleNamespace(metadata=SimpleNamespace(**about))
-            state: Any = None
-            return SqlLinkState.store_message_and_object_tree(state, message, state, "")[0]
-        finally:
-            doors.NODE.reset(token)
-
-    assert passes(7) and passes(None, src_node_id=1, dst_node_id=9, reply_to_message_id="")
-    assert not any((passes(7, reply_to_message_id=""), passes(7, src_node_id=1), passes(7, dst_node_id=9), passes(8)))
-    assert len(stored) == 2
