@@ -1,5 +1,6 @@
 """One site's work on one message, from the order to the reply."""
 
+import contextlib
 import functools
 import math
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from clients.data.own import left_out
 from clients.device import pick_device
 from clients.guard import LOG
 from clients.identity import SIGNED, sent_words
+from clients.initial import alike
 from clients.learner import Outcome, learn
 from clients.limits import RefusedError
 from clients.measure import Score, score, score_numbers
@@ -44,7 +46,7 @@ from clients.packing import NONE, as_sent
 from clients.policy import Policy
 from clients.privacy import private, spend
 from clients.randomness import drawing, torch_generator
-from clients.secure_aggregation import ANSWERS, bounded, masked, noise_share
+from clients.secure_aggregation import ANSWERS, Ready, bounded, masked, noise_share, ready
 from clients.secure_aggregation.site import BlamedError
 from clients.statistics import CLASS_STATISTICS, MOMENTS, class_statistics, moments
 from clients.store import LostStateError, SiteStore
@@ -85,6 +87,11 @@ class Job:
     def cost(self) -> float:
         """What the site's privacy has cost with this round, which is charged when this is asked first."""
         return spend(self)
+
+    @functools.cached_property
+    def ready(self) -> Ready:
+        """A masked order whose shares are opened."""
+        return ready(self)
 
     @functools.cached_property
     def sketch_key(self) -> bytes:
@@ -188,12 +195,13 @@ class Job:
         """The whole of a round, this site alone."""
         images = self.images()
         self.policy.limits.check_images(len(images), self.config, self.site)
+        if self.order.secure:
+            _ = self.ready, self.sketch_key
         if self.config.privacy.noise:
             _ = self.cost  # charged before anything is tried: that it fails tells something, too
-        if self.order.secure:
-            _ = self.sketch_key
         try:
-            return self._trained(images)
+            with alike() if self.order.secure and not self.simulated else contextlib.nullcontext():
+                return self._trained(images)
         except (BlamedError, LostStateError, RefusedError):  # the server is to hear of these
             raise
         except Exception as error:
@@ -202,13 +210,13 @@ class Job:
             raise HiddenError from error
 
     def _trained(self, images: Images) -> RecordDict:
-        order = self.order
+        order, least = self.order, self.policy.limits.batch
         session = self.session(workbench(self.config, architecture_of(self.config, self.site)))
         start = self.started(session)
         if order.secure and order.again == IDLE:
             return self.reply(session, Outcome(math.nan, len(images)), start)
         self.policy.limits.check_images(len(session.training_images(images)), self.config, self.site)
-        outcome = learn(session, images, self.config, self.site, order.round, self.device, order.words)
+        outcome = learn(session, images, self.config, self.site, order.round, self.device, order.words, least)
         return self.reply(session, outcome, start)
 
     def answer(self) -> RecordDict:

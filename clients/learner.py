@@ -45,14 +45,16 @@ def rate_at(training: TrainingConfig, rounds: int, progress: float) -> float:
 
 def learn(
     session: "Session", images: Images, config: Config, site: Site, round: int, device: torch.device,
-    words: Sequence[str] = (),
+    words: Sequence[str] = (), least: int = 0,
 ) -> Outcome:  # fmt: skip
     """Train for config.training.epochs or steps; all randomness from (seed, site, words). Raises DivergedError.
 
-    `words`: of the round's draw (Order.words); empty: the first one.
+    `words`: of the round's draw (Order.words); empty: the first one. `least`: fewest images of a batch; the last ones of a
+    pass are left out if they are fewer.
     """
     images, words = session.training_images(images), words or (str(round),)
-    steps, number, done = batches(images, config, site, round, device, words), step_count(len(images), config, site), 0
+    steps, number, done = batches(images, config, site, round, device, words, least), 0, 0
+    number = step_count(len(images), config, site, least)
     losses = []
     with drawing(torch_generator(config.seed, site.name, *words, "forward").initial_seed(), device):
         for end, parameters in session.stages():
@@ -74,14 +76,17 @@ def _one_number(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, T
     return checked
 
 
-def step_count(images: int, config: Config, site: Site | None = None) -> int:
+def step_count(images: int, config: Config, site: Site | None = None, least: int = 0) -> int:
     """How many steps a round has on so many images. `site`: whose network it is; None: the configuration's."""
-    return config.training.steps or config.training.epochs * batch_count(images, config, site)
+    return config.training.steps or config.training.epochs * batch_count(images, config, site, least)
 
 
-def batch_count(images: int, config: Config, site: Site | None = None) -> int:
-    """How many batches a pass over so many images has. One of a single image is left out where the network takes two."""
+def batch_count(images: int, config: Config, site: Site | None = None, least: int = 0) -> int:
+    """How many batches a pass over so many images has. One of a single image is left out where the network takes two, and
+    one of fewer than `least` behind others."""
     whole, rest = divmod(images, config.training.batch)
+    if whole and rest < least:
+        return whole
     if 1 in (rest, config.training.batch) and fewest(architecture_of(config, site)) > 1:
         return whole if config.training.batch > 1 else 0
     return whole + (rest > 0)
@@ -96,21 +101,21 @@ def check_batches(images: int, config: Config, site: Site) -> None:
 
 
 def batches(
-    images: Images, config: Config, site: Site, round: int, device: torch.device, words: Sequence[str] = ()
+    images: Images, config: Config, site: Site, round: int, device: torch.device, words: Sequence[str] = (), least: int = 0
 ) -> Iterator[tuple[float, Tensor, Tensor]]:
     """The steps of a round: learning rate, float32 images [b, c, h, w], int64 labels [b]. UserError if there are none."""
     check_batches(len(images), config, site)
-    return _batches(images, config, site, round, device, words or (str(round),))
+    return _batches(images, config, site, round, device, words or (str(round),), least)
 
 
 def _batches(
-    images: Images, config: Config, site: Site, round: int, device: torch.device, words: Sequence[str]
+    images: Images, config: Config, site: Site, round: int, device: torch.device, words: Sequence[str], least: int
 ) -> Iterator[tuple[float, Tensor, Tensor]]:
     training = config.training
     generator, draws = (torch_generator(config.seed, site.name, *words, purpose) for purpose in ("batches", "augment"))
     augmentation = augmentation_of(training)
     pixels, labels = images.x if augmentation else images.x.to(device), images.y.to(device)
-    number, each = step_count(len(images), config, site), batch_count(len(images), config, site)
+    number, each = (count(len(images), config, site, least) for count in (step_count, batch_count))
     for step, batch in enumerate(islice(_drawn(len(images), training.batch, each, generator), number)):
         inputs = augmentation(pixels[batch], draws).to(device) if augmentation else to_float(pixels[batch])
         if site.spec.flip:

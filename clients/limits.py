@@ -11,6 +11,7 @@ from conf.errors import UserError
 from conf.schema import Config
 from conf.sites import Site
 
+FLIPS = ("RandomHorizontalFlip", "RandomVerticalFlip")
 MOST_OPTIONS = 4000  # letters of a network's options: a list of thousands of layers takes minutes to look at
 
 
@@ -22,7 +23,7 @@ class RefusedError(UserError):
 class Limits:
     """`steps`: most steps of the optimiser in a round. `parameters`: most millions of parameters of a network.
 
-    `batch`: fewest images of a batch; the last one of a pass may be smaller. 0: no limit. Keys of site.yaml: max_steps,
+    `batch`: fewest images of a batch; those that are left of a pass are left out. 0: no limit. Keys of site.yaml: max_steps,
     max_parameters, min_batch.
     """
 
@@ -53,6 +54,20 @@ class Limits:
         if self.steps and steps > self.steps:
             raise RefusedError(f"{key}: a round has {steps} steps, and this site takes at most {self.steps} "
                                "(site.yaml: max_steps)")  # fmt: skip
+
+
+def check_augmentation(config: Config) -> None:
+    """RefusedError for changes to images that can leave nothing of most of them: with a seed chosen for it, one image of one
+    site would be all that is trained on."""
+    for one in config.training.augment:
+        name = one.get("name") if isinstance(one, dict) else one
+        padding = one.get("padding", 0) if isinstance(one, dict) else 0
+        crop = name == "RandomCrop" and isinstance(padding, int) and 4 * padding <= config.data.size
+        if name not in FLIPS and not crop:
+            raise RefusedError(
+                f"training.augment: '{name}' may leave nothing of an image, and this site hides what it trains; "
+                f"takes {', '.join(FLIPS)}, or RandomCrop with a padding of a quarter of data.size at most"
+            )
 
 
 @functools.lru_cache(maxsize=64)

@@ -12,7 +12,7 @@ from clients.data import domain_names
 from clients.data.partition import WAYS
 from clients.data.variants import class_count, outputs
 from clients.identity import Identity
-from clients.limits import Limits, RefusedError
+from clients.limits import Limits, RefusedError, check_augmentation
 from clients.messages import ENROL, EVALUATE, SECURE_KINDS, TRAIN, Order, content_bytes
 from clients.networks import NETWORKS
 from clients.objectives import AUXILIARY, OBJECTIVES
@@ -166,8 +166,10 @@ class Policy:
         if self.strategies and (name := config.strategy.get("name")) not in self.strategies:
             told = f"'{name}' is not among the strategies of this site's policy ({', '.join(self.strategies)})"
             raise RefusedError(f"strategy.name: {told}")
-        if (self.masks or self.epsilon) and not self.domain and site.spec.classes:
-            raise RefusedError(f"{key}.classes: how many images of chosen classes there are tells this site's labels, which "
+        by_label = site.spec.classes or site.spec.partition.name in ("classes", "dirichlet")
+        if (self.masks or self.epsilon) and not self.domain and by_label:
+            which = "classes" if site.spec.classes else "partition"
+            raise RefusedError(f"{key}.{which}: how many images of chosen classes there are tells this site's labels, which "
                                "it hides; leave it out, or name the site's own data (site.yaml: domain)")  # fmt: skip
         if not self.domain and site.spec.partition.name not in WAYS:
             told = f"'{site.spec.partition.name}' is none of this project's ways to divide"
@@ -178,6 +180,8 @@ class Policy:
                 told = f"'{one.spec.domain}' is none of this project's domains"
                 raise RefusedError(f"sites[{one.index}].domain: {told}; a site opens and imports none that a server names")
         self.limits.check(config, site)
+        if self.hides(config):
+            check_augmentation(config)
         threads = min(config.engine.threads, os.cpu_count() or 1)
         engine = replace(config.engine, device=self.device or config.engine.device, threads=threads)
         return replace(config, data=replace(config.data, root=self.data, download=False), engine=engine)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from clients.messages import SECURE_CONFIRM, SECURE_KEYS, SECURE_SHARES, SECURE_UNMASK
 from clients.secure_aggregation.agreement import confirm, unmask
 from clients.secure_aggregation.contribution import bounded, masked, noise_share
+from clients.secure_aggregation.opening import Ready, ready
 from clients.secure_aggregation.site import keys, shares
 
 if TYPE_CHECKING:
@@ -24,4 +25,4 @@ ANSWERS: "dict[str, Callable[[Job], Answer]]" = {
     SECURE_UNMASK: unmask,
 }
 
-__all__ = ["ANSWERS", "bounded", "masked", "noise_share"]
+__all__ = ["ANSWERS", "Ready", "bounded", "masked", "noise_share", "ready"]

@@ -14,6 +14,7 @@ from clients.secure_aggregation.members import check_members
 from clients.secure_aggregation.primitives import (
     SECRET,
     SIGNATURE,
+    counted_words,
     history_words,
     is_signature,
     signature,
@@ -99,7 +100,7 @@ def unmask(job: "Job") -> Answer:
 
 def _statement(attempt: Attempt) -> bytes:
     """What a site signs: over whom the sum is."""
-    return "\n".join(("fedloom counted", attempt.id, attempt.statement, *attempt.counted)).encode()
+    return counted_words(attempt.id, attempt.statement, attempt.counted)
 
 
 def _disclosure(job: "Job", attempt: Attempt, counted: list[str]) -> Disclosure:

@@ -14,28 +14,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from clients.messages import (
-    BASES,
-    IDLE,
-    LIFT,
-    MASKED,
-    SECURE_SHARES,
-    SECURE_TRAINED,
-    config_digest,
-    to_arrays,
-    to_states,
-)
-from clients.partial import ONCE
-from clients.secure_aggregation.asked import attempt_of, check_enough, state_of, to_tensor, words
+from clients.messages import IDLE, LIFT, MASKED, SECURE_SHARES, SECURE_TRAINED, config_digest, to_arrays, to_states
+from clients.secure_aggregation.asked import to_tensor, words
 from clients.secure_aggregation.primitives import agreed, check_room, history_words, mask, sign, signature, trained_words
-from clients.secure_aggregation.secrets import Agreed, Attempt, Secrets
-from clients.secure_aggregation.site import opened
+from clients.secure_aggregation.secrets import Attempt, Secrets
 from clients.sent import Sent
 from clients.sketch import Sketch, packed, sketches
 from conf import to_json
 from conf.errors import UserError
 from conf.schema import RunConfig
-from fusion.exact import State, digest
+from fusion.exact import State
 
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord
@@ -43,6 +31,7 @@ if TYPE_CHECKING:
     from clients.changes import Changes
     from clients.job import Job
 
+LARGEST_START = 1024  # of a weight that is sent: float32 has steps of 6e-5 beside it
 DEFAULT_WEIGHT = 1e4  # of a configuration that sets no largest_weight
 OWN_AFFAIR = (SECURE_SHARES, LIFT)  # records of an order that differ from site to site
 
@@ -56,22 +45,21 @@ def masked(job: "Job", whole: Mapping[str, State], changed: "Changes", charged: 
     that trained by the same are summed. `whole`: the records, int64. `changed`: the change of the round, before noise.
     `charged`: a privacy budget bounds what sums tell, so no sketches are kept.
     """
-    secrets, order = Secrets(job.store), job.order
-    attempt = attempt_of(job)
+    secrets, order, ready = Secrets(job.store), job.order, job.ready
+    attempt, lifts = ready.attempt, ready.lifts
     if attempt.sent:
         raise UserError("secure aggregation: this attempt's contribution was sent")
-    _check_sums(job, whole)
-    attempt.held, base = opened(job, attempt), _agreed_base(job, charged)
-    check_enough(attempt, len(attempt.held) + 1)
+    _check_records(job, whole, changed)
     common = {name: agreed(bytes.fromhex(attempt.pair), attempt.keys(name).pair, *words(job)) for name in attempt.held}
-    lifts, found = _lifts(job), {}
+    found, moved = {}, dict[str, Sketch]()
     if not charged:
-        attempt.sketches = packed(_sketches(job, secrets, changed))
+        seen, moved = _sketches(job, secrets, changed)
+        attempt.sketches = packed(seen)
     for record in order.sums:
         vector = flat(whole[record])
         _check_room(job, vector, changed.begin[record] if changed.is_known(record) else {}, len(common) + 1)
         if record == order.slot:
-            vector = vector - flat(Sent(job.store).summed(order.base)) if order.base else vector
+            vector = vector - flat(_replaced(job, whole[record])) if order.base else vector
             vector = vector - _lifted(job, lifts, record, len(vector))
         vector += mask(bytes.fromhex(attempt.own), record, len(vector))
         for name, key in common.items():
@@ -79,40 +67,37 @@ def masked(job: "Job", whole: Mapping[str, State], changed: "Changes", charged: 
         found[record] = to_arrays({MASKED: vector})
     attempt.sent, attempt.idle = True, order.again == IDLE
     attempt.lifts = {name: rounds for name, rounds in lifts.items() if rounds}
-    attempt.statement, attempt.bases, attempt.config = _trained(job), _bases(job, attempt), _configured(job)
-    found[SECURE_TRAINED] = to_arrays(_signed(attempt, base.digest))
+    attempt.statement, attempt.bases, attempt.config = _trained(job), ready.bases, _configured(job)
+    found[SECURE_TRAINED] = to_arrays(_signed(attempt, ready.base.digest))
+    if not charged:
+        secrets.keep_moved(order.round, order.base, moved)
     secrets.agree(order.round, order.base, None)
     secrets.masked(order.round, common)
     secrets.save(attempt)
     return found
 
 
-def _check_sums(job: "Job", whole: Mapping[str, State]) -> None:
-    """UserError unless all records are summed at once, each site once: two sums of the same that differ by weights or
-    records are two equations."""
-    order = job.order
-    if order.sums.keys() != whole.keys() or {*order.sums.values()} != {ONCE}:
-        raise UserError(f"order.sums: under masks all records of a contribution ({', '.join(sorted(whole))}) are summed, "
-                        "and each site counts once")  # fmt: skip
-    if order.slot not in ("", *order.sums) or (not order.slot and LIFT in job.content.array_records):
-        raise UserError("order.slot: is not a record that is summed")
+def _check_records(job: "Job", whole: Mapping[str, State], changed: "Changes") -> None:
+    """UserError unless all records are summed at once: sums of the same that differ by records are two equations. And for
+    weights beside which a site's moves are rounded: the rounding would make what is repeated look new."""
+    if job.order.sums.keys() != whole.keys():
+        raise UserError(f"order.sums: under masks all records of a contribution ({', '.join(sorted(whole))}) are summed")
+    if job.simulated or job.config.privacy.noise:
+        return
+    known = [
+        one for record, state in changed.begin.items() if changed.is_known(record) for one in state.values() if one.numel()
+    ]
+    if max((int(one.abs().max()) for one in known), default=0) > LARGEST_START * 2**job.config.federation.scale_bits:
+        raise UserError(f"secure aggregation: a network with weights beyond {LARGEST_START} was sent; a site's moves would "
+                        "be rounded beside them")  # fmt: skip
 
 
-def _agreed_base(job: "Job", charged: bool) -> Agreed:
-    """What the sites have agreed on in the round that this one goes on from.
-
-    UserError for a round whose list this site has not signed: only there all that count trained by the same. With a budget
-    for what has been replaced before, too: the noise of the other sites in it can be averaged away.
-    """
-    secrets, base = Secrets(job.store), job.order.base
-    if not base:
-        return Agreed()
-    if (found := secrets.agreed(base)) is None:
-        raise UserError(f"order.base: this site has not signed which sites count in round {base}; forget and readmit it")
-    if charged and not job.simulated and secrets.last_read() > base:
-        raise UserError(f"order.base: the sum of round {secrets.last_read()} is read, and under noise a contribution is "
-                        "replaced once; begin a new run")  # fmt: skip
-    return found
+def _replaced(job: "Job", now: State) -> State:
+    """The contribution that this one replaces. UserError if it has other tensors."""
+    before = Sent(job.store).summed(job.order.base)
+    if {name: one.shape for name, one in before.items()} != {name: one.shape for name, one in now.items()}:
+        raise UserError(f"order.slot: the contribution of round {job.order.base} has other tensors")
+    return before
 
 
 def _signed(attempt: Attempt, history: bytes) -> State:
@@ -123,8 +108,9 @@ def _signed(attempt: Attempt, history: bytes) -> State:
     return {"digest": to_tensor(digest), "history": to_tensor(history), **signatures}
 
 
-def _sketches(job: "Job", secrets: Secrets, changed: "Changes") -> dict[str, Sketch]:
-    """Sketches of what the server does not know of this site's part of each record that is summed, before noise.
+def _sketches(job: "Job", secrets: Secrets, changed: "Changes") -> tuple[dict[str, Sketch], dict[str, Sketch]]:
+    """Sketches of what the server does not know of this site's part of each record that is summed, before noise; and of how
+    far the records moved that begin at what it has sent.
 
     Of what begins at what the server has sent, that is how far it moved; of the contribution that it keeps, less how far
     that had moved which is replaced. Of what begins at what this site sent last, the whole, or the contribution's change.
@@ -136,10 +122,11 @@ def _sketches(job: "Job", secrets: Secrets, changed: "Changes") -> dict[str, Ske
         replaces, known = record == order.slot and order.base > 0, changed.is_known(record)
         rest = state if known or replaces else whole[record]
         each = {f"{record}/{name}": one for name, one in sketches(rest, job.sketch_key).items()}
-        found |= {name: one - before.get(name, 0.0) if replaces and known else one for name, one in each.items()}
+        if replaces and known and not each.keys() <= before.keys():
+            raise UserError(f"order.slot: '{record}' is not the record that it replaces")
+        found |= {name: one - before[name] if replaces and known else one for name, one in each.items()}
         moved |= each if known else {}
-    secrets.keep_moved(order.round, order.base, moved)
-    return found
+    return found, moved
 
 
 def _configured(job: "Job") -> str:
@@ -150,11 +137,12 @@ def _configured(job: "Job") -> str:
 def noise_share(job: "Job") -> float:
     """Of the variance of noise in the sum, what a site adds so that it is there if as few sites count as may.
 
-    A site with a budget of its own relies on the noise of sites alone whose keys it knows.
+    A site with a budget of its own relies on the noise of sites alone whose keys it knows, and on nobody's where its
+    contribution stays in the sum: in later rounds without it, the others' noise is drawn anew and can be averaged away.
     """
-    attempt = Secrets(job.store).attempt(job.order.secure)
+    attempt = job.ready.attempt
     known = len(attempt.peers.keys() & job.policy.identity.known().keys())
-    if job.policy.epsilon and not job.simulated and known < attempt.threshold:
+    if job.policy.epsilon and not job.simulated and (known < attempt.threshold or job.order.slot):
         return 1.0
     return 1.0 / max(1, attempt.threshold)
 
@@ -193,22 +181,10 @@ def _check_room(job: "Job", vector: Tensor, begin: State, times: int) -> None:
     check_room(most, times)
 
 
-def _bases(job: "Job", attempt: Attempt) -> dict[str, int]:
-    """By name of a site of this attempt, the round that it goes on from, as the server tells all of them."""
-    found = state_of(job, BASES)
-    here = attempt.held.keys() | {job.site.name}
-    if not here <= found.keys() or any(one.dtype != torch.int64 or one.shape != (1,) for one in found.values()):
-        raise UserError(f"secure aggregation: the record '{BASES}' cannot be read")
-    bases = {name: int(found[name]) for name in here}
-    if bases[job.site.name] != job.order.base:
-        raise UserError("order.base: is not the round that the other sites hear of")
-    return bases
-
-
 def _trained(job: "Job") -> str:
     """A digest of what determined the training of all sites of the round: the order, the configuration, what was sent."""
     order = job.order
-    sent = {record: digest(state) for record, state in sorted(to_states(job.content).items()) if record not in OWN_AFFAIR}
+    sent = {record: contents(state) for record, state in sorted(to_states(job.content).items()) if record not in OWN_AFFAIR}
     parts = [order.config, order.run, order.round, order.rounds, order.members, order.kind, order.split, order.again,
              sorted(order.sums.items()), order.slot, sent]  # fmt: skip
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
@@ -225,15 +201,11 @@ def _lifted(job: "Job", lifts: Mapping[str, list[int]], record: str, size: int) 
     return total
 
 
-def _lifts(job: "Job") -> dict[str, list[int]]:
-    """By name of a site that leaves, the rounds of the masks that this one has in common with it."""
-    found = state_of(job, LIFT)
-    most = len(Secrets(job.store).masks()) if found else 0
-    if any(rounds.numel() > most for rounds in found.values()):
-        raise UserError("secure aggregation: the server names more rounds than this site has masks of")
-    lifts = {name: sorted({int(one) for one in rounds.flatten().tolist()}) for name, rounds in found.items()}
-    before = Secrets(job.store).lifted() if lifts else {}
-    for name, rounds in lifts.items():
-        if again := [one for one in rounds if before.get(f"{name} {one}", job.order.round) != job.order.round]:
-            raise UserError(f"secure aggregation: the mask of round {again[0]} in common with {name} was taken out before")
-    return lifts
+def contents(state: State) -> list[list[object]]:
+    """Of every tensor its name, kind, shape and a digest of its bytes: no two states have the same, whatever names are."""
+    return [[name, str(one.dtype), list(one.shape), hashlib.sha256(bytes(_flat_bytes(one))).hexdigest()]
+            for name, one in sorted(state.items())]  # fmt: skip
+
+
+def _flat_bytes(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data

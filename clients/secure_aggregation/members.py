@@ -32,19 +32,20 @@ def check_alike(job: "Job", names: Collection[str]) -> None:
 
     Otherwise the server may know what the others give: their network is dead, or their classes have outputs of their own.
     """
-    wanted, mine = set(names), _manner(job.config, job.site)
+    wanted, own = set(names), bool(job.policy.domain)
+    mine = _manner(job.config, job.site, own)
     sites = [site for site in roster(job.config) if site.name in wanted]
-    if odd := sorted(site.name for site in sites if _manner(job.config, site) != mine):
+    if odd := sorted(site.name for site in sites if _manner(job.config, site, own) != mine):
         raise UserError(f"secure aggregation: {odd[0]} has another network or other outputs than this site, or changes its "
                         "images otherwise; give all sites of a masked sum the same, or leave out the masks")  # fmt: skip
 
 
-def _manner(config: Config, site: Site) -> tuple[object, ...]:
-    """What a site's training depends on beside its own images."""
+def _manner(config: Config, site: Site, own: bool) -> tuple[object, ...]:
+    """What a site's training depends on beside its own images; and how many it has, unless they are its `own` affair."""
     spec = site.spec
     outputs = "" if config.data.heads == "shared" else label(spec)
-    images = spec.rotation, spec.invert, spec.flip, spec.classes, spec.relabel, spec.samples
-    return network_text(config, site), outputs, *images, spec.partition
+    number = () if own else (spec.samples, spec.partition, site.parts)
+    return network_text(config, site), outputs, spec.rotation, spec.invert, spec.flip, spec.classes, spec.relabel, *number
 
 
 def check_members(policy: Policy, names: Collection[str]) -> None:

@@ -6,7 +6,7 @@ scheme over GF(2**128). Secrets are drawn from the operating system, never from 
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,6 +96,11 @@ def trained_words(attempt: str, digest: str) -> bytes:
 def history_words(attempt: str, history: bytes) -> bytes:
     """What a site signs: this was agreed on in the round that it goes on from (32 bytes)."""
     return "\n".join(("fedloom history", attempt, history.hex())).encode()
+
+
+def counted_words(attempt: str, digest: str, counted: Sequence[str]) -> bytes:
+    """What a site signs: over whom the sum is, all of which trained by the same."""
+    return "\n".join(("fedloom counted", attempt, digest, *sorted(counted))).encode()
 
 
 def is_signature(public: bytes, text: bytes, given: bytes) -> bool:

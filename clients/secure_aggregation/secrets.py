@@ -120,13 +120,18 @@ class Secrets:
         return unpacked(self._read(MOVED).get(str(round), {}))
 
     def keep_moved(self, round: int, base: int, sketches: Mapping[str, Sketch]) -> None:
-        """Save them, beside those of the round that this one is based on."""
-        self._write(MOVED, {str(base): packed(self.moved(base)), str(round): packed(sketches)})
+        """Save them, beside those of the round that this one is based on, and of rounds that are agreed on."""
+        numbers = {base, *(int(one) for one in self._read(AGREED) if one != READ)} - {round}
+        self._write(MOVED, {**{str(one): packed(self.moved(one)) for one in numbers}, str(round): packed(sketches)})
 
     def agreed(self, round: int) -> "Agreed | None":
         """What this site has agreed on in a round; None if it has sent something else in that round since, or nothing."""
         found = self._read(AGREED).get(str(round))
         return Agreed(**found) if found else None
+
+    def is_new(self) -> bool:
+        """Whether the site has sent nothing of the run yet, or its store was lost."""
+        return not (self.store.folder / AGREED).is_file()
 
     def agree(self, round: int, base: int, agreed: "Agreed | None") -> None:
         """Save what is agreed on in a round (None: nothing yet), beside that of the round that it is based on."""

@@ -32,6 +32,7 @@ from clients.secure_aggregation.primitives import (
     SIGNATURE,
     PublicKeys,
     agreed,
+    counted_words,
     history_words,
     is_signature,
     places,
@@ -238,7 +239,11 @@ class MaskedExchange:
 
     def _confirm(self, asked: Sequence[Site]) -> None:
         def take(site: Site, answer: Mapping[str, State]) -> None:
-            self.heard.signed[site.name] = read_bytes(answer.get(SECURE_CONFIRM, {}), "signature", SIGNATURE)
+            word = read_bytes(answer.get(SECURE_CONFIRM, {}), "signature", SIGNATURE)
+            text = counted_words(self.heard.id, self.heard.trained[site.name].digest.hex(), [*self.heard.vectors])
+            if not is_signature(self.heard.keys[site.name].signing, text, word):
+                raise ReplyError("its signature of the list of sites is wrong")
+            self.heard.signed[site.name] = word
 
         counts = {name: to_tensor(bytes([name in self.heard.vectors])) for name in self.heard.sealed}
         trained = {name: to_tensor(one.words) for name, one in self.heard.trained.items()}

@@ -23,7 +23,7 @@ from conf.sites import roster
 from server.experiment import run_experiment
 from sims.engines.adapter import site_context, store_folder
 from sims.engines.inline import InlineGrid
-from tests.attacks.hostile import MASKS, WORDS, Masks, Refused, Server, name_of
+from tests.attacks.hostile import MASKS, WORDS, Masks, Refused, Server, name_of, summed
 from tests.server.parts import Recorder, small
 
 NOISE = (*WORDS, "privacy.clip=1", "privacy.noise=2")
@@ -264,14 +264,12 @@ def test_no_run_has_the_name_of_a_file_of_the_store(tmp_path: Path, run: str) ->
 def test_noise_counts_as_shared_among_sites_alone_that_are_known(tmp_path: Path) -> None:
     """Of a site with a budget: others could be made up, and add none."""
     words = (*MASKS, "privacy.clip=0.001", "privacy.noise=100", "training.rate=1e-9")
-    for name, keys, parts in (("known", True, 7.0), ("strange", False, 1.0)):
+    cases = (("known", True, "", 7.0), ("strange", False, "", 1.0), ("kept", True, SITE, 1.0))
+    for name, keys, slot, parts in cases:  # what is kept stays in the sum when the others' noise is drawn anew
         server = Server(tmp_path / name, words, keys=keys, epsilon=50.0, min_known=0)
-        Masks(server, range(10)).begin().train([0])
-        moved = (
-            server.gave(0).double() / 2.0**32
-            - torch.cat([server.mean[key].flatten() for key in sorted(server.mean)]).double()
-        )
-        assert float(moved.std()) == pytest.approx(0.1 / parts**0.5, rel=0.15)
+        total = summed(server, range(10), slot=slot).double() / 2.0**32
+        moved = total - 10 * torch.cat([server.mean[key].flatten() for key in sorted(server.mean)]).double()
+        assert float(moved.std()) == pytest.approx(0.1 * (10 / parts) ** 0.5, rel=0.15)
 
 
 def test_noise_that_is_next_to_nothing_answers_at_once(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def test_one_site_does_not_go_on_from_another_round_than_before(server: Server) 
     with pytest.raises(Refused, match="secure_confirm: summed_before"):
         summed(server, FOUR, bases={**dict.fromkeys(FOUR, 2), 3: 0}, round=3, rounds=3)
     masks = Masks(server, FOUR, dict.fromkeys(FOUR, 2), round=3, rounds=3).begin()
-    with pytest.raises(Refused, match="train: HiddenError"):
+    with pytest.raises(Refused, match="train: UserError"):
         masks.train([3], base=0)  # and the others hear of 2
 
 

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from clients.messages import IDLE, MEAN, MODEL, ROUND, SITE, TRAIN
+from clients.messages import IDLE, MEAN, MODEL, ROUND, SITE, TRAIN, to_states
 from clients.partial import ONCE, SAMPLES
 from clients.privacy import LEAST_PART
+from clients.secure_aggregation.contribution import contents
 from tests.attacks.hostile import MASKS, WORDS, Masks, Refused, Server, name_of, summed
 
 FOUR, THREE, ALL = [0, 1, 2, 3], [0, 1, 2], list(range(10))
@@ -152,7 +153,7 @@ def test_parts_of_noise_are_not_so_small_that_they_add_up_to_less(tmp_path: Path
     few = LEAST_PART / 2.0**32
     server = Server(tmp_path, (*MASKS, f"privacy.clip={few}", "privacy.noise=1"), masks="required", epsilon=60.0)
     with pytest.raises(Refused, match="train"):
-        summed(server, ALL)
+        summed(server, ALL, slot="")
 
 
 HIDDEN = {"noise": ("privacy.clip=1", "privacy.noise=2"), "masks": ("federation.secure_aggregation=true",)}
@@ -198,3 +199,108 @@ def test_nobody_trains_is_no_way_around(server: Server) -> None:
     summed(server, FOUR, rounds=9)
     with pytest.raises(Refused, match="secure_confirm"):
         summed(server, FOUR, THREE, bases=dict.fromkeys(FOUR, 1), round=2, rounds=9, again=IDLE)
+
+
+def test_two_networks_that_are_joined_otherwise_are_not_the_same(server: Server) -> None:
+    """Names of tensors are the server's: a name can hold what looks like another tensor."""
+    first = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0])}
+    end = "|torch.float32|(1,)|".join(["", ""])
+    for second in (
+        {"a": torch.tensor([1.0, 2.0]), f"b{end}": torch.tensor([3.0])},
+        {"a|torch.float32|(2,)|": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0])},
+        {"a": torch.tensor([1.0, 2.0, 3.0])},
+        {"a": torch.tensor([1.0, 2.0], dtype=torch.float64), "b": torch.tensor([3.0])},
+        {"a": torch.tensor([[1.0, 2.0]]), "b": torch.tensor([3.0])},
+    ):
+        assert contents(first) != contents(second)
+    assert contents(first) == contents({"b": first["b"].clone(), "a": first["a"].clone()})
+
+
+@pytest.mark.parametrize(
+    "augment",
+    ["{name: RandomPosterize, bits: 0, p: 0.9}", "{name: RandomErasing, p: 1}", "{name: RandomCrop, size: 8, padding: 8}",
+     "{name: Resize, size: 1500}", "Grayscale"],
+)  # fmt: skip
+def test_images_are_not_changed_so_that_nothing_of_most_is_left(server: Server, augment: str) -> None:
+    server.change(*MASKS, f"training.augment=[{augment}]")
+    with pytest.raises(Refused, match=r"RefusedError at training\.augment"):
+        summed(server, FOUR)
+    server.change(*MASKS, "training.augment=[RandomHorizontalFlip, {name: RandomCrop, size: 8, padding: 2}]")
+    summed(server, FOUR)
+
+
+def test_no_site_starts_at_a_network_of_its_own(server: Server) -> None:
+    """With a seed chosen for it, all first networks but one are dead."""
+    server.change(*MASKS, "objective={name: sum_aggregation, mode: independent, initialisation: own}")
+    with pytest.raises(Refused, match="train: HiddenError"):
+        Masks(server, FOUR).begin().train()
+
+
+def test_an_order_that_fails_leaves_what_repetitions_are_compared_with(server: Server) -> None:
+    summed(server, FOUR)
+    server.change(*MASKS, "training.rate=0")
+    masks = Masks(server, FOUR, dict.fromkeys(FOUR, 1), round=2).begin()
+    for site in FOUR:
+        with pytest.raises(Refused, match="train"):
+            masks.train([site], base=0)  # and the others hear of 1
+    with pytest.raises(Refused, match="summed_before"):
+        summed(server, FOUR, THREE, bases=dict.fromkeys(FOUR, 1), round=2)
+
+
+def test_what_replaces_a_contribution_is_the_same_record(server: Server) -> None:
+    summed(server, FOUR)
+    server.change(*MASKS, "objective={name: sum_aggregation, mode: fedavg}", "training.rate=0")
+    masks = Masks(server, FOUR, dict.fromkeys(FOUR, 1), round=2).begin()
+    with pytest.raises(Refused, match="train"):
+        masks.train(THREE, sums={ROUND: ONCE}, slot=ROUND)
+
+
+def test_units_are_fine_enough_that_repetitions_are_seen(server: Server) -> None:
+    server.change(*MASKS, "federation.scale_bits=8")
+    with pytest.raises(Refused, match=r"train: UserError at federation\.scale_bits"):
+        summed(server, FOUR)
+    server.change(*MASKS)
+    first, large = Server.mean, {name: one + 2000.0 for name, one in server.mean.items()}
+    Server.mean = property(lambda self: large)  # type: ignore[method-assign, assignment]
+    try:
+        with pytest.raises(Refused, match="train"):
+            summed(server, FOUR)
+    finally:
+        Server.mean = first  # type: ignore[method-assign]
+
+
+def test_shares_that_cannot_be_opened_cost_nothing_of_a_budget(tmp_path: Path) -> None:
+    server = Server(tmp_path, (*MASKS, *BUDGET), masks="required", epsilon=8.0)
+    masks = Masks(server, ALL, rounds=9).begin()
+    masks.sealed[9] = {name: one.flip(0) for name, one in masks.sealed[9].items()}
+    for site in ALL[:9]:
+        with pytest.raises(Refused, match="blamed"):
+            masks.train([site])
+    masks = Masks(server, ALL[:9], rounds=9).begin().train()
+    once = masks.metrics[0]["epsilon"]
+    other = Server(tmp_path / "other", (*MASKS, *BUDGET), masks="required", epsilon=8.0)
+    assert Masks(other, ALL[:9], rounds=9).begin().train().metrics[0]["epsilon"] == once
+
+
+def test_what_is_left_of_a_pass_is_no_batch_of_its_own(tmp_path: Path) -> None:
+    """The only step with a rate above 0 would be on one image."""
+    words = [word for word in WORDS if not word.startswith(("sites", "training.batch"))]
+    rows = "sites=[{domain: digits, count: 2, samples: 65}]"
+    plan = ("training.batch=64", "training.momentum=0", "training.schedule={name: constant, warm_up: 1, start_factor: 0}")
+    server = Server(tmp_path, (*words, rows, *plan), sites=2, min_batch=32)
+    found = to_states(server.ask(0, TRAIN, {MEAN: server.mean}, slot=SITE))[SITE]
+    assert all(torch.equal(found[name], one) for name, one in server.mean.items())
+
+
+def test_how_many_sites_share_a_domain_is_alike(server: Server) -> None:
+    words = [word for word in MASKS if not word.startswith("sites")]
+    server.change(*words, "sites=[{domain: digits, count: 9}, {domain: digits, count: 1}]")
+    with pytest.raises(Refused, match="secure_shares: UserError"):
+        summed(server, [*THREE, 9])
+
+
+@pytest.mark.parametrize("partition", ["{name: classes, classes_per_site: 1}", "{name: dirichlet, alpha: 0.1}"])
+def test_images_are_not_divided_by_label_where_labels_are_hidden(tmp_path: Path, partition: str) -> None:
+    server = Server(tmp_path, (*MASKS, f"sites=[{{domain: digits, count: 10, partition: {partition}}}]"), masks="required")
+    with pytest.raises(Refused, match=r"RefusedError at sites\[0\]\.partition"):
+        server.ask(0, "enrol")
