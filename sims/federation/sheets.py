@@ -78,7 +78,7 @@ class SiteSheet:
     min_members: int = value(-1, "fewest sites of a masked sum; -1: more than half of `peers`, 3 without them", low=-1)
     min_known: int = value(-1, "fewest of them whose keys are in `peers`; -1: as min_members if masks are required", low=-1)
     min_batch: int = value(
-        -1, "fewest images of a batch, but for the last of a pass; -1: 8 with masks or epsilon, else 1", low=-1
+        -1, "fewest images of a batch; the rest of a pass is left out; -1: 8 with masks or epsilon, else 1", low=-1
     )
     max_steps: int = value(100_000, "most training steps of a round; 0: any", low=0)
     max_parameters: float = value(500.0, "millions of weights of the largest network that it trains; 0: any", low=0.0)
