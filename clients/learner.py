@@ -53,9 +53,8 @@ def learn(
     pass are left out if they are fewer.
     """
     images, words = session.training_images(images), words or (str(round),)
-    steps, number, done = batches(images, config, site, round, device, words, least), 0, 0
-    number = step_count(len(images), config, site, least)
-    losses = []
+    steps, number = batches(images, config, site, round, device, words, least), step_count(len(images), config, site, least)
+    losses, done = [], 0
     with drawing(torch_generator(config.seed, site.name, *words, "forward").initial_seed(), device):
         for end, parameters in session.stages():
             if count := int(end * number + 0.5) - done:

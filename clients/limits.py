@@ -56,7 +56,7 @@ class Limits:
                                "(site.yaml: max_steps)")  # fmt: skip
 
 
-def check_augmentation(config: Config) -> None:
+def check_harmless(config: Config) -> None:
     """RefusedError for changes to images that can leave nothing of most of them: with a seed chosen for it, one image of one
     site would be all that is trained on."""
     for one in config.training.augment:

@@ -131,7 +131,7 @@ def read_order(content: RecordDict) -> Order:
     if not _DIGEST.fullmatch(order.config):
         raise UserError("order.config: is no sha256")
     if not _REQUEST.fullmatch(order.request):
-        raise UserError("order.request: is no name of a request (letters, digits, '-', '_' and '.')")
+        raise UserError("order.request: is not a valid name of a request (up to 100 letters, digits, '-', '_' and '.')")
     if not _KIND.fullmatch(order.kind):
         raise UserError("order.kind: is no kind of question (small letters, digits and '_')")
     if not _ATTEMPT.fullmatch(order.secure):

@@ -12,7 +12,7 @@ from clients.data import domain_names
 from clients.data.partition import WAYS
 from clients.data.variants import class_count, outputs
 from clients.identity import Identity
-from clients.limits import Limits, RefusedError, check_augmentation
+from clients.limits import Limits, RefusedError, check_harmless
 from clients.messages import ENROL, EVALUATE, SECURE_KINDS, TRAIN, Order, content_bytes
 from clients.networks import NETWORKS
 from clients.objectives import AUXILIARY, OBJECTIVES
@@ -181,7 +181,7 @@ class Policy:
                 raise RefusedError(f"sites[{one.index}].domain: {told}; a site opens and imports none that a server names")
         self.limits.check(config, site)
         if self.hides(config):
-            check_augmentation(config)
+            check_harmless(config)
         threads = min(config.engine.threads, os.cpu_count() or 1)
         engine = replace(config.engine, device=self.device or config.engine.device, threads=threads)
         return replace(config, data=replace(config.data, root=self.data, download=False), engine=engine)

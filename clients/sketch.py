@@ -41,7 +41,8 @@ def likeness(one: Mapping[str, Sketch], other: Mapping[str, Sketch]) -> float:
     server names tensors. Sketches of tensors of other sizes have nothing in common. 1 for what is not finite."""
     if not one or not other:
         return 0.0
-    cosines = _directions(one) @ _directions(other).T
+    with np.errstate(invalid="ignore"):
+        cosines = _directions(one) @ _directions(other).T
     return float(np.abs(cosines).max()) if np.isfinite(cosines).all() else 1.0
 
 

@@ -203,7 +203,7 @@ def _lifted(job: "Job", lifts: Mapping[str, list[int]], record: str, size: int) 
 
 def contents(state: State) -> list[list[object]]:
     """Of every tensor its name, kind, shape and a digest of its bytes: no two states have the same, whatever names are."""
-    return [[name, str(one.dtype), list(one.shape), hashlib.sha256(bytes(_flat_bytes(one))).hexdigest()]
+    return [[name, str(one.dtype), list(one.shape), hashlib.sha256(_flat_bytes(one)).hexdigest()]
             for name, one in sorted(state.items())]  # fmt: skip
 
 

@@ -191,7 +191,7 @@ class MaskedExchange:
             try:
                 states = read(received)
                 self._check_blame(site, content_of(received).config_records.get(BLAMED))
-                bounds = replace(self.exchange.bounds(site), counted=0)  # sites multiply by their own number
+                bounds = replace(self.exchange.bounds(site), counted=0)  # it weighs nothing: each site counts once
                 numbers = train_numbers(content_of(received), bounds, hidden=True)
                 self.run.countersigned(site.name, content_of(received))
                 trained = Trained.read(self.heard, site.name, states.get(SECURE_TRAINED, {}))

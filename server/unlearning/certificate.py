@@ -188,7 +188,7 @@ def _checked(given: Any, parts: dict[str, type]) -> dict[str, Any]:
 
 
 def _check_inside(whole: dict[str, Any]) -> None:
-    """ValueError for names that are no texts, and for what sites say in another form."""
+    """ValueError for names that are not texts, and for what sites say in another form."""
     exact, said = whole["exact"], whole.get("at_sites", {})
     names = [*whole["sites"], *whole["times"].values(), *exact["tensors"], *exact["remaining"].values()]
     digests = [*exact["digest_before"].values(), *exact["digest_after"].values()]

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +11,7 @@ from clients.messages import IDLE, MEAN, MODEL, ROUND, SITE, TRAIN, to_states
 from clients.partial import ONCE, SAMPLES
 from clients.privacy import LEAST_PART
 from clients.secure_aggregation.contribution import contents
+from clients.sketch import ALIKE, BUCKETS, likeness
 from tests.attacks.hostile import MASKS, WORDS, Masks, Refused, Server, name_of, summed
 
 FOUR, THREE, ALL = [0, 1, 2, 3], [0, 1, 2], list(range(10))
@@ -84,17 +86,15 @@ def test_masks_in_common_leave_with_the_record_that_is_summed(server: Server) ->
         Masks(server, FOUR).begin().train(THREE, {name_of(3): torch.tensor([1])}, slot="")
 
 
-def test_numbers_that_overflow_do_not_hide_that_two_sums_are_alike(server: Server) -> None:
-    server.change(
-        *MASKS, "federation.scale_bits=48", "federation.largest_weight=100", "training.rate=1e5", "training.steps=1"
-    )
-    for _ in range(2):
-        try:
-            summed(server, FOUR)
-        except Refused:
-            return
-        with pytest.raises(Refused, match="summed_before"):
-            summed(server, FOUR, THREE)
+def test_numbers_that_overflow_do_not_hide_that_two_sums_are_alike() -> None:
+    """A float32 norm of such sketches is infinite, and a cosine that is not a number is above nothing."""
+    one = np.linspace(1e38, 3e38, BUCKETS).astype(np.float32)
+    other = np.ones(BUCKETS, np.float32)
+    other[::2] = -1.0
+    assert likeness({"a": one}, {"b": (one / 3).astype(np.float32)}) > ALIKE
+    assert likeness({"a": one}, {"a": other}) < ALIKE
+    for odd in (np.inf, np.nan):
+        assert likeness({"a": np.full(BUCKETS, odd, np.float32)}, {"b": other}) > ALIKE
 
 
 def test_noise_that_the_server_chooses_does_not_make_batches_look_new(server: Server) -> None:
@@ -204,9 +204,8 @@ def test_nobody_trains_is_no_way_around(server: Server) -> None:
 def test_two_networks_that_are_joined_otherwise_are_not_the_same(server: Server) -> None:
     """Names of tensors are the server's: a name can hold what looks like another tensor."""
     first = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0])}
-    end = "|torch.float32|(1,)|".join(["", ""])
     for second in (
-        {"a": torch.tensor([1.0, 2.0]), f"b{end}": torch.tensor([3.0])},
+        {"a": torch.tensor([1.0, 2.0]), "b|torch.float32|(1,)|": torch.tensor([3.0])},
         {"a|torch.float32|(2,)|": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0])},
         {"a": torch.tensor([1.0, 2.0, 3.0])},
         {"a": torch.tensor([1.0, 2.0], dtype=torch.float64), "b": torch.tensor([3.0])},
