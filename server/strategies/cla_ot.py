@@ -1,13 +1,13 @@
-"""Fusion of different networks at the server (CLA+OT), round after round: all architectures are kept in one basis.
+"""Fusion of different networks at the server, round after round: the mean of all, as parts of one network.
 
-After *On Cross-Layer Alignment for Model Fusion of Heterogeneous Neural Networks* (CLA+OT): layers of networks of different
-depth are aligned, depths balanced by layers that leave the function as it is, and the networks averaged. There this is done
-once, with networks trained apart (`start: own`). By default sites start from parts of one network, so that layers and
-channels correspond from the first round on and no plan has to be found: a round is the mean of the balanced networks.
+`fusion: parts`, the default, is ours: sites start from parts of one network, in which layers and channels correspond from
+the first round on, so that a round is the mean of the balanced networks. Nothing is aligned or transported then.
+`fusion: cla_ot` is the paper's method (*On Cross-Layer Alignment for Model Fusion of Heterogeneous Neural Networks*), for
+networks that were trained apart, or go apart: see `fused_anew.py`.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -21,31 +21,43 @@ from fusion.submodels import mean_over_holders
 from server.rounds.recalibration import HEAD, ask, check_head
 from server.rounds.run import Run
 from server.rounds.view import View
-from server.strategies.architectures import group_by_site, groups_of, reference_of
-from server.strategies.base import STRATEGIES
-from server.strategies.by_architecture import averaged, cast, has, kept
+from server.strategies.architectures import groups_of, reference_of
+from server.strategies.base import STRATEGIES, Strategy
+from server.strategies.by_architecture import averaged, cast, kept
 from server.strategies.exclusive import ask_alone
+from server.strategies.fused_anew import CLA_OT, OWN, PARTS, PROBE, REFIT, SERVER, FusedAnew, mixed, networks_of_sites
 from server.strategies.in_parts import REFERENCE, InParts, number_of
-from server.strategies.own_start import Apart, check_fusing, fused_apart, part_of
+from server.strategies.own_start import check_fusing, fused_apart, part_of, settings_for
 from server.strategies.public import PublicImages
 from server.strategies.server_training import ServerTraining
 
-SHARED, OWN = "shared", "own"
-PROBE, SERVER = "strategy.probe", "strategy.server.images"
+SHARED = "shared"
 UNSEEN = 10.0  # nats by which a head starts below all others for a class that no site has
 
 
 @STRATEGIES.register("cla_ot")
 @dataclass(frozen=True)
 class ClaOt(InParts):
-    """Networks of different depth and width, fused every round (CLA+OT). The objective is `heterogeneous`."""
+    """Networks of different depth and width, fused every round. The objective is `heterogeneous`."""
 
+    fusion: str = value(
+        PARTS,
+        "parts: the mean of all networks as parts of one; cla_ot: align layers, transport, average (the paper's); "
+        "refit: choose channels of all networks and fit layers anew",
+        choices=(PARTS, CLA_OT, REFIT),
+    )
+    basis: str = value(
+        "activations", "fusion=cla_ot: what transport plans are made from", choices=("activations", "weights")
+    )
     start: str = value(
         SHARED,
         "sites start from parts of one network, or from their own ones, which are fused after the first round",
         choices=(SHARED, OWN),
     )
-    probe: PublicImages = value(PublicImages, "start=own: unlabelled images to compare and fit networks on; samples=0: none")
+    probe: PublicImages = value(
+        PublicImages,
+        "start=own, fusion=cla_ot, refit: unlabelled images to compare and fit networks on; samples=0: none (parts alone)",
+    )
     recalibrate: bool = value(
         False, "start=own: after the first fusion, heads and BatchNorm's statistics follow from sums over the sites' images"
     )
@@ -60,14 +72,24 @@ class ClaOt(InParts):
     )
     server: ServerTraining = value(ServerTraining, "training at the server after a round")
 
+    def at_work(self, config: Config) -> Strategy:
+        """Itself, the baseline, or the fusion that needs no common basis."""
+        found = super().at_work(config)
+        return FusedAnew(self) if found is self and self.fusion != PARTS else found
+
     def check(self, config: Config) -> None:
         """UserError for networks that cannot be fused, naming both, and where the server has no images that it needs."""
-        super().check(config)
+        if self.fusion == PARTS or self.start == SHARED:
+            super().check(config)
+        if self.fusion != PARTS:
+            FusedAnew(self).check(config)
+            return
         self.server.check(config, SERVER)
         if self.start == OWN:
             if self.probe.samples:
                 self.probe.check(config, PROBE)
-            check_fusing(reference_of(config, self.reference), groups_of(config), bool(self.probe.samples))
+            settings = settings_for(bool(self.probe.samples))
+            check_fusing(reference_of(config, self.reference), groups_of(config), settings, "strategy.start=own")
             self._check_heads(config)
 
     def first_reference(self, run: Run) -> State:
@@ -104,7 +126,7 @@ class ClaOt(InParts):
         if common := [site.name for site in view.sites if view.last_put(site.name) > 1]:
             return mean_over_holders(self.held(view.subset(common), self.lacking), view.kept(REFERENCE))
         reference = reference_of(view.config, self.reference).architecture
-        return fused_apart(reference, _apart(view), view.kept(REFERENCE), self._probe(view))
+        return fused_apart(reference, networks_of_sites(view), view.kept(REFERENCE), self._probe(view))
 
     def taken(self, view: View, whole: State) -> Mapping[str, State]:
         """Every architecture's part of the fused network, mixed with its own mean, and trained further."""
@@ -114,13 +136,13 @@ class ClaOt(InParts):
         if self._first(view):
             parts, probe = self.parts(view.config), self._probe(view)
             reference = reference_of(view.config, self.reference).architecture
-            return {group.name: part_of(group, parts[group.name], reference, whole, _apart(view), probe)
+            return {group.name: part_of(group, parts[group.name], reference, whole, networks_of_sites(view), probe)
                     for group in groups_of(view.config)}  # fmt: skip
-        found, mix = super().taken(view, whole), self._mix(view)
+        found, mix = super().taken(view, whole), self.mix(view)
         if mix == 1.0:
             return found
         means = {one.group.name: one.state for one in averaged(view)}
-        return {name: _mixed(state, means[name], mix) if name in means else state for name, state in found.items()}
+        return {name: mixed(state, means[name], mix) if name in means else state for name, state in found.items()}
 
     def _check_heads(self, config: Config) -> None:
         for group in groups_of(config) if self.recalibrate else ():
@@ -129,7 +151,7 @@ class ClaOt(InParts):
             except UserError as error:
                 raise UserError(f"strategy.recalibrate: {error}; set it to false") from None
 
-    def _mix(self, view: View) -> float:
+    def mix(self, view: View) -> float:
         """The fused network's share after this round: the last one and every so many are fused."""
         return self.server_mix if number_of(view) % self.every == 0 or number_of(view) >= view.config.rounds else 0.0
 
@@ -141,22 +163,7 @@ class ClaOt(InParts):
         return self.probe.read(view, PROBE) if self.probe.samples else None
 
 
-def _apart(view: View) -> Iterator[Apart]:
-    """The sites' own networks, one after the other."""
-    groups = group_by_site(view.config)
-    for site in view.sites:
-        group = groups[site.name]
-        if has(view, site):
-            state = cast(view.contribution(group.name, site.name), view.kept(kept(group.name)))
-            yield Apart(group.architecture, state, float(view.slots.weight(group.name, site.name)))
-
-
 def _set_right(before: State, parts: State, norm: float) -> State:
     """A network with what follows from the sites' sums, its head of a norm from which they can train on."""
     head = scaled(parts[HEAD[0]], parts[HEAD[1]], norm)
     return cast({**before, **parts, **dict(zip(HEAD, head, strict=True))}, before)
-
-
-def _mixed(fused: State, own: State, share: float) -> State:
-    mixed = {name: share * tensor.double() + (1.0 - share) * own[name].double() for name, tensor in fused.items()}
-    return cast(mixed, fused)

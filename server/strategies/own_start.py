@@ -35,18 +35,31 @@ class Apart:
     weight: float
 
 
-def fused_apart(reference: Architecture, apart: Iterable[Apart], before: State, probe: Tensor | None) -> State:
+def settings_for(probe: bool) -> FusionSettings:
+    """Of the fusion of networks trained apart: without images, plans follow from weights."""
+    return FusionSettings() if probe else BLIND
+
+
+def fused_apart(
+    reference: Architecture,
+    apart: Iterable[Apart],
+    before: State,
+    probe: Tensor | None,
+    settings: FusionSettings | None = None,
+) -> State:
     """A network of the reference's architecture that does what all of them do.
 
     before: the reference's state where nobody has a network of its architecture, which then gives nothing but the shape;
-    probe: [k, c, h, w] float32, or None: plans from weights, no refit. Raises UserError for networks that cannot be fused.
+    probe: [k, c, h, w] float32, or None: plans from weights, no refit; settings: by default those of `settings_for`. Raises
+    UserError for networks that cannot be fused.
     """
     rest, into = iter(apart), Apart(reference, before, 0.0)
+    settings = settings or settings_for(probe is not None)
     while chunk := list(islice(rest, TOGETHER)):
         if into.weight == 0.0 and (place := _first_of(chunk, reference)) is not None:
             into = chunk.pop(place)
         if chunk:
-            into = Apart(reference, _fused([into, *chunk], probe), into.weight + sum(one.weight for one in chunk))
+            into = Apart(reference, _fused([into, *chunk], probe, settings), into.weight + sum(one.weight for one in chunk))
     return into.state
 
 
@@ -68,30 +81,28 @@ def part_of(
     return _state(fuse([_network(own, state), goal], into=0, probe=probe, weights=(0.0, 1.0), settings=PART).network, own)
 
 
-def check_fusing(reference: Group, groups: Iterable[Group], probe: bool) -> None:
-    """UserError, naming both and a site of it, for an architecture that cannot be fused into the reference's: tried with
-    random weights."""
+def check_fusing(reference: Group, groups: Iterable[Group], settings: FusionSettings, key: str) -> None:
+    """UserError, naming the option, both and a site, for an architecture that cannot be fused into the reference's: tried
+    with random weights."""
     for group in groups:
         generator = torch.Generator().manual_seed(0)
         own = [_drawn(architecture, generator) for architecture in (reference.architecture, group.architecture)]
         one = reference.architecture
         noise = torch.randn(4, one.channels, one.size, one.size, generator=generator)
         try:
-            _fused(
-                [Apart(reference.architecture, own[0], 1.0), Apart(group.architecture, own[1], 1.0)],
-                noise if probe else None,
-            )
+            pair = [Apart(reference.architecture, own[0], 1.0), Apart(group.architecture, own[1], 1.0)]
+            _fused(pair, None if settings == BLIND else noise, settings)
         except UserError as error:
             told = f"{group.name} (of {group.site.name}) cannot be fused into {reference.name}"
-            raise UserError(f"strategy.start=own: {told}: {error}") from None
+            raise UserError(f"{key}: {told}: {error}") from None
 
 
-def _fused(apart: list[Apart], probe: Tensor | None) -> State:
+def _fused(apart: list[Apart], probe: Tensor | None, settings: FusionSettings) -> State:
     """Into the first one's architecture."""
     networks = [_network(one.architecture, one.state) for one in apart]
-    first, settings = apart[0].architecture, FusionSettings()
+    first = apart[0].architecture
     if probe is None:
-        probe, settings = torch.zeros(2, first.channels, first.size, first.size), BLIND
+        probe = torch.zeros(2, first.channels, first.size, first.size)
     if not any(one.weight for one in apart):
         apart = [replace(one, weight=1.0) for one in apart]
     fused = fuse(networks, into=0, probe=probe, weights=[one.weight for one in apart], settings=settings).network

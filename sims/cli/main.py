@@ -100,7 +100,8 @@ def reproduce(
     what: Annotated[
         str,
         typer.Argument(
-            help="aggregation, arithmetic, cla, components, fusion, lasem, skill_transfer, strategies, unlearning."
+            help="aggregation, arithmetic, cla, components, different_depths, fusion, lasem, skill_transfer, strategies, "
+            "unlearning."
         ),
     ],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value for every run, such as engine.workers=2")] = None,

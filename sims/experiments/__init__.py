@@ -5,6 +5,7 @@ MODULES = {
     "arithmetic": "sims.experiments.arithmetic",
     "cla": "sims.experiments.cla",
     "components": "sims.experiments.components",
+    "different_depths": "sims.experiments.different_depths",
     "fusion": "sims.experiments.fusion",
     "lasem": "sims.experiments.lasem",
     "skill_transfer": "sims.experiments.skill_transfer",

@@ -1,0 +1,113 @@
+"""Networks of all architectures are aligned, transported and fused anew, every so many rounds, into each architecture.
+
+After *On Cross-Layer Alignment for Model Fusion of Heterogeneous Neural Networks* (CLA+OT), of which one fusion is Alg. 2:
+`strategy.fusion=cla_ot` compares layers by CKA on a probe set, gives all networks one depth (layers are added or merged),
+brings their channels into one basis by exact optimal transport, and averages. `refit` is ours (`fusion.fuse`, its default).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from conf.errors import UserError
+from conf.schema import Config
+from fusion.exact import State
+from fusion.settings import FusionSettings
+from server.rounds.run import Run
+from server.rounds.view import View
+from server.strategies.architectures import group_by_site, groups_of
+from server.strategies.by_architecture import ByArchitecture, averaged, cast, counted, has, kept
+from server.strategies.own_start import Apart, check_fusing, fused_apart
+
+if TYPE_CHECKING:
+    from server.strategies.cla_ot import ClaOt
+
+OWN = "own"
+PARTS, CLA_OT, REFIT = "parts", "cla_ot", "refit"
+SETTINGS = {CLA_OT: FusionSettings(keep_added=False, refit="none", repair=False), REFIT: FusionSettings()}
+PROBE, SERVER = "strategy.probe", "strategy.server.images"
+
+
+@dataclass(frozen=True)
+class FusedAnew(ByArchitecture):
+    """`cla_ot` with a fusion that needs no common basis; `options`: the strategy's."""
+
+    options: "ClaOt"
+
+    @property
+    def reference_name(self) -> str:
+        return self.options.reference
+
+    def check(self, config: Config) -> None:
+        """UserError for networks that cannot be fused into each other, and for a server without images."""
+        super().check(config)
+        for key in ("maps", "recalibrate"):
+            if getattr(self.options, key):
+                raise UserError(f"strategy.{key}: needs strategy.fusion={PARTS}, got '{self.options.fusion}'; leave it out")
+        self.options.probe.check(config, PROBE)
+        self.options.server.check(config, SERVER)
+        for group in groups_of(config):
+            check_fusing(group, groups_of(config), self.settings, f"strategy.fusion={self.options.fusion}")
+
+    @property
+    def settings(self) -> FusionSettings:
+        """Of each fusion."""
+        found = SETTINGS[self.options.fusion]
+        return replace(found, basis=self.options.basis) if self.options.fusion == CLA_OT else found
+
+    def round(self, run: Run) -> None:
+        """As all; sites with networks of their own get no network in the first one."""
+        self.options.round(run)
+
+    def initial_states(self, run: Run) -> Mapping[str, State]:
+        """Each architecture's own, or parts of one network."""
+        if self.options.start == OWN:
+            return super().initial_states(run)
+        whole = self.options.first_reference(run)
+        return {name: part.taken(whole) for name, part in self.options.parts(run.config).items()}
+
+    def combined(self, view: View) -> Mapping[str, State]:
+        """Every architecture's fused network, mixed with its own mean and trained further; between fusions its own mean."""
+        last = counted(view)
+        means = {one.group.name: one.state for one in averaged(self._in_basis(last))}
+        mix = 1.0 if self._apart(last) else self.options.mix(view)
+        return self.options.server.trained(view, self._mixed(last, means, mix) if mix else means, SERVER)
+
+    def _mixed(self, view: View, means: Mapping[str, State], mix: float) -> dict[str, State]:
+        probe, found = self.options.probe.read(view, PROBE), {}
+        for group in groups_of(view.config):
+            before = means.get(group.name, view.kept(kept(group.name)))
+            state = fused_apart(group.architecture, self._networks(view), before, probe, self.settings)
+            own = means.get(group.name)
+            found[group.name] = state if own is None or mix == 1.0 else mixed(state, own, mix)
+        return found
+
+    def _networks(self, view: View) -> Iterator[Apart]:
+        """The means of architectures, and after them each network that a site has trained apart."""
+        for one in averaged(self._in_basis(view)):
+            yield Apart(one.group.architecture, one.state, one.weight)
+        yield from networks_of_sites(view.subset(self._apart(view)))
+
+    def _apart(self, view: View) -> list[str]:
+        """The sites whose last network is one that they started themselves."""
+        return [site.name for site in view.sites if view.last_put(site.name) == 1] if self.options.start == OWN else []
+
+    def _in_basis(self, view: View) -> View:
+        apart = self._apart(view)
+        return view.subset([site.name for site in view.sites if site.name not in apart])
+
+
+def networks_of_sites(view: View) -> Iterator[Apart]:
+    """The sites' own networks, one after the other."""
+    groups = group_by_site(view.config)
+    for site in view.sites:
+        group = groups[site.name]
+        if has(view, site):
+            state = cast(view.contribution(group.name, site.name), view.kept(kept(group.name)))
+            yield Apart(group.architecture, state, float(view.slots.weight(group.name, site.name)))
+
+
+def mixed(fused: State, own: State, share: float) -> State:
+    """share * fused + (1 - share) * own, with the types of `fused`."""
+    total = {name: share * tensor.double() + (1.0 - share) * own[name].double() for name, tensor in fused.items()}
+    return cast(total, fused)
