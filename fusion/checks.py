@@ -1,11 +1,12 @@
 """What cannot be fused is refused, naming what is at fault."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from conf.errors import UserError
+from fusion.cla_ot.moves import Moves
 from fusion.graph.channels import Wiring
 
 TYPES = (torch.float32, torch.float64)
@@ -52,6 +53,18 @@ def check_layers(place: int, wiring: Wiring) -> None:
         if layer.weight and (other := first.setdefault(layer.weight, layer.name)) != layer.name:
             raise UserError(f"network {place}: the layers '{other}' and '{layer.name}' have one weight, which a fused one "
                             "cannot keep; give each its own")  # fmt: skip
+
+
+def check_scale(state: Mapping[str, Tensor], wiring: Wiring, moves: Sequence[Moves]) -> None:
+    """No layer's bias stays while plans divided by column sums scale what it is added to."""
+    unequal = [name for move in moves for name, plan in move.outgoing.items() if plan.shape[0] != plan.shape[1]]
+    normed = {layer.outputs for layer in wiring.layers if layer.kind == "norm"}
+    biased = [layer.name for layer in wiring.layers
+              if layer.kind != "norm" and layer.outputs not in normed and f"{layer.name}.bias" in state]  # fmt: skip
+    if unequal and biased:
+        raise UserError(f"fuse: '{biased[-1]}' has a bias, and the widths differ at '{unequal[0]}': plans divided by column "
+                        "sums (the public code's) scale a layer's input and not its bias; take networks without biases "
+                        "(here head_bias=false), or transport normalisation 'both'")  # fmt: skip
 
 
 def check_ends(one: Wiring, other: Wiring, place: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from fusion.checks import check_ends, check_layers, check_numbers, check_places, given_map, mixing_weights
+from fusion.checks import check_ends, check_layers, check_numbers, check_places, check_scale, given_map, mixing_weights
 from fusion.cla_ot.balance import Balanced, balanced, relu_signs, unchanged
 from fusion.cla_ot.matching import Pins, looked_at, match_seen, pairs_of, undecided, wired
 from fusion.cla_ot.moves import Moves, carried, moved
@@ -139,6 +139,8 @@ class _Fusion:
     def _averaged(self, bodies: list[Balanced], views: list[View], weights: list[float]) -> Made:
         """All networks in one basis, and their mean."""
         moves = self._moves(bodies, [view.features for view in views])
+        if self.settings.sequential and self.settings.transport.normalisation == "columns":
+            check_scale(bodies[self.into].network.state_dict(), self.structure, moves)
         statistics = [(in_basis(view.seen, move.outgoing), in_basis(view.own, move.outgoing))
                       for view, move in zip(views, moves, strict=True)]  # fmt: skip
         self._lap("transport")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from clients.networks.base import NETWORKS, Network, NetworkSpec
-from clients.networks.layers import NORM_HELP, NORMS, norm_layers
+from clients.networks.layers import HEAD_HELP, NORM_HELP, NORMS, norm_layers
 from clients.networks.small import hidden
 from conf.errors import UserError
 from conf.typed import value
@@ -25,6 +25,7 @@ class Convnet(NetworkSpec):
     norm: str = value("batch", NORM_HELP, choices=tuple(NORMS))
     groups: int = value(8, "groups of each GroupNorm", low=1)
     bias: bool = value(False, "convolutions with a bias")
+    head_bias: bool = value(True, HEAD_HELP)
 
     def build(self, channels: int, size: int, classes: int) -> Network:
         """The network for [n, channels, size, size] images; UserError for strides or pools that do not fit the widths."""
@@ -45,11 +46,11 @@ class Convnet(NetworkSpec):
             raise UserError(f"data.size: got {size}, of which the network's poolings leave nothing")
         if not self.hidden:
             blocks |= {"pool": nn.AdaptiveAvgPool2d(1), "flat": nn.Flatten()}
-            return Network(nn.Sequential(blocks), nn.Linear(channels, classes))
+            return Network(nn.Sequential(blocks), nn.Linear(channels, classes, bias=self.head_bias))
         layers = hidden(channels * side * side, self.hidden, True)
         if self.dropout:
             layers = [
                 each for one in layers for each in ([one, nn.Dropout(self.dropout)] if isinstance(one, nn.ReLU) else [one])
             ]
         blocks |= {"flat": nn.Flatten(), "hidden": nn.Sequential(*layers)}
-        return Network(nn.Sequential(blocks), nn.Linear(self.hidden[-1], classes))
+        return Network(nn.Sequential(blocks), nn.Linear(self.hidden[-1], classes, bias=self.head_bias))

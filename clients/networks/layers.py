@@ -34,6 +34,7 @@ NORMS: dict[str, Callable[[int, int, bool], list[nn.Module]]] = {
 }  # fmt: skip
 DIVISOR = 8  # of scaled widths: processors multiply vectors of so many channels
 WIDTH_HELP = "all widths are multiplied by this and, unless it is 1, rounded to multiples of 8, at least 8"
+HEAD_HELP = "the last layer, which gives the classes' scores, with a bias"
 NORM_HELP = (
     "what follows a convolution: GroupNorm, BatchNorm, LayerNorm (of channels and places together), InstanceNorm or nothing"
 )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from clients.networks.base import NETWORKS, Network, NetworkSpec
-from clients.networks.layers import NORM_HELP, NORMS, WIDTH_HELP, norm_layers, scaled
+from clients.networks.layers import HEAD_HELP, NORM_HELP, NORMS, WIDTH_HELP, norm_layers, scaled
 from conf.errors import UserError
 from conf.typed import value
 
@@ -39,6 +39,7 @@ class PlainSpec(NetworkSpec):
     affine: bool = value(True, "norm layers with a learned scale and shift")
     norm: str = value("group", NORM_HELP, choices=tuple(NORMS))
     bias: bool = value(False, "convolutions with a bias")
+    head_bias: bool = value(True, HEAD_HELP)
 
     def build(self, channels: int, size: int, classes: int) -> Network:
         """The network for [n, channels, size, size] images; raises UserError for widths that `groups` does not divide."""
@@ -56,7 +57,7 @@ class PlainSpec(NetworkSpec):
             layers.append(nn.ReLU(inplace=True))
             channels = out
         layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-        return Network(nn.Sequential(*layers), nn.Linear(channels, classes))
+        return Network(nn.Sequential(*layers), nn.Linear(channels, classes, bias=self.head_bias))
 
 
 @NETWORKS.register("conv6")

@@ -13,7 +13,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from clients.networks.base import NETWORKS, Network, NetworkSpec, Starting
-from clients.networks.layers import NORM_HELP, NORMS, WIDTH_HELP, norm_layers, scaled
+from clients.networks.layers import HEAD_HELP, NORM_HELP, NORMS, WIDTH_HELP, norm_layers, scaled
 from conf.errors import UserError
 from conf.typed import value
 
@@ -93,6 +93,7 @@ class ResidualSpec(NetworkSpec):
     norm: str = value("batch", NORM_HELP, choices=tuple(NORMS))
     groups: int = value(8, "groups of each GroupNorm", low=1)
     bias: bool = value(False, "convolutions with a bias")
+    head_bias: bool = value(True, HEAD_HELP)
 
     def convolution(self, inputs: int, out: int, stride: int = 1, kernel: int = 3) -> nn.Conv2d:
         """A convolution that keeps the image's size, but for the stride."""
@@ -135,7 +136,7 @@ class ResnetSpec(ResidualSpec):
             pool=nn.AdaptiveAvgPool2d(1),
             flat=nn.Flatten(),
         )
-        return Network(nn.Sequential(extractor), nn.Linear(widths[-1], classes))
+        return Network(nn.Sequential(extractor), nn.Linear(widths[-1], classes, bias=self.head_bias))
 
 
 @NETWORKS.register("resnet10")
@@ -225,4 +226,4 @@ class WideResnet(ResidualSpec):
             pool=nn.AdaptiveAvgPool2d(1),
             flat=nn.Flatten(),
         )
-        return Network(nn.Sequential(extractor), nn.Linear(widths[-1], classes))
+        return Network(nn.Sequential(extractor), nn.Linear(widths[-1], classes, bias=self.head_bias))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from clients.networks.base import NETWORKS, Network, NetworkSpec
-from clients.networks.layers import WIDTH_HELP, scaled
+from clients.networks.layers import HEAD_HELP, WIDTH_HELP, scaled
 from conf.errors import UserError
 from conf.typed import value
 
@@ -22,15 +22,16 @@ def hidden(inputs: int, widths: list[int], bias: bool) -> list[nn.Module]:
 @NETWORKS.register("mlp")
 @dataclass(frozen=True)
 class Mlp(NetworkSpec):
-    """Images flattened, hidden linear layers with ReLU, a linear head (which always has a bias)."""
+    """Images flattened, hidden linear layers with ReLU, a linear head."""
 
     widths: list[int] = value([400, 200, 100], "of the hidden layers; empty: the head alone", low=1)
     bias: bool = value(True, "hidden layers with a bias")
+    head_bias: bool = value(True, HEAD_HELP)
 
     def build(self, channels: int, size: int, classes: int) -> Network:
         """The network for [n, channels, size, size] images."""
         inputs = channels * size * size
-        head = nn.Linear([inputs, *self.widths][-1], classes)
+        head = nn.Linear([inputs, *self.widths][-1], classes, bias=self.head_bias)
         return Network(nn.Sequential(nn.Flatten(), *hidden(inputs, self.widths, self.bias)), head)
 
 
@@ -41,6 +42,7 @@ class Lenet(NetworkSpec):
 
     width: float = value(1.0, WIDTH_HELP, low=0.01, high=64.0)
     bias: bool = value(True, "convolutions and hidden layers with a bias")
+    head_bias: bool = value(True, HEAD_HELP)
 
     def build(self, channels: int, size: int, classes: int) -> Network:
         """The network for [n, channels, size, size] images; raises UserError for images of less than 16 pixels."""
@@ -54,4 +56,4 @@ class Lenet(NetworkSpec):
             nn.Flatten(),
             *hidden(second * side * side, [third, fourth], self.bias),
         )
-        return Network(extractor, nn.Linear(fourth, classes))
+        return Network(extractor, nn.Linear(fourth, classes, bias=self.head_bias))

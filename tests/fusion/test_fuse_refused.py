@@ -143,3 +143,14 @@ def test_what_the_public_code_cannot():
     assert "know no depthwise convolutions" in refusal([mobile, mobile], probe=PROBE[:2], settings=reference)
     by_weights = FusionSettings(sequential=True, refit="none", basis="weights")
     assert "sequential plans are made from activations" in refusal([network(MLP)] * 2, settings=by_weights)
+
+
+def test_biases_that_the_public_codes_plans_would_leave_out_of_scale():
+    reference, wide = FusionSettings.reference(), "mlp:widths=[8,5],bias=false"
+    told = refusal([network("mlp:widths=[6,5],bias=false"), network(wide)], settings=reference)
+    assert "'head' has a bias, and the widths differ at 'extractor.1'" in told and "head_bias=false" in told
+    bare = [network(f"mlp:widths=[{width},5],bias=false,head_bias=false") for width in (6, 8)]
+    assert fuse(bare, into=0, probe=PROBE, settings=reference).network is not None
+    normed = [network(f"vgg11:width={width},norm=batch,bias=true,head_bias=false") for width in (0.125, 0.25)]
+    assert fuse(normed, into=0, probe=images(4, size=32), settings=reference).network is not None
+    assert fuse([network(MLP), network(MLP)], into=0, probe=PROBE, settings=reference).network is not None

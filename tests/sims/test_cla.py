@@ -21,8 +21,17 @@ from tests.server.arithmetics import one_core
 
 TASK = Task("digits", 8, True, samples=200)
 RECIPE, FINE = Recipe(epochs=2, rate=0.1), Recipe(epochs=1, rate=0.02)
-MLP = sizes.Pair("mlp:widths=[20,16,12],bias=false", "mlp:widths=[20,16],bias=false", TASK, RECIPE, FINE)
-RESNET = sizes.Pair("resnet14:width=0.07,norm=none", "resnet10:width=0.07,norm=none", TASK, RECIPE, FINE, "cifar10")
+MLP = sizes.Pair(
+    "mlp:widths=[20,16,12],bias=false,head_bias=false", "mlp:widths=[20,16],bias=false,head_bias=false", TASK, RECIPE, FINE
+)
+RESNET = sizes.Pair(
+    "resnet14:width=0.07,norm=none,head_bias=false",
+    "resnet10:width=0.07,norm=none,head_bias=false",
+    TASK,
+    RECIPE,
+    FINE,
+    "cifar10",
+)
 PAIRS = {
     "mlp": MLP,
     "resnet": RESNET,

