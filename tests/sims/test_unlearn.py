@@ -73,6 +73,20 @@ def test_a_site_is_forgotten_verified_and_readmitted(fedloom: Command, run: Path
     assert "readmitted" in listed and "asked by mail" in listed
 
 
+def test_a_network_that_still_holds_the_site_is_no_match(fedloom: Command, run: Path):
+    """What was there before the request is put back, from a copy, say."""
+    before = (run / "states/aggregate.safetensors").read_bytes()
+    assert fedloom("unlearn", run, ONE, "--request-id", "r1").code == 0
+    certificate, after = run / "certificates/r1.json", (run / "states/aggregate.safetensors").read_bytes()
+    (run / "states/aggregate.safetensors").write_bytes(before)
+    said = fedloom("verify", certificate, run)
+    assert said.code == 1 and "| states/aggregate.safetensors | mismatch |" in said.out
+    (run / "states/aggregate.safetensors").write_bytes(after)
+    (run / "states/copy.safetensors").write_bytes(before)
+    said = fedloom("verify", certificate, run)
+    assert said.code == 0 and "| states/copy.safetensors | not checkable |" in said.out
+
+
 def test_unlearn_answers_in_json_and_repairs(fedloom: Command, run: Path):
     said = fedloom("unlearn", run, ONE, "--repair", 1, "--json")
     assert said.code == 0, said.err
