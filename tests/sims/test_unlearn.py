@@ -1,6 +1,7 @@
 """Requests to forget, as a user meets them: unlearn, readmit, verify, on runs that are there and beside a server."""
 
 import json
+import shutil
 import signal
 import subprocess
 import time
@@ -85,6 +86,15 @@ def test_a_network_that_still_holds_the_site_is_no_match(fedloom: Command, run: 
     (run / "states/copy.safetensors").write_bytes(before)
     said = fedloom("verify", certificate, run)
     assert said.code == 0 and "| states/copy.safetensors | not checkable |" in said.out
+
+
+def test_a_baseline_with_the_site_that_is_put_back_is_no_match(fedloom: Command, finished_run: Path, run: Path):
+    assert fedloom("unlearn", run, ONE, "--request-id", "r1", "--retrain").code == 0
+    certificate = run / "certificates/r1.json"
+    assert (run / "retrained/r1").is_dir() and fedloom("verify", certificate, run).code == 0
+    shutil.copytree(finished_run, run / "baselines/fedavg")
+    said = fedloom("verify", certificate, run)
+    assert said.code == 1 and f"| nothing is kept of {ONE} here | mismatch | there are baselines/fedavg |" in said.out
 
 
 def test_unlearn_answers_in_json_and_repairs(fedloom: Command, run: Path):
