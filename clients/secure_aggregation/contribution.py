@@ -184,13 +184,13 @@ def _check_room(job: "Job", vector: Tensor, begin: State, times: int) -> None:
 def _trained(job: "Job", steps: int) -> str:
     """A digest of what determined the training of all sites of the round: the order, the configuration, what was sent.
 
-    Where masks alone hide what a site gives, the number of steps, too: of a network whose extractor does not move in the
-    first step, it would be moved by sites that take two alone.
+    In a real federation the number of steps, too: an extractor that does not move in the first step would be moved by those
+    sites alone that take two. Also with a budget, for all sites must come to the same digest.
     """
     order = job.order
     sent = {record: contents(state) for record, state in sorted(to_states(job.content).items()) if record not in OWN_AFFAIR}
     parts = [order.config, order.run, order.round, order.rounds, order.members, order.kind, order.split, order.again,
-             sorted(order.sums.items()), order.slot, sent, steps if job.masks_alone else 0]  # fmt: skip
+             sorted(order.sums.items()), order.slot, sent, 0 if job.simulated else steps]  # fmt: skip
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
