@@ -99,6 +99,16 @@ class Job:
         return self.memory.begin(self.order.run, self.order.round)
 
     @property
+    def charged(self) -> bool:
+        """Whether a privacy budget bounds what sums tell."""
+        return bool(self.config.privacy.noise and (self.simulated or self.policy.epsilon))
+
+    @property
+    def masks_alone(self) -> bool:
+        """Whether nothing but masks hides what the site gives: then no chosen site, part or image may be alone in a sum."""
+        return bool(self.order.secure) and not self.simulated and not self.charged
+
+    @property
     def tells_scores(self) -> bool:
         """Whether the server hears of losses and accuracies."""
         return self.simulated or self.policy.tells_scores(self.config)
@@ -160,7 +170,7 @@ class Job:
             sent = {name: to_arrays(state, packing) for name, state in given.items()}
             own = as_sent(own, given, sent) if own is not None and packing != NONE else own
         else:
-            sent, more = self._hidden(session, given, start)
+            sent, more = self._hidden(session, given, start, outcome.steps)
             numbers |= more
         if own is not None:
             self.store.save(self.order.round, self.order.base, own)
@@ -171,7 +181,7 @@ class Job:
         return reply
 
     def _hidden(
-        self, session: Session, given: dict[str, State], start: Mapping[str, State]
+        self, session: Session, given: dict[str, State], start: Mapping[str, State], steps: int
     ) -> tuple[dict[str, ArrayRecord], dict[str, float]]:
         """The records with noise, or under masks, or both; and what the noise has cost."""
         changed, privacy, bits = changes(self, session, start, given), self.config.privacy, self.config.federation.scale_bits
@@ -182,8 +192,7 @@ class Job:
             changed = bounded(self, changed, given)
             whole = changed.whole()
         if self.order.secure:
-            charged = privacy.noise and (self.simulated or self.policy.epsilon)  # then what sums tell is bounded
-            sent = masked(self, whole, changed, charged=bool(charged))
+            sent = masked(self, whole, changed, steps)
         else:
             floats = {record: dequantise(state, bits) for record, state in whole.items()}
             sent = {record: to_arrays(state, self.config.federation.packed) for record, state in floats.items()}
@@ -211,12 +220,17 @@ class Job:
 
     def _trained(self, images: Images) -> RecordDict:
         order, least = self.order, self.policy.limits.batch
-        session = self.session(workbench(self.config, architecture_of(self.config, self.site)))
+        task = self.task(workbench(self.config, architecture_of(self.config, self.site)))
+        begin, session = task.generator.get_state(), objective_of(self.config).session(task)
         start = self.started(session)
         if order.secure and order.again == IDLE:
             return self.reply(session, Outcome(math.nan, len(images)), start)
         self.policy.limits.check_images(len(session.training_images(images)), self.config, self.site)
         outcome = learn(session, images, self.config, self.site, order.round, self.device, order.words, least)
+        if self.masks_alone and (outcome.drew or not torch.equal(task.generator.get_state(), begin)):
+            raise RefusedError("objective: it or the network draws at random (Dropout, say), by the run's seed and the "
+                               "site's name: a seed can be chosen so that one image of one site counts alone; leave that "
+                               "out under masks, or set privacy.noise and the site's own epsilon")  # fmt: skip
         return self.reply(session, outcome, start)
 
     def answer(self) -> RecordDict:

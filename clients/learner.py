@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,7 +13,7 @@ from torch.nn.utils import get_total_norm
 
 from clients.data import Images, random_flip, to_float
 from clients.networks import architecture_of
-from clients.randomness import drawing, torch_generator
+from clients.randomness import drawing, drawn, torch_generator
 from clients.training.augmentation import augmentation_of
 from clients.training.fewest import fewest
 from clients.training.optimizers import optimizer_of
@@ -32,10 +32,15 @@ class DivergedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a site reports of its training: mean loss over the steps, and how many images it trained on."""
+    """What a site reports of its training: mean loss over the steps, and how many images it trained on.
+
+    `steps`: how many it took; `drew`: whether the network drew something at random, as Dropout does.
+    """
 
     loss: float
     samples: int
+    steps: int = 0
+    drew: bool = False
 
 
 def rate_at(training: TrainingConfig, rounds: int, progress: float) -> float:
@@ -56,11 +61,13 @@ def learn(
     steps, number = batches(images, config, site, round, device, words, least), step_count(len(images), config, site, least)
     losses, done = [], 0
     with drawing(torch_generator(config.seed, site.name, *words, "forward").initial_seed(), device):
+        begin = drawn(device)
         for end, parameters in session.stages():
             if count := int(end * number + 0.5) - done:
                 losses.append(descend(parameters, _one_number(session.loss), islice(steps, count), config.training))
                 done += count
-    return outcome(torch.cat(losses), len(images), site, round)
+        drew = drawn(device) != begin
+    return replace(outcome(torch.cat(losses), len(images), site, round), steps=done, drew=drew)
 
 
 def _one_number(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:

@@ -57,17 +57,13 @@ class Limits:
 
 
 def check_harmless(config: Config) -> None:
-    """RefusedError for changes to images that can leave nothing of most of them: with a seed chosen for it, one image of one
-    site would be all that is trained on."""
+    """RefusedError for changes to images that can leave nothing of most of them, or mark a few, as the border of a crop
+    does: with a seed chosen for it, one image of one site would be all that is trained on."""
     for one in config.training.augment:
-        name = one.get("name") if isinstance(one, dict) else one
-        padding = one.get("padding", 0) if isinstance(one, dict) else 0
-        crop = name == "RandomCrop" and isinstance(padding, int) and 4 * padding <= config.data.size
-        if name not in FLIPS and not crop:
-            raise RefusedError(
-                f"training.augment: '{name}' may leave nothing of an image, and this site hides what it trains; "
-                f"takes {', '.join(FLIPS)}, or RandomCrop with a padding of a quarter of data.size at most"
-            )
+        given = one if isinstance(one, dict) else {"name": one}
+        if given.get("name") not in FLIPS or given.keys() - {"name"}:
+            raise RefusedError(f"training.augment: {given} may leave nothing of most images, or mark a few, and this site "
+                               f"hides what it trains; takes {', '.join(FLIPS)}, without options")  # fmt: skip
 
 
 @functools.lru_cache(maxsize=64)

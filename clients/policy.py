@@ -230,7 +230,7 @@ def _inside(section: Mapping[str, Any], where: str, registry: Registry[Any]) -> 
             if isinstance(one, Mapping) and "name" in one:
                 yield path, kind, one["name"]
                 yield from _inside(one, path, kind)
-            elif kind is AUXILIARY:
+            elif key == "auxiliary":
                 yield path, kind, one
 
 

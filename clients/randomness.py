@@ -32,5 +32,11 @@ def drawing(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
+def drawn(device: torch.device) -> list[bytes]:
+    """How far torch's own generators are: other bytes after a draw."""
+    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+    return [bytes(one.numpy()) for one in states]
+
+
 def _digest(seed: int, words: tuple[str | int, ...]) -> bytes:
     return hashlib.sha256(json.dumps([seed, *words]).encode()).digest()

@@ -124,9 +124,10 @@ class ExactSession(OwnSession):
         return self.objective.own_weight * self.cross_entropy(weights, images, labels) + aggregate
 
     def _offset(self) -> dict[str, Tensor]:
+        if (others := len(self.offsets) - 1) == 0:
+            return self.offsets[0]
         draw, choice = torch.rand(2, generator=self.task.generator).tolist()
-        others = len(self.offsets) - 1
-        if others == 0 or draw >= self.objective.subset_probability:
+        if draw >= self.objective.subset_probability:
             return self.offsets[0]
         return self.offsets[1 + min(int(choice * others), others - 1)]
 

@@ -36,16 +36,16 @@ DEFAULT_WEIGHT = 1e4  # of a configuration that sets no largest_weight
 OWN_AFFAIR = (SECURE_SHARES, LIFT)  # records of an order that differ from site to site
 
 
-def masked(job: "Job", whole: Mapping[str, State], changed: "Changes", charged: bool = False) -> "dict[str, ArrayRecord]":
+def masked(job: "Job", whole: Mapping[str, State], changed: "Changes", steps: int) -> "dict[str, ArrayRecord]":
     """What a site sends of a round's records: of each a vector, int64, that looks random; only the sum over sites does not.
 
     Of the contribution that the server keeps it is the change since the last one that counted. Masks that this site has in
     common with one that leaves (LIFT) are taken out of it in passing.
     Beside them is a signed digest of what determined the training, and one of the round that it goes on from: only sites
     that trained by the same are summed. `whole`: the records, int64. `changed`: the change of the round, before noise.
-    `charged`: a privacy budget bounds what sums tell, so no sketches are kept.
+    `steps`: of the optimiser. Where a privacy budget bounds what sums tell, no sketches are kept.
     """
-    secrets, order, ready = Secrets(job.store), job.order, job.ready
+    secrets, order, ready, charged = Secrets(job.store), job.order, job.ready, job.charged
     attempt, lifts = ready.attempt, ready.lifts
     if attempt.sent:
         raise UserError("secure aggregation: this attempt's contribution was sent")
@@ -67,7 +67,7 @@ def masked(job: "Job", whole: Mapping[str, State], changed: "Changes", charged: 
         found[record] = to_arrays({MASKED: vector})
     attempt.sent, attempt.idle = True, order.again == IDLE
     attempt.lifts = {name: rounds for name, rounds in lifts.items() if rounds}
-    attempt.statement, attempt.bases, attempt.config = _trained(job), ready.bases, _configured(job)
+    attempt.statement, attempt.bases, attempt.config = _trained(job, steps), ready.bases, _configured(job)
     found[SECURE_TRAINED] = to_arrays(_signed(attempt, ready.base.digest))
     if not charged:
         secrets.keep_moved(order.round, order.base, moved)
@@ -82,7 +82,7 @@ def _check_records(job: "Job", whole: Mapping[str, State], changed: "Changes") -
     weights beside which a site's moves are rounded: the rounding would make what is repeated look new."""
     if job.order.sums.keys() != whole.keys():
         raise UserError(f"order.sums: under masks all records of a contribution ({', '.join(sorted(whole))}) are summed")
-    if job.simulated or job.config.privacy.noise:
+    if job.simulated or job.charged:
         return
     known = [
         one for record, state in changed.begin.items() if changed.is_known(record) for one in state.values() if one.numel()
@@ -181,12 +181,16 @@ def _check_room(job: "Job", vector: Tensor, begin: State, times: int) -> None:
     check_room(most, times)
 
 
-def _trained(job: "Job") -> str:
-    """A digest of what determined the training of all sites of the round: the order, the configuration, what was sent."""
+def _trained(job: "Job", steps: int) -> str:
+    """A digest of what determined the training of all sites of the round: the order, the configuration, what was sent.
+
+    In a real federation the number of steps, too: an extractor that does not move in the first step would be moved by those
+    sites alone that take two. Also with a budget, for all sites must come to the same digest.
+    """
     order = job.order
     sent = {record: contents(state) for record, state in sorted(to_states(job.content).items()) if record not in OWN_AFFAIR}
     parts = [order.config, order.run, order.round, order.rounds, order.members, order.kind, order.split, order.again,
-             sorted(order.sums.items()), order.slot, sent]  # fmt: skip
+             sorted(order.sums.items()), order.slot, sent, 0 if job.simulated else steps]  # fmt: skip
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 

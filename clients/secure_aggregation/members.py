@@ -43,7 +43,7 @@ def check_alike(job: "Job", names: Collection[str]) -> None:
 def _manner(config: Config, site: Site, own: bool) -> tuple[object, ...]:
     """What a site's training depends on beside its own images; and how many it has, unless they are its `own` affair."""
     spec = site.spec
-    outputs = "" if config.data.heads == "shared" else label(spec)
+    outputs = () if config.data.heads == "shared" else (label(spec), spec.domain)
     number = () if own else (spec.samples, spec.partition, site.parts)
     return network_text(config, site), outputs, spec.rotation, spec.invert, spec.flip, spec.classes, spec.relabel, *number
 

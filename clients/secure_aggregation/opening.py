@@ -56,7 +56,8 @@ def _agreed_base(job: "Job") -> Agreed:
     """What the sites have agreed on in the round that this one goes on from.
 
     UserError for a round whose list this site has not signed: only there all that count trained by the same. With a budget
-    for what has been replaced before, too: the noise of the other sites in it can be averaged away.
+    for what has been replaced before, too, unless all of the noise is the site's own (`noise_share`): that of the others
+    can be averaged away.
     """
     secrets, base = Secrets(job.store), job.order.base
     if not base:
@@ -65,7 +66,8 @@ def _agreed_base(job: "Job") -> Agreed:
         raise LostStateError(f"{job.site.name}: its own state is lost: that after round {base}", base)
     if found is None:
         raise UserError(f"order.base: this site has not signed which sites count in round {base}; forget and readmit it")
-    if job.config.privacy.noise and job.policy.epsilon and not job.simulated and secrets.last_read() > base:
+    shared = job.config.privacy.noise and job.policy.epsilon and not job.simulated and not job.order.slot
+    if shared and secrets.last_read() > base:
         raise UserError(f"order.base: the sum of round {secrets.last_read()} is read, and under noise a contribution is "
                         "replaced once; begin a new run")  # fmt: skip
     return found

@@ -190,15 +190,27 @@ def _references(db: sqlite3.Connection) -> _Refers:
     (bits,) = db.execute("SELECT bits FROM runs").fetchone()
     (event,) = db.execute("SELECT max(id) FROM events").fetchone()
     (states,) = db.execute("SELECT states FROM rounds ORDER BY round DESC LIMIT 1").fetchone() or ("{}",)
-    kinds = "'finished', 'interrupted', 'failed', 'resumed', 'forgotten', 'rolled back'"
-    kind, body = db.execute(
-        f"SELECT kind, body FROM events WHERE kind IN ({kinds}) ORDER BY id DESC LIMIT 1"
-    ).fetchone() or ("resumed", "{}")
-    files = json.loads(body).get("files", {}) if kind == "finished" else {}
+    files = _results(db)
     latest = {site: Contribution(*row) for site, *row in db.execute(LATEST)}
     created = json.loads(db.execute("SELECT body FROM events WHERE id = 1").fetchone()[0])
     kept = json.loads(states)
     return _Refers(event, bits, referenced(db), latest, sum_rows(created, kept), kept, files, _apart(created))
+
+
+def _results(db: sqlite3.Connection) -> dict[str, str]:
+    """The sha256 of the files that were there when the run finished; empty if it was resumed since, or sites forgotten."""
+    kinds = "'finished', 'interrupted', 'failed', 'resumed', 'forgotten', 'rolled back'"
+    kind, body = db.execute(
+        f"SELECT kind, body FROM events WHERE kind IN ({kinds}) ORDER BY id DESC LIMIT 1"
+    ).fetchone() or ("resumed", "{}")
+    return json.loads(body).get("files", {}) if kind == "finished" else {}
+
+
+def results(folder: Path) -> dict[str, bool]:
+    """By path in the folder, whether a file that was there when the run finished is what it was; without missing ones."""
+    with closing(reading(folder / LEDGER)) as db:
+        files = _results(db)
+    return {name: file_digest(folder / name) == digest for name, digest in files.items() if (folder / name).is_file()}
 
 
 def _apart(created: Mapping[str, Any]) -> bool:

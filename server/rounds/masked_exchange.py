@@ -218,7 +218,11 @@ class MaskedExchange:
             if one.digest != usual or one.history != histories[base(site.name)]:
                 for heard in (self.heard.trained, self.heard.vectors, self.heard.numbers, self.heard.samples):
                     heard.pop(site.name)
-                self.drop(site, "it trained by another order, or goes on from something else, than most sites")
+                self.drop(
+                    site,
+                    "it trained by another order, took another number of steps (training.steps makes it the same), or "
+                    "goes on from something else, than most sites",
+                )
 
     def _check_blame(self, site: Site, record: object) -> None:
         """Note that a site cannot use another one's shares. ReplyError then: it takes no part."""

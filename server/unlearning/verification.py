@@ -8,7 +8,8 @@ from typing import Any
 
 from clients.identity import erased_words, fingerprint, is_signed, said
 from conf.errors import UserError, plain
-from server.ledger import Ledger
+from server.ledger import Ledger, LedgerError
+from server.ledger.audit import results
 from server.unlearning.at_sites import at_sites
 from server.unlearning.certificate import (
     OUTSTANDING,
@@ -21,7 +22,7 @@ from server.unlearning.certificate import (
     sums_of,
 )
 from server.unlearning.signing import signed_by
-from server.written import BLOBS, SITES, STAGING, STATES
+from server.written import BASELINES, BLOBS, RETRAINED, SITES, STAGING, STATES
 
 CLOSE = 0.002  # accuracies this far apart are equal: another machine may round another way
 SAYS = "says"  # of what nothing is compared with
@@ -142,6 +143,7 @@ def _findings(given: dict[str, Any], ledger: Ledger) -> Iterator[Finding]:
         told = "it was readmitted since, as the ledger says" if site in back else "it does"
         yield _found(f"{site} takes no part", states.get(site, False), told)
         yield _found(f"nothing is kept of {site} here", not held, f"there are {', '.join(held)}")
+    yield from _networks(ledger)
     yield from _at_sites(given, ledger)
     now, totals = _digest_now(given, ledger), sums_of(ledger)
     summed, what = rest_digest(ledger, totals), "sum of the remaining contributions" if totals else "remaining contributions"
@@ -161,10 +163,32 @@ def _held(ledger: Ledger, site: str) -> list[str]:
     found = ["contributions in the ledger"] if ledger.history(site) else []
     places = [*(ledger.folder / SITES).glob(f"*/{site}"), ledger.folder / STAGING / site,
               ledger.folder / STATES / f"{site}.safetensors"]  # fmt: skip
-    found += [str(path.relative_to(ledger.folder)) for path in places if path.exists()]
+    runs = [path for kind in (BASELINES, RETRAINED) for path in sorted((ledger.folder / kind).glob("*")) if path.is_dir()]
+    places = [path for path in places if path.exists()] + [path for path in runs if not _is_without(path, site)]
+    found += [str(path.relative_to(ledger.folder)) for path in places]
     gave = {event.body["contributions"][site]["blob"] for event in ledger.events("round")
             if site in event.body["contributions"]}  # fmt: skip
     return found + [f"{BLOBS}/{name}" for name in sorted((gave & ledger.blobs.names()) - ledger.referred())]
+
+
+def _is_without(folder: Path, site: str) -> bool:
+    """Whether a run inside the run (a baseline, or what was trained to compare with) says that the site takes no part."""
+    try:
+        with Ledger.open(folder, server=False) as ledger:
+            return ledger.sites().get(site, True)
+    except LedgerError:
+        return False
+
+
+def _networks(ledger: Ledger) -> Iterator[Finding]:
+    """Of the files of networks in the run's folder, whether they are what the run wrote: an earlier one may be put back."""
+    known = results(ledger.folder)
+    for path in sorted((ledger.folder / STATES).glob("*.safetensors")) if known else ():
+        name = str(path.relative_to(ledger.folder))
+        if name not in known:
+            yield Finding(name, "not checkable", "the run did not write it, and nobody says what is in it")
+        elif not known[name]:
+            yield Finding(name, "mismatch", "it is not what it was when the run finished")
 
 
 def _digest_now(given: dict[str, Any], ledger: Ledger) -> str:

@@ -128,11 +128,24 @@ BUDGET = ("privacy.clip=0.01", "privacy.noise=4.0")
 def test_what_is_replaced_under_noise_is_replaced_once(tmp_path: Path) -> None:
     """Otherwise the others' noise in it is averaged away, and the site that did not take part again is left with its own."""
     server = Server(tmp_path, (*MASKS, *BUDGET), masks="required", epsilon=8.0)
-    summed(server, ALL, rounds=9)
+    summed(server, ALL, rounds=9, slot="")
     nine = dict.fromkeys(ALL[:9], 1)
-    summed(server, ALL[:9], bases=nine, round=2, rounds=9)
+    summed(server, ALL[:9], bases=nine, round=2, rounds=9, slot="")
     with pytest.raises(Refused, match="train"):
-        summed(server, ALL[:9], bases=nine, round=2, rounds=9)
+        summed(server, ALL[:9], bases=nine, round=2, rounds=9, slot="")
+
+
+def test_what_has_all_of_its_own_noise_is_replaced_again(tmp_path: Path) -> None:
+    """Otherwise one site that deals shares of no secret, which shows when a sum is read, ends the run for all others."""
+    server = Server(tmp_path, (*MASKS, *BUDGET), masks="required", epsilon=8.0)
+    summed(server, ALL, rounds=9)
+    found = []
+    for tried in range(2):
+        nine = ALL[tried:9]
+        masks = Masks(server, nine, dict.fromkeys(nine, 1), round=2, rounds=9).begin().train().confirm().unmask()
+        found.append(server.gave(8, round=2) - server.gave(8))
+        assert float(masks.metrics[8]["epsilon"]) > 0
+    assert all(float(one.double().std()) > 0.8 * 2**0.5 * 0.01 * 4 * 2**32 for one in found)
 
 
 def test_noise_is_not_rounded_away_by_large_weights(tmp_path: Path) -> None:
@@ -224,7 +237,7 @@ def test_images_are_not_changed_so_that_nothing_of_most_is_left(server: Server, 
     server.change(*MASKS, f"training.augment=[{augment}]")
     with pytest.raises(Refused, match=r"RefusedError at training\.augment"):
         summed(server, FOUR)
-    server.change(*MASKS, "training.augment=[RandomHorizontalFlip, {name: RandomCrop, size: 8, padding: 2}]")
+    server.change(*MASKS, "training.augment=[RandomHorizontalFlip, {name: RandomVerticalFlip}]")
     summed(server, FOUR)
 
 

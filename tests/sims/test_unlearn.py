@@ -1,6 +1,7 @@
 """Requests to forget, as a user meets them: unlearn, readmit, verify, on runs that are there and beside a server."""
 
 import json
+import shutil
 import signal
 import subprocess
 import time
@@ -71,6 +72,29 @@ def test_a_site_is_forgotten_verified_and_readmitted(fedloom: Command, run: Path
     refused(fedloom("readmit", run, ONE), "is not forgotten")
     listed = fedloom("ledger", run).out
     assert "readmitted" in listed and "asked by mail" in listed
+
+
+def test_a_network_that_still_holds_the_site_is_no_match(fedloom: Command, run: Path):
+    """What was there before the request is put back, from a copy, say."""
+    before = (run / "states/aggregate.safetensors").read_bytes()
+    assert fedloom("unlearn", run, ONE, "--request-id", "r1").code == 0
+    certificate, after = run / "certificates/r1.json", (run / "states/aggregate.safetensors").read_bytes()
+    (run / "states/aggregate.safetensors").write_bytes(before)
+    said = fedloom("verify", certificate, run)
+    assert said.code == 1 and "| states/aggregate.safetensors | mismatch |" in said.out
+    (run / "states/aggregate.safetensors").write_bytes(after)
+    (run / "states/copy.safetensors").write_bytes(before)
+    said = fedloom("verify", certificate, run)
+    assert said.code == 0 and "| states/copy.safetensors | not checkable |" in said.out
+
+
+def test_a_baseline_with_the_site_that_is_put_back_is_no_match(fedloom: Command, finished_run: Path, run: Path):
+    assert fedloom("unlearn", run, ONE, "--request-id", "r1", "--retrain").code == 0
+    certificate = run / "certificates/r1.json"
+    assert (run / "retrained/r1").is_dir() and fedloom("verify", certificate, run).code == 0
+    shutil.copytree(finished_run, run / "baselines/fedavg")
+    said = fedloom("verify", certificate, run)
+    assert said.code == 1 and f"| nothing is kept of {ONE} here | mismatch | there are baselines/fedavg |" in said.out
 
 
 def test_unlearn_answers_in_json_and_repairs(fedloom: Command, run: Path):
