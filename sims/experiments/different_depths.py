@@ -65,7 +65,7 @@ ROUNDS: dict[str, tuple[str, ...]] = {
     "refit": ("strategy.fusion=refit",),
     "refit, every fourth round": ("strategy.fusion=refit", "strategy.every=4"),
     "parts, own starts": ("strategy.fusion=parts",),
-    "parts, one start": ("strategy={name: cla_ot}",),
+    "parts, one start": ("strategy.fusion=parts", "strategy.start=shared"),
 }
 BASELINES = {"exclusive": "FedAvg among networks of one architecture", "alone": "no federation"}
 NOTE = (

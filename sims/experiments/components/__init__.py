@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from conf.errors import unknown
-from sims.experiments.components import adaptation, analyses, details, faster, one_head, rivals
+from sims.experiments.components import adaptation, analyses, details, faster, joint, one_head, rivals
 from sims.experiments.components.sizes import SIZES
 from sims.experiments.components.study import Study
 from sims.experiments.papers import source_of
@@ -16,6 +16,7 @@ from sims.report.page import Part
 FOLDER = Path("runs/components-tables")
 TABLES: dict[str, Callable[[Study, int], list[Part]]] = {
     "figure2": analyses.figure2,
+    "joint": joint.joint,
     "schemes": analyses.schemes,
     "steps": analyses.steps,
     "figure5": details.figure5,
