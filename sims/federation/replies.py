@@ -16,6 +16,7 @@ from flwr.supercore.inflatable.inflatable_object import get_object_id, get_objec
 from flwr.supercore.utils import int64_to_uint64
 
 from sims.federation.announced import Announced, Book, RefusedReplyError, check_tree
+from sims.federation.clashes import clashes, has_come, messages_of, named, within
 from sims.federation.doors import NODE
 
 MOST_REASON = 2000  # letters of an error that a node sends
@@ -36,7 +37,11 @@ def take_replies_alone() -> None:
 
     def announced(state: SqlLinkState, message: Message, object_tree: ObjectTree, session_id: str) -> tuple[bool, list[str]]:
         if (node := NODE.get()) is None:
-            stored, missing = _store(state, message, object_tree, session_id)
+            try:
+                stored, missing = _store(state, message, object_tree, session_id)
+            except ValueError:  # Flower's for parts that are known with others in them
+                _give_way(state, book, clashes(state, object_tree))
+                stored, missing = _store(state, message, object_tree, session_id)
             ids = book.order(message.metadata.run_id, object_tree) - set(missing)
             if ids and not book.sized(message.metadata.run_id):  # another run has sent the same
                 book.sent(message.metadata.run_id, session_id, _held(state, ids))
@@ -58,6 +63,12 @@ def take_replies_alone() -> None:
     SqlLinkState.add_clientapp_runtime = ran  # type: ignore[method-assign, assignment]
 
 
+def _give_way(state: SqlLinkState, book: Book, parts: set[str]) -> None:
+    """Refuse all replies that hold these parts and are announced."""
+    for one in book.of(messages_of(state, parts)):
+        _Reply(state, book, one.node, "")._refuse(one, "another message has a part of it, with others in it")
+
+
 class _Reply:
     """What a node sends under a session."""
 
@@ -74,10 +85,16 @@ class _Reply:
             check_tree(tree, self._book.most_parts(metadata.run_id))
             if tree.object_id != metadata.message_id:
                 raise RefusedReplyError("its parts are another message's")
+            if not self._book.holds(self._node, tree.object_id) and named(self._state, tree.object_id):
+                raise RefusedReplyError("a message of its id, or a part, is there already")
             for old in self._book.announce(self._node, metadata.run_id, tree.object_id, self._session):
                 self._drop(old)
-            stored, missing = _store(self._state, _anew(message, metadata), tree, self._session)
-        except ValueError as error:  # Flower's for parts that are known with other parts in them
+            try:
+                stored, missing = _store(self._state, _anew(message, metadata), tree, self._session)
+            except ValueError:
+                self._contest(clashes(self._state, tree))
+                stored, missing = _store(self._state, _anew(message, metadata), tree, self._session)
+        except ValueError as error:
             return self._fail(metadata, str(error)), []
         if not stored:
             self._close()
@@ -100,9 +117,18 @@ class _Reply:
         if get_object_id(content) != id:
             return False
         named = content.partition(DIVIDER)[0].split(b" ")[1:2]
-        within = {one.decode("ascii", "replace") for one in b"".join(named).split(b",") if one}
-        rows = self._state.query("SELECT child_id FROM object_children WHERE parent_id = :id", {"id": id})
-        return within != {row["child_id"] for row in rows}
+        held = {one.decode("ascii", "replace") for one in b"".join(named).split(b",") if one}
+        return held != within(self._state, id)
+
+    def _contest(self, parts: set[str]) -> None:
+        """Have other nodes' replies give way that hold these parts with others in them than this one.
+
+        RefusedReplyError where they are right: the bytes of a part prove what is in it, and an order is believed. Of what
+        has not come yet nobody knows who is right.
+        """
+        if any(has_come(self._state, id) for id in parts) or messages_of(self._state, parts) - self._book.roots():
+            raise RefusedReplyError("a part of it has others in it than were announced")
+        _give_way(self._state, self._book, parts)
 
     def _refuse(self, one: Announced, why: str) -> bool:
         """Delete a reply, and have the run hear why if it has not fetched it yet. False: nothing is stored."""
