@@ -1,4 +1,4 @@
-"""Parts of messages that somebody announced with others in them than they have. A part goes by its hash, which others may know.
+"""Parts of messages that somebody announced with others in them than they have. They go by hashes, which others may know.
 
 Flower (1.41) believes whoever names a part first, and refuses all that come later, orders of runs among them.
 """
