@@ -31,7 +31,7 @@ from clients.messages import array_bytes
 from conf.errors import UserError, plain
 from server.answers import wary
 from server.limits import LEAST_LIMIT, TIMES_SENT
-from server.unfolding import UnreadableError, check_unfolding
+from server.unfolding import UnreadableError, by_hash, check_unfolding
 
 SLICE_SECONDS = 1.0  # for one reply's parts; then others have their turn
 AT_ONCE = 4  # parts that are fetched side by side
@@ -185,7 +185,8 @@ def received(told: Told, parts: dict[str, bytes], most: int) -> Message:
 
 def read(told: Told, parts: dict[str, bytes], most: int) -> Message:
     """The message in these parts, which are used up. Raises UnreadableError, and whatever Flower raises for what is none."""
-    root, metadata = told.metadata.message_id, metadata_from_proto(told.metadata)
+    metadata = metadata_from_proto(told.metadata)
+    root, parts = by_hash(told.metadata.message_id, parts)
     check_unfolding(root, parts, most)
     kinds = [head_of(parts[id])[0] for id in (root, *head_of(parts[root])[1])]
     if kinds not in (["Message"], ["Message", "RecordDict"]):

@@ -81,20 +81,6 @@ class Book:
         """Of a reply in a run."""
         return max(LEAST_LIMIT, TIMES_SENT * self._orders.get(run, _Orders()).largest)
 
-    def holds(self, node: int, root: str) -> bool:
-        """Whether a node has announced a reply."""
-        return any(one.node == node for one in self.of({root}))
-
-    def roots(self) -> set[str]:
-        """The ids of all replies that are announced."""
-        with self._lock:
-            return {one.root for held in self._held.values() for one in held}
-
-    def of(self, roots: set[str]) -> list[Announced]:
-        """Those of the replies that are announced."""
-        with self._lock:
-            return [one for held in self._held.values() for one in held if one.root in roots]
-
     def announce(self, node: int, run: int, root: str, session: str) -> list[Announced]:
         """Hold a reply; those of the node that have to go for it. RefusedReplyError: it is announced again and again."""
         with self._lock:

@@ -125,9 +125,7 @@ def test_table() -> None:
     assert doctor_table([("torch", "2.0", True)]).note == "All is there."
 
 
-@pytest.mark.parametrize(
-    "date", [None, "", "tomorrow", "Mon, 99 Foo 20000 10:00:00 +0000", "25 Nov 2025 10:00:00 +999999"]
-)
+@pytest.mark.parametrize("date", [None, "", "tomorrow", "Mon, 99 Foo 20000 10:00:00 +0000", "25 Nov 2025 10:00:00 +999999"])
 def test_whatever_a_server_says_of_the_time_is_a_line(monkeypatch: pytest.MonkeyPatch, date: str | None):
     monkeypatch.setattr(checks, "_answer", lambda *_: (404, date))
     told = checks._spoken("a", 1, Path())
