@@ -6,9 +6,8 @@ waits for parts that do not come, up to two hours; and it believes what a reply 
 
 import contextlib
 import itertools
-import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,15 +31,12 @@ from clients.messages import array_bytes
 from conf.errors import UserError, plain
 from server.answers import wary
 from server.limits import LEAST_LIMIT, TIMES_SENT
+from server.unfolding import UnreadableError, by_hash, check_unfolding
 
 SLICE_SECONDS = 1.0  # for one reply's parts; then others have their turn
 AT_ONCE = 4  # parts that are fetched side by side
-DIVIDER = b"\x00"  # between an object's head and its body
 MOST_TOLD = 200  # characters of an error
-
-
-class UnreadableError(ValueError):
-    """A reply that nobody will look at; the message says why."""
+MOST_REASON = 10_000  # of one that a node sends
 
 
 @dataclass
@@ -189,30 +185,16 @@ def received(told: Told, parts: dict[str, bytes], most: int) -> Message:
 
 def read(told: Told, parts: dict[str, bytes], most: int) -> Message:
     """The message in these parts, which are used up. Raises UnreadableError, and whatever Flower raises for what is none."""
-    root, metadata = told.metadata.message_id, metadata_from_proto(told.metadata)
-    if unfolded(root, parts, {}) > most:
-        raise UnreadableError(f"it unfolds to more than {most >> 20} MiB")
+    metadata = metadata_from_proto(told.metadata)
+    root, parts = by_hash(told.metadata.message_id, parts)
+    check_unfolding(root, parts, most)
     kinds = [head_of(parts[id])[0] for id in (root, *head_of(parts[root])[1])]
     if kinds not in (["Message"], ["Message", "RecordDict"]):
         raise UnreadableError("it holds no records")
     message: Any = inflate_object_from_contents(root, parts)
     if message.has_error():
-        return make_message(metadata, error=message.error)
+        return make_message(metadata, error=Error(message.error.code, str(message.error.reason or "")[:MOST_REASON]))
     return make_message(metadata, content=message.content)
-
-
-def unfolded(id: str, parts: Mapping[str, bytes], known: dict[str, int]) -> int:
-    """Bytes that an object takes in memory: parts that it names several times count as often. `known`: of those seen."""
-    if id not in known:
-        kind, children, _ = head_of(parts[id])
-        body = parts[id].partition(DIVIDER)[2]
-        named = children
-        if kind == "Array":
-            named = [children[place] for place in json.loads(body)["arraychunk_ids"]]
-        elif kind in ("ArrayRecord", "RecordDict"):
-            named = list(json.loads(body).values())
-        known[id] = len(body) + sum(unfolded(child, parts, known) for child in named)
-    return known[id]
 
 
 def _failed(told: Told, error: Exception) -> Message:

@@ -28,10 +28,11 @@ def scrub(config: Config) -> str:
         return ("the SuperLink's database is not on this machine, or is that of Flower's own program: it may hold messages "
                 "of the forgotten sites")  # fmt: skip
     path = found[0] / DATABASE
-    return _scrubbed(path) if path.is_file() else ""
+    return scrubbed(path) if path.is_file() else ""
 
 
-def _scrubbed(path: Path) -> str:
+def scrubbed(path: Path) -> str:
+    """Empty the log of a SuperLink's database. What may be left, as of `scrub`."""
     try:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=1.0)) as database:
             deadline = time.monotonic() + WAIT_SECONDS

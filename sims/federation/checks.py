@@ -137,9 +137,11 @@ def _spoken(host: str, port: int, authority: Path) -> str:
             f"whoever reaches it may control it ({obeyed[0]} is answered): stop it, and have this version serve a new plan"
         )
     told = _answer(host, port, authority, "GET", "/")[1]
-    if told is None:
+    try:
+        there = email.utils.parsedate_to_datetime(told or "").timestamp()
+    except (ValueError, OverflowError, OSError):
         return "answers, but not as Flower's SuperLink does"
-    apart = (email.utils.parsedate_to_datetime(told) - datetime.datetime.now(datetime.UTC)).total_seconds()
+    apart = there - datetime.datetime.now(datetime.UTC).timestamp()
     return GOOD if abs(apart) <= APART_SECONDS else f"its clock differs by {apart:+.0f} s: set both by NTP"
 
 

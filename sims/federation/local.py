@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from conf.errors import UserError, unknown
+from conf.errors import UserError, plain, unknown
 from conf.words import count
 from sims.federation import sheets
 from sims.federation.machines import START_SECONDS, nodes, refuse_port, registered
@@ -88,8 +88,8 @@ def logs(folder: Path, names: list[str], lines: int) -> list[tuple[str, str]]:
         raise UserError(
             f"{folder}: there is no log of {', '.join(names) or 'any machine'}: nothing has run in its folder yet"
         )
-    return [(name, "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]))
-            for name, path in found if path.is_file()]  # fmt: skip
+    texts = [(name, path.read_text(encoding="utf-8", errors="replace")) for name, path in found if path.is_file()]
+    return [(name, plain("\n".join(text.splitlines()[-lines:]), lines=True)) for name, text in texts]
 
 
 def _answers(folder: Path) -> bool:

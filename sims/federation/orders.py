@@ -3,14 +3,22 @@
 Flower's node (1.41) fetches all parts of an order, and unpacks the app's configuration, before any app of the site is asked.
 """
 
+import hashlib
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from flwr.app import Error, Message
 from flwr.common.constant import ErrorCode
+from flwr.proto.message_pb2 import ObjectTree
+from flwr.supercore.fab import Fab
+from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+from flwr.supercore.object_store import ObjectStore
+from flwr.supercore.run import Run
 
 from server.answers import be_wary
+from server.unfolding import check_unfolding
 from sims.federation.bodies import LARGEST_PART, SMALL
 
 MOST_ORDER = 10**9  # bytes, where the site's policy does not say
@@ -25,6 +33,12 @@ MOST_ANSWERS = {
 REFUSED = "RefusedError at order"  # as clients.guard tells what clients.policy refuses
 
 
+APP = Fab(hashlib.sha256(b"").hexdigest(), b"", {})  # in place of a server's, where it does not run
+NAME = "own/app"
+
+Pull = Callable[..., int | None]  # Flower's step that fetches an order
+
+
 class _TooLargeError(Exception):
     """An order has more bytes than this site takes."""
 
@@ -34,39 +48,65 @@ def bound_orders(largest: float, own: bool) -> None:
     be_wary(lambda path: MOST_ANSWERS.get(path, SMALL))
     place: Any = importlib.import_module("flwr.supernode.start_client_internal")
     most = int(largest * 1.125e6) + (1 << 20) if largest else MOST_ORDER  # the policy measures it again, without heads
-    place._pull_and_store_message = _bounded(place._pull_and_store_message, place._insert_message, most)
+    pull = _bounded(place._pull_and_store_message, place._insert_message, most)
+    place._pull_and_store_message = _without_apps(pull) if own else pull
     if own:  # the installed app has no use for a configuration of the one that is sent
         place.get_fused_config_from_fab = lambda *_: {}
 
 
-def _bounded(pull: Callable[..., int | None], insert: Callable[..., None], most: int) -> Callable[..., int | None]:
-    """Flower's step that fetches an order, which answers it with an error beyond so many bytes."""
+def _without_apps(pull: Pull) -> Pull:
+    """The same, but that nothing is kept of runs and their apps, of which a server may name any number."""
+
+    def kept(*, get_run: Any, get_fab: Any, **more: Any) -> int | None:
+        def bare(run: int) -> Run:
+            series = get_run(run).series_id
+            return replace(Run.create_empty(run), fab_id=NAME, fab_hash=APP.hash_str, series_id=series)
+
+        return pull(**more, get_run=bare, get_fab=lambda *_: APP)
+
+    return kept
+
+
+def _bounded(pull: Pull, insert: Callable[..., None], most: int) -> Pull:
+    """The same, but that it answers an order with an error that has, or takes in memory, more than so many bytes."""
 
     def bounded(*, receive: Any, pull_object: Any, confirm_message_received: Any, **more: Any) -> int | None:
-        came: list[Message] = []
-        size = 0
+        came: list[tuple[Message, ObjectTree]] = []
+        size, refused = 0, False
 
         def remembered() -> Any:
             if (found := receive()) is not None:
-                came.append(found[0])
+                came.append(found)
             return found
 
         def counted(run: int, id: str) -> bytes:
-            nonlocal size
+            nonlocal size, refused
             content = pull_object(run, id)
             size += len(content)
             if size > most:
+                refused = True
                 raise _TooLargeError(f"it has more than {most / 1e6:g} MB (site.yaml: largest_order)")
             return content
 
-        steps = {"receive": remembered, "pull_object": counted, "confirm_message_received": confirm_message_received}
-        run = pull(**more, **steps)
-        if run is not None or size <= most:
+        def looked_at(run: int, id: str) -> None:
+            nonlocal refused
+            refused = True
+            check_unfolding(id, _parts(came[0][1], more["object_store"]), most)
+            refused = False
+            confirm_message_received(run, id)
+
+        run = pull(**more, receive=remembered, pull_object=counted, confirm_message_received=looked_at)
+        if not refused:
             return run
-        about = came[0].metadata
-        insert(Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, REFUSED), reply_to=came[0]),
+        message = came[0][0]
+        insert(Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, REFUSED), reply_to=message),
                more["state"], more["object_store"])  # fmt: skip
-        confirm_message_received(about.run_id, about.message_id)
-        return about.run_id
+        confirm_message_received(message.metadata.run_id, message.metadata.message_id)
+        return message.metadata.run_id
 
     return bounded
+
+
+def _parts(tree: ObjectTree, store: ObjectStore) -> dict[str, bytes]:
+    """The parts of a message that has come."""
+    return {part.object_id: store.get(part.object_id) or b"" for part in iterate_object_tree(tree)}

@@ -1,14 +1,17 @@
-"""Logs that others cannot fill: of each kind of complaint a few lines a minute."""
+"""Logs that others cannot fill, nor write in: of each kind of complaint a few lines a minute, each of them one line."""
 
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Sequence
+
+from conf.errors import plain
 
 NAMES = ("flwr", "uvicorn.error", "asyncio")  # loggers that write of what callers do
 LINES = 10  # a minute, of one place in the code
 MINUTE = 60.0  # seconds
-LONGEST = 2000  # characters of a line
+LONGEST, LONGEST_TRACE = 2000, 20_000  # characters of a line, and of a traceback
 
 
 class Quiet(logging.Filter):
@@ -30,9 +33,10 @@ class Quiet(logging.Filter):
             self._seen[place] = began, lines + 1
         if lines >= LINES:
             return False
-        if lines:
-            record.exc_info = record.exc_text = record.stack_info = None
-        text = record.getMessage()[:LONGEST]
+        trace = "" if lines or not record.exc_info else "".join(traceback.format_exception(record.exc_info[1]))
+        record.exc_info = record.stack_info = None
+        record.exc_text = plain(trace[:LONGEST_TRACE], lines=True).rstrip() or None
+        text = plain(record.getMessage()[:LONGEST]).strip()
         record.msg, record.args = f"{text} ({left_out} more like it were left out)" if left_out else text, ()
         return True
 

@@ -2,9 +2,13 @@
 
 Flower's (1.41) passes on what a node sends to whom the message names, so that a member could give orders to other sites; it
 stores whatever a message says of itself, which may be nothing that it can read again; and it takes as many parts as come.
+It keeps one part of each hash for all, and believes whoever announces it first what is in it: here each node has parts of
+its own (`private`), so that none gets in the way of orders, or of others' replies, whose parts it knows.
 """
 
+import hmac
 import logging
+import secrets
 
 from flwr.app import Error, Message, Metadata, RecordDict
 from flwr.app.message import make_message
@@ -12,7 +16,13 @@ from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.server.superlink.linkstate.sql_linkstate import SqlLinkState
 from flwr.supercore.date import now
-from flwr.supercore.inflatable.inflatable_object import get_object_id, get_object_tree
+from flwr.supercore.inflatable.inflatable_object import (
+    UnexpectedObjectContentError,
+    get_object_id,
+    get_object_tree,
+    iterate_object_tree,
+)
+from flwr.supercore.inflatable.inflatable_utils import validate_object_content
 from flwr.supercore.utils import int64_to_uint64
 
 from sims.federation.announced import Announced, Book, RefusedReplyError, check_tree
@@ -21,6 +31,7 @@ from sims.federation.doors import NODE
 MOST_REASON = 2000  # letters of an error that a node sends
 LONGEST_RUNTIME = 1e7  # seconds that a ClientApp may have taken, of those that are added up
 
+SALT = secrets.token_bytes(32)  # with this process its runs end
 DIVIDER = b"\x00"  # between a part's head and its body
 
 log = logging.getLogger("flwr")
@@ -44,6 +55,9 @@ def take_replies_alone() -> None:
         return _Reply(state, book, node, session_id).announced(message, object_tree)
 
     def came(state: SqlLinkState, run_id: int, session_id: str, object_id: str, object_content: bytes) -> bool:
+        state.object_store.verify = False  # type: ignore[attr-defined]  # by hashes, which _is_part does
+        if not _is_part(object_id, object_content):
+            return False
         if (node := NODE.get()) is None:
             book.sent(run_id, session_id, len(object_content))
             return _store_object(state, run_id, session_id, object_id, object_content)
@@ -72,8 +86,10 @@ class _Reply:
             return False, []
         try:
             check_tree(tree, self._book.most_parts(metadata.run_id))
-            if tree.object_id != metadata.message_id:
+            if tree.object_id != message.metadata.message_id:
                 raise RefusedReplyError("its parts are another message's")
+            names = {private(self._node, part.object_id): part.object_id for part in iterate_object_tree(tree)}
+            tree = _private_tree(self._node, tree)
             for old in self._book.announce(self._node, metadata.run_id, tree.object_id, self._session):
                 self._drop(old)
             stored, missing = _store(self._state, _anew(message, metadata), tree, self._session)
@@ -81,7 +97,7 @@ class _Reply:
             return self._fail(metadata, str(error)), []
         if not stored:
             self._close()
-        return stored, missing
+        return stored, [names[id] for id in missing]
 
     def came(self, run: int, id: str, content: bytes) -> bool:
         """Whether a part is stored: it is announced, and the reply does not get too large."""
@@ -91,17 +107,16 @@ class _Reply:
             return False
         if found.taken > (most := self._book.most_bytes(run)):
             return self._refuse(found, f"it has more than {most >> 20} MiB")
-        if self._holds_others(id, content):  # or else whoever announces this part truly is refused
+        if self._holds_others(id, content):
             return self._refuse(found, "a part of it holds others than were announced")
-        return _store_object(self._state, run, self._session, id, content)
+        return _store_object(self._state, run, self._session, private(self._node, id), content)
 
     def _holds_others(self, id: str, content: bytes) -> bool:
-        """Whether a part names parts that it was not announced with. False for what is no part: Flower refuses that."""
-        if get_object_id(content) != id:
-            return False
-        named = content.partition(DIVIDER)[0].split(b" ")[1:2]
-        within = {one.decode("ascii", "replace") for one in b"".join(named).split(b",") if one}
-        rows = self._state.query("SELECT child_id FROM object_children WHERE parent_id = :id", {"id": id})
+        """Whether a part names parts that it was not announced with."""
+        named = content.partition(DIVIDER)[0].split(b" ")[1].decode("ascii")
+        within = {private(self._node, one) for one in named.split(",") if one}
+        asked = {"id": private(self._node, id)}
+        rows = self._state.query("SELECT child_id FROM object_children WHERE parent_id = :id", asked)
         return within != {row["child_id"] for row in rows}
 
     def _refuse(self, one: Announced, why: str) -> bool:
@@ -124,7 +139,7 @@ class _Reply:
             return None
         came = now().timestamp()
         return Metadata(
-            about.run_id, about.message_id, self._node, SUPERLINK_NODE_ID, about.reply_to_message_id,
+            about.run_id, private(self._node, about.message_id), self._node, SUPERLINK_NODE_ID, about.reply_to_message_id,
             order["group_id"], came, order["created_at"] + order["ttl"] - came, order["message_type"],
         )  # fmt: skip
 
@@ -159,6 +174,26 @@ class _Reply:
     def _close(self) -> None:
         """Nothing comes under this session."""
         self._state._cleanup_push_session(self._session, cleanup_messages=False)
+
+
+def private(node: int, id: str) -> str:
+    """By which a part that a node sends is kept: nobody else's goes by it, and nobody knows it."""
+    return hmac.digest(SALT, f"{node} {id}".encode(), "sha256").hex()
+
+
+def _private_tree(node: int, tree: ObjectTree) -> ObjectTree:
+    return ObjectTree(
+        object_id=private(node, tree.object_id), children=[_private_tree(node, child) for child in tree.children]
+    )
+
+
+def _is_part(id: str, content: bytes) -> bool:
+    """Whether this is the part of that hash."""
+    try:
+        validate_object_content(content)
+    except (ValueError, UnexpectedObjectContentError):
+        return False
+    return get_object_id(content) == id
 
 
 def _held(state: SqlLinkState, ids: set[str]) -> int:

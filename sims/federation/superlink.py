@@ -31,8 +31,8 @@ from flwr.superlink.config_loader import SuperLinkLifespanConfig
 from flwr.superlink.main import create_app
 
 from conf.errors import UserError
-from server.unlearning.superlink import DATABASE
-from sims.federation import members, sheets
+from server.unlearning.superlink import DATABASE, scrubbed
+from sims.federation import leftovers, members, sheets
 from sims.federation.connections import Listening, settings
 from sims.federation.doors import Door, for_nodes, for_the_owner
 from sims.federation.executor import Executor
@@ -131,7 +131,7 @@ def _write_connection(home: Path, address: str, authority: Path, token: str) -> 
 
 
 async def _follow(state: SqlLinkState) -> None:
-    """Let in what the folder of keys says, whenever it changes."""
+    """Let in what the folder of keys says, whenever it changes; and delete what runs have left that ended."""
     before, told = members.seen(Path(KEYS)), ""
     while True:
         await asyncio.sleep(LOOK_SECONDS)
@@ -139,10 +139,12 @@ async def _follow(state: SqlLinkState) -> None:
             if (there := members.seen(Path(KEYS))) != before:
                 await asyncio.to_thread(_take_over, state)
                 before = there
+            if await asyncio.to_thread(leftovers.clear, state):
+                await asyncio.to_thread(scrubbed, Path(DATABASE))
             told = ""
         except Exception as error:  # such as a disk that is full: nodes that are in go on, and the next look tries again
             if str(error) != told:
-                log.exception("the keys in %s cannot be taken over", KEYS)
+                log.exception("the keys in %s cannot be taken over, or what ended runs left cannot be deleted", KEYS)
             told = str(error)
 
 

@@ -4,7 +4,10 @@ import json
 import sys
 from importlib.metadata import entry_points
 
+from flwr.supercore.constant import TASK_TYPE_TO_COMMAND, TaskType
+
 from server.answers import be_wary
+from server.unfolding import read_by_hash
 from sims.federation.heartbeats import keep_beating
 from sims.federation.own_app import OWN, run_own_app
 
@@ -18,6 +21,8 @@ def main(apps: str) -> None:
         run_own_app()
     keep_beating()
     be_wary()
+    if words[0] == TASK_TYPE_TO_COMMAND[TaskType.SERVER_APP]:
+        read_by_hash()
     (command,) = entry_points(group="console_scripts", name=words[0])
     command.load()()
 

@@ -5,17 +5,19 @@ import gzip
 import importlib
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Metadata, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, Metadata, RecordDict
 from flwr.app.message import make_message
 from flwr.proto.fleet_pb2 import PullMessagesRequest, PullMessagesResponse
 from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
-from flwr.proto.message_pb2 import Message, PullObjectRequest, PullObjectResponse
+from flwr.proto.message_pb2 import Message as Told
+from flwr.proto.message_pb2 import PullObjectRequest, PullObjectResponse
 from flwr.proto.run_pb2 import GetRunRequest
 from flwr.supercore.fab import Fab
 from flwr.supercore.heartbeat import HeartbeatFailure, HeartbeatSender
@@ -28,10 +30,11 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.nodestate import NodeStateFactory
 
 from server.answers import OddAnswerError
+from server.unfolding import MOST_RECORDS
 from sims.federation.bodies import LARGEST_PART, SMALL
 from sims.federation.executor import Executor
 from sims.federation.heartbeats import keep_beating
-from sims.federation.orders import REFUSED, _bounded, bound_orders
+from sims.federation.orders import MOST_ORDER, REFUSED, _bounded, _without_apps, bound_orders
 from tests.flower.machines import until
 from tests.flower.server import GREETINGS, Answer, answering, node
 
@@ -42,7 +45,7 @@ REQUESTS = {"PullObject": PullObjectRequest, "PullMessages": PullMessagesRequest
 ODD: dict[str, Answer] = {
     "500": (500, {}, b""),
     "junk": (200, {}, b"\xff\xff"),
-    "no tree": (200, {}, PullMessagesResponse(messages_list=[Message()]).SerializeToString()),
+    "no tree": (200, {}, PullMessagesResponse(messages_list=[Told()]).SerializeToString()),
 }
 
 
@@ -202,28 +205,64 @@ def test_a_site_that_runs_its_own_app_unpacks_nothing_of_one_that_is_sent(wary: 
     assert place.get_fused_config_from_fab(b"not a bundle", Run.create_empty(3)) == {}
 
 
-def test_an_order_that_is_too_large_is_answered_with_an_error(monkeypatch: pytest.MonkeyPatch):
-    place: Any = importlib.import_module("flwr.supernode.start_client_internal")
-    monkeypatch.setattr(place, "get_fused_config_from_fab", lambda *_: {})
-    metadata = Metadata(3, "", 1, 7, "", "1", time.time(), 600.0, "train")
-    order = make_message(metadata, content=RecordDict({"a": ArrayRecord([np.zeros(n) for n in (100, 2000, 3000)])}))
-    order.metadata.__dict__["_message_id"] = order.object_id
-    parts = {id: part.deflate() for id, part in get_all_nested_objects(order).items()}
-    confirmed: set[tuple[int, str]] = set()
+def order(*, zeros: int = 0, text: int = 0) -> Message:
+    """With arrays of different bytes, and with so many arrays that are alike, or so many letters."""
+    content = RecordDict({"a": ArrayRecord([np.arange(float(n)) for n in (100, 2000, 3000)])})
+    if zeros:
+        content["z"] = ArrayRecord([np.zeros(10_000)] * zeros)
+    if text:
+        content["t"] = ConfigRecord({"t": "x" * text})
+    made = make_message(Metadata(3, "", 1, 7, "", "1", time.time(), 600.0, "train"), content=content)
+    made.metadata.__dict__["_message_id"] = made.object_id
+    return made
 
-    def confirm(run: int, id: str) -> None:
-        confirmed.add((run, id))
 
-    for most, refused in ((10_000, True), (100_000, False)):
-        confirmed.clear()
-        store = ObjectStoreFactory()
-        state = NodeStateFactory(objectstore_factory=store).state()
-        state.set_node_id(7)
-        run = _bounded(place._pull_and_store_message, place._insert_message, most)(
-            state=state, object_store=store.store(), node_config={}, receive=lambda: (order, get_object_tree(order)),
-            get_run=Run.create_empty, get_fab=lambda *_: Fab("", b"", {}), pull_object=lambda run, id: parts[id],
-            confirm_message_received=confirm, trusted_entities=None,
+class Asked:
+    """A node's state, and its step that fetches an order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.place: Any = importlib.import_module("flwr.supernode.start_client_internal")
+        monkeypatch.setattr(self.place, "get_fused_config_from_fab", lambda *_: {})
+        self.store = ObjectStoreFactory()
+        self.state = NodeStateFactory(objectstore_factory=self.store).state()
+        self.state.set_node_id(7)
+
+    def pull(self, order: Message, most: int, without: bool = False, **more: Any) -> list[str | None]:
+        """What is answered to an order at once."""
+        parts = {id: part.deflate() for id, part in get_all_nested_objects(order).items()}
+        confirmed: list[tuple[int, str]] = []
+        bounded = _bounded(self.place._pull_and_store_message, self.place._insert_message, most)
+        steps: dict[str, Any] = {"get_run": Run.create_empty, "get_fab": lambda *_: Fab("", b"", {})}
+        run = (_without_apps(bounded) if without else bounded)(
+            state=self.state, object_store=self.store.store(), node_config={},
+            receive=lambda: (order, get_object_tree(order)), pull_object=lambda run, id: parts[id],
+            confirm_message_received=lambda run, id: confirmed.append((run, id)), trusted_entities=None, **(steps | more),
         )  # fmt: skip
-        assert run == 3 and confirmed == {(3, order.object_id)}
-        replies = state.get_messages_legacy(is_reply=True)
-        assert [reply.error.reason for reply in replies] == [REFUSED] * refused
+        assert run == 3 and confirmed == [(3, order.object_id)]
+        return [reply.error.reason for reply in self.state.get_messages_legacy(is_reply=True)]
+
+
+@pytest.mark.parametrize(("more", "most"), [({}, 10_000), ({"zeros": 100}, 500_000), ({"text": MOST_RECORDS}, MOST_ORDER)],
+                         ids=["its bytes", "a part a hundred times", "text"])  # fmt: skip
+def test_an_order_that_is_too_large_is_answered_with_an_error(monkeypatch: pytest.MonkeyPatch, more: Any, most: int):
+    asked = Asked(monkeypatch)
+    assert asked.pull(order(**more), most) == [REFUSED]
+    assert len(asked.store.store()) == len(get_all_nested_objects(Message(Error(0, REFUSED), reply_to=order())))
+    assert asked.pull(order(), 100_000) == []
+
+
+def test_nothing_is_kept_of_an_app_that_does_not_run(monkeypatch: pytest.MonkeyPatch):
+    """A server may name any number of runs, and of apps of 32 MB."""
+
+    def named(run: int) -> Run:
+        return replace(Run.create_empty(run), fab_id="x" * 10**6, override_config={"a": "y" * 10**6}, fab_hash="0",
+                       primary_task_type="flwr-agentapp")  # fmt: skip
+
+    def sent(*_: object) -> Fab:
+        raise AssertionError("it is fetched")
+
+    asked = Asked(monkeypatch)
+    assert asked.pull(order(), 100_000, without=True, get_run=named, get_fab=sent) == []
+    run = asked.state.get_run(3)
+    assert run is not None and len(str(run)) < 2000 and asked.state.get_fab(run.fab_hash) is not None
+    assert [task.type for task in asked.state.get_tasks()] == ["flwr-clientapp"]

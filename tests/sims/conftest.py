@@ -3,6 +3,7 @@
 import shutil
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -10,6 +11,9 @@ from conf import load
 from sims.cli import main as cli
 from sims.simulate import simulate
 from tests.sims.commands import SMALL, Command, Said
+
+if TYPE_CHECKING:
+    from tests.sims.links import Link
 
 
 @pytest.fixture
@@ -24,6 +28,14 @@ def fedloom(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
         return Said(code, said.out, said.err)
 
     return run
+
+
+@pytest.fixture
+def link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Link":
+    """A SuperLink's database, a run, and two nodes of it; the second one is hostile."""
+    from tests.sims.links import new_link
+
+    return new_link(tmp_path, monkeypatch)
 
 
 @pytest.fixture(scope="session")

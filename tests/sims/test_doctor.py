@@ -10,6 +10,7 @@ import pytest
 
 from conf.schema import DataConfig
 from sims.cli.doctor import NARROW, doctor, doctor_table, narrow_convolutions
+from sims.federation import checks
 
 
 @pytest.fixture
@@ -122,3 +123,15 @@ def test_table() -> None:
     assert [row[2] for row in table.rows] == ["yes", "NO"]
     assert table.note.startswith("1 of 2 are not there or not sound")
     assert doctor_table([("torch", "2.0", True)]).note == "All is there."
+
+
+@pytest.mark.parametrize("date", [None, "", "tomorrow", "Mon, 99 Foo 20000 10:00:00 +0000", "25 Nov 2025 10:00:00 +999999"])
+def test_whatever_a_server_says_of_the_time_is_a_line(monkeypatch: pytest.MonkeyPatch, date: str | None):
+    monkeypatch.setattr(checks, "_answer", lambda *_: (404, date))
+    told = checks._spoken("a", 1, Path())
+    assert told.startswith(("answers, but not as Flower's", "its clock differs by"))
+
+
+def test_a_servers_time_without_a_zone_is_a_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checks, "_answer", lambda *_: (404, "Tue, 25 Nov 2025 10:00:00 -0000"))
+    assert checks._spoken("a", 1, Path()).startswith("its clock differs by")

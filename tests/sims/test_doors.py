@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import io
 import logging
 import threading
 from dataclasses import replace
@@ -228,7 +229,7 @@ def test_nobody_fills_a_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytes
         log.warning("another kind")
         texts = [record.getMessage() for record in caplog.records]
         assert texts == [f"caller {number} sent nonsense" for number in range(quiet.LINES)] + ["another kind"]
-        assert [bool(record.exc_info) for record in caplog.records] == [True] + [False] * quiet.LINES
+        assert [bool(record.exc_text) for record in caplog.records] == [True] + [False] * quiet.LINES
         caplog.clear()
         for minute in (60.0, 60.0, -1.0):
             monkeypatch.setattr(quiet, "MINUTE", minute)
@@ -237,4 +238,27 @@ def test_nobody_fills_a_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytes
         texts = [record.getMessage() for record in caplog.records]
         assert "(6 more like it were left out)" in texts[quiet.LINES] and max(map(len, texts)) < quiet.LONGEST + 99
     finally:
+        log.removeFilter(filtered)
+
+
+FORGED = "x\n\x1b]0;owned\x07\x1b[2J\x1b[31mINFO :      site-0000 is thrown out\r\x9b31m\u2028y"
+
+
+def test_nobody_writes_lines_of_others_in_a_log_or_steers_a_terminal_by_it():
+    written = io.StringIO()
+    handler, filtered, log = logging.StreamHandler(written), Quiet(), logging.getLogger("tests.lines")
+    log.addFilter(filtered)
+    log.addHandler(handler)
+    try:
+        log.error("no app of hash %s", FORGED)
+        lines = written.getvalue().splitlines()
+        assert len(lines) == 1 and lines[0].isprintable() and "thrown out" in lines[0]
+        try:
+            raise ValueError(FORGED)
+        except ValueError:
+            log.exception("%s", "no app")
+        assert all(line.isprintable() for line in written.getvalue().splitlines())
+        assert "Traceback" in written.getvalue()
+    finally:
+        log.removeHandler(handler)
         log.removeFilter(filtered)

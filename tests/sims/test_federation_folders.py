@@ -89,6 +89,8 @@ def test_logs_takes_the_folder_as_the_others_do(fedloom: Command, tmp_path: Path
     assert fedloom("federation", "logs", "b", "--folder", tmp_path / "m").out == "== b\nof b\n"
     assert fedloom("federation", "logs", tmp_path / "m").out == "== a\nof a\n== b\nof b\n"
     refused(fedloom("federation", "logs", tmp_path / "m", "c"), "unknown machine 'c'")
+    (tmp_path / "m" / "a" / "log.txt").write_text("one\x1b]0;owned\x07\x9b2J two\nthree\n")
+    assert fedloom("federation", "logs", tmp_path / "m", "a").out == "== a\none 2J two\nthree\n"
 
 
 def test_what_cannot_be_written_is_told_in_a_line(fedloom: Command, tmp_path: Path):
