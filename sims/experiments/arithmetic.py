@@ -14,7 +14,7 @@ from conf.schema import Config
 from fusion.arithmetic import GRADIENTS, WEIGHTS
 from server.strategies.coefficients import worth
 from sims.experiments import arithmetic_runs as runs
-from sims.experiments import papers
+from sims.experiments import assigned, papers
 from sims.experiments.arithmetic_plot import draw
 from sims.experiments.kept import kept
 from sims.report.page import Part, Picture, write_page
@@ -32,14 +32,6 @@ PAPER_GRIDS = {  # by way of combining and task: coarse and fine, on test images
     (GRADIENTS, "cifar100_ten"): ("A9", "A11"),
     (WEIGHTS, "cifar10"): ("A18", "6"),
     (WEIGHTS, "cifar100_ten"): ("A19", "A1"),
-}
-SWEEP_NOTE = (
-    "(paper): on another start Table 1, the mean of five random networks on the 40 images that g is of; on the trained "
-    "network Table 2, g of all of CIFAR-10 on a network trained on CIFAR-100, test images."
-)
-PAPER_SWEEPS = {  # by target: the table, and which of its networks
-    "another start": ("1", tuple(f"random {number}" for number in range(1, 6))),
-    "trained": ("2", ("cifar100",)),
 }
 
 
@@ -67,7 +59,12 @@ def reproduce(preset: str, seeds: int, overrides: Sequence[str], *, quiet: bool)
         raise UserError(f"--preset: got '{preset}', takes one of: {', '.join(SIZES)}")
     root = Path(f"runs/reproduce-arithmetic-{preset}")
     found = [_measured(preset, seed, root, overrides, quiet) for seed in range(seeds)]
-    parts: list[Part] = [NOTE, *_sweep_tables(found), _sequential_table(found), _demo_table(found)]
+    parts: list[Part] = [
+        NOTE,
+        *assigned.tables(assigned.PLANS[preset], seeds, root / "assigned", quiet),
+        _sequential_table(found),
+        _demo_table(found),
+    ]
     for network in ("cnn-large", "residual"):
         parts += [*_grid_parts(network, found, root), _shape_table(network, found)]
     texts = [part.markdown() if isinstance(part, Table) else part for part in parts if not isinstance(part, Picture)]
@@ -93,7 +90,7 @@ def configurations(preset: str, seed: int, root: Path, overrides: Sequence[str])
 
 
 def _measured(preset: str, seed: int, root: Path, overrides: Sequence[str], quiet: bool) -> dict[str, Any]:
-    """A seed's summaries, sweeps, grids and scales, by the name of the run."""
+    """A seed's summaries, grids and scales, by the name of the run."""
     found: dict[str, Any] = {}
     for name, config in configurations(preset, seed, root, overrides).items():
         found[name] = {"summary": simulate_once(config, quiet=quiet)}
@@ -102,38 +99,10 @@ def _measured(preset: str, seed: int, root: Path, overrides: Sequence[str], quie
         networks, images = runs.Networks.of(config), SIZES[preset].images
         if name == "demo":
             found[name]["scales"] = kept(folder / "scales.json", [digest, runs.SCALES], lambda of=networks: runs.scales(of))
-        else:
-            most = images["test"]
-            key = [digest, runs.ALPHAS, most]
-            found[name]["sweeps"] = kept(folder / "sweeps.json", key, lambda of=networks, n=most: runs.sweeps(of, n))
         if name in ("cnn-large", "residual"):
             key = [digest, runs.STEPS, dict(images)]
             found[name]["grids"] = kept(folder / "grids.json", key, lambda of=networks, n=images: runs.all_grids(of, n))
     return found
-
-
-def _sweep_tables(found: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """Tables 1 to 4: one gradient with growing alpha on other networks, for three amounts of data."""
-    tables = []
-    for target, what in (("own start", "its own start"), ("another start", "another random network"),
-                         ("trained", "the network trained on the other task")):  # fmt: skip
-        head = ["α", *(f"{amount}: {task} task" for amount in DATA for task in ("its", "other")), "its task (paper)"]
-        rows = []
-        for place, alpha in enumerate(runs.ALPHAS):
-            scores = [[one[f"cnn-{amount}"]["sweeps"][target][place][k] for one in found] for amount in DATA for k in (0, 1)]
-            rows.append([f"{alpha:g}", *map(mean_and_spread, scores), _swept(target, alpha)])
-        task, _ = _tasks(found, "cnn-large")
-        tables.append(Table(f"Tables 1 to 4: α g of {task} assigned to {what} (CNN)", head, rows, SWEEP_NOTE))
-    return tables
-
-
-def _swept(target: str, alpha: float) -> str:
-    """The paper's accuracy, in % (the mean where there are several networks)."""
-    if target not in PAPER_SWEEPS:
-        return "-"
-    table, columns = PAPER_SWEEPS[target]
-    found = mean([papers.cells("arithmetic", table).number(alpha, column) for column in columns])
-    return "-" if found is None else f"{found:.1f}"
 
 
 def _tasks(found: Sequence[Mapping[str, Any]], run: str) -> tuple[str, str]:

@@ -1,11 +1,10 @@
-"""Runs of two tasks, looked at: combinations over a grid of coefficients, and gradients assigned to other networks."""
+"""Runs of two tasks, looked at: combinations over a grid of coefficients, and fused at several scales."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from clients.data import label
-from clients.initial import initial_state
 from conf.schema import Config
 from conf.sites import roster
 from fusion.arithmetic import GRADIENTS, WEIGHTS, Composer
@@ -17,7 +16,6 @@ from server.runfolder import RunFolder
 from server.strategies.arithmetic import start_of
 
 STEPS = [step / 10 for step in range(11)]  # of alpha and beta
-ALPHAS = [0.0, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 5.0, 10.0]  # of one gradient
 SCALES = [0.1, 0.5, 1.0, 10.0, 50.0]  # alpha = beta, of weighted fusion
 
 Grid = list[list[float]]  # accuracy by alpha (row) and beta
@@ -55,20 +53,6 @@ def grids(networks: Networks, how: str, split: str, most: int) -> dict[str, Grid
     composer = Composer(networks.evaluator.network, networks.start, networks.ends, how)
     cells = [[networks.measured(composer, (alpha, beta), split, most) for beta in STEPS] for alpha in STEPS]
     return {domain: [[cell[k] for cell in row] for row in cells] for k, domain in enumerate(networks.domains)}
-
-
-def assigned(networks: Networks, target: State, most: int) -> list[list[float]]:
-    """Accuracy on the two domains of `target` + alpha g_1, for each of ALPHAS; g_1 is the first site's gradient."""
-    moved = {name: target[name] + (end - networks.start[name]) for name, end in networks.ends[0].items()}
-    composer = Composer(networks.evaluator.network, target, [moved], GRADIENTS)
-    return [networks.measured(composer, [alpha], "test", most) for alpha in ALPHAS]
-
-
-def sweeps(networks: Networks, most: int) -> dict[str, list[list[float]]]:
-    """The first site's gradient on its own start, another random one, and the second site's trained network."""
-    another = initial_state(networks.evaluator.config, "another start")
-    targets = {"own start": networks.start, "another start": another, "trained": networks.ends[1]}
-    return {name: assigned(networks, target, most) for name, target in targets.items()}
 
 
 def scales(networks: Networks) -> list[list[float]]:

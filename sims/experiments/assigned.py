@@ -5,14 +5,14 @@ multiplied by alpha and added to five random networks, and to five that were tra
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from clients.data import Images
-from clients.networks import initialise, parse_name
+from clients.networks import NetworkName, initialise, parse_name
 from clients.randomness import torch_generator
 from fusion.arithmetic import GRADIENTS, WEIGHTS
 from fusion.exact import State
@@ -22,18 +22,16 @@ from sims.experiments.kept import kept, told
 from sims.experiments.pairs import EVALUATION_BATCH, Recipe, Task, images, trained
 from sims.report.tables import Table, mean, mean_and_spread
 
-SIZE, NETWORK = 32, "lenet"
 RANDOM, TRAINED = "random", "trained"
+TEST = "large, test"  # a column: test images; the others are of the images of the small scale
 MOST = 5000  # images that each of the others is trained on
-TEST = 2000  # test images that are looked at
-OTHERS = ("cifar100", "fashion_mnist", "mnist", "usps", "svhn")  # in the place of the paper's: two are the same
 ALPHAS = {
     GRADIENTS: (0.01, 0.1, 0.2, 0.5, 0.8, 1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0, 30.0, 40.0),
     WEIGHTS: (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0),
 }
 TABLES = {(RANDOM, GRADIENTS): "1", (TRAINED, GRADIENTS): "2", (RANDOM, WEIGHTS): "3", (TRAINED, WEIGHTS): "4"}
 FORMULAS = {GRADIENTS: "θ + α g", WEIGHTS: "θ + α θ_A"}
-THEIRS = {RANDOM: "small", TRAINED: "large, test"}  # the column that the paper prints
+THEIRS = {RANDOM: "small", TRAINED: TEST}  # the column that the paper prints
 
 
 @dataclass(frozen=True)
@@ -52,83 +50,108 @@ class Few(Task):
         return Images(x[places], y[places])
 
 
-RECIPES = {"small": (4, Recipe(epochs=150, rate=0.01, batch=8)), "medium": (100, Recipe(epochs=40, rate=0.01, batch=32))}
-LARGE = {"cpu": (1000, Recipe(epochs=15, rate=0.01, batch=32)), "paper": (0, Recipe(epochs=30, rate=0.01, batch=32))}
+SMALL = (4, Recipe(epochs=150, rate=0.01, batch=8))
+MEDIUM = (100, Recipe(epochs=40, rate=0.01, batch=32))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`scales`: of each amount of data, how many images of a class (0: all), and how theta_A is trained on them."""
+
+    scales: Mapping[str, tuple[int, Recipe]]
+    domain: str = "cifar10"
+    others: tuple[str, ...] = ("cifar100", "fashion_mnist", "mnist", "usps", "svhn")  # the paper's: see NOTE
+    size: int = 32
+    test: int = 2000  # test images that are looked at
+    other: Recipe = field(default_factory=lambda: Recipe(epochs=10, rate=0.01))
+
+    def few(self, scale: str, seed: int) -> "Few":
+        """The images of a scale."""
+        return Few(self.domain, self.size, False, seed=seed, each=self.scales[scale][0])
+
+    @property
+    def network(self) -> NetworkName:
+        """Of theta_A and of all others."""
+        return parse_name("lenet", 3, self.size, 10)
+
+
+PLANS = {
+    "cpu": Plan({"small": SMALL, "medium": MEDIUM, "large": (1000, Recipe(epochs=15, rate=0.01, batch=32))}),
+    "paper": Plan({"small": SMALL, "medium": MEDIUM, "large": (0, Recipe(epochs=30, rate=0.01, batch=32))}),
+}
 NOTE = (
-    "Accuracy in % on CIFAR-10, mean and standard deviation over five networks and seeds: on the 40 images of the small "
-    f"scale, or on {TEST:,} test images. small: 4 images of each class, medium: 100, large: {{large}}. trained: on "
-    f"{', '.join(OTHERS)}; the paper's are CIFAR-100, Caltech-256, Food-101, MNIST, STL-10. (paper): mean of its networks."
+    "Accuracy in % on {domain}, mean and standard deviation over five networks and seeds: on the {few} images of the small "
+    "scale, or on test images. Images of a class: {scales}. trained: on {others}; the paper's are CIFAR-100, Caltech-256, "
+    "Food-101, MNIST, STL-10. (paper): mean of its networks."
 )
 
 
-def tables(preset: str, seeds: int, folder: Path, quiet: bool) -> list[Table]:
+def tables(plan: Plan, seeds: int, folder: Path, quiet: bool) -> list[Table]:
     """The four tables; results on disk are taken as they are."""
-    scales = {**RECIPES, "large": LARGE[preset]}
-    found = [_found(scales, seed, folder, quiet) for seed in range(seeds)]
-    large = scales["large"][0] or "all"
-    note = NOTE.format(large=f"{large:,}" if isinstance(large, int) else large)
+    found = [_found(plan, seed, folder, quiet) for seed in range(seeds)]
+    scales = ", ".join(f"{name} {each or 'all'}" for name, (each, _) in plan.scales.items())
+    few = len(images(plan.few("small", 0), "train"))
+    note = NOTE.format(domain=plan.domain, few=few, scales=scales, others=", ".join(plan.others))
     return [_table(target, how, found, note) for target, how in TABLES]
 
 
-def _found(scales: Mapping[str, tuple[int, Recipe]], seed: int, folder: Path, quiet: bool) -> dict[str, Any]:
+def _found(plan: Plan, seed: int, folder: Path, quiet: bool) -> dict[str, Any]:
     def make() -> dict[str, Any]:
-        found = measured(scales, seed, folder / "networks")
+        found = measured(plan, seed, folder / "networks")
         if not quiet:
             print(f"arithmetic, Tables 1 to 4, seed {seed}: alone {found['alone']}", flush=True)
         return found
 
-    key = [{name: [each, asdict(recipe)] for name, (each, recipe) in scales.items()}, OTHERS, ALPHAS, TEST, seed]
-    return kept(folder / "results" / f"assigned-{seed}.json", key, make)
+    return kept(folder / "results" / f"assigned-{seed}.json", [asdict(plan), ALPHAS, seed], make)
 
 
-def measured(scales: Mapping[str, tuple[int, Recipe]], seed: int, folder: Path) -> dict[str, Any]:
+def measured(plan: Plan, seed: int, folder: Path) -> dict[str, Any]:
     """alone: of theta_A by column; else by target and way, [alpha][network] of each column."""
-    task, name = Few("cifar10", SIZE, False, seed=seed), parse_name(NETWORK, 3, SIZE, 10)
-    start = _random(seed, "0")
-    ends = {scale: dict(trained(folder, name, replace(task, each=each), recipe, seed).state_dict())
-            for scale, (each, recipe) in scales.items()}  # fmt: skip
-    bases = {RANDOM: [_random(seed, str(number)) for number in range(1, 6)], TRAINED: _others(folder, seed)}
-    looks = {scale: images(replace(task, each=scales["small"][0]), "train") for scale in scales}
-    whole = images(task, "test")
-    looks["large, test"] = Images(whole.x[:TEST], whole.y[:TEST])
-    network = name.build().eval()
+    network, looks = plan.network.build().eval(), _looks(plan, seed)
+    start = _random(plan, seed, "0")
+    ends = {scale: dict(trained(folder, plan.network, plan.few(scale, seed), recipe, seed).state_dict())
+            for scale, (_, recipe) in plan.scales.items()}  # fmt: skip
+    bases = {RANDOM: [_random(plan, seed, str(number)) for number in range(1, 6)], TRAINED: _others(plan, folder, seed)}
 
     def right(state: State, column: str) -> float:
         network.load_state_dict(state)
         return count_right(network, looks[column], EVALUATION_BATCH, torch.device("cpu")) / len(looks[column])
 
-    def moved(base: State, scale: str, alpha: float, how: str) -> State:
-        end = ends[scale]
+    def moved(base: State, column: str, alpha: float, how: str) -> State:
+        end = ends[_scale(column)]
         return {key: one + alpha * (end[key] - (start[key] if how == GRADIENTS else 0.0)) for key, one in base.items()}
 
-    found: dict[str, Any] = {"alone": {column: right(ends[column.partition(",")[0]], column) for column in looks}}
+    found: dict[str, Any] = {"alone": {column: right(ends[_scale(column)], column) for column in looks}}
     for target, how in TABLES:
-        found[f"{target} {how}"] = {
-            column: [[right(moved(base, column.partition(",")[0], alpha, how), column) for base in bases[target]]
-                     for alpha in ALPHAS[how]] for column in looks
-        }  # fmt: skip
+        found[f"{target} {how}"] = {column: [[right(moved(base, column, alpha, how), column) for base in bases[target]]
+                                             for alpha in ALPHAS[how]] for column in looks}  # fmt: skip
     return found
 
 
-def _random(seed: int, number: str) -> State:
+def _looks(plan: Plan, seed: int) -> dict[str, Images]:
+    """What is looked at, by column: the few images of the small scale, whatever g is of; test images at the large one."""
+    few, whole = images(plan.few("small", seed), "train"), images(plan.few("large", seed), "test")
+    return {**dict.fromkeys(plan.scales, few), TEST: Images(whole.x[: plan.test], whole.y[: plan.test])}
+
+
+def _scale(column: str) -> str:
+    return "large" if column == TEST else column
+
+
+def _random(plan: Plan, seed: int, number: str) -> State:
     """The start of theta_A (0), and other random networks."""
-    network = parse_name(NETWORK, 3, SIZE, 10).build()
-    purpose = (seed, NETWORK, "initial") if number == "0" else (seed, "random", number)
+    network = plan.network.build()
+    purpose = (seed, plan.network.name, "initial") if number == "0" else (seed, "random", number)
     initialise(network, torch_generator(*purpose))
     return dict(network.state_dict())
 
 
-def _others(folder: Path, seed: int) -> list[State]:
+def _others(plan: Plan, folder: Path, seed: int) -> list[State]:
     """Networks that were trained on other data, each from a start of its own."""
-    classes = papers.classes_of("arithmetic", "cifar100_ten")
-    found = []
-    for place, domain in enumerate(OTHERS):
-        task = Ten(domain, SIZE, False, seed=seed, labels=tuple(sorted(classes.values())))
-        network = trained(
-            folder, parse_name(NETWORK, 3, SIZE, 10), task, Recipe(epochs=10, rate=0.01), 100 * (place + 1) + seed
-        )
-        found.append(dict(network.state_dict()))
-    return found
+    labels = tuple(sorted(papers.classes_of("arithmetic", "cifar100_ten").values()))
+    tasks = [Ten(domain, plan.size, False, seed=seed, labels=labels) for domain in plan.others]
+    return [dict(trained(folder, plan.network, task, plan.other, 100 * (place + 1) + seed).state_dict())
+            for place, task in enumerate(tasks)]  # fmt: skip
 
 
 @dataclass(frozen=True)

