@@ -46,8 +46,10 @@ Method = Callable[[Given], nn.Module]  # raises UserError where there is no such
 
 
 def fused(given: Given, settings: FusionSettings, depth: int = 0) -> nn.Module:
-    """All networks in one, of B's widths and the layers of A (`depth` 0) or of B (1)."""
-    return fuse(given.networks, into=1, depth=depth, probe=given.probe, settings=settings).network
+    """Both networks in one, of B's widths and the layers of A (`depth` 0) or of B (1); more in the basis of the deepest, A
+    (CLA+OT, Sec. 3.3)."""
+    into = 1 if len(given.networks) == 2 else 0
+    return fuse(given.networks, into=into, depth=depth, probe=given.probe, settings=settings).network
 
 
 def fresh(network: nn.Module, seed: int) -> nn.Module:

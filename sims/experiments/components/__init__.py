@@ -40,7 +40,7 @@ def reproduce(preset: str, seeds: int, overrides: Sequence[str], *, quiet: bool)
         raise unknown("preset", preset, SIZES)
     folder = FOLDER if preset == "cpu" else FOLDER.with_name(f"{FOLDER.name}-{preset}")
     tables, rest = chosen("tables", overrides, TABLES)
-    tasks, rest = chosen("tasks", rest, SIZES[preset].tasks)
+    tasks, rest = chosen("tasks", rest, joint.PAIRS if tables == ["joint"] else SIZES[preset].tasks)
     torch.set_num_threads(1)
     study, parts = Study(preset, folder, rest, quiet, tasks), list[Part]()
     for name in tables or TABLES:

@@ -196,6 +196,7 @@ PAIRS = {
     "mnist_usps": Pair("MNIST / USPS", (MNIST, USPS), BEFORE, CONV),
     "cifar": Pair("CIFAR-10, two halves", (CIFAR, replace(CIFAR, part=1)), Task("cifar100", 16, False, samples=20000),
                   RESIDUAL, turns="all"),
+    "same": Pair("MNIST / MNIST, the same images (Figure 7)", (MNIST, MNIST), BEFORE, CONV),
 }  # fmt: skip
 NOTE = (
     "Test accuracy in %, batch statistics, mean and standard deviation over seeds. One process, Adam 0.01 that falls to a "
@@ -206,6 +207,8 @@ NOTE = (
 
 def joint(study: Study, seeds: int) -> list[Part]:
     """Figure 2 with the paper's optimiser and one head for all, on each task that is asked for."""
+    if study.preset != "cpu":
+        return ["Figure 2, trained jointly, is measured by --preset cpu alone."]
     paper, parts = cells("components", "figure2"), list[Part]()
     for name, pair in PAIRS.items():
         if study.only and name not in study.only:
