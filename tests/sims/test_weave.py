@@ -23,6 +23,8 @@ FILES = {
     "bare2": ("mlp:widths=[6,5],bias=false", 8, 1),
     "r18": ("resnet18:width=0.0625", 8, 1),
     "r34": ("resnet34:width=0.125", 8, 1),
+    "h18": ("resnet18:width=0.0625,head_bias=false", 8, 1),
+    "h34": ("resnet34:width=0.125,head_bias=false", 8, 1),
     "n18": ("resnet18:width=0.0625,norm=none", 8, 1),
     "n34": ("resnet34:width=0.125,norm=none", 8, 1),
     "v11": ("vgg11:width=0.0625,norm=batch", 32, 1),
@@ -168,7 +170,7 @@ def test_weights_are_chosen_on_validation_images(weave, folder):
 
 
 def test_as_the_public_code_does(weave, folder):
-    code, out, _ = weave("fuse", "r18", "r34", "--into", "r18", "--reference", *GIVEN, "--out", "made.safetensors")
+    code, out, _ = weave("fuse", "h18", "h34", "--into", "h18", "--reference", *GIVEN, "--out", "made.safetensors")
     assert code == 0 and "head" in column(out, 0)  # it moves the outputs, too
     assert load_network(folder / "made.safetensors")[1].name == "resnet18"
 
@@ -244,6 +246,7 @@ BAD = [
     (["fuse", "a", "b", "--into", "1", "--out", "."], "--out: . is no place for a file"),
     (["fuse", "a", "b", "--into", "1", "--out", "x.md", "--report"], "--report: would be written to x.md, which is taken"),
     (["fuse", "a", "b", "--into", "1", "--reference", "--width", "2"], "--reference: the public code knows no --refit"),
+    (["fuse", "r18", "r34", "--into", "1", "--reference"], "'head' has a bias, and the widths differ at "),
     (["fuse", "r18", "r34", "--into", "1", "--width", "1.3"], "--width 1.3: no named network has 1.3 times the channels"),
     (["fuse", "v11", "v13", "--into", "1"], "cannot be merged into the next one"),
     (["fuse", "r18", "r34", "--into", "1", "--depth", "2"], "no named network has both"),
