@@ -7,7 +7,9 @@ import importlib.metadata
 import os
 import ssl
 import stat
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 from cryptography import x509
@@ -146,7 +148,20 @@ def _spoken(host: str, port: int, authority: Path) -> str:
 
 
 def _answer(host: str, port: int, authority: Path, method: str, path: str) -> tuple[int, str | None]:
-    """The status and the date of an answer."""
+    """The status and the date of an answer. TimeoutError if it is not there in time, even if it comes bit by bit."""
+    found: Future[tuple[int, str | None]] = Future()
+
+    def ask() -> None:
+        try:
+            found.set_result(_asked(host, port, authority, method, path))
+        except Exception as error:
+            found.set_exception(error)
+
+    threading.Thread(target=ask, daemon=True).start()  # a process that ends does not wait for it
+    return found.result(WAIT_SECONDS)
+
+
+def _asked(host: str, port: int, authority: Path, method: str, path: str) -> tuple[int, str | None]:
     context = ssl.create_default_context(cafile=str(authority))
     line = http.client.HTTPSConnection(host, port, timeout=WAIT_SECONDS, context=context)
     try:

@@ -1,8 +1,12 @@
 """The doctor looks at this very machine; missing packages and data are put in its way."""
 
+import contextlib
 import importlib
+import socket
+import ssl
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 
@@ -135,3 +139,23 @@ def test_whatever_a_server_says_of_the_time_is_a_line(monkeypatch: pytest.Monkey
 def test_a_servers_time_without_a_zone_is_a_time(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(checks, "_answer", lambda *_: (404, "Tue, 25 Nov 2025 10:00:00 -0000"))
     assert checks._spoken("a", 1, Path()).startswith("its clock differs by")
+
+
+def test_a_server_that_answers_by_drops_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch):
+    """Each drop is there in time; the answer never is. The head of TLS's first record promises 16 KiB."""
+    usual, ended = ssl.create_default_context, threading.Event()
+    monkeypatch.setattr(checks, "WAIT_SECONDS", 1.0)
+    monkeypatch.setattr(ssl, "create_default_context", lambda cafile: usual())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            line, _ = server.accept()
+            with line, contextlib.suppress(OSError):
+                line.sendall(b"\x16\x03\x03\x40\x00")
+                while not ended.wait(0.2):
+                    line.sendall(b"\x02")
+
+        threading.Thread(target=drip, daemon=True).start()
+        with pytest.raises(TimeoutError):
+            checks._answer("127.0.0.1", server.getsockname()[1], Path(), "GET", "/")
+        ended.set()
