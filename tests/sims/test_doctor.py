@@ -14,7 +14,7 @@ import pytest
 
 from conf.schema import DataConfig
 from sims.cli.doctor import NARROW, doctor, doctor_table, narrow_convolutions
-from sims.federation import checks
+from sims.federation import checks, keys
 
 
 @pytest.fixture
@@ -141,21 +141,24 @@ def test_a_servers_time_without_a_zone_is_a_time(monkeypatch: pytest.MonkeyPatch
     assert checks._spoken("a", 1, Path()).startswith("its clock differs by")
 
 
-def test_a_server_that_answers_by_drops_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch):
-    """Each drop is there in time; the answer never is. The head of TLS's first record promises 16 KiB."""
-    usual, ended = ssl.create_default_context, threading.Event()
+def test_a_server_that_answers_by_drops_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each drop is there in time; the answer never is."""
+    ended = threading.Event()
     monkeypatch.setattr(checks, "WAIT_SECONDS", 1.0)
-    monkeypatch.setattr(ssl, "create_default_context", lambda cafile: usual())
+    keys.write_certificates(tmp_path, ["127.0.0.1"])
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(tmp_path / keys.CERTIFICATE, tmp_path / keys.SERVER_KEY)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def drip() -> None:
-            line, _ = server.accept()
-            with line, contextlib.suppress(OSError):
-                line.sendall(b"\x16\x03\x03\x40\x00")
-                while not ended.wait(0.2):
-                    line.sendall(b"\x02")
+            with contextlib.suppress(OSError), context.wrap_socket(server.accept()[0], server_side=True) as line:
+                line.sendall(b"HTTP/1.1 404 Not Found\r\n")
+                for _ in range(100):
+                    if ended.wait(0.2):
+                        return
+                    line.sendall(b"x: y\r\n")
 
         threading.Thread(target=drip, daemon=True).start()
         with pytest.raises(TimeoutError):
-            checks._answer("127.0.0.1", server.getsockname()[1], Path(), "GET", "/")
+            checks._answer("127.0.0.1", server.getsockname()[1], tmp_path / keys.AUTHORITY, "GET", "/")
         ended.set()
