@@ -66,7 +66,7 @@ def reproduce(preset: str, seeds: int, overrides: Sequence[str], *, quiet: bool)
         _demo_table(found),
     ]
     for network in ("cnn-large", "residual"):
-        parts += [*_grid_parts(network, found, root), _shape_table(network, found)]
+        parts += [*_grid_parts(network, found, root), _shape_table(network, found), _ratio_table(network, found)]
     texts = [part.markdown() if isinstance(part, Table) else part for part in parts if not isinstance(part, Picture)]
     (root / "tables.md").write_text("\n".join(f"{text}\n" for text in texts), encoding="utf-8")
     write_page(root / "report.html", f"arithmetic, preset {preset}, {seeds} seeds", [("", parts)])
@@ -101,6 +101,8 @@ def _measured(preset: str, seed: int, root: Path, overrides: Sequence[str], quie
             found[name]["scales"] = kept(folder / "scales.json", [digest, runs.SCALES], lambda of=networks: runs.scales(of))
         if name in ("cnn-large", "residual"):
             key = [digest, runs.STEPS, dict(images)]
+            far = [digest, runs.PAIRS, images["test"]]
+            found[name]["pairs"] = kept(folder / "pairs.json", far, lambda of=networks, n=images["test"]: runs.pairs(of, n))
             found[name]["grids"] = kept(folder / "grids.json", key, lambda of=networks, n=images: runs.all_grids(of, n))
     return found
 
@@ -198,6 +200,22 @@ def _shape_table(network: str, found: Sequence[Mapping[str, Any]]) -> Table:
             "coefficients that both have, on test images of the nets of all images.")  # fmt: skip
     head = ["grid", "rank correlation between seeds", "with the paper's", "spread along α = β"]
     return Table(f"Shapes ({network})", head, rows, note)
+
+
+def _ratio_table(network: str, found: Sequence[Mapping[str, Any]]) -> Table:
+    """Whether weighted fusion depends on alpha / beta alone, and what large coefficients do to gradients."""
+    tasks, rows = list(found[0][network]["grids"][WEIGHTS]["test"]), []
+    for how in (WEIGHTS, GRADIENTS):
+        for place, pair in enumerate(runs.PAIRS):
+            row = [f"{how} ({pair[0]:g}, {pair[1]:g})"]
+            for k, task in enumerate(tasks):
+                theirs = paper_grid(how, task).get(pair) if network == "residual" else None
+                row += [mean_and_spread([one[network]["pairs"][how][place][k] for one in found]), show(theirs)]
+            rows.append(row)
+    note = ("With batch statistics and no bias in front of them, weights of one ratio are one function; a bias in the last "
+            "layer, which grows with the coefficients and not with what enters it, breaks that.")  # fmt: skip
+    head = ["(α, β)", *(text for task in tasks for text in (task, f"{task} (paper)"))]
+    return Table(f"Equal ratios ({network})", head, rows, note)
 
 
 def paper_grid(how: str, task: str) -> dict[tuple[float, float], float]:

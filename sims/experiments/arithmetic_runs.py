@@ -16,6 +16,7 @@ from server.runfolder import RunFolder
 from server.strategies.arithmetic import start_of
 
 STEPS = [step / 10 for step in range(11)]  # of alpha and beta
+PAIRS = ((0.2, 0.3), (2.0, 3.0), (20.0, 30.0), (0.5, 0.5), (5.0, 5.0), (50.0, 50.0))  # of alpha and beta: two ratios
 SCALES = [0.1, 0.5, 1.0, 10.0, 50.0]  # alpha = beta, of weighted fusion
 
 Grid = list[list[float]]  # accuracy by alpha (row) and beta
@@ -59,6 +60,14 @@ def scales(networks: Networks) -> list[list[float]]:
     """Test accuracy on the two domains of alpha = beta in SCALES, weighted fusion."""
     composer = Composer(networks.evaluator.network, networks.start, networks.ends, WEIGHTS)
     return [networks.measured(composer, (scale, scale), "test", 0) for scale in SCALES]
+
+
+def pairs(networks: Networks, most: int) -> dict[str, list[list[float]]]:
+    """By way of combining: test accuracy on the two domains for each of PAIRS."""
+    composers = {
+        how: Composer(networks.evaluator.network, networks.start, networks.ends, how) for how in (GRADIENTS, WEIGHTS)
+    }
+    return {how: [networks.measured(composer, pair, "test", most) for pair in PAIRS] for how, composer in composers.items()}
 
 
 def all_grids(networks: Networks, images: Mapping[str, int]) -> dict[str, dict[str, dict[str, Grid]]]:

@@ -165,6 +165,7 @@ def test_the_tables_are_written_and_measured_once(tmp_path: Path, monkeypatch: p
         "Table 6 (residual)",
         "fused, α = β = 0.1",
         "Shapes (cnn-large)",
+        "Equal ratios (residual)",
     ):
         assert what in text
     assert (folder / "residual.png").is_file() and (folder / "report.html").is_file()
