@@ -1,5 +1,6 @@
 """States on disk: safetensors, written to a temporary file and renamed, so that a reader sees all of a file or none."""
 
+import json
 import os
 import uuid
 from collections.abc import Mapping
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from conf.errors import UserError
 from fusion.exact import State
+
+HEADER = 8  # bytes that say how long a safetensors file's header is
 
 
 def round_file(root: Path, name: str, round: int) -> Path:
@@ -53,7 +56,17 @@ def write_private_state(path: Path, state: Mapping[str, Tensor], **metadata: str
 
 def _packed(state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    return save(tensors, metadata={"format": "pt", **metadata})
+    return _ordered(save(tensors, metadata={"format": "pt", **metadata}))
+
+
+def _ordered(packed: bytes) -> bytes:
+    """The same file with its metadata in order, which safetensors writes in another one each time."""
+    end = HEADER + int.from_bytes(packed[:HEADER], "little")
+    header = json.loads(packed[HEADER:end])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text = text.ljust(-(-len(text) // HEADER) * HEADER)  # data begin at a multiple of 8
+    return len(text).to_bytes(HEADER, "little") + text + packed[end:]
 
 
 def read_state(path: Path) -> State:

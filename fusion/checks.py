@@ -64,7 +64,7 @@ def check_scale(state: Mapping[str, Tensor], wiring: Wiring, moves: Sequence[Mov
     if unequal and biased:
         raise UserError(f"fuse: '{biased[-1]}' has a bias, and the widths differ at '{unequal[0]}': plans divided by column "
                         "sums (the public code's) scale a layer's input and not its bias; take networks without biases "
-                        "(here head_bias=false), or transport normalisation 'both'")  # fmt: skip
+                        "(here bias=false and head_bias=false), or transport normalisation 'both'")  # fmt: skip
 
 
 def check_ends(one: Wiring, other: Wiring, place: int) -> None:

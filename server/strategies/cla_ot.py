@@ -25,8 +25,20 @@ from server.strategies.architectures import groups_of, reference_of
 from server.strategies.base import STRATEGIES, Strategy
 from server.strategies.by_architecture import averaged, cast, kept
 from server.strategies.exclusive import ask_alone
-from server.strategies.fused_anew import CLA_OT, OWN, PARTS, PROBE, REFIT, SERVER, FusedAnew, mixed, networks_of_sites
-from server.strategies.in_parts import REFERENCE, InParts, number_of
+from server.strategies.fused_anew import (
+    ACTIVATIONS,
+    CLA_OT,
+    LACKING,
+    OWN,
+    PARTS,
+    PROBE,
+    REFIT,
+    SERVER,
+    FusedAnew,
+    mixed,
+    networks_of_sites,
+)
+from server.strategies.in_parts import InParts, number_of
 from server.strategies.own_start import check_fusing, fused_apart, part_of, settings_for
 from server.strategies.public import PublicImages
 from server.strategies.server_training import ServerTraining
@@ -46,9 +58,7 @@ class ClaOt(InParts):
         "refit: choose channels of all networks and fit layers anew",
         choices=(PARTS, CLA_OT, REFIT),
     )
-    basis: str = value(
-        "activations", "fusion=cla_ot: what transport plans are made from", choices=("activations", "weights")
-    )
+    basis: str = value(ACTIVATIONS, "fusion=cla_ot: what transport plans are made from", choices=(ACTIVATIONS, "weights"))
     start: str = value(
         SHARED,
         "sites start from parts of one network, or from their own ones, which are fused after the first round",
@@ -62,7 +72,10 @@ class ClaOt(InParts):
         False, "start=own: after the first fusion, heads and BatchNorm's statistics follow from sums over the sites' images"
     )
     lacking: float = value(
-        0.3, "weight with which a layer that a network lacks counts as one that changes nothing", low=0.0, high=1.0
+        LACKING,
+        "fusion=parts: weight with which a layer that a network lacks counts as one that changes nothing",
+        low=0.0,
+        high=1.0,
     )
     server_mix: float = value(
         1.0, "share of the fused network in what an architecture goes on from; the rest is its own mean", low=0.0, high=1.0
@@ -92,10 +105,10 @@ class ClaOt(InParts):
             check_fusing(reference_of(config, self.reference), groups_of(config), settings, "strategy.start=own")
             self._check_heads(config)
 
-    def first_reference(self, run: Run) -> State:
+    def first_reference(self, view: View) -> State:
         """Layers that not all have leave the function as it is."""
-        state = super().first_reference(run)
-        for part in self.parts(run.config).values():
+        state = super().first_reference(view)
+        for part in self.parts(view.config).values():
             state |= {name: tensor.clone() for name, tensor in part.neutral.items()}
         return state
 
@@ -122,11 +135,11 @@ class ClaOt(InParts):
     def fused(self, view: View) -> State:
         """The reference as the mean over all architectures, balanced, weighted by images; networks trained apart, fused."""
         if self.start == SHARED:
-            return mean_over_holders(self.held(view, self.lacking), view.kept(REFERENCE))
+            return mean_over_holders(self.held(view, self.lacking), self.before(view))
         if common := [site.name for site in view.sites if view.last_put(site.name) > 1]:
-            return mean_over_holders(self.held(view.subset(common), self.lacking), view.kept(REFERENCE))
+            return mean_over_holders(self.held(view.subset(common), self.lacking), self.before(view))
         reference = reference_of(view.config, self.reference).architecture
-        return fused_apart(reference, networks_of_sites(view), view.kept(REFERENCE), self._probe(view))
+        return fused_apart(reference, networks_of_sites(view), self.before(view), self._probe(view))
 
     def taken(self, view: View, whole: State) -> Mapping[str, State]:
         """Every architecture's part of the fused network, mixed with its own mean, and trained further."""

@@ -55,7 +55,17 @@ class DepthFL(ByArchitecture):
         """The deepest network."""
         deepest = reference_of(view.config)
         held = [Held(_prefix(deepest, one.group), one.state, one.weight) for one in averaged(view)]
-        return mean_over_holders(held, view.kept(REFERENCE))
+        return mean_over_holders(held, _before(view))
+
+
+def _before(view: View) -> State:
+    """What tensors are that nobody holds: as they were, or as at the start where no site is left that held them."""
+    deepest, whole = reference_of(view.config), view.kept(REFERENCE)
+    left = [group for group in groups_of(view.config) if view.total(group.name).addends]
+    if len(left) == len(groups_of(view.config)):
+        return whole
+    held, first = {name for group in left for name in _prefix(deepest, group).places}, view.initial(site=deepest.site)
+    return {name: tensor if name in held else first[name] for name, tensor in whole.items()}
 
 
 def _prefix(large: Group, small: Group) -> Submodel:

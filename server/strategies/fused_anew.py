@@ -16,7 +16,7 @@ from fusion.settings import FusionSettings
 from server.rounds.recalibration import HEAD
 from server.rounds.run import Run
 from server.rounds.view import View
-from server.strategies.architectures import group_by_site, groups_of
+from server.strategies.architectures import group_by_site, groups_of, reference_of
 from server.strategies.by_architecture import ByArchitecture, averaged, cast, counted, has, kept
 from server.strategies.own_start import Apart, check_fusing, fused_apart
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 OWN = "own"
 PARTS, CLA_OT, REFIT = "parts", "cla_ot", "refit"
 SETTINGS = {CLA_OT: FusionSettings(keep_added=False, refit="none", repair=False), REFIT: FusionSettings()}
+ACTIVATIONS, LACKING = "activations", 0.3  # as the options are by default
 PROBE, SERVER = "strategy.probe", "strategy.server.images"
 
 
@@ -42,13 +43,24 @@ class FusedAnew(ByArchitecture):
     def check(self, config: Config) -> None:
         """UserError for networks that cannot be fused into each other, and for a server without images."""
         super().check(config)
-        for key in ("maps", "recalibrate"):
-            if getattr(self.options, key):
-                raise UserError(f"strategy.{key}: needs strategy.fusion={PARTS}, got '{self.options.fusion}'; leave it out")
+        fusion = self.options.fusion
+        for key, usual in (("maps", {}), ("recalibrate", False), ("lacking", LACKING)):
+            if getattr(self.options, key) != usual:
+                raise UserError(f"strategy.{key}: needs strategy.fusion={PARTS}, got '{fusion}'; leave it out")
+        if fusion != CLA_OT and self.options.basis != ACTIVATIONS:
+            raise UserError(f"strategy.basis: needs strategy.fusion={CLA_OT}, got '{fusion}'; leave it out")
+        if not self.options.probe.samples:
+            raise UserError(f"{PROBE}.samples: got 0, and strategy.fusion={fusion} looks at images; takes 2 or more")
+        reference_of(config, self.options.reference)
         self.options.probe.check(config, PROBE)
         self.options.server.check(config, SERVER)
         for group in groups_of(config):
-            check_fusing(group, groups_of(config), self.settings, f"strategy.fusion={self.options.fusion}")
+            try:
+                check_fusing(group, groups_of(config), self.settings, f"strategy.fusion={fusion}")
+            except UserError as error:
+                raise UserError(
+                    f"{error}; or set strategy.fusion={PARTS}, if each network is a part of the deepest"
+                ) from None
 
     @property
     def settings(self) -> FusionSettings:
@@ -70,6 +82,8 @@ class FusedAnew(ByArchitecture):
     def combined(self, view: View) -> Mapping[str, State]:
         """Every architecture's fused network, mixed with its own mean and trained further; between fusions its own mean."""
         last = counted(view)
+        if not any(has(last, site) for site in last.sites):
+            return {}  # no site is left that has given anything: all is as at the start
         means = {one.group.name: one.state for one in averaged(self._in_basis(last))}
         mix = 1.0 if self._apart(last) else self.options.mix(view)
         return self.options.server.trained(view, self._mixed(last, means, mix) if mix else means, SERVER)
@@ -77,7 +91,7 @@ class FusedAnew(ByArchitecture):
     def _mixed(self, view: View, means: Mapping[str, State], mix: float) -> dict[str, State]:
         probe, found = self.options.probe.read(view, PROBE), {}
         for group in groups_of(view.config):
-            before = means.get(group.name, view.kept(kept(group.name)))
+            before = means.get(group.name) or view.initial(site=group.site)  # of which the shape alone counts
             state = fused_apart(group.architecture, self._networks(view), before, probe, self.settings)
             if self.options.fusion == REFIT and HEAD[0] in state:
                 state |= with_norm(state, float(view.initial(site=group.site)[HEAD[0]].norm()))

@@ -62,9 +62,9 @@ class InParts(ByArchitecture):
         run.keep(REFERENCE, state := self.first_reference(run))
         return {name: part.taken(state) for name, part in self.parts(run.config, self.turn(1)).items()}
 
-    def first_reference(self, run: Run) -> State:
+    def first_reference(self, view: View) -> State:
         """The reference's first network."""
-        return run.initial(site=reference_of(run.config, self.reference).site)
+        return view.initial(site=reference_of(view.config, self.reference).site)
 
     def one_basis(self, view: View) -> bool:
         """All lie in the reference."""
@@ -72,18 +72,34 @@ class InParts(ByArchitecture):
 
     def settle(self, run: Run) -> None:
         """Keep the reference, and of it what every architecture goes on from."""
-        whole = self.fused(run)
+        whole = self._whole(run)
         run.keep(REFERENCE, whole)
         for name, state in self.taken(run, whole).items():
             run.keep(kept(name), state)
 
     def combined(self, view: View) -> Mapping[str, State]:
         """Every architecture's part of the reference."""
-        return self.taken(view, self.fused(view))
+        return self.taken(view, self._whole(view))
+
+    def _whole(self, view: View) -> State:
+        """The reference; where no site has put anything, or none is left that has, its first network."""
+        there = any(view.total(group.name).addends for group in groups_of(view.config))
+        return self.fused(view) if there else self.first_reference(view)
+
+    def before(self, view: View) -> State:
+        """What entries are that nobody holds in a round: as they were, but for those of architectures of which no site is
+        left, which are as at the start."""
+        parts, whole = self.parts(view.config, self.turn(max(1, number_of(view)))), view.kept(REFERENCE)
+        left = [group.name for group in groups_of(view.config) if view.total(group.name).addends]
+        if len(left) == len(parts):
+            return whole
+        return mean_over_holders(
+            [Held(parts[name], parts[name].taken(whole), 1.0) for name in left], self.first_reference(view)
+        )
 
     def fused(self, view: View) -> State:
         """The reference as it follows from the networks of all architectures."""
-        return mean_over_holders(self.held(view), view.kept(REFERENCE))
+        return mean_over_holders(self.held(view), self.before(view))
 
     def held(self, view: View, lacking: float = 0.0) -> Sequence[Held]:
         """The means of all architectures as parts of the reference."""

@@ -11,7 +11,7 @@ from fusion.submodels import mean_over_holders
 from server.rounds.view import View
 from server.strategies.architectures import reference_of, wiring_of
 from server.strategies.base import STRATEGIES
-from server.strategies.in_parts import REFERENCE, InParts
+from server.strategies.in_parts import InParts
 
 
 @STRATEGIES.register("inco")
@@ -22,7 +22,7 @@ class InCo(InParts):
     its own, less what of it is against g0 (Sec. 4)."""
 
     def fused(self, view: View) -> State:
-        held, before = self.held(view), view.kept(REFERENCE)
+        held, before = self.held(view), self.before(view)
         mean = mean_over_holders(held, before)
         lacking = {name for one in held for name in one.submodel.neutral}
         wiring = wiring_of(reference_of(view.config, self.reference).architecture)

@@ -93,7 +93,8 @@ def check_fusing(reference: Group, groups: Iterable[Group], settings: FusionSett
             pair = [Apart(reference.architecture, own[0], 1.0), Apart(group.architecture, own[1], 1.0)]
             _fused(pair, None if settings == BLIND else noise, settings)
         except UserError as error:
-            told = f"{group.name} (of {group.site.name}) cannot be fused into {reference.name}"
+            into = "" if group is reference else f" into {reference.name}"
+            told = f"{group.name} (of {group.site.name}) cannot be fused{into}"
             raise UserError(f"{key}: {told}: {error}") from None
 
 
@@ -130,5 +131,5 @@ def _state(network: nn.Module, architecture: Architecture) -> State:
     state, own = dict(network.state_dict()), architecture.build().state_dict()
     if odd := next((name for name in state if name not in own), ""):
         told = f"network '{architecture.options['name']}' has no '{odd}', which the refit needs"
-        raise UserError(f"{told}; set network.bias=true or norm=batch, or strategy.probe.samples=0 (no refit)")
+        raise UserError(f"{told}; take layers with biases or norms, or fuse without a refit")
     return {name: tensor.detach().to(own[name].dtype) for name, tensor in state.items()}

@@ -172,6 +172,8 @@ def read(path: Path) -> dict[str, Any]:
         _check_inside(whole)
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such certificate; a run's are in its folder {CERTIFICATES}") from None
+    except IsADirectoryError:
+        raise UserError(f"{path}: is a folder; name one of the certificates in it") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: is no certificate of fedloom ({type(error).__name__}: {error})") from None
     if whole["format"] != FORMAT:

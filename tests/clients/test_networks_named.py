@@ -247,3 +247,16 @@ def test_a_missing_tensor_is_named(tmp_path):
     write_state(path, state, **read_metadata(path))
     with pytest.raises(UserError, match=r"tensor 'extractor\.1\.weight' \[16\] is missing"):
         load_network(path)
+
+
+def test_equal_states_are_equal_files(tmp_path: Path):
+    """safetensors writes metadata in an order that differs from one process to the next, and within one."""
+    state = {"a": torch.randn(3, 2), "b.ü": torch.arange(5), "c": torch.zeros(0)}
+    files = set()
+    for place in range(20):
+        write_state(tmp_path / f"{place}.safetensors", state, network='{"n": "ü"}', display_name="x", other="1")
+        files.add((tmp_path / f"{place}.safetensors").read_bytes())
+    assert len(files) == 1
+    found = read_state(tmp_path / "0.safetensors")
+    assert found.keys() == state.keys() and all(torch.equal(found[name], one) for name, one in state.items())
+    assert read_metadata(tmp_path / "0.safetensors")["network"] == '{"n": "ü"}'

@@ -275,3 +275,33 @@ def test_training_at_the_server_changes_what_all_go_on_from(done, tmp_path, weig
 def test_every_round_tells_the_accuracy_of_all_architectures(done):
     records = RunFolder(folder(done.config)).metrics().values()
     assert all(set(record["networks"]) == {SHALLOW, MIDDLE} for record in records) and len(records) == 3
+
+
+def test_layers_that_forgotten_sites_alone_had_are_as_at_the_start(tmp_path):
+    config = configured(tmp_path, "strategy.lacking=0", "rounds=2")
+    run(config)
+    with method_of(config) as method:
+        strategy = strategy_of(config)
+        assert isinstance(strategy, ClaOt)
+        parts, view = strategy.parts(config), method.aggregation.view()
+        held = {name for group in (SHALLOW, MIDDLE) for name, _ in parts[group].places.values()}
+        first, before = strategy.first_reference(view), method.aggregation.models()[DEEP].state
+        alone = {name for name in first if name not in held}
+        assert alone and not any(torch.equal(before[name], first[name]) for name in alone if "weight" in name)
+        method.aggregation.forget(["site-0002", "site-0004"], {})
+        after = method.aggregation.models()[DEEP].state
+        assert all(torch.equal(after[name], first[name]) for name in alone)
+        assert not any(torch.equal(after[name], first[name]) for name in held if "weight" in name)
+
+
+def test_the_last_site_that_has_given_anything_is_not_forgotten_beside_readmitted_ones(done, tmp_path):
+    with method_of(copied(done.config, tmp_path)) as method:
+        aggregation = method.aggregation
+        aggregation.forget([f"site-000{place}" for place in (0, 1, 2, 3)], {})
+        aggregation.readmit(["site-0000"])
+        with pytest.raises(
+            UserError, match=r"no site would be left: .*, or train on: the sites that stay have given nothing"
+        ):
+            aggregation.forget(["site-0004"], {})
+        with pytest.raises(UserError, match="the sites that stay have given nothing yet"):
+            receive(aggregation.ledger, "last", ["site-0004"], "", {})
