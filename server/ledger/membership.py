@@ -40,9 +40,6 @@ def rounds_with(ledger: Ledger, names: Sequence[str]) -> int:
     return found if names else rounds
 
 
-NONE_LEFT = "no site would be left: delete the run's folder instead"
-
-
 class Membership:
     """Takes sites out of a run's slots and lets them in again. `settle`: called before a change is committed."""
 
@@ -57,10 +54,7 @@ class Membership:
         if not slots.declared:
             raise UserError("its method keeps no contributions: no site's part can be subtracted; train again without it")
         if left <= 0:
-            raise UserError(NONE_LEFT)
-        gave = slots.contributions.latest.keys() & {site.name for site in slots.members}
-        if gave and not gave - set(names):
-            raise UserError(f"{NONE_LEFT}, or train on: the sites that stay have given nothing yet")
+            raise UserError("no site would be left: delete the run's folder instead")
         if masked and left == 1:
             raise UserError("one site would be left, and the sum would be what it gave: under masks two must stay")
         if rollback and (before := self._before(names)) is not None:

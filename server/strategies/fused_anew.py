@@ -74,16 +74,19 @@ class FusedAnew(ByArchitecture):
 
     def initial_states(self, run: Run) -> Mapping[str, State]:
         """Each architecture's own, or parts of one network."""
+        return self._starts(run)
+
+    def _starts(self, view: View) -> dict[str, State]:
         if self.options.start == OWN:
-            return super().initial_states(run)
-        whole = self.options.first_reference(run)
-        return {name: part.taken(whole) for name, part in self.options.parts(run.config).items()}
+            return {group.name: view.initial(site=group.site) for group in groups_of(view.config)}
+        whole = self.options.first_reference(view)
+        return {name: part.taken(whole) for name, part in self.options.parts(view.config).items()}
 
     def combined(self, view: View) -> Mapping[str, State]:
         """Every architecture's fused network, mixed with its own mean and trained further; between fusions its own mean."""
         last = counted(view)
         if not any(has(last, site) for site in last.sites):
-            return {}  # no site is left that has given anything: all is as at the start
+            return self._starts(view)  # no site is left that has given anything
         means = {one.group.name: one.state for one in averaged(self._in_basis(last))}
         mix = 1.0 if self._apart(last) else self.options.mix(view)
         return self.options.server.trained(view, self._mixed(last, means, mix) if mix else means, SERVER)

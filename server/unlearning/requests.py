@@ -16,7 +16,6 @@ from conf.errors import UserError, unknown
 from conf.schema import Config
 from server.evaluate import Evaluator
 from server.ledger import Ledger, LedgerError, Request
-from server.ledger.membership import NONE_LEFT
 from server.rounds.aggregation import Aggregation
 from server.rounds.masks import rounds_together
 from server.unlearning.at_sites import Erasure
@@ -274,9 +273,7 @@ def refuse(ledger: Ledger, sites: Sequence[str]) -> None:
         if known[name]:
             raise UserError(f"the site '{name}' is forgotten already ('fedloom ledger' shows by which request)")
     if len(sites) >= sum(not gone for gone in known.values()):
-        raise UserError(NONE_LEFT)
-    if (gave := ledger.all_latest().keys()) and not gave - set(sites):
-        raise UserError(f"{NONE_LEFT}, or train on: the sites that stay have given nothing yet")
+        raise UserError("no site would be left: delete the run's folder instead")
     slots = next(ledger.events("created")).body.get("slots")  # older ledgers do not say it
     if not (ledger.last_round() is None or ledger.all_latest() if slots is None else slots):
         raise UserError(

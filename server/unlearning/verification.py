@@ -8,6 +8,7 @@ from typing import Any
 
 from clients.identity import erased_words, fingerprint, is_signed, said
 from conf.errors import UserError, plain
+from fusion.exact import ExactSum
 from server.ledger import Ledger, LedgerError
 from server.ledger.audit import results
 from server.unlearning.at_sites import at_sites
@@ -108,7 +109,7 @@ def verify_accuracy(path: Path, ledger: Ledger, measure: Callable[[], dict[str, 
         stated = {name: float(share) for name, share in given["evidence"]["after"]["accuracy"].items()}
     except (KeyError, TypeError, ValueError, AttributeError):
         stated = {}
-    if not stated or last is None or _digest_now(given, ledger) != given["exact"]["sum_of_remaining"]:
+    if not stated or last is None or _digest_now(ledger, sums_of(ledger)) != given["exact"]["sum_of_remaining"]:
         return [Finding("accuracy after", "not checkable", "the run went on, or none was measured")]
     try:
         found = measure()
@@ -145,7 +146,8 @@ def _findings(given: dict[str, Any], ledger: Ledger) -> Iterator[Finding]:
         yield _found(f"nothing is kept of {site} here", not held, f"there are {', '.join(held)}")
     yield from _networks(ledger)
     yield from _at_sites(given, ledger)
-    now, totals = _digest_now(given, ledger), sums_of(ledger)
+    totals = sums_of(ledger)
+    now = _digest_now(ledger, totals)
     summed, what = rest_digest(ledger, totals), "sum of the remaining contributions" if totals else "remaining contributions"
     if totals:
         yield _compared(f"{what} now", now, summed)
@@ -191,10 +193,10 @@ def _networks(ledger: Ledger) -> Iterator[Finding]:
             yield Finding(name, "mismatch", "it is not what it was when the run finished")
 
 
-def _digest_now(given: dict[str, Any], ledger: Ledger) -> str:
+def _digest_now(ledger: Ledger, totals: Mapping[str, ExactSum]) -> str:
     """What `sum_of_remaining` would say now, as the last commit has it; of a method that sums nothing, as it is read."""
     last = ledger.last_round()
-    return one_digest(last.digest if last else {}) if given["exact"]["tensors"] else rest_digest(ledger, {})
+    return one_digest(last.digest if last else {}) if totals else rest_digest(ledger, {})
 
 
 def _at_sites(given: dict[str, Any], ledger: Ledger) -> Iterator[Finding]:

@@ -294,14 +294,17 @@ def test_layers_that_forgotten_sites_alone_had_are_as_at_the_start(tmp_path):
         assert not any(torch.equal(after[name], first[name]) for name in held if "weight" in name)
 
 
-def test_the_last_site_that_has_given_anything_is_not_forgotten_beside_readmitted_ones(done, tmp_path):
-    with method_of(copied(done.config, tmp_path)) as method:
-        aggregation = method.aggregation
+@pytest.mark.parametrize("fusion", ["parts", "cla_ot", "refit"])
+def test_when_all_that_trained_are_forgotten_networks_are_as_at_the_start(tmp_path, fusion):
+    config = configured(tmp_path, f"strategy.fusion={fusion}", "strategy.probe.samples=20", "rounds=1")
+    run(config)
+    with method_of(config) as method:
+        aggregation, strategy = method.aggregation, ClaOt()
+        first = strategy.first_reference(aggregation.view())
         aggregation.forget([f"site-000{place}" for place in (0, 1, 2, 3)], {})
         aggregation.readmit(["site-0000"])
-        with pytest.raises(
-            UserError, match=r"no site would be left: .*, or train on: the sites that stay have given nothing"
-        ):
-            aggregation.forget(["site-0004"], {})
-        with pytest.raises(UserError, match="the sites that stay have given nothing yet"):
-            receive(aggregation.ledger, "last", ["site-0004"], "", {})
+        aggregation.forget(["site-0004"], {})
+        models, parts = aggregation.models(), strategy.parts(config)
+        for group in groups_of(config):
+            start = parts[group.name].taken(first)
+            assert all(torch.allclose(models[group.name].state[name], one, atol=1e-6) for name, one in start.items())

@@ -314,3 +314,20 @@ def test_beside_a_running_server_a_request_is_queued_and_a_second_server_refused
     assert server.returncode == 130
     assert f"request 'r1' verified: {ONE} forgotten" in told.read_text()
     assert [found for found in check(path) if found.severity == "problem"] == []  # orphans of a broken round are none
+
+
+@pytest.mark.parametrize("fusion", ["parts", "refit"])
+def test_the_certificate_holds_when_nothing_is_left_of_what_was_given(fedloom: Command, tmp_path: Path, fusion: str):
+    networks = "networks: [{name: mlp, widths: [8, 6]}, {name: mlp, widths: [6]}]"
+    sites = f"sites=[{{domain: digits, count: 2, samples: 60, {networks}}}]"
+    words = [sites, "network={name: mlp, widths: [8, 6]}", "rounds=1", "training.epochs=1", "strategy.probe.samples=20",
+             f"strategy.fusion={fusion}", *SMALL[1:3], *SMALL[4:], f"run.root={tmp_path}"]  # fmt: skip
+    assert fedloom("run", "different_depths", *words).code == 0
+    run = tmp_path / "different_depths"
+    assert fedloom("unlearn", run, "site-0000", "--request-id", "one").code == 0
+    assert fedloom("readmit", run, "site-0000").code == 0
+    assert fedloom("unlearn", run, ONE, "--request-id", "two").code == 0
+    said = fedloom("verify", run / "certificates/two.json", run)
+    assert said.code == 0 and "two.json: match" in said.out
+    done = json.loads((run / "certificates/two.json").read_text())
+    assert done["evidence"]["after"]["accuracy"]["digits"] < 0.3  # as at the start
