@@ -24,7 +24,7 @@ class UnreadableError(ValueError):
 def check_unfolding(root: str, parts: Mapping[str, bytes], most: int) -> None:
     """UnreadableError for a message that takes more than `most` bytes, or much that is not arrays. `root`: its id.
 
-    Raises whatever comes of parts that are none.
+    Raises what Flower raises for bytes that are not a part.
     """
     if sum(len(content) for content in parts.values() if head_of(content)[0] != DATA) > MOST_RECORDS:
         raise UnreadableError(f"it has more than {MOST_RECORDS >> 20} MiB beside the data of arrays")

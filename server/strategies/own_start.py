@@ -94,8 +94,7 @@ def check_fusing(reference: Group, groups: Iterable[Group], settings: FusionSett
             _fused(pair, None if settings == BLIND else noise, settings)
         except UserError as error:
             into = "" if group is reference else f" into {reference.name}"
-            told = f"{group.name} (of {group.site.name}) cannot be fused{into}"
-            raise UserError(f"{key}: {told}: {error}") from None
+            raise UserError(f"{key}: {group.name} (of {group.site.name}) cannot be fused{into}: {error}") from None
 
 
 def _fused(apart: list[Apart], probe: Tensor | None, settings: FusionSettings) -> State:

@@ -54,7 +54,7 @@ WAYS: dict[str, Way] = {
     "public code of CLAFusion": Way(FusionSettings.reference()),
     "refit (default of `fuse`)": Way(FusionSettings()),
     NAIVE: Way(replace(PAPER, basis="same")),
-    "control: the same of one network alone": Way(FusionSettings(refit="regression"), alone=True),
+    "control: the target alone, refitted": Way(FusionSettings(refit="regression"), alone=True),
 }
 ALONE = ("A: five layers", "B: three layers", "ensemble")
 ROUNDS: dict[str, tuple[str, ...]] = {
@@ -86,9 +86,9 @@ def reproduce(preset: str, seeds: int, overrides: Sequence[str], *, quiet: bool)
     once = [kept(FOLDER / "results" / f"once-{seed}.json", _facts(), lambda seed=seed: measured(seed, FOLDER / "networks"))
             for seed in range(seeds)]  # fmt: skip
     rounds = [federated(seed, overrides, quiet) for seed in range(seeds)]
-    head = [["network", DEEP, SHALLOW]] * 2
-    tables = [Table(f"Fused once, {told(seeds)}", head[0], _rows(once), NOTE),
-              Table(f"Fused in rounds, {told(seeds)}", head[1], _rows(rounds), NOTE_ROUNDS)]  # fmt: skip
+    head = ["network", DEEP, SHALLOW]
+    tables = [Table(f"Fused once, {told(seeds)}", head, _rows(once), NOTE),
+              Table(f"Fused in rounds, {told(seeds)}", head, _rows(rounds), NOTE_ROUNDS)]  # fmt: skip
     write(FOLDER, "Networks of different depth", "On Cross-Layer Alignment for Model Fusion (CLA+OT)", tables)
     return FOLDER
 
