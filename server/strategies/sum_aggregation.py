@@ -32,6 +32,7 @@ NETWORKS = "sum"  # the slot
 LOW = 0.5  # share of the sites in a round, up to which a sum is slow
 SHARED = "shared"  # what is averaged over each round's replies
 WEIGHTINGS = {"equal": ONCE, "samples": SAMPLES}
+STAR_NORMS, SITE_NORMS = "star", "sites"
 
 
 @STRATEGIES.register("sum_aggregation")
@@ -43,11 +44,17 @@ class SumAggregationStrategy(Strategy):
 
     subsets: int = value(16, "most leave-one-out means sent per round (if objective.subset_probability > 0)", low=1)
     weighting: str = value("equal", "of the replies in round averages (head, N*, fedavg)", choices=tuple(WEIGHTINGS))
+    norms: str = value(
+        STAR_NORMS,
+        "regularised: scale and shift of the sum's norms: those of N* (the paper's), or the mean over the sites in the sum",
+        choices=(STAR_NORMS, SITE_NORMS),
+    )
 
     def slots(self, config: Config) -> Mapping[str, Slot]:
-        """The sites' networks, of which the mode sums all layers or the convolutions."""
+        """The sites' networks, of which the mode sums all layers or the convolutions (with norms=sites: norms, too)."""
         mode = mode_of(config)
-        return {NETWORKS: Sum(mode.summed_part, resumable=True)} if mode.sums else {}
+        summed = partial(_part, prefix=EXTRACTOR) if self.norms == SITE_NORMS else mode.summed_part
+        return {NETWORKS: Sum(summed, resumable=True)} if mode.sums else {}
 
     def check(self, config: Config) -> None:
         """UserError for another objective or mode, and for networks with counters: their mean would be none."""
@@ -59,6 +66,8 @@ class SumAggregationStrategy(Strategy):
             raise UserError("federation.secure_aggregation: sums under masks count no samples; set strategy.weighting=equal")
         if not mode_of(config).subsets and config.objective.get("initialisation") == AGGREGATE:
             raise UserError(f"objective.initialisation: {AGGREGATE} is for mode=exact alone; take shared or own")
+        if self.norms == SITE_NORMS and not mode_of(config).star:
+            raise UserError("strategy.norms: sites is for objective.mode=regularised alone; leave it out")
         common_architecture(config)
         if name := counter(config):
             if name.endswith(".num_batches_tracked"):
@@ -94,7 +103,12 @@ class SumAggregationStrategy(Strategy):
             else:
                 run.put_all(NETWORKS, mode.site_part(run.initial()))
         shared = dequantise(quantise(shared, run.bits), run.bits)
-        run.keep(SHARED, ({**shared, **run.sum(NETWORKS)} if mode.star else _part(shared, HEAD)) if mode.sums else shared)
+        run.keep(
+            SHARED,
+            ({**shared, **mode.summed_part(run.sum(NETWORKS))} if mode.star else _part(shared, HEAD))
+            if mode.sums
+            else shared,
+        )
 
     def round(self, run: Run) -> None:
         """Send the sites' mean (and N*); put each N_i that comes back; average the heads (and N*)."""
@@ -115,7 +129,10 @@ class SumAggregationStrategy(Strategy):
         def aggregate() -> State:
             if not mode.sums:
                 return shared
-            return {**shared, **(view.sum(NETWORKS) if mode.star else _mean(view))}
+            if not mode.star:
+                return {**shared, **_mean(view)}
+            norms = view.mean(NETWORKS) if self.norms == SITE_NORMS else {}
+            return {**shared, **norms, **mode.summed_part(view.sum(NETWORKS))}
 
         def own(site: str) -> State:
             return {**_part(shared, HEAD), **view.contribution(NETWORKS, site)}

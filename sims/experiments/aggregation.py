@@ -37,6 +37,10 @@ METHODS = {
     ),
     "fedavg": Method("baseline: one network for both (FedAvg)", (*PAPERS_NETWORK, "objective.mode=fedavg")),
     "regularised": Method("proposed: the paper's regulariser", (*PAPERS_NETWORK, "objective.mode=regularised")),
+    "regularised, sites' norms": Method(
+        "proposed, the sum with the sites' own norms",
+        (*PAPERS_NETWORK, "objective.mode=regularised", "strategy.norms=sites"),
+    ),
     "exact": Method(
         "ours: the mean is N*, weights standardised",
         ("network.standardise=true", "network.affine=false", "objective.mode=exact"),
@@ -71,6 +75,9 @@ TABLE_2 = (
     ("proposed N2+N1", "regularised", ("reversed",)),
     ("proposed forget N1", "regularised", ("forgotten", "site-0000")),
     ("proposed forget N2", "regularised", ("forgotten", "site-0001")),
+    ("sites' norms N1+N2", "regularised, sites' norms", ("accuracy", "sum")),
+    ("sites' norms forget N1", "regularised, sites' norms", ("forgotten", "site-0000")),
+    ("sites' norms forget N2", "regularised, sites' norms", ("forgotten", "site-0001")),
     ("ours N1+N2", "exact", ("accuracy", "sum")),
     ("ours N2+N1", "exact", ("reversed",)),
     ("ours forget N1", "exact", ("forgotten", "site-0000")),
@@ -224,7 +231,7 @@ def _config(preset: str, method: str, seed: int, overrides: Sequence[str]) -> Co
 
 
 def _folder(method: str) -> str:
-    return method.replace(", ", "-")
+    return method.replace("'", "").replace(", ", "-").replace(" ", "-")
 
 
 def _at(summary: Mapping[str, Any], place: tuple[str, ...]) -> Mapping[str, float]:

@@ -188,7 +188,9 @@ def heads(config: Config, outputs: int, name: str = "dcc") -> State:
 
 
 def test_the_loss_is_that_of_the_paper_and_the_pull(tmp_path):
-    config = configured(tmp_path, "objective.auxiliary=[{name: dcc, weight: 0.7}]", "objective.pull=0.3")
+    config = configured(
+        tmp_path, "objective.auxiliary=[{name: dcc, weight: 0.7}]", "objective.pull=0.3", "objective.unit=0.01"
+    )
     aux, places = heads(config, 4), torch.tensor([3, -1, 0, 1, -1, -1, 2, -1, -1, -1])
     started = session(config, {AUXILIARY_HEADS: aux, COMMON: {COMMON: places, NUMBER: torch.tensor(4)}})
     images = to_float(site_images(config, roster(config)[0]).x[:12])
@@ -206,7 +208,8 @@ def test_the_loss_is_that_of_the_paper_and_the_pull(tmp_path):
         apart = (
             apart + ((weight[places >= 0] - goal[places[places >= 0]]) if name in rows else (weight - goal)).square().sum()
         )
-    torch.testing.assert_close(loss, expected + 0.3 * apart)
+    off_unit_length = sum((float(one.detach().norm()) - 1.0) ** 2 for one in features) / len(images)
+    torch.testing.assert_close(loss, expected + 0.3 * apart + 0.01 * off_unit_length)
 
 
 def test_sites_start_from_extractors_that_were_trained_before(done, tmp_path):

@@ -15,6 +15,7 @@ from clients.store import SiteStore
 from conf import UserError
 from conf.sites import roster
 from fusion.exact import dequantise, digest, quantise
+from server.experiment import check
 from server.ledger import LedgerError
 from sims.benchmarks.soak_replies import changed, entry
 from sims.engines.adapter import store_folder
@@ -186,6 +187,27 @@ def test_regularised_the_aggregate_is_the_sum_of_convolutions_and_the_stars_othe
     star = aggregate.models()["star"].state
     for name, tensor in star.items():
         assert torch.allclose(tensor, torch.stack([reply[ROUND][name] for reply in replies]).mean(0), atol=1e-5)
+
+
+def test_the_sum_can_have_the_mean_of_the_sites_own_norms(tmp_path: Path):
+    config = many(tmp_path, "regularised", "network.affine=true", "network.standardise=false", "strategy.norms=sites")
+    aggregate = started(config)
+    play(aggregate, config, [list(range(N))])
+    names = [site.name for site in everyone()]
+    for gone in ([], names[:1], names[1:-1]):
+        left = [name for name in names if name not in gone]
+        found = aggregate.without(gone) if gone else aggregate.aggregate()
+        assert found is not None
+        replies = [records(config, name, 1)[SITE] for name in left]
+        for name, tensor in extractor(found.state).items():
+            whole = torch.stack([reply[name] for reply in replies])
+            expected = whole.sum(0) if tensor.ndim == 4 else whole.mean(0)
+            assert torch.allclose(tensor, expected, atol=1e-5), name
+
+
+def test_norms_of_the_sites_are_for_the_regularised_mode_alone(tmp_path: Path):
+    with pytest.raises(UserError, match=r"strategy\.norms: sites is for objective\.mode=regularised alone"):
+        check(many(tmp_path, "exact", "strategy.norms=sites"))
 
 
 def test_a_run_starts_with_the_sum_of_the_initial_networks(tmp_path: Path):

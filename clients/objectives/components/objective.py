@@ -43,6 +43,9 @@ class Components(Objective):
         "of the squared distance (L2) between the task head and the common classes' auxiliary head, in the loss",
         low=0.0,
     )
+    unit: float = value(
+        0.0, "of the squared distance of each image's feature norm (L2) from 1, in the loss (App. C.1)", low=0.0
+    )
     publish: list[str] = value(["extractor", "head"], "components that the server may pass on: extractor, head")
     private: list[str] = value([], "sites that publish nothing")
 
@@ -69,7 +72,7 @@ class Components(Objective):
     def session(self, task: Task) -> Session:
         """Start on a task."""
         if self.mode == COMPATIBLE:
-            return CompatibleSession(task, self.sharing, self.same_start, self.tasks, self.pull)
+            return CompatibleSession(task, self.sharing, self)
         return SharedParts(task, self.sharing)
 
     def network(self, task: Task, images: Images) -> State | None:

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,13 @@ from clients.initial import initial_state
 from clients.messages import MEAN, SITE
 from clients.networks import Architecture, architecture_of
 from clients.objectives.base import Task
-from clients.objectives.components.auxiliary import Auxiliary, Batch, Layer
+from clients.objectives.components.auxiliary import Batch, Layer
 from clients.objectives.components.sharing import HEAD, Sharing
 from clients.objectives.plain import PlainSession, state_of
 from fusion.exact import State
+
+if TYPE_CHECKING:
+    from clients.objectives.components.objective import Components
 
 AUXILIARY_HEADS = "auxiliary"  # the record of auxiliary heads, down and up: names are those of tasks and tensors
 COMMON = "common"  # down: of each output of the site's network the number of its class among the common ones, or -1
@@ -61,9 +65,9 @@ class SharedParts(PlainSession):
 class CompatibleSession(SharedParts):
     """The same with auxiliary heads (Eq. 1 and 2), and with a task head that is held near the one of the common classes."""
 
-    def __init__(self, task: Task, sharing: Sharing, alike: bool, tasks: Mapping[str, Auxiliary], pull: float) -> None:
-        super().__init__(task, sharing, alike)
-        self.tasks, self.pull = tasks, pull
+    def __init__(self, task: Task, sharing: Sharing, objective: "Components") -> None:
+        super().__init__(task, sharing, objective.same_start)
+        self.tasks, self.pull, self.unit = objective.tasks, objective.pull, objective.unit
         given = {name: tensor.to(task.device) for name, tensor in task.incoming.get(AUXILIARY_HEADS, {}).items()}
         common = task.incoming.get(COMMON, {})
         nothing = torch.full((self.outputs.stop,), -1)
@@ -71,11 +75,11 @@ class CompatibleSession(SharedParts):
         self.frozen = FROZEN in task.incoming
         own = architecture_of(task.config, task.site)
         self.heads = {name: head_of(own, one.outputs(int(common[NUMBER]))).to(task.device).train()
-                      for name, one in tasks.items()}  # fmt: skip
+                      for name, one in self.tasks.items()}  # fmt: skip
         for name, head in self.heads.items():
             head.load_state_dict(of(given, f"{name}."))
         self.by_class = {HEAD + key for key in class_tensors(own)}
-        self.near = self._near(given, own) if pull else {}
+        self.near = self._near(given, own) if self.pull else {}
 
     def weights(self) -> dict[str, nn.Parameter]:
         """The site's network and, unless they are frozen, its copies of the auxiliary heads."""
@@ -104,6 +108,8 @@ class CompatibleSession(SharedParts):
         for (name, one), random in zip(self.tasks.items(), drawn_by_task, strict=True):
             head = self._layer(self.heads[name], weights, f"{AUXILIARY_HEADS}.{name}.")
             loss = loss + one.weight * one.loss(extract, head, batch, random)
+        if self.unit:
+            loss = loss + self.unit * off_unit_length(features)
         for name in self.near.keys() - {HELD}:
             apart = (weights[name] - mine[name]).square()
             rows = mine[HELD].view(-1, *[1] * (apart.ndim - 1)) if name in self.by_class else 1.0
@@ -137,6 +143,11 @@ class CompatibleSession(SharedParts):
             goal = given[f"{name}.{key}"]
             near[HEAD + key] = goal[places] if HEAD + key in self.by_class else goal
         return near
+
+
+def off_unit_length(features: Tensor) -> Tensor:
+    """The mean over images of (||f|| - 1)^2, of features f [n, ...]: the loss for unit length (components, App. C.1)."""
+    return (features.flatten(1).norm(dim=1) - 1.0).square().mean()
 
 
 def head_of(architecture: Architecture, outputs: int) -> nn.Module:

@@ -94,9 +94,13 @@ def steps(study: Study, seeds: int) -> list[Part]:
 
 def _plan(study: Study, place: int) -> dict[str, Any]:
     """The words of a plan; none of that which runs have anyway."""
-    steps, rounds = study.size.plans[place]
-    usual = place == 0 and "rounds" not in study.size.tasks[study.first].words
-    return {} if usual else {"training.steps": steps, "rounds": rounds}
+    (steps, rounds), words = study.size.plans[place], study.size.tasks[study.first].words
+    if place == 0 and "rounds" not in words:
+        return {}
+    falls = (
+        {"training.schedule": {**words["training.schedule"], "every": rounds // 4}} if "training.schedule" in words else {}
+    )
+    return {"training.steps": steps, "rounds": rounds, **falls}
 
 
 def _several(study: Study, task: str, count: int) -> list[dict[str, Any]]:

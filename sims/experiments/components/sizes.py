@@ -72,7 +72,7 @@ LIKE_TEN = [13, 14, 15, 19, 42, 44, 58, 69, 81, 97]  # these eight of CIFAR-100,
 
 
 def _paper() -> Size:
-    """The paper's data, network and number of steps; SGD along a cosine in the place of Adam."""
+    """The paper's data, network, optimiser and number of steps; Adam begins anew in each round."""
     whole = {"name": "resnet56"}
     words = {
         "network": {"name": "split", "of": whole, "at": "stage2"},
@@ -83,8 +83,9 @@ def _paper() -> Size:
         "rounds": 800,
         "training.steps": 25,
         "training.batch": 512,
-        "training.rate": 0.1,
-        "training.weight_decay": 1e-7,
+        "training.rate": 0.01,
+        "training.optimizer": {"name": "adam", "weight_decay": 1e-7},
+        "training.schedule": {"name": "step", "every": 200},
     }
     task = Task("CIFAR-10 / STL-10", [{"domain": "cifar10"}, {"domain": "stl10"}], words, classes=9, whole=whole,
                 points=["stem", "stage1", "stage2", "stage3"], turns="all")  # fmt: skip
