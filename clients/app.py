@@ -4,10 +4,10 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from clients.guard import guard
-from clients.messages import PROTOCOL, WHO
-from clients.reading import alone, erased, moment, read_job
-from conf.errors import UserError
+from fedloom.clients.guard import guard
+from fedloom.clients.messages import PROTOCOL, WHO
+from fedloom.clients.reading import alone, erased, moment, read_job
+from fedloom.conf.errors import UserError
 
 app = ClientApp(mods=[guard])
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from clients.messages import OWN, to_states
-from clients.sent import Sent
-from conf.errors import UserError
-from fusion.exact import State, quantise
+from fedloom.clients.messages import OWN, to_states
+from fedloom.clients.sent import Sent
+from fedloom.conf.errors import UserError
+from fedloom.fusion.exact import State, quantise
 
 if TYPE_CHECKING:
-    from clients.job import Job
-    from clients.objectives import Session
+    from fedloom.clients.job import Job
+    from fedloom.clients.objectives import Session
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from flwr.app import RecordDict
 from torch import Tensor, nn
 from torch.func import vmap
 
-from clients.data import outputs
-from clients.job import Job
-from clients.learner import batches, descend, outcome
-from clients.networks import architecture_of
-from clients.objectives import Session
-from fusion.exact import State
+from fedloom.clients.data import outputs
+from fedloom.clients.job import Job
+from fedloom.clients.learner import batches, descend, outcome
+from fedloom.clients.networks import architecture_of
+from fedloom.clients.objectives import Session
+from fedloom.fusion.exact import State
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from clients.training.loss import task_loss
-from conf.errors import UserError
+from fedloom.clients.training.loss import task_loss
+from fedloom.conf.errors import UserError
 
 Loss = Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor]
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from flwr.app import RecordDict
 
-from clients.messages import config_digest, read_config_record
-from clients.states import write_bytes
-from conf import Config, from_json
-from conf.errors import UserError
+from fedloom.clients.messages import config_digest, read_config_record
+from fedloom.clients.states import write_bytes
+from fedloom.conf import Config, from_json
+from fedloom.conf.errors import UserError
 
 MOST = 8  # configurations that a process holds
 MOST_KEPT = 32  # that a site keeps on its disk

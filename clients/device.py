@@ -2,8 +2,8 @@
 
 import torch
 
-from conf.errors import UserError
-from conf.schema import EngineConfig
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import EngineConfig
 
 
 def pick_device(name: str, share: float = 1.0) -> torch.device:

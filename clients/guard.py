@@ -11,14 +11,14 @@ from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
 from flwr.common.constant import ErrorCode
 
-from clients.configurations import UnknownConfigurationError
-from clients.learner import DivergedError
-from clients.memory import SummedBeforeError
-from clients.messages import BLAMED, LOST, SUMMED_BEFORE, UNKNOWN
-from clients.secure_aggregation.site import BlamedError
-from clients.store import LostStateError
-from conf.errors import UserError
-from conf.plugins import place_of
+from fedloom.clients.configurations import UnknownConfigurationError
+from fedloom.clients.learner import DivergedError
+from fedloom.clients.memory import SummedBeforeError
+from fedloom.clients.messages import BLAMED, LOST, SUMMED_BEFORE, UNKNOWN
+from fedloom.clients.secure_aggregation.site import BlamedError
+from fedloom.clients.store import LostStateError
+from fedloom.conf.errors import UserError
+from fedloom.conf.plugins import place_of
 
 SIMULATED = "simulated"  # node-config of engines, whose sites are on the user's own machines: errors leave in full
 LOG = logging.getLogger("fedloom.site")

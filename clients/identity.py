@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from flwr.app import ConfigRecord, RecordDict
 
-from conf.errors import UserError
+from fedloom.conf.errors import UserError
 
 MOST_BYTES, MOST_KEY = 120, 400  # of a signature, and letters of a public key
 SIGNED = "signed"  # a record of a reply

@@ -6,12 +6,12 @@ from contextvars import ContextVar
 
 import torch
 
-from clients.networks import architecture_of, initialise
-from clients.randomness import torch_generator
-from conf.errors import UserError
-from conf.schema import Config
-from conf.sites import Site
-from fusion.exact import State
+from fedloom.clients.networks import architecture_of, initialise
+from fedloom.clients.randomness import torch_generator
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import Site
+from fedloom.fusion.exact import State
 
 _ALIKE: ContextVar[bool] = ContextVar("alike", default=False)
 SHARED = "shared"  # the word under which the shared initialisation is drawn; a site's own is drawn under its name

@@ -9,18 +9,18 @@ from dataclasses import dataclass, field, replace
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from clients.changes import changes, keep_sent
-from clients.data import Images, class_names, class_things, outputs, own_images, site_images, site_size
-from clients.data.own import left_out
-from clients.device import pick_device
-from clients.guard import LOG
-from clients.identity import SIGNED, sent_words
-from clients.initial import alike
-from clients.learner import Outcome, learn
-from clients.limits import RefusedError
-from clients.measure import Score, score, score_numbers
-from clients.memory import Memory
-from clients.messages import (
+from fedloom.clients.changes import changes, keep_sent
+from fedloom.clients.data import Images, class_names, class_things, outputs, own_images, site_images, site_size
+from fedloom.clients.data.own import left_out
+from fedloom.clients.device import pick_device
+from fedloom.clients.guard import LOG
+from fedloom.clients.identity import SIGNED, sent_words
+from fedloom.clients.initial import alike
+from fedloom.clients.learner import Outcome, learn
+from fedloom.clients.limits import RefusedError
+from fedloom.clients.measure import Score, score, score_numbers
+from fedloom.clients.memory import Memory
+from fedloom.clients.messages import (
     BASES,
     BEFORE,
     CLASSES,
@@ -39,22 +39,22 @@ from clients.messages import (
     to_arrays,
     to_states,
 )
-from clients.networks import Architecture, HeadView, Network, architecture_of
-from clients.objectives import Answer, Session, Task, objective_of
-from clients.objectives.components.objective import COMPONENTS
-from clients.packing import NONE, as_sent
-from clients.policy import Policy
-from clients.privacy import private, spend
-from clients.randomness import drawing, torch_generator
-from clients.secure_aggregation import ANSWERS, Ready, bounded, masked, noise_share, ready
-from clients.secure_aggregation.site import BlamedError
-from clients.statistics import CLASS_STATISTICS, MOMENTS, class_statistics, moments
-from clients.store import LostStateError, SiteStore
-from conf.errors import UserError
-from conf.once import once
-from conf.schema import Config
-from conf.sites import Site, roster
-from fusion.exact import State, dequantise, quantise
+from fedloom.clients.networks import Architecture, HeadView, Network, architecture_of
+from fedloom.clients.objectives import Answer, Session, Task, objective_of
+from fedloom.clients.objectives.components.objective import COMPONENTS
+from fedloom.clients.packing import NONE, as_sent
+from fedloom.clients.policy import Policy
+from fedloom.clients.privacy import private, spend
+from fedloom.clients.randomness import drawing, torch_generator
+from fedloom.clients.secure_aggregation import ANSWERS, Ready, bounded, masked, noise_share, ready
+from fedloom.clients.secure_aggregation.site import BlamedError
+from fedloom.clients.statistics import CLASS_STATISTICS, MOMENTS, class_statistics, moments
+from fedloom.clients.store import LostStateError, SiteStore
+from fedloom.conf.errors import UserError
+from fedloom.conf.once import once
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import Site, roster
+from fedloom.fusion.exact import State, dequantise, quantise
 
 
 class HiddenError(RuntimeError):

@@ -11,19 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from clients.data import Images, random_flip, to_float
-from clients.networks import architecture_of
-from clients.randomness import drawing, drawn, torch_generator
-from clients.training.augmentation import augmentation_of
-from clients.training.fewest import fewest
-from clients.training.optimizers import optimizer_of
-from clients.training.schedules import schedule_of
-from conf.errors import UserError
-from conf.schema import Config, TrainingConfig
-from conf.sites import Site
+from fedloom.clients.data import Images, random_flip, to_float
+from fedloom.clients.networks import architecture_of
+from fedloom.clients.randomness import drawing, drawn, torch_generator
+from fedloom.clients.training.augmentation import augmentation_of
+from fedloom.clients.training.fewest import fewest
+from fedloom.clients.training.optimizers import optimizer_of
+from fedloom.clients.training.schedules import schedule_of
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config, TrainingConfig
+from fedloom.conf.sites import Site
 
 if TYPE_CHECKING:
-    from clients.objectives import Session
+    from fedloom.clients.objectives import Session
 
 
 class DivergedError(RuntimeError):

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
-from clients.learner import step_count
-from clients.networks import Architecture, architecture_of, network_text
-from conf.errors import UserError
-from conf.schema import Config
-from conf.sites import Site
+from fedloom.clients.learner import step_count
+from fedloom.clients.networks import Architecture, architecture_of, network_text
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import Site
 
 FLIPS = ("RandomHorizontalFlip", "RandomVerticalFlip")
 MOST_OPTIONS = 4000  # letters of a network's options: a list of thousands of layers takes minutes to look at

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from clients.data import Images, to_float
-from clients.messages import BY_CLASS, TOTAL
+from fedloom.clients.data import Images, to_float
+from fedloom.clients.messages import BY_CLASS, TOTAL
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from clients.sketch import ALIKE, Sketch, likeness, packed, unpacked
-from conf.errors import UserError
+from fedloom.clients.sketch import ALIKE, Sketch, likeness, packed, unpacked
+from fedloom.conf.errors import UserError
 
 FILE = "memory.sqlite"
 WAIT = 60.0  # seconds for another process

@@ -14,10 +14,10 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
-from clients.codec import decode
-from clients.packing import NONE, packed, unpacked
-from conf.errors import UserError
-from fusion.exact import State
+from fedloom.clients.codec import decode
+from fedloom.clients.packing import NONE, packed, unpacked
+from fedloom.conf.errors import UserError
+from fedloom.fusion.exact import State
 
 ORDER = "order"
 CONFIG = "configuration"  # down: the configuration, to sites that may not have it yet

@@ -13,8 +13,8 @@ import torch
 from flwr.app import Array, ArrayRecord
 from torch import Tensor
 
-from clients.codec import decode, encode
-from fusion.exact import State
+from fedloom.clients.codec import decode, encode
+from fedloom.fusion.exact import State
 
 NONE = "none"
 STEPS = 2**15 - 1  # of an int16's magnitude

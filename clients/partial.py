@@ -17,10 +17,10 @@ from flwr.app import ArrayRecord, Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
 from torch import Tensor
 
-from clients.configurations import configuration, parsed
-from clients.data import site_size
-from clients.data.listing import at_round
-from clients.messages import (
+from fedloom.clients.configurations import configuration, parsed
+from fedloom.clients.data import site_size
+from fedloom.clients.data.listing import at_round
+from fedloom.clients.messages import (
     BEFORE,
     EXPECTED,
     LOST,
@@ -36,11 +36,11 @@ from clients.messages import (
     to_arrays,
     to_states,
 )
-from clients.replies import Bounds, ReplyError, check_record, train_numbers
-from clients.states import read_state, round_file, write_private_state
-from conf.schema import Config
-from conf.sites import roster
-from fusion.exact import ExactSum, ExactSumError, State, dequantise, exact, quantise
+from fedloom.clients.replies import Bounds, ReplyError, check_record, train_numbers
+from fedloom.clients.states import read_state, round_file, write_private_state
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import roster
+from fedloom.fusion.exact import ExactSum, ExactSumError, State, dequantise, exact, quantise
 
 ONCE, SAMPLES = "once", "samples"  # how often a record counts in its sum
 

@@ -8,23 +8,23 @@ from typing import Any
 
 from flwr.app import RecordDict
 
-from clients.data import domain_names
-from clients.data.partition import WAYS
-from clients.data.variants import class_count, outputs
-from clients.identity import Identity
-from clients.limits import Limits, RefusedError, check_harmless
-from clients.messages import ENROL, EVALUATE, SECURE_KINDS, TRAIN, Order, content_bytes
-from clients.networks import NETWORKS
-from clients.objectives import AUXILIARY, OBJECTIVES
-from clients.objectives.components.sharing import PARTS
-from clients.training.optimizers import OPTIMIZERS, optimizer_section
-from clients.training.schedules import SCHEDULES, schedule_section
-from conf.errors import UserError
-from conf.once import once
-from conf.registry import Registry
-from conf.schema import Config
-from conf.sites import Site, roster
-from fusion.exact import State
+from fedloom.clients.data import domain_names
+from fedloom.clients.data.partition import WAYS
+from fedloom.clients.data.variants import class_count, outputs
+from fedloom.clients.identity import Identity
+from fedloom.clients.limits import Limits, RefusedError, check_harmless
+from fedloom.clients.messages import ENROL, EVALUATE, SECURE_KINDS, TRAIN, Order, content_bytes
+from fedloom.clients.networks import NETWORKS
+from fedloom.clients.objectives import AUXILIARY, OBJECTIVES
+from fedloom.clients.objectives.components.sharing import PARTS
+from fedloom.clients.training.optimizers import OPTIMIZERS, optimizer_section
+from fedloom.clients.training.schedules import SCHEDULES, schedule_section
+from fedloom.conf.errors import UserError
+from fedloom.conf.once import once
+from fedloom.conf.registry import Registry
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import Site, roster
+from fedloom.fusion.exact import State
 
 NOTHING = "none"
 LISTS = ("networks", "objectives", "optimizers", "publish", "strategies", "disclose")

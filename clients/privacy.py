@@ -17,14 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clients.changes import Changes
-from clients.secure_aggregation.primitives import secret, stream
-from conf.errors import UserError
-from conf.schema import PrivacyConfig
-from fusion.exact import State
+from fedloom.clients.changes import Changes
+from fedloom.clients.secure_aggregation.primitives import secret, stream
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import PrivacyConfig
+from fedloom.fusion.exact import State
 
 if TYPE_CHECKING:
-    from clients.job import Job
+    from fedloom.clients.job import Job
 
 LEAST_PART = 2.0  # units, of a site's part: the sum of such parts differs from a discrete Gaussian by less than 1e-16
 LEAST_DEVIATION = 0.02  # exp(-1 / (2 * 0.02**2)) is below 1e-500

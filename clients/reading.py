@@ -8,20 +8,20 @@ from pathlib import Path
 import portalocker
 from flwr.app import Context, Message, MetricRecord, RecordDict
 
-from clients.configurations import configuration, parsed
-from clients.data.listing import at_round
-from clients.device import memory_share
-from clients.guard import SIMULATED
-from clients.identity import SIGNED, erased_words
-from clients.job import Job
-from clients.messages import BEFORE, ENROL, ERASE, ERASED, METRICS, OWN, SUBSET, read_order
-from clients.ordinary import ordinary
-from clients.policy import Policy, followed
-from clients.store import SiteStore
-from conf.errors import UserError
-from conf.once import once
-from conf.schema import Config
-from conf.sites import roster
+from fedloom.clients.configurations import configuration, parsed
+from fedloom.clients.data.listing import at_round
+from fedloom.clients.device import memory_share
+from fedloom.clients.guard import SIMULATED
+from fedloom.clients.identity import SIGNED, erased_words
+from fedloom.clients.job import Job
+from fedloom.clients.messages import BEFORE, ENROL, ERASE, ERASED, METRICS, OWN, SUBSET, read_order
+from fedloom.clients.ordinary import ordinary
+from fedloom.clients.policy import Policy, followed
+from fedloom.clients.store import SiteStore
+from fedloom.conf.errors import UserError
+from fedloom.conf.once import once
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import roster
 
 LOCK = "site.lock"  # in a site's store
 MOST_LENGTHS = 16  # of runs whose configuration is kept

@@ -8,9 +8,9 @@ import torch
 from flwr.app import ConfigRecord, RecordDict
 from torch import Tensor
 
-from clients.measure import Score
-from clients.messages import BY_CLASS, CLASSES, METRICS, TOTAL
-from conf.schema import FederationConfig
+from fedloom.clients.measure import Score
+from fedloom.clients.messages import BY_CLASS, CLASSES, METRICS, TOTAL
+from fedloom.conf.schema import FederationConfig
 
 MOST_LOSS = 1e30  # losses are averaged
 MOST_IMAGES = 2**31  # that a site can have measured on

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from clients.states import read_state, write_private_state
-from clients.store import LostStateError, SiteStore
-from fusion.exact import State
+from fedloom.clients.states import read_state, write_private_state
+from fedloom.clients.store import LostStateError, SiteStore
+from fedloom.fusion.exact import State
 
 SUMMED, OTHERS = "summed", "sent"  # how the names of the files begin
 

@@ -10,8 +10,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from conf.errors import UserError
-from fusion.exact import State
+from fedloom.conf.errors import UserError
+from fedloom.fusion.exact import State
 
 HEADER = 8  # bytes that say how long a safetensors file's header is
 

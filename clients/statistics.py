@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clients.data import Images, to_float
-from clients.measure import pieces
-from clients.replies import ReplyError
-from conf.errors import UserError
-from fusion.cla_ot.repair import BATCH_NORM
-from fusion.exact import State
+from fedloom.clients.data import Images, to_float
+from fedloom.clients.measure import pieces
+from fedloom.clients.replies import ReplyError
+from fedloom.conf.errors import UserError
+from fedloom.fusion.cla_ot.repair import BATCH_NORM
+from fedloom.fusion.exact import State
 
 MOMENTS = "moments"  # kinds of question, and the records of their answers
 CLASS_STATISTICS = "class_statistics"

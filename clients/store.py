@@ -11,9 +11,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from clients.states import read_state, round_file, write_private_state
-from conf.errors import UserError
-from fusion.exact import State
+from fedloom.clients.states import read_state, round_file, write_private_state
+from fedloom.conf.errors import UserError
+from fedloom.fusion.exact import State
 
 _ROUND = re.compile(r"round-(\d+)\.safetensors")
 

@@ -1,7 +1,7 @@
 """Typed configuration: dataclasses, the YAML experiments beside this file, and how the two are merged."""
 
-from conf.errors import UserError
-from conf.load import experiment_names, from_json, load, to_json, to_yaml
-from conf.schema import Config
+from fedloom.conf.errors import UserError
+from fedloom.conf.load import experiment_names, from_json, load, to_json, to_yaml
+from fedloom.conf.schema import Config
 
 __all__ = ["Config", "UserError", "experiment_names", "from_json", "load", "to_json", "to_yaml"]

@@ -10,14 +10,14 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from conf.errors import UserError, plain, unknown
-from conf.meant import meant
-from conf.named import opened, opened_at
-from conf.schema import Config
-from conf.sites import roster
-from conf.texts import keep_texts, keep_texts_at, values_kept_at
-from conf.typed import UnknownKeyError, at_home, build, checked
-from conf.yamls import read_yaml, write_yaml
+from fedloom.conf.errors import UserError, plain, unknown
+from fedloom.conf.meant import meant
+from fedloom.conf.named import opened, opened_at
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import roster
+from fedloom.conf.texts import keep_texts, keep_texts_at, values_kept_at
+from fedloom.conf.typed import UnknownKeyError, at_home, build, checked
+from fedloom.conf.yamls import read_yaml, write_yaml
 
 FOLDER = Path(__file__).parent
 MOST_RUN_NAME_BYTES = 200

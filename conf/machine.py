@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from conf.cgroups import limits
+from fedloom.conf.cgroups import limits
 
 
 def cores() -> int:

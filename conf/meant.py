@@ -5,9 +5,9 @@ import functools
 from collections.abc import Iterator
 from typing import Any, get_args, get_origin
 
-from conf.errors import UserError
-from conf.schema import Config, SiteConfig
-from conf.typed import UnknownKeyError
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config, SiteConfig
+from fedloom.conf.typed import UnknownKeyError
 
 WORDS = {
     "engine.device": ("cuda", "gpu"),

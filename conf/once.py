@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import TypeVar
 
-from conf.schema import Config
+from fedloom.conf.schema import Config
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from conf.errors import UserError
+from fedloom.conf.errors import UserError
 
 MOST_DEPTH = 200
 TAKES = "texts, numbers, truth values, paths, lists and dictionaries"

@@ -3,8 +3,10 @@
 import difflib
 import functools
 import importlib
+import importlib.util
 import inspect
 import os
+import shutil
 import sys
 import sysconfig
 import traceback
@@ -13,10 +15,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError, plain, unknown
+from fedloom.conf.errors import UserError, plain, unknown
 
 MOST_TOLD = 200  # letters of options
-OURS = ("conf", "fusion", "clients", "server", "sims")  # the packages of this project
+OURS = "fedloom"  # the package of this project
+ROOMS = ("conf", "fusion", "clients", "server", "sims")  # the packages in it, which once had no other name
 
 
 def is_reference(name: object) -> bool:
@@ -50,12 +53,18 @@ def outside(kind: str, name: object, known: Iterable[str], key: str) -> Any:
 def imported(reference: str, key: str) -> Any:
     """The attribute that `module:attribute` stands for; UserError beginning with `key` as in `outside`."""
     module, _, attribute = reference.partition(":")
+    if module.partition(".")[0] in ROOMS and importlib.util.find_spec(module.partition(".")[0]) is None:
+        module = f"{OURS}.{module}"  # as files of earlier versions name what is now in one package
     try:
         found: Any = importlib.import_module(module)
     except (Exception, SystemExit) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+        lacks = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
+        if (room := lacks.partition(".")[0]) in ROOMS:
+            hint = f"fedloom's packages are one now: import {OURS}.{room}, not {room}"
+            raise UserError(f"{key}: module '{module}' cannot be imported: there is no module '{lacks}'; {hint}") from None
+        if lacks and f"{module}.".startswith(f"{lacks}."):
             hint = "install it, or start fedloom in the folder that holds it"
-            raise UserError(f"{key}: there is no module '{error.name}' (of '{reference}'); {hint}") from None
+            raise UserError(f"{key}: there is no module '{lacks}' (of '{reference}'); {hint}") from None
         raise UserError(f"{key}: module '{module}' cannot be imported ({told(error)})") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -98,9 +107,19 @@ def place_of(error: BaseException) -> str:
 
 def _known_code(file: str) -> bool:
     """Whether a file is Python's, an installed package's, or this project's."""
-    ours = [str(Path(__file__).parents[1] / package) for package in OURS]
+    ours = [str(Path(__file__).parents[1] / room) for room in ROOMS]
     theirs = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     return file.startswith(("<", *(f"{folder}{os.sep}" for folder in (*ours, *theirs))))
+
+
+def copy_package(folder: Path) -> Path:
+    """A copy of this project's package in a folder, as it can be imported from there; where it is."""
+    here, there = Path(__file__).parents[1], folder / OURS
+    there.mkdir()
+    shutil.copy2(here / "__init__.py", there)
+    for room in ROOMS:
+        shutil.copytree(here / room, there / room, ignore=shutil.ignore_patterns("__pycache__"))
+    return there
 
 
 def told(error: BaseException) -> str:

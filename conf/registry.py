@@ -8,9 +8,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
-from conf.errors import UserError
-from conf.plugins import OURS, offered, outside
-from conf.typed import build
+from fedloom.conf.errors import UserError
+from fedloom.conf.plugins import OURS, offered, outside
+from fedloom.conf.typed import build
 
 T = TypeVar("T")
 C = TypeVar("C", bound=type)
@@ -55,7 +55,7 @@ class Registry(Generic[T]):
 
     def shipped(self, name: str) -> bool:
         """Whether the name is of a class of this project. Imports nothing."""
-        return name in self._classes and self._classes[name].__module__.partition(".")[0] in OURS
+        return name in self._classes and self._classes[name].__module__.partition(".")[0] == OURS
 
     def find(self, name: str, where: str = "") -> Any:
         """What a name stands for, of whatever kind. Raises UserError as `outside` does."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from conf.typed import value
+from fedloom.conf.typed import value
 
 MOST_ROUNDS = 999_999
 MOST_SITES = 1_000_000

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from conf.errors import UserError
-from conf.once import once
-from conf.schema import MOST_SITES, Config, SiteConfig
-from conf.typed import build_many
+from fedloom.conf.errors import UserError
+from fedloom.conf.once import once
+from fedloom.conf.schema import MOST_SITES, Config, SiteConfig
+from fedloom.conf.typed import build_many
 
 METHOD_NAMES = {"sum", "star", "composed", "half", "mean", "fused"}
 MODE_NAMES = {"exact", "regularised", "independent", "fedavg", "together", "sequential_ab", "sequential_ba",

@@ -5,7 +5,7 @@ from typing import Any, get_args, get_origin
 
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from conf.named import fields_of, inner_of, is_named
+from fedloom.conf.named import fields_of, inner_of, is_named
 
 TAG = "tag:yaml.org,2002:"
 NULL, MERGE, TEXT = f"{TAG}null", f"{TAG}merge", f"{TAG}str"

@@ -12,9 +12,9 @@ from typing import Any, TypeVar, get_args, get_origin
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from conf.errors import UserError, listed, nearest, plain
-from conf.named import fields_of, opened
-from conf.plugins import told
+from fedloom.conf.errors import UserError, listed, nearest, plain
+from fedloom.conf.named import fields_of, opened
+from fedloom.conf.plugins import told
 
 T = TypeVar("T")
 

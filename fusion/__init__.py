@@ -4,7 +4,7 @@ Two networks of different depth and width become one:
 
 >>> import torch
 >>> from torch import nn
->>> from fusion import align, fuse
+>>> from fedloom.fusion import align, fuse
 >>> _ = torch.manual_seed(0)
 >>> deep = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3))
 >>> shallow = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
@@ -20,11 +20,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fusion.alignment import Alignment, align
-    from fusion.cla_ot.transport import TransportSettings
-    from fusion.fused import Fused
-    from fusion.fusing import fuse
-    from fusion.settings import FusionSettings
+    from fedloom.fusion.alignment import Alignment, align
+    from fedloom.fusion.cla_ot.transport import TransportSettings
+    from fedloom.fusion.fused import Fused
+    from fedloom.fusion.fusing import fuse
+    from fedloom.fusion.settings import FusionSettings
 
 __all__ = ["Alignment", "Fused", "FusionSettings", "TransportSettings", "align", "fuse"]
 

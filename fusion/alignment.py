@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor, nn
 
-from fusion.cla_ot.matching import layer_costs, match_units, pairs_of, wired
-from fusion.given import plain_networks
-from fusion.settings import FusionSettings
+from fedloom.fusion.cla_ot.matching import layer_costs, match_units, pairs_of, wired
+from fedloom.fusion.given import plain_networks
+from fedloom.fusion.settings import FusionSettings
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from conf.errors import UserError
-from fusion.exact import ExactSum, ExactSumError, State, dequantise, digest
+from fedloom.conf.errors import UserError
+from fedloom.fusion.exact import ExactSum, ExactSumError, State, dequantise, digest
 
 GRADIENTS, WEIGHTS = "gradients", "weights"
 LARGEST = 2.0**62  # size of an int64 entry

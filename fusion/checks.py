@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from conf.errors import UserError
-from fusion.cla_ot.moves import Moves
-from fusion.graph.channels import Wiring
+from fedloom.conf.errors import UserError
+from fedloom.fusion.cla_ot.moves import Moves
+from fedloom.fusion.graph.channels import Wiring
 
 TYPES = (torch.float32, torch.float64)
 

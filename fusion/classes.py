@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from conf.errors import UserError
-from fusion.cla_ot.matching import wired
-from fusion.exact import State
-from fusion.graph.channels import Wiring
-from fusion.graph.resize import with_state
-from fusion.graph.tracing import evaluating
-from fusion.probe import BATCH
+from fedloom.conf.errors import UserError
+from fedloom.fusion.cla_ot.matching import wired
+from fedloom.fusion.exact import State
+from fedloom.fusion.graph.channels import Wiring
+from fedloom.fusion.graph.resize import with_state
+from fedloom.fusion.graph.tracing import evaluating
+from fedloom.fusion.probe import BATCH
 
 UNKNOWN = -20.0  # the logarithm of the chance, at most, that a network gives a class that it does not know
 

@@ -7,7 +7,7 @@ Tibshirani, Friedman: The Elements of Statistical Learning, Sec. 4.3). No image 
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
+from fedloom.conf.errors import UserError
 
 RIDGE = 1e-3  # of the mean variance, on the covariance
 NEVER = 1e3  # nats: the class is never the answer

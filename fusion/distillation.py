@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from conf.errors import UserError
+from fedloom.conf.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from fusion.cla_ot.repair import Statistics
-from fusion.exact import State
-from fusion.refit.targets import Mixture
+from fedloom.fusion.cla_ot.repair import Statistics
+from fedloom.fusion.exact import State
+from fedloom.fusion.refit.targets import Mixture
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,25 +12,33 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from conf.errors import UserError
-from fusion.checks import check_ends, check_layers, check_numbers, check_places, check_scale, given_map, mixing_weights
-from fusion.cla_ot.balance import Balanced, balanced, relu_signs, unchanged
-from fusion.cla_ot.matching import Pins, looked_at, match_seen, pairs_of, undecided, wired
-from fusion.cla_ot.moves import Moves, carried, moved
-from fusion.cla_ot.plans import Body, axis_moves, layer_moves
-from fusion.cla_ot.repair import Statistics, Target, in_basis, mixture, repair, running, watched
-from fusion.classes import in_classes, united
-from fusion.exact import State
-from fusion.fused import Fused, Made, View, averaged
-from fusion.given import plain_networks
-from fusion.graph.channels import Unit, Wiring, wire
-from fusion.graph.resize import with_state
-from fusion.probe import Observation, features_of, observe
-from fusion.refit.fits import fits
-from fusion.refit.pooling import chosen_channels, goal_of, selected_state
-from fusion.refit.refit import refit
-from fusion.refit.targets import Mixture, Planned, Regressed, Selected, Targets
-from fusion.settings import FusionSettings
+from fedloom.conf.errors import UserError
+from fedloom.fusion.checks import (
+    check_ends,
+    check_layers,
+    check_numbers,
+    check_places,
+    check_scale,
+    given_map,
+    mixing_weights,
+)
+from fedloom.fusion.cla_ot.balance import Balanced, balanced, relu_signs, unchanged
+from fedloom.fusion.cla_ot.matching import Pins, looked_at, match_seen, pairs_of, undecided, wired
+from fedloom.fusion.cla_ot.moves import Moves, carried, moved
+from fedloom.fusion.cla_ot.plans import Body, axis_moves, layer_moves
+from fedloom.fusion.cla_ot.repair import Statistics, Target, in_basis, mixture, repair, running, watched
+from fedloom.fusion.classes import in_classes, united
+from fedloom.fusion.exact import State
+from fedloom.fusion.fused import Fused, Made, View, averaged
+from fedloom.fusion.given import plain_networks
+from fedloom.fusion.graph.channels import Unit, Wiring, wire
+from fedloom.fusion.graph.resize import with_state
+from fedloom.fusion.probe import Observation, features_of, observe
+from fedloom.fusion.refit.fits import fits
+from fedloom.fusion.refit.pooling import chosen_channels, goal_of, selected_state
+from fedloom.fusion.refit.refit import refit
+from fedloom.fusion.refit.targets import Mixture, Planned, Regressed, Selected, Targets
+from fedloom.fusion.settings import FusionSettings
 
 LARGE = "the inputs' or the networks' values are too large for their type; scale them, or convert all to float64"
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from conf.errors import UserError
+from fedloom.conf.errors import UserError
 
 COMPILED, INNER = "OptimizedModule", "_orig_mod"  # what torch.compile gives, and what it was
 QUANTISED = ("torch.ao.nn.quant", "torch.ao.nn.intrinsic", "torch.ao.nn.qat", "torch.ao.quantization", "torch.nn.quant")

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from conf.errors import UserError
-from fusion.graph.channels import Wiring
-from fusion.graph.tracing import evaluating
-from fusion.refit.patches import picked
+from fedloom.conf.errors import UserError
+from fedloom.fusion.graph.channels import Wiring
+from fedloom.fusion.graph.tracing import evaluating
+from fedloom.fusion.refit.patches import picked
 
 BATCH = 256  # samples that go through a network at once; Grams are taken within a batch
 LARGE, CHUNK = 2**26, 40  # convolutions take inputs of more bytes by so many samples at once

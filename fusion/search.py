@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from torch import nn
 
-from conf.errors import UserError
+from fedloom.conf.errors import UserError
 
 STEPS = (0.0, 0.15, 0.3, 0.5, 0.7, 0.85, 1.0)
 MOST = 5000  # points of a grid

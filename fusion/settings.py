@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field, fields
 
-from conf.errors import UserError
-from fusion.cla_ot.balance import SIGNS
-from fusion.cla_ot.transport import TransportSettings
+from fedloom.conf.errors import UserError
+from fedloom.fusion.cla_ot.balance import SIGNS
+from fedloom.fusion.cla_ot.transport import TransportSettings
 
 KINDS: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (float, int), str: (str,)}
 BASES = ("activations", "weights", "same")

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from conf.errors import UserError
-from fusion.cla_ot.matching import match_evenly
-from fusion.exact import State
-from fusion.graph.channels import Slot, Unit, Wiring
+from fedloom.conf.errors import UserError
+from fedloom.fusion.cla_ot.matching import match_evenly
+from fedloom.fusion.exact import State
+from fedloom.fusion.graph.channels import Slot, Unit, Wiring
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
 Index = tuple[Tensor | None, ...]

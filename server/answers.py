@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 from flwr.supercore.protobuf.client import ProtobufClient
 
-from conf.errors import plain
+from fedloom.conf.errors import plain
 
 MOST_FAILURE = 1 << 16  # bytes of an answer that says that something failed
 MOST_TOLD = 200  # letters of where an answer sends on to

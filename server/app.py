@@ -6,12 +6,12 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.superlink.grid.http_grid import HttpGrid
 
-from conf import load
-from conf.errors import FailedError, UserError
-from server.experiment import run_experiment
-from server.grid import CarefulGrid
-from server.listener import LogListener
-from server.strategies.pairing import paired
+from fedloom.conf import load
+from fedloom.conf.errors import FailedError, UserError
+from fedloom.server.experiment import run_experiment
+from fedloom.server.grid import CarefulGrid
+from fedloom.server.listener import LogListener
+from fedloom.server.strategies.pairing import paired
 
 app = ServerApp()
 

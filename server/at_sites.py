@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clients.data import label, site_images
-from clients.measure import by_class, hits
-from clients.networks import Architecture, Model, architecture_of
-from conf.schema import Config
-from conf.sites import UNION, Site
-from server.evaluate import Evaluator
+from fedloom.clients.data import label, site_images
+from fedloom.clients.measure import by_class, hits
+from fedloom.clients.networks import Architecture, Model, architecture_of
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import UNION, Site
+from fedloom.server.evaluate import Evaluator
 
 OWN, LACKING = "own", "lacking"  # classes as often as a site has them; those that it has not
 TIMED = 1000  # images, of which the time is told

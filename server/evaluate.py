@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from clients.data import (
+from fedloom.clients.data import (
     Images,
     domain_specs,
     label,
@@ -18,15 +18,15 @@ from clients.data import (
     to_float,
     validation_images,
 )
-from clients.device import pick_device
-from clients.measure import Score, count_right, pieces, score
-from clients.networks import Architecture, HeadView, Model, Network, architecture_of
-from clients.randomness import torch_generator
-from conf import machine
-from conf.errors import UserError, plain
-from conf.schema import Config
-from conf.sites import UNION, Site, roster
-from fusion.cla_ot.repair import recompute_statistics
+from fedloom.clients.device import pick_device
+from fedloom.clients.measure import Score, count_right, pieces, score
+from fedloom.clients.networks import Architecture, HeadView, Model, Network, architecture_of
+from fedloom.clients.randomness import torch_generator
+from fedloom.conf import machine
+from fedloom.conf.errors import UserError, plain
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import UNION, Site, roster
+from fedloom.fusion.cla_ot.repair import recompute_statistics
 
 RECOMPUTED = "recomputed"
 
@@ -54,7 +54,7 @@ class Evaluator:
 
     def loaded(self, model: Model) -> Network:
         """The instance of the model's architecture with its weights. UserError if they are another network's."""
-        told = f"strategy '{self.config.strategy['name']}': its models() must hold server.strategies.Model"
+        told = f"strategy '{self.config.strategy['name']}': its models() must hold fedloom.server.strategies.Model"
         if not isinstance(model, Model):
             raise UserError(f"{told}, one is a {type(model).__name__}")
         network = self.instance(model.architecture)

@@ -10,36 +10,36 @@ from typing import Any
 
 from flwr.serverapp import Grid
 
-from clients.data import remarks, site_sizes
-from clients.data.listing import held
-from clients.networks import NETWORKS, Architecture, architecture_of
-from clients.networks.base import SelfStarting
-from clients.networks.head_view import BATCH, FEWEST
-from clients.objectives import objective_of
-from clients.ordinary import ordinary
-from clients.packing import NONE
-from clients.training.checks import check_sizes, check_training
-from clients.training.schedules import schedule_of
-from conf.errors import FailedError, UserError, plain
-from conf.schema import Config
-from conf.sites import roster
-from fusion.exact import ExactSumError, check_range
-from server.evaluate import RECOMPUTED, Evaluator, has_data, site_rows
-from server.ledger import Ledger
-from server.ledger.database import LEDGER, begun
-from server.listener import Listener, Listeners
-from server.measured import OWN, counted
-from server.method import Method, open_ledger
-from server.privacy import check_hidden, hidden
-from server.rounds.exchange import Federation
-from server.rounds.loop import MOST_TOLD
-from server.rounds.schedules import check_asked
-from server.runfolder import SUMMARY, RunFolder, refuse_existing
-from server.runs import FINISHED
-from server.spent import Spent
-from server.strategies import STRATEGIES, slots_of
-from server.strategies.base import check_named
-from server.unlearning.at_sites import outstanding
+from fedloom.clients.data import remarks, site_sizes
+from fedloom.clients.data.listing import held
+from fedloom.clients.networks import NETWORKS, Architecture, architecture_of
+from fedloom.clients.networks.base import SelfStarting
+from fedloom.clients.networks.head_view import BATCH, FEWEST
+from fedloom.clients.objectives import objective_of
+from fedloom.clients.ordinary import ordinary
+from fedloom.clients.packing import NONE
+from fedloom.clients.training.checks import check_sizes, check_training
+from fedloom.clients.training.schedules import schedule_of
+from fedloom.conf.errors import FailedError, UserError, plain
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import roster
+from fedloom.fusion.exact import ExactSumError, check_range
+from fedloom.server.evaluate import RECOMPUTED, Evaluator, has_data, site_rows
+from fedloom.server.ledger import Ledger
+from fedloom.server.ledger.database import LEDGER, begun
+from fedloom.server.listener import Listener, Listeners
+from fedloom.server.measured import OWN, counted
+from fedloom.server.method import Method, open_ledger
+from fedloom.server.privacy import check_hidden, hidden
+from fedloom.server.rounds.exchange import Federation
+from fedloom.server.rounds.loop import MOST_TOLD
+from fedloom.server.rounds.schedules import check_asked
+from fedloom.server.runfolder import SUMMARY, RunFolder, refuse_existing
+from fedloom.server.runs import FINISHED
+from fedloom.server.spent import Spent
+from fedloom.server.strategies import STRATEGIES, slots_of
+from fedloom.server.strategies.base import check_named
+from fedloom.server.unlearning.at_sites import outstanding
 
 
 @held()

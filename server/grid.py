@@ -27,11 +27,11 @@ from flwr.supercore.retry import RetryInvoker
 from flwr.supercore.run import RunNotRunningException
 from flwr.superlink.grid.http_grid import HttpGrid
 
-from clients.messages import array_bytes
-from conf.errors import UserError, plain
-from server.answers import wary
-from server.limits import LEAST_LIMIT, TIMES_SENT
-from server.unfolding import UnreadableError, by_hash, check_unfolding
+from fedloom.clients.messages import array_bytes
+from fedloom.conf.errors import UserError, plain
+from fedloom.server.answers import wary
+from fedloom.server.limits import LEAST_LIMIT, TIMES_SENT
+from fedloom.server.unfolding import UnreadableError, by_hash, check_unfolding
 
 SLICE_SECONDS = 1.0  # for one reply's parts; then others have their turn
 AT_ONCE = 4  # parts that are fetched side by side

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from conf.words import count
+from fedloom.conf.words import count
 
 
 class Listener(Protocol):

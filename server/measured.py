@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from clients.data import class_counts
-from clients.data.listing import held
-from clients.measure import Score
-from clients.networks import Architecture, Model, architecture_of
-from clients.replies import MOST_NAME
-from conf.errors import UserError, plain
-from conf.schema import Config
-from conf.sites import Site, roster
-from server.rounds.schedules import looked_at
-from server.rounds.view import Models, View
-from server.runfolder import AGGREGATE, is_file_name
+from fedloom.clients.data import class_counts
+from fedloom.clients.data.listing import held
+from fedloom.clients.measure import Score
+from fedloom.clients.networks import Architecture, Model, architecture_of
+from fedloom.clients.replies import MOST_NAME
+from fedloom.conf.errors import UserError, plain
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import Site, roster
+from fedloom.server.rounds.schedules import looked_at
+from fedloom.server.rounds.view import Models, View
+from fedloom.server.runfolder import AGGREGATE, is_file_name
 
 if TYPE_CHECKING:
-    from server.method import Method
+    from fedloom.server.method import Method
 
 QUESTION_BYTES = 64 * 2**20  # of networks that sites are sent in one question, about
 OWN = "own"  # in results by site: the sites' own networks, each at its site
@@ -165,7 +165,7 @@ def check_models(config: Config, models: Any) -> Models:
     """What a strategy gives as its models. UserError unless all are named as files can be: they are written (RunFolder)."""
     told = f"strategy '{config.strategy['name']}': its models()"
     if not isinstance(models, Models):
-        raise UserError(f"{told} must give a server.strategies.Models, gave a {type(models).__name__}")
+        raise UserError(f"{told} must give a fedloom.server.strategies.Models, gave a {type(models).__name__}")
     sites = {site.name for site in roster(config)}
     for place, name in enumerate(models):
         if name not in sites and not is_file_name(name):

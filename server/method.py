@@ -10,30 +10,30 @@ from typing import Any
 
 from flwr.serverapp import Grid
 
-from clients.data import class_names, variant
-from clients.data.listing import held
-from clients.networks import Model
-from clients.objectives import objective_of
-from conf import to_json
-from conf.schema import Config
-from conf.sites import PERSONAL, Site, roster
-from server.at_sites import at_sites, costs, different_networks
-from server.evaluate import Evaluator, has_data
-from server.ledger import Ledger, Request
-from server.ledger.blobs import NodeLostError
-from server.ledger.database import LEDGER, begun
-from server.ledger.declared import declared_sums
-from server.listener import Listener
-from server.measured import Found, Measured, check_models, common_names
-from server.rounds.aggregation import Aggregation
-from server.rounds.exchange import Federation
-from server.rounds.loop import RoundLoop
-from server.rounds.view import Setup
-from server.runfolder import AGGREGATE, RunFolder
-from server.strategies import slots_of
-from server.unlearning.at_sites import Erasure
-from server.unlearning.requests import Unlearning
-from server.written import RETRAINED
+from fedloom.clients.data import class_names, variant
+from fedloom.clients.data.listing import held
+from fedloom.clients.networks import Model
+from fedloom.clients.objectives import objective_of
+from fedloom.conf import to_json
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import PERSONAL, Site, roster
+from fedloom.server.at_sites import at_sites, costs, different_networks
+from fedloom.server.evaluate import Evaluator, has_data
+from fedloom.server.ledger import Ledger, Request
+from fedloom.server.ledger.blobs import NodeLostError
+from fedloom.server.ledger.database import LEDGER, begun
+from fedloom.server.ledger.declared import declared_sums
+from fedloom.server.listener import Listener
+from fedloom.server.measured import Found, Measured, check_models, common_names
+from fedloom.server.rounds.aggregation import Aggregation
+from fedloom.server.rounds.exchange import Federation
+from fedloom.server.rounds.loop import RoundLoop
+from fedloom.server.rounds.view import Setup
+from fedloom.server.runfolder import AGGREGATE, RunFolder
+from fedloom.server.strategies import slots_of
+from fedloom.server.unlearning.at_sites import Erasure
+from fedloom.server.unlearning.requests import Unlearning
+from fedloom.server.written import RETRAINED
 
 
 @dataclass

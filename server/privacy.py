@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from clients.packing import NONE
-from clients.privacy import check_privacy
-from conf.errors import UserError
-from conf.schema import Config
-from server.ledger.declared import Slot, Sum
+from fedloom.clients.packing import NONE
+from fedloom.clients.privacy import check_privacy
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config
+from fedloom.server.ledger.declared import Slot, Sum
 
 
 def check_hidden(config: Config) -> None:

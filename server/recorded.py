@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError
-from server.runs import read_metrics, read_summary
-from server.written import METRICS, SUMMARY
+from fedloom.conf.errors import UserError
+from fedloom.server.runs import read_metrics, read_summary
+from fedloom.server.written import METRICS, SUMMARY
 
 LARGEST = 1e300  # of a number; NaN is one, too
 RECEIVED = "received"  # of a round's record: bytes of arrays that came to the server, where sums did in the place of replies

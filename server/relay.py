@@ -25,7 +25,9 @@ def main(grid: Grid, context: Context) -> None:
     Raises RuntimeError if it goes away without a word: the run has failed, then.
     """
     if not isinstance(grid, HttpGrid):
-        raise TypeError(f"server.relay: a {type(grid).__name__} cannot be handed over; this is for a SuperLink's runs")
+        raise TypeError(
+            f"fedloom.server.relay: a {type(grid).__name__} cannot be handed over; this is for a SuperLink's runs"
+        )
     place = {
         "address": grid._addr,
         "insecure": grid._insecure,

@@ -11,14 +11,14 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from clients.networks import Model
-from clients.states import write_bytes, write_private_state, write_state
-from conf import to_yaml
-from conf.errors import UserError
-from conf.schema import Config
-from server.ledger.database import acquire
-from server.runs import holds, read_config, read_metrics, read_summary, refuse_existing
-from server.written import CONFIG, METRICS, STATES, SUMMARY, is_left
+from fedloom.clients.networks import Model
+from fedloom.clients.states import write_bytes, write_private_state, write_state
+from fedloom.conf import to_yaml
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config
+from fedloom.server.ledger.database import acquire
+from fedloom.server.runs import holds, read_config, read_metrics, read_summary, refuse_existing
+from fedloom.server.written import CONFIG, METRICS, STATES, SUMMARY, is_left
 
 __all__ = ["CONFIG", "METRICS", "SUMMARY", "RunFolder", "holds", "is_file_name", "read_config", "refuse_existing"]
 

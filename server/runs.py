@@ -12,12 +12,12 @@ from typing import Any
 import portalocker
 import yaml
 
-from conf.errors import UserError, plain
-from conf.load import from_mapping
-from conf.schema import Config, RunConfig
-from conf.texts import keep_texts
-from conf.yamls import read_yaml
-from server.written import CONFIG, LEDGER, LOCK, METRICS, SUMMARY, holds_only_config, is_begun, strange_in
+from fedloom.conf.errors import UserError, plain
+from fedloom.conf.load import from_mapping
+from fedloom.conf.schema import Config, RunConfig
+from fedloom.conf.texts import keep_texts
+from fedloom.conf.yamls import read_yaml
+from fedloom.server.written import CONFIG, LEDGER, LOCK, METRICS, SUMMARY, holds_only_config, is_begun, strange_in
 
 KEYS = {"experiment", "seed", "rounds", "sites", "population", "network", "objective", "strategy", "baselines", "run",
         "engine", "data", "training", "federation", "evaluation"}  # in every run's config.yaml, since version 1  # fmt: skip

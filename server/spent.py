@@ -4,8 +4,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from conf.machine import forget_peak, peak_memory
-from server.listener import Listener
+from fedloom.conf.machine import forget_peak, peak_memory
+from fedloom.server.listener import Listener
 
 
 class Spent(Listener):

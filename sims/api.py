@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from clients.networks import architecture_of, load_network
-from clients.ordinary import ordinary
-from conf import load
-from conf.errors import UserError, unknown
-from conf.load import load_text
-from conf.plain_values import plain_value
-from conf.schema import Config
-from conf.sites import roster
-from conf.yamls import write_yaml
-from server.evaluate import Evaluator
-from server.ledger import Ledger
-from server.runfolder import RunFolder, read_config
-from server.strategies.pairing import paired
-from sims.callbacks import Callbacks, OnReply, OnRound
-from sims.cli import unlearn as commands
-from sims.cli.compose import name_of
-from sims.report.tables import accuracy_table, percent
-from sims.simulate import simulate
+from fedloom.clients.networks import architecture_of, load_network
+from fedloom.clients.ordinary import ordinary
+from fedloom.conf import load
+from fedloom.conf.errors import UserError, unknown
+from fedloom.conf.load import load_text
+from fedloom.conf.plain_values import plain_value
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import roster
+from fedloom.conf.yamls import write_yaml
+from fedloom.server.evaluate import Evaluator
+from fedloom.server.ledger import Ledger
+from fedloom.server.runfolder import RunFolder, read_config
+from fedloom.server.strategies.pairing import paired
+from fedloom.sims.callbacks import Callbacks, OnReply, OnRound
+from fedloom.sims.cli import unlearn as commands
+from fedloom.sims.cli.compose import name_of
+from fedloom.sims.report.tables import accuracy_table, percent
+from fedloom.sims.simulate import simulate
 
 if TYPE_CHECKING:
     import pandas

@@ -9,26 +9,26 @@ from typing import Any
 
 import torch
 
-from clients.data import absolute
-from clients.data.domains import data_folder
-from clients.data.listing import of_run
-from clients.ordinary import ordinary
-from conf.errors import UserError
-from conf.progress import under_way
-from conf.schema import Config, SiteConfig
-from conf.words import count
-from server.experiment import check, finished, run_experiment
-from server.ledger.database import refuse_busy
-from server.listener import Listener, Listeners
-from server.runfolder import RunFolder, holds, refuse_existing
-from server.strategies.pairing import paired
-from server.written import REPORT
-from sims.cli.progress import QuietListener, listener_for
-from sims.engines import open_engine, refuse_engine
-from sims.engines.share import WHOLE, Share
-from sims.report.certificates import write_pages
-from sims.report.report import write_report
-from sims.tracking import Tracking, refuse_trackers
+from fedloom.clients.data import absolute
+from fedloom.clients.data.domains import data_folder
+from fedloom.clients.data.listing import of_run
+from fedloom.clients.ordinary import ordinary
+from fedloom.conf.errors import UserError
+from fedloom.conf.progress import under_way
+from fedloom.conf.schema import Config, SiteConfig
+from fedloom.conf.words import count
+from fedloom.server.experiment import check, finished, run_experiment
+from fedloom.server.ledger.database import refuse_busy
+from fedloom.server.listener import Listener, Listeners
+from fedloom.server.runfolder import RunFolder, holds, refuse_existing
+from fedloom.server.strategies.pairing import paired
+from fedloom.server.written import REPORT
+from fedloom.sims.cli.progress import QuietListener, listener_for
+from fedloom.sims.engines import open_engine, refuse_engine
+from fedloom.sims.engines.share import WHOLE, Share
+from fedloom.sims.report.certificates import write_pages
+from fedloom.sims.report.report import write_report
+from fedloom.sims.tracking import Tracking, refuse_trackers
 
 
 def simulate(
@@ -116,7 +116,7 @@ def _check_engine(config: Config) -> None:
 
 def _check_gpus(config: Config) -> None:
     with contextlib.suppress(ImportError):  # without Ray its engine says so itself
-        from sims.engines.room import refuse_gpus
+        from fedloom.sims.engines.room import refuse_gpus
 
         refuse_gpus(config.engine)
 

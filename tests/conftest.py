@@ -94,5 +94,5 @@ def blank_pictures() -> Iterator[None]:
         return [picture]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sims.report.plots.draw_all", draw)
+        patch.setattr("fedloom.sims.report.plots.draw_all", draw)
         yield

@@ -1,9 +1,9 @@
 """Domains of labelled images: where they come from, how they are split, changed, and divided among sites."""
 
-from clients.data.domains import domain_names, where
-from clients.data.found import absolute
-from clients.data.images import Images, random_flip, to_float
-from clients.data.sites import (
+from fedloom.clients.data.domains import domain_names, where
+from fedloom.clients.data.found import absolute
+from fedloom.clients.data.images import Images, random_flip, to_float
+from fedloom.clients.data.sites import (
     class_counts,
     own_images,
     remarks,
@@ -13,7 +13,7 @@ from clients.data.sites import (
     test_images,
     validation_images,
 )
-from clients.data.variants import (
+from fedloom.clients.data.variants import (
     class_count,
     class_names,
     class_things,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from clients.data.sources import Labels, Pixels
+from fedloom.clients.data.sources import Labels, Pixels
 
 CHANNELS = (1, 3)
 MOST_CLASSES = 100_000

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from threading import Lock
 
-from clients.data.images import Images
+from fedloom.clients.data.images import Images
 
 
 class ImageCache:

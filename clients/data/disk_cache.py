@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from clients.data.sources import Positions
-from clients.states import write_bytes
+from fedloom.clients.data.sources import Positions
+from fedloom.clients.states import write_bytes
 
 
 def folder() -> Path:

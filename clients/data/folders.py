@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from clients.data.arrays import image_of, in_order
-from clients.data.found import Contents, Select, legible, short, wrong
-from clients.data.sources import OFFICIAL, WHOLE, Pixels
-from conf.errors import UserError, plain
-from conf.words import count
+from fedloom.clients.data.arrays import image_of, in_order
+from fedloom.clients.data.found import Contents, Select, legible, short, wrong
+from fedloom.clients.data.sources import OFFICIAL, WHOLE, Pixels
+from fedloom.conf.errors import UserError, plain
+from fedloom.conf.words import count
 
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 MOST_SHOWN = 10  # endings, or class folders, that are named

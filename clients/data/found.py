@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qsl
 
-from clients.data.sources import Labels, Pixels, Positions
-from conf.errors import UserError
-from conf.plugins import is_reference, told
+from fedloom.clients.data.sources import Labels, Pixels, Positions
+from fedloom.conf.errors import UserError
+from fedloom.conf.plugins import is_reference, told
 
 KINDS = ("images", "npz", "dataset")  # of paths
 

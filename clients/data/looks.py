@@ -5,9 +5,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from clients.data.domains import Place
-from clients.data.own import Own
-from conf.errors import UserError
+from fedloom.clients.data.domains import Place
+from fedloom.clients.data.own import Own
+from fedloom.conf.errors import UserError
 
 SAMPLE = 64  # images that are looked at
 FEWEST = 5  # images that say something about a domain

@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from clients.data import listing
-from clients.data.arrays import Named, as_pixels, check_image, numbered
-from clients.data.folders import SUFFIXES, read_folder
-from clients.data.found import KINDS, Contents, Select, fitting, has_path, legible, origin, path_of, short, wrong
-from clients.data.hugging_face import read_dataset
-from clients.data.sources import OFFICIAL, WHOLE, Labels, Pixels, Positions
-from conf.errors import UserError, plain
-from conf.plugins import call, outside, parameters
+from fedloom.clients.data import listing
+from fedloom.clients.data.arrays import Named, as_pixels, check_image, numbered
+from fedloom.clients.data.folders import SUFFIXES, read_folder
+from fedloom.clients.data.found import KINDS, Contents, Select, fitting, has_path, legible, origin, path_of, short, wrong
+from fedloom.clients.data.hugging_face import read_dataset
+from fedloom.clients.data.sources import OFFICIAL, WHOLE, Labels, Pixels, Positions
+from fedloom.conf.errors import UserError, plain
+from fedloom.conf.plugins import call, outside, parameters
 
 MOST_HELD = 16  # domains
 MEMBERS = {  # of npz files, in small letters

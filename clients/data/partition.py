@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from clients.data.disk_cache import kept
-from clients.data.sources import Labels, Positions
-from clients.randomness import generator
-from conf.errors import UserError
-from conf.plugins import call, outside, parameters
-from conf.schema import PartitionConfig
+from fedloom.clients.data.disk_cache import kept
+from fedloom.clients.data.sources import Labels, Positions
+from fedloom.clients.randomness import generator
+from fedloom.conf.errors import UserError
+from fedloom.conf.plugins import call, outside, parameters
+from fedloom.conf.schema import PartitionConfig
 
 VERSION = 1  # of the ways below; a new one makes kept divisions invalid
 

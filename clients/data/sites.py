@@ -6,22 +6,22 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from clients.data.cache import ImageCache
-from clients.data.domains import Place, locate
-from clients.data.images import Images
-from clients.data.listing import held
-from clients.data.looks import looks
-from clients.data.own import check_files, left_out
-from clients.data.partition import check_way, divide, divide_alike
-from clients.data.sources import Labels, Positions
-from clients.data.splits import Selection, Split, at_most, labels, of_classes, split
-from clients.data.transforms import render
-from clients.data.variants import Variant, check_shared, domains_of, label, variant
-from clients.randomness import generator, torch_generator
-from conf.errors import UserError
-from conf.once import once_while
-from conf.schema import Config, DataConfig, PartitionConfig, SiteConfig
-from conf.sites import Site, roster
+from fedloom.clients.data.cache import ImageCache
+from fedloom.clients.data.domains import Place, locate
+from fedloom.clients.data.images import Images
+from fedloom.clients.data.listing import held
+from fedloom.clients.data.looks import looks
+from fedloom.clients.data.own import check_files, left_out
+from fedloom.clients.data.partition import check_way, divide, divide_alike
+from fedloom.clients.data.sources import Labels, Positions
+from fedloom.clients.data.splits import Selection, Split, at_most, labels, of_classes, split
+from fedloom.clients.data.transforms import render
+from fedloom.clients.data.variants import Variant, check_shared, domains_of, label, variant
+from fedloom.clients.randomness import generator, torch_generator
+from fedloom.conf.errors import UserError
+from fedloom.conf.once import once_while
+from fedloom.conf.schema import Config, DataConfig, PartitionConfig, SiteConfig
+from fedloom.conf.sites import Site, roster
 
 CACHE = ImageCache(limit=512 * 2**20)
 

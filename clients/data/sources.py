@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from clients.data import listing
+from fedloom.clients.data import listing
 
 Pixels = NDArray[np.uint8]
 Labels = NDArray[np.int64]

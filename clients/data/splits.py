@@ -5,10 +5,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from clients.data.domains import Place
-from clients.data.sources import OFFICIAL, Labels, Positions
-from clients.randomness import generator
-from conf.errors import UserError
+from fedloom.clients.data.domains import Place
+from fedloom.clients.data.sources import OFFICIAL, Labels, Positions
+from fedloom.clients.randomness import generator
+from fedloom.conf.errors import UserError
 
 TEST_SHARE = 0.2  # where the source has no test part
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from clients.data.sources import Pixels
+from fedloom.clients.data.sources import Pixels
 
 CHUNK = 2000  # images in float at once
 STACK = 2**23  # bytes of images that are read one by one

@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations
 
-from clients.data.domains import DOMAINS, find
-from clients.data.found import short
-from clients.data.listing import held
-from clients.data.own import state_of
-from conf.errors import UserError
-from conf.once import once, once_while
-from conf.schema import Config, SiteConfig
-from conf.sites import UNION, roster
+from fedloom.clients.data.domains import DOMAINS, find
+from fedloom.clients.data.found import short
+from fedloom.clients.data.listing import held
+from fedloom.clients.data.own import state_of
+from fedloom.conf.errors import UserError
+from fedloom.conf.once import once, once_while
+from fedloom.conf.schema import Config, SiteConfig
+from fedloom.conf.sites import UNION, roster
 
 
 @dataclass(frozen=True)

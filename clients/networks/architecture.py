@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from clients.data import class_count, label, num_classes
-from clients.networks.base import NETWORKS, Network
-from conf.errors import UserError
-from conf.schema import Config
-from conf.sites import Site, roster
-from fusion.exact import State
+from fedloom.clients.data import class_count, label, num_classes
+from fedloom.clients.networks.base import NETWORKS, Network
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import Site, roster
+from fedloom.fusion.exact import State
 
 
 @dataclass(frozen=True)

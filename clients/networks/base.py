@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from conf import machine
-from conf.errors import UserError
-from conf.plugins import told
-from conf.registry import Registry
+from fedloom.conf import machine
+from fedloom.conf.errors import UserError
+from fedloom.conf.plugins import told
+from fedloom.conf.registry import Registry
 
 
 class Network(nn.Module):
@@ -53,7 +53,7 @@ class NetworkSpec(ABC):
             raise UserError(f"network: {type(self).__name__}.build failed ({told(error)})") from error
         if not isinstance(network, Network):
             built = f"{type(self).__name__}.build gave a {type(network).__name__}"
-            raise UserError(f"network: {built}, takes a clients.networks.Network(extractor, head)")
+            raise UserError(f"network: {built}, takes a fedloom.clients.networks.Network(extractor, head)")
         needed = sum(tensor.nbytes for tensor in network.state_dict().values())
         if needed > (there := machine.memory()):
             told_size = f"needs {needed / 2**30:.0f} GiB for its weights, and this machine has {there / 2**30:.0f} GiB"

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from clients.networks.base import NETWORKS, Network, NetworkSpec
-from clients.networks.layers import HEAD_HELP, NORM_HELP, NORMS, norm_layers
-from clients.networks.small import hidden
-from conf.errors import UserError
-from conf.typed import value
+from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec
+from fedloom.clients.networks.layers import HEAD_HELP, NORM_HELP, NORMS, norm_layers
+from fedloom.clients.networks.small import hidden
+from fedloom.conf.errors import UserError
+from fedloom.conf.typed import value
 
 
 @NETWORKS.register("convnet")

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clients.networks.base import NETWORKS, Network, NetworkSpec
-from clients.networks.residual import Residual
-from conf.errors import UserError
-from conf.typed import value
+from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec
+from fedloom.clients.networks.residual import Residual
+from fedloom.conf.errors import UserError
+from fedloom.conf.typed import value
 
 
 class ExitNetwork(Network):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from conf.errors import UserError
+from fedloom.conf.errors import UserError
 
 
 def _group(width: int, groups: int, affine: bool) -> list[nn.Module]:

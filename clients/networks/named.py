@@ -11,11 +11,11 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from clients.networks.base import NETWORKS
-from clients.states import read_metadata, read_state, write_state
-from conf.errors import UserError, plain, unknown
-from conf.plugins import is_reference
-from conf.yamls import read_yaml
+from fedloom.clients.networks.base import NETWORKS
+from fedloom.clients.states import read_metadata, read_state, write_state
+from fedloom.conf.errors import UserError, plain, unknown
+from fedloom.conf.plugins import is_reference
+from fedloom.conf.yamls import read_yaml
 
 FOREIGN = "torchvision:"  # before the name of one of torchvision's classification networks
 KEY = "built_as"  # the metadata's key for the NetworkName, as JSON

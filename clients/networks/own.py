@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clients.networks.base import NETWORKS, Network, NetworkSpec, SelfStarting
-from clients.ordinary import ordinary
-from conf.errors import UserError
-from conf.plugins import call, parameters, told
-from fusion.cla_ot.repair import BATCH_NORM
-from fusion.given import uncompiled
-from fusion.graph.undisturbed import undisturbed
+from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec, SelfStarting
+from fedloom.clients.ordinary import ordinary
+from fedloom.conf.errors import UserError
+from fedloom.conf.plugins import call, parameters, told
+from fedloom.fusion.cla_ot.repair import BATCH_NORM
+from fedloom.fusion.given import uncompiled
+from fedloom.fusion.graph.undisturbed import undisturbed
 
 SPELLINGS = {
     "classes": ("classes", "num_classes", "n_classes"),

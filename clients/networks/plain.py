@@ -6,10 +6,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from clients.networks.base import NETWORKS, Network, NetworkSpec
-from clients.networks.layers import HEAD_HELP, NORM_HELP, NORMS, WIDTH_HELP, norm_layers, scaled
-from conf.errors import UserError
-from conf.typed import value
+from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec
+from fedloom.clients.networks.layers import HEAD_HELP, NORM_HELP, NORMS, WIDTH_HELP, norm_layers, scaled
+from fedloom.conf.errors import UserError
+from fedloom.conf.typed import value
 
 POOL = 0  # in a layout: a 2x2 max-pooling instead of a convolution
 

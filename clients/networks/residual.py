@@ -12,10 +12,10 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from clients.networks.base import NETWORKS, Network, NetworkSpec, Starting
-from clients.networks.layers import HEAD_HELP, NORM_HELP, NORMS, WIDTH_HELP, norm_layers, scaled
-from conf.errors import UserError
-from conf.typed import value
+from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec, Starting
+from fedloom.clients.networks.layers import HEAD_HELP, NORM_HELP, NORMS, WIDTH_HELP, norm_layers, scaled
+from fedloom.conf.errors import UserError
+from fedloom.conf.typed import value
 
 VECTOR = 16  # channels that a processor of the x86 family multiplies at once, at most
 

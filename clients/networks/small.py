@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from clients.networks.base import NETWORKS, Network, NetworkSpec
-from clients.networks.layers import HEAD_HELP, WIDTH_HELP, scaled
-from conf.errors import UserError
-from conf.typed import value
+from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec
+from fedloom.clients.networks.layers import HEAD_HELP, WIDTH_HELP, scaled
+from fedloom.conf.errors import UserError
+from fedloom.conf.typed import value
 
 
 def hidden(inputs: int, widths: list[int], bias: bool) -> list[nn.Module]:

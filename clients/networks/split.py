@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from clients.networks.base import NETWORKS, Network, NetworkSpec, SelfStarting, initialise
-from conf.errors import UserError, unknown
-from conf.plugins import told
-from conf.typed import value
-from fusion.graph.tracing import evaluating
-from fusion.graph.undisturbed import undisturbed
+from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec, SelfStarting, initialise
+from fedloom.conf.errors import UserError, unknown
+from fedloom.conf.plugins import told
+from fedloom.conf.typed import value
+from fedloom.fusion.graph.tracing import evaluating
+from fedloom.fusion.graph.undisturbed import undisturbed
 
 
 class UnitLength(nn.Module):

@@ -1,24 +1,24 @@
 """The sites' halves of methods: one file per method, found by name. All that a new one needs can be imported from here."""
 
-from clients.data import Images, to_float
-from clients.messages import MEAN, MODEL, ROUND, SITE, TRAIN
-from clients.objectives.base import OBJECTIVES, Answer, Objective, Session, Task, objective_of
-from clients.objectives.components import AUXILIARY, Auxiliary, Components
-from clients.objectives.depthfl import DepthFL
-from clients.objectives.ditto import Ditto
-from clients.objectives.fedavg import FedAvg
-from clients.objectives.fednova import FedNova
-from clients.objectives.fedproto import FedProto
-from clients.objectives.fedprox import FedProx
-from clients.objectives.heterofl import HeteroFL
-from clients.objectives.heterogeneous import Heterogeneous
-from clients.objectives.layer_selection import BASE_LEARNERS, BaseLearner, LayerSelection
-from clients.objectives.local import Local
-from clients.objectives.plain import PlainSession, state_of
-from clients.objectives.scaffold import Scaffold
-from clients.objectives.sum_aggregation import SumAggregation
-from conf.typed import value
-from fusion.exact import State
+from fedloom.clients.data import Images, to_float
+from fedloom.clients.messages import MEAN, MODEL, ROUND, SITE, TRAIN
+from fedloom.clients.objectives.base import OBJECTIVES, Answer, Objective, Session, Task, objective_of
+from fedloom.clients.objectives.components import AUXILIARY, Auxiliary, Components
+from fedloom.clients.objectives.depthfl import DepthFL
+from fedloom.clients.objectives.ditto import Ditto
+from fedloom.clients.objectives.fedavg import FedAvg
+from fedloom.clients.objectives.fednova import FedNova
+from fedloom.clients.objectives.fedproto import FedProto
+from fedloom.clients.objectives.fedprox import FedProx
+from fedloom.clients.objectives.heterofl import HeteroFL
+from fedloom.clients.objectives.heterogeneous import Heterogeneous
+from fedloom.clients.objectives.layer_selection import BASE_LEARNERS, BaseLearner, LayerSelection
+from fedloom.clients.objectives.local import Local
+from fedloom.clients.objectives.plain import PlainSession, state_of
+from fedloom.clients.objectives.scaffold import Scaffold
+from fedloom.clients.objectives.sum_aggregation import SumAggregation
+from fedloom.conf.typed import value
+from fedloom.fusion.exact import State
 
 __all__ = [
     "AUXILIARY",

@@ -9,17 +9,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from clients.data import Images
-from clients.messages import MODEL
-from clients.networks import Network
-from clients.training.loss import task_loss
-from conf.errors import UserError
-from conf.once import once
-from conf.registry import Registry
-from conf.schema import Config
-from conf.sites import Site
-from conf.typed import value
-from fusion.exact import State
+from fedloom.clients.data import Images
+from fedloom.clients.messages import MODEL
+from fedloom.clients.networks import Network
+from fedloom.clients.training.loss import task_loss
+from fedloom.conf.errors import UserError
+from fedloom.conf.once import once
+from fedloom.conf.registry import Registry
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import Site
+from fedloom.conf.typed import value
+from fedloom.fusion.exact import State
 
 
 def nothing_held_out(split: str) -> Images:

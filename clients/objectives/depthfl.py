@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from clients.objectives.base import OBJECTIVES, Session, Task
-from clients.objectives.heterogeneous import Heterogeneous
-from clients.objectives.local import LocalSession
-from clients.training.loss import full
-from conf.typed import value
-from fusion.exact import State
+from fedloom.clients.objectives.base import OBJECTIVES, Session, Task
+from fedloom.clients.objectives.heterogeneous import Heterogeneous
+from fedloom.clients.objectives.local import LocalSession
+from fedloom.clients.training.loss import full
+from fedloom.conf.typed import value
+from fedloom.fusion.exact import State
 
 
 @OBJECTIVES.register("depthfl")

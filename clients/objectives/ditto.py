@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from clients.data import Images
-from clients.initial import initial_state
-from clients.objectives.base import OBJECTIVES, Session, Task
-from clients.objectives.fedavg import FedAvg, FedAvgSession
-from conf.typed import value
-from fusion.exact import State
+from fedloom.clients.data import Images
+from fedloom.clients.initial import initial_state
+from fedloom.clients.objectives.base import OBJECTIVES, Session, Task
+from fedloom.clients.objectives.fedavg import FedAvg, FedAvgSession
+from fedloom.conf.typed import value
+from fedloom.fusion.exact import State
 
 PERSONAL = "personal/"  # before the names of v's tensors
 

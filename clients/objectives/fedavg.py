@@ -9,15 +9,15 @@ from typing import ClassVar
 
 from torch import nn
 
-from clients.data import Images
-from clients.messages import MEAN, MODEL, SITE
-from clients.objectives.base import OBJECTIVES, Objective, Session, Task
-from clients.objectives.plain import PlainSession, state_of
-from clients.objectives.steps import gradient_weight
-from conf.errors import UserError
-from conf.typed import value
-from fusion.cla_ot.repair import BATCH_NORM
-from fusion.exact import State
+from fedloom.clients.data import Images
+from fedloom.clients.messages import MEAN, MODEL, SITE
+from fedloom.clients.objectives.base import OBJECTIVES, Objective, Session, Task
+from fedloom.clients.objectives.plain import PlainSession, state_of
+from fedloom.clients.objectives.steps import gradient_weight
+from fedloom.conf.errors import UserError
+from fedloom.conf.typed import value
+from fedloom.fusion.cla_ot.repair import BATCH_NORM
+from fedloom.fusion.exact import State
 
 AVERAGED, OWN = "averaged", "own"
 

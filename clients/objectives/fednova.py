@@ -10,10 +10,10 @@ from typing import ClassVar
 
 import torch
 
-from clients.messages import MEAN, SITE
-from clients.objectives.base import OBJECTIVES, Session, Task
-from clients.objectives.fedavg import FedAvg, FedAvgSession
-from fusion.exact import State
+from fedloom.clients.messages import MEAN, SITE
+from fedloom.clients.objectives.base import OBJECTIVES, Session, Task
+from fedloom.clients.objectives.fedavg import FedAvg, FedAvgSession
+from fedloom.fusion.exact import State
 
 WORK = "work"  # record from the server: the sites' work, a mean
 AVERAGE = "average"  # its tensor

@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from clients.data import Images, to_float
-from clients.measure import pieces
-from clients.objectives.base import OBJECTIVES, Answer, Session, Task
-from clients.objectives.heterogeneous import FUSED, AloneSession, Heterogeneous
-from clients.replies import ReplyError
-from conf.typed import value
-from fusion.exact import State
+from fedloom.clients.data import Images, to_float
+from fedloom.clients.measure import pieces
+from fedloom.clients.objectives.base import OBJECTIVES, Answer, Session, Task
+from fedloom.clients.objectives.heterogeneous import FUSED, AloneSession, Heterogeneous
+from fedloom.clients.replies import ReplyError
+from fedloom.conf.typed import value
+from fedloom.fusion.exact import State
 
 PROTOTYPES = "prototypes"  # a question, and the record of prototypes, up and down
 SUMS, COUNTS = "sums", "counts"  # up: of every class the sum of features, and images, both as shares of the site's images

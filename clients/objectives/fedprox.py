@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from clients.objectives.base import OBJECTIVES, Session, Task
-from clients.objectives.fedavg import FedAvg, FedAvgSession
-from conf.typed import value
-from fusion.exact import State
+from fedloom.clients.objectives.base import OBJECTIVES, Session, Task
+from fedloom.clients.objectives.fedavg import FedAvg, FedAvgSession
+from fedloom.conf.typed import value
+from fedloom.fusion.exact import State
 
 
 @OBJECTIVES.register("fedprox")

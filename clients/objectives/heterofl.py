@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from clients.data import Images, outputs
-from clients.networks import architecture_of
-from clients.objectives.base import OBJECTIVES, Answer, Session, Task
-from clients.objectives.heterogeneous import Heterogeneous
-from clients.objectives.local import LocalSession
-from clients.replies import ReplyError
-from fusion.exact import State
+from fedloom.clients.data import Images, outputs
+from fedloom.clients.networks import architecture_of
+from fedloom.clients.objectives.base import OBJECTIVES, Answer, Session, Task
+from fedloom.clients.objectives.heterogeneous import Heterogeneous
+from fedloom.clients.objectives.local import LocalSession
+from fedloom.clients.replies import ReplyError
+from fedloom.fusion.exact import State
 
 LABELS = "labels"  # the question which labels a site has, and a record
 HELD = "held"  # what is in it: of every output 1 if the site has images of that label, else 0

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-from clients.initial import initial_state
-from clients.messages import MEAN
-from clients.objectives.base import OBJECTIVES, Session, Task
-from clients.objectives.local import Local, LocalSession
-from clients.objectives.plain import state_of
-from conf.typed import value
-from fusion.exact import State
+from fedloom.clients.initial import initial_state
+from fedloom.clients.messages import MEAN
+from fedloom.clients.objectives.base import OBJECTIVES, Session, Task
+from fedloom.clients.objectives.local import Local, LocalSession
+from fedloom.clients.objectives.plain import state_of
+from fedloom.conf.typed import value
+from fedloom.fusion.exact import State
 
 FUSED, EXCLUSIVE, ALONE = "fused", "exclusive", "alone"
 

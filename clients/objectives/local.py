@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from clients.messages import SITE
-from clients.objectives.base import OBJECTIVES, Objective, Session, Task
-from clients.objectives.plain import PlainSession, state_of
-from conf.typed import value
-from fusion.exact import State
+from fedloom.clients.messages import SITE
+from fedloom.clients.objectives.base import OBJECTIVES, Objective, Session, Task
+from fedloom.clients.objectives.plain import PlainSession, state_of
+from fedloom.conf.typed import value
+from fedloom.fusion.exact import State
 
 TOGETHER, FORWARD, BACKWARD = "together", "sequential_ab", "sequential_ba"
 

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from clients.objectives.base import objective_of
-from conf.errors import unknown
-from conf.schema import Config
-from fusion.exact import State
+from fedloom.clients.objectives.base import objective_of
+from fedloom.conf.errors import unknown
+from fedloom.conf.schema import Config
+from fedloom.fusion.exact import State
 
 HEAD = "head."
 EXTRACTOR = "extractor."

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from clients.compiled import compiled_loss
-from clients.data import outputs
-from clients.messages import MEAN
-from clients.objectives.base import Session, Task
-from fusion.exact import State
+from fedloom.clients.compiled import compiled_loss
+from fedloom.clients.data import outputs
+from fedloom.clients.messages import MEAN
+from fedloom.clients.objectives.base import Session, Task
+from fedloom.fusion.exact import State
 
 
 class PlainSession(Session):

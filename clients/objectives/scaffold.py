@@ -11,10 +11,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from clients.messages import MEAN, SITE
-from clients.objectives.base import OBJECTIVES, Session, Task
-from clients.objectives.fedavg import FedAvg, FedAvgSession
-from fusion.exact import State
+from fedloom.clients.messages import MEAN, SITE
+from fedloom.clients.objectives.base import OBJECTIVES, Session, Task
+from fedloom.clients.objectives.fedavg import FedAvg, FedAvgSession
+from fedloom.fusion.exact import State
 
 CONTROL = "control/"  # before the names of parameters: down c, up and in the site's own state c_i
 

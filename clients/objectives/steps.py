@@ -1,8 +1,8 @@
 """What a site's steps of SGD make of its gradients: some methods divide a round's change by it."""
 
-from clients.learner import rate_at
-from clients.training.optimizers import SGD, optimizer_of
-from conf.schema import TrainingConfig
+from fedloom.clients.learner import rate_at
+from fedloom.clients.training.optimizers import SGD, optimizer_of
+from fedloom.conf.schema import TrainingConfig
 
 
 def gradient_weight(training: TrainingConfig, rounds: int, round: int, steps: int) -> float:

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from clients.initial import SHARED, initial_state
-from clients.messages import MEAN, ROUND, SITE, STAR, SUBSET
-from clients.objectives.base import OBJECTIVES, Objective, Session, Task
-from clients.objectives.modes import AGGREGATE, EXTRACTOR, HEAD, MODES
-from clients.objectives.plain import PlainSession, state_of
-from conf.typed import value
-from fusion.exact import State
+from fedloom.clients.initial import SHARED, initial_state
+from fedloom.clients.messages import MEAN, ROUND, SITE, STAR, SUBSET
+from fedloom.clients.objectives.base import OBJECTIVES, Objective, Session, Task
+from fedloom.clients.objectives.modes import AGGREGATE, EXTRACTOR, HEAD, MODES
+from fedloom.clients.objectives.plain import PlainSession, state_of
+from fedloom.conf.typed import value
+from fedloom.fusion.exact import State
 
 STAR_ = "star."  # before the names of N*'s weights, beside those of N_i
 

@@ -6,17 +6,17 @@ double masking, Fig. 4), over the integers modulo 2**64 in which the server's su
 
 from typing import TYPE_CHECKING
 
-from clients.messages import SECURE_CONFIRM, SECURE_KEYS, SECURE_SHARES, SECURE_UNMASK
-from clients.secure_aggregation.agreement import confirm, unmask
-from clients.secure_aggregation.contribution import bounded, masked, noise_share
-from clients.secure_aggregation.opening import Ready, ready
-from clients.secure_aggregation.site import keys, shares
+from fedloom.clients.messages import SECURE_CONFIRM, SECURE_KEYS, SECURE_SHARES, SECURE_UNMASK
+from fedloom.clients.secure_aggregation.agreement import confirm, unmask
+from fedloom.clients.secure_aggregation.contribution import bounded, masked, noise_share
+from fedloom.clients.secure_aggregation.opening import Ready, ready
+from fedloom.clients.secure_aggregation.site import keys, shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from clients.job import Job
-    from clients.objectives import Answer
+    from fedloom.clients.job import Job
+    from fedloom.clients.objectives import Answer
 
 ANSWERS: "dict[str, Callable[[Job], Answer]]" = {
     SECURE_KEYS: keys,

@@ -6,12 +6,12 @@ as must answer have signed the same list (Bonawitz et al. 2017, the consistency 
 
 from typing import TYPE_CHECKING
 
-from clients.memory import Disclosure
-from clients.messages import SECURE_CONFIRM, SECURE_TRAINED, SECURE_UNMASK
-from clients.objectives import Answer
-from clients.secure_aggregation.asked import attempt_of, check_enough, incoming, to_tensor
-from clients.secure_aggregation.members import check_members
-from clients.secure_aggregation.primitives import (
+from fedloom.clients.memory import Disclosure
+from fedloom.clients.messages import SECURE_CONFIRM, SECURE_TRAINED, SECURE_UNMASK
+from fedloom.clients.objectives import Answer
+from fedloom.clients.secure_aggregation.asked import attempt_of, check_enough, incoming, to_tensor
+from fedloom.clients.secure_aggregation.members import check_members
+from fedloom.clients.secure_aggregation.primitives import (
     SECRET,
     SIGNATURE,
     counted_words,
@@ -20,12 +20,12 @@ from clients.secure_aggregation.primitives import (
     signature,
     trained_words,
 )
-from clients.secure_aggregation.secrets import Agreed, Attempt, Secrets
-from clients.sketch import unpacked
-from conf.errors import UserError
+from fedloom.clients.secure_aggregation.secrets import Agreed, Attempt, Secrets
+from fedloom.clients.sketch import unpacked
+from fedloom.conf.errors import UserError
 
 if TYPE_CHECKING:
-    from clients.job import Job
+    from fedloom.clients.job import Job
 
 
 def confirm(job: "Job") -> Answer:

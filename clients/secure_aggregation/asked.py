@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from clients.packing import unpacked
-from clients.secure_aggregation.secrets import Attempt, Secrets
-from conf.errors import UserError
-from conf.sites import roster
-from fusion.exact import State
+from fedloom.clients.packing import unpacked
+from fedloom.clients.secure_aggregation.secrets import Attempt, Secrets
+from fedloom.conf.errors import UserError
+from fedloom.conf.sites import roster
+from fedloom.fusion.exact import State
 
 if TYPE_CHECKING:
-    from clients.job import Job
-    from clients.messages import Order
+    from fedloom.clients.job import Job
+    from fedloom.clients.messages import Order
 
 MOST_SITES = 1000  # of one secure sum: every two of them agree on a mask
 

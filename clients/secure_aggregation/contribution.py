@@ -14,22 +14,30 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from clients.messages import IDLE, LIFT, MASKED, SECURE_SHARES, SECURE_TRAINED, config_digest, to_arrays, to_states
-from clients.secure_aggregation.asked import to_tensor, words
-from clients.secure_aggregation.primitives import agreed, check_room, history_words, mask, sign, signature, trained_words
-from clients.secure_aggregation.secrets import Attempt, Secrets
-from clients.sent import Sent
-from clients.sketch import Sketch, packed, sketches
-from conf import to_json
-from conf.errors import UserError
-from conf.schema import RunConfig
-from fusion.exact import State
+from fedloom.clients.messages import IDLE, LIFT, MASKED, SECURE_SHARES, SECURE_TRAINED, config_digest, to_arrays, to_states
+from fedloom.clients.secure_aggregation.asked import to_tensor, words
+from fedloom.clients.secure_aggregation.primitives import (
+    agreed,
+    check_room,
+    history_words,
+    mask,
+    sign,
+    signature,
+    trained_words,
+)
+from fedloom.clients.secure_aggregation.secrets import Attempt, Secrets
+from fedloom.clients.sent import Sent
+from fedloom.clients.sketch import Sketch, packed, sketches
+from fedloom.conf import to_json
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import RunConfig
+from fedloom.fusion.exact import State
 
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord
 
-    from clients.changes import Changes
-    from clients.job import Job
+    from fedloom.clients.changes import Changes
+    from fedloom.clients.job import Job
 
 LARGEST_START = 1024  # of a weight that is sent: float32 has steps of 6e-5 beside it
 DEFAULT_WEIGHT = 1e4  # of a configuration that sets no largest_weight

@@ -6,15 +6,15 @@ The server names the sites of a round. If it may name two, one of which is its o
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from clients.data import label
-from clients.networks import network_text
-from clients.policy import Policy
-from conf.errors import UserError
-from conf.schema import Config
-from conf.sites import Site, roster
+from fedloom.clients.data import label
+from fedloom.clients.networks import network_text
+from fedloom.clients.policy import Policy
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import Site, roster
 
 if TYPE_CHECKING:
-    from clients.job import Job
+    from fedloom.clients.job import Job
 
 ALWAYS, USUALLY = 2, 3  # fewest members of a sum: whatever a policy says, and where it knows no keys and says nothing
 

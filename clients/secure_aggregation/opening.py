@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from clients.messages import BASES, LIFT
-from clients.partial import ONCE
-from clients.secure_aggregation.asked import attempt_of, check_enough, state_of
-from clients.secure_aggregation.secrets import Agreed, Attempt, Secrets
-from clients.secure_aggregation.site import opened
-from clients.store import LostStateError
-from conf.errors import UserError
+from fedloom.clients.messages import BASES, LIFT
+from fedloom.clients.partial import ONCE
+from fedloom.clients.secure_aggregation.asked import attempt_of, check_enough, state_of
+from fedloom.clients.secure_aggregation.secrets import Agreed, Attempt, Secrets
+from fedloom.clients.secure_aggregation.site import opened
+from fedloom.clients.store import LostStateError
+from fedloom.conf.errors import UserError
 
 if TYPE_CHECKING:
-    from clients.job import Job
+    from fedloom.clients.job import Job
 
 LEAST_BITS = 20  # of scale_bits: coarser units would make what is repeated look new
 

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from torch import Tensor
 
-from conf.errors import UserError
+from fedloom.conf.errors import UserError
 
 SECRET = 16  # bytes of what is shared out: seeds, from which keys follow
 KEY, NONCE, SIGNATURE = 32, 12, 64

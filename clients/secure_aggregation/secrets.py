@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from clients.secure_aggregation.primitives import PublicKeys, commitment, public_key, secret, signing_key
-from clients.sketch import Sketch, packed, unpacked
-from clients.states import write_bytes
-from clients.store import SiteStore
-from conf.errors import UserError
+from fedloom.clients.secure_aggregation.primitives import PublicKeys, commitment, public_key, secret, signing_key
+from fedloom.clients.sketch import Sketch, packed, unpacked
+from fedloom.clients.states import write_bytes
+from fedloom.clients.store import SiteStore
+from fedloom.conf.errors import UserError
 
 ROUND, KEYS, MOVED, LIFTED = "secure-round.json", "secure-keys.json", "secure-moved.json", "secure-lifted.json"
 AGREED, READ = "secure-agreed.json", "read"

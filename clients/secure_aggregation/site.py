@@ -10,15 +10,15 @@ its common masks (it dropped out). Wrong shares are known by their hashes.
 import hashlib
 from typing import TYPE_CHECKING
 
-from clients.messages import (
+from fedloom.clients.messages import (
     COMMITMENTS,
     SECURE_KEYS,
     SECURE_SHARES,
 )
-from clients.objectives import Answer
-from clients.secure_aggregation.asked import attempt_id, attempt_of, check_enough, fixed, incoming, to_tensor, words
-from clients.secure_aggregation.members import check_alike, check_members
-from clients.secure_aggregation.primitives import (
+from fedloom.clients.objectives import Answer
+from fedloom.clients.secure_aggregation.asked import attempt_id, attempt_of, check_enough, fixed, incoming, to_tensor, words
+from fedloom.clients.secure_aggregation.members import check_alike, check_members
+from fedloom.clients.secure_aggregation.primitives import (
     KEY,
     PUBLIC,
     SECRET,
@@ -31,12 +31,12 @@ from clients.secure_aggregation.primitives import (
     threshold_of,
     unseal,
 )
-from clients.secure_aggregation.secrets import Attempt, Secrets
-from conf.errors import UserError
-from fusion.exact import State
+from fedloom.clients.secure_aggregation.secrets import Attempt, Secrets
+from fedloom.conf.errors import UserError
+from fedloom.fusion.exact import State
 
 if TYPE_CHECKING:
-    from clients.job import Job
+    from fedloom.clients.job import Job
 
 
 class BlamedError(UserError):

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clients.data import to_float
-from clients.randomness import drawing, torch_generator
-from conf.errors import UserError, unknown
-from conf.plugins import call, told
-from conf.registry import section_of
-from conf.schema import TrainingConfig
+from fedloom.clients.data import to_float
+from fedloom.clients.randomness import drawing, torch_generator
+from fedloom.conf.errors import UserError, unknown
+from fedloom.conf.plugins import call, told
+from fedloom.conf.registry import section_of
+from fedloom.conf.schema import TrainingConfig
 
 WHERE = "training.augment"
 CPU = torch.device("cpu")

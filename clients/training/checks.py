@@ -5,16 +5,16 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from clients.data import site_sizes
-from clients.learner import check_batches
-from clients.networks import Architecture
-from clients.training.augmentation import check_augmentation
-from clients.training.optimizers import SGD, WHERE, Optimizer, optimizer_of, optimizer_section
-from clients.training.schedules import schedule_of
-from conf.errors import UserError
-from conf.plugins import told
-from conf.schema import Config, EngineConfig, TrainingConfig
-from conf.sites import roster
+from fedloom.clients.data import site_sizes
+from fedloom.clients.learner import check_batches
+from fedloom.clients.networks import Architecture
+from fedloom.clients.training.augmentation import check_augmentation
+from fedloom.clients.training.optimizers import SGD, WHERE, Optimizer, optimizer_of, optimizer_section
+from fedloom.clients.training.schedules import schedule_of
+from fedloom.conf.errors import UserError
+from fedloom.conf.plugins import told
+from fedloom.conf.schema import Config, EngineConfig, TrainingConfig
+from fedloom.conf.sites import roster
 
 
 def check_training(config: Config, architectures: Iterable[Architecture]) -> None:

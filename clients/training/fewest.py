@@ -4,9 +4,9 @@ import functools
 
 import torch
 
-from clients.networks import Architecture
-from clients.randomness import drawing
-from fusion.cla_ot.repair import BATCH_NORM
+from fedloom.clients.networks import Architecture
+from fedloom.clients.randomness import drawing
+from fedloom.fusion.cla_ot.repair import BATCH_NORM
 
 
 @functools.lru_cache(maxsize=256)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
-from conf.errors import UserError
-from conf.plugins import call
-from conf.registry import Registry, section_of
-from conf.schema import TrainingConfig
-from conf.typed import value
+from fedloom.conf.errors import UserError
+from fedloom.conf.plugins import call
+from fedloom.conf.registry import Registry, section_of
+from fedloom.conf.schema import TrainingConfig
+from fedloom.conf.typed import value
 
 WHERE = "training.optimizer"
 Step = Callable[[float, Sequence[Tensor]], None]

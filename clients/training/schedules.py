@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from conf.registry import Registry, section_of
-from conf.schema import TrainingConfig
-from conf.typed import value
+from fedloom.conf.registry import Registry, section_of
+from fedloom.conf.schema import TrainingConfig
+from fedloom.conf.typed import value
 
 WHERE = "training.schedule"
 

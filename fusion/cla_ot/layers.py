@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from conf.errors import UserError
+from fedloom.conf.errors import UserError
 
 
 def identity(name: str, module: nn.Module, width: int) -> Tensor:

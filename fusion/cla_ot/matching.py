@@ -13,11 +13,11 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
-from conf.errors import UserError
-from fusion.cla_ot.transport import exact_plan
-from fusion.given import plain_networks
-from fusion.graph.channels import Unit, Wiring, wire
-from fusion.probe import Observation, check_probe, cka, features_of, observe
+from fedloom.conf.errors import UserError
+from fedloom.fusion.cla_ot.transport import exact_plan
+from fedloom.fusion.given import plain_networks
+from fedloom.fusion.graph.channels import Unit, Wiring, wire
+from fedloom.fusion.probe import Observation, check_probe, cka, features_of, observe
 
 
 def optimal_alignment(cost: ArrayLike, *, pin_first: bool = True, pin_last: bool = True) -> tuple[int, ...]:

@@ -11,11 +11,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
-from fusion.cla_ot.transport import Plan
-from fusion.exact import State
-from fusion.graph.channels import Layer, Slot, Wiring
-from fusion.graph.grouped import dense, in_groups
+from fedloom.conf.errors import UserError
+from fedloom.fusion.cla_ot.transport import Plan
+from fedloom.fusion.exact import State
+from fedloom.fusion.graph.channels import Layer, Slot, Wiring
+from fedloom.fusion.graph.grouped import dense, in_groups
 
 PIECE = 1024  # columns of a weight that are moved at once
 FEW = 4  # entries a row or column: plans with no more are taken as sparse

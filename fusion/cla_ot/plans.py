@@ -8,12 +8,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from conf.errors import UserError
-from fusion.cla_ot.moves import Moves, across, apply, moved_along, slots_of
-from fusion.cla_ot.reference import sequential_moves
-from fusion.cla_ot.transport import GROUNDS, Blocks, Plan, TransportSettings, between_groups, neutral_plan, same_plan, solve
-from fusion.graph.channels import Axis, Layer, Wiring
-from fusion.graph.units import WEIGHTED
+from fedloom.conf.errors import UserError
+from fedloom.fusion.cla_ot.moves import Moves, across, apply, moved_along, slots_of
+from fedloom.fusion.cla_ot.reference import sequential_moves
+from fedloom.fusion.cla_ot.transport import (
+    GROUNDS,
+    Blocks,
+    Plan,
+    TransportSettings,
+    between_groups,
+    neutral_plan,
+    same_plan,
+    solve,
+)
+from fedloom.fusion.graph.channels import Axis, Layer, Wiring
+from fedloom.fusion.graph.units import WEIGHTED
 
 OUTPUTS = {"transposed": 1, "embedding": 1}  # dimension of a layer's weight that it writes, by kind; else 0
 Pairs = list[tuple[Tensor, Tensor]]

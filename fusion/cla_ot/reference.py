@@ -9,9 +9,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fusion.cla_ot.moves import Moves
-from fusion.cla_ot.transport import Plan
-from fusion.graph.channels import Layer, Wiring
+from fedloom.fusion.cla_ot.moves import Moves
+from fedloom.fusion.cla_ot.transport import Plan
+from fedloom.fusion.graph.channels import Layer, Wiring
 
 
 def sequential_moves(wiring: Wiring, plans: Mapping[str, Plan]) -> Moves:

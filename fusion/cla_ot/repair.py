@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fusion.graph.channels import Wiring, wire
-from fusion.graph.tracing import evaluating
-from fusion.probe import Moments, Runner, moments_of, observe
+from fedloom.fusion.graph.channels import Wiring, wire
+from fedloom.fusion.graph.tracing import evaluating
+from fedloom.fusion.probe import Moments, Runner, moments_of, observe
 
 Statistics = tuple[Tensor, Tensor]  # mean and standard deviation of each channel, float64
 BATCH_NORM = nn.modules.batchnorm._BatchNorm

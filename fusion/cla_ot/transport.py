@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
+from fedloom.conf.errors import UserError
 
 SMALLEST = 1e-300  # a channel that goes nowhere
 EPSILON = 1e-7  # beside column sums, as in the public code

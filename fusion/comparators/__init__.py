@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from fusion.cla_ot.repair import BATCH_NORM, recompute_statistics
-from fusion.comparators.channels import cca_merge, git_rebasin, zipit
-from fusion.comparators.layers import (
+from fedloom.fusion.cla_ot.repair import BATCH_NORM, recompute_statistics
+from fedloom.fusion.comparators.channels import cca_merge, git_rebasin, zipit
+from fedloom.fusion.comparators.layers import (
     ROWS,
     in_channels,
     prepared,
@@ -23,8 +23,8 @@ from fusion.comparators.layers import (
     with_ones,
     written,
 )
-from fusion.comparators.sequential import hungarian, kmeans
-from fusion.refit.patches import patches, picked
+from fedloom.fusion.comparators.sequential import hungarian, kmeans
+from fedloom.fusion.refit.patches import patches, picked
 
 KEPT = 0.9  # RegMean: of the Gram matrices' off-diagonals
 

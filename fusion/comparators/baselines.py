@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from conf.errors import UserError
-from fusion.graph.resize import with_state
+from fedloom.conf.errors import UserError
+from fedloom.fusion.graph.resize import with_state
 
 
 def naive_average(networks: Sequence[nn.Module]) -> nn.Module:

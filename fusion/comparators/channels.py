@@ -7,11 +7,11 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
-from conf.errors import UserError
-from fusion.cla_ot.moves import Moves, apply
-from fusion.cla_ot.repair import recompute_statistics, rescale
-from fusion.cla_ot.transport import correlation_cost
-from fusion.comparators.layers import (
+from fedloom.conf.errors import UserError
+from fedloom.fusion.cla_ot.moves import Moves, apply
+from fedloom.fusion.cla_ot.repair import recompute_statistics, rescale
+from fedloom.fusion.cla_ot.transport import correlation_cost
+from fedloom.fusion.comparators.layers import (
     Frame,
     in_channels,
     norms,
@@ -21,10 +21,10 @@ from fusion.comparators.layers import (
     walk,
     weighted,
 )
-from fusion.exact import State
-from fusion.graph.channels import Axis
-from fusion.probe import features_of, observe
-from fusion.refit.patches import picked
+from fedloom.fusion.exact import State
+from fedloom.fusion.graph.channels import Axis
+from fedloom.fusion.probe import features_of, observe
+from fedloom.fusion.refit.patches import picked
 
 SWEEPS = 50  # most passes of weight matching over all axes
 AGAIN = 0.3  # ZipIt: what a merged group's correlations count

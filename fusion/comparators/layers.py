@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from conf.errors import UserError
-from fusion.cla_ot.moves import Moves, moved
-from fusion.cla_ot.repair import Target, in_basis, mixture, repair, running, watched
-from fusion.exact import State
-from fusion.fusing import fuse
-from fusion.graph.channels import Layer, Wiring, wire
-from fusion.graph.resize import with_state
-from fusion.probe import Runner, observe
-from fusion.settings import FusionSettings
+from fedloom.conf.errors import UserError
+from fedloom.fusion.cla_ot.moves import Moves, moved
+from fedloom.fusion.cla_ot.repair import Target, in_basis, mixture, repair, running, watched
+from fedloom.fusion.exact import State
+from fedloom.fusion.fusing import fuse
+from fedloom.fusion.graph.channels import Layer, Wiring, wire
+from fedloom.fusion.graph.resize import with_state
+from fedloom.fusion.probe import Runner, observe
+from fedloom.fusion.settings import FusionSettings
 
 ROWS = 20_000  # positions over all samples at which a layer is looked at
 RIDGE, FLOOR = 1e-2, 1e-3  # of the diagonal, and of its mean

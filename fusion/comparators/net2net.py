@@ -2,8 +2,8 @@
 
 from torch import Tensor, nn
 
-from fusion.cla_ot.balance import balanced
-from fusion.cla_ot.matching import match_evenly, wired
+from fedloom.fusion.cla_ot.balance import balanced
+from fedloom.fusion.cla_ot.matching import match_evenly, wired
 
 
 def deepened(network: nn.Module, deeper: nn.Module, probe: Tensor) -> nn.Module:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
-from fusion.comparators.layers import (
+from fedloom.fusion.comparators.layers import (
     ROWS,
     Frame,
     in_channels,
@@ -23,8 +23,8 @@ from fusion.comparators.layers import (
     with_ones,
     written,
 )
-from fusion.graph.channels import Layer, Wiring, wire
-from fusion.refit.patches import patches, picked
+from fedloom.fusion.graph.channels import Layer, Wiring, wire
+from fedloom.fusion.refit.patches import patches, picked
 
 LLOYD = 50  # most steps of k-means
 

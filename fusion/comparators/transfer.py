@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from conf.errors import UserError
-from fusion.cla_ot.matching import layer_costs, match_units, wired
-from fusion.graph.channels import Wiring
-from fusion.graph.resize import with_state
+from fedloom.conf.errors import UserError
+from fedloom.fusion.cla_ot.matching import layer_costs, match_units, wired
+from fedloom.fusion.graph.channels import Wiring
+from fedloom.fusion.graph.resize import with_state
 
 Names = list[tuple[str, str]]  # of layers: the target's and the source's
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusion.graph.labels import Atoms, Membership, scrambled
+from fedloom.fusion.graph.labels import Atoms, Membership, scrambled
 
 ROUNDS = 4  # of colours passed on between groups and members
 

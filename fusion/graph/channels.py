@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx import Node
 
-from fusion.graph import rules_entries, rules_layers, rules_moves
-from fusion.graph.axes import Channels
-from fusion.graph.grouped import dense, in_groups
-from fusion.graph.labels import varied
-from fusion.graph.tracing import WiringError, place
-from fusion.graph.units import Flow, Layer, Unit, find_units
-from fusion.graph.walk import Rules, Walk
+from fedloom.fusion.graph import rules_entries, rules_layers, rules_moves
+from fedloom.fusion.graph.axes import Channels
+from fedloom.fusion.graph.grouped import dense, in_groups
+from fedloom.fusion.graph.labels import varied
+from fedloom.fusion.graph.tracing import WiringError, place
+from fedloom.fusion.graph.units import Flow, Layer, Unit, find_units
+from fedloom.fusion.graph.walk import Rules, Walk
 
 __all__ = ["Axis", "Layer", "Layout", "Slot", "Unit", "Wiring", "WiringError", "permuted", "wire"]
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from conf.errors import UserError
-from fusion.graph.tracing import TRANSPOSED
-from fusion.graph.undisturbed import tensors_of
+from fedloom.conf.errors import UserError
+from fedloom.fusion.graph.tracing import TRANSPOSED
+from fedloom.fusion.graph.undisturbed import tensors_of
 
 
 def with_state(

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from fusion.graph.labels import Value, value_of, varied
-from fusion.graph.walk import Refusal, Rule, Walk, argument
+from fedloom.fusion.graph.labels import Value, value_of, varied
+from fedloom.fusion.graph.walk import Refusal, Rule, Walk, argument
 
 
 def joined(walk: Walk, operands: Sequence[Value]) -> Value:

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from fusion.graph.labels import Value, value_of, varied
-from fusion.graph.rules_entries import closed, elementwise, joined, table
-from fusion.graph.rules_moves import mixed
-from fusion.graph.tracing import CONVOLUTIONS, NORMS, TRANSPOSED
-from fusion.graph.walk import Refusal, Rule, Walk, along, argument
+from fedloom.fusion.graph.labels import Value, value_of, varied
+from fedloom.fusion.graph.rules_entries import closed, elementwise, joined, table
+from fedloom.fusion.graph.rules_moves import mixed
+from fedloom.fusion.graph.tracing import CONVOLUTIONS, NORMS, TRANSPOSED
+from fedloom.fusion.graph.walk import Refusal, Rule, Walk, along, argument
 
 
 def _read(walk: Walk, value: Value, dim: int, entries: Tensor) -> tuple[Tensor, ...]:

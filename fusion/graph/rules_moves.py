@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx import Node
 
-from fusion.graph.labels import NONE, STILL, Value, value_of, varied
-from fusion.graph.rules_entries import joined, squeezed, table
-from fusion.graph.walk import Refusal, Rule, Walk, argument, linear_places
+from fedloom.fusion.graph.labels import NONE, STILL, Value, value_of, varied
+from fedloom.fusion.graph.rules_entries import joined, squeezed, table
+from fedloom.fusion.graph.walk import Refusal, Rule, Walk, argument, linear_places
 
 
 def movement(walk: Walk, node: Node) -> Value:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx import Node
 
-from conf.errors import UserError
-from fusion.graph.expressions import FUNCTIONS, MODULES
-from fusion.graph.undisturbed import undisturbed
+from fedloom.conf.errors import UserError
+from fedloom.fusion.graph.expressions import FUNCTIONS, MODULES
+from fedloom.fusion.graph.undisturbed import undisturbed
 
 NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from fusion.graph.labels import Atoms, Value, value_of, varied
-from fusion.graph.tracing import WiringError, operation, place, trace
+from fedloom.fusion.graph.labels import Atoms, Value, value_of, varied
+from fedloom.fusion.graph.tracing import WiringError, operation, place, trace
 
 
 class Refusal(ValueError):

@@ -5,7 +5,7 @@ from operator import methodcaller
 
 from torch import Tensor, fx, nn
 
-from fusion.graph.tracing import operation
+from fedloom.fusion.graph.tracing import operation
 
 MODULES = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus, nn.Softsign),

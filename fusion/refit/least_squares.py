@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
+from fedloom.conf.errors import UserError
 
 FLOOR = 1e-3  # of the mean variance, added to each input's in D: an input that hardly varies gets no large weight
 TINY = 1e-30

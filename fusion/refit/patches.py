@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusion.graph.tracing import CONVOLUTIONS, TRANSPOSED
+from fedloom.fusion.graph.tracing import CONVOLUTIONS, TRANSPOSED
 
 
 def places(samples: int, count: int, share: int | None, first: int = 0) -> Tensor:

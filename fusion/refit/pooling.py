@@ -10,15 +10,25 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from conf.errors import UserError
-from fusion.cla_ot.moves import carried
-from fusion.cla_ot.plans import Body
-from fusion.exact import State
-from fusion.graph.channels import Axis, Wiring, wire
-from fusion.graph.resize import with_state
-from fusion.refit.activations import activation_behind
-from fusion.refit.selection import Choice, Pool, best_groups, choose, importance, keeping, pooled, settled, side_by_side
-from fusion.refit.sensitivity import sensitivities
+from fedloom.conf.errors import UserError
+from fedloom.fusion.cla_ot.moves import carried
+from fedloom.fusion.cla_ot.plans import Body
+from fedloom.fusion.exact import State
+from fedloom.fusion.graph.channels import Axis, Wiring, wire
+from fedloom.fusion.graph.resize import with_state
+from fedloom.fusion.refit.activations import activation_behind
+from fedloom.fusion.refit.selection import (
+    Choice,
+    Pool,
+    best_groups,
+    choose,
+    importance,
+    keeping,
+    pooled,
+    settled,
+    side_by_side,
+)
+from fedloom.fusion.refit.sensitivity import sensitivities
 
 FIXED = "its code or its heads fix numbers of channels; fuse networks of equal widths, with width=1"
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from fusion.graph.channels import Wiring
-from fusion.graph.tracing import NORMS, evaluating
-from fusion.probe import Runner
-from fusion.refit.fits import Fit, fits
-from fusion.refit.head import fitted_head, mixed
-from fusion.refit.least_squares import change_of_rows
-from fusion.refit.patches import matrix, patches, picked, thinned, weight_of
-from fusion.refit.targets import Targets
+from fedloom.fusion.graph.channels import Wiring
+from fedloom.fusion.graph.tracing import NORMS, evaluating
+from fedloom.fusion.probe import Runner
+from fedloom.fusion.refit.fits import Fit, fits
+from fedloom.fusion.refit.head import fitted_head, mixed
+from fedloom.fusion.refit.least_squares import change_of_rows
+from fedloom.fusion.refit.patches import matrix, patches, picked, thinned, weight_of
+from fedloom.fusion.refit.targets import Targets
 
 WIDE, ROWS = 2048, 1024  # for layers of more inputs about so many rows do: the cost grows with their square
 PENALTY = 0.1  # of the inputs' variances, on the change of the weights

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fusion.graph.tracing import evaluating
+from fedloom.fusion.graph.tracing import evaluating
 
 SAMPLES, BATCH = 32, 8
 

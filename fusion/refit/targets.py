@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fusion.cla_ot.plans import Body
-from fusion.graph.channels import Wiring
-from fusion.refit.selection import Choice
+from fedloom.fusion.cla_ot.plans import Body
+from fedloom.fusion.graph.channels import Wiring
+from fedloom.fusion.refit.selection import Choice
 
 RIDGE = 1e-2  # of the mean variance, where one network's channels are regressed on another's
 

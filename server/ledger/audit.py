@@ -13,13 +13,25 @@ from typing import Any
 import torch
 import yaml
 
-from conf.progress import steps
-from fusion.exact import ExactSum
-from server.ledger.blobs import Blobs, file_digest
-from server.ledger.database import LEDGER, SEAL, reading
-from server.ledger.rows import Contribution
-from server.ledger.sums import SumRow, sum_rows
-from server.ledger.tables import EVENTS, FORMAT, LATEST, OLDEST, START, TABLES, apply, link, referenced, schema, to_event
+from fedloom.conf.progress import steps
+from fedloom.fusion.exact import ExactSum
+from fedloom.server.ledger.blobs import Blobs, file_digest
+from fedloom.server.ledger.database import LEDGER, SEAL, reading
+from fedloom.server.ledger.rows import Contribution
+from fedloom.server.ledger.sums import SumRow, sum_rows
+from fedloom.server.ledger.tables import (
+    EVENTS,
+    FORMAT,
+    LATEST,
+    OLDEST,
+    START,
+    TABLES,
+    apply,
+    link,
+    referenced,
+    schema,
+    to_event,
+)
 
 CONFIG = "config.yaml"
 AWAY = "is not here: a node of the cluster keeps it until the run ends (federation.node_store)"

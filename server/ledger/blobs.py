@@ -14,9 +14,9 @@ from typing import Any, Protocol
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from clients.states import write_bytes
-from conf.errors import UserError
-from fusion.exact import State
+from fedloom.clients.states import write_bytes
+from fedloom.conf.errors import UserError
+from fedloom.fusion.exact import State
 
 SYNCS = 8  # files that are made durable at the same time
 _BLOB = re.compile(r"([0-9a-f]{64})\.safetensors")

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from clients.states import read_names, read_state, round_file
-from conf.errors import UserError
-from fusion.exact import State, dequantise, exact
-from server.ledger.ledger import Ledger
-from server.ledger.rows import Contribution
-from server.ledger.tables import FLOATS
-from server.written import STAGING
+from fedloom.clients.states import read_names, read_state, round_file
+from fedloom.conf.errors import UserError
+from fedloom.fusion.exact import State, dequantise, exact
+from fedloom.server.ledger.ledger import Ledger
+from fedloom.server.ledger.rows import Contribution
+from fedloom.server.ledger.tables import FLOATS
+from fedloom.server.written import STAGING
 
 
 def prefixes(slots: Sequence[str]) -> dict[str, str]:

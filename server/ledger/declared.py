@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fusion.exact import State
-from server.ledger.contributions import prefixes
+from fedloom.fusion.exact import State
+from fedloom.server.ledger.contributions import prefixes
 
 
 def everything(state: State) -> State:

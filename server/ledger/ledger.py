@@ -10,13 +10,13 @@ from pathlib import Path
 from sqlite3 import Connection
 from typing import Any
 
-from conf.errors import UserError
-from server.ledger.blobs import LedgerError, told
-from server.ledger.database import LEDGER, make
-from server.ledger.records import BOUND, REQUESTS, Records
-from server.ledger.rows import Contribution, Request
-from server.ledger.sums import ONE
-from server.ledger.tables import (
+from fedloom.conf.errors import UserError
+from fedloom.server.ledger.blobs import LedgerError, told
+from fedloom.server.ledger.database import LEDGER, make
+from fedloom.server.ledger.records import BOUND, REQUESTS, Records
+from fedloom.server.ledger.rows import Contribution, Request
+from fedloom.server.ledger.sums import ONE
+from fedloom.server.ledger.tables import (
     FORMAT,
     WRITING,
     append,

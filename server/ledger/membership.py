@@ -3,13 +3,13 @@
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from conf.errors import UserError, unknown
-from conf.sites import Site
-from fusion.exact import ExactSum, State, exact
-from server.ledger.ledger import Ledger
-from server.ledger.rows import Contribution
-from server.ledger.slots import Slots, stored
-from server.ledger.sums import SumRow, added_up
+from fedloom.conf.errors import UserError, unknown
+from fedloom.conf.sites import Site
+from fedloom.fusion.exact import ExactSum, State, exact
+from fedloom.server.ledger.ledger import Ledger
+from fedloom.server.ledger.rows import Contribution
+from fedloom.server.ledger.slots import Slots, stored
+from fedloom.server.ledger.sums import SumRow, added_up
 
 Settle = Callable[[], None]  # recomputes what a method derives from its slots
 

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from conf.errors import UserError
-from server.ledger.blobs import Blobs, LedgerError
-from server.ledger.database import LEDGER, Database
-from server.ledger.rows import Contribution, Request, RoundRow, RunRow
-from server.ledger.sums import SumRow, sum_rows
-from server.ledger.tables import EVENTS, FORMAT, LATEST, OLDEST, Event, to_event
+from fedloom.conf.errors import UserError
+from fedloom.server.ledger.blobs import Blobs, LedgerError
+from fedloom.server.ledger.database import LEDGER, Database
+from fedloom.server.ledger.rows import Contribution, Request, RoundRow, RunRow
+from fedloom.server.ledger.sums import SumRow, sum_rows
+from fedloom.server.ledger.tables import EVENTS, FORMAT, LATEST, OLDEST, Event, to_event
 
 T = TypeVar("T")
 BOUND = "bound"  # an event

@@ -8,12 +8,12 @@ commits, crashes, digests and requests.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from conf.errors import UserError
-from conf.sites import Site
-from fusion.exact import ExactSum, ExactSumError, State, digest, exact, quantise
-from server.ledger.contributions import Contributions
-from server.ledger.declared import Slot, Sum
-from server.ledger.ledger import Ledger
+from fedloom.conf.errors import UserError
+from fedloom.conf.sites import Site
+from fedloom.fusion.exact import ExactSum, ExactSumError, State, digest, exact, quantise
+from fedloom.server.ledger.contributions import Contributions
+from fedloom.server.ledger.declared import Slot, Sum
+from fedloom.server.ledger.ledger import Ledger
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from conf.errors import unknown
-from server.ledger.blobs import LedgerError
-from server.ledger.rows import MOVES
+from fedloom.conf.errors import unknown
+from fedloom.server.ledger.blobs import LedgerError
+from fedloom.server.ledger.rows import MOVES
 
 FORMAT, OLDEST = 4, 2  # of ledgers that are written, and the oldest that are read and written on
 START = "0" * 64  # what stands before the first event

@@ -4,25 +4,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from clients.networks import Model
-from clients.replies import Bounds
-from conf import to_yaml
-from conf.errors import UserError
-from conf.progress import steps
-from conf.sites import Site
-from fusion.exact import ExactSum, State, digest
-from server.ledger import Ledger
-from server.ledger.blobs import Elsewhere
-from server.ledger.declared import Slot, declared_sums
-from server.ledger.membership import Membership
-from server.ledger.slots import Slots
-from server.privacy import hidden
-from server.rounds.exchange import Reply
-from server.rounds.recalibration import check, end, recalibrated
-from server.rounds.run import Exchange, Run
-from server.rounds.schedules import Participation
-from server.rounds.view import Models, Setup, View
-from server.strategies import Residue, slots_of, strategy_of
+from fedloom.clients.networks import Model
+from fedloom.clients.replies import Bounds
+from fedloom.conf import to_yaml
+from fedloom.conf.errors import UserError
+from fedloom.conf.progress import steps
+from fedloom.conf.sites import Site
+from fedloom.fusion.exact import ExactSum, State, digest
+from fedloom.server.ledger import Ledger
+from fedloom.server.ledger.blobs import Elsewhere
+from fedloom.server.ledger.declared import Slot, declared_sums
+from fedloom.server.ledger.membership import Membership
+from fedloom.server.ledger.slots import Slots
+from fedloom.server.privacy import hidden
+from fedloom.server.rounds.exchange import Reply
+from fedloom.server.rounds.recalibration import check, end, recalibrated
+from fedloom.server.rounds.run import Exchange, Run
+from fedloom.server.rounds.schedules import Participation
+from fedloom.server.rounds.view import Models, Setup, View
+from fedloom.server.strategies import Residue, slots_of, strategy_of
 
 
 class Nobody:

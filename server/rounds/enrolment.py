@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from clients.messages import PROTOCOL, QUERY, WHO
-from conf.errors import UserError, plain
-from conf.sites import Site
-from server.rounds.nodes import NONCE, Bindings, Node, nodes_of, nonce
+from fedloom.clients.messages import PROTOCOL, QUERY, WHO
+from fedloom.conf.errors import UserError, plain
+from fedloom.conf.sites import Site
+from fedloom.server.rounds.nodes import NONCE, Bindings, Node, nodes_of, nonce
 
 POLL_SECONDS = 0.2
 REFRESH_SECONDS = 15.0
@@ -244,5 +244,5 @@ def reason_of(reply: Message) -> str:
     """The text of an error in one line, the exception's kind first unless it is one made for users; or its code."""
     lines = [line for line in plain(reply.error.reason or "", lines=True).splitlines() if line.strip()]
     told = lines[-1:] if lines and lines[0].startswith("Traceback") else lines  # which names the exception at its end
-    words = " ".join(" ".join(told).split()).removeprefix("conf.errors.UserError: ")
+    words = " ".join(" ".join(told).split()).removeprefix("fedloom.conf.errors.UserError: ")
     return words[:MOST_TOLD] or f"error code {reply.error.code}"

@@ -10,11 +10,11 @@ from typing import Any
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from clients.messages import ASK, TRAIN, array_bytes
-from clients.partial import PartialSum
-from conf.sites import Site
-from server.rounds.enrolment import POLL_SECONDS, REFRESH_SECONDS, Enrolment, reason_of
-from server.rounds.nodes import NONCE, Bindings, Unkept, nonce
+from fedloom.clients.messages import ASK, TRAIN, array_bytes
+from fedloom.clients.partial import PartialSum
+from fedloom.conf.sites import Site
+from fedloom.server.rounds.enrolment import POLL_SECONDS, REFRESH_SECONDS, Enrolment, reason_of
+from fedloom.server.rounds.nodes import NONCE, Bindings, Unkept, nonce
 
 WINDOW_BYTES = 256 * 2**20
 LEAST_UNDER_WAY, MOST_UNDER_WAY = 4, 1000

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from conf.sites import Site
-from fusion.exact import State
-from server.ledger.slots import Slots
+from fedloom.conf.sites import Site
+from fedloom.fusion.exact import State
+from fedloom.server.ledger.slots import Slots
 
 
 @dataclass(frozen=True)

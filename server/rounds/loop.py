@@ -8,28 +8,28 @@ from typing import Any
 
 import torch
 
-from clients.data.listing import held
-from clients.identity import SIGNED
-from clients.messages import TRAIN
-from clients.networks import Model
-from clients.replies import Bounds, ReplyError
-from conf.errors import FailedError, UserError, plain
-from conf.schema import Config
-from conf.sites import UNION, Site
-from server.at_sites import different_networks
-from server.evaluate import Evaluator
-from server.ledger.blobs import UNREADABLE, NodeLostError
-from server.listener import Listener
-from server.recorded import RECEIVED
-from server.rounds.aggregation import Aggregation
-from server.rounds.exchange import Federation, Reply
-from server.rounds.expected import Expected
-from server.rounds.masks import RECORD, partners, rounds_together
-from server.rounds.questions import Questions
-from server.rounds.recalibration import Told, aggregates, end, recalibrate
-from server.rounds.run import Content, Run
-from server.rounds.schedules import Participation
-from server.rounds.site_evaluation import SiteEvaluation
+from fedloom.clients.data.listing import held
+from fedloom.clients.identity import SIGNED
+from fedloom.clients.messages import TRAIN
+from fedloom.clients.networks import Model
+from fedloom.clients.replies import Bounds, ReplyError
+from fedloom.conf.errors import FailedError, UserError, plain
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import UNION, Site
+from fedloom.server.at_sites import different_networks
+from fedloom.server.evaluate import Evaluator
+from fedloom.server.ledger.blobs import UNREADABLE, NodeLostError
+from fedloom.server.listener import Listener
+from fedloom.server.recorded import RECEIVED
+from fedloom.server.rounds.aggregation import Aggregation
+from fedloom.server.rounds.exchange import Federation, Reply
+from fedloom.server.rounds.expected import Expected
+from fedloom.server.rounds.masks import RECORD, partners, rounds_together
+from fedloom.server.rounds.questions import Questions
+from fedloom.server.rounds.recalibration import Told, aggregates, end, recalibrate
+from fedloom.server.rounds.run import Content, Run
+from fedloom.server.rounds.schedules import Participation
+from fedloom.server.rounds.site_evaluation import SiteEvaluation
 
 MOST_TOLD = 300  # characters of a reason
 ATTEMPTS = 3  # at a round in which nodes of the cluster are lost

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from clients.identity import MOST_BYTES
-from clients.messages import (
+from fedloom.clients.identity import MOST_BYTES
+from fedloom.clients.messages import (
     BASES,
     BLAMED,
     COMMITMENTS,
@@ -24,8 +24,8 @@ from clients.messages import (
     SECURE_UNMASK,
     SUMMED_BEFORE,
 )
-from clients.replies import ReplyError, train_numbers
-from clients.secure_aggregation.primitives import (
+from fedloom.clients.replies import ReplyError, train_numbers
+from fedloom.clients.secure_aggregation.primitives import (
     KEY,
     PUBLIC,
     SECRET,
@@ -40,15 +40,15 @@ from clients.secure_aggregation.primitives import (
     threshold_of,
     trained_words,
 )
-from conf.errors import FailedError, UserError, plain
-from conf.sites import Site
-from fusion.exact import State
-from server.rounds.masked_replies import content_of, read, read_bytes, read_vector, to_tensor
-from server.rounds.schedules import FEWEST_MASKED
+from fedloom.conf.errors import FailedError, UserError, plain
+from fedloom.conf.sites import Site
+from fedloom.fusion.exact import State
+from fedloom.server.rounds.masked_replies import content_of, read, read_bytes, read_vector, to_tensor
+from fedloom.server.rounds.schedules import FEWEST_MASKED
 
 if TYPE_CHECKING:
-    from server.rounds.expected import Expected
-    from server.rounds.run import Content, Exchange, Run
+    from fedloom.server.rounds.expected import Expected
+    from fedloom.server.rounds.run import Content, Exchange, Run
 
 DIGEST = 32  # bytes
 MOST_REASON = 300  # characters of why a site failed

@@ -7,12 +7,12 @@ import torch
 from flwr.app import RecordDict
 from torch import Tensor
 
-from clients.messages import MASKED, to_states
-from clients.replies import ReplyError
-from fusion.exact import State
+from fedloom.clients.messages import MASKED, to_states
+from fedloom.clients.replies import ReplyError
+from fedloom.fusion.exact import State
 
 if TYPE_CHECKING:
-    from server.rounds.exchange import Reply
+    from fedloom.server.rounds.exchange import Reply
 
 MOST_SEALED = 256  # bytes of a share that is sealed
 

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Mapping, Sequence
 
-from server.ledger import Ledger
+from fedloom.server.ledger import Ledger
 
 RECORD = "masked"  # of a round's record in the ledger: which sites' masks are in what is kept of each other
 

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 from flwr.app import RecordDict
 
-from clients.messages import to_states
-from clients.partial import PartialSum
-from clients.replies import ReplyError, check_record
-from conf.errors import FailedError
-from fusion.exact import ExactSum, ExactSumError
-from server.ledger.blobs import NodeLostError
+from fedloom.clients.messages import to_states
+from fedloom.clients.partial import PartialSum
+from fedloom.clients.replies import ReplyError, check_record
+from fedloom.conf.errors import FailedError
+from fedloom.fusion.exact import ExactSum, ExactSumError
+from fedloom.server.ledger.blobs import NodeLostError
 
 if TYPE_CHECKING:
-    from server.rounds.expected import Expected, Reply
-    from server.rounds.run import Run
+    from fedloom.server.rounds.expected import Expected, Reply
+    from fedloom.server.rounds.run import Run
 
 NODES = 16  # that are asked for their sums at once
 

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from flwr.app import ArrayRecord, RecordDict
 
-from clients.messages import BEFORE, CONFIG, EXPECTED, ORDER, OWN, TRAIN, Order, to_arrays
-from clients.partial import ONCE, SAMPLES, expected_record
-from clients.states import round_file, write_private_state
-from conf.sites import Site
-from fusion.exact import State
-from server.rounds.expected import Expected
-from server.rounds.run import Content
+from fedloom.clients.messages import BEFORE, CONFIG, EXPECTED, ORDER, OWN, TRAIN, Order, to_arrays
+from fedloom.clients.partial import ONCE, SAMPLES, expected_record
+from fedloom.clients.states import round_file, write_private_state
+from fedloom.conf.sites import Site
+from fedloom.fusion.exact import State
+from fedloom.server.rounds.expected import Expected
+from fedloom.server.rounds.run import Content
 
 if TYPE_CHECKING:
-    from server.rounds.questions import Questions
+    from fedloom.server.rounds.questions import Questions
 
 START = "start"  # what a site that enters a sum starts from: file, or place in an order
 

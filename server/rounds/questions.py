@@ -5,27 +5,27 @@ from dataclasses import dataclass, field, replace
 
 from flwr.app import ArrayRecord
 
-from clients.data import class_things, site_sizes
-from clients.messages import (
+from fedloom.clients.data import class_things, site_sizes
+from fedloom.clients.messages import (
     ENROL,
     LOST,
     UNKNOWN,
     config_digest,
     text_record,
 )
-from clients.replies import Bounds
-from conf import to_json
-from conf.errors import UserError
-from conf.schema import Config
-from conf.sites import Site
-from server.evaluate import has_data
-from server.listener import Listener
-from server.rounds.aggregation import Aggregation
-from server.rounds.exchange import Federation, Reply
-from server.rounds.expected import Expected
-from server.rounds.question import Question
-from server.rounds.roll import Roll
-from server.rounds.run import Content
+from fedloom.clients.replies import Bounds
+from fedloom.conf import to_json
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import Site
+from fedloom.server.evaluate import has_data
+from fedloom.server.listener import Listener
+from fedloom.server.rounds.aggregation import Aggregation
+from fedloom.server.rounds.exchange import Federation, Reply
+from fedloom.server.rounds.expected import Expected
+from fedloom.server.rounds.question import Question
+from fedloom.server.rounds.roll import Roll
+from fedloom.server.rounds.run import Content
 
 STATE, CONFIGURATION = "its own state", "the configuration"  # what a site may lack
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from clients.messages import MODEL
-from clients.networks import Architecture, Model
-from clients.statistics import (
+from fedloom.clients.messages import MODEL
+from fedloom.clients.networks import Architecture, Model
+from fedloom.clients.statistics import (
     CHECKS,
     CLASS_STATISTICS,
     COUNT,
@@ -28,13 +28,13 @@ from clients.statistics import (
     linear_head,
     running_norms,
 )
-from conf.errors import FailedError, UserError
-from conf.sites import Site
-from fusion.discriminant import NEVER, discriminant
-from fusion.exact import ExactSum, ExactSumError, State
-from server.rounds.expected import Expected
-from server.rounds.run import Run
-from server.rounds.view import Models, View
+from fedloom.conf.errors import FailedError, UserError
+from fedloom.conf.sites import Site
+from fedloom.fusion.discriminant import NEVER, discriminant
+from fedloom.fusion.exact import ExactSum, ExactSumError, State
+from fedloom.server.rounds.expected import Expected
+from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.view import Models, View
 
 HEAD = "head.weight", "head.bias"
 KEPT = "recalibrated."  # before the network's name: what is kept of it

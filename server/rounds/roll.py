@@ -3,12 +3,12 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from clients.data import differing
-from clients.messages import METRICS
-from clients.replies import ReplyError, read_names
-from conf.errors import plain
-from server.rounds.exchange import Reply
-from server.rounds.sizes import capped
+from fedloom.clients.data import differing
+from fedloom.clients.messages import METRICS
+from fedloom.clients.replies import ReplyError, read_names
+from fedloom.conf.errors import plain
+from fedloom.server.rounds.exchange import Reply
+from fedloom.server.rounds.sizes import capped
 
 MOST_IMAGES = 2**31 - 1
 

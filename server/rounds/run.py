@@ -12,22 +12,22 @@ import numpy as np
 from flwr.app import RecordDict
 from torch import Tensor
 
-from clients.identity import fingerprint, heard, sent_words
-from clients.messages import TRAIN, to_states
-from clients.partial import SAMPLES
-from clients.randomness import generator
-from clients.replies import Bounds, ReplyError, asked_numbers, check_record, train_numbers
-from conf.errors import UserError, unknown
-from conf.sites import Site
-from fusion.exact import ExactSum, ExactSumError, State, quantise
-from server.ledger.slots import Put, Slots
-from server.privacy import refuse_hidden
-from server.rounds.exchange import Reply as Received
-from server.rounds.expected import Expected, Reply
-from server.rounds.partial_sums import Partials
-from server.rounds.schedules import Participation
-from server.rounds.secure_aggregation import SecureAggregation
-from server.rounds.view import Setup, View, own
+from fedloom.clients.identity import fingerprint, heard, sent_words
+from fedloom.clients.messages import TRAIN, to_states
+from fedloom.clients.partial import SAMPLES
+from fedloom.clients.randomness import generator
+from fedloom.clients.replies import Bounds, ReplyError, asked_numbers, check_record, train_numbers
+from fedloom.conf.errors import UserError, unknown
+from fedloom.conf.sites import Site
+from fedloom.fusion.exact import ExactSum, ExactSumError, State, quantise
+from fedloom.server.ledger.slots import Put, Slots
+from fedloom.server.privacy import refuse_hidden
+from fedloom.server.rounds.exchange import Reply as Received
+from fedloom.server.rounds.expected import Expected, Reply
+from fedloom.server.rounds.partial_sums import Partials
+from fedloom.server.rounds.schedules import Participation
+from fedloom.server.rounds.secure_aggregation import SecureAggregation
+from fedloom.server.rounds.view import Setup, View, own
 
 Content = Mapping[str, State] | Callable[[Site], Mapping[str, State]]  # states by record name; for all, or of each site
 

@@ -4,10 +4,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from clients.randomness import generator
-from conf.errors import UserError
-from conf.schema import Config
-from conf.sites import Site, roster
+from fedloom.clients.randomness import generator
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import Site, roster
 
 FEWEST_MASKED = 2  # sites among which masks cancel
 

@@ -20,20 +20,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from clients.messages import IDLE, LIFT
-from clients.partial import SAMPLES
-from clients.secure_aggregation.primitives import agreed, commitment, mask, public_key, rebuilt, sign, threshold_of
-from conf.errors import FailedError, UserError
-from conf.sites import Site
-from fusion.exact import ExactSum, State
-from server.ledger.slots import Put
-from server.rounds.masked_exchange import Heard, MaskedExchange, SummedElsewhereError, WithoutError, those
-from server.rounds.masked_replies import shaped
-from server.rounds.masks import partners, rounds_together
+from fedloom.clients.messages import IDLE, LIFT
+from fedloom.clients.partial import SAMPLES
+from fedloom.clients.secure_aggregation.primitives import agreed, commitment, mask, public_key, rebuilt, sign, threshold_of
+from fedloom.conf.errors import FailedError, UserError
+from fedloom.conf.sites import Site
+from fedloom.fusion.exact import ExactSum, State
+from fedloom.server.ledger.slots import Put
+from fedloom.server.rounds.masked_exchange import Heard, MaskedExchange, SummedElsewhereError, WithoutError, those
+from fedloom.server.rounds.masked_replies import shaped
+from fedloom.server.rounds.masks import partners, rounds_together
 
 if TYPE_CHECKING:
-    from server.rounds.expected import Expected
-    from server.rounds.run import Content, Exchange, Run
+    from fedloom.server.rounds.expected import Expected
+    from fedloom.server.rounds.run import Content, Exchange, Run
 
 MOST_DRAWS = 3  # of a round's batches
 

@@ -4,15 +4,15 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from clients.data import label
-from clients.measure import Score
-from clients.messages import EVALUATE, RIGHT, measured_record, right_of
-from clients.networks import Model, architecture_of
-from clients.replies import ReplyError, check_score
-from conf.sites import UNION, Site
-from fusion.exact import State
-from server.rounds.questions import Questions
-from server.rounds.sizes import capped
+from fedloom.clients.data import label
+from fedloom.clients.measure import Score
+from fedloom.clients.messages import EVALUATE, RIGHT, measured_record, right_of
+from fedloom.clients.networks import Model, architecture_of
+from fedloom.clients.replies import ReplyError, check_score
+from fedloom.conf.sites import UNION, Site
+from fedloom.fusion.exact import State
+from fedloom.server.rounds.questions import Questions
+from fedloom.server.rounds.sizes import capped
 
 
 @dataclass

@@ -5,16 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clients.initial import SHARED, initial_state
-from clients.networks import Architecture, Model, architecture_of
-from conf.once import once
-from conf.schema import Config
-from conf.sites import Site
-from fusion.exact import ExactSum, State, dequantise
-from server.evaluate import Evaluator
-from server.ledger import Ledger
-from server.ledger.membership import check_members, rounds_with
-from server.ledger.slots import Slots
+from fedloom.clients.initial import SHARED, initial_state
+from fedloom.clients.networks import Architecture, Model, architecture_of
+from fedloom.conf.once import once
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import Site
+from fedloom.fusion.exact import ExactSum, State, dequantise
+from fedloom.server.evaluate import Evaluator
+from fedloom.server.ledger import Ledger
+from fedloom.server.ledger.membership import check_members, rounds_with
+from fedloom.server.ledger.slots import Slots
 
 
 class Models(Mapping[str, Model]):

@@ -1,33 +1,33 @@
 """The server's halves of methods: one file per method, found by name. All that a new one needs can be imported from here."""
 
-from clients.messages import MEAN, MODEL, ROUND, SITE, TRAIN
-from clients.networks import Model
-from clients.partial import ONCE, SAMPLES
-from fusion.exact import State
-from server.ledger.declared import Catalogue, Slot, Sum
-from server.rounds.expected import Expected, Reply
-from server.rounds.run import Run
-from server.rounds.schedules import OneByOne, Participation, Sampling, Schedule
-from server.rounds.view import Models, View
-from server.strategies.arithmetic import ArithmeticStrategy
-from server.strategies.averaging import FedAvg, FedProx
-from server.strategies.base import STRATEGIES, Residue, Strategy, slots_of, strategy_of
-from server.strategies.cla_ot import ClaOt
-from server.strategies.components import HeadTransfer
-from server.strategies.depthfl import DepthFL
-from server.strategies.ditto import Ditto
-from server.strategies.exclusive import Alone, Exclusive
-from server.strategies.feddf import FedDF
-from server.strategies.fednova import FedNova
-from server.strategies.fedproto import FedProto
-from server.strategies.fedrolex import FedRolex
-from server.strategies.flower import FlowerStrategy
-from server.strategies.heterofl import HeteroFL
-from server.strategies.inco import InCo
-from server.strategies.layer_selection import LayerSelectionStrategy
-from server.strategies.scaffold import Scaffold
-from server.strategies.server_optimisers import FedAdagrad, FedAdam, FedAvgM, FedYogi
-from server.strategies.sum_aggregation import SumAggregationStrategy
+from fedloom.clients.messages import MEAN, MODEL, ROUND, SITE, TRAIN
+from fedloom.clients.networks import Model
+from fedloom.clients.partial import ONCE, SAMPLES
+from fedloom.fusion.exact import State
+from fedloom.server.ledger.declared import Catalogue, Slot, Sum
+from fedloom.server.rounds.expected import Expected, Reply
+from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.schedules import OneByOne, Participation, Sampling, Schedule
+from fedloom.server.rounds.view import Models, View
+from fedloom.server.strategies.arithmetic import ArithmeticStrategy
+from fedloom.server.strategies.averaging import FedAvg, FedProx
+from fedloom.server.strategies.base import STRATEGIES, Residue, Strategy, slots_of, strategy_of
+from fedloom.server.strategies.cla_ot import ClaOt
+from fedloom.server.strategies.components import HeadTransfer
+from fedloom.server.strategies.depthfl import DepthFL
+from fedloom.server.strategies.ditto import Ditto
+from fedloom.server.strategies.exclusive import Alone, Exclusive
+from fedloom.server.strategies.feddf import FedDF
+from fedloom.server.strategies.fednova import FedNova
+from fedloom.server.strategies.fedproto import FedProto
+from fedloom.server.strategies.fedrolex import FedRolex
+from fedloom.server.strategies.flower import FlowerStrategy
+from fedloom.server.strategies.heterofl import HeteroFL
+from fedloom.server.strategies.inco import InCo
+from fedloom.server.strategies.layer_selection import LayerSelectionStrategy
+from fedloom.server.strategies.scaffold import Scaffold
+from fedloom.server.strategies.server_optimisers import FedAdagrad, FedAdam, FedAvgM, FedYogi
+from fedloom.server.strategies.sum_aggregation import SumAggregationStrategy
 
 __all__ = [
     "MEAN",

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from clients.networks import Architecture, architecture_of, initialise
-from conf.errors import UserError, unknown
-from conf.once import once
-from conf.schema import Config
-from conf.sites import Site, roster
-from fusion.graph.channels import Wiring, wire
+from fedloom.clients.networks import Architecture, architecture_of, initialise
+from fedloom.conf.errors import UserError, unknown
+from fedloom.conf.once import once
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import Site, roster
+from fedloom.fusion.graph.channels import Wiring, wire
 
 
 @dataclass(frozen=True)

@@ -11,23 +11,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from clients.messages import MEAN, SITE, TRAIN
-from clients.networks import Model, common_architecture
-from clients.objectives import objective_of
-from clients.objectives.local import TOGETHER
-from conf.errors import UserError
-from conf.schema import Config
-from conf.sites import roster
-from conf.typed import value
-from fusion.arithmetic import GRADIENTS, WEIGHTS, Alpha, added, composed, evenly, is_statistic, to_state
-from fusion.exact import State, quantise
-from server.ledger.declared import Slot, Sum
-from server.rounds.expected import Expected
-from server.rounds.run import Run
-from server.rounds.view import Models, View
-from server.strategies.base import STRATEGIES, Residue, Strategy, check_objective, counter
-from server.strategies.coefficients import LARGEST, NONE, Search, SearchOptions, check_given, note, noted
-from server.strategies.sequential import Sequential
+from fedloom.clients.messages import MEAN, SITE, TRAIN
+from fedloom.clients.networks import Model, common_architecture
+from fedloom.clients.objectives import objective_of
+from fedloom.clients.objectives.local import TOGETHER
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import roster
+from fedloom.conf.typed import value
+from fedloom.fusion.arithmetic import GRADIENTS, WEIGHTS, Alpha, added, composed, evenly, is_statistic, to_state
+from fedloom.fusion.exact import State, quantise
+from fedloom.server.ledger.declared import Slot, Sum
+from fedloom.server.rounds.expected import Expected
+from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.view import Models, View
+from fedloom.server.strategies.base import STRATEGIES, Residue, Strategy, check_objective, counter
+from fedloom.server.strategies.coefficients import LARGEST, NONE, Search, SearchOptions, check_given, note, noted
+from fedloom.server.strategies.sequential import Sequential
 
 GRADIENT = "sum"  # the slot
 

@@ -11,23 +11,23 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from clients.messages import MEAN, SITE, TRAIN
-from clients.networks import Model, architecture_of, common_architecture
-from clients.objectives import objective_of
-from clients.objectives.fedavg import OWN, norms
-from clients.objectives.fedavg import FedAvg as FedAvgObjective
-from clients.objectives.steps import momentum_of
-from conf.errors import UserError
-from conf.once import once
-from conf.schema import Config
-from conf.sites import roster
-from conf.typed import value
-from fusion.exact import State
-from server.ledger.declared import Slot, Sum
-from server.rounds.expected import Expected
-from server.rounds.run import Run
-from server.rounds.view import Models, View
-from server.strategies.base import STRATEGIES, Residue, Strategy, check_objective
+from fedloom.clients.messages import MEAN, SITE, TRAIN
+from fedloom.clients.networks import Model, architecture_of, common_architecture
+from fedloom.clients.objectives import objective_of
+from fedloom.clients.objectives.fedavg import OWN, norms
+from fedloom.clients.objectives.fedavg import FedAvg as FedAvgObjective
+from fedloom.clients.objectives.steps import momentum_of
+from fedloom.conf.errors import UserError
+from fedloom.conf.once import once
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import roster
+from fedloom.conf.typed import value
+from fedloom.fusion.exact import State
+from fedloom.server.ledger.declared import Slot, Sum
+from fedloom.server.rounds.expected import Expected
+from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.view import Models, View
+from fedloom.server.strategies.base import STRATEGIES, Residue, Strategy, check_objective
 
 NETWORKS = "networks"  # the slot
 NETWORK = "network"  # what is kept of it: as the last round began with it

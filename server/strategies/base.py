@@ -13,16 +13,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from clients.networks import architecture_of
-from clients.objectives import OBJECTIVES, objective_of
-from conf.errors import UserError
-from conf.registry import Registry
-from conf.schema import Config
-from server.ledger.declared import Catalogue, Slot, Sum
-from server.privacy import masked
-from server.rounds.run import Run
-from server.rounds.schedules import Sampling, Schedule
-from server.rounds.view import Models, View
+from fedloom.clients.networks import architecture_of
+from fedloom.clients.objectives import OBJECTIVES, objective_of
+from fedloom.conf.errors import UserError
+from fedloom.conf.registry import Registry
+from fedloom.conf.schema import Config
+from fedloom.server.ledger.declared import Catalogue, Slot, Sum
+from fedloom.server.privacy import masked
+from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.schedules import Sampling, Schedule
+from fedloom.server.rounds.view import Models, View
 
 NO_SUMS = {"median": "FedMedian", "coordinate_median": "FedMedian", "trimmed_mean": "FedTrimmedAvg", "krum": "Krum",
            "bulyan": "Bulyan"}  # robust aggregations, by their usual names, and Flower's  # fmt: skip
@@ -125,7 +125,9 @@ def slots_of(config: Config) -> dict[str, Slot]:
     """The slots that the configured strategy declares. UserError for odd ones, or ones that workers cannot add up."""
     name, slots = config.strategy.get("name"), strategy_of(config).slots(config)
     if not isinstance(slots, Mapping) or not all(isinstance(slot, Sum | Catalogue) for slot in slots.values()):
-        raise UserError(f"strategy '{name}': its slots() must give a dictionary of server.strategies.Sum and Catalogue")
+        raise UserError(
+            f"strategy '{name}': its slots() must give a dictionary of fedloom.server.strategies.Sum and Catalogue"
+        )
     if odd := [slot for slot in slots if not isinstance(slot, str) or not PLAIN.fullmatch(slot)]:
         raise UserError(f"strategy '{name}': the slot {odd[0]!r} needs a name of letters, digits, '-', '_' and '.'")
     if config.federation.secure_aggregation:

@@ -10,20 +10,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from clients.messages import MEAN, SITE, TRAIN
-from clients.networks import Model
-from clients.objectives import objective_of
-from clients.objectives.heterogeneous import ALONE, EXCLUSIVE
-from conf.errors import UserError
-from conf.schema import Config
-from conf.sites import Site, roster
-from fusion.exact import State, dequantise, quantise
-from server.ledger.declared import Slot, Sum
-from server.rounds.expected import Expected
-from server.rounds.run import Run
-from server.rounds.view import Models, View
-from server.strategies.architectures import Group, group_by_site, groups_of, reference_of
-from server.strategies.base import STRATEGIES, Residue, Strategy, check_objective
+from fedloom.clients.messages import MEAN, SITE, TRAIN
+from fedloom.clients.networks import Model
+from fedloom.clients.objectives import objective_of
+from fedloom.clients.objectives.heterogeneous import ALONE, EXCLUSIVE
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import Site, roster
+from fedloom.fusion.exact import State, dequantise, quantise
+from fedloom.server.ledger.declared import Slot, Sum
+from fedloom.server.rounds.expected import Expected
+from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.view import Models, View
+from fedloom.server.strategies.architectures import Group, group_by_site, groups_of, reference_of
+from fedloom.server.strategies.base import STRATEGIES, Residue, Strategy, check_objective
 
 
 @dataclass(frozen=True)

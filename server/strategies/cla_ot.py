@@ -12,20 +12,20 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from conf.errors import FailedError, UserError
-from conf.schema import Config
-from conf.typed import value
-from fusion.discriminant import scaled
-from fusion.exact import State
-from fusion.submodels import mean_over_holders
-from server.rounds.recalibration import HEAD, ask, check_head
-from server.rounds.run import Run
-from server.rounds.view import View
-from server.strategies.architectures import groups_of, reference_of
-from server.strategies.base import STRATEGIES, Strategy
-from server.strategies.by_architecture import averaged, cast, kept
-from server.strategies.exclusive import ask_alone
-from server.strategies.fused_anew import (
+from fedloom.conf.errors import FailedError, UserError
+from fedloom.conf.schema import Config
+from fedloom.conf.typed import value
+from fedloom.fusion.discriminant import scaled
+from fedloom.fusion.exact import State
+from fedloom.fusion.submodels import mean_over_holders
+from fedloom.server.rounds.recalibration import HEAD, ask, check_head
+from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.view import View
+from fedloom.server.strategies.architectures import groups_of, reference_of
+from fedloom.server.strategies.base import STRATEGIES, Strategy
+from fedloom.server.strategies.by_architecture import averaged, cast, kept
+from fedloom.server.strategies.exclusive import ask_alone
+from fedloom.server.strategies.fused_anew import (
     ACTIVATIONS,
     CLA_OT,
     LACKING,
@@ -38,10 +38,10 @@ from server.strategies.fused_anew import (
     mixed,
     networks_of_sites,
 )
-from server.strategies.in_parts import InParts, number_of
-from server.strategies.own_start import check_fusing, fused_apart, part_of, settings_for
-from server.strategies.public import PublicImages
-from server.strategies.server_training import ServerTraining
+from fedloom.server.strategies.in_parts import InParts, number_of
+from fedloom.server.strategies.own_start import check_fusing, fused_apart, part_of, settings_for
+from fedloom.server.strategies.public import PublicImages
+from fedloom.server.strategies.server_training import ServerTraining
 
 SHARED = "shared"
 UNSEEN = 10.0  # nats by which a head starts below all others for a class that no site has

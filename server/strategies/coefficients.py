@@ -9,17 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from clients.data import label
-from conf.errors import UserError, unknown
-from conf.progress import step
-from conf.schema import Config
-from conf.sites import UNION, Site
-from conf.typed import value
-from fusion.arithmetic import GRADIENTS, Alpha, Composer
-from fusion.exact import State
-from fusion.search import best_on_grid, check_grid, climb
-from server.evaluate import Evaluator
-from server.rounds.view import View
+from fedloom.clients.data import label
+from fedloom.conf.errors import UserError, unknown
+from fedloom.conf.progress import step
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import UNION, Site
+from fedloom.conf.typed import value
+from fedloom.fusion.arithmetic import GRADIENTS, Alpha, Composer
+from fedloom.fusion.exact import State
+from fedloom.fusion.search import best_on_grid, check_grid, climb
+from fedloom.server.evaluate import Evaluator
+from fedloom.server.rounds.view import View
 
 NONE = "none"
 SEARCHED = "coefficients searched"  # an event of the ledger

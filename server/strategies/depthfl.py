@@ -4,17 +4,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from clients.networks.exits import ExitNetwork
-from conf.errors import UserError
-from conf.schema import Config
-from fusion.exact import State
-from fusion.submodels import Held, Submodel, mean_over_holders
-from server.rounds.run import Run
-from server.rounds.view import View
-from server.strategies.architectures import Group, groups_of, reference_of
-from server.strategies.base import STRATEGIES, check_objective
-from server.strategies.by_architecture import ByArchitecture, averaged, kept
-from server.strategies.in_parts import REFERENCE
+from fedloom.clients.networks.exits import ExitNetwork
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config
+from fedloom.fusion.exact import State
+from fedloom.fusion.submodels import Held, Submodel, mean_over_holders
+from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.view import View
+from fedloom.server.strategies.architectures import Group, groups_of, reference_of
+from fedloom.server.strategies.base import STRATEGIES, check_objective
+from fedloom.server.strategies.by_architecture import ByArchitecture, averaged, kept
+from fedloom.server.strategies.in_parts import REFERENCE
 
 
 @STRATEGIES.register("depthfl")

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from conf.errors import UserError
-from conf.schema import Config
-from server.rounds.view import View
-from server.strategies.averaging import Averaging
-from server.strategies.base import STRATEGIES, Residue
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config
+from fedloom.server.rounds.view import View
+from fedloom.server.strategies.averaging import Averaging
+from fedloom.server.strategies.base import STRATEGIES, Residue
 
 
 @STRATEGIES.register("ditto")

@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from clients.messages import SITE, TRAIN
-from fusion.exact import State
-from server.rounds.expected import Expected
-from server.rounds.run import Run
-from server.rounds.view import Models, View
-from server.strategies.architectures import group_by_site, groups_of
-from server.strategies.base import STRATEGIES
-from server.strategies.by_architecture import ByArchitecture, averaged, has, kept
+from fedloom.clients.messages import SITE, TRAIN
+from fedloom.fusion.exact import State
+from fedloom.server.rounds.expected import Expected
+from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.view import Models, View
+from fedloom.server.strategies.architectures import group_by_site, groups_of
+from fedloom.server.strategies.base import STRATEGIES
+from fedloom.server.strategies.by_architecture import ByArchitecture, averaged, has, kept
 
 
 @STRATEGIES.register("exclusive")

@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from conf.schema import Config
-from conf.typed import value
-from fusion.exact import State
-from server.rounds.view import View
-from server.strategies.base import STRATEGIES
-from server.strategies.by_architecture import ByArchitecture, averaged
-from server.strategies.public import PublicImages
-from server.strategies.server_training import ServerTraining
+from fedloom.conf.schema import Config
+from fedloom.conf.typed import value
+from fedloom.fusion.exact import State
+from fedloom.server.rounds.view import View
+from fedloom.server.strategies.base import STRATEGIES
+from fedloom.server.strategies.by_architecture import ByArchitecture, averaged
+from fedloom.server.strategies.public import PublicImages
+from fedloom.server.strategies.server_training import ServerTraining
 
 
 @STRATEGIES.register("feddf")

@@ -7,16 +7,16 @@ from typing import ClassVar
 
 import torch
 
-from clients.learner import step_count
-from clients.objectives.fednova import AVERAGE, WORK
-from clients.objectives.steps import gradient_weight
-from conf.errors import UserError
-from conf.schema import Config
-from fusion.exact import State
-from server.rounds.run import Run
-from server.rounds.view import View
-from server.strategies.averaging import NETWORK, NETWORKS, ROUND, Averaging, check_steps, counted, parameters_of
-from server.strategies.base import STRATEGIES
+from fedloom.clients.learner import step_count
+from fedloom.clients.objectives.fednova import AVERAGE, WORK
+from fedloom.clients.objectives.steps import gradient_weight
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config
+from fedloom.fusion.exact import State
+from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.view import View
+from fedloom.server.strategies.averaging import NETWORK, NETWORKS, ROUND, Averaging, check_steps, counted, parameters_of
+from fedloom.server.strategies.base import STRATEGIES
 
 ROUNDS = "rounds"  # beside the work: how long the run was to the sites, whose schedule follows it
 

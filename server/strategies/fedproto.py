@@ -6,20 +6,20 @@ from typing import ClassVar
 
 import torch
 
-from clients.messages import TRAIN
-from clients.networks import Architecture
-from clients.objectives.fedproto import COUNTS, KNOWN, MEANS, PROTOTYPES, SUMS, check_prototypes
-from conf.errors import UserError
-from conf.schema import Config
-from conf.sites import Site
-from fusion.exact import State
-from server.ledger.declared import Slot, Sum
-from server.rounds.expected import Expected
-from server.rounds.run import Run
-from server.rounds.view import Models, View
-from server.strategies.architectures import groups_of
-from server.strategies.base import STRATEGIES, Strategy, check_objective
-from server.strategies.by_architecture import baseline
+from fedloom.clients.messages import TRAIN
+from fedloom.clients.networks import Architecture
+from fedloom.clients.objectives.fedproto import COUNTS, KNOWN, MEANS, PROTOTYPES, SUMS, check_prototypes
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import Site
+from fedloom.fusion.exact import State
+from fedloom.server.ledger.declared import Slot, Sum
+from fedloom.server.rounds.expected import Expected
+from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.view import Models, View
+from fedloom.server.strategies.architectures import groups_of
+from fedloom.server.strategies.base import STRATEGIES, Strategy, check_objective
+from fedloom.server.strategies.by_architecture import baseline
 
 
 @STRATEGIES.register("fedproto")

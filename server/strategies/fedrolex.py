@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from server.strategies.base import STRATEGIES
-from server.strategies.in_parts import InParts
+from fedloom.server.strategies.base import STRATEGIES
+from fedloom.server.strategies.in_parts import InParts
 
 
 @STRATEGIES.register("fedrolex")

@@ -9,19 +9,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from conf.errors import UserError
-from conf.schema import Config
-from fusion.exact import State
-from fusion.settings import FusionSettings
-from server.rounds.recalibration import HEAD
-from server.rounds.run import Run
-from server.rounds.view import View
-from server.strategies.architectures import group_by_site, groups_of, reference_of
-from server.strategies.by_architecture import ByArchitecture, averaged, cast, counted, has, kept
-from server.strategies.own_start import Apart, check_fusing, fused_apart
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config
+from fedloom.fusion.exact import State
+from fedloom.fusion.settings import FusionSettings
+from fedloom.server.rounds.recalibration import HEAD
+from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.view import View
+from fedloom.server.strategies.architectures import group_by_site, groups_of, reference_of
+from fedloom.server.strategies.by_architecture import ByArchitecture, averaged, cast, counted, has, kept
+from fedloom.server.strategies.own_start import Apart, check_fusing, fused_apart
 
 if TYPE_CHECKING:
-    from server.strategies.cla_ot import ClaOt
+    from fedloom.server.strategies.cla_ot import ClaOt
 
 OWN = "own"
 PARTS, CLA_OT, REFIT = "parts", "cla_ot", "refit"

@@ -6,24 +6,24 @@ from typing import ClassVar
 
 import torch
 
-from clients.messages import MEAN, SITE, TRAIN
-from clients.networks import Network
-from clients.objectives.heterofl import HELD, LABELS, RATES, check_labels
-from conf.errors import UserError
-from conf.schema import Config
-from conf.sites import Site
-from fusion.cla_ot.repair import BATCH_NORM
-from fusion.exact import State
-from fusion.graph.units import MIXING
-from fusion.submodels import Held, Submodel
-from server.ledger.declared import Slot, Sum
-from server.rounds.expected import Expected
-from server.rounds.run import Run
-from server.rounds.view import View
-from server.strategies.architectures import Group, group_by_site, groups_of, reference_of, wiring_of
-from server.strategies.base import STRATEGIES, check_objective
-from server.strategies.by_architecture import averaged, counted, kept
-from server.strategies.in_parts import InParts
+from fedloom.clients.messages import MEAN, SITE, TRAIN
+from fedloom.clients.networks import Network
+from fedloom.clients.objectives.heterofl import HELD, LABELS, RATES, check_labels
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import Site
+from fedloom.fusion.cla_ot.repair import BATCH_NORM
+from fedloom.fusion.exact import State
+from fedloom.fusion.graph.units import MIXING
+from fedloom.fusion.submodels import Held, Submodel
+from fedloom.server.ledger.declared import Slot, Sum
+from fedloom.server.rounds.expected import Expected
+from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.view import View
+from fedloom.server.strategies.architectures import Group, group_by_site, groups_of, reference_of, wiring_of
+from fedloom.server.strategies.base import STRATEGIES, check_objective
+from fedloom.server.strategies.by_architecture import averaged, counted, kept
+from fedloom.server.strategies.in_parts import InParts
 
 HEAD = "head."  # before the names of the last layer's tensors, [outputs, ...]
 

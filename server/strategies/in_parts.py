@@ -5,15 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from conf.errors import UserError, unknown
-from conf.schema import Config
-from conf.typed import value
-from fusion.exact import State
-from fusion.submodels import Held, Submodel, mean_over_holders, submodel
-from server.rounds.run import Run
-from server.rounds.view import View
-from server.strategies.architectures import Group, groups_of, reference_of, wiring_of
-from server.strategies.by_architecture import ByArchitecture, averaged, kept
+from fedloom.conf.errors import UserError, unknown
+from fedloom.conf.schema import Config
+from fedloom.conf.typed import value
+from fedloom.fusion.exact import State
+from fedloom.fusion.submodels import Held, Submodel, mean_over_holders, submodel
+from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.view import View
+from fedloom.server.strategies.architectures import Group, groups_of, reference_of, wiring_of
+from fedloom.server.strategies.by_architecture import ByArchitecture, averaged, kept
 
 REFERENCE = "reference"  # what is kept: the network in which all others lie
 

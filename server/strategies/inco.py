@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fusion.exact import State
-from fusion.graph.channels import Wiring
-from fusion.submodels import mean_over_holders
-from server.rounds.view import View
-from server.strategies.architectures import reference_of, wiring_of
-from server.strategies.base import STRATEGIES
-from server.strategies.in_parts import InParts
+from fedloom.fusion.exact import State
+from fedloom.fusion.graph.channels import Wiring
+from fedloom.fusion.submodels import mean_over_holders
+from fedloom.server.rounds.view import View
+from fedloom.server.strategies.architectures import reference_of, wiring_of
+from fedloom.server.strategies.base import STRATEGIES
+from fedloom.server.strategies.in_parts import InParts
 
 
 @STRATEGIES.register("inco")

@@ -12,28 +12,28 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from clients.learner import step_count
-from clients.messages import MEAN, RIGHT, SITE, TOTAL, TRAIN
-from clients.objectives import objective_of
-from clients.objectives.layer_selection import LayerSelection
-from clients.objectives.layer_selection.configurations import LEARNED, every, shown
-from clients.objectives.layer_selection.layers import Layers
-from clients.objectives.layer_selection.objective import COMPOSED
-from clients.objectives.layer_selection.posterior import TASKS
-from clients.objectives.layer_selection.session import CHOSEN, COUNTS, MASS, SELECTION
-from clients.replies import ReplyError, can_be
-from conf.errors import UserError
-from conf.schema import Config
-from conf.sites import Site, roster
-from conf.typed import value
-from fusion.exact import State
-from server.ledger.declared import Catalogue, Slot, Sum
-from server.rounds.expected import Expected, Reply
-from server.rounds.run import Run
-from server.rounds.schedules import OneByOne, Participation, Sampling, Schedule
-from server.rounds.view import Models, View
-from server.strategies.base import STRATEGIES, Residue, Strategy, check_objective
-from server.strategies.by_architecture import cast, counted, representable
+from fedloom.clients.learner import step_count
+from fedloom.clients.messages import MEAN, RIGHT, SITE, TOTAL, TRAIN
+from fedloom.clients.objectives import objective_of
+from fedloom.clients.objectives.layer_selection import LayerSelection
+from fedloom.clients.objectives.layer_selection.configurations import LEARNED, every, shown
+from fedloom.clients.objectives.layer_selection.layers import Layers
+from fedloom.clients.objectives.layer_selection.objective import COMPOSED
+from fedloom.clients.objectives.layer_selection.posterior import TASKS
+from fedloom.clients.objectives.layer_selection.session import CHOSEN, COUNTS, MASS, SELECTION
+from fedloom.clients.replies import ReplyError, can_be
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import Site, roster
+from fedloom.conf.typed import value
+from fedloom.fusion.exact import State
+from fedloom.server.ledger.declared import Catalogue, Slot, Sum
+from fedloom.server.rounds.expected import Expected, Reply
+from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.schedules import OneByOne, Participation, Sampling, Schedule
+from fedloom.server.rounds.view import Models, View
+from fedloom.server.strategies.base import STRATEGIES, Residue, Strategy, check_objective
+from fedloom.server.strategies.by_architecture import cast, counted, representable
 
 TOGETHER, LIFELONG = "together", "lifelong"
 PARTS, CHANGES, FOUND, OTHERS = "parts", "changes", "selection", "counts"  # slots

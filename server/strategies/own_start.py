@@ -12,13 +12,13 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
-from clients.networks import Architecture, initialise
-from conf.errors import UserError
-from fusion.exact import State
-from fusion.fusing import fuse
-from fusion.settings import FusionSettings
-from fusion.submodels import Submodel
-from server.strategies.architectures import Group
+from fedloom.clients.networks import Architecture, initialise
+from fedloom.conf.errors import UserError
+from fedloom.fusion.exact import State
+from fedloom.fusion.fusing import fuse
+from fedloom.fusion.settings import FusionSettings
+from fedloom.fusion.submodels import Submodel
+from fedloom.server.strategies.architectures import Group
 
 TOGETHER = 8  # networks that are fused at once; more are fused one after the other, so that few are in memory
 BLIND = FusionSettings(basis="weights", comparison="neurons", refit="none", repair=False)  # no probe samples

@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from clients.objectives import OBJECTIVES
-from conf.errors import UserError
-from conf.schema import Config
-from server.strategies.base import STRATEGIES, Strategy, check_named
+from fedloom.clients.objectives import OBJECTIVES
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config
+from fedloom.server.strategies.base import STRATEGIES, Strategy, check_named
 
 
 def paired(config: Config, overrides: Sequence[str] = ()) -> Config:

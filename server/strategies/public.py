@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from clients.data import Images, to_float, validation_images
-from clients.data.domains import locate
-from conf.errors import UserError
-from conf.schema import Config, SiteConfig
-from conf.typed import value
-from server.rounds.view import View
+from fedloom.clients.data import Images, to_float, validation_images
+from fedloom.clients.data.domains import locate
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config, SiteConfig
+from fedloom.conf.typed import value
+from fedloom.server.rounds.view import View
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,16 @@ from typing import ClassVar
 
 import torch
 
-from clients.objectives.scaffold import CONTROL
-from conf.errors import UserError
-from conf.schema import Config
-from conf.typed import value
-from fusion.exact import State
-from server.ledger.declared import Slot, Sum
-from server.rounds.run import Run
-from server.rounds.view import View
-from server.strategies.averaging import NETWORK, NETWORKS, Averaging, check_steps, parameters_of
-from server.strategies.base import STRATEGIES
+from fedloom.clients.objectives.scaffold import CONTROL
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config
+from fedloom.conf.typed import value
+from fedloom.fusion.exact import State
+from fedloom.server.ledger.declared import Slot, Sum
+from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.view import View
+from fedloom.server.strategies.averaging import NETWORK, NETWORKS, Averaging, check_steps, parameters_of
+from fedloom.server.strategies.base import STRATEGIES
 
 
 @STRATEGIES.register("scaffold")

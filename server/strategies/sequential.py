@@ -3,19 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from clients.messages import MEAN, SITE, TRAIN
-from clients.networks import Model
-from clients.objectives import objective_of
-from clients.objectives.local import FORWARD
-from conf.schema import Config
-from conf.sites import roster
-from fusion.arithmetic import to_state
-from fusion.exact import State, quantise
-from server.rounds.expected import Expected
-from server.rounds.run import Run
-from server.rounds.schedules import OneByOne, Schedule
-from server.rounds.view import Models, View
-from server.strategies.base import Residue, Strategy
+from fedloom.clients.messages import MEAN, SITE, TRAIN
+from fedloom.clients.networks import Model
+from fedloom.clients.objectives import objective_of
+from fedloom.clients.objectives.local import FORWARD
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import roster
+from fedloom.fusion.arithmetic import to_state
+from fedloom.fusion.exact import State, quantise
+from fedloom.server.rounds.expected import Expected
+from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.schedules import OneByOne, Schedule
+from fedloom.server.rounds.view import Models, View
+from fedloom.server.strategies.base import Residue, Strategy
 
 THETA = "shared"  # the ledger's name for the network's state
 

@@ -11,10 +11,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from conf.typed import value
-from fusion.exact import State
-from server.strategies.averaging import NETWORK, Averaging
-from server.strategies.base import STRATEGIES
+from fedloom.conf.typed import value
+from fedloom.fusion.exact import State
+from fedloom.server.strategies.averaging import NETWORK, Averaging
+from fedloom.server.strategies.base import STRATEGIES
 
 MOMENTUM, SQUARES = "momentum", "squares"
 

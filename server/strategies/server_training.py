@@ -6,19 +6,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from clients.data import class_count, class_things, differing, domain_specs, label, to_float
-from clients.networks import Model
-from clients.randomness import torch_generator
-from conf.errors import UserError
-from conf.schema import Config, SiteConfig
-from conf.typed import value
-from fusion.distillation import Distillation, distil
-from fusion.exact import State
-from server.evaluate import has_data
-from server.rounds.view import View
-from server.strategies.architectures import group_by_site, groups_of
-from server.strategies.by_architecture import cast, has, kept
-from server.strategies.public import PublicImages
+from fedloom.clients.data import class_count, class_things, differing, domain_specs, label, to_float
+from fedloom.clients.networks import Model
+from fedloom.clients.randomness import torch_generator
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config, SiteConfig
+from fedloom.conf.typed import value
+from fedloom.fusion.distillation import Distillation, distil
+from fedloom.fusion.exact import State
+from fedloom.server.evaluate import has_data
+from fedloom.server.rounds.view import View
+from fedloom.server.strategies.architectures import group_by_site, groups_of
+from fedloom.server.strategies.by_architecture import cast, has, kept
+from fedloom.server.strategies.public import PublicImages
 
 
 @dataclass(frozen=True)

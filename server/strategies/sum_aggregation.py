@@ -12,21 +12,21 @@ from typing import ClassVar
 
 import numpy as np
 
-from clients.messages import MEAN, ROUND, SITE, STAR, SUBSET, TRAIN
-from clients.networks import Model, common_architecture
-from clients.objectives.modes import AGGREGATE, EXTRACTOR, HEAD, Mode, mode_of
-from clients.partial import ONCE, SAMPLES
-from conf.errors import UserError
-from conf.schema import Config
-from conf.sites import roster
-from conf.typed import value
-from fusion.exact import State, dequantise, quantise
-from server.ledger.declared import Slot, Sum
-from server.rounds.expected import Expected
-from server.rounds.run import Run
-from server.rounds.schedules import sample_size
-from server.rounds.view import Models, View
-from server.strategies.base import STRATEGIES, Residue, Strategy, check_objective, counter
+from fedloom.clients.messages import MEAN, ROUND, SITE, STAR, SUBSET, TRAIN
+from fedloom.clients.networks import Model, common_architecture
+from fedloom.clients.objectives.modes import AGGREGATE, EXTRACTOR, HEAD, Mode, mode_of
+from fedloom.clients.partial import ONCE, SAMPLES
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import roster
+from fedloom.conf.typed import value
+from fedloom.fusion.exact import State, dequantise, quantise
+from fedloom.server.ledger.declared import Slot, Sum
+from fedloom.server.rounds.expected import Expected
+from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.schedules import sample_size
+from fedloom.server.rounds.view import Models, View
+from fedloom.server.strategies.base import STRATEGIES, Residue, Strategy, check_objective, counter
 
 NETWORKS = "sum"  # the slot
 LOW = 0.5  # share of the sites in a round, up to which a sum is slow

@@ -12,15 +12,15 @@ from typing import Any
 from flwr.app import RecordDict
 from flwr.serverapp import Grid
 
-from clients.identity import erased_words, fingerprint, heard
-from clients.messages import CONFIG, ERASE, ERASED, ORDER, Order, config_digest, text_record
-from clients.replies import ReplyError, check_numbers
-from conf import to_json
-from conf.errors import UserError
-from conf.schema import Config
-from conf.sites import Site, roster
-from server.ledger import Ledger
-from server.rounds.exchange import Federation
+from fedloom.clients.identity import erased_words, fingerprint, heard
+from fedloom.clients.messages import CONFIG, ERASE, ERASED, ORDER, Order, config_digest, text_record
+from fedloom.clients.replies import ReplyError, check_numbers
+from fedloom.conf import to_json
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import Site, roster
+from fedloom.server.ledger import Ledger
+from fedloom.server.rounds.exchange import Federation
 
 AT_SITE = "erased at site"  # an event
 WAIT_SECONDS = 60.0  # for an answer

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from clients.data import Images, to_float
-from clients.learner import DivergedError, descend
-from clients.randomness import generator, torch_generator
-from conf.errors import UserError
-from conf.schema import TrainingConfig
-from fusion.exact import State
-from server.evaluate import count_right
+from fedloom.clients.data import Images, to_float
+from fedloom.clients.learner import DivergedError, descend
+from fedloom.clients.randomness import generator, torch_generator
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import TrainingConfig
+from fedloom.fusion.exact import State
+from fedloom.server.evaluate import count_right
 
 EVALUATION_BATCH = 500
 FEWEST = 20  # images on each side of a membership attack

@@ -10,18 +10,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from clients.states import write_bytes
-from conf.errors import UserError
-from fusion.exact import ExactSum, digest
-from server.ledger import Ledger, Request
-from server.ledger.blobs import LedgerError, file_digest
-from server.ledger.sums import added_up
-from server.ledger.tables import Event
-from server.rounds.aggregation import Aggregation
-from server.unlearning.at_sites import at_sites
-from server.unlearning.signing import sign
-from server.unlearning.superlink import scrub
-from server.written import CERTIFICATES
+from fedloom.clients.states import write_bytes
+from fedloom.conf.errors import UserError
+from fedloom.fusion.exact import ExactSum, digest
+from fedloom.server.ledger import Ledger, Request
+from fedloom.server.ledger.blobs import LedgerError, file_digest
+from fedloom.server.ledger.sums import added_up
+from fedloom.server.ledger.tables import Event
+from fedloom.server.rounds.aggregation import Aggregation
+from fedloom.server.unlearning.at_sites import at_sites
+from fedloom.server.unlearning.signing import sign
+from fedloom.server.unlearning.superlink import scrub
+from fedloom.server.written import CERTIFICATES
 
 FORMAT = 1
 CERTIFIED = "certified"  # an event of the ledger, with the sha256 of the certificate that is written then

@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from clients.data import Images, label, site_images, test_images
-from clients.initial import initial_state
-from clients.learner import DivergedError
-from clients.networks import Model, architecture_of
-from clients.randomness import torch_generator
-from conf.errors import UserError
-from conf.progress import steps
-from conf.schema import Config
-from conf.sites import Site, roster
-from fusion.exact import digest
-from server.evaluate import Evaluator
-from server.unlearning.attacks import disagreement, distance, membership, time_to_relearn
+from fedloom.clients.data import Images, label, site_images, test_images
+from fedloom.clients.initial import initial_state
+from fedloom.clients.learner import DivergedError
+from fedloom.clients.networks import Model, architecture_of
+from fedloom.clients.randomness import torch_generator
+from fedloom.conf.errors import UserError
+from fedloom.conf.progress import steps
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import Site, roster
+from fedloom.fusion.exact import digest
+from fedloom.server.evaluate import Evaluator
+from fedloom.server.unlearning.attacks import disagreement, distance, membership, time_to_relearn
 
 MOST = 2000  # images on each side of a membership attack
 REGAIN = 0.9  # of the old accuracy

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from conf.errors import UserError
-from server.unlearning.attacks import Floats, area
+from fedloom.conf.errors import UserError
+from fedloom.server.unlearning.attacks import Floats, area
 
 FEWEST = 4  # federations
 Mask = NDArray[np.bool_]

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clients.networks import Model
-from conf.errors import UserError, unknown
-from conf.schema import Config
-from server.evaluate import Evaluator
-from server.ledger import Ledger, LedgerError, Request
-from server.rounds.aggregation import Aggregation
-from server.rounds.masks import rounds_together
-from server.unlearning.at_sites import Erasure
-from server.unlearning.certificate import certificate, check_sums, issue, reissue
-from server.unlearning.evaluation import UnlearningEvaluation
-from server.unlearning.scope import scope
-from server.written import BASELINES, RETRAINED, SITES, STAGING, STATES
+from fedloom.clients.networks import Model
+from fedloom.conf.errors import UserError, unknown
+from fedloom.conf.schema import Config
+from fedloom.server.evaluate import Evaluator
+from fedloom.server.ledger import Ledger, LedgerError, Request
+from fedloom.server.rounds.aggregation import Aggregation
+from fedloom.server.rounds.masks import rounds_together
+from fedloom.server.unlearning.at_sites import Erasure
+from fedloom.server.unlearning.certificate import certificate, check_sums, issue, reissue
+from fedloom.server.unlearning.evaluation import UnlearningEvaluation
+from fedloom.server.unlearning.scope import scope
+from fedloom.server.written import BASELINES, RETRAINED, SITES, STAGING, STATES
 
 KIND = "unlearn"
 LEAVING = "leaving"  # an event: the sites of a request are forgotten in the next round (secure aggregation)

@@ -20,8 +20,8 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )
 
-from clients.states import write_bytes
-from conf.errors import UserError
+from fedloom.clients.states import write_bytes
+from fedloom.conf.errors import UserError
 
 VARIABLE = "FEDLOOM_KEY"
 SUFFIX = ".sig"

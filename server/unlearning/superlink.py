@@ -9,7 +9,7 @@ import sqlite3
 import time
 from pathlib import Path
 
-from conf.schema import Config
+from fedloom.conf.schema import Config
 
 DATABASE, SHEET, SERVER = "state.db", "server.yaml", "server"  # in a server's folder; that folder in a federation's
 WAIT_SECONDS = 5.0  # for messages to be confirmed, and for the SuperLink to let go of its log

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clients.identity import erased_words, fingerprint, is_signed, said
-from conf.errors import UserError, plain
-from fusion.exact import ExactSum
-from server.ledger import Ledger, LedgerError
-from server.ledger.audit import results
-from server.unlearning.at_sites import at_sites
-from server.unlearning.certificate import (
+from fedloom.clients.identity import erased_words, fingerprint, is_signed, said
+from fedloom.conf.errors import UserError, plain
+from fedloom.fusion.exact import ExactSum
+from fedloom.server.ledger import Ledger, LedgerError
+from fedloom.server.ledger.audit import results
+from fedloom.server.unlearning.at_sites import at_sites
+from fedloom.server.unlearning.certificate import (
     OUTSTANDING,
     as_written,
     erased,
@@ -22,8 +22,8 @@ from server.unlearning.certificate import (
     rest_digest,
     sums_of,
 )
-from server.unlearning.signing import signed_by
-from server.written import BASELINES, BLOBS, RETRAINED, SITES, STAGING, STATES
+from fedloom.server.unlearning.signing import signed_by
+from fedloom.server.written import BASELINES, BLOBS, RETRAINED, SITES, STAGING, STATES
 
 CLOSE = 0.002  # accuracies this far apart are equal: another machine may round another way
 SAYS = "says"  # of what nothing is compared with

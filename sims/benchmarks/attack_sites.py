@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from clients.data import Images
-from clients.initial import initial_state
-from clients.messages import MEAN, SITE
-from clients.objectives import Session, Task
-from clients.objectives.sum_aggregation import ExactSession, SumAggregation
-from clients.randomness import torch_generator
-from conf.errors import UserError
-from conf.typed import build, value
-from fusion.exact import State
+from fedloom.clients.data import Images
+from fedloom.clients.initial import initial_state
+from fedloom.clients.messages import MEAN, SITE
+from fedloom.clients.objectives import Session, Task
+from fedloom.clients.objectives.sum_aggregation import ExactSession, SumAggregation
+from fedloom.clients.randomness import torch_generator
+from fedloom.conf.errors import UserError
+from fedloom.conf.typed import build, value
+from fedloom.fusion.exact import State
 
 CLASSES = 10
 TARGET = 0  # the class that triggered images are to be taken for

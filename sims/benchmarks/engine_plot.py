@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sims.benchmarks.engine_cases import COMPILED, SUMS
-from sims.benchmarks.engine_measure import Row
-from sims.report.canvas import INK, LIGHT, PALETTE, save
+from fedloom.sims.benchmarks.engine_cases import COMPILED, SUMS
+from fedloom.sims.benchmarks.engine_measure import Row
+from fedloom.sims.report.canvas import INK, LIGHT, PALETTE, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,4 +1,4 @@
-"""The process of a measurement, `python -m sims.benchmarks.engine_run JOB`: a loop, or engine and ServerApp's side."""
+"""A measurement's process, `python -m fedloom.sims.benchmarks.engine_run JOB`: a loop, or engine and ServerApp's side."""
 
 import contextlib
 import importlib
@@ -6,17 +6,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from conf.sites import roster
-from sims.benchmarks.engine_cases import LOOPS, VARIANTS
-from sims.benchmarks.engine_job import Job, keep, read_job
-from sims.benchmarks.engine_loop import loop_rounds
-from sims.benchmarks.engine_server import CLIENTS, ROUNDS
-from sims.engines.adapter import LocalGrid
+from fedloom.conf.sites import roster
+from fedloom.sims.benchmarks.engine_cases import LOOPS, VARIANTS
+from fedloom.sims.benchmarks.engine_job import Job, keep, read_job
+from fedloom.sims.benchmarks.engine_loop import loop_rounds
+from fedloom.sims.benchmarks.engine_server import CLIENTS, ROUNDS
+from fedloom.sims.engines.adapter import LocalGrid
 
 
 def command(job: Job, path: Path) -> list[str]:
     """The command that runs the job."""
-    return [sys.executable, "-m", "sims.benchmarks.engine_run", str(path)]
+    return [sys.executable, "-m", "fedloom.sims.benchmarks.engine_run", str(path)]
 
 
 def run(job: Job) -> None:
@@ -30,14 +30,14 @@ def run(job: Job) -> None:
 
 
 def _inline(job: Job) -> LocalGrid:
-    from sims.engines.inline import InlineGrid
+    from fedloom.sims.engines.inline import InlineGrid
 
     module, _, attribute = CLIENTS[job.case.kind].partition(":")
     return InlineGrid(len(roster(job.config())), job.folder, getattr(importlib.import_module(module), attribute))
 
 
 def _ray(job: Job) -> LocalGrid:
-    from sims.engines import ray
+    from fedloom.sims.engines import ray
 
     return ray.start(job.config(), CLIENTS[job.case.kind])
 

@@ -11,15 +11,15 @@ import numpy as np
 from flwr.app import ArrayRecord, RecordDict
 from flwr.serverapp import Grid
 
-from clients.messages import TRAIN
-from conf.sites import roster
-from server.evaluate import Evaluator
-from server.listener import LogListener
-from server.rounds.aggregation import Aggregation
-from server.rounds.exchange import Federation
-from server.rounds.loop import RoundLoop
-from server.rounds.view import Setup
-from sims.benchmarks.engine_job import Job
+from fedloom.clients.messages import TRAIN
+from fedloom.conf.sites import roster
+from fedloom.server.evaluate import Evaluator
+from fedloom.server.listener import LogListener
+from fedloom.server.rounds.aggregation import Aggregation
+from fedloom.server.rounds.exchange import Federation
+from fedloom.server.rounds.loop import RoundLoop
+from fedloom.server.rounds.view import Setup
+from fedloom.sims.benchmarks.engine_job import Job
 
 TIMEOUT = 600.0
 POLL_SECONDS = 0.05
@@ -57,7 +57,7 @@ def training_rounds(job: Job, grid: Grid) -> Iterator[float | str]:
 
 
 ROUNDS: dict[str, Callable[[Job, Grid], Iterator[float | str]]] = {"messages": message_rounds, "training": training_rounds}
-CLIENTS = {"messages": "sims.benchmarks.engine_apps:echo", "training": "clients.app:app"}
+CLIENTS = {"messages": "fedloom.sims.benchmarks.engine_apps:echo", "training": "fedloom.clients.app:app"}
 
 
 def _all_nodes(grid: Grid, number: int) -> list[int]:

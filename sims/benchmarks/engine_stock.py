@@ -8,8 +8,8 @@ from pathlib import Path
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from sims.benchmarks.engine_job import Job, keep, read_job
-from sims.benchmarks.engine_server import CLIENTS, POLL_SECONDS, ROUNDS
+from fedloom.sims.benchmarks.engine_job import Job, keep, read_job
+from fedloom.sims.benchmarks.engine_server import CLIENTS, POLL_SECONDS, ROUNDS
 
 BIN = Path(sys.executable).parent
 PROJECT = """
@@ -24,7 +24,7 @@ dependencies = []
 publisher = "fedloom"
 
 [tool.flwr.app.components]
-serverapp = "sims.benchmarks.engine_stock:app"
+serverapp = "fedloom.sims.benchmarks.engine_stock:app"
 clientapp = "{client}"
 
 [tool.flwr.app.config]

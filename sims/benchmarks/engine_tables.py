@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sims.benchmarks.engine_cases import COMPILED, SUMS, Case, domains
-from sims.benchmarks.engine_measure import Row
-from sims.report.tables import Cell, Table
+from fedloom.sims.benchmarks.engine_cases import COMPILED, SUMS, Case, domains
+from fedloom.sims.benchmarks.engine_measure import Row
+from fedloom.sims.report.tables import Cell, Table
 
 COLUMNS = (
     *("case", "engine", "s a round", "min", "max", "tasks/s", "start-up, s"),

@@ -11,12 +11,12 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sims.benchmarks.engine_job import private_bytes
+from fedloom.sims.benchmarks.engine_job import private_bytes
 
 MARK = "FEDLOOM_BENCH"
 PAGE = os.sysconf("SC_PAGE_SIZE")
 STOP_SECONDS = {signal.SIGTERM: 1.0, signal.SIGKILL: 5.0}
-DRIVERS = ("sims.benchmarks.engine_run", "flwr-simulation")
+DRIVERS = ("fedloom.sims.benchmarks.engine_run", "flwr-simulation")
 
 
 @dataclass

@@ -9,14 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from conf import UserError
-from conf.machine import cores
-from sims.benchmarks.engine_cases import CASES, Case
-from sims.benchmarks.engine_measure import Row, measure
-from sims.benchmarks.engine_plot import draw
-from sims.benchmarks.engine_tables import BARS, bars_table, cases_table, rows_table
-from sims.report.report import Picture, write_page
-from sims.report.tables import Table
+from fedloom.conf import UserError
+from fedloom.conf.machine import cores
+from fedloom.sims.benchmarks.engine_cases import CASES, Case
+from fedloom.sims.benchmarks.engine_measure import Row, measure
+from fedloom.sims.benchmarks.engine_plot import draw
+from fedloom.sims.benchmarks.engine_tables import BARS, bars_table, cases_table, rows_table
+from fedloom.sims.report.report import Picture, write_page
+from fedloom.sims.report.tables import Table
 
 QUICK_SECONDS = 228.0  # of all measurements; then the files are written
 LEAST_SECONDS = 10.0  # less than that measures nothing

@@ -10,15 +10,15 @@ from typing import Any
 
 from flwr.serverapp import Grid
 
-from conf import load
-from conf.schema import Config
-from server.listener import Silent
-from sims.benchmarks import untrained
-from sims.benchmarks.soak_run import begun, left_by
-from sims.engines import ray
-from sims.engines.adapter import store_folder
-from sims.engines.inline import InlineGrid
-from sims.report.tables import Table
+from fedloom.conf import load
+from fedloom.conf.schema import Config
+from fedloom.server.listener import Silent
+from fedloom.sims.benchmarks import untrained
+from fedloom.sims.benchmarks.soak_run import begun, left_by
+from fedloom.sims.engines import ray
+from fedloom.sims.engines.adapter import store_folder
+from fedloom.sims.engines.inline import InlineGrid
+from fedloom.sims.report.tables import Table
 
 
 def bench(sites: int = 1000, rounds: int = 50) -> tuple[Table, list[dict[str, Any]]]:
@@ -27,7 +27,7 @@ def bench(sites: int = 1000, rounds: int = 50) -> tuple[Table, list[dict[str, An
         inline = configured(Path(temporary) / "inline", sites, rounds)
         rows = [{"engine": "inline", **run(inline, InlineGrid(sites, store_folder(inline), untrained.faulty))}]
         config = configured(Path(temporary) / "ray", sites, rounds)
-        grid = ray.start(config, "sims.benchmarks.untrained:faulty")
+        grid = ray.start(config, "fedloom.sims.benchmarks.untrained:faulty")
         try:
             rows.append({"engine": "ray", **run(config, grid)})
         finally:

@@ -12,22 +12,22 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from clients.data import site_images
-from conf import load
-from conf.errors import FailedError
-from conf.schema import Config
-from conf.sites import roster
-from server.evaluate import Evaluator
-from server.listener import LogListener
-from server.rounds.aggregation import Aggregation
-from server.rounds.exchange import Federation
-from server.rounds.loop import RoundLoop
-from server.rounds.view import Setup
-from sims.engines import open_engine
-from sims.federation import local, sheets
-from sims.federation.plan import CONNECTION, SERVER, Plan, sites_of, write_plan
-from sims.federation.programs import BIN, environment, free_port
-from sims.report.tables import Table
+from fedloom.clients.data import site_images
+from fedloom.conf import load
+from fedloom.conf.errors import FailedError
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import roster
+from fedloom.server.evaluate import Evaluator
+from fedloom.server.listener import LogListener
+from fedloom.server.rounds.aggregation import Aggregation
+from fedloom.server.rounds.exchange import Federation
+from fedloom.server.rounds.loop import RoundLoop
+from fedloom.server.rounds.view import Setup
+from fedloom.sims.engines import open_engine
+from fedloom.sims.federation import local, sheets
+from fedloom.sims.federation.plan import CONNECTION, SERVER, Plan, sites_of, write_plan
+from fedloom.sims.federation.programs import BIN, environment, free_port
+from fedloom.sims.report.tables import Table
 
 SITES, SAMPLES, WIDTHS, INPUTS, CLASSES = 3, 60, [400, 200, 100], 64, 10
 ROUNDS, TURNS = 6, 2
@@ -38,7 +38,7 @@ APP = {
     "project": {"name": "fedloom-stock", "version": "1.0.0", "description": "", "license": "Apache-2.0"},
     "tool": {"flwr": {"app": {
         "publisher": "fedloom",
-        "components": {f"{half}app": f"sims.benchmarks.federation_stock:{half}" for half in ("server", "client")},
+        "components": {f"{half}app": f"fedloom.sims.benchmarks.federation_stock:{half}" for half in ("server", "client")},
         "config": {"job": ""},
     }}},
 }  # fmt: skip

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from flwr.app import ArrayRecord, Message, RecordDict
 
-from conf import load
-from sims.benchmarks.memory import descendants, own_bytes
-from sims.engines.ray import start
-from sims.report.tables import Table
+from fedloom.conf import load
+from fedloom.sims.benchmarks.memory import descendants, own_bytes
+from fedloom.sims.engines.ray import start
+from fedloom.sims.report.tables import Table
 
 SITES, FLOATS, ROUNDS, EARLY = 20, 250_000, 200, 20
 MIB = 2**20
@@ -22,7 +22,7 @@ def bench() -> tuple[Table, list[dict[str, Any]]]:
     """One run; a table and its rows: MiB of driver, workers and object store after an early and after the last round."""
     with tempfile.TemporaryDirectory() as temporary:
         entry = f"sites=[{{domain: digits, count: {SITES}}}]"
-        grid = start(load("digits", [entry, f"run.root={temporary}"]), "sims.benchmarks.engine_apps:echo")
+        grid = start(load("digits", [entry, f"run.root={temporary}"]), "fedloom.sims.benchmarks.engine_apps:echo")
         try:
             nodes, taken = list(grid.get_node_ids()), {}
             for round in range(1, ROUNDS + 1):

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from clients.networks import initialise, parse_name
-from clients.randomness import torch_generator
-from fusion.cla_ot import transport
-from fusion.fusing import fuse
-from sims.benchmarks import fusion_server
-from sims.report.tables import Table
+from fedloom.clients.networks import initialise, parse_name
+from fedloom.clients.randomness import torch_generator
+from fedloom.fusion.cla_ot import transport
+from fedloom.fusion.fusing import fuse
+from fedloom.sims.benchmarks import fusion_server
+from fedloom.sims.report.tables import Table
 
 PAIRS = {
     "VGG13 (double) + VGG11 (half)": ("vgg13:norm=none,width=2", "vgg11:norm=none,width=0.5"),
@@ -33,7 +33,7 @@ PUBLIC = {"VGG13 (double) + VGG11 (half)": (27.5, 1.8 * 1024), "ResNet34 + ResNe
 
 def bench() -> tuple[list[Table], list[dict[str, Any]]]:
     """Each pair, and each start of a federation, in a process of its own."""
-    rows = [_alone("sims.benchmarks.fusion", name) for name in PAIRS]
+    rows = [_alone("fedloom.sims.benchmarks.fusion", name) for name in PAIRS]
     parts = Table("Parts, seconds", ["part", *PAIRS], [[part, *(f"{row['parts'].get(part, 0.0):.2f}" for row in rows)]
                                                        for part in rows[0]["parts"]])  # fmt: skip
     head = [
@@ -52,7 +52,7 @@ def bench() -> tuple[list[Table], list[dict[str, Any]]]:
         f"{SAMPLES} samples of {SIZE}x{SIZE}, one thread, random weights. Ratio: (all of fuse - EMD) / forward passes, the "
         f"median of {REPEATS} runs; bars: at most {MOST_RATIO}, and {MOST_MEMORY:.0f} MiB at the peak beyond all weights."
     )
-    rounds = [_alone("sims.benchmarks.fusion_server", start) for start in fusion_server.STARTS]
+    rounds = [_alone("fedloom.sims.benchmarks.fusion_server", start) for start in fusion_server.STARTS]
     return [Table("Fusion", head, lines, note), parts, fusion_server.table(rounds)], [*rows, *rounds]
 
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from clients.initial import initial_state
-from conf import Config, load
-from conf.sites import roster
-from server.evaluate import Evaluator
-from server.experiment import open_ledger
-from server.method import Method
-from server.runfolder import RunFolder
-from server.strategies.architectures import group_by_site
-from sims.report.tables import Table
+from fedloom.clients.initial import initial_state
+from fedloom.conf import Config, load
+from fedloom.conf.sites import roster
+from fedloom.server.evaluate import Evaluator
+from fedloom.server.experiment import open_ledger
+from fedloom.server.method import Method
+from fedloom.server.runfolder import RunFolder
+from fedloom.server.strategies.architectures import group_by_site
+from fedloom.sims.report.tables import Table
 
 SITES, SAMPLES, PROBE = 10, 50, 200
 STARTS = ("shared", "own")

@@ -4,12 +4,12 @@ import statistics
 import time
 from typing import Any
 
-from clients.initial import initial_state
-from conf import load
-from fusion.arithmetic import GRADIENTS, Composer
-from server.evaluate import Evaluator
-from sims.experiments.arithmetic_runs import STEPS
-from sims.report.tables import Table
+from fedloom.clients.initial import initial_state
+from fedloom.conf import load
+from fedloom.fusion.arithmetic import GRADIENTS, Composer
+from fedloom.server.evaluate import Evaluator
+from fedloom.sims.experiments.arithmetic_runs import STEPS
+from fedloom.sims.report.tables import Table
 
 NETWORKS = {
     "lenet": "network={name: lenet}",

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clients.data import Images
-from clients.learner import descend
-from clients.objectives.layer_selection.configurations import every
-from clients.objectives.layer_selection.tree import Tree, operations
-from clients.randomness import torch_generator
-from conf.schema import TrainingConfig
-from sims.experiments.lasem.lifelong import Training
-from sims.experiments.lasem.selecting import Selecting, configured
-from sims.report.tables import Table
+from fedloom.clients.data import Images
+from fedloom.clients.learner import descend
+from fedloom.clients.objectives.layer_selection.configurations import every
+from fedloom.clients.objectives.layer_selection.tree import Tree, operations
+from fedloom.clients.randomness import torch_generator
+from fedloom.conf.schema import TrainingConfig
+from fedloom.sims.experiments.lasem.lifelong import Training
+from fedloom.sims.experiments.lasem.selecting import Selecting, configured
+from fedloom.sims.report.tables import Table
 
 SIZE, CLASSES, BATCH, IMAGES = 32, 10, 10, 170  # the paper's tasks of CIFAR-100
 STEPS, TURNS, RATE = 5, 5, 0.03

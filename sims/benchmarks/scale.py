@@ -15,19 +15,19 @@ from typing import Any
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from clients.messages import ORDER
-from conf import load
-from conf.sites import roster
-from server.evaluate import Evaluator
-from server.experiment import check, open_ledger
-from server.listener import LogListener
-from server.method import Method
-from server.rounds.loop import RoundLoop
-from server.runfolder import RunFolder
-from sims.benchmarks import scale_nodes, untrained
-from sims.benchmarks.memory import own_bytes
-from sims.engines.inline import InlineGrid
-from sims.report.tables import Table
+from fedloom.clients.messages import ORDER
+from fedloom.conf import load
+from fedloom.conf.sites import roster
+from fedloom.server.evaluate import Evaluator
+from fedloom.server.experiment import check, open_ledger
+from fedloom.server.listener import LogListener
+from fedloom.server.method import Method
+from fedloom.server.rounds.loop import RoundLoop
+from fedloom.server.runfolder import RunFolder
+from fedloom.sims.benchmarks import scale_nodes, untrained
+from fedloom.sims.benchmarks.memory import own_bytes
+from fedloom.sims.engines.inline import InlineGrid
+from fedloom.sims.report.tables import Table
 
 MIB = 2**20
 CASES = ((100, 100), (1000, 100), (10_000, 100), (100_000, 1000))  # sites, and how many are asked a round

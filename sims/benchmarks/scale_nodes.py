@@ -16,17 +16,17 @@ from typing import Any
 
 import torch
 
-from conf import load
-from conf.sites import roster
-from fusion.exact import ExactSum, quantise
-from server.evaluate import Evaluator
-from server.experiment import open_ledger
-from server.ledger.blobs import Blobs
-from server.listener import LogListener
-from server.method import Method
-from server.rounds.loop import RoundLoop
-from server.runfolder import RunFolder
-from sims.report.tables import Table
+from fedloom.conf import load
+from fedloom.conf.sites import roster
+from fedloom.fusion.exact import ExactSum, quantise
+from fedloom.server.evaluate import Evaluator
+from fedloom.server.experiment import open_ledger
+from fedloom.server.ledger.blobs import Blobs
+from fedloom.server.listener import LogListener
+from fedloom.server.method import Method
+from fedloom.server.rounds.loop import RoundLoop
+from fedloom.server.runfolder import RunFolder
+from fedloom.sims.report.tables import Table
 
 ROUNDS = 3
 WEIGHTS = 25_000_000  # 100 MB of float32
@@ -64,11 +64,11 @@ def one(sites: int, asked: int, way: str, folder: Path) -> dict[str, Any]:
 
 
 def _rounds(sites: int, asked: int, words: list[str], folder: Path) -> dict[str, Any]:
-    from sims.engines.ray import start
+    from fedloom.sims.engines.ray import start
 
     fixed = ["engine.name=ray", "engine.workers=2"]
     config = load(str(written(sites, asked, ROUNDS, folder)), [*fixed, *words])
-    grid = start(config, app="sims.benchmarks.untrained:app")
+    grid = start(config, app="fedloom.sims.benchmarks.untrained:app")
     place = RunFolder(Path(config.run.root) / config.run.name)
     place.open(config)
     try:

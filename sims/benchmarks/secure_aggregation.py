@@ -6,18 +6,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from clients.app import app
-from conf import load
-from conf.schema import Config
-from conf.sites import roster
-from server.evaluate import Evaluator
-from server.listener import Silent
-from server.method import Method, open_ledger
-from server.runfolder import RunFolder
-from server.unlearning.requests import receive
-from sims.engines.adapter import store_folder
-from sims.engines.inline import InlineGrid
-from sims.report.tables import Table
+from fedloom.clients.app import app
+from fedloom.conf import load
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import roster
+from fedloom.server.evaluate import Evaluator
+from fedloom.server.listener import Silent
+from fedloom.server.method import Method, open_ledger
+from fedloom.server.runfolder import RunFolder
+from fedloom.server.unlearning.requests import receive
+from fedloom.sims.engines.adapter import store_folder
+from fedloom.sims.engines.inline import InlineGrid
+from fedloom.sims.report.tables import Table
 
 SITES, ROUNDS, BAR = 10, 6, 1.5
 FIXED = [

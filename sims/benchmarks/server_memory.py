@@ -8,17 +8,17 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from conf import load
-from conf.sites import roster
-from server.evaluate import Evaluator
-from server.listener import LogListener
-from server.rounds.aggregation import Aggregation
-from server.rounds.exchange import Federation
-from server.rounds.loop import RoundLoop
-from server.rounds.view import Setup
-from sims.benchmarks import untrained
-from sims.engines.inline import InlineGrid
-from sims.report.tables import Table
+from fedloom.conf import load
+from fedloom.conf.sites import roster
+from fedloom.server.evaluate import Evaluator
+from fedloom.server.listener import LogListener
+from fedloom.server.rounds.aggregation import Aggregation
+from fedloom.server.rounds.exchange import Federation
+from fedloom.server.rounds.loop import RoundLoop
+from fedloom.server.rounds.view import Setup
+from fedloom.sims.benchmarks import untrained
+from fedloom.sims.engines.inline import InlineGrid
+from fedloom.sims.report.tables import Table
 
 MIB = 2**20
 ROUNDS = 2

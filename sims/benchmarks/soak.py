@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sims.benchmarks.soak_plan import AT_A_SITE, LOST_ONCE, LOST_TWICE, NEEDS_NONE, NO_REPLY, REASONS, Plan
-from sims.benchmarks.soak_run import Dropped, Left, Soaked, over_ray, replay
-from sims.benchmarks.soak_watch import EARLY, WHAT
-from sims.report.tables import Table
+from fedloom.sims.benchmarks.soak_plan import AT_A_SITE, LOST_ONCE, LOST_TWICE, NEEDS_NONE, NO_REPLY, REASONS, Plan
+from fedloom.sims.benchmarks.soak_run import Dropped, Left, Soaked, over_ray, replay
+from fedloom.sims.benchmarks.soak_watch import EARLY, WHAT
+from fedloom.sims.report.tables import Table
 
 MOST_GROWTH = 0.05
 LONG = 100  # rounds; a shorter run need not meet every kind of fault

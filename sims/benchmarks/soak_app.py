@@ -8,13 +8,13 @@ from collections.abc import Container, Mapping
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from clients.app import app as real
-from clients.configurations import configuration, parsed
-from clients.messages import OWN, TRAIN, Order, read_order
-from conf.sites import roster
-from sims.benchmarks import untrained
-from sims.benchmarks.soak_plan import LOST_ONCE, LOST_TWICE, SLOW_SECONDS, plan_of
-from sims.benchmarks.soak_replies import LOST_STATE, PARTIALS, REFUSED, Fault
+from fedloom.clients.app import app as real
+from fedloom.clients.configurations import configuration, parsed
+from fedloom.clients.messages import OWN, TRAIN, Order, read_order
+from fedloom.conf.sites import roster
+from fedloom.sims.benchmarks import untrained
+from fedloom.sims.benchmarks.soak_plan import LOST_ONCE, LOST_TWICE, SLOW_SECONDS, plan_of
+from fedloom.sims.benchmarks.soak_replies import LOST_STATE, PARTIALS, REFUSED, Fault
 
 app = ClientApp()
 

@@ -5,9 +5,9 @@ import signal
 import sys
 from typing import Any
 
-from server.listener import Listener
-from sims.benchmarks.soak_plan import NODE_ROUNDS, Plan
-from sims.engines.ray import apart, own_signals
+from fedloom.server.listener import Listener
+from fedloom.sims.benchmarks.soak_plan import NODE_ROUNDS, Plan
+from fedloom.sims.engines.ray import apart, own_signals
 
 NODE = {"num_cpus": 1, "include_dashboard": False}
 TELL = 25  # rounds

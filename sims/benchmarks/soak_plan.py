@@ -3,8 +3,8 @@
 import functools
 from dataclasses import dataclass
 
-from clients.randomness import generator
-from sims.benchmarks.soak_replies import PARTIALS, REFUSED
+from fedloom.clients.randomness import generator
+from fedloom.sims.benchmarks.soak_replies import PARTIALS, REFUSED
 
 # In so many rounds each of these happens once, in one round each.
 BLOCK = 75

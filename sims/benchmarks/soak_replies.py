@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-from clients.messages import LOST, METRICS, ROUND, SITE
-from fusion.exact import State
+from fedloom.clients.messages import LOST, METRICS, ROUND, SITE
+from fedloom.fusion.exact import State
 
 Fault = Callable[[Message], Any]
 

@@ -8,26 +8,26 @@ from typing import Any
 
 from flwr.serverapp import Grid
 
-from conf import load
-from conf.schema import Config
-from conf.sites import roster
-from fusion.exact import digest
-from server.evaluate import Evaluator
-from server.ledger.audit import check
-from server.listener import Listener, Silent
-from server.rounds.aggregation import Aggregation
-from server.rounds.exchange import Federation
-from server.rounds.loop import RoundLoop, TooFewRepliesError
-from server.rounds.view import Setup
-from server.runfolder import RunFolder
-from sims.benchmarks.soak_app import Replay
-from sims.benchmarks.soak_nodes import Machines
-from sims.benchmarks.soak_plan import ROUND_TIMEOUT, TASK_TIMEOUT, WINDOW, Plan
-from sims.benchmarks.soak_watch import Processes
-from sims.engines import ray
-from sims.engines.adapter import store_folder
-from sims.engines.inline import InlineGrid
-from sims.engines.ray import RayGrid
+from fedloom.conf import load
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import roster
+from fedloom.fusion.exact import digest
+from fedloom.server.evaluate import Evaluator
+from fedloom.server.ledger.audit import check
+from fedloom.server.listener import Listener, Silent
+from fedloom.server.rounds.aggregation import Aggregation
+from fedloom.server.rounds.exchange import Federation
+from fedloom.server.rounds.loop import RoundLoop, TooFewRepliesError
+from fedloom.server.rounds.view import Setup
+from fedloom.server.runfolder import RunFolder
+from fedloom.sims.benchmarks.soak_app import Replay
+from fedloom.sims.benchmarks.soak_nodes import Machines
+from fedloom.sims.benchmarks.soak_plan import ROUND_TIMEOUT, TASK_TIMEOUT, WINDOW, Plan
+from fedloom.sims.benchmarks.soak_watch import Processes
+from fedloom.sims.engines import ray
+from fedloom.sims.engines.adapter import store_folder
+from fedloom.sims.engines.inline import InlineGrid
+from fedloom.sims.engines.ray import RayGrid
 
 MOST_REPEATS = 10  # of one round
 
@@ -67,7 +67,7 @@ def over_ray(plan: Plan, root: Path, partial_sums: bool, node_store: bool = Fals
     processes, machines = Processes(), Machines(plan)
     try:
         config = configured(plan, root, machines.address, partial_sums, root / "kept" if node_store else None)
-        grid = ray.start(config, "sims.benchmarks.soak_app:app")
+        grid = ray.start(config, "fedloom.sims.benchmarks.soak_app:app")
         try:
             begin, dropped = time.monotonic(), {}
             loop = begun(config, grid, machines)

@@ -6,12 +6,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from conf import load
-from conf.sites import roster
-from server.ledger.membership import Membership
-from server.rounds.aggregation import Aggregation
-from server.rounds.view import Setup
-from sims.report.tables import Table
+from fedloom.conf import load
+from fedloom.conf.sites import roster
+from fedloom.server.ledger.membership import Membership
+from fedloom.server.rounds.aggregation import Aggregation
+from fedloom.server.rounds.view import Setup
+from fedloom.sims.report.tables import Table
 
 CASES = {"100 sites of 4 MB": (100, 3.75), "100 sites of 0.3 MB": (100, 1.0), "1,000 sites of 0.3 MB": (1000, 1.0)}
 REPEATS = 5

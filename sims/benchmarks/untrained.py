@@ -12,13 +12,13 @@ import sys
 from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from clients.app import app as real
-from clients.configurations import configuration, parsed
-from clients.initial import initial_state
-from clients.messages import METRICS, ROUND, SITE, Order, read_order, to_arrays
-from clients.objectives.modes import EXTRACTOR, HEAD
-from clients.randomness import generator
-from fusion.exact import State
+from fedloom.clients.app import app as real
+from fedloom.clients.configurations import configuration, parsed
+from fedloom.clients.initial import initial_state
+from fedloom.clients.messages import METRICS, ROUND, SITE, Order, read_order, to_arrays
+from fedloom.clients.objectives.modes import EXTRACTOR, HEAD
+from fedloom.clients.randomness import generator
+from fedloom.fusion.exact import State
 
 RAISES, KILLS = 0.01, 0.005
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from flwr.app import RecordDict
 
-from clients.cohort import train_cohort
-from clients.initial import initial_state
-from clients.job import Job
-from clients.messages import MEAN, Order, config_digest, to_arrays
-from clients.store import SiteStore
-from conf import Config, load, to_json
-from conf.sites import roster
-from sims.report.tables import Table
+from fedloom.clients.cohort import train_cohort
+from fedloom.clients.initial import initial_state
+from fedloom.clients.job import Job
+from fedloom.clients.messages import MEAN, Order, config_digest, to_arrays
+from fedloom.clients.store import SiteStore
+from fedloom.conf import Config, load, to_json
+from fedloom.conf.sites import roster
+from fedloom.sims.report.tables import Table
 
 COHORTS = (1, 2, 5, 10, 20)
 IMAGES = 60

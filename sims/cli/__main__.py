@@ -1,5 +1,5 @@
-"""`python -m sims.cli`: the command `fedloom`, wherever its script is."""
+"""`python -m fedloom.sims.cli`: the command `fedloom`, wherever its script is."""
 
-from sims.cli.main import main
+from fedloom.sims.cli.main import main
 
 main()

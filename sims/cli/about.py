@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from sims.cli.waiting import LIBRARIES, waiting
-from sims.report.tables import Table
+from fedloom.sims.cli.waiting import LIBRARIES, waiting
+from fedloom.sims.report.tables import Table
 
 app = typer.Typer()
 
@@ -18,7 +18,7 @@ def options(
     """List the keys of a configuration, with what they take, their defaults and their meaning."""
     from rich.console import Console
 
-    from sims.cli.keys import table
+    from fedloom.sims.cli.keys import table
 
     found, console = table(section), Console()
     console.print(found.rich()) if console.is_terminal else typer.echo(found.plain(), nl=False)
@@ -27,7 +27,7 @@ def options(
 @app.command()
 def experiments() -> None:
     """List the experiments that ship."""
-    from conf.load import experiment_lines
+    from fedloom.conf.load import experiment_lines
 
     lines = experiment_lines()
     width = max(map(len, lines))
@@ -39,7 +39,7 @@ def experiments() -> None:
 def report(run: Annotated[Path, typer.Argument(help="A run's folder, such as runs/digits.")]) -> None:
     """Draw a run's plots and write its report.html again."""
     with waiting(LIBRARIES):
-        from sims.report.report import write_report
+        from fedloom.sims.report.report import write_report
 
     typer.echo(write_report(run))
 
@@ -56,15 +56,15 @@ def doctor(
     from rich.console import Console
 
     if federation is not None:
-        from sims.federation.checks import check, sound
+        from fedloom.sims.federation.checks import check, sound
 
         with waiting("looking at the federation"):
             rows = [list(row) for row in check(federation)]
         Console().print(Table(str(federation), ["machine", "what", "found"], rows).rich())
         raise typer.Exit(0 if sound(rows) else 1)
-    from conf.schema import DataConfig
-    from sims.cli.doctor import doctor as examine
-    from sims.cli.doctor import doctor_table
+    from fedloom.conf.schema import DataConfig
+    from fedloom.sims.cli.doctor import doctor as examine
+    from fedloom.sims.cli.doctor import doctor_table
 
     with waiting("looking at this machine"):
         findings = examine(DataConfig(root=root))

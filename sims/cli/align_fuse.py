@@ -12,22 +12,22 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor, nn
 
-from clients.data.domains import find
-from clients.networks import NetworkName, load_network, parse_name, save_network
-from conf.errors import UserError
-from fusion.cla_ot.matching import layer_costs, match_units
-from fusion.classes import in_classes, united
-from fusion.comparators.baselines import Ensemble
-from fusion.fused import Fused
-from fusion.fusing import fuse
-from fusion.graph.channels import wire
-from fusion.search import best_weights
-from fusion.settings import FusionSettings
-from sims.cli.options import numbers
-from sims.cli.waiting import waiting
-from sims.experiments.pairs import Task, accuracy, probe_set
-from sims.report.plots import alignment_figure
-from sims.report.tables import Table, percent
+from fedloom.clients.data.domains import find
+from fedloom.clients.networks import NetworkName, load_network, parse_name, save_network
+from fedloom.conf.errors import UserError
+from fedloom.fusion.cla_ot.matching import layer_costs, match_units
+from fedloom.fusion.classes import in_classes, united
+from fedloom.fusion.comparators.baselines import Ensemble
+from fedloom.fusion.fused import Fused
+from fedloom.fusion.fusing import fuse
+from fedloom.fusion.graph.channels import wire
+from fedloom.fusion.search import best_weights
+from fedloom.fusion.settings import FusionSettings
+from fedloom.sims.cli.options import numbers
+from fedloom.sims.cli.waiting import waiting
+from fedloom.sims.experiments.pairs import Task, accuracy, probe_set
+from fedloom.sims.report.plots import alignment_figure
+from fedloom.sims.report.tables import Table, percent
 
 PICTURES = (".png", ".pdf", ".svg")
 LONGEST = 200  # bytes of a file's name: a temporary one is longer

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from conf.errors import UserError
+from fedloom.conf.errors import UserError
 
 app = typer.Typer(no_args_is_help=True, help="Files that start a run over several machines: Slurm, Kubernetes, SSH.")
 
@@ -30,8 +30,8 @@ def slurm(
     write: Write = None,
 ) -> None:  # fmt: skip
     """A batch file for sbatch."""
-    from sims.clusters.job import job
-    from sims.clusters.slurm import batch_file
+    from fedloom.sims.clusters.job import job
+    from fedloom.sims.clusters.slurm import batch_file
 
     shape = {"nodes": nodes, "cpus": cpus, "gpus": gpus, "time": time, "image": image, "environment": environment}
     text = batch_file(job(experiment, words or [], {**shape, "port": port}), {"partition": partition, "account": account})
@@ -48,8 +48,8 @@ def kubernetes(
     write: Write = None,
 ) -> None:  # fmt: skip
     """A RayJob for kubectl apply, where the KubeRay operator runs."""
-    from sims.clusters.job import job
-    from sims.clusters.kubernetes import ray_job
+    from fedloom.sims.clusters.job import job
+    from fedloom.sims.clusters.kubernetes import ray_job
 
     shape = {"nodes": nodes, "cpus": cpus, "gpus": gpus, "time": time, "image": image, "environment": environment}
     text = ray_job(job(experiment, words or [], shape), {"claim": claim, "memory": memory, "namespace": namespace})
@@ -66,8 +66,8 @@ def ssh(
     write: Write = None,
 ) -> None:  # fmt: skip
     """A YAML file for ray up."""
-    from sims.clusters.job import job
-    from sims.clusters.ssh import cluster_file, commands
+    from fedloom.sims.clusters.job import job
+    from fedloom.sims.clusters.ssh import cluster_file, commands
 
     names = [host for host in hosts.split(",") if host]
     shape = {"nodes": max(1, len(names)), "cpus": cpus, "gpus": gpus, "image": image, "environment": environment}

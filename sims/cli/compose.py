@@ -5,19 +5,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from clients.networks import Architecture, Model, NetworkName, save_network
-from clients.states import read_state
-from conf.errors import UserError, unknown
-from fusion.arithmetic import GRADIENTS, WEIGHTS, Alpha, check_shapes
-from fusion.exact import ExactSumError, State, digest
-from server.evaluate import Evaluator
-from server.ledger import Ledger
-from server.method import Method
-from server.rounds.aggregation import Aggregation
-from server.runfolder import RunFolder, read_config
-from server.strategies import ArithmeticStrategy
-from server.strategies.arithmetic import start_of
-from sims.report.tables import Table, percent
+from fedloom.clients.networks import Architecture, Model, NetworkName, save_network
+from fedloom.clients.states import read_state
+from fedloom.conf.errors import UserError, unknown
+from fedloom.fusion.arithmetic import GRADIENTS, WEIGHTS, Alpha, check_shapes
+from fedloom.fusion.exact import ExactSumError, State, digest
+from fedloom.server.evaluate import Evaluator
+from fedloom.server.ledger import Ledger
+from fedloom.server.method import Method
+from fedloom.server.rounds.aggregation import Aggregation
+from fedloom.server.runfolder import RunFolder, read_config
+from fedloom.server.strategies import ArithmeticStrategy
+from fedloom.server.strategies.arithmetic import start_of
+from fedloom.sims.report.tables import Table, percent
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ import math
 import torch
 import yaml
 
-from clients.networks import NETWORKS, Network, parse_name, split_points
-from clients.networks.named import FOREIGN
-from conf.errors import UserError
-from sims.report.tables import Table
+from fedloom.clients.networks import NETWORKS, Network, parse_name, split_points
+from fedloom.clients.networks.named import FOREIGN
+from fedloom.conf.errors import UserError
+from fedloom.sims.report.tables import Table
 
 OWN = "torchvision.models:"  # what a configuration calls torchvision's networks
 

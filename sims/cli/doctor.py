@@ -13,9 +13,9 @@ from pathlib import Path
 
 import psutil
 
-from conf import machine
-from conf.schema import DataConfig
-from sims.report.tables import Table
+from fedloom.conf import machine
+from fedloom.conf.schema import DataConfig
+from fedloom.sims.report.tables import Table
 
 Finding = tuple[str, str, bool]
 PACKAGES = {  # what pip calls it, and what Python does
@@ -158,7 +158,7 @@ def _disk() -> tuple[str, bool]:
 def _domains(data: DataConfig) -> list[Finding]:
     """Where each domain would come from. The data module is imported here: it needs packages that may be missing."""
     try:
-        from clients.data import domain_names, where
+        from fedloom.clients.data import domain_names, where
 
         names = list(domain_names())
     except Exception as error:

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from sims.cli.waiting import waiting
-from sims.report.tables import Table
+from fedloom.sims.cli.waiting import waiting
+from fedloom.sims.report.tables import Table
 
 app = typer.Typer(no_args_is_help=True, help="A real federation: a server and a node at each site.")
 
@@ -24,7 +24,7 @@ def up(
     ] = True,
 ) -> None:
     """Start a federation on this machine and wait until all nodes are in; again: start what is down."""
-    from sims.federation.local import up as start
+    from fedloom.sims.federation.local import up as start
 
     with waiting("starting server and nodes, and waiting until they are in"):
         names = start(folder, nodes, tls)
@@ -36,7 +36,7 @@ def up(
 @app.command()
 def down(folder: Folder = HERE) -> None:
     """Stop what `up` started, and nothing else."""
-    from sims.federation.local import down as stop
+    from fedloom.sims.federation.local import down as stop
 
     with waiting("stopping server and nodes"):
         stopped = stop(folder)
@@ -48,8 +48,8 @@ def status(folder: Folder = HERE) -> None:
     """Which machines of the folder are up, and which nodes the server sees. Exits with 1 unless all are up and online."""
     from rich.console import Console
 
-    from sims.federation.local import ailing
-    from sims.federation.local import status as examine
+    from fedloom.sims.federation.local import ailing
+    from fedloom.sims.federation.local import status as examine
 
     with waiting("asking the server"):
         rows = examine(folder)
@@ -70,8 +70,8 @@ def logs(
     lines: Annotated[int, typer.Option(help="So many last lines of each.", min=1)] = 10,
 ) -> None:
     """What the machines said last."""
-    from sims.federation.local import logs as read
-    from sims.federation.plan import holds_machines
+    from fedloom.sims.federation.local import logs as read
+    from fedloom.sims.federation.plan import holds_machines
 
     names = list(words or [])
     if folder is None:
@@ -89,10 +89,10 @@ def plan(
 
     Sites of other owners make keys of their own: 'fedloom federation join'.
     """
-    from sims.federation.joining import read_members
-    from sims.federation.machines import let_in
-    from sims.federation.plan import MEMBERS, SERVER, Plan, write_plan
-    from sims.federation.sheets import read
+    from fedloom.sims.federation.joining import read_members
+    from fedloom.sims.federation.machines import let_in
+    from fedloom.sims.federation.plan import MEMBERS, SERVER, Plan, write_plan
+    from fedloom.sims.federation.sheets import read
 
     homes = write_plan(read(Plan, nodes), folder)
     for home in homes:
@@ -117,7 +117,7 @@ def join(
     rekey: Annotated[bool, typer.Option("--rekey", help="The key is lost: make another.")] = False,
 ) -> None:
     """At a site: make its key, which stays here, and a request for the operator to let it in."""
-    from sims.federation.joining import REQUEST, ask
+    from fedloom.sims.federation.joining import REQUEST, ask
 
     home = folder or Path(name)
     told = ask(home, name, superlink, rekey)
@@ -135,10 +135,10 @@ def admit(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """At the server: let a site in that made its own key, after its fingerprint was compared."""
-    from conf.errors import UserError
-    from sims.federation import joining
-    from sims.federation.machines import let_in
-    from sims.federation.plan import MEMBERS
+    from fedloom.conf.errors import UserError
+    from fedloom.sims.federation import joining
+    from fedloom.sims.federation.machines import let_in
+    from fedloom.sims.federation.plan import MEMBERS
 
     asked = joining.read_request(request)
     joining.check_admission(folder, asked, rekey)
@@ -161,7 +161,7 @@ def accept(
     """At a site: take over who else is a member, and the server's certificate, after fingerprints were compared."""
     from rich.console import Console
 
-    from sims.federation import joining
+    from fedloom.sims.federation import joining
 
     given = joining.read_members(members)
     rows = joining.changes(folder, given)
@@ -175,7 +175,7 @@ def _agree(question: str, agreed: object, command: str, otherwise: str) -> None:
     """UserError unless it is agreed already, or somebody at the terminal says yes."""
     import click
 
-    from conf.errors import UserError
+    from fedloom.conf.errors import UserError
 
     if agreed:
         return
@@ -195,7 +195,7 @@ def rekey(
     folder: Annotated[Path, typer.Option(help="Where the machines' folders are.")] = HERE,
 ) -> None:
     """Let nobody in with a site's old key any more, and make it a new one."""
-    from sims.federation.machines import rekey as renew
+    from fedloom.sims.federation.machines import rekey as renew
 
     node = renew(folder, site)
     typer.echo(
@@ -207,7 +207,7 @@ def rekey(
 @app.command()
 def server(folder: Annotated[Path, typer.Argument(help="The server's folder.")]) -> None:
     """Keep the SuperLink of a server's folder running."""
-    from sims.federation.machines import run_server
+    from fedloom.sims.federation.machines import run_server
 
     run_server(folder)
 
@@ -215,6 +215,6 @@ def server(folder: Annotated[Path, typer.Argument(help="The server's folder.")])
 @app.command()
 def node(sheet: Annotated[Path, typer.Argument(help="The site's site.yaml.")]) -> None:
     """Keep the node of a site running."""
-    from sims.federation.machines import run_node
+    from fedloom.sims.federation.machines import run_node
 
     run_node(sheet)

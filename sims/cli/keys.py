@@ -6,19 +6,19 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args, get_origin
 
-from clients.networks import NETWORKS
-from clients.objectives import OBJECTIVES, Objective
-from clients.training.optimizers import OPTIMIZERS
-from clients.training.schedules import SCHEDULES
-from conf.errors import UserError, unknown
-from conf.load import to_yaml
-from conf.meant import by_word
-from conf.registry import Registry
-from conf.schema import Config, SiteConfig
-from conf.typed import takes
-from server.strategies import STRATEGIES
-from sims.report.tables import Table
-from sims.tracking import TRACKERS
+from fedloom.clients.networks import NETWORKS
+from fedloom.clients.objectives import OBJECTIVES, Objective
+from fedloom.clients.training.optimizers import OPTIMIZERS
+from fedloom.clients.training.schedules import SCHEDULES
+from fedloom.conf.errors import UserError, unknown
+from fedloom.conf.load import to_yaml
+from fedloom.conf.meant import by_word
+from fedloom.conf.registry import Registry
+from fedloom.conf.schema import Config, SiteConfig
+from fedloom.conf.typed import takes
+from fedloom.server.strategies import STRATEGIES
+from fedloom.sims.report.tables import Table
+from fedloom.sims.tracking import TRACKERS
 
 NAMED: Mapping[str, Registry[Any]] = {
     "network": NETWORKS, "objective": OBJECTIVES, "strategy": STRATEGIES,

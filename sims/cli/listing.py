@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError
-from conf.words import count
-from conf.yamls import read_yaml
-from server.recorded import checked_metrics, checked_summary
-from server.runs import FINISHED, runs_in, status, waiting
-from server.written import CONFIG
-from sims.report.tables import Cell, Table, before_forgetting, percent
+from fedloom.conf.errors import UserError
+from fedloom.conf.words import count
+from fedloom.conf.yamls import read_yaml
+from fedloom.server.recorded import checked_metrics, checked_summary
+from fedloom.server.runs import FINISHED, runs_in, status, waiting
+from fedloom.server.written import CONFIG
+from fedloom.sims.report.tables import Cell, Table, before_forgetting, percent
 
 MOST_NAMED = 3  # requests of a run
 

@@ -16,15 +16,15 @@ from typing import Annotated, Any, NoReturn
 import click
 import typer
 
-from conf import UserError
-from conf.errors import FailedError, of_files
-from sims.cli import about, cluster, federation, heads, networks, requests, runs
-from sims.cli.named import named
-from sims.cli.options import Json, Quiet
-from sims.cli.waiting import LIBRARIES, waiting
-from sims.ending import Ending
-from sims.output import fault, make_lenient
-from sims.report.tables import Table
+from fedloom.conf import UserError
+from fedloom.conf.errors import FailedError, of_files
+from fedloom.sims.cli import about, cluster, federation, heads, networks, requests, runs
+from fedloom.sims.cli.named import named
+from fedloom.sims.cli.options import Json, Quiet
+from fedloom.sims.cli.waiting import LIBRARIES, waiting
+from fedloom.sims.ending import Ending
+from fedloom.sims.output import fault, make_lenient
+from fedloom.sims.report.tables import Table
 
 app = typer.Typer(
     suggest_commands=False,  # click does it
@@ -70,7 +70,7 @@ def run(
     if "=" in experiment:  # fedloom run rounds=3: the default experiment
         words, experiment = [experiment, *words], "digits"
     with waiting("reading the configuration", quiet):
-        from sims.cli import many
+        from fedloom.sims.cli import many
 
     if seeds is not None or sweep:
         order = many.Order(experiment, words, seeds, sweep or [], parallel, overwrite)
@@ -79,16 +79,16 @@ def run(
         raise UserError("--parallel: is for many runs; say which with --seeds 0,1,2 or --sweep key=value,value")
     config = many.one_of_many(experiment, [*words, *(["run.overwrite=true"] if overwrite else [])])
     if show:
-        from sims.cli.keys import with_options
+        from fedloom.sims.cli.keys import with_options
 
         typer.echo(with_options(config), nl=False)
         return
     if not config.run.resume:
-        from server.runs import refuse_existing
+        from fedloom.server.runs import refuse_existing
 
         refuse_existing(config)  # at once: what simulates takes seconds to import
     with waiting(LIBRARIES, quiet):
-        from sims.simulate import simulate
+        from fedloom.sims.simulate import simulate
 
     summary = simulate(config, quiet=quiet, json_output=as_json, began=began)
     if as_json:
@@ -111,7 +111,7 @@ def reproduce(
     quiet: Quiet = False,
 ) -> None:
     """Measure a paper's tables again, its cells beside ours; runs that are finished already are not run again."""
-    from sims.experiments import MODULES
+    from fedloom.sims.experiments import MODULES
 
     asked = [*(overrides or []), *([f"tables={table}"] if table else [])]
     folder = named("reproduction", what, MODULES, "reproduce")(preset, seeds, asked, quiet=quiet)
@@ -127,7 +127,7 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Measure time or memory on this machine."""
-    from sims.benchmarks import MODULES
+    from fedloom.sims.benchmarks import MODULES
 
     measure = named("benchmark", what, MODULES, "bench")
     given = {"quick": quick, "out": out}

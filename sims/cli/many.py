@@ -9,13 +9,13 @@ from typing import Any
 
 import typer
 
-from conf import UserError, load
-from conf.errors import plain
-from conf.schema import Config
-from server.strategies.pairing import paired
-from sims.report.tables import Table, before_forgetting, percent
-from sims.sweeps.outcome import KEPT, Outcome
-from sims.sweeps.plan import Planned, plan, read_sweep
+from fedloom.conf import UserError, load
+from fedloom.conf.errors import plain
+from fedloom.conf.schema import Config
+from fedloom.server.strategies.pairing import paired
+from fedloom.sims.report.tables import Table, before_forgetting, percent
+from fedloom.sims.sweeps.outcome import KEPT, Outcome
+from fedloom.sims.sweeps.plan import Planned, plan, read_sweep
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def show(order: Order) -> int:
 def run(order: Order, *, quiet: bool, as_json: bool) -> int:
     """Carry them out, tell what they gave; the exit code: 1 if one is missing."""
     planned = order.plan()
-    from sims.sweeps.work import carry_out, ready
+    from fedloom.sims.sweeps.work import carry_out, ready
 
     there = ready(planned, overwrite=order.overwrite)
     try:
@@ -87,7 +87,7 @@ def outcome_table(outcomes: Sequence[Outcome]) -> Table:
 
 def _together(outcomes: Sequence[Outcome]) -> list[str]:
     """The tables of a comparison, and how to see more."""
-    from sims.comparison import compare
+    from fedloom.sims.comparison import compare
 
     folders = [outcome.folder for outcome in outcomes if outcome.summary.get("status") == "finished"]
     if len(folders) < 2:

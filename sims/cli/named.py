@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from conf.errors import unknown
+from fedloom.conf.errors import unknown
 
 
 def named(kind: str, name: str, modules: Mapping[str, str], function: str) -> Callable[..., Any]:

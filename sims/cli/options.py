@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from conf.errors import UserError
+from fedloom.conf.errors import UserError
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one line of JSON, last on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar.")]

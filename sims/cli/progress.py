@@ -16,13 +16,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table as Grid
 from rich.text import Text
 
-from conf.progress import heard
-from conf.words import count
-from server import recorded
-from sims.benchmarks.memory import tree_bytes
-from sims.output import lenient
-from sims.report.results import result_tables
-from sims.report.tables import clean, percent
+from fedloom.conf.progress import heard
+from fedloom.conf.words import count
+from fedloom.server import recorded
+from fedloom.sims.benchmarks.memory import tree_bytes
+from fedloom.sims.output import lenient
+from fedloom.sims.report.results import result_tables
+from fedloom.sims.report.tables import clean, percent
 
 REFRESHES_PER_SECOND = 4
 MEMORY_SECONDS = 2.0

@@ -3,15 +3,15 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from conf.errors import UserError, unknown
-from server.evaluate import Evaluator
-from server.ledger import Ledger
-from server.method import Method
-from server.runfolder import RunFolder, read_config
-from sims.engines import SIMULATED
-from sims.federation.machines import nodes, registered
-from sims.federation.plan import KEYS, server_of
-from sims.federation.programs import running
+from fedloom.conf.errors import UserError, unknown
+from fedloom.server.evaluate import Evaluator
+from fedloom.server.ledger import Ledger
+from fedloom.server.method import Method
+from fedloom.server.runfolder import RunFolder, read_config
+from fedloom.sims.engines import SIMULATED
+from fedloom.sims.federation.machines import nodes, registered
+from fedloom.sims.federation.plan import KEYS, server_of
+from fedloom.sims.federation.programs import running
 
 
 def readmit(path: Path, sites: Sequence[str], node: int | None = None) -> str:

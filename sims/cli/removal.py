@@ -5,10 +5,10 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from conf.errors import UserError
-from server.ledger.database import acquire, refuse_busy
-from server.runs import is_run, refuse_deleting, runs_in
-from server.written import BASELINES, RETRAINED
+from fedloom.conf.errors import UserError
+from fedloom.server.ledger.database import acquire, refuse_busy
+from fedloom.server.runs import is_run, refuse_deleting, runs_in
+from fedloom.server.written import BASELINES, RETRAINED
 
 PARTS = (BASELINES, RETRAINED)  # folders of what goes with a run
 

@@ -8,9 +8,9 @@ from typing import Annotated
 import click
 import typer
 
-from conf.errors import UserError
-from sims.cli.options import Json
-from sims.cli.waiting import waiting
+from fedloom.conf.errors import UserError
+from fedloom.sims.cli.options import Json
+from fedloom.sims.cli.waiting import waiting
 
 app = typer.Typer()
 
@@ -21,7 +21,7 @@ def runs(
     as_json: Json = False,
 ) -> None:
     """List runs: how they stand, method, seed, rounds, test accuracy, size on disk."""
-    from sims.cli import listing
+    from fedloom.sims.cli import listing
 
     found = listing.rows_of(folder)
     if as_json:
@@ -44,7 +44,7 @@ def compare(
 ) -> None:
     """Compare runs: means over seeds, paired differences with intervals, curves, cost. Baselines are rows, too."""
     with waiting("reading the runs"):
-        from sims.comparison import compare as beside
+        from fedloom.sims.comparison import compare as beside
 
         found = beside(paths, by or [])
     typer.echo(found.text(), err=as_json)
@@ -61,7 +61,7 @@ def rm(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Remove runs with all that is kept of them. Refuses what is no run, and a run that a server works on."""
-    from sims.cli import listing, removal
+    from fedloom.sims.cli import listing, removal
 
     folders = removal.removable(paths)
     if not (yes or sys.stdin.isatty()):

@@ -4,26 +4,26 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from clients.data import class_things, label
-from clients.networks import Architecture, Model, architecture_of, save_network
-from clients.objectives.components.sharing import EXTRACTOR, HEAD
-from conf.errors import UserError, unknown
-from conf.schema import Config
-from conf.sites import Site, roster
-from fusion.exact import State
-from server.evaluate import RECOMPUTED, Evaluator, has_data
-from server.ledger import Ledger
-from server.method import Method
-from server.rounds.aggregation import Aggregation
-from server.rounds.view import View
-from server.runfolder import RunFolder, read_config
-from server.strategies.components.classes import Kinds
-from server.strategies.components.recombination import Recombining
-from sims.cli.compose import check_out, name_of
-from sims.report.canvas import save
-from sims.report.forgotten import forgotten_sites
-from sims.report.heads import exchanges, heads_figure, heads_table, matrix_table
-from sims.report.tables import Cell, Table, homes, percent
+from fedloom.clients.data import class_things, label
+from fedloom.clients.networks import Architecture, Model, architecture_of, save_network
+from fedloom.clients.objectives.components.sharing import EXTRACTOR, HEAD
+from fedloom.conf.errors import UserError, unknown
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import Site, roster
+from fedloom.fusion.exact import State
+from fedloom.server.evaluate import RECOMPUTED, Evaluator, has_data
+from fedloom.server.ledger import Ledger
+from fedloom.server.method import Method
+from fedloom.server.rounds.aggregation import Aggregation
+from fedloom.server.rounds.view import View
+from fedloom.server.runfolder import RunFolder, read_config
+from fedloom.server.strategies.components.classes import Kinds
+from fedloom.server.strategies.components.recombination import Recombining
+from fedloom.sims.cli.compose import check_out, name_of
+from fedloom.sims.report.canvas import save
+from fedloom.sims.report.forgotten import forgotten_sites
+from fedloom.sims.report.heads import exchanges, heads_figure, heads_table, matrix_table
+from fedloom.sims.report.tables import Cell, Table, homes, percent
 
 STATISTICS = {
     "batch": "measured with each batch's own statistics; those in the file are of the site's own network",

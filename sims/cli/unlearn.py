@@ -9,30 +9,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clients.data import site_sizes
-from conf.errors import FailedError, UserError
-from conf.schema import Config
-from server.evaluate import Evaluator, has_data
-from server.experiment import BY_METHOD, check_sums, head
-from server.ledger import Ledger, Request
-from server.ledger.audit import check
-from server.ledger.blobs import LedgerError
-from server.ledger.database import LEDGER, BusyError
-from server.listener import Listener, Listeners
-from server.method import Method
-from server.recorded import sound_summary
-from server.runfolder import RunFolder, read_config
-from server.unlearning.at_sites import Erasure, outstanding
-from server.unlearning.certificate import CERTIFICATES, changed, read
-from server.unlearning.requests import receive, wants_training
-from server.unlearning.verification import about, verify, verify_accuracy, verify_signature
-from sims.cli.progress import listener_for
-from sims.engines import SIMULATED, can_start, open_engine, refuse_engine
-from sims.report.certificates import write_pages
-from sims.report.report import write_report
-from sims.report.tables import Table
-from sims.simulate import simulate
-from sims.tracking import Tracking, trackable
+from fedloom.clients.data import site_sizes
+from fedloom.conf.errors import FailedError, UserError
+from fedloom.conf.schema import Config
+from fedloom.server.evaluate import Evaluator, has_data
+from fedloom.server.experiment import BY_METHOD, check_sums, head
+from fedloom.server.ledger import Ledger, Request
+from fedloom.server.ledger.audit import check
+from fedloom.server.ledger.blobs import LedgerError
+from fedloom.server.ledger.database import LEDGER, BusyError
+from fedloom.server.listener import Listener, Listeners
+from fedloom.server.method import Method
+from fedloom.server.recorded import sound_summary
+from fedloom.server.runfolder import RunFolder, read_config
+from fedloom.server.unlearning.at_sites import Erasure, outstanding
+from fedloom.server.unlearning.certificate import CERTIFICATES, changed, read
+from fedloom.server.unlearning.requests import receive, wants_training
+from fedloom.server.unlearning.verification import about, verify, verify_accuracy, verify_signature
+from fedloom.sims.cli.progress import listener_for
+from fedloom.sims.engines import SIMULATED, can_start, open_engine, refuse_engine
+from fedloom.sims.report.certificates import write_pages
+from fedloom.sims.report.report import write_report
+from fedloom.sims.report.tables import Table
+from fedloom.sims.simulate import simulate
+from fedloom.sims.tracking import Tracking, trackable
 
 MOST_NAMED, DIGITS = 5, 16  # of a list in a table, of a key's digest
 WITHOUT_SERVER = "where no server runs (any more), 'fedloom resume' does"

@@ -5,10 +5,10 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from conf import load
-from conf.errors import UserError, plain
-from conf.schema import Config
-from conf.typed import build, value
+from fedloom.conf import load
+from fedloom.conf.errors import UserError, plain
+from fedloom.conf.schema import Config
+from fedloom.conf.typed import build, value
 
 PATH = re.compile(".*")
 IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,499}")

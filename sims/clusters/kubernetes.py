@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
-from conf.errors import UserError
-from conf.typed import build, value
-from sims.clusters.job import IMAGE, ClusterJob, checked
+from fedloom.conf.errors import UserError
+from fedloom.conf.typed import build, value
+from fedloom.sims.clusters.job import IMAGE, ClusterJob, checked
 
 WORK = "/fedloom"  # where the volume is mounted
 _NAME = re.compile(r"(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?)")

@@ -4,8 +4,8 @@ import re
 import shlex
 from dataclasses import dataclass
 
-from conf.typed import build, value
-from sims.clusters.job import PATH, ClusterJob, checked
+from fedloom.conf.typed import build, value
+from fedloom.sims.clusters.job import PATH, ClusterJob, checked
 
 _WORD = re.compile(r"[A-Za-z0-9_.,@-]*")
 _START = """\

@@ -7,9 +7,9 @@ from typing import Any
 
 import yaml
 
-from conf.errors import UserError
-from conf.typed import build, value
-from sims.clusters.job import IMAGE, PATH, ClusterJob, checked
+from fedloom.conf.errors import UserError
+from fedloom.conf.typed import build, value
+from fedloom.sims.clusters.job import IMAGE, PATH, ClusterJob, checked
 
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.:-]{0,252}[A-Za-z0-9])?")
 _USER = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")

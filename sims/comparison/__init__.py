@@ -1,5 +1,5 @@
 """Runs beside each other: means over seeds, paired differences, curves and cost."""
 
-from sims.comparison.compare import Comparison, compare
+from fedloom.sims.comparison.compare import Comparison, compare
 
 __all__ = ["Comparison", "compare"]

@@ -10,12 +10,12 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conf.errors import UserError
-from sims.comparison.curves import pictures
-from sims.comparison.entries import entries_of
-from sims.comparison.groups import UNION, Group, grouped, refuse_nothing
-from sims.comparison.statistics import paired, spread
-from sims.comparison.tables import (
+from fedloom.conf.errors import UserError
+from fedloom.sims.comparison.curves import pictures
+from fedloom.sims.comparison.entries import entries_of
+from fedloom.sims.comparison.groups import UNION, Group, grouped, refuse_nothing
+from fedloom.sims.comparison.statistics import paired, spread
+from fedloom.sims.comparison.tables import (
     ONE_SEED,
     Pair,
     accuracy_rows,
@@ -26,9 +26,9 @@ from sims.comparison.tables import (
     runs_table,
     what_differs,
 )
-from sims.report.page import Details, Part, write_page
-from sims.report.tables import Table, mean_and_spread
-from sims.sweeps.names import text_of
+from fedloom.sims.report.page import Details, Part, write_page
+from fedloom.sims.report.tables import Table, mean_and_spread
+from fedloom.sims.sweeps.names import text_of
 
 if TYPE_CHECKING:
     import pandas

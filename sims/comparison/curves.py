@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sims.comparison.entries import Entry
-from sims.comparison.groups import Group
-from sims.comparison.statistics import spread
-from sims.report.canvas import INK, PALETTE, new_figure, percent_axis, save
-from sims.report.curves import End, label_ends, whole_rounds
-from sims.report.page import Picture
+from fedloom.sims.comparison.entries import Entry
+from fedloom.sims.comparison.groups import Group
+from fedloom.sims.comparison.statistics import spread
+from fedloom.sims.report.canvas import INK, PALETTE, new_figure, percent_axis, save
+from fedloom.sims.report.curves import End, label_ends, whole_rounds
+from fedloom.sims.report.page import Picture
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,13 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError
-from conf.schema import Config
-from conf.sites import roster
-from server.recorded import checked_metrics, checked_summary, traffic_of
-from server.runs import FINISHED, is_run, read_config, runs_in, status
-from server.written import BASELINES, METRICS
-from sims.report.tables import accuracies, before_forgetting, has_aggregate
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import roster
+from fedloom.server.recorded import checked_metrics, checked_summary, traffic_of
+from fedloom.server.runs import FINISHED, is_run, read_config, runs_in, status
+from fedloom.server.written import BASELINES, METRICS
+from fedloom.sims.report.tables import accuracies, before_forgetting, has_aggregate
 
 NO_METHOD = ("run", "seed", "baselines", "experiment", "engine")  # sections that say nothing of what is trained how
 NO_METHOD_KEYS = ("data.root", "data.download", "evaluation.batch", "evaluation.every")

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from conf.errors import UserError, unknown
-from sims.comparison.entries import DATA, Entry
-from sims.comparison.statistics import Spread, spread
-from sims.report.tables import percent
-from sims.sweeps.names import label_of
+from fedloom.conf.errors import UserError, unknown
+from fedloom.sims.comparison.entries import DATA, Entry
+from fedloom.sims.comparison.statistics import Spread, spread
+from fedloom.sims.report.tables import percent
+from fedloom.sims.sweeps.names import label_of
 
 TELLING = ("strategy.name", "objective.name", "objective.mode", "network.name")  # rows are named by these first
 DEFAULT = "default"  # for a key that a configuration leaves out

@@ -5,11 +5,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from conf.words import rounded
-from sims.comparison.groups import UNION, Group, value_of
-from sims.comparison.statistics import CONFIDENCE, Difference, Spread, paired
-from sims.report.tables import MAX_DOMAINS, Cell, Table, cut, mean_and_spread, percent
-from sims.sweeps.names import text_of
+from fedloom.conf.words import rounded
+from fedloom.sims.comparison.groups import UNION, Group, value_of
+from fedloom.sims.comparison.statistics import CONFIDENCE, Difference, Spread, paired
+from fedloom.sims.report.tables import MAX_DOMAINS, Cell, Table, cut, mean_and_spread, percent
+from fedloom.sims.sweeps.names import text_of
 
 MOST_PAIRED = 6  # rows of which every pair is told; of more, each with the first
 ONE_SEED = "One seed: whether a difference is more than chance cannot be judged (--seeds 0,1,2 gives three)"

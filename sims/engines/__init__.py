@@ -5,17 +5,21 @@ import importlib
 import os
 from collections.abc import Iterator
 
-from conf.errors import UserError
-from conf.schema import Config
-from sims.engines.adapter import LocalGrid
-from sims.engines.share import WHOLE, Share
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config
+from fedloom.sims.engines.adapter import LocalGrid
+from fedloom.sims.engines.share import WHOLE, Share
 
 # Read when Ray is imported. A worker's death is our affair: the pool tells which site did it, and Ray need not shout.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
 
 # Modules by name, imported when asked for: Ray is needed by its own engine only.
 SIMULATED = ("inline", "ray")  # whose sites are on the user's own machines
-MODULES = {"inline": "sims.engines.inline", "ray": "sims.engines.ray", "flower": "sims.engines.flower"}
+MODULES = {
+    "inline": "fedloom.sims.engines.inline",
+    "ray": "fedloom.sims.engines.ray",
+    "flower": "fedloom.sims.engines.flower",
+}
 
 
 def can_start(config: Config) -> bool:

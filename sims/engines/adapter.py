@@ -14,10 +14,10 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-from clients.guard import SIMULATED
-from clients.partial import PartialSum
-from conf.schema import Config
-from server.ledger.blobs import Elsewhere
+from fedloom.clients.guard import SIMULATED
+from fedloom.clients.partial import PartialSum
+from fedloom.conf.schema import Config
+from fedloom.server.ledger.blobs import Elsewhere
 
 RUN_ID = 1
 FIRST_NODE = 2  # 1 is the SuperLink's

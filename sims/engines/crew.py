@@ -13,9 +13,9 @@ from typing import Any
 
 import ray
 
-from conf.errors import FailedError
-from sims.engines.heartbeat import Mark, MarkFile, make
-from sims.engines.worker import Recipe, Worker
+from fedloom.conf.errors import FailedError
+from fedloom.sims.engines.heartbeat import Mark, MarkFile, make
+from fedloom.sims.engines.worker import Recipe, Worker
 
 ASK_SECONDS = 1.0
 SILENT_SECONDS = 10.0

@@ -18,19 +18,19 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.supercore.utils import get_flwr_home
 
-from conf.errors import UserError
-from conf.progress import under_way
-from conf.schema import Config
-from server.grid import CarefulGrid
-from server.relay import DONE, SOCKET
-from server.unlearning.superlink import scrub
-from sims.engines.share import WHOLE, Share
-from sims.federation.machines import complaint
-from sims.federation.plan import CONNECTION, FLOWER, server_of
-from sims.federation.programs import BIN, environment, running
-from sims.federation.proxies import none_named, without
-from sims.federation.sheets import SERVER as SHEET
-from sims.federation.sheets import read_server
+from fedloom.conf.errors import UserError
+from fedloom.conf.progress import under_way
+from fedloom.conf.schema import Config
+from fedloom.server.grid import CarefulGrid
+from fedloom.server.relay import DONE, SOCKET
+from fedloom.server.unlearning.superlink import scrub
+from fedloom.sims.engines.share import WHOLE, Share
+from fedloom.sims.federation.machines import complaint
+from fedloom.sims.federation.plan import CONNECTION, FLOWER, server_of
+from fedloom.sims.federation.programs import BIN, environment, running
+from fedloom.sims.federation.proxies import none_named, without
+from fedloom.sims.federation.sheets import SERVER as SHEET
+from fedloom.sims.federation.sheets import read_server
 
 CONFIG = "config.toml"  # in Flower's folder
 START_SECONDS = 90.0  # of a ServerApp, on a busy machine
@@ -39,7 +39,7 @@ APP = {
     "project": {"name": "fedloom-relay", "version": "1.0.0", "description": "", "license": "Apache-2.0"},
     "tool": {"flwr": {"app": {
         "publisher": "fedloom",
-        "components": {"serverapp": "server.relay:app", "clientapp": "clients.app:app"},
+        "components": {"serverapp": "fedloom.server.relay:app", "clientapp": "fedloom.clients.app:app"},
         "config": {SOCKET: ""},
     }}},
 }  # fmt: skip

@@ -7,11 +7,11 @@ from pathlib import Path
 from flwr.app import Message
 from flwr.clientapp import ClientApp
 
-from clients.app import app
-from conf.schema import Config
-from conf.sites import roster
-from sims.engines.adapter import LocalGrid, answer, store_folder
-from sims.engines.share import WHOLE, Share
+from fedloom.clients.app import app
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import roster
+from fedloom.sims.engines.adapter import LocalGrid, answer, store_folder
+from fedloom.sims.engines.share import WHOLE, Share
 
 
 class InlineGrid(LocalGrid):

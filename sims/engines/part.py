@@ -20,15 +20,15 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from safetensors.torch import load, save
 
-from clients.messages import to_states
-from clients.partial import PartialSum
-from clients.replies import ReplyError
-from clients.states import write_bytes
-from conf.errors import UserError
-from fusion.exact import ExactSum, State
-from server.ledger.blobs import UNREADABLE, Blobs, LedgerError, NodeLostError
-from server.ledger.rows import Contribution
-from server.ledger.sums import SumRow, added_up
+from fedloom.clients.messages import to_states
+from fedloom.clients.partial import PartialSum
+from fedloom.clients.replies import ReplyError
+from fedloom.clients.states import write_bytes
+from fedloom.conf.errors import UserError
+from fedloom.fusion.exact import ExactSum, State
+from fedloom.server.ledger.blobs import UNREADABLE, Blobs, LedgerError, NodeLostError
+from fedloom.server.ledger.rows import Contribution
+from fedloom.server.ledger.sums import SumRow, added_up
 
 ASK_SECONDS = 60.0  # for which a node that Ray takes to be alive may say nothing
 BETWEEN = "\0"  # a record's name and a tensor's, in the file of a sum

@@ -14,13 +14,13 @@ import ray
 import torch
 from ray.exceptions import RayError
 
-from clients.messages import to_arrays
-from clients.partial import PartialSum
-from fusion.exact import ExactSum, State
-from server.ledger.blobs import NodeLostError
-from server.ledger.rows import Contribution
-from server.ledger.sums import SumRow
-from sims.engines.part import ASK_SECONDS, BETWEEN, checked, keeper, sound
+from fedloom.clients.messages import to_arrays
+from fedloom.clients.partial import PartialSum
+from fedloom.fusion.exact import ExactSum, State
+from fedloom.server.ledger.blobs import NodeLostError
+from fedloom.server.ledger.rows import Contribution
+from fedloom.server.ledger.sums import SumRow
+from fedloom.sims.engines.part import ASK_SECONDS, BETWEEN, checked, keeper, sound
 
 LOOK_SECONDS = 0.5
 

@@ -22,13 +22,13 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from conf.errors import FailedError
-from conf.schema import EngineConfig
-from sims.engines.chunks import ChunkPolicy
-from sims.engines.codec import PackedSum, size
-from sims.engines.crew import Crew, Member, told
-from sims.engines.heartbeat import SEVERAL
-from sims.engines.worker import Answers, Packed, Recipe, Replied
+from fedloom.conf.errors import FailedError
+from fedloom.conf.schema import EngineConfig
+from fedloom.sims.engines.chunks import ChunkPolicy
+from fedloom.sims.engines.codec import PackedSum, size
+from fedloom.sims.engines.crew import Crew, Member, told
+from fedloom.sims.engines.heartbeat import SEVERAL
+from fedloom.sims.engines.worker import Answers, Packed, Recipe, Replied
 
 ATTEMPTS = 2
 POLL_SECONDS = 0.1

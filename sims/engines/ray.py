@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -16,36 +17,31 @@ import torch
 from flwr.app import Message
 from ray._private import ray_constants
 
-import clients
-import conf
-import fusion
-import server
-import sims
-from clients.data.domains import SHIPPED, data_folder, known
-from clients.data.own import lookup
-from clients.data.partition import find_way
-from clients.networks import NETWORKS
-from clients.objectives import OBJECTIVES
-from clients.partial import PartialSum
-from clients.training.optimizers import OPTIMIZERS, optimizer_section
-from clients.training.schedules import SCHEDULES, schedule_section
-from conf import machine
-from conf.errors import UserError
-from conf.plugins import OURS, is_reference
-from conf.progress import under_way
-from conf.schema import Config, DataConfig, EngineConfig
-from conf.sites import roster
-from sims.engines.adapter import FIRST_NODE, LocalGrid, failure, store_folder
-from sims.engines.codec import SharedRecords, pack, size, sum_size, unpack, unpack_sum
-from sims.engines.parts import Parts, Stores, alive
-from sims.engines.pool import Pool
-from sims.engines.reach import reach
-from sims.engines.room import refuse_full, refuse_gpus
-from sims.engines.share import WHOLE, Share
-from sims.engines.worker import Recipe
+from fedloom.clients.data.domains import SHIPPED, data_folder, known
+from fedloom.clients.data.own import lookup
+from fedloom.clients.data.partition import find_way
+from fedloom.clients.networks import NETWORKS
+from fedloom.clients.objectives import OBJECTIVES
+from fedloom.clients.partial import PartialSum
+from fedloom.clients.training.optimizers import OPTIMIZERS, optimizer_section
+from fedloom.clients.training.schedules import SCHEDULES, schedule_section
+from fedloom.conf import machine
+from fedloom.conf.errors import UserError
+from fedloom.conf.plugins import OURS, copy_package, is_reference
+from fedloom.conf.progress import under_way
+from fedloom.conf.schema import Config, DataConfig, EngineConfig
+from fedloom.conf.sites import roster
+from fedloom.sims.engines.adapter import FIRST_NODE, LocalGrid, failure, store_folder
+from fedloom.sims.engines.codec import SharedRecords, pack, size, sum_size, unpack, unpack_sum
+from fedloom.sims.engines.parts import Parts, Stores, alive
+from fedloom.sims.engines.pool import Pool
+from fedloom.sims.engines.reach import reach
+from fedloom.sims.engines.room import refuse_full, refuse_gpus
+from fedloom.sims.engines.share import WHOLE, Share
+from fedloom.sims.engines.worker import Recipe
 
-CLIENT_APP = "clients.app:app"
-COMBINE = "clients.partial:combine"
+CLIENT_APP = "fedloom.clients.app:app"
+COMBINE = "fedloom.clients.partial:combine"
 # Read when Ray starts or joins: leave CUDA_VISIBLE_DEVICES as it is, and do not warn that it will be left so.
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 WAIT_SECONDS = 0.2
@@ -153,7 +149,7 @@ def plugins_of(config: Config) -> tuple[str, ...]:
 
     Raises UserError for what is registered in a script: workers cannot import that.
     """
-    foreign = {what: module for what, module in _modules(config) if module.partition(".")[0] not in OURS}
+    foreign = {what: module for what, module in _modules(config) if module.partition(".")[0] != OURS}
     for what, module in foreign.items():
         if module == "__main__":
             raise UserError(f"{what}: is registered in the script itself, which Ray's workers cannot import; "
@@ -285,9 +281,10 @@ def loopback() -> Iterator[None]:
 
 def _join(address: str, ship: DataConfig | None) -> None:
     """Join a cluster; our code, and the data or where it is, reach its nodes through the runtime environment."""
-    modules = [str(Path(package.__file__ or "").parent) for package in (conf, fusion, clients, server, sims)]
     data = {"FEDLOOM_DATA": os.environ["FEDLOOM_DATA"]} if "FEDLOOM_DATA" in os.environ else {}
-    runtime: dict[str, Any] = {"py_modules": modules, "env_vars": data}
+    runtime: dict[str, Any] = {"env_vars": data}
     if ship is not None:  # a worker's working directory is then its node's copy of the folder
-        runtime = {"py_modules": modules, "env_vars": {SHIPPED: "."}, "working_dir": str(data_folder(ship))}
-    ray.init(address=address, runtime_env=runtime, logging_level=logging.ERROR, log_to_driver=False)
+        runtime = {"env_vars": {SHIPPED: "."}, "working_dir": str(data_folder(ship))}
+    with tempfile.TemporaryDirectory() as folder:
+        runtime["py_modules"] = [str(copy_package(Path(folder)))]
+        ray.init(address=address, runtime_env=runtime, logging_level=logging.ERROR, log_to_driver=False)

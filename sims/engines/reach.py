@@ -15,7 +15,7 @@ from ray.core.generated import gcs_service_pb2, ray_client_pb2
 from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 from ray.core.generated.ray_client_pb2_grpc import RayletDriverStub
 
-from conf.errors import UserError, plain
+from fedloom.conf.errors import UserError, plain
 
 ANSWER_SECONDS = 20.0  # for which a cluster may say nothing; for as long gRPC tries to connect
 AUTO, CLIENT = "auto", "ray://"

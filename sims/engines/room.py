@@ -6,8 +6,8 @@ from collections.abc import Mapping
 import ray
 import torch
 
-from conf.errors import UserError
-from conf.schema import EngineConfig
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import EngineConfig
 
 PATIENCE = 10.0  # seconds for which workers that have just ended, or nodes that are coming, are waited for
 POLL_SECONDS = 0.5

@@ -14,13 +14,13 @@ import ray
 from flwr.app import Context, Message
 from ray.exceptions import LocalRayletDiedError, RaySystemError
 
-from clients.guard import failed
-from clients.messages import TRAIN
-from clients.partial import PartialSum
-from sims.engines.adapter import answer, site_context, take_identity
-from sims.engines.codec import PackedArrays, PackedSum, Shared, pack, pack_sum, unpack
-from sims.engines.heartbeat import NOTHING, SEVERAL, Mark, Marker, MarkFile
-from sims.engines.part import Part
+from fedloom.clients.guard import failed
+from fedloom.clients.messages import TRAIN
+from fedloom.clients.partial import PartialSum
+from fedloom.sims.engines.adapter import answer, site_context, take_identity
+from fedloom.sims.engines.codec import PackedArrays, PackedSum, Shared, pack, pack_sum, unpack
+from fedloom.sims.engines.heartbeat import NOTHING, SEVERAL, Mark, Marker, MarkFile
+from fedloom.sims.engines.part import Part
 
 KEPT_RECORDS = 16  # shared records of the present round, and some of the one before
 
@@ -122,8 +122,8 @@ class Worker:
 
     def _as_one(self, call: int, asked: Mapping[int, tuple[Message, Context]]) -> list[Message]:
         """Train sites of one shape together; whatever is no train message is answered in turn."""
-        from clients.cohort import same_shape, train_cohort
-        from clients.reading import moment, read_job
+        from fedloom.clients.cohort import same_shape, train_cohort
+        from fedloom.clients.reading import moment, read_job
 
         messages = [message for message, _ in asked.values()]
         if len(messages) == 1 or any(message.metadata.message_type != TRAIN for message in messages):

@@ -1,14 +1,14 @@
 """The papers' tables, measured again. Each module has a function `reproduce`."""
 
 MODULES = {
-    "aggregation": "sims.experiments.aggregation",
-    "arithmetic": "sims.experiments.arithmetic",
-    "cla": "sims.experiments.cla",
-    "components": "sims.experiments.components",
-    "different_depths": "sims.experiments.different_depths",
-    "fusion": "sims.experiments.fusion",
-    "lasem": "sims.experiments.lasem",
-    "skill_transfer": "sims.experiments.skill_transfer",
-    "strategies": "sims.experiments.strategies",
-    "unlearning": "sims.experiments.unlearning",
+    "aggregation": "fedloom.sims.experiments.aggregation",
+    "arithmetic": "fedloom.sims.experiments.arithmetic",
+    "cla": "fedloom.sims.experiments.cla",
+    "components": "fedloom.sims.experiments.components",
+    "different_depths": "fedloom.sims.experiments.different_depths",
+    "fusion": "fedloom.sims.experiments.fusion",
+    "lasem": "fedloom.sims.experiments.lasem",
+    "skill_transfer": "fedloom.sims.experiments.skill_transfer",
+    "strategies": "fedloom.sims.experiments.strategies",
+    "unlearning": "fedloom.sims.experiments.unlearning",
 }

@@ -6,18 +6,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from clients.networks import NetworkName
-from conf import load
-from conf.errors import unknown
-from conf.schema import Config
-from sims.experiments.joint_sum import COMMON, OWN, Accuracies, Setting, measured
-from sims.experiments.kept import told
-from sims.experiments.pairs import Task
-from sims.experiments.papers import cells, source_of
-from sims.experiments.tabled import chosen, write
-from sims.report.page import Part
-from sims.report.tables import Table, domains, mean_and_spread
-from sims.simulate import simulate_once
+from fedloom.clients.networks import NetworkName
+from fedloom.conf import load
+from fedloom.conf.errors import unknown
+from fedloom.conf.schema import Config
+from fedloom.sims.experiments.joint_sum import COMMON, OWN, Accuracies, Setting, measured
+from fedloom.sims.experiments.kept import told
+from fedloom.sims.experiments.pairs import Task
+from fedloom.sims.experiments.papers import cells, source_of
+from fedloom.sims.experiments.tabled import chosen, write
+from fedloom.sims.report.page import Part
+from fedloom.sims.report.tables import Table, domains, mean_and_spread
+from fedloom.sims.simulate import simulate_once
 
 EXPERIMENT = "mnist_svhn"
 

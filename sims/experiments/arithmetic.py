@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 from scipy.stats import spearmanr
 
-from conf import UserError, load
-from conf.schema import Config
-from fusion.arithmetic import GRADIENTS, WEIGHTS
-from server.strategies.coefficients import worth
-from sims.experiments import arithmetic_runs as runs
-from sims.experiments import assigned, papers
-from sims.experiments.arithmetic_plot import draw
-from sims.experiments.kept import kept
-from sims.report.page import Part, Picture, write_page
-from sims.report.tables import Table, mean, mean_and_spread, show
-from sims.simulate import simulate_once
+from fedloom.conf import UserError, load
+from fedloom.conf.schema import Config
+from fedloom.fusion.arithmetic import GRADIENTS, WEIGHTS
+from fedloom.server.strategies.coefficients import worth
+from fedloom.sims.experiments import arithmetic_runs as runs
+from fedloom.sims.experiments import assigned, papers
+from fedloom.sims.experiments.arithmetic_plot import draw
+from fedloom.sims.experiments.kept import kept
+from fedloom.sims.report.page import Part, Picture, write_page
+from fedloom.sims.report.tables import Table, mean, mean_and_spread, show
+from fedloom.sims.simulate import simulate_once
 
 BAR = 0.55  # of a task's own accuracy, on both tasks at once
 DATA = ("small", "medium", "large")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sims.report.canvas import INK, save
+from fedloom.sims.report.canvas import INK, save
 
 Maps = Mapping[str, Mapping[str, np.ndarray]]  # by way of combining and task
 Pairs = Mapping[str, Sequence[Sequence[float]]]  # by way of combining

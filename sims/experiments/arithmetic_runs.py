@@ -4,16 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from clients.data import label
-from conf.schema import Config
-from conf.sites import roster
-from fusion.arithmetic import GRADIENTS, WEIGHTS, Composer
-from fusion.exact import State
-from server.evaluate import Evaluator
-from server.ledger import Ledger
-from server.method import Method
-from server.runfolder import RunFolder
-from server.strategies.arithmetic import start_of
+from fedloom.clients.data import label
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import roster
+from fedloom.fusion.arithmetic import GRADIENTS, WEIGHTS, Composer
+from fedloom.fusion.exact import State
+from fedloom.server.evaluate import Evaluator
+from fedloom.server.ledger import Ledger
+from fedloom.server.method import Method
+from fedloom.server.runfolder import RunFolder
+from fedloom.server.strategies.arithmetic import start_of
 
 STEPS = [step / 10 for step in range(11)]  # of alpha and beta
 PAIRS = ((0.2, 0.3), (2.0, 3.0), (20.0, 30.0), (0.5, 0.5), (5.0, 5.0), (50.0, 50.0))  # of alpha and beta: two ratios

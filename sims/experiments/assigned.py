@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from clients.data import Images
-from clients.networks import NetworkName, initialise, parse_name
-from clients.randomness import torch_generator
-from fusion.arithmetic import GRADIENTS, WEIGHTS
-from fusion.exact import State
-from server.evaluate import count_right
-from sims.experiments import papers
-from sims.experiments.kept import kept, told
-from sims.experiments.pairs import EVALUATION_BATCH, Recipe, Task, images, trained
-from sims.report.tables import Table, mean, mean_and_spread
+from fedloom.clients.data import Images
+from fedloom.clients.networks import NetworkName, initialise, parse_name
+from fedloom.clients.randomness import torch_generator
+from fedloom.fusion.arithmetic import GRADIENTS, WEIGHTS
+from fedloom.fusion.exact import State
+from fedloom.server.evaluate import count_right
+from fedloom.sims.experiments import papers
+from fedloom.sims.experiments.kept import kept, told
+from fedloom.sims.experiments.pairs import EVALUATION_BATCH, Recipe, Task, images, trained
+from fedloom.sims.report.tables import Table, mean, mean_and_spread
 
 RANDOM, TRAINED = "random", "trained"
 TEST = "large, test"  # a column: test images; the others are of the images of the small scale

@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clients.data import to_float
-from clients.networks import parse_name
-from conf import load
-from conf.errors import UserError
-from fusion.comparators.baselines import Ensemble
-from fusion.fusing import fuse
-from fusion.settings import FusionSettings
-from server.strategies.fused_anew import CLA_OT, SETTINGS
-from sims.experiments.kept import kept, told
-from sims.experiments.pairs import Recipe, Share, accuracy, images, trained
-from sims.experiments.tabled import write
-from sims.report.tables import Table, mean_and_spread
-from sims.simulate import simulate_once
+from fedloom.clients.data import to_float
+from fedloom.clients.networks import parse_name
+from fedloom.conf import load
+from fedloom.conf.errors import UserError
+from fedloom.fusion.comparators.baselines import Ensemble
+from fedloom.fusion.fusing import fuse
+from fedloom.fusion.settings import FusionSettings
+from fedloom.server.strategies.fused_anew import CLA_OT, SETTINGS
+from fedloom.sims.experiments.kept import kept, told
+from fedloom.sims.experiments.pairs import Recipe, Share, accuracy, images, trained
+from fedloom.sims.experiments.tabled import write
+from fedloom.sims.report.tables import Table, mean_and_spread
+from fedloom.sims.simulate import simulate_once
 
 EXPERIMENT = "different_depths"
 FOLDER = Path("runs/different_depths")

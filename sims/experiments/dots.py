@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sims.report.canvas import GREY, INK, PALETTE, save
+from fedloom.sims.report.canvas import GREY, INK, PALETTE, save
 
 Found = Sequence[Mapping[str, Mapping[str, Any]]]  # of each seed: by method, {"accuracy": [one-shot, after fine-tuning ...]}
 

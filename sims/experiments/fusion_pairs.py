@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from clients.data import Images, to_float
-from clients.networks import parse_name
-from clients.randomness import torch_generator
-from conf.errors import UserError
-from server.evaluate import count_right
-from sims.experiments.pairs import EVALUATION_BATCH, Recipe, Share, Task, images, trained
+from fedloom.clients.data import Images, to_float
+from fedloom.clients.networks import parse_name
+from fedloom.clients.randomness import torch_generator
+from fedloom.conf.errors import UserError
+from fedloom.server.evaluate import count_right
+from fedloom.sims.experiments.pairs import EVALUATION_BATCH, Recipe, Share, Task, images, trained
 
 FOLDER = Path("runs/fusion")
 SAME, OTHER = 200, 1000  # unlabelled images for parents of the same data, and of different data

@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clients.data import Images, to_float
-from clients.learner import descend
-from clients.networks import NetworkName, initialise
-from clients.networks.base import Network
-from clients.randomness import torch_generator
-from conf.schema import TrainingConfig
-from sims.experiments.kept import kept
-from sims.experiments.pairs import Task, images
+from fedloom.clients.data import Images, to_float
+from fedloom.clients.learner import descend
+from fedloom.clients.networks import NetworkName, initialise
+from fedloom.clients.networks.base import Network
+from fedloom.clients.randomness import torch_generator
+from fedloom.conf.schema import TrainingConfig
+from fedloom.sims.experiments.kept import kept
+from fedloom.sims.experiments.pairs import Task, images
 
 TEST_BATCH = 500
 OWN, COMMON = "own", "common"  # starts: each network's own, or one for all

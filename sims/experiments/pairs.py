@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clients.data import Images, random_flip, site_images, test_images, to_float, validation_images
-from clients.device import pick_device
-from clients.learner import descend
-from clients.networks import NetworkName, initialise, load_network, save_network
-from clients.randomness import torch_generator
-from conf import load
-from conf.schema import Config, SiteConfig, TrainingConfig
-from conf.sites import Site, roster
-from server.evaluate import all_cores, count_right
+from fedloom.clients.data import Images, random_flip, site_images, test_images, to_float, validation_images
+from fedloom.clients.device import pick_device
+from fedloom.clients.learner import descend
+from fedloom.clients.networks import NetworkName, initialise, load_network, save_network
+from fedloom.clients.randomness import torch_generator
+from fedloom.conf import load
+from fedloom.conf.schema import Config, SiteConfig, TrainingConfig
+from fedloom.conf.sites import Site, roster
+from fedloom.server.evaluate import all_cores, count_right
 
 EVALUATION_BATCH = 500
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]  # of a network on images with labels

@@ -9,15 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from clients.data import domain_specs, site_images, test_images, to_float
-from clients.initial import initial_state
-from clients.networks import Network, architecture_of
-from clients.training.fewest import fewest
-from clients.training.optimizers import optimizer_section
-from clients.training.schedules import schedule_section
-from conf.errors import UserError
-from conf.schema import Config
-from conf.sites import roster
+from fedloom.clients.data import domain_specs, site_images, test_images, to_float
+from fedloom.clients.initial import initial_state
+from fedloom.clients.networks import Network, architecture_of
+from fedloom.clients.training.fewest import fewest
+from fedloom.clients.training.optimizers import optimizer_section
+from fedloom.clients.training.schedules import schedule_section
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import roster
 
 State = dict[str, Tensor]
 LEFT_OUT = {

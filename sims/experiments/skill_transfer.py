@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clients.data import Images
-from clients.networks import parse_name
-from clients.randomness import torch_generator
-from conf.errors import UserError, unknown
-from fusion.comparators.baselines import Ensemble
-from fusion.fusing import fuse
-from fusion.settings import FusionSettings
-from sims.experiments.kept import kept, told
-from sims.experiments.pairs import Recipe, Task, accuracy, probe_set, trained
-from sims.experiments.papers import cells
-from sims.report.canvas import INK, PALETTE, new_figure, percent_axis, save
-from sims.report.page import Part, Picture, write_page
-from sims.report.tables import Table, mean_and_spread
+from fedloom.clients.data import Images
+from fedloom.clients.networks import parse_name
+from fedloom.clients.randomness import torch_generator
+from fedloom.conf.errors import UserError, unknown
+from fedloom.fusion.comparators.baselines import Ensemble
+from fedloom.fusion.fusing import fuse
+from fedloom.fusion.settings import FusionSettings
+from fedloom.sims.experiments.kept import kept, told
+from fedloom.sims.experiments.pairs import Recipe, Task, accuracy, probe_set, trained
+from fedloom.sims.experiments.papers import cells
+from fedloom.sims.report.canvas import INK, PALETTE, new_figure, percent_axis, save
+from fedloom.sims.report.page import Part, Picture, write_page
+from fedloom.sims.report.tables import Table, mean_and_spread
 
 FOLDER = Path("runs/skill_transfer")
 LABEL, SHARE = 4, 0.1  # of the specialist

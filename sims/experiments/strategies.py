@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from clients.data import site_sizes
-from conf import load, to_json
-from conf.errors import unknown
-from conf.schema import Config
-from conf.sites import PERSONAL
-from server.strategies.pairing import paired
-from sims.experiments.kept import kept, told
-from sims.experiments.plain_fedavg import check_plain, plain_fedavg
-from sims.experiments.tabled import chosen, write
-from sims.report.tables import Table, aggregate, mean_and_spread
-from sims.simulate import simulate_once
+from fedloom.clients.data import site_sizes
+from fedloom.conf import load, to_json
+from fedloom.conf.errors import unknown
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import PERSONAL
+from fedloom.server.strategies.pairing import paired
+from fedloom.sims.experiments.kept import kept, told
+from fedloom.sims.experiments.plain_fedavg import check_plain, plain_fedavg
+from fedloom.sims.experiments.tabled import chosen, write
+from fedloom.sims.report.tables import Table, aggregate, mean_and_spread
+from fedloom.sims.simulate import simulate_once
 
 EXPERIMENT = "mnist_dirichlet"
 METHODS = {

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from conf.errors import unknown
-from sims.report.page import Part, write_page
-from sims.report.tables import Table
+from fedloom.conf.errors import unknown
+from fedloom.sims.report.page import Part, write_page
+from fedloom.sims.report.tables import Table
 
 
 def chosen(key: str, overrides: Sequence[str], known: Iterable[str]) -> tuple[list[str], list[str]]:

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from cryptography import x509
 
-from conf.errors import UserError, plain
-from sims.federation import sheets
-from sims.federation.plan import machines_of
-from sims.federation.programs import running
-from sims.federation.proxies import named, usable
-from sims.federation.sheets import SiteSheet
+from fedloom.conf.errors import UserError, plain
+from fedloom.sims.federation import sheets
+from fedloom.sims.federation.plan import machines_of
+from fedloom.sims.federation.programs import running
+from fedloom.sims.federation.proxies import named, usable
+from fedloom.sims.federation.sheets import SiteSheet
 
 SOON = datetime.timedelta(days=30)
 APART_SECONDS = 60.0  # of two clocks

@@ -30,8 +30,18 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sims.federation.bodies import LARGEST_PART, MOST_BYTES, MOST_SHARE, SMALL, UNFOLDS, Answered, Full, Measured, Room
-from sims.federation.connections import Crowd
+from fedloom.sims.federation.bodies import (
+    LARGEST_PART,
+    MOST_BYTES,
+    MOST_SHARE,
+    SMALL,
+    UNFOLDS,
+    Answered,
+    Full,
+    Measured,
+    Room,
+)
+from fedloom.sims.federation.connections import Crowd
 
 FLEET = frozenset(
     f"/v1/fleet/{name}"

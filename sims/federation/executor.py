@@ -40,7 +40,9 @@ class Executor:
         self.child.terminate()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        child = subprocess.Popen([sys.executable, "-m", "sims.federation.executor", *self._words], stdin=subprocess.PIPE)
+        child = subprocess.Popen(
+            [sys.executable, "-m", "fedloom.sims.federation.executor", *self._words], stdin=subprocess.PIPE
+        )
         assert child.stdin is not None
         with contextlib.suppress(BrokenPipeError), child.stdin:
             child.stdin.write(self._secret)
@@ -72,7 +74,7 @@ def main(address: str, authority: str, kind: str, parent: str, apps: str, warm: 
     from flwr.supercore.superexec.executor.types import ExecutionSpec, LaunchResult
     from flwr.supercore.utils import disable_process_dumping
 
-    from server.answers import be_wary
+    from fedloom.server.answers import be_wary
 
     tasks = _Warm(apps) if warm else _Cold(apps)
 
@@ -117,7 +119,7 @@ class _Cold:
 
     def start(self, words: list[str], out: int | None) -> None:
         """Have Flower's command do a task."""
-        command = [sys.executable, "-m", "sims.federation.task", self._apps]
+        command = [sys.executable, "-m", "fedloom.sims.federation.task", self._apps]
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=out)
         self._started.append(child)
         with child.stdin or contextlib.nullcontext() as pipe:
@@ -136,7 +138,7 @@ class _Warm(_Cold):
         """Hand the task over, if need be to a program that is started first. OSError if that does not come."""
         with contextlib.suppress(OSError):
             return hand_over(words)
-        command = [sys.executable, "-m", "sims.federation.warm", str(os.getpid()), self._apps]
+        command = [sys.executable, "-m", "fedloom.sims.federation.warm", str(os.getpid()), self._apps]
         self._started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
         deadline = time.monotonic() + START_SECONDS
         while True:

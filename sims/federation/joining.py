@@ -14,15 +14,26 @@ import yaml
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 
-from clients.identity import is_signed, said
-from conf.errors import UserError, plain
-from conf.yamls import read_yaml, write_yaml
-from sims.federation import sheets
-from sims.federation.files import read_small, write_private, write_together
-from sims.federation.keys import AUTHORITY, NODE_KEY, NodeKey, fingerprint, public_key
-from sims.federation.plan import JOINED, KEYS, PEERS, SERVER, is_name, members, peers_text, server_of, write_public, written
-from sims.federation.programs import lock_away
-from sims.federation.sheets import SiteSheet
+from fedloom.clients.identity import is_signed, said
+from fedloom.conf.errors import UserError, plain
+from fedloom.conf.yamls import read_yaml, write_yaml
+from fedloom.sims.federation import sheets
+from fedloom.sims.federation.files import read_small, write_private, write_together
+from fedloom.sims.federation.keys import AUTHORITY, NODE_KEY, NodeKey, fingerprint, public_key
+from fedloom.sims.federation.plan import (
+    JOINED,
+    KEYS,
+    PEERS,
+    SERVER,
+    is_name,
+    members,
+    peers_text,
+    server_of,
+    write_public,
+    written,
+)
+from fedloom.sims.federation.programs import lock_away
+from fedloom.sims.federation.sheets import SiteSheet
 
 REQUEST = "join.request"
 MOST_REQUEST, MOST_MEMBERS = 1 << 14, 1 << 24  # bytes

@@ -15,8 +15,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 from cryptography.x509.oid import NameOID
 
-from conf.errors import UserError, plain
-from sims.federation.files import write_together
+from fedloom.conf.errors import UserError, plain
+from fedloom.sims.federation.files import write_together
 
 AUTHORITY, CERTIFICATE, SERVER_KEY = "ca.crt", "server.crt", "server.key"
 NODE_KEY = "key"

@@ -4,12 +4,12 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from conf.errors import UserError, plain, unknown
-from conf.words import count
-from sims.federation import sheets
-from sims.federation.machines import START_SECONDS, nodes, refuse_port, registered
-from sims.federation.plan import KEYS, SERVER, Plan, machines_of, server_of, sites_of, write_plan
-from sims.federation.programs import LOG, Running, free_port, launch, running, stop
+from fedloom.conf.errors import UserError, plain, unknown
+from fedloom.conf.words import count
+from fedloom.sims.federation import sheets
+from fedloom.sims.federation.machines import START_SECONDS, nodes, refuse_port, registered
+from fedloom.sims.federation.plan import KEYS, SERVER, Plan, machines_of, server_of, sites_of, write_plan
+from fedloom.sims.federation.programs import LOG, Running, free_port, launch, running, stop
 
 JOIN_SECONDS = 90.0
 MOST_TOLD = 300  # letters

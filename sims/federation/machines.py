@@ -10,16 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError, plain, unknown
-from sims.federation import sheets
-from sims.federation.files import write_private, write_together
-from sims.federation.keys import NodeKey, check_certificate, check_private
-from sims.federation.names import check_names
-from sims.federation.own_app import OWN
-from sims.federation.plan import CONNECTION, FLOWER, ID, JOINED, KEYS, SERVER, write_public, written
-from sims.federation.programs import BIN, HOME, environment, free_port, keep_running, listen, lock_away, running
-from sims.federation.proxies import without
-from sims.federation.sheets import ServerSheet, SiteSheet
+from fedloom.conf.errors import UserError, plain, unknown
+from fedloom.sims.federation import sheets
+from fedloom.sims.federation.files import write_private, write_together
+from fedloom.sims.federation.keys import NodeKey, check_certificate, check_private
+from fedloom.sims.federation.names import check_names
+from fedloom.sims.federation.own_app import OWN
+from fedloom.sims.federation.plan import CONNECTION, FLOWER, ID, JOINED, KEYS, SERVER, write_public, written
+from fedloom.sims.federation.programs import BIN, HOME, environment, free_port, keep_running, listen, lock_away, running
+from fedloom.sims.federation.proxies import without
+from fedloom.sims.federation.sheets import ServerSheet, SiteSheet
 
 SERVER_PACE = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5"}  # seconds; it has a program to start once in a run
 NODE_CONFIG = "node.toml"
@@ -33,7 +33,7 @@ def run_server(folder: Path) -> None:
     with written(folder):
         lock_away(folder)
     home = {HOME: str(folder.resolve() / FLOWER), **SERVER_PACE}
-    keep_running(folder, lambda: [sys.executable, "-m", "sims.federation.superlink"], home)
+    keep_running(folder, lambda: [sys.executable, "-m", "fedloom.sims.federation.superlink"], home)
 
 
 def refuse_port(folder: Path, sheet: ServerSheet) -> None:
@@ -68,7 +68,7 @@ def run_node(path: Path) -> None:
         write_private(folder / NODE_CONFIG, sheets.node_config(sheet, folder).encode())
     words = ["--superlink", sheet.superlink, "--node-config", NODE_CONFIG, "--root-certificates", sheet.certificate]
     words += ["--auth-supernode-private-key", sheet.key]
-    program = [sys.executable, "-m", "sims.federation.supernode"]
+    program = [sys.executable, "-m", "fedloom.sims.federation.supernode"]
     warm = "warm" if sheet.warm else "cold"
     more = {HOME: str(folder / FLOWER), **sheet.environment}
     given = [warm, sheet.apps or OWN, str(sheet.largest_order), *words]

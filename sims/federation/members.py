@@ -13,8 +13,8 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from flwr.supercore.state.schema.linkstate_models import Node
 from sqlalchemy import update
 
-from sims.federation.files import read_small, write_private
-from sims.federation.plan import ID
+from fedloom.sims.federation.files import read_small, write_private
+from fedloom.sims.federation.plan import ID
 
 log = logging.getLogger("flwr")
 

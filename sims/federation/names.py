@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from typing import Any
 
-from conf.errors import UserError, listed, nearest
-from conf.plugins import is_reference, offered
-from conf.registry import Registry
-from sims.federation.sheets import SiteSheet
+from fedloom.conf.errors import UserError, listed, nearest
+from fedloom.conf.plugins import is_reference, offered
+from fedloom.conf.registry import Registry
+from fedloom.sims.federation.sheets import SiteSheet
 
 LISTS = ("networks", "objectives", "optimizers", "strategies")  # keys of a sheet that hold names
 
@@ -26,10 +26,10 @@ def check_names(sheet: SiteSheet, where: str = "") -> None:
 
 def _known(key: str) -> list[str]:
     """The names that a list of a sheet takes. Imports torch: only for sites that name something."""
-    from clients.networks import NETWORKS
-    from clients.objectives import AUXILIARY, OBJECTIVES
-    from clients.training.optimizers import OPTIMIZERS
-    from server.strategies import STRATEGIES
+    from fedloom.clients.networks import NETWORKS
+    from fedloom.clients.objectives import AUXILIARY, OBJECTIVES
+    from fedloom.clients.training.optimizers import OPTIMIZERS
+    from fedloom.server.strategies import STRATEGIES
 
     kinds: dict[str, list[Registry[Any]]] = {
         "networks": [NETWORKS],
@@ -41,8 +41,8 @@ def _known(key: str) -> list[str]:
 
 
 def _check_domain(given: str, where: str) -> None:
-    from clients.data.domains import domain_names
-    from clients.data.found import KINDS
+    from fedloom.clients.data.domains import domain_names
+    from fedloom.clients.data.found import KINDS
 
     kind, _, rest = given.partition(":")
     if is_reference(given) or (kind in KINDS and rest):

@@ -17,9 +17,9 @@ from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 from flwr.supercore.object_store import ObjectStore
 from flwr.supercore.run import Run
 
-from server.answers import be_wary
-from server.unfolding import check_unfolding
-from sims.federation.bodies import LARGEST_PART, SMALL
+from fedloom.server.answers import be_wary
+from fedloom.server.unfolding import check_unfolding
+from fedloom.sims.federation.bodies import LARGEST_PART, SMALL
 
 MOST_ORDER = 10**9  # bytes, where the site's policy does not say
 MOST_APP = 32 << 20  # bytes of an app's bundle; Flower's own limit is 10 MB

@@ -11,7 +11,7 @@ def run_own_app() -> None:
 
     Flower's own program (1.41) unpacks and imports it.
     """
-    from clients.app import app
+    from fedloom.clients.app import app
 
     place: Any = importlib.import_module("flwr.supernode.runtime.run_clientapp")
     place.install_from_fab = lambda *_, **__: None

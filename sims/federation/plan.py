@@ -7,14 +7,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError
-from conf.typed import build, value
-from conf.yamls import write_yaml
-from sims.federation import sheets
-from sims.federation.files import read_small, write_private, write_together
-from sims.federation.keys import AUTHORITY, CERTIFICATE, NODE_KEY, SERVER_KEY, NodeKey, public_key, write_certificates
-from sims.federation.names import check_names
-from sims.federation.sheets import ServerSheet, SiteSheet
+from fedloom.conf.errors import UserError
+from fedloom.conf.typed import build, value
+from fedloom.conf.yamls import write_yaml
+from fedloom.sims.federation import sheets
+from fedloom.sims.federation.files import read_small, write_private, write_together
+from fedloom.sims.federation.keys import (
+    AUTHORITY,
+    CERTIFICATE,
+    NODE_KEY,
+    SERVER_KEY,
+    NodeKey,
+    public_key,
+    write_certificates,
+)
+from fedloom.sims.federation.names import check_names
+from fedloom.sims.federation.sheets import ServerSheet, SiteSheet
 
 SERVER = "server"  # the folder of the server's machine
 KEYS = "keys"  # in it: the public keys of the sites

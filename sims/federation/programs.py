@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.errors import UserError
-from sims.federation.executor import DOOR
-from sims.federation.proxies import unproxied, usable
+from fedloom.conf.errors import UserError
+from fedloom.sims.federation.executor import DOOR
+from fedloom.sims.federation.proxies import unproxied, usable
 
 LOCK, KEEPER = "running.lock", "keeper.lock"  # the first is held by keeper and program, the second by the keeper alone
 PID, LOG, OLD_LOG = "running.pid", "log.txt", "log.1.txt"
@@ -165,8 +165,8 @@ class _Stopped:
 def launch(folder: Path, *words: str) -> None:
     """Start a `fedloom` command in the background; what it says goes to the folder's log."""
     with (folder / LOG).open("ab") as log:
-        subprocess.Popen([sys.executable, "-m", "sims.cli", *words], cwd=folder, env=environment(), stdin=subprocess.DEVNULL,
-                         stdout=log, stderr=log, start_new_session=True)  # fmt: skip
+        subprocess.Popen([sys.executable, "-m", "fedloom.sims.cli", *words], cwd=folder, env=environment(),
+                         stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)  # fmt: skip
 
 
 @dataclass(frozen=True)

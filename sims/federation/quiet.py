@@ -6,7 +6,7 @@ import time
 import traceback
 from collections.abc import Sequence
 
-from conf.errors import plain
+from fedloom.conf.errors import plain
 
 NAMES = ("flwr", "uvicorn.error", "asyncio")  # loggers that write of what callers do
 LINES = 10  # a minute, of one place in the code

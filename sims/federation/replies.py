@@ -25,8 +25,8 @@ from flwr.supercore.inflatable.inflatable_object import (
 from flwr.supercore.inflatable.inflatable_utils import validate_object_content
 from flwr.supercore.utils import int64_to_uint64
 
-from sims.federation.announced import Announced, Book, RefusedReplyError, check_tree
-from sims.federation.doors import NODE
+from fedloom.sims.federation.announced import Announced, Book, RefusedReplyError, check_tree
+from fedloom.sims.federation.doors import NODE
 
 MOST_REASON = 2000  # letters of an error that a node sends
 LONGEST_RUNTIME = 1e7  # seconds that a ClientApp may have taken, of those that are added up

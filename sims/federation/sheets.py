@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import tomli_w
 import yaml
 
-from conf.errors import UserError, plain
-from conf.texts import keep_texts
-from conf.typed import at_home, build, value
-from conf.yamls import read_yaml, write_yaml
-from sims.federation.files import write_private
-from sims.federation.keys import check_pair
+from fedloom.conf.errors import UserError, plain
+from fedloom.conf.texts import keep_texts
+from fedloom.conf.typed import at_home, build, value
+from fedloom.conf.yamls import read_yaml, write_yaml
+from fedloom.sims.federation.files import write_private
+from fedloom.sims.federation.keys import check_pair
 
 SITE, SERVER = "site.yaml", "server.yaml"
 POLICY = (

@@ -1,6 +1,7 @@
 """The server's program: Flower's SuperLink behind two doors (sims.federation.doors), and what starts its ServerApps.
 
-Run in the server's folder: `python -m sims.federation.superlink`. What it needs of Flower 1.41 beyond its commands is here.
+Run in the server's folder: `python -m fedloom.sims.federation.superlink`. What it needs of Flower 1.41 beyond its
+commands is here.
 """
 
 import asyncio
@@ -30,19 +31,19 @@ from flwr.superlink.cli.flower_superlink import SuperLinkLifespan
 from flwr.superlink.config_loader import SuperLinkLifespanConfig
 from flwr.superlink.main import create_app
 
-from conf.errors import UserError
-from server.unlearning.superlink import DATABASE, scrubbed
-from sims.federation import leftovers, members, sheets
-from sims.federation.connections import Listening, settings
-from sims.federation.doors import Door, for_nodes, for_the_owner
-from sims.federation.executor import Executor
-from sims.federation.files import write_private
-from sims.federation.own_app import ANY
-from sims.federation.plan import CONNECTION, FLOWER, KEYS, write_public
-from sims.federation.programs import listen
-from sims.federation.quiet import quieten
-from sims.federation.replies import take_replies_alone
-from sims.federation.sheets import ServerSheet
+from fedloom.conf.errors import UserError
+from fedloom.server.unlearning.superlink import DATABASE, scrubbed
+from fedloom.sims.federation import leftovers, members, sheets
+from fedloom.sims.federation.connections import Listening, settings
+from fedloom.sims.federation.doors import Door, for_nodes, for_the_owner
+from fedloom.sims.federation.executor import Executor
+from fedloom.sims.federation.files import write_private
+from fedloom.sims.federation.own_app import ANY
+from fedloom.sims.federation.plan import CONNECTION, FLOWER, KEYS, write_public
+from fedloom.sims.federation.programs import listen
+from fedloom.sims.federation.quiet import quieten
+from fedloom.sims.federation.replies import take_replies_alone
+from fedloom.sims.federation.sheets import ServerSheet
 
 LOOK_SECONDS = 0.5  # between looks for keys of sites that are new
 BUSY_MILLISECONDS = 25_000  # to wait for others' writing; Flower's programs wait 30 s for an answer

@@ -18,8 +18,8 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sims.federation.executor import Executor
-from sims.federation.keys import AUTHORITY, CERTIFICATE, SERVER_KEY, write_certificates
+from fedloom.sims.federation.executor import Executor
+from fedloom.sims.federation.keys import AUTHORITY, CERTIFICATE, SERVER_KEY, write_certificates
 
 if TYPE_CHECKING:
     import uvicorn
@@ -39,11 +39,11 @@ def main(port: str, warm: str, apps: str, largest: str, *words: str) -> None:
     """
     from flwr.supercore.constant import TaskType
 
-    from sims.ending import Ending
-    from sims.federation import own_app
-    from sims.federation.heartbeats import keep_beating
-    from sims.federation.orders import bound_orders
-    from sims.federation.quiet import quieten
+    from fedloom.sims.ending import Ending
+    from fedloom.sims.federation import own_app
+    from fedloom.sims.federation.heartbeats import keep_beating
+    from fedloom.sims.federation.orders import bound_orders
+    from fedloom.sims.federation.quiet import quieten
 
     ending, status = Ending(), 1
     own, secret = _fresh(Path(OWN)), secrets.token_hex(32)
@@ -80,9 +80,9 @@ def open_door(config: "SuperNodeLifespanConfig", states: "NodeStateFactory") -> 
     from flwr.supercore.logger import console_handler
     from flwr.supernode.main import create_app
 
-    from sims.federation.connections import Listening, settings
-    from sims.federation.doors import for_apps
-    from sims.federation.programs import listen
+    from fedloom.sims.federation.connections import Listening, settings
+    from fedloom.sims.federation.doors import for_apps
+    from fedloom.sims.federation.programs import listen
 
     secret, certificate, key = config.superexec_auth_secret, config.runtime_ssl_certfile, config.runtime_ssl_keyfile
     assert secret and certificate and key

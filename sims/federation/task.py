@@ -6,10 +6,10 @@ from importlib.metadata import entry_points
 
 from flwr.supercore.constant import TASK_TYPE_TO_COMMAND, TaskType
 
-from server.answers import be_wary
-from server.unfolding import read_by_hash
-from sims.federation.heartbeats import keep_beating
-from sims.federation.own_app import OWN, run_own_app
+from fedloom.server.answers import be_wary
+from fedloom.server.unfolding import read_by_hash
+from fedloom.sims.federation.heartbeats import keep_beating
+from fedloom.sims.federation.own_app import OWN, run_own_app
 
 
 def main(apps: str) -> None:

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from server.answers import be_wary
-from sims.ending import Ending
-from sims.federation.executor import DOOR
-from sims.federation.heartbeats import keep_beating
-from sims.federation.own_app import OWN, run_own_app
+from fedloom.server.answers import be_wary
+from fedloom.sims.ending import Ending
+from fedloom.sims.federation.executor import DOOR
+from fedloom.sims.federation.heartbeats import keep_beating
+from fedloom.sims.federation.own_app import OWN, run_own_app
 
 LOOK_SECONDS = 2.0  # between looks whether the node is still there
 MOST_BYTES = 1 << 16
@@ -51,7 +51,7 @@ def main(parent: int, apps: str) -> None:
     ending = Ending()
     from flwr.supernode.cli.flwr_clientapp import flwr_clientapp
 
-    import clients.app  # noqa: F401
+    import fedloom.clients.app  # noqa: F401
 
     if apps == OWN:
         run_own_app()

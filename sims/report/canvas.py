@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sims.report.tables import shortened
+from fedloom.sims.report.tables import shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

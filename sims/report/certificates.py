@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from server.unlearning.certificate import CERTIFICATES, one_digest, read
-from sims.report.page import Part, write_page
-from sims.report.tables import Table, percent
+from fedloom.server.unlearning.certificate import CERTIFICATES, one_digest, read
+from fedloom.sims.report.page import Part, write_page
+from fedloom.sims.report.tables import Table, percent
 
 
 def write_html(path: Path) -> Path:

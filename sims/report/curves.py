@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sims.report.canvas import GREY, INK, PALETTE, new_figure, percent_axis, score_of, short
-from sims.report.tables import percent
+from fedloom.sims.report.canvas import GREY, INK, PALETTE, new_figure, percent_axis, score_of, short
+from fedloom.sims.report.tables import percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from sims.report.tables import ARROW, Holders, Table, before_forgetting, cut, only_domain, percent
+from fedloom.sims.report.tables import ARROW, Holders, Table, before_forgetting, cut, only_domain, percent
 
 FALLS = "its own domain should fall, the others should stay"
 STAYS = "other sites hold its domain, too, so that all domains should stay near where they were"

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError
-from server.ledger import Ledger
-from server.ledger.database import LEDGER, begun
-from server.unlearning.certificate import CERTIFICATES
-from sims.report.tables import Cell, Link, Table, cut
+from fedloom.conf.errors import UserError
+from fedloom.server.ledger import Ledger
+from fedloom.server.ledger.database import LEDGER, begun
+from fedloom.server.unlearning.certificate import CERTIFICATES
+from fedloom.sims.report.tables import Cell, Link, Table, cut
 
 UNCERTIFIED = "not yet: fedloom resume goes on with it"
 

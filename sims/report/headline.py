@@ -3,9 +3,18 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sims.report.forgotten import forgotten_sentence
-from sims.report.heads import exchanges
-from sims.report.tables import Holders, accuracies, before_forgetting, has_aggregate, homes, mean, only_domain, percent
+from fedloom.sims.report.forgotten import forgotten_sentence
+from fedloom.sims.report.heads import exchanges
+from fedloom.sims.report.tables import (
+    Holders,
+    accuracies,
+    before_forgetting,
+    has_aggregate,
+    homes,
+    mean,
+    only_domain,
+    percent,
+)
 
 
 def headline(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sims.report.canvas import INK, PALETTE, frame_cells, name_ticks, new_figure, percent_axis, write_numbers
-from sims.report.tables import MAX_DOMAINS, Table, cut, mean, percent
+from fedloom.sims.report.canvas import INK, PALETTE, frame_cells, name_ticks, new_figure, percent_axis, write_numbers
+from fedloom.sims.report.tables import MAX_DOMAINS, Table, cut, mean, percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

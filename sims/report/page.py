@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.errors import UserError
-from sims.report.tables import Table, clean
+from fedloom.conf.errors import UserError
+from fedloom.sims.report.tables import Table, clean
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff }

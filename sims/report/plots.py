@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sims.report.canvas import (
+from fedloom.sims.report.canvas import (
     GREY,
     INK,
     PALETTE,
@@ -25,11 +25,11 @@ from sims.report.canvas import (
     short,
     write_numbers,
 )
-from sims.report.curves import Records, accuracy_figure
-from sims.report.heads import exchanges, heads_figure
-from sims.report.selection import selection_figure, selections
-from sims.report.sites import classes_figure, spread_figure
-from sims.report.tables import accuracies, before_forgetting, columns_of, has_aggregate, homes
+from fedloom.sims.report.curves import Records, accuracy_figure
+from fedloom.sims.report.heads import exchanges, heads_figure
+from fedloom.sims.report.selection import selection_figure, selections
+from fedloom.sims.report.sites import classes_figure, spread_figure
+from fedloom.sims.report.tables import accuracies, before_forgetting, columns_of, has_aggregate, homes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

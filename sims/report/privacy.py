@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sims.report.tables import Table, cut
+from fedloom.sims.report.tables import Table, cut
 
 MASKED = (
     "Under secure aggregation: the server read sums over sites, and no site's contribution. Whoever knows the sum of all "

@@ -5,20 +5,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from clients.packing import PACKINGS
-from conf.errors import UserError
-from server.runfolder import RunFolder
-from sims.report import plots
-from sims.report.forgetting import caption, forgetting_table
-from sims.report.forgotten import Forgotten, forgotten_sites, forgotten_table
-from sims.report.headline import all_domains, headline
-from sims.report.heads import exchanges, heads_table
-from sims.report.page import Details, Part, Picture, write_page
-from sims.report.privacy import privacy_parts
-from sims.report.selection import methods_table, selections, sites_table
-from sims.report.sites import classes_table, spread_table
-from sims.report.sites import sites_table as per_site_table
-from sims.report.tables import (
+from fedloom.clients.packing import PACKINGS
+from fedloom.conf.errors import UserError
+from fedloom.server.runfolder import RunFolder
+from fedloom.sims.report import plots
+from fedloom.sims.report.forgetting import caption, forgetting_table
+from fedloom.sims.report.forgotten import Forgotten, forgotten_sites, forgotten_table
+from fedloom.sims.report.headline import all_domains, headline
+from fedloom.sims.report.heads import exchanges, heads_table
+from fedloom.sims.report.page import Details, Part, Picture, write_page
+from fedloom.sims.report.privacy import privacy_parts
+from fedloom.sims.report.selection import methods_table, selections, sites_table
+from fedloom.sims.report.sites import classes_table, spread_table
+from fedloom.sims.report.sites import sites_table as per_site_table
+from fedloom.sims.report.tables import (
     Cell,
     Table,
     accuracy_table,

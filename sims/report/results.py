@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from sims.report.forgetting import forgetting_table
-from sims.report.heads import exchanges, heads_table
-from sims.report.selection import methods_table, selections
-from sims.report.tables import Table, accuracy_table, at_sites_table, costs_table
+from fedloom.sims.report.forgetting import forgetting_table
+from fedloom.sims.report.heads import exchanges, heads_table
+from fedloom.sims.report.selection import methods_table, selections
+from fedloom.sims.report.tables import Table, accuracy_table, at_sites_table, costs_table
 
 
 def result_tables(summary: dict[str, Any]) -> list[Table]:

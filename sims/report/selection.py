@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sims.report.canvas import INK, new_figure, percent_axis, short
-from sims.report.tables import Table, cut, mean, percent
+from fedloom.sims.report.canvas import INK, new_figure, percent_axis, short
+from fedloom.sims.report.tables import Table, cut, mean, percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -6,8 +6,8 @@ import random
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from sims.report.canvas import INK, PALETTE, new_figure, percent_axis, plain, short
-from sims.report.tables import Table, aggregate, cut, percent, shortened
+from fedloom.sims.report.canvas import INK, PALETTE, new_figure, percent_axis, plain, short
+from fedloom.sims.report.tables import Table, aggregate, cut, percent, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

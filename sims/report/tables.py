@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from conf.sites import PERSONAL
+from fedloom.conf.sites import PERSONAL
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
-from conf.errors import UserError
-from conf.plain_values import plain_value
-from sims.api import Result, as_usual, config_of
-from sims.comparison import Comparison, compare
-from sims.sweeps.plan import SEED, plan
-from sims.sweeps.work import carry_out, ready
+from fedloom.conf.errors import UserError
+from fedloom.conf.plain_values import plain_value
+from fedloom.sims.api import Result, as_usual, config_of
+from fedloom.sims.comparison import Comparison, compare
+from fedloom.sims.sweeps.plan import SEED, plan
+from fedloom.sims.sweeps.work import carry_out, ready
 
 
 def sweep(

@@ -8,11 +8,18 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from conf.errors import plain
-from sims.benchmarks.memory import tree_bytes
-from sims.cli.progress import MEMORY_SECONDS, REFRESHES_PER_SECOND, PlainListener, QuietListener, RichListener, size_of
-from sims.report.tables import before_forgetting, percent
-from sims.sweeps.outcome import BUSY, FAILED, Outcome
+from fedloom.conf.errors import plain
+from fedloom.sims.benchmarks.memory import tree_bytes
+from fedloom.sims.cli.progress import (
+    MEMORY_SECONDS,
+    REFRESHES_PER_SECOND,
+    PlainListener,
+    QuietListener,
+    RichListener,
+    size_of,
+)
+from fedloom.sims.report.tables import before_forgetting, percent
+from fedloom.sims.sweeps.outcome import BUSY, FAILED, Outcome
 
 
 class Display:

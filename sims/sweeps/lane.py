@@ -12,9 +12,9 @@ import threading
 from queue import SimpleQueue
 from typing import TextIO
 
-from conf.load import from_json
-from sims.cli.main import listen
-from sims.engines.share import Share
+from fedloom.conf.load import from_json
+from fedloom.sims.cli.main import listen
+from fedloom.sims.engines.share import Share
 
 
 def main() -> None:
@@ -32,9 +32,9 @@ def work(out: TextIO, share: Share) -> None:
     """Run what comes until no more does."""
     lines, busy, gone = SimpleQueue[str](), threading.Event(), threading.Event()
     threading.Thread(target=_read, args=[lines, busy, gone], daemon=True).start()
-    from sims.simulate import simulate
-    from sims.sweeps.events import FAILED, FINISHED, Teller
-    from sims.sweeps.outcome import attempt
+    from fedloom.sims.simulate import simulate
+    from fedloom.sims.sweeps.events import FAILED, FINISHED, Teller
+    from fedloom.sims.sweeps.outcome import attempt
 
     while line := lines.get():
         config, teller = from_json(line), Teller(out)

@@ -19,16 +19,16 @@ from typing import Any
 
 import torch
 
-from conf import machine
-from conf.load import to_json
-from sims.cli.progress import QuietListener
-from sims.engines.share import Share
-from sims.sweeps.display import Display
-from sims.sweeps.events import FAILED, FINISHED, repeat
-from sims.sweeps.outcome import Outcome, failed, finished, looked_at
-from sims.sweeps.plan import Planned
+from fedloom.conf import machine
+from fedloom.conf.load import to_json
+from fedloom.sims.cli.progress import QuietListener
+from fedloom.sims.engines.share import Share
+from fedloom.sims.sweeps.display import Display
+from fedloom.sims.sweeps.events import FAILED, FINISHED, repeat
+from fedloom.sims.sweeps.outcome import Outcome, failed, finished, looked_at
+from fedloom.sims.sweeps.plan import Planned
 
-START = "from sims.sweeps.lane import main; main()"
+START = "from fedloom.sims.sweeps.lane import main; main()"
 GRACE = 15.0  # seconds in which an interrupted run puts its folder in order and ends its Ray
 POLL = 0.2
 VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from conf.errors import FailedError, UserError, of_files, plain
-from server.runs import busy, read_summary
-from sims.sweeps.plan import Planned, ordered, placed
+from fedloom.conf.errors import FailedError, UserError, of_files, plain
+from fedloom.server.runs import busy, read_summary
+from fedloom.sims.sweeps.plan import Planned, ordered, placed
 
 KEPT, FINISHED, FAILED, BUSY = "kept", "finished", "failed", "busy"
 AT_IT = "another process is at it; the same command keeps what that finishes"

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError, plain
-from conf.load import MOST_RUN_NAME_BYTES, read_override, read_values, to_json
-from conf.schema import Config, RunConfig
-from server.runs import FINISHED, holds, is_run, read_summary
-from server.written import CONFIG
-from sims.sweeps.names import part_of_name, short_keys, text_of
+from fedloom.conf.errors import UserError, plain
+from fedloom.conf.load import MOST_RUN_NAME_BYTES, read_override, read_values, to_json
+from fedloom.conf.schema import Config, RunConfig
+from fedloom.server.runs import FINISHED, holds, is_run, read_summary
+from fedloom.server.written import CONFIG
+from fedloom.sims.sweeps.names import part_of_name, short_keys, text_of
 
 SEED = "seed"
 EXPERIMENT = "experiment"

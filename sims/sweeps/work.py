@@ -3,13 +3,13 @@
 import dataclasses
 from collections.abc import Sequence
 
-from conf.errors import UserError
-from server.runs import busy
-from sims.simulate import absolute_paths, refuse, simulate
-from sims.sweeps.display import Display, display_for
-from sims.sweeps.lanes import Lanes
-from sims.sweeps.outcome import BUSY, KEPT, Outcome, attempt, failed, finished, looked_at
-from sims.sweeps.plan import Planned, placed
+from fedloom.conf.errors import UserError
+from fedloom.server.runs import busy
+from fedloom.sims.simulate import absolute_paths, refuse, simulate
+from fedloom.sims.sweeps.display import Display, display_for
+from fedloom.sims.sweeps.lanes import Lanes
+from fedloom.sims.sweeps.outcome import BUSY, KEPT, Outcome, attempt, failed, finished, looked_at
+from fedloom.sims.sweeps.plan import Planned, placed
 
 
 def ready(planned: Sequence[Planned], *, overwrite: bool = False) -> list[Planned]:

@@ -1,7 +1,7 @@
 """Trackers: what a run tells while it goes on, in the files and servers that others look at. One file each, by name."""
 
-from sims.tracking import csv_files, mlflow, tensorboard, wandb
-from sims.tracking.base import TRACKERS
-from sims.tracking.follow import Tracking, refuse_trackers, trackable
+from fedloom.sims.tracking import csv_files, mlflow, tensorboard, wandb
+from fedloom.sims.tracking.base import TRACKERS
+from fedloom.sims.tracking.follow import Tracking, refuse_trackers, trackable
 
 __all__ = ["TRACKERS", "Tracking", "csv_files", "mlflow", "refuse_trackers", "tensorboard", "trackable", "wandb"]

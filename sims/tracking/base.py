@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from conf.registry import Registry
-from conf.schema import Config
-from conf.sites import roster
-from conf.typed import value
-from sims.tracking.results import Results
+from fedloom.conf.registry import Registry
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import roster
+from fedloom.conf.typed import value
+from fedloom.sims.tracking.results import Results
 
 MAIN = "main"  # the part of a run that is none of its baselines
 FINISHED, INTERRUPTED, FAILED = "finished", "interrupted", "failed"

@@ -5,8 +5,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from conf.plugins import told
-from sims.tracking.base import Writer
+from fedloom.conf.plugins import told
+from fedloom.sims.tracking.base import Writer
 
 MOST_WAITING = 10_000  # rounds that a tracker may be behind
 

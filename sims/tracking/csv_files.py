@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.schema import Config
-from sims.tracking.base import TRACKERS, Line, Part, Tracker, Writer
-from sims.tracking.numbers import round_numbers, site_numbers
-from sims.tracking.results import Results
+from fedloom.conf.schema import Config
+from fedloom.sims.tracking.base import TRACKERS, Line, Part, Tracker, Writer
+from fedloom.sims.tracking.numbers import round_numbers, site_numbers
+from fedloom.sims.tracking.results import Results
 
 FOLDER = "csv"
 

@@ -8,15 +8,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from conf.errors import UserError
-from conf.plugins import told
-from conf.schema import Config
-from server.ledger import Ledger
-from server.listener import Silent
-from server.runfolder import RunFolder
-from sims.tracking.base import FAILED, FINISHED, INTERRUPTED, MAIN, TRACKERS, Part, Tracker
-from sims.tracking.courier import Courier
-from sims.tracking.results import results_of
+from fedloom.conf.errors import UserError
+from fedloom.conf.plugins import told
+from fedloom.conf.schema import Config
+from fedloom.server.ledger import Ledger
+from fedloom.server.listener import Silent
+from fedloom.server.runfolder import RunFolder
+from fedloom.sims.tracking.base import FAILED, FINISHED, INTERRUPTED, MAIN, TRACKERS, Part, Tracker
+from fedloom.sims.tracking.courier import Courier
+from fedloom.sims.tracking.results import results_of
 
 SECONDS_AT_END, SECONDS_AFTER_STOP = 60.0, 10.0  # that the run waits for trackers
 BESIDE = ("baselines", "retrained")  # folders of further parts

@@ -5,11 +5,11 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from conf.schema import Config
-from conf.typed import value
-from sims.tracking.base import FAILED, FINISHED, INTERRUPTED, MAIN, TRACKERS, Line, Part, Tracker, Writer
-from sims.tracking.numbers import round_numbers, safe, settings, site_numbers
-from sims.tracking.results import Results
+from fedloom.conf.schema import Config
+from fedloom.conf.typed import value
+from fedloom.sims.tracking.base import FAILED, FINISHED, INTERRUPTED, MAIN, TRACKERS, Line, Part, Tracker, Writer
+from fedloom.sims.tracking.numbers import round_numbers, safe, settings, site_numbers
+from fedloom.sims.tracking.results import Results
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

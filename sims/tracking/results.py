@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from server.runfolder import CONFIG, RunFolder
-from sims.report.results import result_tables
-from sims.report.tables import Table
-from sims.tracking.numbers import one
+from fedloom.server.runfolder import CONFIG, RunFolder
+from fedloom.sims.report.results import result_tables
+from fedloom.sims.report.tables import Table
+from fedloom.sims.tracking.numbers import one
 
 REPORT = "report.html"
 

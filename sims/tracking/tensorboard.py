@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import numpy as np
 from PIL import Image
 
-from conf import to_yaml
-from conf.schema import Config
-from sims.tracking.base import MAIN, TRACKERS, Line, Part, Tracker, Writer
-from sims.tracking.numbers import round_numbers, site_numbers
-from sims.tracking.results import Results
+from fedloom.conf import to_yaml
+from fedloom.conf.schema import Config
+from fedloom.sims.tracking.base import MAIN, TRACKERS, Line, Part, Tracker, Writer
+from fedloom.sims.tracking.numbers import round_numbers, site_numbers
+from fedloom.sims.tracking.results import Results
 
 FOLDER, RESULTS = "tensorboard", "results"
 MARK = "replies"  # a number that each round has, written last

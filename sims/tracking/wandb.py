@@ -6,13 +6,13 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from conf.schema import Config
-from conf.typed import value
-from sims.report.tables import show
-from sims.tracking.base import FINISHED, MAIN, TRACKERS, Line, Part, Tracker, Writer
-from sims.tracking.numbers import round_numbers, site_numbers
-from sims.tracking.results import Results
-from sims.tracking.wandb_files import last_number
+from fedloom.conf.schema import Config
+from fedloom.conf.typed import value
+from fedloom.sims.report.tables import show
+from fedloom.sims.tracking.base import FINISHED, MAIN, TRACKERS, Line, Part, Tracker, Writer
+from fedloom.sims.tracking.numbers import round_numbers, site_numbers
+from fedloom.sims.tracking.results import Results
+from fedloom.sims.tracking.wandb_files import last_number
 
 FOLDER, STEP = "wandb", "round"
 

@@ -9,9 +9,9 @@ import torch
 from flwr.app import Message, RecordDict
 from torch import Tensor
 
-from clients.app import app
-from clients.initial import initial_state
-from clients.messages import (
+from fedloom.clients.app import app
+from fedloom.clients.initial import initial_state
+from fedloom.clients.messages import (
     ASK,
     BASES,
     COMMITMENTS,
@@ -34,9 +34,9 @@ from clients.messages import (
     to_arrays,
     to_states,
 )
-from clients.partial import ONCE
-from clients.secure_aggregation.contribution import flat
-from clients.secure_aggregation.primitives import (
+from fedloom.clients.partial import ONCE
+from fedloom.clients.secure_aggregation.contribution import flat
+from fedloom.clients.secure_aggregation.primitives import (
     KEY,
     PUBLIC,
     PublicKeys,
@@ -47,11 +47,11 @@ from clients.secure_aggregation.primitives import (
     sign,
     threshold_of,
 )
-from clients.sent import Sent
-from clients.store import SiteStore
-from conf import load, to_json
-from sims.engines.adapter import site_context, take_identity
-from sims.federation.keys import write_node_key
+from fedloom.clients.sent import Sent
+from fedloom.clients.store import SiteStore
+from fedloom.conf import load, to_json
+from fedloom.sims.engines.adapter import site_context, take_identity
+from fedloom.sims.federation.keys import write_node_key
 
 SITES = 10
 WORDS = (

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from clients.app import app
-from clients.limits import RefusedError
-from clients.memory import Memory
-from clients.messages import EVALUATE, MEAN, METRICS, MODEL, ROUND, SITE, TRAIN
-from clients.partial import ONCE
-from clients.policy import Policy
-from clients.privacy import discrete_gaussian, epsilon
-from clients.reading import alone
-from conf import UserError, load
-from conf.sites import roster
-from server.experiment import run_experiment
-from sims.engines.adapter import site_context, store_folder
-from sims.engines.inline import InlineGrid
+from fedloom.clients.app import app
+from fedloom.clients.limits import RefusedError
+from fedloom.clients.memory import Memory
+from fedloom.clients.messages import EVALUATE, MEAN, METRICS, MODEL, ROUND, SITE, TRAIN
+from fedloom.clients.partial import ONCE
+from fedloom.clients.policy import Policy
+from fedloom.clients.privacy import discrete_gaussian, epsilon
+from fedloom.clients.reading import alone
+from fedloom.conf import UserError, load
+from fedloom.conf.sites import roster
+from fedloom.server.experiment import run_experiment
+from fedloom.sims.engines.adapter import site_context, store_folder
+from fedloom.sims.engines.inline import InlineGrid
 from tests.attacks.hostile import MASKS, WORDS, Masks, Refused, Server, name_of, summed
 from tests.server.parts import Recorder, small
 

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from PIL import Image
 
-from clients import data
-from clients.data.images import Images
-from conf import Config
-from conf.load import from_mapping
-from conf.sites import roster
+from fedloom.clients import data
+from fedloom.clients.data.images import Images
+from fedloom.conf import Config
+from fedloom.conf.load import from_mapping
+from fedloom.conf.sites import roster
 
 COLOURS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
 

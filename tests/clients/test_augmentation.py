@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from clients.data import site_images, to_float
-from clients.learner import batches
-from clients.randomness import torch_generator
-from clients.training.augmentation import augmentation_of, check_augmentation
-from conf import Config, UserError, load
-from conf.schema import TrainingConfig
-from conf.sites import roster
+from fedloom.clients.data import site_images, to_float
+from fedloom.clients.learner import batches
+from fedloom.clients.randomness import torch_generator
+from fedloom.clients.training.augmentation import augmentation_of, check_augmentation
+from fedloom.conf import Config, UserError, load
+from fedloom.conf.schema import TrainingConfig
+from fedloom.conf.sites import roster
 
 CPU = torch.device("cpu")
 SHIFTED = "training.augment=[{name: RandomCrop, size: 8, padding: 2}, RandomHorizontalFlip]"

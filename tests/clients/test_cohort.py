@@ -10,19 +10,19 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
-from clients.app import app
-from clients.cohort import clip_each, same_shape, train_cohort
-from clients.job import Job
-from clients.learner import DivergedError, clip_all
-from clients.messages import METRICS, SUBSET, TRAIN, read_order, to_states
-from clients.objectives import Session
-from clients.reading import read_job
-from clients.states import read_state, write_state
-from conf import UserError, load
-from server.experiment import run_experiment
-from server.listener import LogListener
-from sims.engines.adapter import site_context
-from sims.engines.inline import InlineGrid
+from fedloom.clients.app import app
+from fedloom.clients.cohort import clip_each, same_shape, train_cohort
+from fedloom.clients.job import Job
+from fedloom.clients.learner import DivergedError, clip_all
+from fedloom.clients.messages import METRICS, SUBSET, TRAIN, read_order, to_states
+from fedloom.clients.objectives import Session
+from fedloom.clients.reading import read_job
+from fedloom.clients.states import read_state, write_state
+from fedloom.conf import UserError, load
+from fedloom.server.experiment import run_experiment
+from fedloom.server.listener import LogListener
+from fedloom.sims.engines.adapter import site_context
+from fedloom.sims.engines.inline import InlineGrid
 
 ENTRIES = ["{domain: digits, samples: 60, flip: true}", "{domain: digits, samples: 60, rotation: 90, count: 2}"]
 OF = "of: {name: convnet, widths: [4], norm: group, groups: 2}, at: block1"

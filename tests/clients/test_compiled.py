@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from clients.compiled import compiled_loss
-from clients.data import site_images
-from clients.learner import learn
-from clients.messages import MEAN
-from clients.networks import Network, initialise
-from clients.objectives import Task, objective_of, state_of
-from clients.randomness import torch_generator
-from conf import Config, UserError, load
-from conf.sites import roster
-from fusion.exact import State
+from fedloom.clients.compiled import compiled_loss
+from fedloom.clients.data import site_images
+from fedloom.clients.learner import learn
+from fedloom.clients.messages import MEAN
+from fedloom.clients.networks import Network, initialise
+from fedloom.clients.objectives import Task, objective_of, state_of
+from fedloom.clients.randomness import torch_generator
+from fedloom.conf import Config, UserError, load
+from fedloom.conf.sites import roster
+from fedloom.fusion.exact import State
 
 CPU = torch.device("cpu")
 SITES = "sites=[{domain: digits, samples: 70}, {domain: digits, samples: 70}]"
@@ -81,7 +81,7 @@ def test_where_nothing_can_be_compiled_the_line_says_what_to_do(monkeypatch: pyt
 
 
 def test_sites_trained_as_one_are_not_compiled(tmp_path):
-    from sims import run
+    from fedloom import run
 
     with pytest.raises(UserError, match=r"engine\.compile: sites trained as one"):
         run("digits", "engine.compile=true", "engine.vectorise=2", f"run.root={tmp_path}")

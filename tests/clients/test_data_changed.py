@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from clients import data
-from clients.configurations import parsed
-from clients.data import listing
-from clients.data.images import Images
-from conf import Config, UserError, to_json
-from conf.sites import roster
-from server.evaluate import Evaluator
-from sims import run
+from fedloom import run
+from fedloom.clients import data
+from fedloom.clients.configurations import parsed
+from fedloom.clients.data import listing
+from fedloom.clients.data.images import Images
+from fedloom.conf import Config, UserError, to_json
+from fedloom.conf.sites import roster
+from fedloom.server.evaluate import Evaluator
 from tests.clients.own_data import config, images
 
 MARK = 251

@@ -5,11 +5,11 @@ import pytest
 import torch
 from torchvision.transforms.functional import rotate as torchvision_rotate
 
-from clients import data
-from clients.data.cache import ImageCache
-from clients.data.images import Images
-from clients.data.transforms import render, rotate
-from clients.randomness import generator, torch_generator
+from fedloom.clients import data
+from fedloom.clients.data.cache import ImageCache
+from fedloom.clients.data.images import Images
+from fedloom.clients.data.transforms import render, rotate
+from fedloom.clients.randomness import generator, torch_generator
 
 
 def test_generators_depend_on_seed_and_words_alone() -> None:

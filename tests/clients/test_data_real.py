@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from clients import data
-from clients.data.domains import locate
-from clients.data.splits import split
-from conf.load import from_mapping
-from conf.schema import Config, DataConfig, SiteConfig
-from conf.sites import roster
+from fedloom.clients import data
+from fedloom.clients.data.domains import locate
+from fedloom.clients.data.splits import split
+from fedloom.conf.load import from_mapping
+from fedloom.conf.schema import Config, DataConfig, SiteConfig
+from fedloom.conf.sites import roster
 from tests.data_folder import FOLDER
 
 DATA = DataConfig(root=str(FOLDER))

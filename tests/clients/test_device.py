@@ -6,10 +6,10 @@ import pytest
 import torch
 from flwr.app import Message, RecordDict
 
-from clients.messages import CONFIG, ORDER, Order, config_digest, text_record
-from clients.reading import read_job
-from conf import load, to_json
-from sims.engines.adapter import site_context, take_identity
+from fedloom.clients.messages import CONFIG, ORDER, Order, config_digest, text_record
+from fedloom.clients.reading import read_job
+from fedloom.conf import load, to_json
+from fedloom.sims.engines.adapter import site_context, take_identity
 
 
 @pytest.fixture

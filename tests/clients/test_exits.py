@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from clients.networks import NETWORKS, ExitNetwork, initialise
-from conf.errors import UserError
+from fedloom.clients.networks import NETWORKS, ExitNetwork, initialise
+from fedloom.conf.errors import UserError
 
 
 @pytest.fixture(autouse=True)

@@ -9,11 +9,11 @@ from flwr.app import ConfigRecord, MetricRecord, RecordDict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clients.identity import SIGNED, Identity, fingerprint, heard, is_signed, sent_words
-from clients.messages import TRAIN, Order, to_arrays
-from clients.policy import Policy, RefusedError
-from conf.errors import UserError
-from sims.federation.keys import write_node_key
+from fedloom.clients.identity import SIGNED, Identity, fingerprint, heard, is_signed, sent_words
+from fedloom.clients.messages import TRAIN, Order, to_arrays
+from fedloom.clients.policy import Policy, RefusedError
+from fedloom.conf.errors import UserError
+from fedloom.sims.federation.keys import write_node_key
 
 
 def ordered(kind: str = TRAIN, secure: str = "") -> Order:

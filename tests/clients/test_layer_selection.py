@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.func import functional_call
 
-from clients.networks import NETWORKS, Architecture, Network, initialise
-from clients.objectives.layer_selection.configurations import Configuration, every, named
-from clients.objectives.layer_selection.layers import Layers, grouped
-from clients.objectives.layer_selection.learners import BASE_LEARNERS
-from clients.objectives.layer_selection.posterior import LIKELIHOODS, PRIORS, Belief, by_winner, shares
-from clients.objectives.layer_selection.search import Exact, Pace, Pruned, Sampled, Step
-from clients.objectives.layer_selection.tree import Tree, layers_of, operations
-from clients.randomness import torch_generator
-from conf.errors import UserError
+from fedloom.clients.networks import NETWORKS, Architecture, Network, initialise
+from fedloom.clients.objectives.layer_selection.configurations import Configuration, every, named
+from fedloom.clients.objectives.layer_selection.layers import Layers, grouped
+from fedloom.clients.objectives.layer_selection.learners import BASE_LEARNERS
+from fedloom.clients.objectives.layer_selection.posterior import LIKELIHOODS, PRIORS, Belief, by_winner, shares
+from fedloom.clients.objectives.layer_selection.search import Exact, Pace, Pruned, Sampled, Step
+from fedloom.clients.objectives.layer_selection.tree import Tree, layers_of, operations
+from fedloom.clients.randomness import torch_generator
+from fedloom.conf.errors import UserError
 from tests.server.parts import one_thread
 
 CHAIN = {"name": "convnet", "widths": [3, 4, 3], "pools": [2], "hidden": [5], "norm": "none", "bias": True}

@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from clients.data import site_images, to_float
-from clients.initial import initial_state
-from clients.learner import learn
-from clients.messages import MEAN
-from clients.networks import architecture_of
-from clients.objectives import Task, objective_of
-from clients.objectives.layer_selection.session import CHOSEN, COUNTS, MASS, SELECTION, SelectionSession
-from clients.randomness import torch_generator
-from conf import Config
-from conf.sites import roster
-from fusion.exact import State
+from fedloom.clients.data import site_images, to_float
+from fedloom.clients.initial import initial_state
+from fedloom.clients.learner import learn
+from fedloom.clients.messages import MEAN
+from fedloom.clients.networks import architecture_of
+from fedloom.clients.objectives import Task, objective_of
+from fedloom.clients.objectives.layer_selection.session import CHOSEN, COUNTS, MASS, SELECTION, SelectionSession
+from fedloom.clients.randomness import torch_generator
+from fedloom.conf import Config
+from fedloom.conf.sites import roster
+from fedloom.fusion.exact import State
 from tests.server.arithmetics import one_core
 from tests.server.selections import configured
 

@@ -10,20 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from clients.data import Images, site_images, to_float
-from clients.initial import initial_state
-from clients.learner import DivergedError, Outcome, batches, learn, rate_at, step_count
-from clients.messages import MEAN, ROUND
-from clients.networks import architecture_of
-from clients.objectives import OBJECTIVES, Session, Task
-from clients.objectives.fedavg import FedAvg
-from clients.randomness import torch_generator
-from conf import Config, load
-from conf.errors import UserError
-from conf.schema import TrainingConfig
-from conf.sites import roster
-from fusion.exact import State, digest
-from server.experiment import check
+from fedloom.clients.data import Images, site_images, to_float
+from fedloom.clients.initial import initial_state
+from fedloom.clients.learner import DivergedError, Outcome, batches, learn, rate_at, step_count
+from fedloom.clients.messages import MEAN, ROUND
+from fedloom.clients.networks import architecture_of
+from fedloom.clients.objectives import OBJECTIVES, Session, Task
+from fedloom.clients.objectives.fedavg import FedAvg
+from fedloom.clients.randomness import torch_generator
+from fedloom.conf import Config, load
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import TrainingConfig
+from fedloom.conf.sites import roster
+from fedloom.fusion.exact import State, digest
+from fedloom.server.experiment import check
 
 CPU = torch.device("cpu")
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from clients.networks import NETWORKS, Network, architecture_of, initialise, parameter_count
-from clients.networks.plain import StandardisedConv2d
-from conf import UserError, load
-from fusion.exact import State
+from fedloom.clients.networks import NETWORKS, Network, architecture_of, initialise, parameter_count
+from fedloom.clients.networks.plain import StandardisedConv2d
+from fedloom.conf import UserError, load
+from fedloom.fusion.exact import State
 
 
 @pytest.fixture(autouse=True)

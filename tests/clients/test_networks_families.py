@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from clients.networks import NetworkName, initialise, parameter_count, parse_name
+from fedloom.clients.networks import NetworkName, initialise, parameter_count, parse_name
 
 SLIM = [
     *("conv6", "conv6:norm=batch", "conv6:norm=none,bias=true", "conv6:norm=batch,affine=false,standardise=true"),

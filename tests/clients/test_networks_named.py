@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from clients.networks import NetworkName, initialise, load_network, parse_name, save_network
-from clients.states import read_metadata, read_state, write_state
-from conf import UserError
+from fedloom.clients.networks import NetworkName, initialise, load_network, parse_name, save_network
+from fedloom.clients.states import read_metadata, read_state, write_state
+from fedloom.conf import UserError
 
 TORCHVISION = ["torchvision:resnet18", "torchvision:vgg11_bn", "torchvision:mobilenet_v2"]
 
@@ -96,9 +96,8 @@ def test_torchvisions_networks_are_built_as_they_are(text):
 
 
 def test_torchvision_is_imported_only_when_asked_for():
-    code = (
-        "import sys, clients.networks as n; n.parse_name('vgg13', 3, 32, 7).build(); assert 'torchvision' not in sys.modules"
-    )
+    built = "fedloom.clients.networks.parse_name('vgg13', 3, 32, 7).build()"
+    code = f"import sys, fedloom.clients.networks; {built}; assert 'torchvision' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 

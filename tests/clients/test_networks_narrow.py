@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torchvision.models._utils import _make_divisible
 
-from clients.networks import NETWORKS, parse_name
-from clients.networks.layers import scaled
+from fedloom.clients.networks import NETWORKS, parse_name
+from fedloom.clients.networks.layers import scaled
 
 SHORTCUT = """
 import torch
-from clients.networks.residual import Resnet18
+from fedloom.clients.networks.residual import Resnet18
 
 torch.set_num_threads(1)
 for inputs, size in 4 * [(6, 16), (8, 64), (12, 128)]:

@@ -12,17 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from clients.data import site_images, to_float
-from clients.initial import initial_state
-from clients.messages import MEAN, ROUND, SITE, STAR, SUBSET
-from clients.networks import architecture_of
-from clients.objectives import OBJECTIVES, Session, Task
-from clients.objectives.plain import PlainSession
-from clients.objectives.sum_aggregation import ExactSession, RegularisedSession
-from clients.randomness import torch_generator
-from conf import Config, UserError, load
-from conf.sites import roster
-from fusion.exact import State
+from fedloom.clients.data import site_images, to_float
+from fedloom.clients.initial import initial_state
+from fedloom.clients.messages import MEAN, ROUND, SITE, STAR, SUBSET
+from fedloom.clients.networks import architecture_of
+from fedloom.clients.objectives import OBJECTIVES, Session, Task
+from fedloom.clients.objectives.plain import PlainSession
+from fedloom.clients.objectives.sum_aggregation import ExactSession, RegularisedSession
+from fedloom.clients.randomness import torch_generator
+from fedloom.conf import Config, UserError, load
+from fedloom.conf.sites import roster
+from fedloom.fusion.exact import State
 
 SITES = 4
 

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from clients.learner import descend
-from clients.networks import architecture_of
-from clients.training.checks import check_training
-from clients.training.optimizers import OPTIMIZERS, SGD, optimizer_of
-from conf import UserError, load
-from conf.schema import TrainingConfig
+from fedloom.clients.learner import descend
+from fedloom.clients.networks import architecture_of
+from fedloom.clients.training.checks import check_training
+from fedloom.clients.training.optimizers import OPTIMIZERS, SGD, optimizer_of
+from fedloom.conf import UserError, load
+from fedloom.conf.schema import TrainingConfig
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "adadelta": {"rho": 0.8},
@@ -178,8 +178,8 @@ def test_the_default_does_not_import_torchs_compiler():
     script = """
 import sys
 import torch
-from clients.learner import descend
-from conf.schema import TrainingConfig
+from fedloom.clients.learner import descend
+from fedloom.conf.schema import TrainingConfig
 weight = torch.nn.Parameter(torch.ones(2))
 descend([weight], lambda x, y: (weight * x).sum(), [(0.1, torch.ones(2), torch.ones(2))], TrainingConfig())
 assert not {"torch._dynamo", "torchvision"} & set(sys.modules)

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
-from clients.app import app
-from clients.initial import initial_state
-from clients.messages import CONFIG, LOST, MEAN, ORDER, Order, config_digest, text_record, to_arrays
-from conf import Config, UserError, load, to_json
-from conf.load import from_json
-from sims.engines.adapter import site_context, take_identity
+from fedloom.clients.app import app
+from fedloom.clients.initial import initial_state
+from fedloom.clients.messages import CONFIG, LOST, MEAN, ORDER, Order, config_digest, text_record, to_arrays
+from fedloom.conf import Config, UserError, load, to_json
+from fedloom.conf.load import from_json
+from fedloom.sims.engines.adapter import site_context, take_identity
 
 SECRET = "xyzzy-4711"
 WORDS = ["sites=[{domain: digits, count: 2, samples: 20}]", "data.size=8", "network.width=0.25", "rounds=2"]

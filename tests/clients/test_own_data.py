@@ -8,9 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
-from clients import data
-from conf import UserError
-from conf.sites import roster
+from fedloom.clients import data
+from fedloom.conf import UserError
+from fedloom.conf.sites import roster
 from tests.clients.own_data import COLOURS, config, images, right
 
 

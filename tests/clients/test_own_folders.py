@@ -9,10 +9,10 @@ import pytest
 import torch
 from PIL import Image
 
-from clients import data
-from clients.data.found import absolute, short
-from conf import UserError
-from conf.sites import roster
+from fedloom.clients import data
+from fedloom.clients.data.found import absolute, short
+from fedloom.conf import UserError
+from fedloom.conf.sites import roster
 from tests.clients.own_data import colours, config, images, right
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from clients import data
-from clients.data.listing import of_run
-from conf import UserError
-from conf.sites import roster
+from fedloom.clients import data
+from fedloom.clients.data.listing import of_run
+from fedloom.conf import UserError
+from fedloom.conf.sites import roster
 from tests.clients.own_data import config, images
 
 MODULE = '''

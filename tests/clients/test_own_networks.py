@@ -9,11 +9,19 @@ import pytest
 import torch
 from torch import nn
 
-from clients.initial import initial_state
-from clients.networks import Network, NetworkName, architecture_of, initialise, load_network, parse_name, save_network
-from clients.randomness import torch_generator
-from conf import Config, UserError, load
-from server.experiment import check
+from fedloom.clients.initial import initial_state
+from fedloom.clients.networks import (
+    Network,
+    NetworkName,
+    architecture_of,
+    initialise,
+    load_network,
+    parse_name,
+    save_network,
+)
+from fedloom.clients.randomness import torch_generator
+from fedloom.conf import Config, UserError, load
+from fedloom.server.experiment import check
 
 MODULE = '''
 from dataclasses import dataclass
@@ -21,8 +29,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from clients.networks import Network, NetworkSpec
-from conf.typed import value
+from fedloom.clients.networks import Network, NetworkSpec
+from fedloom.conf.typed import value
 
 
 class TinyNet(nn.Module):

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from clients import data
-from conf import Config, UserError, load
-from conf.sites import roster
+from fedloom.clients import data
+from fedloom.conf import Config, UserError, load
+from fedloom.conf.sites import roster
 
 MODULE = '''
 import numpy as np

@@ -9,14 +9,14 @@ import torch
 from flwr.app import RecordDict
 from torch import Tensor
 
-from clients.cohort import train_cohort
-from clients.initial import initial_state
-from clients.job import Job, workbench
-from clients.messages import EVALUATE, MEAN, MODEL, ROUND, TRAIN, Order, to_arrays, to_states
-from clients.networks import architecture_of
-from clients.store import SiteStore
-from conf import Config, load
-from fusion.exact import digest
+from fedloom.clients.cohort import train_cohort
+from fedloom.clients.initial import initial_state
+from fedloom.clients.job import Job, workbench
+from fedloom.clients.messages import EVALUATE, MEAN, MODEL, ROUND, TRAIN, Order, to_arrays, to_states
+from fedloom.clients.networks import architecture_of
+from fedloom.clients.store import SiteStore
+from fedloom.conf import Config, load
+from fedloom.fusion.exact import digest
 
 MODULE = """
 import torch

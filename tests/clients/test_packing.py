@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from clients.packing import PACKINGS, packed, unpacked
-from clients.states import read_state
-from conf import UserError
-from fusion.exact import digest, quantise
-from server.experiment import check
-from sims.engines.adapter import store_folder
+from fedloom.clients.packing import PACKINGS, packed, unpacked
+from fedloom.clients.states import read_state
+from fedloom.conf import UserError
+from fedloom.fusion.exact import digest, quantise
+from fedloom.server.experiment import check
+from fedloom.sims.engines.adapter import store_folder
 from tests.server.parts import WatchedApp, close_all, contribution, set_up, small, sum_of_contributions
 
 SHAPES = arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5)

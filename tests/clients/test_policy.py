@@ -11,16 +11,16 @@ import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 from PIL import Image
 
-from clients.app import app
-from clients.data import label, num_classes, site_images
-from clients.guard import told_outside
-from clients.initial import initial_state
-from clients.limits import Limits
-from clients.messages import CONFIG, MEAN, METRICS, ORDER, Order, config_digest, text_record, to_arrays
-from clients.policy import Policy, RefusedError, followed
-from conf import Config, UserError, load, to_json
-from conf.sites import roster
-from sims.engines.adapter import site_context, take_identity
+from fedloom.clients.app import app
+from fedloom.clients.data import label, num_classes, site_images
+from fedloom.clients.guard import told_outside
+from fedloom.clients.initial import initial_state
+from fedloom.clients.limits import Limits
+from fedloom.clients.messages import CONFIG, MEAN, METRICS, ORDER, Order, config_digest, text_record, to_arrays
+from fedloom.clients.policy import Policy, RefusedError, followed
+from fedloom.conf import Config, UserError, load, to_json
+from fedloom.conf.sites import roster
+from fedloom.sims.engines.adapter import site_context, take_identity
 
 WORDS = ["sites=[{domain: digits, samples: 20}, {domain: digits, samples: 30}]", "data.size=8", "network.width=0.25"]
 TRAP = "raise SystemError('a site has imported what a server named')\n"

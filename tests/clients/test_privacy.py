@@ -9,14 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clients.privacy import discrete_gaussian, epsilon
-from clients.states import read_state
-from conf import UserError
-from conf.errors import FailedError
-from fusion.exact import digest
-from server.privacy import check_hidden
-from sims.engines.adapter import store_folder
-from sims.report.report import write_report
+from fedloom.clients.privacy import discrete_gaussian, epsilon
+from fedloom.clients.states import read_state
+from fedloom.conf import UserError
+from fedloom.conf.errors import FailedError
+from fedloom.fusion.exact import digest
+from fedloom.server.privacy import check_hidden
+from fedloom.sims.engines.adapter import store_folder
+from fedloom.sims.report.report import write_report
 from tests.server.masked import configured, held, others, run
 from tests.server.parts import Recorder, folder, small
 from tests.server.runs import method_of

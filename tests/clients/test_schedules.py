@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
-from clients.learner import rate_at
-from clients.training.schedules import SCHEDULES, schedule_of
-from conf import UserError, load
-from conf.schema import TrainingConfig
+from fedloom.clients.learner import rate_at
+from fedloom.clients.training.schedules import SCHEDULES, schedule_of
+from fedloom.conf import UserError, load
+from fedloom.conf.schema import TrainingConfig
 
 ROUNDS = 20
 AFTER: dict[str, tuple[dict[str, Any], Any]] = {

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clients.secure_aggregation.primitives import (
+from fedloom.clients.secure_aggregation.primitives import (
     agreed,
     check_room,
     commitment,
@@ -22,8 +22,8 @@ from clients.secure_aggregation.primitives import (
     threshold_of,
     unseal,
 )
-from conf.errors import UserError
-from fusion.exact import ExactSum
+from fedloom.conf.errors import UserError
+from fedloom.fusion.exact import ExactSum
 
 secrets = st.binary(min_size=16, max_size=16)
 vectors = st.lists(st.integers(-(2**63), 2**63 - 1), min_size=4, max_size=4)

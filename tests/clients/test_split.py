@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from clients.networks import NETWORKS, Network, initialise, split_points
-from conf.errors import UserError
-from fusion.exact import State
+from fedloom.clients.networks import NETWORKS, Network, initialise, split_points
+from fedloom.conf.errors import UserError
+from fedloom.fusion.exact import State
 
 OWN = "torchvision.models:mobilenet_v2"
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from clients.states import read_metadata, read_state, write_state
-from clients.store import SiteStore
-from conf import UserError
-from fusion.exact import digest
+from fedloom.clients.states import read_metadata, read_state, write_state
+from fedloom.clients.store import SiteStore
+from fedloom.conf import UserError
+from fedloom.fusion.exact import digest
 
 
 def state(number: float, entries: int = 5) -> dict[str, torch.Tensor]:

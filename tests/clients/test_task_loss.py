@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from clients.learner import descend
-from clients.objectives.layer_selection.search import Exact, Sampled
-from clients.training.loss import full, task_loss
-from conf.schema import TrainingConfig
+from fedloom.clients.learner import descend
+from fedloom.clients.objectives.layer_selection.search import Exact, Sampled
+from fedloom.clients.training.loss import full, task_loss
+from fedloom.conf.schema import TrainingConfig
 from tests.clients.test_layer_selection import CHAIN, built, drawn, every, layers, step_of, uniform
 
 

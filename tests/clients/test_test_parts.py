@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clients import data
-from clients.data.partition import divide_alike
-from conf import Config, load
-from conf.sites import Site, roster
+from fedloom.clients import data
+from fedloom.clients.data.partition import divide_alike
+from fedloom.conf import Config, load
+from fedloom.conf.sites import Site, roster
 
 WAYS = ["iid", "dirichlet, alpha: 0.2", "classes", "size, growth: 1.5"]
 

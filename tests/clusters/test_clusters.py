@@ -16,17 +16,17 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 from typer.testing import CliRunner
 
-from clients.states import read_state
-from conf import UserError, load
-from fusion.exact import digest
-from server.experiment import run_experiment
-from server.listener import LogListener
-from sims.cli.main import app
-from sims.clusters.job import job
-from sims.clusters.kubernetes import Pods, pod, ray_job
-from sims.clusters.slurm import batch_file
-from sims.clusters.ssh import cluster_file, commands
-from sims.engines import open_engine
+from fedloom.clients.states import read_state
+from fedloom.conf import UserError, load
+from fedloom.fusion.exact import digest
+from fedloom.server.experiment import run_experiment
+from fedloom.server.listener import LogListener
+from fedloom.sims.cli.main import app
+from fedloom.sims.clusters.job import job
+from fedloom.sims.clusters.kubernetes import Pods, pod, ray_job
+from fedloom.sims.clusters.slurm import batch_file
+from fedloom.sims.clusters.ssh import cluster_file, commands
+from fedloom.sims.engines import open_engine
 
 EVIL = ["run.root=a b'\"; $(touch pwned) `touch pwned` $HOME %x"]
 PODS = {"claim": "work", "memory": "8Gi"}
@@ -172,7 +172,7 @@ def test_a_batch_file_starts_two_ray_nodes_and_the_run_outlives_one(tmp_path: Pa
 
 def _kill_tree(root: int) -> None:
     """Kill a process and all that came of it, at once."""
-    from sims.benchmarks.memory import descendants
+    from fedloom.sims.benchmarks.memory import descendants
 
     for process in [*descendants(root)][::-1]:
         try:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from conf import machine
-from conf.cgroups import Limits, limits
+from fedloom.conf import machine
+from fedloom.conf.cgroups import Limits, limits
 
 NONE, CPU = float("inf"), "cpu,cpuacct"
 V2 = "30 23 0:28 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw\n"

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from conf import UserError
-from conf.plugins import call, is_reference, offered, outside
-from conf.registry import Registry
-from conf.typed import value
+from fedloom.conf import UserError
+from fedloom.conf.plugins import call, is_reference, offered, outside
+from fedloom.conf.registry import Registry
+from fedloom.conf.typed import value
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def test_what_a_package_offers_is_gone_with_it(package: Path):
 
 def test_only_classes_of_this_project_are_shipped(package: Path, monkeypatch: pytest.MonkeyPatch):
     assert not KINDS.shipped("ours")  # this module is a test
-    monkeypatch.setattr(Ours, "__module__", "server.strategies.ours")
+    monkeypatch.setattr(Ours, "__module__", "fedloom.server.strategies.ours")
     assert KINDS.shipped("ours")
     assert not any(map(KINDS.shipped, ("theirs", "my_method:Theirs", "", "nobody")))
     assert "my_method" not in sys.modules

@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conf import UserError, to_yaml
-from conf.load import from_json, load_text, read_values, to_json
-from conf.schema import Config
-from conf.sites import roster
-from conf.yamls import read_yaml, write_yaml
-from server.runs import read_config
-from sims.api import config_of
-from sims.federation.plan import Plan, site_sheets
-from sims.federation.sheets import SITE, SiteSheet, read, write
+from fedloom.conf import UserError, to_yaml
+from fedloom.conf.load import from_json, load_text, read_values, to_json
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import roster
+from fedloom.conf.yamls import read_yaml, write_yaml
+from fedloom.server.runs import read_config
+from fedloom.sims.api import config_of
+from fedloom.sims.federation.plan import Plan, site_sheets
+from fedloom.sims.federation.sheets import SITE, SiteSheet, read, write
 
 BASE = "sites: [{domain: digits}]\nobjective: fedavg\nstrategy: fedavg\nnetwork: mlp\n"
 METHOD = {"objective": "fedavg", "strategy": "fedavg"}

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import ray
 
-import sims.engines.ray as ray_engine
-from conf import load
+import fedloom.sims.engines.ray as ray_engine
+from fedloom.conf import load
 
 
 @pytest.fixture(scope="module")

@@ -7,18 +7,18 @@ from pathlib import Path
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
-from conf import load
-from sims.engines.adapter import FIRST_NODE
-from sims.engines.ray import RayGrid, start
+from fedloom.conf import load
+from fedloom.sims.engines.adapter import FIRST_NODE
+from fedloom.sims.engines.ray import RayGrid, start
 
 SITES = 12
 
 
-def opened(root: Path, *words: str, app: str = "sims.benchmarks.faults:app") -> RayGrid:
+def opened(root: Path, *words: str, app: str = "fedloom.sims.benchmarks.faults:app") -> RayGrid:
     """Two workers; they take no cores, so that several grids have room in one Ray."""
     entry = f"sites=[{{domain: digits, count: {SITES}}}]"
     fixed = [entry, f"run.root={root}", "engine.workers=2", "engine.num_cpus=0"]
-    return start(load("digits", [*fixed, *words]), app=app, combine="sims.benchmarks.faults:combine")
+    return start(load("digits", [*fixed, *words]), app=app, combine="fedloom.sims.benchmarks.faults:combine")
 
 
 def answers(grid: RayGrid, keys: list[str], seconds: float) -> list[Message]:

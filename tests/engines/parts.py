@@ -3,13 +3,13 @@
 import contextlib
 from pathlib import Path
 
-from clients.states import read_state
-from conf import load
-from fusion.exact import digest
-from server.experiment import run_experiment
-from server.listener import LogListener
-from sims.engines import open_engine
-from sims.engines.adapter import LocalGrid
+from fedloom.clients.states import read_state
+from fedloom.conf import load
+from fedloom.fusion.exact import digest
+from fedloom.server.experiment import run_experiment
+from fedloom.server.listener import LogListener
+from fedloom.sims.engines import open_engine
+from fedloom.sims.engines.adapter import LocalGrid
 
 SMALL = ["rounds=2", "sites.0.samples=120", "sites.1.samples=100", "data.size=8", "baselines=[]"]
 SITES = "sites=[{domain: digits, samples: 60}, {domain: digits, rotation: 90, samples: 90}, {domain: digits, samples: 30}]"

@@ -12,14 +12,14 @@ import ray
 from flwr.app import RecordDict
 from ray.cluster_utils import Cluster
 
-from clients.initial import initial_state
-from clients.messages import CONFIG, MEAN, ORDER, TRAIN, Order, config_digest, text_record, to_arrays
-from conf import load, to_json
-from conf.sites import roster
-from server.experiment import run_experiment
-from server.listener import LogListener
-from server.rounds.exchange import Federation
-from sims.engines import open_engine
+from fedloom.clients.initial import initial_state
+from fedloom.clients.messages import CONFIG, MEAN, ORDER, TRAIN, Order, config_digest, text_record, to_arrays
+from fedloom.conf import load, to_json
+from fedloom.conf.sites import roster
+from fedloom.server.experiment import run_experiment
+from fedloom.server.listener import LogListener
+from fedloom.server.rounds.exchange import Federation
+from fedloom.sims.engines import open_engine
 from tests.engines.messages import SITES, answers, ask, assert_good, by_site, messages, opened, pids
 from tests.engines.parts import final_states
 

@@ -15,16 +15,16 @@ import pytest
 import ray
 import torch
 
-from clients.states import read_state
-from conf import UserError, load
-from server.experiment import run_experiment
-from server.ledger.audit import check
-from server.listener import LogListener
-from sims.benchmarks.fault_run import bench
-from sims.benchmarks.untrained import fault
-from sims.engines import open_engine
-from sims.engines.adapter import FIRST_NODE, LocalGrid
-from sims.engines.ray import workers_for
+from fedloom.clients.states import read_state
+from fedloom.conf import UserError, load
+from fedloom.server.experiment import run_experiment
+from fedloom.server.ledger.audit import check
+from fedloom.server.listener import LogListener
+from fedloom.sims.benchmarks.fault_run import bench
+from fedloom.sims.benchmarks.untrained import fault
+from fedloom.sims.engines import open_engine
+from fedloom.sims.engines.adapter import FIRST_NODE, LocalGrid
+from fedloom.sims.engines.ray import workers_for
 from tests.engines.parts import SITES, SMALL, final_states
 
 pytestmark = pytest.mark.usefixtures("one_ray")
@@ -134,9 +134,9 @@ def test_everything_but_the_ray_engine_works_without_ray(tmp_path: Path):
 import sys
 import time
 sys.modules["ray"] = None  # as if it were not installed
-from conf import load
-from sims.simulate import simulate
-import server.app, clients.app, sims.cli.main
+from fedloom.conf import load
+from fedloom.sims.simulate import simulate
+import fedloom.server.app, fedloom.clients.app, fedloom.sims.cli.main
 simulate(load("digits", {[*SMALL, "engine.name=inline", f"run.root={tmp_path}"]!r}), quiet=True)
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from conf.errors import FailedError
-from sims.engines.codec import pack
-from sims.engines.ray import RayGrid
+from fedloom.conf.errors import FailedError
+from fedloom.sims.engines.codec import pack
+from fedloom.sims.engines.ray import RayGrid
 from tests.engines.messages import SITES, answers, ask, assert_good, by_site, messages, opened, pids
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]
@@ -37,7 +37,7 @@ def grid(tmp_path_factory: pytest.TempPathFactory, one_ray: None) -> Iterator[Ra
 def far(tmp_path_factory: pytest.TempPathFactory, one_ray: None) -> Iterator[RayGrid]:
     """The same, but the pool and its workers seem to be on different machines: no mark can be read."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sims.engines.heartbeat.socket.gethostname", lambda: "elsewhere")
+        patch.setattr("fedloom.sims.engines.heartbeat.socket.gethostname", lambda: "elsewhere")
         grid = opened(tmp_path_factory.mktemp("far"), "engine.task_timeout=4")
         yield grid
         grid.close()
@@ -168,7 +168,7 @@ def test_a_message_that_kills_the_only_worker_is_tried_again_after_all_others(si
 
 
 def test_workers_that_cannot_import_what_they_need_say_so_at_once(tmp_path: Path):
-    grid = opened(tmp_path, "engine.workers=1", app="sims.benchmarks.faults:no_such_app")
+    grid = opened(tmp_path, "engine.workers=1", app="fedloom.sims.benchmarks.faults:no_such_app")
     try:
         with pytest.raises(FailedError, match=r"Ray's workers cannot run the sites: AttributeError: .*no_such_app"):
             grid.send_and_receive(messages({}), timeout=60)

@@ -15,20 +15,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.cluster_utils import Cluster
 
-from clients.messages import to_arrays
-from clients.partial import PartialSum
-from clients.replies import ReplyError
-from clients.states import read_state
-from conf import UserError, load
-from fusion.exact import ExactSum, digest, exact
-from server.experiment import check as check_config
-from server.experiment import run_experiment
-from server.ledger import Ledger
-from server.ledger.audit import AWAY, Problem, check
-from server.listener import LogListener
-from sims.cli.unlearn import Wish, unlearn
-from sims.engines import open_engine
-from sims.engines.part import Part
+from fedloom.clients.messages import to_arrays
+from fedloom.clients.partial import PartialSum
+from fedloom.clients.replies import ReplyError
+from fedloom.clients.states import read_state
+from fedloom.conf import UserError, load
+from fedloom.fusion.exact import ExactSum, digest, exact
+from fedloom.server.experiment import check as check_config
+from fedloom.server.experiment import run_experiment
+from fedloom.server.ledger import Ledger
+from fedloom.server.ledger.audit import AWAY, Problem, check
+from fedloom.server.listener import LogListener
+from fedloom.sims.cli.unlearn import Wish, unlearn
+from fedloom.sims.engines import open_engine
+from fedloom.sims.engines.part import Part
 
 SITES = 8
 SMALL = [f"sites=[{{domain: digits, count: {SITES}, samples: 40}}]", "data.size=8", "rounds=4", "evaluation.every=4",

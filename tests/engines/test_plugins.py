@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from conf import UserError, load
-from server.experiment import run_experiment
-from server.listener import LogListener
-from server.runfolder import CONFIG
-from sims.engines import open_engine
-from sims.engines.ray import own_paths, plugins_of
-from sims.simulate import simulate
+from fedloom.conf import UserError, load
+from fedloom.server.experiment import run_experiment
+from fedloom.server.listener import LogListener
+from fedloom.server.runfolder import CONFIG
+from fedloom.sims.engines import open_engine
+from fedloom.sims.engines.ray import own_paths, plugins_of
+from fedloom.sims.simulate import simulate
 
 MODULE = """
 import time
 from dataclasses import dataclass
 
-from clients.objectives import OBJECTIVES, SumAggregation
-from conf.typed import value
+from fedloom.clients.objectives import OBJECTIVES, SumAggregation
+from fedloom.conf.typed import value
 
 
 @OBJECTIVES.register("averaging")

@@ -12,9 +12,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from conf import UserError, load
-from sims.engines import open_engine, reach
-from sims.engines.reach import ANSWER_SECONDS
+from fedloom.conf import UserError, load
+from fedloom.sims.engines import open_engine, reach
+from fedloom.sims.engines.reach import ANSWER_SECONDS
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_auto_is_where_the_environment_says(mute: socket.socket, monkeypatch: py
 @pytest.mark.slow
 def test_an_interruption_ends_the_wait_for_a_cluster(tmp_path: Path, mute: socket.socket):
     words = [f"engine.address=127.0.0.1:{port_of(mute)}", f"run.root={tmp_path}"]
-    command = [sys.executable, "-m", "sims.cli", "run", "digits", *words]
+    command = [sys.executable, "-m", "fedloom.sims.cli", "run", "digits", *words]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
         try:
             mute.settimeout(120)

@@ -7,10 +7,10 @@ import pytest
 import ray
 import torch
 
-from conf import UserError, load
-from sims.engines import open_engine
-from sims.engines.room import needs_of, refuse_full
-from sims.simulate import refuse
+from fedloom.conf import UserError, load
+from fedloom.sims.engines import open_engine
+from fedloom.sims.engines.room import needs_of, refuse_full
+from fedloom.sims.simulate import refuse
 from tests.engines.parts import SITES
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from conf import load
-from server.experiment import run_experiment
-from server.ledger.audit import check
-from server.listener import LogListener
-from server.rounds.loop import TooFewRepliesError
-from sims.engines import open_engine
+from fedloom.conf import load
+from fedloom.server.experiment import run_experiment
+from fedloom.server.ledger.audit import check
+from fedloom.server.listener import LogListener
+from fedloom.server.rounds.loop import TooFewRepliesError
+from fedloom.sims.engines import open_engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]
 

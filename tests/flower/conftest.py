@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from sims.federation import local
-from sims.federation.plan import SERVER, sites_of
-from sims.federation.programs import running
+from fedloom.sims.federation import local
+from fedloom.sims.federation.plan import SERVER, sites_of
+from fedloom.sims.federation.programs import running
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from conf import load
-from server.experiment import run_experiment
-from server.listener import LogListener
-from sims.engines import open_engine
-from sims.federation.machines import nodes
-from sims.federation.plan import SERVER
-from sims.federation.programs import PID
+from fedloom.conf import load
+from fedloom.server.experiment import run_experiment
+from fedloom.server.listener import LogListener
+from fedloom.sims.engines import open_engine
+from fedloom.sims.federation.machines import nodes
+from fedloom.sims.federation.plan import SERVER
+from fedloom.sims.federation.programs import PID
 
 SITES = "sites=[{domain: digits, samples: 60}, {domain: digits, samples: 60}, {domain: digits, samples: 60}]"
 SMALL = [SITES, "data.size=8", "data.test_limit=50", "baselines=[]", "seed=3", "training.epochs=1"]
@@ -24,7 +24,7 @@ ENVIRONMENT = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE
 
 
 def fedloom(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "sims.cli", *words]
+    command = [sys.executable, "-m", "fedloom.sims.cli", *words]
     return subprocess.run(command, cwd=root, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
 
 

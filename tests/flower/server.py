@@ -12,9 +12,9 @@ from pathlib import Path
 from flwr.proto.fleet_pb2 import ActivateNodeResponse
 from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatResponse
 
-from sims.federation.keys import write_certificates, write_node_key
-from sims.federation.programs import environment, free_port
-from sims.federation.proxies import without
+from fedloom.sims.federation.keys import write_certificates, write_node_key
+from fedloom.sims.federation.programs import environment, free_port
+from fedloom.sims.federation.proxies import without
 
 Answer = tuple[int, dict[str, str], bytes]  # status, heads, body
 GREETINGS = {
@@ -68,7 +68,7 @@ def node(folder: Path, port: int) -> subprocess.Popen[bytes]:
     (folder / "node.toml").write_text('site = "a"\n')
     words = ["--superlink", f"127.0.0.1:{port}", "--node-config", "node.toml", "--root-certificates", "ca.crt"]
     words += ["--auth-supernode-private-key", "key"]
-    command = [sys.executable, "-m", "sims.federation.supernode", str(free_port()), "cold", "own", "0", *words]
+    command = [sys.executable, "-m", "fedloom.sims.federation.supernode", str(free_port()), "cold", "own", "0", *words]
     with (folder / "log.txt").open("wb") as log:
         env = without(environment({"FLWR_HOME": str(folder / "flwr"), "PYTHONPATH": str(Path(__file__).parents[2])}))
         return subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True)

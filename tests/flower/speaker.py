@@ -30,10 +30,10 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 from flwr.supercore.run import RunNotRunningException
 from flwr.supernode.fleet_http_connection import http_request_response
 
-from clients.app import app
-from clients.messages import METRICS, TRAIN, read_order
-from sims.benchmarks.soak_replies import REFUSED
-from sims.federation.sheets import SITE, SiteSheet, node_config, read
+from fedloom.clients.app import app
+from fedloom.clients.messages import METRICS, TRAIN, read_order
+from fedloom.sims.benchmarks.soak_replies import REFUSED
+from fedloom.sims.federation.sheets import SITE, SiteSheet, node_config, read
 
 POLL_SECONDS = 0.02
 FAULTS = "faults"  # a file

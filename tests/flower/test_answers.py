@@ -29,12 +29,12 @@ from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.nodestate import NodeStateFactory
 
-from server.answers import OddAnswerError
-from server.unfolding import MOST_RECORDS
-from sims.federation.bodies import LARGEST_PART, SMALL
-from sims.federation.executor import Executor
-from sims.federation.heartbeats import keep_beating
-from sims.federation.orders import MOST_ORDER, REFUSED, _bounded, _without_apps, bound_orders
+from fedloom.server.answers import OddAnswerError
+from fedloom.server.unfolding import MOST_RECORDS
+from fedloom.sims.federation.bodies import LARGEST_PART, SMALL
+from fedloom.sims.federation.executor import Executor
+from fedloom.sims.federation.heartbeats import keep_beating
+from fedloom.sims.federation.orders import MOST_ORDER, REFUSED, _bounded, _without_apps, bound_orders
 from tests.flower.machines import until
 from tests.flower.server import GREETINGS, Answer, answering, node
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from sims.federation import local
-from sims.federation.sheets import SITE, SiteSheet, read, write
+from fedloom.conf.plugins import copy_package
+from fedloom.sims.federation import local
+from fedloom.sims.federation.sheets import SITE, SiteSheet, read, write
 from tests.flower.machines import ENVIRONMENT, ROOT, fedloom, rounds, run, until, words
 from tests.flower.proxy import network
 
@@ -37,7 +38,7 @@ def weathered(federation: Path, tmp_path_factory: pytest.TempPathFactory) -> lis
             write(homes[1] / SITE, replace(sheets[1], environment=altered))
             local.up(federation, 3, tls=True)
             more = ["rounds=3", "federation.min_replies=1", "federation.timeout=60", "evaluation.sites=0"]
-            command = [sys.executable, "-m", "sims.cli", "run", "digits", *words(federation, root, "cut", *more)]
+            command = [sys.executable, "-m", "fedloom.sims.cli", "run", "digits", *words(federation, root, "cut", *more)]
             with subprocess.Popen(
                 command, cwd=root, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
             ) as child:
@@ -61,29 +62,23 @@ def weathered(federation: Path, tmp_path_factory: pytest.TempPathFactory) -> lis
 
 
 def alter(folder: Path) -> Path:
-    """A package `clients` with another ClientApp, over the installed one: any operator may have one on its own machine."""
-    package = folder / "clients"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("import pkgutil\n__path__ = pkgutil.extend_path(__path__, __name__)\n")
-    (package / "app.py").write_text(ALTERED)
+    """The package with another ClientApp, before the installed one: any operator may have one on its own machine."""
+    folder.mkdir(parents=True)
+    clients = copy_package(folder) / "clients"
+    (clients / "app.py").rename(clients / "honest_app.py")
+    (clients / "app.py").write_text(ALTERED)
     return folder
 
 
 ALTERED = """
-from pathlib import Path
+from flwr.clientapp import ClientApp
 
-import clients
-
-installed = next(path for path in (Path(one) / "app.py" for one in clients.__path__[1:]) if path.is_file())
-exec(compile(installed.read_text(), installed, "exec"))
-
-from sims.benchmarks.soak_replies import REFUSED
+from fedloom.clients.honest_app import app as honest
+from fedloom.sims.benchmarks.soak_replies import REFUSED
 
 class Altered(ClientApp):
-    honest = app
-
     def __call__(self, message, context):
-        reply = self.honest(message, context)
+        reply = honest(message, context)
         return REFUSED["NaN"][0](reply) if message.metadata.message_type == "train" else reply
 
 app = Altered()
@@ -102,8 +97,8 @@ def test_what_an_altered_program_answers_is_refused(weathered: list[dict[str, An
 
 def test_a_second_server_of_a_run_is_refused_in_a_line_and_one_of_another_run_is_not(federation: Path, tmp_path: Path):
     given = words(federation, tmp_path, "one", "rounds=1000", "evaluation.sites=0")
-    child = subprocess.Popen([sys.executable, "-m", "sims.cli", "run", "digits", *given], cwd=tmp_path, env=ENVIRONMENT,
-                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+    child = subprocess.Popen([sys.executable, "-m", "fedloom.sims.cli", "run", "digits", *given], cwd=tmp_path,
+                             env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
     try:
         until(lambda: rounds(tmp_path / "one") >= 1, "no round was committed")
         for command in (["resume", "one"], ["run", "digits", *given, "--overwrite"]):

@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 import torch
 
-from clients.identity import fingerprint
-from clients.states import read_state
-from conf.errors import UserError
-from fusion.exact import ExactSum, digest
-from server.ledger import Ledger
-from sims.federation import local
-from sims.federation.checks import GOOD, check
-from sims.federation.keys import write_certificates
-from sims.federation.machines import ID, flwr, registered
-from sims.federation.plan import CONNECTION, KEYS, SERVER, Plan, sites_of, write_plan
-from sims.federation.programs import LOG, PID, Running, free_port, keep_running, launch, running
-from sims.federation.sheets import SITE, SiteSheet, read, write
+from fedloom.clients.identity import fingerprint
+from fedloom.clients.states import read_state
+from fedloom.conf.errors import UserError
+from fedloom.fusion.exact import ExactSum, digest
+from fedloom.server.ledger import Ledger
+from fedloom.sims.federation import local
+from fedloom.sims.federation.checks import GOOD, check
+from fedloom.sims.federation.keys import write_certificates
+from fedloom.sims.federation.machines import ID, flwr, registered
+from fedloom.sims.federation.plan import CONNECTION, KEYS, SERVER, Plan, sites_of, write_plan
+from fedloom.sims.federation.programs import LOG, PID, Running, free_port, keep_running, launch, running
+from fedloom.sims.federation.sheets import SITE, SiteSheet, read, write
 from tests.flower.machines import ENVIRONMENT, ROOT, fedloom, inline, online, program, rounds, run, until, words
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -135,7 +135,7 @@ def test_the_doctor_finds_what_is_wrong(federation: Path, tmp_path: Path):
 
 
 def test_a_server_that_is_killed_goes_on_to_the_same_bits(federation: Path, tmp_path: Path):
-    command = [sys.executable, "-m", "sims.cli", "run", "digits", *words(federation, tmp_path, "killed", "rounds=3")]
+    command = [sys.executable, "-m", "fedloom.sims.cli", "run", "digits", *words(federation, tmp_path, "killed", "rounds=3")]
     child = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     until(lambda: rounds(tmp_path / "killed") >= 1, "no round was committed")
     child.send_signal(signal.SIGKILL)
@@ -230,7 +230,7 @@ def test_a_key_that_is_not_registered_does_not_get_in(federation: Path, tmp_path
 
 def test_a_node_that_is_killed_in_the_middle_of_a_round_comes_back(federation: Path, tmp_path: Path):
     """Its round goes on without it, or waits for it; in the end all three are there."""
-    command = [sys.executable, "-m", "sims.cli", "run", "digits", *words(
+    command = [sys.executable, "-m", "fedloom.sims.cli", "run", "digits", *words(
         federation, tmp_path, "wounded", "rounds=2", "federation.min_replies=2", "federation.timeout=60")]  # fmt: skip
     child = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     until(lambda: rounds(tmp_path / "wounded") >= 1, "no round was committed")
@@ -252,7 +252,7 @@ def test_what_a_killed_keeper_leaves_behind_is_known_and_stopped(tmp_path: Path)
     """A keeper of a program that hears no SIGTERM; and no other process is ever taken for either."""
     deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
     program = [sys.executable, "-c", deaf]
-    keep = f"from sims.federation.programs import keep_running, Path; keep_running(Path('.'), lambda: {program!r})"
+    keep = f"from fedloom.sims.federation.programs import keep_running, Path; keep_running(Path('.'), lambda: {program!r})"
     child = subprocess.Popen([sys.executable, "-c", keep], cwd=tmp_path, env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)})
     until(lambda: running(tmp_path).keeper == child.pid, "it did not start")
     with pytest.raises(UserError, match="is at work already"):

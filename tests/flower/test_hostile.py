@@ -16,21 +16,21 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from hypothesis import HealthCheck, given, settings
 
-from clients.app import app
-from clients.messages import TRAIN, read_order
-from conf import Config, load
-from conf.sites import roster
-from fusion.exact import State
-from server.evaluate import Evaluator
-from server.experiment import run_experiment
-from server.rounds.exchange import Federation
-from server.rounds.loop import RoundLoop, TooFewRepliesError
-from server.rounds.schedules import Participation
-from sims.engines import flower
-from sims.engines.inline import InlineGrid
-from sims.federation import local
-from sims.federation.plan import SERVER, Plan, write_plan
-from sims.federation.programs import free_port, running
+from fedloom.clients.app import app
+from fedloom.clients.messages import TRAIN, read_order
+from fedloom.conf import Config, load
+from fedloom.conf.sites import roster
+from fedloom.fusion.exact import State
+from fedloom.server.evaluate import Evaluator
+from fedloom.server.experiment import run_experiment
+from fedloom.server.rounds.exchange import Federation
+from fedloom.server.rounds.loop import RoundLoop, TooFewRepliesError
+from fedloom.server.rounds.schedules import Participation
+from fedloom.sims.engines import flower
+from fedloom.sims.engines.inline import InlineGrid
+from fedloom.sims.federation import local
+from fedloom.sims.federation.plan import SERVER, Plan, write_plan
+from fedloom.sims.federation.programs import free_port, running
 from tests.flower.lies import Lie, lies
 from tests.flower.speaker import FAULTS, LATE_SECONDS, Speaker
 from tests.server.parts import Recorder, close_all, contribution, started, sum_of_contributions

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from sims.federation import local
-from sims.federation.machines import registered
-from sims.federation.plan import KEYS, SERVER
-from sims.federation.programs import LOG, running
+from fedloom.sims.federation import local
+from fedloom.sims.federation.machines import registered
+from fedloom.sims.federation.plan import KEYS, SERVER
+from fedloom.sims.federation.programs import LOG, running
 from tests.flower.hosts import address, at, listening, network, why_not
 from tests.flower.machines import ENVIRONMENT, ROOT, until
 
@@ -43,7 +43,7 @@ class Place:
     def fedloom(self, machine: str, *words: object, code: int = 0) -> str:
         """What a command says on a machine, in its folder there."""
         (self.root / machine).mkdir(exist_ok=True)
-        command = self.words(machine, "sims.cli", *map(str, words))
+        command = self.words(machine, "fedloom.sims.cli", *map(str, words))
         environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
         done = subprocess.run(command, cwd=self.root / machine, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == code, done.stdout + done.stderr
@@ -53,7 +53,7 @@ class Place:
         """A command that stays in the foreground."""
         (self.root / machine).mkdir(exist_ok=True)
         with (self.root / machine / "terminal").open("ab") as out:
-            command = self.words(machine, "sims.cli", *words)
+            command = self.words(machine, "fedloom.sims.cli", *words)
             environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
             return subprocess.Popen(command, cwd=self.root / machine, env=environment, stdin=subprocess.DEVNULL,
                                     stdout=out, stderr=out)  # fmt: skip
@@ -102,7 +102,7 @@ def _down(root: Path) -> None:
 
 
 def _status(place: Place) -> str:
-    command = place.words("server", "sims.cli", "federation", "status", "m")
+    command = place.words("server", "fedloom.sims.cli", "federation", "status", "m")
     environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     return subprocess.run(command, cwd=place.root / "server", env=environment, capture_output=True, text=True).stdout
 

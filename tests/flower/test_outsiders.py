@@ -28,15 +28,15 @@ from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
-from sims.federation import local
-from sims.federation.bodies import SMALL
-from sims.federation.checks import check
-from sims.federation.doors import FLEET as PATHS
-from sims.federation.machines import flwr, registered
-from sims.federation.plan import CONNECTION, KEYS, SERVER, sites_of
-from sims.federation.programs import BIN, environment, free_port
-from sims.federation.sheets import SITE, SiteSheet, read, write
-from sims.federation.supernode import OWN
+from fedloom.sims.federation import local
+from fedloom.sims.federation.bodies import SMALL
+from fedloom.sims.federation.checks import check
+from fedloom.sims.federation.doors import FLEET as PATHS
+from fedloom.sims.federation.machines import flwr, registered
+from fedloom.sims.federation.plan import CONNECTION, KEYS, SERVER, sites_of
+from fedloom.sims.federation.programs import BIN, environment, free_port
+from fedloom.sims.federation.sheets import SITE, SiteSheet, read, write
+from fedloom.sims.federation.supernode import OWN
 from tests.flower.machines import online, program, run, until
 from tests.flower.outsider import CONTROL, FLEET, RUNTIME, answer, pem, said, signed
 
@@ -165,7 +165,7 @@ def test_a_nodes_port_answers_its_own_programs_alone(federation: Path):
 
 def _port_of_node(home: Path) -> int:
     words = psutil.Process(program(home)).cmdline()
-    return int(words[words.index("sims.federation.supernode") + 1])
+    return int(words[words.index("fedloom.sims.federation.supernode") + 1])
 
 
 def test_a_local_user_takes_no_task_at_a_port(federation: Path, owners: int):
@@ -201,8 +201,8 @@ def test_no_token_and_no_secret_is_on_a_command_line_or_in_a_file_for_others(fed
     finally:
         stop.set()
         watch.join()
-    ours = [words for words in seen if "sims.federation" in words or "flwr-" in words]
-    assert any("sims.federation.task" in words for words in ours), "the ServerApp was not seen"
+    ours = [words for words in seen if "fedloom.sims.federation" in words or "flwr-" in words]
+    assert any("fedloom.sims.federation.task" in words for words in ours), "the ServerApp was not seen"
     assert not any("--token" in words for words in ours)
     homes = [federation / SERVER, *(federation / name for name in sites_of(federation))]
     for home in homes:
@@ -328,8 +328,8 @@ def test_a_proxy_is_not_asked_for_loopback(tmp_path: Path, monkeypatch: pytest.M
     folder = tmp_path / "proxied"
     try:
         assert local.up(folder, 1) == ["site-0000"]
-        done = subprocess.run([sys.executable, "-m", "sims.cli", "doctor", "--federation", str(folder)], capture_output=True,
-                              text=True, timeout=120)  # fmt: skip
+        command = [sys.executable, "-m", "fedloom.sims.cli", "doctor", "--federation", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0 and "proxy" in done.stdout and "secret" not in done.stdout, done.stdout
     finally:
         local.down(folder)

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from conf import load
-from server.experiment import run_experiment
-from server.ledger import Ledger
-from server.listener import LogListener
-from server.runfolder import CONFIG
-from sims.engines import open_engine
+from fedloom.conf import load
+from fedloom.server.experiment import run_experiment
+from fedloom.server.ledger import Ledger
+from fedloom.server.listener import LogListener
+from fedloom.server.runfolder import CONFIG
+from fedloom.sims.engines import open_engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -5,11 +5,11 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from clients.networks import NetworkName, parse_name
-from fusion.cla_ot.matching import costs_between, match_units
-from fusion.graph.channels import Wiring, wire
-from fusion.probe import observe
-from fusion.settings import FusionSettings
+from fedloom.clients.networks import NetworkName, parse_name
+from fedloom.fusion.cla_ot.matching import costs_between, match_units
+from fedloom.fusion.graph.channels import Wiring, wire
+from fedloom.fusion.probe import observe
+from fedloom.fusion.settings import FusionSettings
 
 AVERAGED = FusionSettings(refit="none")
 PLAIN = FusionSettings(refit="none", repair=False)

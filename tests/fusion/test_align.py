@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
-from conf.errors import UserError
-from fusion.cla_ot.matching import layer_costs, match_units, optimal_alignment
-from fusion.graph.channels import WiringError, wire
-from fusion.probe import cka
+from fedloom.conf.errors import UserError
+from fedloom.fusion.cla_ot.matching import layer_costs, match_units, optimal_alignment
+from fedloom.fusion.graph.channels import WiringError, wire
+from fedloom.fusion.probe import cka
 from tests.fusion.parts import images, network
 
 PINS = [(True, True), (True, False), (False, True), (False, False)]

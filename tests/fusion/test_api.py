@@ -7,27 +7,28 @@ import sys
 import pytest
 import torch
 
-import fusion
-from conf.errors import UserError
-from fusion import FusionSettings, align, fuse
-from fusion.cla_ot.matching import optimal_alignment
+import fedloom.fusion
+from fedloom.conf.errors import UserError
+from fedloom.fusion import FusionSettings, align, fuse
+from fedloom.fusion.cla_ot.matching import optimal_alignment
 from tests.fusion.parts import images, network
 
 PROBE = images(8)
 
 
 def test_the_example_of_the_package_runs():
-    ran = doctest.testmod(fusion)
+    ran = doctest.testmod(fedloom.fusion)
     assert ran.attempted and not ran.failed
 
 
 def test_what_sites_do_not_need_is_not_imported():
-    code = "import sys, fusion.exact, clients.app; print([name for name in ('ot', 'fusion.fusing') if name in sys.modules])"
+    heavy = ["ot", "fedloom.fusion.fusing"]
+    code = f"import sys, fedloom.fusion.exact, fedloom.clients.app; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-    assert all(hasattr(fusion, name) for name in fusion.__all__)
+    assert all(hasattr(fedloom.fusion, name) for name in fedloom.fusion.__all__)
     with pytest.raises(AttributeError, match="no attribute 'merge'"):
-        _ = fusion.merge
+        _ = fedloom.fusion.merge
 
 
 def test_layers_that_correspond_are_those_that_fusion_brings_together():

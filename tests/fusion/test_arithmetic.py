@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from clients.networks import initialise, parse_name
-from conf.errors import UserError
-from fusion.arithmetic import (
+from fedloom.clients.networks import initialise, parse_name
+from fedloom.conf.errors import UserError
+from fedloom.fusion.arithmetic import (
     GRADIENTS,
     WEIGHTS,
     Gradient,
@@ -23,7 +23,7 @@ from fusion.arithmetic import (
     is_statistic,
     to_state,
 )
-from fusion.exact import ExactSum, State, digest, quantise
+from fedloom.fusion.exact import ExactSum, State, digest, quantise
 
 BITS, UNIT = 32, 2.0**-32
 HOW = [GRADIENTS, WEIGHTS]

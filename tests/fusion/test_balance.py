@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from conf.errors import UserError
-from fusion.cla_ot.balance import Balanced, balanced, relu_signs
-from fusion.graph.channels import Wiring, wire
-from fusion.probe import features_of, observe
+from fedloom.conf.errors import UserError
+from fedloom.fusion.cla_ot.balance import Balanced, balanced, relu_signs
+from fedloom.fusion.graph.channels import Wiring, wire
+from fedloom.fusion.probe import features_of, observe
 from tests.fusion.parts import apart, images, matches, network, outputs, randomised
 
 METHODS = ("sum", "majority", "average")

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from conf.errors import UserError
-from fusion.comparators.baselines import Ensemble, naive_average
-from fusion.search import STEPS, best_weights
+from fedloom.conf.errors import UserError
+from fedloom.fusion.comparators.baselines import Ensemble, naive_average
+from fedloom.fusion.search import STEPS, best_weights
 from tests.fusion.parts import apart, images, network, outputs
 
 TEST = images(5)

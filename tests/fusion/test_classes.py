@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from conf.errors import UserError
-from fusion.fusing import fuse
-from fusion.settings import FusionSettings
+from fedloom.conf.errors import UserError
+from fedloom.fusion.fusing import fuse
+from fedloom.fusion.settings import FusionSettings
 from tests.fusion.parts import apart, images, network, outputs
 
 TEXT = "vgg11:width=0.125,norm=batch"

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from conf.errors import UserError
-from fusion.cla_ot.repair import recompute_statistics
-from fusion.comparators import COMPARATORS
-from fusion.comparators import layers as parts
-from fusion.comparators.channels import _assigned, _cca, _zipped
-from fusion.comparators.layers import products, ridge, with_ones
-from fusion.comparators.sequential import _kmeans
-from fusion.refit.patches import patches, picked
+from fedloom.conf.errors import UserError
+from fedloom.fusion.cla_ot.repair import recompute_statistics
+from fedloom.fusion.comparators import COMPARATORS
+from fedloom.fusion.comparators import layers as parts
+from fedloom.fusion.comparators.channels import _assigned, _cca, _zipped
+from fedloom.fusion.comparators.layers import products, ridge, with_ones
+from fedloom.fusion.comparators.sequential import _kmeans
+from fedloom.fusion.refit.patches import patches, picked
 from tests.fusion.parts import apart, hidden, images, network, outputs, randomised
 
 PROBE = images(24)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from conf.errors import UserError
-from fusion.arithmetic import GRADIENTS, Alpha, Composer, combine, to_state
+from fedloom.conf.errors import UserError
+from fedloom.fusion.arithmetic import GRADIENTS, Alpha, Composer, combine, to_state
 from tests.fusion.test_arithmetic import BITS, HOW, fresh, lacking, prepared, reshaped, same, trained_states
 
 

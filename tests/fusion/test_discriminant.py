@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conf.errors import UserError
-from fusion.discriminant import RIDGE, discriminant
+from fedloom.conf.errors import UserError
+from fedloom.fusion.discriminant import RIDGE, discriminant
 
 
 def statistics(x: torch.Tensor, y: torch.Tensor, classes: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

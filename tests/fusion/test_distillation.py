@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from conf.errors import UserError
-from fusion.distillation import Distillation, distil, distillation_loss
+from fedloom.conf.errors import UserError
+from fedloom.fusion.distillation import Distillation, distil, distillation_loss
 
 
 def network(seed: int) -> nn.Sequential:

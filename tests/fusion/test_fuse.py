@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conf.errors import UserError
-from fusion.fused import Fused
-from fusion.fusing import fuse
-from fusion.graph.channels import wire
-from fusion.settings import FusionSettings
+from fedloom.conf.errors import UserError
+from fedloom.fusion.fused import Fused
+from fedloom.fusion.fusing import fuse
+from fedloom.fusion.graph.channels import wire
+from fedloom.fusion.settings import FusionSettings
 from tests.fusion.parts import AVERAGED, PLAIN, apart, images, name_of, network, outputs, randomised
 
 PROBE, TEST = images(8), images(6, seed=1)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from conf.errors import UserError
-from fusion.fusing import fuse
-from fusion.graph.channels import WiringError
-from fusion.settings import FusionSettings
+from fedloom.conf.errors import UserError
+from fedloom.fusion.fusing import fuse
+from fedloom.fusion.graph.channels import WiringError
+from fedloom.fusion.settings import FusionSettings
 from tests.fusion.parts import images, network, randomised
 
 PROBE = images(4)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from conf.errors import UserError
-from fusion import align, fuse
+from fedloom.conf.errors import UserError
+from fedloom.fusion import align, fuse
 
 PROBE = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fusion.graph.channels import wire
-from fusion.graph.grouped import dense, in_groups
-from fusion.graph.labels import Atoms
+from fedloom.fusion.graph.channels import wire
+from fedloom.fusion.graph.grouped import dense, in_groups
+from fedloom.fusion.graph.labels import Atoms
 from tests.fusion.families import filled, sequences
 from tests.fusion.test_families import difference, permuted_copy
 

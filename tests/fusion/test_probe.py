@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from conf.errors import UserError
-from fusion.cla_ot.matching import layer_costs
-from fusion.fusing import fuse
-from fusion.graph.channels import Wiring, wire
-from fusion.graph.tracing import evaluating
-from fusion.probe import BATCH, Moments, check_probe, features_of, moments_of, observe
+from fedloom.conf.errors import UserError
+from fedloom.fusion.cla_ot.matching import layer_costs
+from fedloom.fusion.fusing import fuse
+from fedloom.fusion.graph.channels import Wiring, wire
+from fedloom.fusion.graph.tracing import evaluating
+from fedloom.fusion.probe import BATCH, Moments, check_probe, features_of, moments_of, observe
 from tests.fusion.parts import apart, images, network
 
 VGG = "vgg11:width=0.0625,norm=batch"

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fusion.cla_ot.matching import layer_costs, optimal_alignment
-from fusion.fused import Fused
-from fusion.fusing import fuse
-from fusion.settings import FusionSettings
+from fedloom.fusion.cla_ot.matching import layer_costs, optimal_alignment
+from fedloom.fusion.fused import Fused
+from fedloom.fusion.fusing import fuse
+from fedloom.fusion.settings import FusionSettings
 
 NUMBERS = Path(__file__).parents[2].parent / "shared" / "reference" / "cla_ot_mlp.npz"
 

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from conf.errors import UserError
-from fusion.fusing import fuse
-from fusion.refit.head import fitted_head, mixed
-from fusion.refit.least_squares import LayerStatistics, change_of_rows
-from fusion.refit.patches import matrix, patches, picked, weight_of
-from fusion.settings import FusionSettings
+from fedloom.conf.errors import UserError
+from fedloom.fusion.fusing import fuse
+from fedloom.fusion.refit.head import fitted_head, mixed
+from fedloom.fusion.refit.least_squares import LayerStatistics, change_of_rows
+from fedloom.fusion.refit.patches import matrix, patches, picked, weight_of
+from fedloom.fusion.settings import FusionSettings
 from tests.fusion.parts import apart, hidden, images, network, outputs
 
 REFITS = ("plans", "regression", "selection")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fusion.cla_ot.repair import (
+from fedloom.fusion.cla_ot.repair import (
     Statistics,
     Target,
     in_basis,
@@ -19,11 +19,11 @@ from fusion.cla_ot.repair import (
     running,
     watched,
 )
-from fusion.comparators.baselines import naive_average
-from fusion.fusing import fuse
-from fusion.graph.channels import wire
-from fusion.probe import observe
-from fusion.settings import FusionSettings
+from fedloom.fusion.comparators.baselines import naive_average
+from fedloom.fusion.fusing import fuse
+from fedloom.fusion.graph.channels import wire
+from fedloom.fusion.probe import observe
+from fedloom.fusion.settings import FusionSettings
 from tests.fusion.parts import apart, images, network, outputs
 
 VGG = "vgg11:width=0.0625,norm=batch"

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conf.errors import UserError
-from fusion.fusing import fuse
-from fusion.graph.channels import wire
-from fusion.settings import FusionSettings
+from fedloom.conf.errors import UserError
+from fedloom.fusion.fusing import fuse
+from fedloom.fusion.graph.channels import wire
+from fedloom.fusion.settings import FusionSettings
 from tests.fusion.parts import apart
 
 REFITS = ["plans", "regression", "selection"]

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torchvision import models
 
-from fusion.fusing import fuse
-from fusion.settings import FusionSettings
+from fedloom.fusion.fusing import fuse
+from fedloom.fusion.settings import FusionSettings
 from tests.fusion.parts import apart, images, network, randomised
 
 REFITS = ("none", "plans", "regression", "selection")

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conf.errors import UserError
-from fusion.search import MOST, best_on_grid, climb
+from fedloom.conf.errors import UserError
+from fedloom.fusion.search import MOST, best_on_grid, climb
 
 LOW, HIGH = 0.0, 1.5
 inside = st.floats(LOW, HIGH)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fusion.graph.channels import wire
+from fedloom.fusion.graph.channels import wire
 from tests.fusion.families import SMALL, filled, images
 
 pruning: Any = pytest.importorskip("torch_pruning")

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from conf.errors import UserError
-from fusion.exact import ExactSum, quantise
-from fusion.graph.channels import wire
-from fusion.submodels import Held, Submodel, mean_over_holders, submodel
+from fedloom.conf.errors import UserError
+from fedloom.fusion.exact import ExactSum, quantise
+from fedloom.fusion.graph.channels import wire
+from fedloom.fusion.submodels import Held, Submodel, mean_over_holders, submodel
 from tests.fusion.parts import apart, images, network
 
 DEEP, MIDDLE, SHALLOW = "mlp:widths=[9,9,9,6]", "mlp:widths=[9,9,6]", "mlp:widths=[9,6]"

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from clients.networks import parse_name
-from clients.networks.base import initialise
-from conf.errors import UserError
-from fusion.comparators.net2net import deepened
-from fusion.comparators.transfer import by_chain, chain, common, transferred
-from fusion.graph.channels import wire
+from fedloom.clients.networks import parse_name
+from fedloom.clients.networks.base import initialise
+from fedloom.conf.errors import UserError
+from fedloom.fusion.comparators.net2net import deepened
+from fedloom.fusion.comparators.transfer import by_chain, chain, common, transferred
+from fedloom.fusion.graph.channels import wire
 
 
 def network(text: str, seed: int) -> nn.Module:

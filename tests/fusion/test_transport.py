@@ -12,12 +12,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from conf.errors import UserError
-from fusion.cla_ot.moves import apply
-from fusion.cla_ot.transport import TransportSettings, correlation_cost, neutral_plan, solve, squared_cost
-from fusion.fusing import fuse
-from fusion.graph.channels import wire
-from fusion.settings import FusionSettings
+from fedloom.conf.errors import UserError
+from fedloom.fusion.cla_ot.moves import apply
+from fedloom.fusion.cla_ot.transport import TransportSettings, correlation_cost, neutral_plan, solve, squared_cost
+from fedloom.fusion.fusing import fuse
+from fedloom.fusion.graph.channels import wire
+from fedloom.fusion.settings import FusionSettings
 from tests.fusion.parts import PLAIN, apart, hidden, images, network
 
 widths = st.tuples(st.integers(1, 9), st.integers(1, 9))

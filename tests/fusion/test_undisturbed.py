@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conf.errors import UserError
-from fusion import align, fuse
-from fusion.graph.channels import wire
-from fusion.settings import FusionSettings
+from fedloom.conf.errors import UserError
+from fedloom.fusion import align, fuse
+from fedloom.fusion.graph.channels import wire
+from fedloom.fusion.settings import FusionSettings
 
 
 class Watched(nn.Linear):

@@ -11,9 +11,9 @@ from torch import nn
 from torchvision import models
 from torchvision.models import vgg
 
-from clients.networks.base import NETWORKS
-from clients.networks.plain import StandardisedConv2d
-from fusion.graph.channels import permuted, wire
+from fedloom.clients.networks.base import NETWORKS
+from fedloom.clients.networks.plain import StandardisedConv2d
+from fedloom.fusion.graph.channels import permuted, wire
 from tests.fusion.wirings import (
     LeNet,
     Merging,

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torchvision import models
 
-from fusion.graph.channels import WiringError, wire
+from fedloom.fusion.graph.channels import WiringError, wire
 from tests.fusion.wirings import Dynamic, Merging, check, images
 
 MERGES = {

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torchvision import models
 
-from fusion.graph.channels import WiringError, wire
+from fedloom.fusion.graph.channels import WiringError, wire
 from tests.fusion.wirings import Dynamic, check, groups, images, resnet
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchvision.models import vgg
 from torchvision.ops import StochasticDepth
 
-from fusion.graph.channels import Wiring, permuted, wire
+from fedloom.fusion.graph.channels import Wiring, permuted, wire
 
 
 def randomise(network: nn.Module, seed: int = 0) -> nn.Module:

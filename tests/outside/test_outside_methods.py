@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from conf import load
-from server.ledger.audit import check
-from sims.cli.unlearn import Wish, resume, unlearn, verify_certificate
-from sims.simulate import simulate
+from fedloom.conf import load
+from fedloom.server.ledger.audit import check
+from fedloom.sims.cli.unlearn import Wish, resume, unlearn, verify_certificate
+from fedloom.sims.simulate import simulate
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
 

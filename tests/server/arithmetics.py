@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from flwr.app import Context, Message
 
-from clients.initial import initial_state
-from clients.messages import MEAN, SITE, TRAIN, to_states
-from clients.states import read_state
-from conf import Config, load
-from conf.sites import roster
-from fusion.arithmetic import Alpha, is_statistic, to_state
-from fusion.exact import State, digest, quantise
-from server.experiment import run_experiment
-from server.method import Method
-from server.rounds.aggregation import Aggregation
-from server.rounds.exchange import Federation
-from server.strategies import ArithmeticStrategy
-from sims.engines.adapter import store_folder
-from sims.engines.inline import InlineGrid
+from fedloom.clients.initial import initial_state
+from fedloom.clients.messages import MEAN, SITE, TRAIN, to_states
+from fedloom.clients.states import read_state
+from fedloom.conf import Config, load
+from fedloom.conf.sites import roster
+from fedloom.fusion.arithmetic import Alpha, is_statistic, to_state
+from fedloom.fusion.exact import State, digest, quantise
+from fedloom.server.experiment import run_experiment
+from fedloom.server.method import Method
+from fedloom.server.rounds.aggregation import Aggregation
+from fedloom.server.rounds.exchange import Federation
+from fedloom.server.strategies import ArithmeticStrategy
+from fedloom.sims.engines.adapter import store_folder
+from fedloom.sims.engines.inline import InlineGrid
 from tests.server.parts import Fault, Recorder, WatchedApp, folder
 from tests.server.runs import method_of, to_resume
 

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from conf import load
-from conf.schema import Config
-from fusion.exact import State, digest
-from server.experiment import check
-from server.strategies.pairing import paired
+from fedloom.conf import load
+from fedloom.conf.schema import Config
+from fedloom.fusion.exact import State, digest
+from fedloom.server.experiment import check
+from fedloom.server.strategies.pairing import paired
 from tests.server.parts import Run, set_up
 
 NETWORK_OF = {"plain": "network={name: mlp, widths: [8]}", "norms": "network={name: convnet, widths: [4], norm: batch}"}

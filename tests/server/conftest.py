@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from conf import Config
+from fedloom.conf import Config
 from tests.server.parts import close_all, folder, one_thread
 from tests.server.resumes import configured, results, run, stopped
 from tests.server.runs import copied

@@ -12,19 +12,19 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from conf import Config
-from conf.errors import UserError
-from server.experiment import run_experiment
-from server.ledger import Ledger
-from server.ledger.connection import Connection
-from server.runfolder import METRICS, SUMMARY
-from sims.engines.adapter import store_folder
-from sims.engines.inline import InlineGrid
+from fedloom.conf import Config
+from fedloom.conf.errors import UserError
+from fedloom.server.experiment import run_experiment
+from fedloom.server.ledger import Ledger
+from fedloom.server.ledger.connection import Connection
+from fedloom.server.runfolder import METRICS, SUMMARY
+from fedloom.sims.engines.adapter import store_folder
+from fedloom.sims.engines.inline import InlineGrid
 from tests.server.parts import Recorder, files, folder, one_thread, small
 
 CHILDREN = multiprocessing.get_context("forkserver")
 CHILDREN.set_forkserver_preload(
-    ["server.ledger.audit", "tests.server.kills", "sklearn.datasets", "sympy"]
+    ["fedloom.server.ledger.audit", "tests.server.kills", "sklearn.datasets", "sympy"]
 )  # a run imports these late
 SITES, ROUNDS = 3, 4
 

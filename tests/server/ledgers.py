@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from fusion.exact import State, digest
-from server.ledger import Contribution, Ledger
-from server.ledger.audit import Problem, check
+from fedloom.fusion.exact import State, digest
+from fedloom.server.ledger import Contribution, Ledger
+from fedloom.server.ledger.audit import Problem, check
 
 SITES = ("a", "b", "c", "d")
 CONFIG = "seed: 1\nname: 'größer'\n"

@@ -7,8 +7,8 @@ from typing import Any
 from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 
-from clients.app import app
-from clients.messages import (
+from fedloom.clients.app import app
+from fedloom.clients.messages import (
     SECURE_KEYS,
     SECURE_SHARES,
     SECURE_UNMASK,
@@ -17,15 +17,15 @@ from clients.messages import (
     to_arrays,
     to_states,
 )
-from clients.states import read_state
-from conf import Config
-from conf.sites import roster
-from fusion.exact import ExactSum, State, digest
-from server.experiment import run_experiment
-from server.method import Method
-from server.unlearning.requests import receive
-from sims.engines.adapter import store_folder
-from sims.engines.inline import InlineGrid
+from fedloom.clients.states import read_state
+from fedloom.conf import Config
+from fedloom.conf.sites import roster
+from fedloom.fusion.exact import ExactSum, State, digest
+from fedloom.server.experiment import run_experiment
+from fedloom.server.method import Method
+from fedloom.server.unlearning.requests import receive
+from fedloom.sims.engines.adapter import store_folder
+from fedloom.sims.engines.inline import InlineGrid
 from tests.server.parts import Recorder, small
 from tests.server.runs import method_of
 

@@ -12,26 +12,26 @@ import torch
 from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from clients.app import app
-from clients.data import class_things
-from clients.messages import METRICS, TRAIN, Order, read_order, to_arrays
-from clients.objectives.modes import EXTRACTOR, mode_of
-from clients.randomness import torch_generator
-from clients.replies import FREE, Bounds
-from clients.states import read_state
-from conf import Config, load
-from conf.sites import Site, roster
-from fusion.exact import ExactSum, State, digest
-from server.evaluate import Evaluator
-from server.ledger import Ledger
-from server.rounds.aggregation import Aggregation
-from server.rounds.exchange import Federation, Reply
-from server.rounds.loop import RoundLoop
-from server.rounds.schedules import Participation
-from server.rounds.view import Setup
-from sims.benchmarks.soak_replies import Fault
-from sims.engines.adapter import FIRST_NODE, store_folder
-from sims.engines.inline import InlineGrid
+from fedloom.clients.app import app
+from fedloom.clients.data import class_things
+from fedloom.clients.messages import METRICS, TRAIN, Order, read_order, to_arrays
+from fedloom.clients.objectives.modes import EXTRACTOR, mode_of
+from fedloom.clients.randomness import torch_generator
+from fedloom.clients.replies import FREE, Bounds
+from fedloom.clients.states import read_state
+from fedloom.conf import Config, load
+from fedloom.conf.sites import Site, roster
+from fedloom.fusion.exact import ExactSum, State, digest
+from fedloom.server.evaluate import Evaluator
+from fedloom.server.ledger import Ledger
+from fedloom.server.rounds.aggregation import Aggregation
+from fedloom.server.rounds.exchange import Federation, Reply
+from fedloom.server.rounds.loop import RoundLoop
+from fedloom.server.rounds.schedules import Participation
+from fedloom.server.rounds.view import Setup
+from fedloom.sims.benchmarks.soak_replies import Fault
+from fedloom.sims.engines.adapter import FIRST_NODE, store_folder
+from fedloom.sims.engines.inline import InlineGrid
 
 
 def small(root: Path, *overrides: str, sites: int = 2, samples: int = 60) -> Config:

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from clients.app import app
-from clients.states import read_metadata
-from conf import Config
-from server.experiment import run_experiment
-from server.ledger import Ledger
-from server.runfolder import METRICS, SUMMARY
-from sims.engines.adapter import store_folder
-from sims.engines.inline import InlineGrid
+from fedloom.clients.app import app
+from fedloom.clients.states import read_metadata
+from fedloom.conf import Config
+from fedloom.server.experiment import run_experiment
+from fedloom.server.ledger import Ledger
+from fedloom.server.runfolder import METRICS, SUMMARY
+from fedloom.sims.engines.adapter import store_folder
+from fedloom.sims.engines.inline import InlineGrid
 from tests.server.parts import Recorder, files, small
 
 

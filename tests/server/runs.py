@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from conf import Config
-from server.evaluate import Evaluator
-from server.experiment import open_ledger
-from server.ledger import Ledger
-from server.method import Method
-from server.runfolder import RunFolder
-from server.unlearning.certificate import CERTIFICATES
-from server.unlearning.verification import Finding, verify
+from fedloom.conf import Config
+from fedloom.server.evaluate import Evaluator
+from fedloom.server.experiment import open_ledger
+from fedloom.server.ledger import Ledger
+from fedloom.server.method import Method
+from fedloom.server.runfolder import RunFolder
+from fedloom.server.unlearning.certificate import CERTIFICATES
+from fedloom.server.unlearning.verification import Finding, verify
 from tests.server.parts import folder
 
 

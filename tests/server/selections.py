@@ -10,22 +10,22 @@ import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from clients.app import app
-from clients.data import own_images, to_float
-from clients.messages import MEAN, TRAIN, read_order, to_states
-from clients.networks import HeadView, architecture_of
-from clients.objectives import objective_of
-from clients.objectives.layer_selection import LayerSelection
-from clients.objectives.layer_selection.session import CHOSEN, COUNTS, MASS, NETWORK, OWN_PARTS, SELECTION, below
-from clients.states import read_state
-from conf import Config, load
-from conf.sites import roster
-from fusion.exact import State, digest, exact
-from server.experiment import run_experiment
-from server.strategies.layer_selection import KEY
-from sims.benchmarks.soak_replies import Fault, changed
-from sims.engines.adapter import store_folder
-from sims.engines.inline import InlineGrid
+from fedloom.clients.app import app
+from fedloom.clients.data import own_images, to_float
+from fedloom.clients.messages import MEAN, TRAIN, read_order, to_states
+from fedloom.clients.networks import HeadView, architecture_of
+from fedloom.clients.objectives import objective_of
+from fedloom.clients.objectives.layer_selection import LayerSelection
+from fedloom.clients.objectives.layer_selection.session import CHOSEN, COUNTS, MASS, NETWORK, OWN_PARTS, SELECTION, below
+from fedloom.clients.states import read_state
+from fedloom.conf import Config, load
+from fedloom.conf.sites import roster
+from fedloom.fusion.exact import State, digest, exact
+from fedloom.server.experiment import run_experiment
+from fedloom.server.strategies.layer_selection import KEY
+from fedloom.sims.benchmarks.soak_replies import Fault, changed
+from fedloom.sims.engines.adapter import store_folder
+from fedloom.sims.engines.inline import InlineGrid
 from tests.server.parts import Recorder, folder
 from tests.server.resumes import metrics
 from tests.server.runs import method_of

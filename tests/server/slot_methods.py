@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from clients.objectives import MEAN, SITE, Answer
-from server.strategies import TRAIN, Expected, Run, State, Sum
+from fedloom.clients.objectives import MEAN, SITE, Answer
+from fedloom.server.strategies import TRAIN, Expected, Run, State, Sum
 from tests.outside.federated_methods.fedprox import FedProx, Prox
 
 SIZES: State = {"n": torch.zeros(2)}

@@ -6,13 +6,13 @@ from pathlib import Path
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from clients.initial import initial_state
-from clients.messages import ROUND, SITE
-from clients.objectives.modes import HEAD
-from conf import Config
-from conf.sites import Site, roster
-from fusion.exact import State
-from server.rounds.aggregation import Aggregation
+from fedloom.clients.initial import initial_state
+from fedloom.clients.messages import ROUND, SITE
+from fedloom.clients.objectives.modes import HEAD
+from fedloom.conf import Config
+from fedloom.conf.sites import Site, roster
+from fedloom.fusion.exact import State
+from fedloom.server.rounds.aggregation import Aggregation
 from tests.server.parts import (
     extractor,
     given,

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from clients.initial import initial_state
-from clients.messages import SITE
-from conf import UserError
-from conf.sites import roster
-from fusion.arithmetic import to_state
-from fusion.exact import State, dequantise, digest, quantise
-from server.experiment import check
-from server.ledger.audit import check as audit
-from sims.benchmarks.soak_replies import changed, entry
-from sims.engines.inline import InlineGrid
+from fedloom.clients.initial import initial_state
+from fedloom.clients.messages import SITE
+from fedloom.conf import UserError
+from fedloom.conf.sites import roster
+from fedloom.fusion.arithmetic import to_state
+from fedloom.fusion.exact import State, dequantise, digest, quantise
+from fedloom.server.experiment import check
+from fedloom.server.ledger.audit import check as audit
+from fedloom.sims.benchmarks.soak_replies import changed, entry
+from fedloom.sims.engines.inline import InlineGrid
 from tests.server.arithmetics import (
     BITS,
     DIGITS,

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from conf import Config
-from conf.sites import roster
-from fusion.arithmetic import is_statistic
-from fusion.exact import State, digest
-from server.ledger.audit import check
-from server.unlearning.certificate import CERTIFICATES, read
-from server.unlearning.requests import receive
+from fedloom.conf import Config
+from fedloom.conf.sites import roster
+from fedloom.fusion.arithmetic import is_statistic
+from fedloom.fusion.exact import State, digest
+from fedloom.server.ledger.audit import check
+from fedloom.server.unlearning.certificate import CERTIFICATES, read
+from fedloom.server.unlearning.requests import receive
 from tests.server.arithmetics import (
     Done,
     alphas_of,

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from server.ledger import Contribution, Ledger
-from server.ledger.audit import Problem, check
-from server.ledger.blobs import file_digest
-from server.ledger.tables import link
+from fedloom.server.ledger import Contribution, Ledger
+from fedloom.server.ledger.audit import Problem, check
+from fedloom.server.ledger.blobs import file_digest
+from fedloom.server.ledger.tables import link
 from tests.server.ledgers import SITES, Plain, closed, contents, new, problems
 
 FINISHED = ("summary.json", "states/aggregate.safetensors")

@@ -7,25 +7,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from clients.data import site_images
-from clients.initial import initial_state
-from clients.learner import batches, learn
-from clients.messages import MEAN, SITE
-from clients.networks import Network, architecture_of
-from clients.objectives import Task
-from clients.objectives.ditto import personal
-from clients.objectives.local import LocalSession
-from clients.objectives.scaffold import CONTROL
-from clients.store import SiteStore
-from conf.errors import UserError
-from conf.schema import Config
-from conf.sites import roster
-from fusion.exact import State, digest
-from server.strategies import FedAvgM
-from server.strategies.averaging import NETWORK, NETWORKS
-from server.strategies.base import strategy_of
-from sims.engines.adapter import store_folder
-from sims.experiments.plain_fedavg import plain_fedavg
+from fedloom.clients.data import site_images
+from fedloom.clients.initial import initial_state
+from fedloom.clients.learner import batches, learn
+from fedloom.clients.messages import MEAN, SITE
+from fedloom.clients.networks import Network, architecture_of
+from fedloom.clients.objectives import Task
+from fedloom.clients.objectives.ditto import personal
+from fedloom.clients.objectives.local import LocalSession
+from fedloom.clients.objectives.scaffold import CONTROL
+from fedloom.clients.store import SiteStore
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import roster
+from fedloom.fusion.exact import State, digest
+from fedloom.server.strategies import FedAvgM
+from fedloom.server.strategies.averaging import NETWORK, NETWORKS
+from fedloom.server.strategies.base import strategy_of
+from fedloom.sims.engines.adapter import store_folder
+from fedloom.sims.experiments.plain_fedavg import plain_fedavg
 from tests.server.averages import configured, network_of, played, same
 from tests.server.parts import Run, set_up
 
@@ -264,7 +264,7 @@ def test_fedavg_is_a_plain_loops_with_the_same_mini_batches(tmp_path: Path, monk
             torch.nn.functional.cross_entropy(network(images), labels).backward()
             optimiser.step()
 
-    monkeypatch.setattr("sims.experiments.plain_fedavg._train", trained)
+    monkeypatch.setattr("fedloom.sims.experiments.plain_fedavg._train", trained)
     ours, (plain, _) = network_of(set_up(config).all_rounds()), plain_fedavg(config, seed=0)
     for name, tensor in plain.items():
         torch.testing.assert_close(ours[name], tensor, atol=1e-5, rtol=1e-4)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from clients.states import write_state
-from fusion.exact import digest
-from server.ledger.blobs import Blobs, LedgerError
+from fedloom.clients.states import write_state
+from fedloom.fusion.exact import digest
+from fedloom.server.ledger.blobs import Blobs, LedgerError
 
 STATE = {"w": torch.arange(6).reshape(2, 3), "b": torch.tensor([float("nan"), -0.0, 1e-40])}
 

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from clients.identity import Identity, erased_words
-from conf import Config, UserError
-from server.ledger import Ledger
-from server.unlearning.certificate import CERTIFICATES
-from server.unlearning.scope import scope
-from server.unlearning.signing import key_path, operator_key, public_line
-from server.unlearning.verification import deleted
-from sims.cli.unlearn import verify_certificate
-from sims.federation.keys import write_node_key
-from sims.report.certificates import write_html
+from fedloom.clients.identity import Identity, erased_words
+from fedloom.conf import Config, UserError
+from fedloom.server.ledger import Ledger
+from fedloom.server.unlearning.certificate import CERTIFICATES
+from fedloom.server.unlearning.scope import scope
+from fedloom.server.unlearning.signing import key_path, operator_key, public_line
+from fedloom.server.unlearning.verification import deleted
+from fedloom.sims.cli.unlearn import verify_certificate
+from fedloom.sims.federation.keys import write_node_key
+from fedloom.sims.report.certificates import write_html
 from tests.server.parts import WatchedApp, folder
 from tests.server.runs import copied, findings, method_of
 from tests.server.unlearnings import ONE, TWO, asked, configured, fulfil, further, run
@@ -243,7 +243,7 @@ def test_a_network_that_relearns_badly_is_certified_all_the_same(
     finished: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     config = copied(finished, tmp_path)
-    monkeypatch.setattr("server.unlearning.evaluation.REGAIN", 10.0)  # more than there is: it is trained
+    monkeypatch.setattr("fedloom.server.unlearning.evaluation.REGAIN", 10.0)  # more than there is: it is trained
     with method_of(config) as method:
         unlearning = method.unlearning()
         unlearning.config = dataclasses.replace(config, training=dataclasses.replace(config.training, rate=1e38))

@@ -9,28 +9,28 @@ from typing import Any
 import pytest
 import torch
 
-from clients.app import app
-from clients.data import Images, site_images
-from clients.states import read_state
-from clients.statistics import COUNT, SQUARE, SUM, class_statistics
-from conf import Config, load
-from conf.errors import UserError
-from conf.sites import roster
-from fusion.discriminant import discriminant
-from fusion.exact import ExactSum, State, dequantise, quantise
-from server.evaluate import Evaluator
-from server.experiment import check, run_experiment
-from server.ledger.audit import check as audit
-from server.rounds.exchange import Federation
-from server.runfolder import RunFolder
-from server.strategies.architectures import group_by_site, groups_of
-from server.strategies.base import strategy_of
-from server.strategies.by_architecture import averaged
-from server.strategies.cla_ot import ClaOt
-from server.strategies.exclusive import Exclusive
-from server.unlearning.requests import receive
-from sims.engines.adapter import store_folder
-from sims.engines.inline import InlineGrid
+from fedloom.clients.app import app
+from fedloom.clients.data import Images, site_images
+from fedloom.clients.states import read_state
+from fedloom.clients.statistics import COUNT, SQUARE, SUM, class_statistics
+from fedloom.conf import Config, load
+from fedloom.conf.errors import UserError
+from fedloom.conf.sites import roster
+from fedloom.fusion.discriminant import discriminant
+from fedloom.fusion.exact import ExactSum, State, dequantise, quantise
+from fedloom.server.evaluate import Evaluator
+from fedloom.server.experiment import check, run_experiment
+from fedloom.server.ledger.audit import check as audit
+from fedloom.server.rounds.exchange import Federation
+from fedloom.server.runfolder import RunFolder
+from fedloom.server.strategies.architectures import group_by_site, groups_of
+from fedloom.server.strategies.base import strategy_of
+from fedloom.server.strategies.by_architecture import averaged
+from fedloom.server.strategies.cla_ot import ClaOt
+from fedloom.server.strategies.exclusive import Exclusive
+from fedloom.server.unlearning.requests import receive
+from fedloom.sims.engines.adapter import store_folder
+from fedloom.sims.engines.inline import InlineGrid
 from tests.server.arithmetics import one_core, same
 from tests.server.parts import Recorder, folder
 from tests.server.runs import copied, method_of

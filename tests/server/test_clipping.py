@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from clients.messages import ROUND, SITE
-from clients.replies import Bounds
-from conf import UserError
-from server.experiment import check
-from sims.benchmarks.soak_replies import LAYER, changed, entry
+from fedloom.clients.messages import ROUND, SITE
+from fedloom.clients.replies import Bounds
+from fedloom.conf import UserError
+from fedloom.server.experiment import check
+from fedloom.sims.benchmarks.soak_replies import LAYER, changed, entry
 from tests.server.parts import WatchedApp, set_up, small, sum_of_contributions
 
 

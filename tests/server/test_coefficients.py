@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from clients.initial import initial_state
-from clients.networks import Model, architecture_of
-from conf import Config
-from conf.errors import UserError
-from conf.sites import roster
-from fusion.arithmetic import Alpha
-from fusion.exact import State
-from server.evaluate import Evaluator
-from server.experiment import check
-from server.rounds.aggregation import Aggregation
-from server.strategies.arithmetic import start_of
-from server.strategies.coefficients import Search, worth
+from fedloom.clients.initial import initial_state
+from fedloom.clients.networks import Model, architecture_of
+from fedloom.conf import Config
+from fedloom.conf.errors import UserError
+from fedloom.conf.sites import roster
+from fedloom.fusion.arithmetic import Alpha
+from fedloom.fusion.exact import State
+from fedloom.server.evaluate import Evaluator
+from fedloom.server.experiment import check
+from fedloom.server.rounds.aggregation import Aggregation
+from fedloom.server.strategies.arithmetic import start_of
+from fedloom.server.strategies.coefficients import Search, worth
 from tests.server.arithmetics import (
     MNIST,
     A,

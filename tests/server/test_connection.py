@@ -5,10 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from server.ledger import Ledger
-from server.ledger.blobs import file_digest
-from server.ledger.connection import Connection
-from server.ledger.database import LEDGER, SEAL
+from fedloom.server.ledger import Ledger
+from fedloom.server.ledger.blobs import file_digest
+from fedloom.server.ledger.connection import Connection
+from fedloom.server.ledger.database import LEDGER, SEAL
 from tests.server.ledgers import SITES, Plain, closed, new, problems
 
 SHARED = 0x40000002, 510  # the bytes on which SQLite's readers have their lock

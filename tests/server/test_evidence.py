@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from clients.data import Images, site_images, test_images, to_float
-from clients.learner import DivergedError, descend
-from clients.networks import Mlp, initialise
-from clients.randomness import torch_generator
-from conf import load
-from conf.errors import UserError
-from conf.schema import SiteConfig, TrainingConfig
-from conf.sites import roster
-from fusion.exact import State, digest
-from server.unlearning.attacks import (
+from fedloom.clients.data import Images, site_images, test_images, to_float
+from fedloom.clients.learner import DivergedError, descend
+from fedloom.clients.networks import Mlp, initialise
+from fedloom.clients.randomness import torch_generator
+from fedloom.conf import load
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import SiteConfig, TrainingConfig
+from fedloom.conf.sites import roster
+from fedloom.fusion.exact import State, digest
+from fedloom.server.unlearning.attacks import (
     Attack,
     Floats,
     Relearned,

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from conf import Config
-from conf.errors import FailedError, UserError
-from server.experiment import run_experiment
-from server.ledger import Ledger
-from server.ledger.audit import check
-from server.ledger.slots import Slots
-from server.listener import LogListener
-from sims.cli.unlearn import Wish, unlearn
-from sims.engines.adapter import store_folder
-from sims.engines.inline import InlineGrid
+from fedloom.conf import Config
+from fedloom.conf.errors import FailedError, UserError
+from fedloom.server.experiment import run_experiment
+from fedloom.server.ledger import Ledger
+from fedloom.server.ledger.audit import check
+from fedloom.server.ledger.slots import Slots
+from fedloom.server.listener import LogListener
+from fedloom.sims.cli.unlearn import Wish, unlearn
+from fedloom.sims.engines.adapter import store_folder
+from fedloom.sims.engines.inline import InlineGrid
 from tests.server.parts import files, folder, small
 
 

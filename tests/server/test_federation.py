@@ -6,12 +6,12 @@ import pytest
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from clients.messages import CONFIG, ORDER, TRAIN, Order, config_digest, text_record, to_arrays
-from conf import Config, UserError, to_json
-from conf.sites import roster
-from server.rounds.exchange import Federation
-from sims.engines.adapter import FIRST_NODE, store_folder
-from sims.engines.inline import InlineGrid
+from fedloom.clients.messages import CONFIG, ORDER, TRAIN, Order, config_digest, text_record, to_arrays
+from fedloom.conf import Config, UserError, to_json
+from fedloom.conf.sites import roster
+from fedloom.server.rounds.exchange import Federation
+from fedloom.sims.engines.adapter import FIRST_NODE, store_folder
+from fedloom.sims.engines.inline import InlineGrid
 from tests.server.parts import Recorder, SilentGrid, WatchedApp, sent_in, set_up, small, started
 
 PATIENCE = 6.0  # seconds: two sites have trained by then, also on a busy machine

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from clients.messages import METRICS, SITE
-from fusion.exact import State
-from server.strategies.averaging import NETWORKS
-from sims.benchmarks.soak_replies import changed, edited, raising
+from fedloom.clients.messages import METRICS, SITE
+from fedloom.fusion.exact import State
+from fedloom.server.strategies.averaging import NETWORKS
+from fedloom.sims.benchmarks.soak_replies import changed, edited, raising
 from tests.server.averages import configured, network_of, played, same
 from tests.server.parts import Run, WatchedApp, set_up
 

@@ -9,19 +9,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from clients.data import site_images, to_float
-from clients.networks import Network, architecture_of
-from clients.objectives import Task, objective_of
-from clients.objectives.fedproto import COUNTS, KNOWN, MEANS, PROTOTYPES, SUMS
-from clients.randomness import torch_generator
-from clients.states import read_state
-from conf import Config
-from conf.errors import UserError
-from conf.sites import roster
-from fusion.exact import ExactSum, State, quantise
-from server.experiment import check
-from server.strategies.fedproto import FedProto
-from sims.cli.unlearn import Wish, unlearn
+from fedloom.clients.data import site_images, to_float
+from fedloom.clients.networks import Network, architecture_of
+from fedloom.clients.objectives import Task, objective_of
+from fedloom.clients.objectives.fedproto import COUNTS, KNOWN, MEANS, PROTOTYPES, SUMS
+from fedloom.clients.randomness import torch_generator
+from fedloom.clients.states import read_state
+from fedloom.conf import Config
+from fedloom.conf.errors import UserError
+from fedloom.conf.sites import roster
+from fedloom.fusion.exact import ExactSum, State, quantise
+from fedloom.server.experiment import check
+from fedloom.server.strategies.fedproto import FedProto
+from fedloom.sims.cli.unlearn import Wish, unlearn
 from tests.server.arithmetics import one_core, same
 from tests.server.parts import folder
 from tests.server.runs import copied, method_of

@@ -16,23 +16,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from conf import load
-from conf.errors import FailedError, UserError
-from conf.schema import Config
-from fusion.exact import State, digest
-from server.experiment import check, run_experiment
-from server.ledger import Ledger
-from server.rounds.schedules import Sampling
-from server.strategies import FlowerStrategy
-from server.strategies.averaging import NETWORKS
-from server.strategies.flower.memory import arrays_of, put_back, remembered
-from server.strategies.flower.nodes import Nodes, quiet
-from server.strategies.flower.strategy import TOLD
-from server.strategies.pairing import paired
-from server.unlearning.certificate import CERTIFICATES, KEPT, read
-from server.unlearning.verification import verify, verify_accuracy
-from sims.engines.adapter import store_folder
-from sims.engines.inline import InlineGrid
+from fedloom.conf import load
+from fedloom.conf.errors import FailedError, UserError
+from fedloom.conf.schema import Config
+from fedloom.fusion.exact import State, digest
+from fedloom.server.experiment import check, run_experiment
+from fedloom.server.ledger import Ledger
+from fedloom.server.rounds.schedules import Sampling
+from fedloom.server.strategies import FlowerStrategy
+from fedloom.server.strategies.averaging import NETWORKS
+from fedloom.server.strategies.flower.memory import arrays_of, put_back, remembered
+from fedloom.server.strategies.flower.nodes import Nodes, quiet
+from fedloom.server.strategies.flower.strategy import TOLD
+from fedloom.server.strategies.pairing import paired
+from fedloom.server.unlearning.certificate import CERTIFICATES, KEPT, read
+from fedloom.server.unlearning.verification import verify, verify_accuracy
+from fedloom.sims.engines.adapter import store_folder
+from fedloom.sims.engines.inline import InlineGrid
 from tests.server.parts import Recorder, Run, folder, set_up
 from tests.server.runs import method_of
 
@@ -123,7 +123,7 @@ def test_a_request_is_fulfilled_in_a_process_that_has_sent_no_messages(tmp_path:
     with method_of(config) as method:
         before = digest(method.aggregation.aggregate().state)
     words = ["unlearn", str(folder(config)), "site-0000", "--request-id", "r", "--quiet"]
-    done = subprocess.run([sys.executable, "-m", "sims.cli", *words], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-m", "fedloom.sims.cli", *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "request 'r' verified" in done.stdout, done.stderr
     with method_of(config) as method:
         assert digest(method.aggregation.aggregate().state) != before

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-import conf
-from conf import UserError, load, to_yaml
-from conf.load import VERSION
-from server.ledger import Contribution, Ledger
-from server.ledger.tables import FORMAT, OLDEST
-from server.runfolder import CONFIG, RunFolder, read_config, refuse_existing
-from sims.cli.unlearn import Wish, audit, resume, unlearn, verify_certificate
-from sims.report.report import write_report
-from sims.simulate import simulate_once
+from fedloom.conf import UserError, load, to_yaml
+from fedloom.conf.load import VERSION
+from fedloom.conf.plugins import copy_package
+from fedloom.server.ledger import Contribution, Ledger
+from fedloom.server.ledger.tables import FORMAT, OLDEST
+from fedloom.server.runfolder import CONFIG, RunFolder, read_config, refuse_existing
+from fedloom.sims.cli.unlearn import Wish, audit, resume, unlearn, verify_certificate
+from fedloom.sims.report.report import write_report
+from fedloom.sims.simulate import simulate_once
 from tests.server.ledgers import contents, new, problems
 from tests.server.parts import small
 
@@ -29,9 +29,9 @@ REPOSITORY = Path(__file__).parents[2]
 TOMORROW = """
 import sys
 from pathlib import Path
-from conf.schema import Config
-from sims.report.report import write_report
-from sims.cli.unlearn import Wish, audit, resume, unlearn, verify_certificate
+from fedloom.conf.schema import Config
+from fedloom.sims.report.report import write_report
+from fedloom.sims.cli.unlearn import Wish, audit, resume, unlearn, verify_certificate
 
 run = Path(sys.argv[1])
 assert Config.__dataclass_fields__["novelty"].default == 3
@@ -126,7 +126,7 @@ def test_a_later_run_is_refused_in_one_line(left: Path):
 
 
 def test_a_later_ledger_is_refused_in_one_line_and_so_is_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("server.ledger.ledger.FORMAT", 99)  # as a later fedloom would write it
+    monkeypatch.setattr("fedloom.server.ledger.ledger.FORMAT", 99)  # as a later fedloom would write it
     new(tmp_path).close()
     monkeypatch.undo()
     told = f"has format 99, this fedloom reads {OLDEST} to {FORMAT}; use the fedloom that wrote it"
@@ -158,10 +158,11 @@ def test_a_run_of_any_version_may_be_overwritten(left: Path):
 def test_a_run_lives_on_when_a_key_of_the_configuration_is_added(left: Path, tmp_path: Path):
     """By a fedloom whose configuration has one more key at the top, and one in a section."""
     later = tmp_path / "later"
-    shutil.copytree(Path(conf.__file__).parent, later / "conf")
-    schema = (later / "conf" / "schema.py").read_text()
+    later.mkdir()
+    schema_file = copy_package(later) / "conf" / "schema.py"
+    schema = schema_file.read_text()
     schema = schema.replace("class EngineConfig:\n", 'class EngineConfig:\n    novelty: bool = value(True, "comes later")\n')
-    (later / "conf" / "schema.py").write_text(schema + '    novelty: int = value(3, "comes later")\n')
+    schema_file.write_text(schema + '    novelty: int = value(3, "comes later")\n')
     paths = os.pathsep.join([str(later), str(REPOSITORY)])
     words, env = [sys.executable, "-c", TOMORROW, str(left)], {**os.environ, "PYTHONPATH": paths}
     done = subprocess.run(words, env=env, cwd=tmp_path, text=True, capture_output=True)

@@ -7,21 +7,21 @@ import ot
 import pytest
 import torch
 
-from clients.app import app
-from conf import Config, load
-from conf.errors import UserError
-from conf.sites import roster
-from fusion import fusing
-from fusion.fusing import fuse
-from server.experiment import check, run_experiment
-from server.strategies.architectures import groups_of
-from server.strategies.base import strategy_of
-from server.strategies.by_architecture import averaged, kept
-from server.strategies.fused_anew import CLA_OT, SETTINGS, FusedAnew
-from server.strategies.own_start import Apart, fused_apart
-from sims.benchmarks.soak_replies import RAISES
-from sims.engines.adapter import store_folder
-from sims.engines.inline import InlineGrid
+from fedloom.clients.app import app
+from fedloom.conf import Config, load
+from fedloom.conf.errors import UserError
+from fedloom.conf.sites import roster
+from fedloom.fusion import fusing
+from fedloom.fusion.fusing import fuse
+from fedloom.server.experiment import check, run_experiment
+from fedloom.server.strategies.architectures import groups_of
+from fedloom.server.strategies.base import strategy_of
+from fedloom.server.strategies.by_architecture import averaged, kept
+from fedloom.server.strategies.fused_anew import CLA_OT, SETTINGS, FusedAnew
+from fedloom.server.strategies.own_start import Apart, fused_apart
+from fedloom.sims.benchmarks.soak_replies import RAISES
+from fedloom.sims.engines.adapter import store_folder
+from fedloom.sims.engines.inline import InlineGrid
 from tests.server.arithmetics import one_core, same
 from tests.server.parts import Recorder, WatchedApp, set_up
 from tests.server.runs import copied, method_of

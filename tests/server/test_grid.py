@@ -10,8 +10,8 @@ from flwr.proto.message_pb2 import Message as Told
 from flwr.proto.runtime_pb2 import PullAppMessagesResponse
 from flwr.supercore.run import Run
 
-from conf.errors import UserError
-from server.grid import CarefulGrid, Patient
+from fedloom.conf.errors import UserError
+from fedloom.server.grid import CarefulGrid, Patient
 
 ANSWERS = {"/v1/runtime/pull-messages": PullAppMessagesResponse()}
 

@@ -9,24 +9,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from clients.data import site_images, to_float
-from clients.networks import architecture_of
-from clients.objectives import Task, objective_of
-from clients.objectives.components.session import AUXILIARY_HEADS, COMMON, FROZEN, NUMBER, class_tensors, head_of
-from clients.randomness import torch_generator
-from clients.states import read_state
-from conf import Config, load
-from conf.errors import UserError
-from conf.sites import roster
-from fusion.exact import ExactSum, State, quantise
-from server.experiment import check
-from server.ledger.audit import check as audit
-from server.strategies.base import strategy_of
-from server.strategies.components import HeadTransfer
-from server.strategies.components.classes import Kinds, decoded, encoded
-from server.strategies.components.head_transfer import check_common
-from server.strategies.components.recombination import MATRIX, components_of
-from sims.cli.unlearn import Wish, unlearn
+from fedloom.clients.data import site_images, to_float
+from fedloom.clients.networks import architecture_of
+from fedloom.clients.objectives import Task, objective_of
+from fedloom.clients.objectives.components.session import AUXILIARY_HEADS, COMMON, FROZEN, NUMBER, class_tensors, head_of
+from fedloom.clients.randomness import torch_generator
+from fedloom.clients.states import read_state
+from fedloom.conf import Config, load
+from fedloom.conf.errors import UserError
+from fedloom.conf.sites import roster
+from fedloom.fusion.exact import ExactSum, State, quantise
+from fedloom.server.experiment import check
+from fedloom.server.ledger.audit import check as audit
+from fedloom.server.strategies.base import strategy_of
+from fedloom.server.strategies.components import HeadTransfer
+from fedloom.server.strategies.components.classes import Kinds, decoded, encoded
+from fedloom.server.strategies.components.head_transfer import check_common
+from fedloom.server.strategies.components.recombination import MATRIX, components_of
+from fedloom.sims.cli.unlearn import Wish, unlearn
 from tests.server.arithmetics import one_core, same
 from tests.server.parts import folder
 from tests.server.runs import copied, method_of

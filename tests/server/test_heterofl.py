@@ -10,17 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clients.networks import architecture_of
-from clients.objectives import Task, objective_of
-from clients.objectives.heterofl import HELD, LABELS, RATES
-from clients.randomness import torch_generator
-from conf import Config
-from conf.errors import UserError
-from conf.sites import roster
-from fusion.exact import ExactSum, State, quantise
-from server.experiment import check
-from server.strategies.heterofl import HeteroFL, rows_of
-from server.strategies.in_parts import REFERENCE
+from fedloom.clients.networks import architecture_of
+from fedloom.clients.objectives import Task, objective_of
+from fedloom.clients.objectives.heterofl import HELD, LABELS, RATES
+from fedloom.clients.randomness import torch_generator
+from fedloom.conf import Config
+from fedloom.conf.errors import UserError
+from fedloom.conf.sites import roster
+from fedloom.fusion.exact import ExactSum, State, quantise
+from fedloom.server.experiment import check
+from fedloom.server.strategies.heterofl import HeteroFL, rows_of
+from fedloom.server.strategies.in_parts import REFERENCE
 from tests.server.arithmetics import one_core, same
 from tests.server.runs import copied, method_of
 from tests.server.test_cla_ot import Done, configured, run

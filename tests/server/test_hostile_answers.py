@@ -8,16 +8,16 @@ import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord
 from flwr.clientapp import ClientApp
 
-from clients.app import app
-from clients.messages import METRICS, ORDER, read_order
-from clients.objectives.components.objective import COMPONENTS, PUBLISH, RECOMBINE
-from clients.objectives.fedproto import COUNTS, PROTOTYPES, SUMS
-from clients.objectives.heterofl import HELD, LABELS
-from conf import load
-from conf.sites import roster
-from fusion.exact import State
-from server.rounds.expected import Expected
-from server.rounds.schedules import Participation
+from fedloom.clients.app import app
+from fedloom.clients.messages import METRICS, ORDER, read_order
+from fedloom.clients.objectives.components.objective import COMPONENTS, PUBLISH, RECOMBINE
+from fedloom.clients.objectives.fedproto import COUNTS, PROTOTYPES, SUMS
+from fedloom.clients.objectives.heterofl import HELD, LABELS
+from fedloom.conf import load
+from fedloom.conf.sites import roster
+from fedloom.fusion.exact import State
+from fedloom.server.rounds.expected import Expected
+from fedloom.server.rounds.schedules import Participation
 from tests.server.arithmetics import one_core
 from tests.server.parts import Given, Run, given, set_up, small, started
 from tests.server.test_cla_ot import configured

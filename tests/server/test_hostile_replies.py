@@ -8,15 +8,15 @@ import pytest
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from clients.app import app, identify
-from clients.guard import guard
-from clients.measure import Score
-from clients.messages import BY_CLASS, LOST, METRICS, ORDER, OWN, RIGHT, ROUND, SITE, TOTAL, read_order
-from clients.replies import ReplyError, check_score
-from conf import UserError, load
-from server.rounds.nodes import Unkept
-from server.strategies.pairing import paired
-from sims.benchmarks.soak_replies import ANSI, LAYER, LOST_STATE, PARTIALS, REFUSED, changed, edited, entry, raising
+from fedloom.clients.app import app, identify
+from fedloom.clients.guard import guard
+from fedloom.clients.measure import Score
+from fedloom.clients.messages import BY_CLASS, LOST, METRICS, ORDER, OWN, RIGHT, ROUND, SITE, TOTAL, read_order
+from fedloom.clients.replies import ReplyError, check_score
+from fedloom.conf import UserError, load
+from fedloom.server.rounds.nodes import Unkept
+from fedloom.server.strategies.pairing import paired
+from fedloom.sims.benchmarks.soak_replies import ANSI, LAYER, LOST_STATE, PARTIALS, REFUSED, changed, edited, entry, raising
 from tests.server.parts import WatchedApp, set_up, small, sum_of_contributions
 
 
@@ -171,7 +171,7 @@ def test_a_strategy_whose_name_is_no_text_is_told(given: str):
 
 
 def test_robust_aggregation_that_could_not_be_subtracted_is_refused(tmp_path: Path):
-    from server.experiment import check
+    from fedloom.server.experiment import check
 
     for words in (["strategy={name: trimmed_mean}"], ["strategy.weighting=median"]):
         with pytest.raises(UserError, match=r"is no sum: no site could be subtracted again.*federation\.largest_weight"):

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from conf import UserError
-from fusion.exact import digest
-from server.strategies import strategy_of
-from sims.cli.unlearn import audit
-from sims.simulate import simulate
+from fedloom.conf import UserError
+from fedloom.fusion.exact import digest
+from fedloom.server.strategies import strategy_of
+from fedloom.sims.cli.unlearn import audit
+from fedloom.sims.simulate import simulate
 from tests.server.parts import contribution, folder, set_up, small, started, sum_of_contributions
 from tests.server.runs import method_of
 
@@ -53,7 +53,7 @@ def test_partial_sums_give_the_same_bits(tmp_path: Path, initialisation: str):
 
 def test_the_mean_that_is_sent_holds_those_that_join_as_they_start(tmp_path: Path):
     """In the first round it is what all start from; a site that joins at the aggregate does not change it."""
-    from server.strategies.sum_aggregation import _mean, _start
+    from fedloom.server.strategies.sum_aggregation import _mean, _start
 
     for way in ("shared", "aggregate"):
         run = set_up(small(tmp_path / way, *FEW, f"objective.initialisation={way}", sites=6, samples=20)).all_rounds()

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from clients.messages import MEAN, SITE
-from clients.networks import architecture_of
-from clients.objectives import Task, objective_of
-from clients.objectives.layer_selection import LayerSelection
-from clients.objectives.layer_selection.session import (
+from fedloom.clients.messages import MEAN, SITE
+from fedloom.clients.networks import architecture_of
+from fedloom.clients.objectives import Task, objective_of
+from fedloom.clients.objectives.layer_selection import LayerSelection
+from fedloom.clients.objectives.layer_selection.session import (
     CHOSEN,
     COUNTS,
     MASS,
@@ -23,18 +23,18 @@ from clients.objectives.layer_selection.session import (
     below,
     composed,
 )
-from clients.randomness import torch_generator
-from clients.states import read_state
-from conf import Config
-from conf.sites import roster
-from fusion.exact import ExactSum, State, quantise
-from server.ledger import Ledger
-from server.ledger.audit import check as audit
-from server.rounds.schedules import Participation
-from server.strategies.layer_selection import FOUND, LEAST_MASS, PARTS, PROGRESS, SHARED, LayerSelectionStrategy
-from sims.cli.unlearn import Wish, unlearn
-from sims.engines.adapter import store_folder
-from sims.simulate import simulate
+from fedloom.clients.randomness import torch_generator
+from fedloom.clients.states import read_state
+from fedloom.conf import Config
+from fedloom.conf.sites import roster
+from fedloom.fusion.exact import ExactSum, State, quantise
+from fedloom.server.ledger import Ledger
+from fedloom.server.ledger.audit import check as audit
+from fedloom.server.rounds.schedules import Participation
+from fedloom.server.strategies.layer_selection import FOUND, LEAST_MASS, PARTS, PROGRESS, SHARED, LayerSelectionStrategy
+from fedloom.sims.cli.unlearn import Wish, unlearn
+from fedloom.sims.engines.adapter import store_folder
+from fedloom.sims.simulate import simulate
 from tests.server.arithmetics import one_core, same
 from tests.server.parts import Given, LastFirstGrid, Recorder, folder, started
 from tests.server.parts import given as reply_of

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from clients.messages import MEAN, SITE
-from clients.objectives.layer_selection.session import CHOSEN, COUNTS, MASS, SELECTION
-from conf import Config
-from fusion.exact import ExactSum, State
-from server.ledger.audit import check as audit
-from server.rounds.loop import TooFewRepliesError
-from server.strategies.layer_selection import CHANGES, SHARED
-from sims.cli.unlearn import Wish, unlearn
-from sims.engines.adapter import store_folder
+from fedloom.clients.messages import MEAN, SITE
+from fedloom.clients.objectives.layer_selection.session import CHOSEN, COUNTS, MASS, SELECTION
+from fedloom.conf import Config
+from fedloom.fusion.exact import ExactSum, State
+from fedloom.server.ledger.audit import check as audit
+from fedloom.server.rounds.loop import TooFewRepliesError
+from fedloom.server.strategies.layer_selection import CHANGES, SHARED
+from fedloom.sims.cli.unlearn import Wish, unlearn
+from fedloom.sims.engines.adapter import store_folder
 from tests.server.arithmetics import one_core, same
 from tests.server.parts import Recorder, folder
 from tests.server.resumes import Stopped, Stopper

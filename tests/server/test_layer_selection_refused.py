@@ -8,12 +8,12 @@ import pytest
 import torch
 from flwr.app import Context, Message
 
-from clients.messages import RIGHT, SITE, TOTAL, TRAIN, read_order
-from clients.objectives.layer_selection.session import CHOSEN, COUNTS, MASS, SELECTION
-from conf.errors import UserError
-from server.experiment import check
-from server.strategies.base import strategy_of
-from sims.benchmarks.soak_replies import changed, entry, metrics
+from fedloom.clients.messages import RIGHT, SITE, TOTAL, TRAIN, read_order
+from fedloom.clients.objectives.layer_selection.session import CHOSEN, COUNTS, MASS, SELECTION
+from fedloom.conf.errors import UserError
+from fedloom.server.experiment import check
+from fedloom.server.strategies.base import strategy_of
+from fedloom.sims.benchmarks.soak_replies import changed, entry, metrics
 from tests.server.arithmetics import one_core
 from tests.server.parts import Recorder
 from tests.server.selections import LAYERS, OTHER, RESNET, Noting, configured, found, run, selection_of

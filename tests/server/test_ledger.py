@@ -9,10 +9,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from conf.errors import UserError
-from server.ledger import Contribution, Ledger, LedgerError
-from server.ledger.database import SEAL
-from server.ledger.tables import FORMAT
+from fedloom.conf.errors import UserError
+from fedloom.server.ledger import Contribution, Ledger, LedgerError
+from fedloom.server.ledger.database import SEAL
+from fedloom.server.ledger.tables import FORMAT
 from tests.server.ledgers import CONFIG, SITES, Plain, closed, contribution, new, problems
 
 

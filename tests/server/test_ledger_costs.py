@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusion.exact import State
-from server.ledger import Contribution, Ledger
-from server.strategies.coefficients import note, noted
+from fedloom.fusion.exact import State
+from fedloom.server.ledger import Contribution, Ledger
+from fedloom.server.strategies.coefficients import note, noted
 from tests.server.arithmetics import arithmetic_of, configured, strategy
 from tests.server.ledgers import CONFIG
 

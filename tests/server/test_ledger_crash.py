@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from server.ledger import Ledger, LedgerError
-from server.ledger.audit import check
+from fedloom.server.ledger import Ledger, LedgerError
+from fedloom.server.ledger.audit import check
 from tests.server.kills import CHILDREN
 from tests.server.ledgers import SITES, Plain, closed, contents, new, problems
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from conf.errors import UserError
-from fusion.exact import State, digest
-from server.ledger import Ledger, LedgerError
+from fedloom.conf.errors import UserError
+from fedloom.fusion.exact import State, digest
+from fedloom.server.ledger import Ledger, LedgerError
 from tests.server.ledgers import SITES, Plain, new
 
 

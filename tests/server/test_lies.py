@@ -11,11 +11,11 @@ from flwr.common.serde import message_to_proto
 from flwr.proto.message_pb2 import ObjectTree
 from hypothesis import given, settings
 
-from clients.messages import TRAIN
-from server.grid import received
-from server.rounds.loop import TooFewRepliesError
-from server.rounds.schedules import Participation
-from sims.engines.inline import InlineGrid
+from fedloom.clients.messages import TRAIN
+from fedloom.server.grid import received
+from fedloom.server.rounds.loop import TooFewRepliesError
+from fedloom.server.rounds.schedules import Participation
+from fedloom.sims.engines.inline import InlineGrid
 from tests.flower.lies import Lie, lies
 from tests.flower.speaker import Node
 from tests.server.parts import Run, contribution, set_up, small, sum_of_contributions

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from conf import UserError
-from server.unlearning.likelihood import confidence, likelihood_ratio, rate_at
+from fedloom.conf import UserError
+from fedloom.server.unlearning.likelihood import confidence, likelihood_ratio, rate_at
 
 
 def made_up(gap: float, spread: float = 1.0, federations: int = 16, images: int = 200) -> tuple[np.ndarray, np.ndarray]:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 
-from clients.job import Job
-from clients.messages import (
+from fedloom.clients.job import Job
+from fedloom.clients.messages import (
     BLAMED,
     COMMITMENTS,
     SECURE_CONFIRM,
@@ -20,11 +20,11 @@ from clients.messages import (
     to_arrays,
     to_states,
 )
-from clients.secure_aggregation import site
-from clients.secure_aggregation.secrets import Attempt, Secrets
-from conf import Config
-from conf.errors import FailedError
-from fusion.exact import State
+from fedloom.clients.secure_aggregation import site
+from fedloom.clients.secure_aggregation.secrets import Attempt, Secrets
+from fedloom.conf import Config
+from fedloom.conf.errors import FailedError
+from fedloom.fusion.exact import State
 from tests.server.masked import MASKS, Spoiled, changed, gone, held, killed, run, sum_of
 from tests.server.parts import small
 from tests.server.runs import method_of
@@ -145,7 +145,7 @@ def test_what_was_summed_before_a_crash_is_summed_again_with_other_batches(tmp_p
     """Two sites are gone when the round begins again: the sum is over others, and so is what they train."""
     config = configured(tmp_path, "training.batch=2", sites=7)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("server.rounds.aggregation.Aggregation.commit", killed)
+        patch.setattr("fedloom.server.rounds.aggregation.Aggregation.commit", killed)
         with pytest.raises(InterruptedError):
             run(config)
     again, client = replace(config, run=replace(config.run, resume=True)), Spoiled(gone, ["secure_keys"], [6])

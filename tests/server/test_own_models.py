@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from conf import Config, UserError, load
-from server.experiment import run_experiment
-from server.listener import LogListener
-from server.runfolder import is_file_name
-from sims.engines.adapter import store_folder
-from sims.engines.inline import InlineGrid
+from fedloom.conf import Config, UserError, load
+from fedloom.server.experiment import run_experiment
+from fedloom.server.listener import LogListener
+from fedloom.server.runfolder import is_file_name
+from fedloom.sims.engines.adapter import store_folder
+from fedloom.sims.engines.inline import InlineGrid
 
 MODULE = """
 from dataclasses import dataclass
-from server.strategies import Expected, Model, Models, Strategy, Sum, MEAN, SITE, TRAIN
-from conf.typed import value
+from fedloom.server.strategies import Expected, Model, Models, Strategy, Sum, MEAN, SITE, TRAIN
+from fedloom.conf.typed import value
 
 @dataclass(frozen=True)
 class Own(Strategy):

@@ -6,27 +6,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from clients.app import app
-from clients.data import Images, site_images
-from clients.networks import Model
-from clients.statistics import COUNT, SQUARE, SUM, class_statistics
-from conf import Config, load
-from conf.errors import UserError
-from conf.sites import roster
-from fusion.cla_ot.transport import same_plan
-from fusion.discriminant import discriminant, scaled
-from fusion.fusing import fuse
-from fusion.settings import FusionSettings
-from server.experiment import check, run_experiment
-from server.strategies.architectures import groups_of, reference_of
-from server.strategies.base import strategy_of as any_strategy_of
-from server.strategies.by_architecture import kept
-from server.strategies.cla_ot import ClaOt
-from server.strategies.in_parts import REFERENCE
-from server.strategies.own_start import PART, Apart, fused_apart, part_of
-from sims.benchmarks.soak_replies import RAISES
-from sims.engines.adapter import store_folder
-from sims.engines.inline import InlineGrid
+from fedloom.clients.app import app
+from fedloom.clients.data import Images, site_images
+from fedloom.clients.networks import Model
+from fedloom.clients.statistics import COUNT, SQUARE, SUM, class_statistics
+from fedloom.conf import Config, load
+from fedloom.conf.errors import UserError
+from fedloom.conf.sites import roster
+from fedloom.fusion.cla_ot.transport import same_plan
+from fedloom.fusion.discriminant import discriminant, scaled
+from fedloom.fusion.fusing import fuse
+from fedloom.fusion.settings import FusionSettings
+from fedloom.server.experiment import check, run_experiment
+from fedloom.server.strategies.architectures import groups_of, reference_of
+from fedloom.server.strategies.base import strategy_of as any_strategy_of
+from fedloom.server.strategies.by_architecture import kept
+from fedloom.server.strategies.cla_ot import ClaOt
+from fedloom.server.strategies.in_parts import REFERENCE
+from fedloom.server.strategies.own_start import PART, Apart, fused_apart, part_of
+from fedloom.sims.benchmarks.soak_replies import RAISES
+from fedloom.sims.engines.adapter import store_folder
+from fedloom.sims.engines.inline import InlineGrid
 from tests.clients.shipped import write_mnist_like, write_sheets
 from tests.server.arithmetics import one_core, same
 from tests.server.parts import Recorder, WatchedApp, set_up

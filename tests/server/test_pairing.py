@@ -2,13 +2,13 @@
 
 import pytest
 
-from clients.objectives import OBJECTIVES
-from conf import load
-from conf.errors import UserError
-from conf.load import experiment_names
-from conf.schema import Config
-from server.strategies import STRATEGIES
-from server.strategies.pairing import paired
+from fedloom.clients.objectives import OBJECTIVES
+from fedloom.conf import load
+from fedloom.conf.errors import UserError
+from fedloom.conf.load import experiment_names
+from fedloom.conf.schema import Config
+from fedloom.server.strategies import STRATEGIES
+from fedloom.server.strategies.pairing import paired
 
 
 def pair(experiment: str, *words: str) -> Config:

@@ -8,12 +8,12 @@ import torch
 from flwr.app import Context, Message, MetricRecord
 from flwr.clientapp import ClientApp
 
-from clients.app import app
-from clients.data import Images, site_images, to_float
-from clients.messages import METRICS, read_order, to_arrays, to_states
-from clients.networks import architecture_of, initialise
-from clients.replies import ReplyError
-from clients.statistics import (
+from fedloom.clients.app import app
+from fedloom.clients.data import Images, site_images, to_float
+from fedloom.clients.messages import METRICS, read_order, to_arrays, to_states
+from fedloom.clients.networks import architecture_of, initialise
+from fedloom.clients.replies import ReplyError
+from fedloom.clients.statistics import (
     CLASS_STATISTICS,
     COUNT,
     MEAN_OF,
@@ -24,15 +24,15 @@ from clients.statistics import (
     class_statistics,
     moments,
 )
-from conf import Config
-from conf.sites import roster
-from fusion.cla_ot.repair import recompute_statistics
-from fusion.discriminant import discriminant
-from server.ledger.audit import check
-from server.rounds.exchange import Federation
-from server.unlearning.requests import receive
-from sims.engines.adapter import store_folder
-from sims.engines.inline import InlineGrid
+from fedloom.conf import Config
+from fedloom.conf.sites import roster
+from fedloom.fusion.cla_ot.repair import recompute_statistics
+from fedloom.fusion.discriminant import discriminant
+from fedloom.server.ledger.audit import check
+from fedloom.server.rounds.exchange import Federation
+from fedloom.server.unlearning.requests import receive
+from fedloom.sims.engines.adapter import store_folder
+from fedloom.sims.engines.inline import InlineGrid
 from tests.server.arithmetics import same
 from tests.server.parts import Recorder, folder
 from tests.server.runs import copied, method_of

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from conf import UserError
-from server.ledger import Ledger, LedgerError
-from server.ledger.audit import check
-from server.runfolder import METRICS
+from fedloom.conf import UserError
+from fedloom.server.ledger import Ledger, LedgerError
+from fedloom.server.ledger.audit import check
+from fedloom.server.runfolder import METRICS
 from tests.server.parts import WatchedApp, files, folder
 from tests.server.resumes import configured, metrics, results, resumed, run
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from clients.store import SiteStore
-from conf import UserError
-from fusion.exact import dequantise, digest, exact
-from server.ledger import Ledger
-from server.ledger.audit import check
-from sims.engines.adapter import store_folder
+from fedloom.clients.store import SiteStore
+from fedloom.conf import UserError
+from fedloom.fusion.exact import dequantise, digest, exact
+from fedloom.server.ledger import Ledger
+from fedloom.server.ledger.audit import check
+from fedloom.sims.engines.adapter import store_folder
 from tests.server.parts import Recorder, WatchedApp, folder
 from tests.server.resumes import results, resumed
 

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conf.errors import UserError
-from server.experiment import check
-from server.strategies.by_architecture import averaged
-from server.strategies.fedrolex import FedRolex
-from server.strategies.in_parts import REFERENCE
-from server.strategies.inco import InCo, _crossed
+from fedloom.conf.errors import UserError
+from fedloom.server.experiment import check
+from fedloom.server.strategies.by_architecture import averaged
+from fedloom.server.strategies.fedrolex import FedRolex
+from fedloom.server.strategies.in_parts import REFERENCE
+from fedloom.server.strategies.inco import InCo, _crossed
 from tests.server.arithmetics import one_core, same
 from tests.server.runs import method_of
 from tests.server.test_cla_ot import DEEP, MIDDLE, SHALLOW, configured, run

@@ -8,17 +8,17 @@ import pytest
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from clients.app import app
-from clients.messages import CLASSES, ENROL, METRICS, ORDER, read_order
-from clients.replies import ReplyError
-from conf.schema import Config
-from conf.sites import Site, roster
-from fusion.exact import digest
-from server.experiment import run_experiment
-from server.listener import LogListener
-from server.rounds.exchange import Reply
-from server.rounds.roll import Roll
-from sims.engines.adapter import store_folder
+from fedloom.clients.app import app
+from fedloom.clients.messages import CLASSES, ENROL, METRICS, ORDER, read_order
+from fedloom.clients.replies import ReplyError
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import Site, roster
+from fedloom.fusion.exact import digest
+from fedloom.server.experiment import run_experiment
+from fedloom.server.listener import LogListener
+from fedloom.server.rounds.exchange import Reply
+from fedloom.server.rounds.roll import Roll
+from fedloom.sims.engines.adapter import store_folder
 from tests.server.parts import Recorder
 from tests.server.runs import method_of
 from tests.server.test_site_classes import OwnGrid, federated, folders

@@ -8,13 +8,13 @@ import torch
 from flwr.app import MetricRecord
 from flwr.clientapp import ClientApp
 
-from clients.messages import METRICS
-from conf.sites import roster
-from fusion.exact import ExactSum, State, digest
-from server.rounds.loop import TooFewRepliesError
-from server.rounds.schedules import round_half_up
-from sims.benchmarks.soak_replies import RAISES, REFUSED
-from sims.engines.inline import InlineGrid
+from fedloom.clients.messages import METRICS
+from fedloom.conf.sites import roster
+from fedloom.fusion.exact import ExactSum, State, digest
+from fedloom.server.rounds.loop import TooFewRepliesError
+from fedloom.server.rounds.schedules import round_half_up
+from fedloom.sims.benchmarks.soak_replies import RAISES, REFUSED
+from fedloom.sims.engines.inline import InlineGrid
 from tests.server.parts import (
     LastFirstGrid,
     Run,

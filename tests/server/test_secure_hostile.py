@@ -10,8 +10,8 @@ import pytest
 import torch
 from flwr.app import Context, Message
 
-from clients.app import app
-from clients.messages import (
+from fedloom.clients.app import app
+from fedloom.clients.messages import (
     BLAMED,
     COMMITMENTS,
     MASKED,
@@ -26,9 +26,9 @@ from clients.messages import (
     to_arrays,
     to_states,
 )
-from conf.errors import FailedError
-from fusion.exact import State
-from server.ledger.slots import Slots
+from fedloom.conf.errors import FailedError
+from fedloom.fusion.exact import State
+from fedloom.server.ledger.slots import Slots
 from tests.server.masked import (
     FOUR,
     MASKS,

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from clients.messages import ROUND, SITE
-from conf.errors import UserError
-from fusion.exact import ExactSum, State, digest, quantise
-from server.ledger import Ledger
-from server.rounds.aggregation import Aggregation
-from server.rounds.view import Setup
+from fedloom.clients.messages import ROUND, SITE
+from fedloom.conf.errors import UserError
+from fedloom.fusion.exact import ExactSum, State, digest, quantise
+from fedloom.server.ledger import Ledger
+from fedloom.server.rounds.aggregation import Aggregation
+from fedloom.server.rounds.view import Setup
 from tests.server.parts import given, staged
 from tests.server.test_strategy import everyone, many, records
 

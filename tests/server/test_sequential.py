@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from clients.messages import SITE
-from clients.states import read_state
-from conf.errors import UserError
-from fusion.arithmetic import to_state
-from fusion.exact import State, quantise
-from server.ledger import Ledger
-from server.ledger.audit import check
-from server.rounds.loop import TooFewRepliesError
-from server.unlearning.requests import receive
-from sims.benchmarks.soak_replies import changed, entry
+from fedloom.clients.messages import SITE
+from fedloom.clients.states import read_state
+from fedloom.conf.errors import UserError
+from fedloom.fusion.arithmetic import to_state
+from fedloom.fusion.exact import State, quantise
+from fedloom.server.ledger import Ledger
+from fedloom.server.ledger.audit import check
+from fedloom.server.rounds.loop import TooFewRepliesError
+from fedloom.server.unlearning.requests import receive
+from fedloom.sims.benchmarks.soak_replies import changed, entry
 from tests.server.arithmetics import BITS, A, B, Done, NotingApp, configured, method_of, one_core, resumed, run, same, theta
 from tests.server.parts import Recorder, files
 

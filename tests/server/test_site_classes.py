@@ -7,15 +7,15 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from PIL import Image
 
-from clients.data import num_classes, site_sizes
-from clients.messages import WHO
-from conf import Config, UserError, load
-from conf.sites import roster
-from server.experiment import run_experiment
-from server.listener import LogListener
-from server.rounds.exchange import Federation
-from sims.engines.adapter import store_folder
-from sims.engines.inline import InlineGrid
+from fedloom.clients.data import num_classes, site_sizes
+from fedloom.clients.messages import WHO
+from fedloom.conf import Config, UserError, load
+from fedloom.conf.sites import roster
+from fedloom.server.experiment import run_experiment
+from fedloom.server.listener import LogListener
+from fedloom.server.rounds.exchange import Federation
+from fedloom.sims.engines.adapter import store_folder
+from fedloom.sims.engines.inline import InlineGrid
 
 
 def folders(root: Path, *names: str) -> str:

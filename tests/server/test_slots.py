@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from conf import UserError, load
-from server.ledger.audit import check
-from server.rounds.loop import TooFewRepliesError
-from sims.cli.unlearn import Wish, unlearn
-from sims.simulate import simulate
+from fedloom.conf import UserError, load
+from fedloom.server.ledger.audit import check
+from fedloom.server.rounds.loop import TooFewRepliesError
+from fedloom.sims.cli.unlearn import Wish, unlearn
+from fedloom.sims.simulate import simulate
 from tests.server import slot_methods
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")

@@ -8,17 +8,17 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from clients.initial import initial_state
-from clients.messages import MEAN, ROUND, SITE, STAR, SUBSET
-from clients.objectives.modes import HEAD
-from clients.store import SiteStore
-from conf import UserError
-from conf.sites import roster
-from fusion.exact import dequantise, digest, quantise
-from server.experiment import check
-from server.ledger import LedgerError
-from sims.benchmarks.soak_replies import changed, entry
-from sims.engines.adapter import store_folder
+from fedloom.clients.initial import initial_state
+from fedloom.clients.messages import MEAN, ROUND, SITE, STAR, SUBSET
+from fedloom.clients.objectives.modes import HEAD
+from fedloom.clients.store import SiteStore
+from fedloom.conf import UserError
+from fedloom.conf.sites import roster
+from fedloom.fusion.exact import dequantise, digest, quantise
+from fedloom.server.experiment import check
+from fedloom.server.ledger import LedgerError
+from fedloom.sims.benchmarks.soak_replies import changed, entry
+from fedloom.sims.engines.adapter import store_folder
 from tests.server.parts import (
     WatchedApp,
     contribution,

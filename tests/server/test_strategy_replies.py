@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from clients.initial import initial_state
-from clients.messages import ROUND, SITE, to_arrays
-from clients.partial import PartialSum
-from clients.states import round_file, write_state
-from conf import UserError
-from fusion.exact import digest, quantise
-from sims.benchmarks.soak_replies import entry
+from fedloom.clients.initial import initial_state
+from fedloom.clients.messages import ROUND, SITE, to_arrays
+from fedloom.clients.partial import PartialSum
+from fedloom.clients.states import round_file, write_state
+from fedloom.conf import UserError
+from fedloom.fusion.exact import digest, quantise
+from fedloom.sims.benchmarks.soak_replies import entry
 from tests.server.parts import (
     committed,
     contribution,

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from clients.data import domain_specs, num_classes, outputs, site_images, test_images, validation_images
-from clients.data.variants import class_count
-from clients.initial import initial_state
-from clients.networks import Model, architecture_of
-from conf import Config
-from conf.errors import UserError
-from conf.sites import roster
-from fusion.exact import State
-from server.evaluate import Evaluator
+from fedloom.clients.data import domain_specs, num_classes, outputs, site_images, test_images, validation_images
+from fedloom.clients.data.variants import class_count
+from fedloom.clients.initial import initial_state
+from fedloom.clients.networks import Model, architecture_of
+from fedloom.conf import Config
+from fedloom.conf.errors import UserError
+from fedloom.conf.sites import roster
+from fedloom.fusion.exact import State
+from fedloom.server.evaluate import Evaluator
 from tests.server.arithmetics import DIGITS, MNIST, A, B, configured, one_core, run, theta
 from tests.server.parts import Recorder
 

@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from clients.states import write_state
-from conf import Config, UserError
-from conf.sites import roster
-from fusion.exact import digest
-from server.ledger import Ledger
-from server.ledger.audit import check
-from server.ledger.slots import Put
-from server.rounds.exchange import Federation
-from server.rounds.loop import RoundLoop
-from server.unlearning.certificate import CERTIFICATES
-from sims.engines.adapter import store_folder
-from sims.engines.inline import InlineGrid
+from fedloom.clients.states import write_state
+from fedloom.conf import Config, UserError
+from fedloom.conf.sites import roster
+from fedloom.fusion.exact import digest
+from fedloom.server.ledger import Ledger
+from fedloom.server.ledger.audit import check
+from fedloom.server.ledger.slots import Put
+from fedloom.server.rounds.exchange import Federation
+from fedloom.server.rounds.loop import RoundLoop
+from fedloom.server.unlearning.certificate import CERTIFICATES
+from fedloom.sims.engines.adapter import store_folder
+from fedloom.sims.engines.inline import InlineGrid
 from tests.server.parts import Recorder, WatchedApp, folder, started, sum_of_contributions
 from tests.server.runs import copied, method_of
 from tests.server.unlearnings import (

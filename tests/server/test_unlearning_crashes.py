@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-import server.unlearning.certificate
-import server.unlearning.requests
-from conf import Config, UserError
-from server.ledger import Ledger
-from server.ledger.audit import check
-from server.ledger.blobs import Blobs
-from server.rounds.aggregation import Aggregation
-from server.runfolder import RunFolder
-from server.unlearning.certificate import CERTIFICATES, read
-from server.unlearning.requests import KIND
-from sims.engines.adapter import store_folder
-from sims.engines.inline import InlineGrid
+import fedloom.server.unlearning.certificate
+import fedloom.server.unlearning.requests
+from fedloom.conf import Config, UserError
+from fedloom.server.ledger import Ledger
+from fedloom.server.ledger.audit import check
+from fedloom.server.ledger.blobs import Blobs
+from fedloom.server.rounds.aggregation import Aggregation
+from fedloom.server.runfolder import RunFolder
+from fedloom.server.unlearning.certificate import CERTIFICATES, read
+from fedloom.server.unlearning.requests import KIND
+from fedloom.sims.engines.adapter import store_folder
+from fedloom.sims.engines.inline import InlineGrid
 from tests.server.parts import Recorder, WatchedApp, folder
 from tests.server.runs import copied, findings, method_of, to_resume
 from tests.server.unlearnings import ONE, SITES, TWO, asked, configured, fulfil, further, kinds, run
@@ -68,14 +68,18 @@ PLACES = {
     "before the rollback": (Aggregation, "roll_back", crash),
     "before the subtraction": (Aggregation, "forget", crash),
     "before the blobs go": (Blobs, "remove", crash),
-    "before the deletion": (server.unlearning.requests, "left_of", crash),
-    "within the deletion": (server.unlearning.requests, "shutil", SimpleNamespace(rmtree=crash_after(shutil.rmtree))),
-    "before the certificate": (server.unlearning.requests, "certificate", crash),
-    "before it is written": (server.unlearning.certificate, "write_bytes", crash),
+    "before the deletion": (fedloom.server.unlearning.requests, "left_of", crash),
+    "within the deletion": (
+        fedloom.server.unlearning.requests,
+        "shutil",
+        SimpleNamespace(rmtree=crash_after(shutil.rmtree)),
+    ),
+    "before the certificate": (fedloom.server.unlearning.requests, "certificate", crash),
+    "before it is written": (fedloom.server.unlearning.certificate, "write_bytes", crash),
     "after it is written": (
-        server.unlearning.certificate,
+        fedloom.server.unlearning.certificate,
         "write_bytes",
-        crash_after(server.unlearning.certificate.write_bytes),
+        crash_after(fedloom.server.unlearning.certificate.write_bytes),
     ),
 }
 

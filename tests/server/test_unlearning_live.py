@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from conf import Config
-from fusion.exact import ExactSum
-from server.ledger import Ledger
-from server.ledger.audit import check
-from server.runfolder import RunFolder
-from server.unlearning.certificate import CERTIFICATES, read, sums_of
-from server.unlearning.requests import KIND
+from fedloom.conf import Config
+from fedloom.fusion.exact import ExactSum
+from fedloom.server.ledger import Ledger
+from fedloom.server.ledger.audit import check
+from fedloom.server.runfolder import RunFolder
+from fedloom.server.unlearning.certificate import CERTIFICATES, read, sums_of
+from fedloom.server.unlearning.requests import KIND
 from tests.server.parts import Recorder, WatchedApp, folder
 from tests.server.runs import copied, findings, method_of, to_resume, verdicts
 from tests.server.unlearnings import ONE, SITES, TWO, asked, configured, run
@@ -51,7 +51,7 @@ def test_a_certificate_is_verified_beside_a_server_that_commits_meanwhile(
             method.aggregation.forget([TWO], {})
             return sums_of(ledger)
 
-        monkeypatch.setattr("server.unlearning.verification.sums_of", late)
+        monkeypatch.setattr("fedloom.server.unlearning.verification.sums_of", late)
         assert verdicts(config) == {"match", "not checkable"}
         assert len(method.aggregation.members()) == SITES - 2
 

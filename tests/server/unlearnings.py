@@ -6,19 +6,19 @@ from typing import Any
 
 import torch
 
-from clients.objectives.modes import mode_of
-from conf import Config
-from conf.sites import roster
-from fusion.exact import digest, exact
-from server.evaluate import Evaluator
-from server.experiment import run_experiment
-from server.ledger import Ledger, Request
-from server.ledger.audit import check
-from server.method import Method
-from server.rounds.exchange import Federation
-from server.unlearning.requests import Unlearning, receive
-from sims.engines.adapter import store_folder
-from sims.engines.inline import InlineGrid
+from fedloom.clients.objectives.modes import mode_of
+from fedloom.conf import Config
+from fedloom.conf.sites import roster
+from fedloom.fusion.exact import digest, exact
+from fedloom.server.evaluate import Evaluator
+from fedloom.server.experiment import run_experiment
+from fedloom.server.ledger import Ledger, Request
+from fedloom.server.ledger.audit import check
+from fedloom.server.method import Method
+from fedloom.server.rounds.exchange import Federation
+from fedloom.server.unlearning.requests import Unlearning, receive
+from fedloom.sims.engines.adapter import store_folder
+from fedloom.sims.engines.inline import InlineGrid
 from tests.server.parts import Recorder, WatchedApp, folder, small
 from tests.server.runs import method_of
 

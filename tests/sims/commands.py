@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from server.ledger import Ledger
+from fedloom.server.ledger import Ledger
 
 SMALL = ["sites=[{domain: digits, count: 3, samples: 40}]", "data.size=8", "data.test_limit=60", "network.width=0.25",
          "engine.name=inline", "baselines=[]"]  # fmt: skip

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from conf import load
-from sims.cli import main as cli
-from sims.simulate import simulate
+from fedloom.conf import load
+from fedloom.sims.cli import main as cli
+from fedloom.sims.simulate import simulate
 from tests.sims.commands import SMALL, Command, Said
 
 if TYPE_CHECKING:

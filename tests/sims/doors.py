@@ -12,9 +12,9 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from sims.federation.connections import Listening, settings
-from sims.federation.doors import Door
-from sims.federation.keys import write_certificates
+from fedloom.sims.federation.connections import Listening, settings
+from fedloom.sims.federation.doors import Door
+from fedloom.sims.federation.keys import write_certificates
 
 HEAD = b"POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n"
 

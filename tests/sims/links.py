@@ -19,8 +19,8 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 from flwr.supercore.object_store.sql_object_store import SqlObjectStore
 from flwr.superlink.federation import NoOpFederationManager
 
-from sims.federation.doors import NODE
-from sims.federation.replies import take_replies_alone
+from fedloom.sims.federation.doors import NODE
+from fedloom.sims.federation.replies import take_replies_alone
 
 
 def leaf(text: str) -> ObjectTree:

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from conf.errors import UserError
-from server.ledger import Ledger
-from server.ledger.audit import check
-from server.rounds.loop import RoundLoop
-from server.unlearning.requests import receive
-from sims import Result, resume, run
-from sims.cli.listing import rows_of, table
+from fedloom import Result, resume, run
+from fedloom.conf.errors import UserError
+from fedloom.server.ledger import Ledger
+from fedloom.server.ledger.audit import check
+from fedloom.server.rounds.loop import RoundLoop
+from fedloom.server.unlearning.requests import receive
+from fedloom.sims.cli.listing import rows_of, table
 from tests.server.runs import method_of
 from tests.sims.commands import ONE, SMALL
 

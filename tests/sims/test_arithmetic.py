@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from clients.networks import load_network
-from clients.states import read_state, write_state
-from conf import UserError, load
-from fusion.exact import State
-from server.ledger import Ledger
-from server.strategies.coefficients import Search
-from sims.benchmarks import grid
-from sims.cli.compose import Order, compose
-from sims.cli.unlearn import Wish, unlearn
-from sims.experiments import arithmetic, arithmetic_runs, assigned
-from sims.experiments.pairs import Recipe, accuracy, images, trained
-from sims.report.tables import Table
-from sims.simulate import simulate
+from fedloom.clients.networks import load_network
+from fedloom.clients.states import read_state, write_state
+from fedloom.conf import UserError, load
+from fedloom.fusion.exact import State
+from fedloom.server.ledger import Ledger
+from fedloom.server.strategies.coefficients import Search
+from fedloom.sims.benchmarks import grid
+from fedloom.sims.cli.compose import Order, compose
+from fedloom.sims.cli.unlearn import Wish, unlearn
+from fedloom.sims.experiments import arithmetic, arithmetic_runs, assigned
+from fedloom.sims.experiments.pairs import Recipe, accuracy, images, trained
+from fedloom.sims.report.tables import Table
+from fedloom.sims.simulate import simulate
 from tests.server.arithmetics import one_core
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
@@ -153,7 +153,7 @@ def test_the_tables_are_written_and_measured_once(tmp_path: Path, monkeypatch: p
     size = arithmetic.Size({"small": 50, "medium": 70, "large": 100}, {"validation": 30, "test": 40}, cnn_epochs=1)
     monkeypatch.setattr(arithmetic, "SIZES", {"cpu": size})
     monkeypatch.setattr(assigned, "PLANS", {"cpu": PLAN})
-    monkeypatch.setattr("sims.simulate.write_report", lambda folder: folder)  # of ten runs, with pictures
+    monkeypatch.setattr("fedloom.sims.simulate.write_report", lambda folder: folder)  # of ten runs, with pictures
     for name, values in (("STEPS", [0.0, 0.5, 1.0]), ("SCALES", [0.1, 1.0])):
         monkeypatch.setattr(arithmetic_runs, name, values)
     options = [*TINY, "network.width=0.1", "training.epochs=1"]

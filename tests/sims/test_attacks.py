@@ -6,13 +6,24 @@ from typing import Any
 import pytest
 import torch
 
-from clients.data import Images
-from clients.networks import Model
-from conf import UserError
-from server.experiment import check
-from sims.benchmarks import attacks
-from sims.benchmarks.attack_sites import PATCH, TARGET, flipped, planted, triggered
-from sims.benchmarks.attacks import ATTACKS, BACKDOOR, COLLUDING, DEFENCES, FREE, HOSTILE, Attack, configured, measured, run
+from fedloom.clients.data import Images
+from fedloom.clients.networks import Model
+from fedloom.conf import UserError
+from fedloom.server.experiment import check
+from fedloom.sims.benchmarks import attacks
+from fedloom.sims.benchmarks.attack_sites import PATCH, TARGET, flipped, planted, triggered
+from fedloom.sims.benchmarks.attacks import (
+    ATTACKS,
+    BACKDOOR,
+    COLLUDING,
+    DEFENCES,
+    FREE,
+    HOSTILE,
+    Attack,
+    configured,
+    measured,
+    run,
+)
 
 TINY: dict[str, Any] = {
     **attacks.SETTING,

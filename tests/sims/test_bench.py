@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from clients.data import site_sizes
-from conf import UserError
-from conf.sites import roster
-from sims.benchmarks import engine_cases, engine_watch, engines, soak, soak_plan, soak_watch, unlearning
-from sims.benchmarks.engine_cases import CASES, FLOWER, Case
-from sims.benchmarks.engine_job import Job, keep, read_job, read_measured
-from sims.benchmarks.engine_measure import Row, measure
-from sims.benchmarks.engine_tables import BARS, bars_table, rows_table
-from sims.benchmarks.soak_plan import LOST_ONCE, LOST_TWICE, NEEDS_NONE, REASONS
-from sims.benchmarks.soak_watch import WHAT
-from sims.cli.main import app
+from fedloom.clients.data import site_sizes
+from fedloom.conf import UserError
+from fedloom.conf.sites import roster
+from fedloom.sims.benchmarks import engine_cases, engine_watch, engines, soak, soak_plan, soak_watch, unlearning
+from fedloom.sims.benchmarks.engine_cases import CASES, FLOWER, Case
+from fedloom.sims.benchmarks.engine_job import Job, keep, read_job, read_measured
+from fedloom.sims.benchmarks.engine_measure import Row, measure
+from fedloom.sims.benchmarks.engine_tables import BARS, bars_table, rows_table
+from fedloom.sims.benchmarks.soak_plan import LOST_ONCE, LOST_TWICE, NEEDS_NONE, REASONS
+from fedloom.sims.benchmarks.soak_watch import WHAT
+from fedloom.sims.cli.main import app
 
 ECHO = Case("messages-tiny", "3 sites", "messages", 3, 3, (2, 2), (2, 2), floats=10_000, engines=("inline",))
 TRAIN = Case("training-tiny", "2 sites", "training", 4, 2, (2, 2), (2, 2), engines=("inline", "loop-1"))

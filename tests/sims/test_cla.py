@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from clients.data import Images
-from clients.networks import parse_name
-from conf.errors import UserError
-from fusion.graph.channels import wire
-from sims.experiments import cla, papers, skill_transfer
-from sims.experiments.cla import distilling, methods, mlps, sizes, starts
-from sims.experiments.cla.methods import METHODS, Given
-from sims.experiments.cla.study import Study
-from sims.experiments.pairs import Recipe, Task, plain_loss
+from fedloom.clients.data import Images
+from fedloom.clients.networks import parse_name
+from fedloom.conf.errors import UserError
+from fedloom.fusion.graph.channels import wire
+from fedloom.sims.experiments import cla, papers, skill_transfer
+from fedloom.sims.experiments.cla import distilling, methods, mlps, sizes, starts
+from fedloom.sims.experiments.cla.methods import METHODS, Given
+from fedloom.sims.experiments.cla.study import Study
+from fedloom.sims.experiments.pairs import Recipe, Task, plain_loss
 from tests.server.arithmetics import one_core
 
 TASK = Task("digits", 8, True, samples=200)

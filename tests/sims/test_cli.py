@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from server.ledger import Ledger
-from server.ledger.audit import check
+from fedloom.server.ledger import Ledger
+from fedloom.server.ledger.audit import check
 from tests.sims.commands import FEDLOOM, Command, refused
 
 SMALL = ["rounds=2", "sites.0.samples=100", "sites.1.samples=100", "data.size=8", "engine.name=inline", "baselines=[fedavg]"]
@@ -115,9 +115,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
 def test_the_command_line_is_there_at_once():
     """What takes seconds to import waits until something is to be run."""
     heavy = ["torch", "flwr", "ray", "numpy", "matplotlib"]
-    code = (
-        f"import sys, sims.cli.main; from conf import load; load('digits'); print([m for m in {heavy} if m in sys.modules])"
-    )
+    code = f"import sys, fedloom, fedloom.sims.cli.main; fedloom.load('digits'); print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -226,7 +224,7 @@ def test_an_interruption_ends_within_seconds_and_leaves_nothing_behind(
 
 DESTROYED = """
 import os, signal, time
-from sims.cli.main import listen
+from fedloom.sims.cli.main import listen
 
 class Last:
     def __del__(self):

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as some
 from scipy.stats import ttest_rel
 
-import sims
-from conf.errors import UserError
-from sims.comparison.statistics import paired, spread
-from sims.comparison.tables import amount
+from fedloom import compare, sweep
+from fedloom.conf.errors import UserError
+from fedloom.sims.comparison.statistics import paired, spread
+from fedloom.sims.comparison.tables import amount
 from tests.sims.commands import SMALL, Command, last_line, refused
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
@@ -78,12 +78,12 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two rates with two seeds each, a baseline beside each run; no test changes them."""
     root = tmp_path_factory.mktemp("swept")
     words = [*SMALL, "rounds=2", "baselines=[fedavg]", "evaluation.sites=0", f"run.root={root}"]
-    sims.sweep("digits", *words, seeds=[0, 1], over={"training.rate": [0.01, 0.1]})
+    sweep("digits", *words, seeds=[0, 1], over={"training.rate": [0.01, 0.1]})
     return root
 
 
 def test_rows_are_what_differs_apart_from_the_seed(swept: Path):
-    found = sims.compare(swept)
+    found = compare(swept)
     labels = [group.label for group in found.groups]
     assert labels == ["mode=exact, rate=0.01", "mode=fedavg, rate=0.01 (baseline)", "mode=exact, rate=0.1",
                       "mode=fedavg, rate=0.1 (baseline)"]  # fmt: skip
@@ -106,7 +106,7 @@ def test_rows_are_what_differs_apart_from_the_seed(swept: Path):
 
 
 def test_rows_by_a_key_are_means_over_what_else_differs(swept: Path):
-    found = sims.compare(swept, by="objective.mode")
+    found = compare(swept, by="objective.mode")
     assert [(group.label, len(group.entries)) for group in found.groups] == [
         ("mode=exact", 4),
         ("mode=fedavg (baseline)", 4),
@@ -116,14 +116,14 @@ def test_rows_by_a_key_are_means_over_what_else_differs(swept: Path):
     exact = runs[runs["row"] == "mode=exact"]
     assert found.groups[0].scores() == pytest.approx({seed: exact[exact["seed"] == seed]["union"].mean() for seed in (0, 1)})
     with pytest.raises(UserError, match=r"unknown key 'objective.mod'; did you mean 'objective.mode'"):
-        sims.compare(swept, by="objective.mod")
+        compare(swept, by="objective.mod")
 
 
 def test_the_command_writes_a_page_a_table_and_json(fedloom: Command, swept: Path, tmp_path: Path):
     said = fedloom("compare", swept, "--html", tmp_path / "page.html", "--csv", tmp_path / "runs.csv", "--json")
     assert said.code == 0, said.err
     found = last_line(said)
-    assert [row["row"] for row in found["rows"]] == [group.label for group in sims.compare(swept).groups]
+    assert [row["row"] for row in found["rows"]] == [group.label for group in compare(swept).groups]
     assert len(found["runs"]) == 8 and len(found["differences"]) == 6 and not found["notes"]
     page = (tmp_path / "page.html").read_text()
     assert page.count(PNG) == 1 and "http" not in page and "Student" in page
@@ -185,7 +185,7 @@ def test_runs_that_share_no_measured_round_have_no_curve(fedloom: Command, swept
     told = "strategy=sum_aggregation: no round was measured in all of its runs; it has no curve"
     assert said.code == 0 and f"note: {told}" in said.out
     assert told in page.read_text() and PNG not in page.read_text()
-    assert told in (found := sims.compare([run, other], by="strategy.name")).table().attrs["notes"]
+    assert told in (found := compare([run, other], by="strategy.name")).table().attrs["notes"]
     assert told in found._repr_html_()
     refused(fedloom("compare", run, "--html", "/"), "/: is a folder")
     refused(fedloom("compare", run, "--html", tmp_path), "is a folder")
@@ -282,6 +282,6 @@ def test_rows_are_named_by_their_strategy_first(fedloom: Command, run: Path):
 
 
 def test_a_notebook_shows_tables_and_curves(swept: Path):
-    page = sims.compare(swept)
+    page = compare(swept)
     assert "rate=0.01" in page._repr_html_() and PNG in page._repr_html_()
     assert page.html.startswith("<!DOCTYPE html>")

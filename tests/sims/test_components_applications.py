@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from clients.data import Images
-from sims.experiments.components import adaptation, faster, one_head
-from sims.experiments.components.trainer import Plan, accuracy, answers, built, fit, frozen, turns
-from sims.experiments.pairs import Task, images
+from fedloom.clients.data import Images
+from fedloom.sims.experiments.components import adaptation, faster, one_head
+from fedloom.sims.experiments.components.trainer import Plan, accuracy, answers, built, fit, frozen, turns
+from fedloom.sims.experiments.pairs import Task, images
 from tests.server.arithmetics import same
 from tests.server.parts import one_thread
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from sims.experiments.components import joint
-from sims.experiments.components.joint import APART, DCC, RP, SAME, Pair, Setting, measured, train
-from sims.experiments.components.study import Study
-from sims.experiments.pairs import Task
-from sims.report.tables import Table
+from fedloom.sims.experiments.components import joint
+from fedloom.sims.experiments.components.joint import APART, DCC, RP, SAME, Pair, Setting, measured, train
+from fedloom.sims.experiments.components.study import Study
+from fedloom.sims.experiments.pairs import Task
+from fedloom.sims.report.tables import Table
 from tests.server.arithmetics import one_core, same
 
 NETWORK = {"name": "split", "of": {"name": "convnet", "widths": [8, 8], "strides": [2, 2]}, "at": "block2", "channels": 4,

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from conf.errors import UserError
-from sims.experiments import components, papers
-from sims.experiments.components import details, looks, rivals, sizes
-from sims.experiments.components.study import Found, Study, way
-from sims.experiments.components.ways import ALL, DCC, INDEPENDENT, PULLS, WAYS
-from sims.report.tables import Table
+from fedloom.conf.errors import UserError
+from fedloom.sims.experiments import components, papers
+from fedloom.sims.experiments.components import details, looks, rivals, sizes
+from fedloom.sims.experiments.components.study import Found, Study, way
+from fedloom.sims.experiments.components.ways import ALL, DCC, INDEPENDENT, PULLS, WAYS
+from fedloom.sims.report.tables import Table
 from tests.server.arithmetics import one_core
 
 CHAIN = {"name": "convnet", "widths": [6, 8], "strides": [1, 1]}
@@ -124,8 +124,8 @@ def test_what_is_not_there_is_refused() -> None:
 
 
 def test_presets_name_tasks_that_can_be_cut_where_they_say() -> None:
-    from clients.data.domains import DOMAINS
-    from clients.networks import NETWORKS, split_points
+    from fedloom.clients.data.domains import DOMAINS
+    from fedloom.clients.networks import NETWORKS, split_points
 
     for size in sizes.SIZES.values():
         for task in size.tasks.values():

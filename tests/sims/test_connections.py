@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from sims.federation import connections
-from sims.federation.bodies import SMALL
-from sims.federation.doors import Door
+from fedloom.sims.federation import connections
+from fedloom.sims.federation.bodies import SMALL
+from fedloom.sims.federation.doors import Door
 from tests.sims.doors import HEAD, everything, head, opened, until
 
 

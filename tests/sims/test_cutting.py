@@ -2,7 +2,7 @@
 
 import pytest
 
-from clients.networks import NETWORKS
+from fedloom.clients.networks import NETWORKS
 from tests.sims.commands import Command, refused
 
 

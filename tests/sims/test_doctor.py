@@ -12,9 +12,9 @@ from types import ModuleType
 
 import pytest
 
-from conf.schema import DataConfig
-from sims.cli.doctor import NARROW, doctor, doctor_table, narrow_convolutions
-from sims.federation import checks, keys
+from fedloom.conf.schema import DataConfig
+from fedloom.sims.cli.doctor import NARROW, doctor, doctor_table, narrow_convolutions
+from fedloom.sims.federation import checks, keys
 
 
 @pytest.fixture
@@ -26,9 +26,9 @@ def data_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
             raise OSError("disk on fire")
         return f"{data.root}/digits" if name == "digits" else "not available: no such file"
 
-    module = ModuleType("clients.data")
+    module = ModuleType("fedloom.clients.data")
     module.__dict__.update(domain_names=lambda: ["digits", "svhn", "broken"], where=where)
-    monkeypatch.setitem(sys.modules, "clients.data", module)
+    monkeypatch.setitem(sys.modules, "fedloom.clients.data", module)
     return module
 
 
@@ -111,14 +111,14 @@ def test_packages_that_are_missing_or_broken(monkeypatch: pytest.MonkeyPatch, da
 
 
 def test_domains_that_cannot_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "clients.data", None)
+    monkeypatch.setitem(sys.modules, "fedloom.clients.data", None)
     finding, ok = findings()["domains"]
     assert finding.startswith("cannot be listed")
     assert not ok
 
 
 def test_the_real_domains() -> None:
-    pytest.importorskip("clients.data")
+    pytest.importorskip("fedloom.clients.data")
     assert findings("")["domain digits"][1]
 
 

@@ -18,13 +18,13 @@ from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supernode.nodestate import NodeStateFactory
 from starlette.types import Receive, Scope, Send
 
-from sims.federation import bodies, connections, quiet
-from sims.federation.bodies import LARGEST_PART, MOST_BYTES, SMALL, UNFOLDS, Room
-from sims.federation.doors import ACQUIRE, FLEET, RUNTIME, Door, for_apps, for_nodes, for_the_owner
-from sims.federation.keys import write_certificates
-from sims.federation.programs import free_port
-from sims.federation.quiet import Quiet
-from sims.federation.supernode import open_door
+from fedloom.sims.federation import bodies, connections, quiet
+from fedloom.sims.federation.bodies import LARGEST_PART, MOST_BYTES, SMALL, UNFOLDS, Room
+from fedloom.sims.federation.doors import ACQUIRE, FLEET, RUNTIME, Door, for_apps, for_nodes, for_the_owner
+from fedloom.sims.federation.keys import write_certificates
+from fedloom.sims.federation.programs import free_port
+from fedloom.sims.federation.quiet import Quiet
+from fedloom.sims.federation.supernode import open_door
 from tests.sims.doors import HEAD, Say, everything, head, opened, until
 
 SECRET = b"secret"

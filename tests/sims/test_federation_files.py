@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from conf.errors import UserError
-from sims.federation import programs
-from sims.federation.keys import AUTHORITY, CERTIFICATE, NODE_KEY, SERVER_KEY
-from sims.federation.plan import MEMBERS, PEERS, Plan, write_plan
-from sims.federation.programs import LOG, OLD_LOG, bound, free_port, lock_away
-from sims.federation.sheets import SERVER, SITE, check_superlink
+from fedloom.conf.errors import UserError
+from fedloom.sims.federation import programs
+from fedloom.sims.federation.keys import AUTHORITY, CERTIFICATE, NODE_KEY, SERVER_KEY
+from fedloom.sims.federation.plan import MEMBERS, PEERS, Plan, write_plan
+from fedloom.sims.federation.programs import LOG, OLD_LOG, bound, free_port, lock_away
+from fedloom.sims.federation.sheets import SERVER, SITE, check_superlink
 from tests.sims.commands import Command, refused
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from conf.errors import UserError
-from sims.cli.unlearn import events_table
-from sims.engines.flower import _connection
-from sims.federation.machines import refuse_port
-from sims.federation.plan import Plan, write_plan
-from sims.federation.programs import LOCK, PID, free_port, running
-from sims.federation.sheets import SERVER, SITE, ServerSheet, SiteSheet, read, write
+from fedloom.conf.errors import UserError
+from fedloom.sims.cli.unlearn import events_table
+from fedloom.sims.engines.flower import _connection
+from fedloom.sims.federation.machines import refuse_port
+from fedloom.sims.federation.plan import Plan, write_plan
+from fedloom.sims.federation.programs import LOCK, PID, free_port, running
+from fedloom.sims.federation.sheets import SERVER, SITE, ServerSheet, SiteSheet, read, write
 from tests.sims.commands import Command, refused
 
 BAD = {
@@ -182,7 +182,7 @@ def test_a_machine_that_is_down_is_told_by_the_exit_code(fedloom: Command, tmp_p
 
 def test_what_a_program_says_in_the_foreground_is_in_its_log_too(tmp_path: Path):
     """As of `fedloom federation node` in a terminal."""
-    code = "from sims.federation.programs import *; keep_running(Path('.'), lambda: ['echo', 'hello'])"
+    code = "from fedloom.sims.federation.programs import *; keep_running(Path('.'), lambda: ['echo', 'hello'])"
     with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as keeper:
         assert keeper.stdout is not None
         assert [keeper.stdout.readline() for _ in range(2)] == ["hello\n", "the program ended (0); again in 1 s\n"]

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from conf.yamls import read_yaml, write_yaml
-from sims.federation.keys import fingerprint, write_node_key
-from sims.federation.plan import members
-from sims.federation.sheets import SITE, SiteSheet, read
+from fedloom.conf.yamls import read_yaml, write_yaml
+from fedloom.sims.federation.keys import fingerprint, write_node_key
+from fedloom.sims.federation.plan import members
+from fedloom.sims.federation.sheets import SITE, SiteSheet, read
 from tests.sims.commands import Command, refused
 
 LINK = ("--superlink", "127.0.0.1:8000")
@@ -108,7 +108,7 @@ def test_a_request_that_is_not_its_own_is_refused(fedloom: Command, operator: Pa
 
 def test_a_key_is_one_sites_alone(fedloom: Command, operator: Path):
     """A site that asks a second time under another name, with the same key."""
-    from clients.identity import Identity, said
+    from fedloom.clients.identity import Identity, said
 
     home = joined(fedloom, operator, "north")
     key = (home / "key.pub").read_text().strip()

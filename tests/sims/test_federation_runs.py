@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from conf import Config
-from conf.errors import UserError
-from server.experiment import run_experiment
-from server.ledger import Ledger
-from server.ledger.audit import check
-from server.listener import LogListener
-from server.runfolder import RunFolder
-from server.unlearning.requests import KIND
-from sims.cli.unlearn import Wish, resume, unlearn
-from sims.engines.adapter import store_folder
-from sims.engines.inline import InlineGrid
+from fedloom.conf import Config
+from fedloom.conf.errors import UserError
+from fedloom.server.experiment import run_experiment
+from fedloom.server.ledger import Ledger
+from fedloom.server.ledger.audit import check
+from fedloom.server.listener import LogListener
+from fedloom.server.runfolder import RunFolder
+from fedloom.server.unlearning.requests import KIND
+from fedloom.sims.cli.unlearn import Wish, resume, unlearn
+from fedloom.sims.engines.adapter import store_folder
+from fedloom.sims.engines.inline import InlineGrid
 from tests.server.parts import files, folder, small
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")

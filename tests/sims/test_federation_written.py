@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from conf.errors import UserError
-from conf.yamls import read_yaml
-from sims.federation import files, plan
-from sims.federation.files import read_small, write_private, write_together
-from sims.federation.joining import read_request
-from sims.federation.keys import AUTHORITY, NODE_KEY
-from sims.federation.members import _keys
-from sims.federation.plan import KEYS, SERVER, Plan, members, sites_of, write_plan
-from sims.federation.programs import environment
-from sims.federation.sheets import SITE
+from fedloom.conf.errors import UserError
+from fedloom.conf.yamls import read_yaml
+from fedloom.sims.federation import files, plan
+from fedloom.sims.federation.files import read_small, write_private, write_together
+from fedloom.sims.federation.joining import read_request
+from fedloom.sims.federation.keys import AUTHORITY, NODE_KEY
+from fedloom.sims.federation.members import _keys
+from fedloom.sims.federation.plan import KEYS, SERVER, Plan, members, sites_of, write_plan
+from fedloom.sims.federation.programs import environment
+from fedloom.sims.federation.sheets import SITE
 from tests.sims.commands import Command, refused
 
 SITES = [{"name": "north"}, {"name": "south"}]
@@ -34,7 +34,7 @@ def on_a_full_disk(*words: object) -> subprocess.CompletedProcess[str]:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
-    command = [sys.executable, "-m", "sims.cli", "federation", *map(str, words)]
+    command = [sys.executable, "-m", "fedloom.sims.cli", "federation", *map(str, words)]
     env = {**environment(), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     return subprocess.run(command, preexec_fn=full, capture_output=True, text=True, timeout=60, env=env)
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from conf.errors import UserError
-from sims.experiments import fusion, fusion_pairs
-from sims.experiments.fusion import BEST, METHODS, Request, measured, reproduce
-from sims.experiments.fusion_pairs import SPLITS, Parents, accuracy_of, parents, probe, watched
-from sims.experiments.pairs import Recipe, Share, Task, images
+from fedloom.conf.errors import UserError
+from fedloom.sims.experiments import fusion, fusion_pairs
+from fedloom.sims.experiments.fusion import BEST, METHODS, Request, measured, reproduce
+from fedloom.sims.experiments.fusion_pairs import SPLITS, Parents, accuracy_of, parents, probe, watched
+from fedloom.sims.experiments.pairs import Recipe, Share, Task, images
 
 SITE = Share("digits", 8, True, samples=150, held=140)
 RECIPE = Recipe(epochs=8, rate=0.1)

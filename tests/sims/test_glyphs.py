@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from sims import run
-from sims.report.canvas import name_ticks, new_figure, save
+from fedloom import run
+from fedloom.sims.report.canvas import name_ticks, new_figure, save
 from tests.sims.test_api import TREE
 
 NAMES = ["плёнка", "猫", "犬の写真", "한국어", "हिन्दी", "ไทย", "\U0001f984", "\U00013000", "ᚠᚢᚦ"]

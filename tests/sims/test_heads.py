@@ -7,22 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from clients.data import test_images as images_of
-from clients.data import to_float
-from clients.networks import Architecture, HeadView, load_network
-from clients.states import read_state
-from conf import load
-from conf.errors import UserError
-from conf.sites import roster
-from server.runfolder import read_config
-from server.strategies import strategy_of
-from sims.cli.transfer import recombined
-from sims.cli.unlearn import Wish, unlearn
-from sims.report.heads import Exchange, exchanges, heads_figure, heads_table, matrix_table
-from sims.report.report import write_report
-from sims.report.results import result_tables
-from sims.report.tables import accuracies, has_aggregate, percent
-from sims.simulate import simulate
+from fedloom.clients.data import test_images as images_of
+from fedloom.clients.data import to_float
+from fedloom.clients.networks import Architecture, HeadView, load_network
+from fedloom.clients.states import read_state
+from fedloom.conf import load
+from fedloom.conf.errors import UserError
+from fedloom.conf.sites import roster
+from fedloom.server.runfolder import read_config
+from fedloom.server.strategies import strategy_of
+from fedloom.sims.cli.transfer import recombined
+from fedloom.sims.cli.unlearn import Wish, unlearn
+from fedloom.sims.report.heads import Exchange, exchanges, heads_figure, heads_table, matrix_table
+from fedloom.sims.report.report import write_report
+from fedloom.sims.report.results import result_tables
+from fedloom.sims.report.tables import accuracies, has_aggregate, percent
+from fedloom.sims.simulate import simulate
 from tests.sims.commands import Command, refused
 from tests.sims.pages import checked
 

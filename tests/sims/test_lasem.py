@@ -7,21 +7,21 @@ import pytest
 import torch
 from torch import nn
 
-from clients.data import Images
-from clients.objectives.layer_selection.configurations import every
-from clients.randomness import torch_generator
-from conf.errors import UserError
-from conf.schema import Config
-from sims.experiments import lasem
-from sims.experiments.lasem import study as studies
-from sims.experiments.lasem import tables
-from sims.experiments.lasem import tasks as sequences
-from sims.experiments.lasem.comparators import Apd, Darts, Made, Progressive
-from sims.experiments.lasem.lifelong import Learner, Outcome, Plan, accuracy, met
-from sims.experiments.lasem.selecting import Selecting, configured
-from sims.experiments.lasem.study import COMPARED, SIZES, Study, TaskSequence, of
-from sims.experiments.lasem.tasks import Task
-from sims.report.tables import Table
+from fedloom.clients.data import Images
+from fedloom.clients.objectives.layer_selection.configurations import every
+from fedloom.clients.randomness import torch_generator
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config
+from fedloom.sims.experiments import lasem
+from fedloom.sims.experiments.lasem import study as studies
+from fedloom.sims.experiments.lasem import tables
+from fedloom.sims.experiments.lasem import tasks as sequences
+from fedloom.sims.experiments.lasem.comparators import Apd, Darts, Made, Progressive
+from fedloom.sims.experiments.lasem.lifelong import Learner, Outcome, Plan, accuracy, met
+from fedloom.sims.experiments.lasem.selecting import Selecting, configured
+from fedloom.sims.experiments.lasem.study import COMPARED, SIZES, Study, TaskSequence, of
+from fedloom.sims.experiments.lasem.tasks import Task
+from fedloom.sims.report.tables import Table
 from tests.server.arithmetics import one_core
 
 NETWORK = {"name": "convnet", "widths": [3, 4, 4, 3], "pools": [2], "hidden": [5], "norm": "none", "bias": True}

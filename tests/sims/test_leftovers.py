@@ -3,7 +3,7 @@
 from flwr.common.constant import NOOP_FLWR_AID, SubStatus
 from flwr.supercore.constant import NOOP_FEDERATION_ID, TaskType
 
-from sims.federation import leftovers
+from fedloom.sims.federation import leftovers
 from tests.sims.links import Link
 
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from clients.states import write_bytes
-from server.runs import busy, status
-from server.written import CONFIG, METRICS, SUMMARY, TRACKERS, WRITTEN
-from sims.cli.listing import size_of
-from sims.tracking import csv_files, mlflow, tensorboard, wandb
-from sims.tracking.base import TRACKERS as KINDS
+from fedloom.clients.states import write_bytes
+from fedloom.server.runs import busy, status
+from fedloom.server.written import CONFIG, METRICS, SUMMARY, TRACKERS, WRITTEN
+from fedloom.sims.cli.listing import size_of
+from fedloom.sims.tracking import csv_files, mlflow, tensorboard, wandb
+from fedloom.sims.tracking.base import TRACKERS as KINDS
 from tests.sims.commands import ONE, SMALL, Command, last_line, refused
 
-SERVER = "import sys, time; from pathlib import Path; from server.ledger.database import acquire; " \
+SERVER = "import sys, time; from pathlib import Path; from fedloom.server.ledger.database import acquire; " \
     "acquire(Path(sys.argv[1])); print(flush=True); time.sleep(60)"  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def test_runs_are_listed_as_they_stand(fedloom: Command, run: Path):
 
 
 def test_listing_and_its_help_need_no_torch(run: Path):
-    code = f"import sys; sys.argv = ['fedloom', 'runs', {str(run)!r}]; from sims.cli.main import _guarded; " \
+    code = f"import sys; sys.argv = ['fedloom', 'runs', {str(run)!r}]; from fedloom.sims.cli.main import _guarded; " \
         "assert _guarded() == 0; assert 'torch' not in sys.modules"  # fmt: skip
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from clients.ordinary import ordinary
-from conf import UserError
-from sims import run
+from fedloom import run
+from fedloom.clients.ordinary import ordinary
+from fedloom.conf import UserError
 from tests.sims.test_api import TREE
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from sims import run
-from sims.output import Lenient, lenient
+from fedloom import run
+from fedloom.sims.output import Lenient, lenient
 from tests.sims.test_api import TREE
 
-FEDLOOM = [sys.executable, "-m", "sims.cli"]
+FEDLOOM = [sys.executable, "-m", "fedloom.sims.cli"]
 CONFIGURATION = """
 sites: [{domain: digits, samples: 40, name: clinic}, {domain: digits, samples: 40, invert: true}]
 rounds: 1
@@ -61,7 +61,7 @@ def test_a_closed_pipe_and_closed_files_end_no_command_in_a_traceback(words: lis
     assert piped.stdout and piped.stderr
     piped.stdout.close()
     assert piped.stderr.read() == b"" and piped.wait() == 0
-    command = f"{sys.executable} -m sims.cli {' '.join(words)} >&- 2>&-"
+    command = f"{sys.executable} -m fedloom.sims.cli {' '.join(words)} >&- 2>&-"
     assert subprocess.run(["sh", "-c", command], check=False).returncode == 0
 
 

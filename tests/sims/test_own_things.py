@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from server.ledger.audit import check
+from fedloom.server.ledger.audit import check
 from tests.sims.commands import FEDLOOM, Command, refused
 
 MINE = """
@@ -143,7 +143,7 @@ def test_a_slip_is_told_in_one_line_before_anything_starts(
 
 LEAVES = """
 from dataclasses import dataclass
-from server.strategies.averaging import FedAvg
+from fedloom.server.strategies.averaging import FedAvg
 
 @dataclass(frozen=True)
 class Leaves(FedAvg):

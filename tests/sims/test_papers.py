@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from conf.errors import UserError
-from sims.experiments import aggregation, arithmetic, components, lasem, papers
+from fedloom.conf.errors import UserError
+from fedloom.sims.experiments import aggregation, arithmetic, components, lasem, papers
 
 
 @pytest.mark.parametrize("paper", papers.PAPERS)

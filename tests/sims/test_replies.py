@@ -12,9 +12,9 @@ from flwr.supercore.constant import NOOP_FEDERATION_ID, TaskType
 from flwr.supercore.date import now
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 
-from sims.federation import announced
-from sims.federation.announced import MOST_AGAIN, MOST_ALIVE
-from sims.federation.replies import LONGEST_RUNTIME, MOST_REASON
+from fedloom.sims.federation import announced
+from fedloom.sims.federation.announced import MOST_AGAIN, MOST_ALIVE
+from fedloom.sims.federation.replies import LONGEST_RUNTIME, MOST_REASON
 from tests.sims.links import Link, leaf, speaking
 
 

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from PIL import Image
 from rich.console import Console
 
-from conf.errors import UserError
-from sims.report.curves import accuracy_figure
-from sims.report.forgetting import caption, forgetting_table
-from sims.report.headline import headline
-from sims.report.page import Details, Picture, write_page
-from sims.report.plots import draw_all, forgetting_figure, sites_figure
-from sims.report.report import write_report
-from sims.report.sites import classes_figure, classes_table, spread_figure
-from sims.report.tables import MAX_ROWS, Holders, Link, Table, accuracy_table, percent
+from fedloom.conf.errors import UserError
+from fedloom.sims.report.curves import accuracy_figure
+from fedloom.sims.report.forgetting import caption, forgetting_table
+from fedloom.sims.report.headline import headline
+from fedloom.sims.report.page import Details, Picture, write_page
+from fedloom.sims.report.plots import draw_all, forgetting_figure, sites_figure
+from fedloom.sims.report.report import write_report
+from fedloom.sims.report.sites import classes_figure, classes_table, spread_figure
+from fedloom.sims.report.tables import MAX_ROWS, Holders, Link, Table, accuracy_table, percent
 from tests.sims.pages import checked
 
 HOSTILE = '<img src="http://evil.example/x.png"> $x^$ | & _a_'

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from conf import load
-from server.ledger import Ledger
-from server.rounds.view import Models, View
-from server.strategies import STRATEGIES, SumAggregationStrategy
-from sims.cli.readmit import readmit
-from sims.cli.unlearn import Wish, unlearn
-from sims.report.curves import accuracy_figure
-from sims.report.headline import headline
-from sims.report.report import write_report
-from sims.report.tables import accuracies, aggregate, percent
-from sims.simulate import simulate
+from fedloom.conf import load
+from fedloom.server.ledger import Ledger
+from fedloom.server.rounds.view import Models, View
+from fedloom.server.strategies import STRATEGIES, SumAggregationStrategy
+from fedloom.sims.cli.readmit import readmit
+from fedloom.sims.cli.unlearn import Wish, unlearn
+from fedloom.sims.report.curves import accuracy_figure
+from fedloom.sims.report.headline import headline
+from fedloom.sims.report.report import write_report
+from fedloom.sims.report.tables import accuracies, aggregate, percent
+from fedloom.sims.simulate import simulate
 from tests.sims.pages import checked
 
 SMALL = ["sites=[{domain: digits, count: 3, samples: 40}]", "data.size=8", "data.test_limit=100", "rounds=2",

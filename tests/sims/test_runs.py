@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from server.ledger.audit import check
-from server.ledger.blobs import Blobs
+from fedloom.server.ledger.audit import check
+from fedloom.server.ledger.blobs import Blobs
 from tests.server.test_ledger_crash import reading_only
 from tests.sims.commands import ONE, TWO, Command, events, last_line, refused
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from conf.errors import UserError
-from sims.cli.unlearn import Wish, unlearn
-from sims.report.report import write_report
-from sims.report.results import result_tables
-from sims.report.selection import Chosen, Selection, methods_table, selection_figure, selections, sites_table
-from sims.report.tables import percent
-from sims.simulate import simulate
+from fedloom.conf.errors import UserError
+from fedloom.sims.cli.unlearn import Wish, unlearn
+from fedloom.sims.report.report import write_report
+from fedloom.sims.report.results import result_tables
+from fedloom.sims.report.selection import Chosen, Selection, methods_table, selection_figure, selections, sites_table
+from fedloom.sims.report.tables import percent
+from fedloom.sims.simulate import simulate
 from tests.server.arithmetics import one_core
 from tests.server.selections import FIXED, TASKS, A, B, C, configured
 from tests.sims.commands import Command, refused

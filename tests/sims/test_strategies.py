@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sims.experiments.strategies import OWN, _config, _plain
+from fedloom.sims.experiments.strategies import OWN, _config, _plain
 from tests.sims.commands import Command, refused
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")

@@ -15,21 +15,21 @@ from hypothesis import given
 from hypothesis import strategies as some
 from rich.console import Console
 
-import sims
-from conf import load
-from conf.errors import UserError
-from conf.load import read_values, to_json
-from server.ledger.database import acquire
-from server.runs import read_metrics, read_summary, status
-from sims.cli.progress import QuietListener
-from sims.engines.share import Share
-from sims.simulate import simulate
-from sims.sweeps.events import Teller, repeat
-from sims.sweeps.lanes import START, parts
-from sims.sweeps.names import label_of, part_of_name, short_keys
-from sims.sweeps.outcome import AT_IT, attempt
-from sims.sweeps.plan import plan
-from sims.sweeps.work import carry_out, ready
+from fedloom import sweep
+from fedloom.conf import load
+from fedloom.conf.errors import UserError
+from fedloom.conf.load import read_values, to_json
+from fedloom.server.ledger.database import acquire
+from fedloom.server.runs import read_metrics, read_summary, status
+from fedloom.sims.cli.progress import QuietListener
+from fedloom.sims.engines.share import Share
+from fedloom.sims.simulate import simulate
+from fedloom.sims.sweeps.events import Teller, repeat
+from fedloom.sims.sweeps.lanes import START, parts
+from fedloom.sims.sweeps.names import label_of, part_of_name, short_keys
+from fedloom.sims.sweeps.outcome import AT_IT, attempt
+from fedloom.sims.sweeps.plan import plan
+from fedloom.sims.sweeps.work import carry_out, ready
 from tests.sims.commands import FEDLOOM, SMALL, Command, last_line, refused
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
@@ -179,7 +179,7 @@ def test_a_section_that_is_given_may_have_a_key_swept_that_it_leaves_out(fedloom
 
 def test_runs_in_one_process_leak_nothing_and_are_kept(tmp_path: Path):
     words = [*QUICK, "rounds=1"]
-    found = sims.sweep("digits", *words, f"run.root={tmp_path}", seeds=[0, 1], over={"objective.mode": ["exact", "fedavg"]})
+    found = sweep("digits", *words, f"run.root={tmp_path}", seeds=[0, 1], over={"objective.mode": ["exact", "fedavg"]})
     names = [f"digits-mode={mode}-seed={seed}" for mode in ("exact", "fedavg") for seed in (0, 1)]
     assert [result.folder.name for result in found] == names and not found.failed
     alone = load("digits", [*words, "seed=1", "objective.mode=fedavg", f"run.root={tmp_path}", "run.name=alone"])
@@ -188,7 +188,7 @@ def test_runs_in_one_process_leak_nothing_and_are_kept(tmp_path: Path):
         tmp_path / names[3] / "config.yaml"
     ).read_text()
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
-    again = sims.sweep("digits", *words, f"run.root={tmp_path}", seeds=[0, 1], over={"objective.mode": ["exact", "fedavg"]})
+    again = sweep("digits", *words, f"run.root={tmp_path}", seeds=[0, 1], over={"objective.mode": ["exact", "fedavg"]})
     assert again == found
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == before
     assert [group.label for group in again.compare().groups] == ["mode=exact", "mode=fedavg"]
@@ -214,7 +214,7 @@ class Net(torch.nn.Module):
     def forward(self, x):
         if self.training and len(x) > 2 and self.fate == "raises":
             raise ArithmeticError("as told")
-        if self.training and self.fate == "dies" and "sims.sweeps.lane" in sys.modules:
+        if self.training and self.fate == "dies" and "fedloom.sims.sweeps.lane" in sys.modules:
             os._exit(7)
         return self.inner(x)
 """
@@ -250,7 +250,7 @@ def test_a_sweep_is_interrupted_and_goes_on(tmp_path: Path, monkeypatch: pytest.
     assert status(Path("runs", first)) == "interrupted" and not Path("runs/digits-seed=2").exists()
     assert Path("runs", first, "csv").is_dir()  # it was tracked
     before = read_metrics(Path("runs", first))
-    found = sims.sweep("digits", *words, seeds=[0, 1, 2])
+    found = sweep("digits", *words, seeds=[0, 1, 2])
     assert [result.summary["status"] for result in found] == ["finished"] * 3
     after = read_metrics(Path("runs", first))
     assert all(len((result.folder / "csv/main/rounds.csv").read_text().splitlines()) == 31 for result in found)
@@ -291,12 +291,12 @@ def test_a_run_that_another_process_is_at_is_busy(tmp_path: Path, fedloom: Comma
     simulate(load("digits", [*words, "seed=0", "run.name=digits-seed=0"]), quiet=True)
     (tmp_path / "digits-seed=0" / "summary.json").unlink()
     lock = acquire(tmp_path / "digits-seed=0")
-    found = sims.sweep("digits", *words, seeds=[0, 1])
+    found = sweep("digits", *words, seeds=[0, 1])
     assert [result.folder.name for result in found] == ["digits-seed=1"]
     assert found.failed == {tmp_path / "digits-seed=0": AT_IT}
     refused(fedloom("run", "digits", *words, "--seeds", "0,1", "--overwrite"), "is working on it")
     os.close(lock)
-    found = sims.sweep("digits", *words, seeds=[0, 1])
+    found = sweep("digits", *words, seeds=[0, 1])
     assert len(found) == 2 and not found.failed
 
 
@@ -318,4 +318,4 @@ def test_python_is_told_what_it_takes():
     odd += [{"seeds": [0], "parallel": 0}, {"seeds": [0], "over": {"seed": [1]}}]
     for words in odd:
         with pytest.raises(UserError):
-            sims.sweep("digits", **words)
+            sweep("digits", **words)

@@ -9,13 +9,13 @@ import pytest
 import wandb
 from mlflow import MlflowClient
 
-from conf.load import from_mapping
-from conf.schema import Config
-from sims.tracking.base import Part
-from sims.tracking.mlflow import ID, MlflowLine, MlflowTracker
-from sims.tracking.numbers import round_numbers, safe, site_numbers
-from sims.tracking.tensorboard import TensorBoardTracker
-from sims.tracking.wandb_files import last_number
+from fedloom.conf.load import from_mapping
+from fedloom.conf.schema import Config
+from fedloom.sims.tracking.base import Part
+from fedloom.sims.tracking.mlflow import ID, MlflowLine, MlflowTracker
+from fedloom.sims.tracking.numbers import round_numbers, safe, site_numbers
+from fedloom.sims.tracking.tensorboard import TensorBoardTracker
+from fedloom.sims.tracking.wandb_files import last_number
 from tests.sims.trackers import ROUNDS, TREE, read_events
 
 

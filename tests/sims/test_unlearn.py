@@ -13,10 +13,10 @@ from typing import IO
 import numpy as np
 import pytest
 
-from conf.errors import UserError
-from server.ledger import Ledger
-from server.ledger.audit import check
-from server.unlearning.requests import receive
+from fedloom.conf.errors import UserError
+from fedloom.server.ledger import Ledger
+from fedloom.server.ledger.audit import check
+from fedloom.server.unlearning.requests import receive
 from tests.sims.commands import FEDLOOM, ONE, SMALL, TWO, Command, events, last_line, refused
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
@@ -161,7 +161,7 @@ def test_a_request_before_the_first_contribution_waits_and_one_to_a_method_that_
 
 
 def test_retraining_that_was_killed_goes_on(fedloom: Command, run: Path, monkeypatch: pytest.MonkeyPatch):
-    from server.rounds.loop import RoundLoop
+    from fedloom.server.rounds.loop import RoundLoop
 
     whole = RoundLoop.one
 
@@ -230,7 +230,7 @@ def test_a_crash_before_the_results_are_measured_again_is_made_good(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as broken:
-        broken.setattr("sims.cli.unlearn._measure_again", killed)
+        broken.setattr("fedloom.sims.cli.unlearn._measure_again", killed)
         assert fedloom("unlearn", run, ONE, "--request-id", "r1").code == 130
     assert fedloom("unlearn", run, ONE, "--request-id", "r1").code == 0
     assert json.loads((run / "summary.json").read_text())["unlearned"] == [ONE]
@@ -239,7 +239,7 @@ def test_a_crash_before_the_results_are_measured_again_is_made_good(
 
 
 def test_nobody_is_readmitted_whom_a_request_is_still_about(fedloom: Command, run: Path, monkeypatch: pytest.MonkeyPatch):
-    from server.unlearning.requests import Unlearning
+    from fedloom.server.unlearning.requests import Unlearning
 
     def killed(*_: object) -> None:
         raise KeyboardInterrupt

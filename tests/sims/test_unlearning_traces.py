@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from clients.data import site_images
-from clients.states import write_state
-from conf import UserError
-from conf.sites import roster
-from server.ledger import Ledger
-from sims.experiments import unlearning
-from sims.experiments.unlearning import sequence, shadows, traces, ways
-from sims.experiments.unlearning.averaging import averaged, calibrated
-from sims.experiments.unlearning.shadows import LEAVER, configured, everything, membership, opened
+from fedloom.clients.data import site_images
+from fedloom.clients.states import write_state
+from fedloom.conf import UserError
+from fedloom.conf.sites import roster
+from fedloom.server.ledger import Ledger
+from fedloom.sims.experiments import unlearning
+from fedloom.sims.experiments.unlearning import sequence, shadows, traces, ways
+from fedloom.sims.experiments.unlearning.averaging import averaged, calibrated
+from fedloom.sims.experiments.unlearning.shadows import LEAVER, configured, everything, membership, opened
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from PIL import Image
 
-from clients.networks import initialise, load_network, parse_name, save_network
-from clients.states import write_state
-from fusion.comparators.baselines import Ensemble
-from sims.experiments.pairs import Task, accuracy
+from fedloom.clients.networks import initialise, load_network, parse_name, save_network
+from fedloom.clients.states import write_state
+from fedloom.fusion.comparators.baselines import Ensemble
+from fedloom.sims.experiments.pairs import Task, accuracy
 from tests.sims.commands import FEDLOOM, Command
 
 GIVEN = ["--probe", "digits", "--samples", "40"]

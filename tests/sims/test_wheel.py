@@ -33,7 +33,7 @@ def test_the_wheel_runs_the_main_job_elsewhere(built: Path, tmp_path: Path) -> N
         archive.extractall(tmp_path / "site-packages")
     words = ["run", "rounds=1", "engine.name=inline", "sites.0.samples=40", "sites.1.samples=40", "--json", "--quiet"]
     done = subprocess.run(
-        [sys.executable, "-m", "sims.cli", *words], cwd=tmp_path, capture_output=True, text=True, check=True,
+        [sys.executable, "-m", "fedloom.sims.cli", *words], cwd=tmp_path, capture_output=True, text=True, check=True,
         env={**os.environ, "PYTHONPATH": str(tmp_path / "site-packages")},
     )  # fmt: skip
     assert json.loads(done.stdout.splitlines()[-1])["status"] == "finished"

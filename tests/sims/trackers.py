@@ -8,9 +8,9 @@ from typing import Any
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from conf.schema import Config
-from sims.tracking.base import Line, Part, Tracker, Writer
-from sims.tracking.results import Results
+from fedloom.conf.schema import Config
+from fedloom.sims.tracking.base import Line, Part, Tracker, Writer
+from fedloom.sims.tracking.results import Results
 
 ROUNDS = [1, 2, 3]
 TREE = {

@@ -1,6 +1,6 @@
 """Compatible components (Gygli et al. 2021): extractors whose heads can be exchanged, and the methods that share parts."""
 
-from clients.objectives.components.auxiliary import AUXILIARY, Auxiliary
-from clients.objectives.components.objective import Components
+from fedloom.clients.objectives.components.auxiliary import AUXILIARY, Auxiliary
+from fedloom.clients.objectives.components.objective import Components
 
 __all__ = ["AUXILIARY", "Auxiliary", "Components"]

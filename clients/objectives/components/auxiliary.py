@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clients.training.loss import full
-from conf.registry import Registry
-from conf.typed import value
-from fusion.exact import State
+from fedloom.clients.training.loss import full
+from fedloom.conf.registry import Registry
+from fedloom.conf.typed import value
+from fedloom.fusion.exact import State
 
 Layer = Callable[[Tensor], Tensor]
 

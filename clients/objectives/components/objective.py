@@ -6,20 +6,20 @@ from typing import Any
 
 import torch
 
-from clients.data import Images, outputs, to_float
-from clients.measure import pieces
-from clients.messages import MODEL, TOTAL, right_of
-from clients.networks import HeadView, Network, architecture_of
-from clients.objectives.base import OBJECTIVES, Answer, Objective, Session, Task
-from clients.objectives.components.auxiliary import AUXILIARY, Auxiliary
-from clients.objectives.components.session import CompatibleSession, SharedParts, head_of, of
-from clients.objectives.components.sharing import COMPATIBLE, HEAD, PARTS, SHARING, Sharing
-from clients.objectives.fedproto import COUNTS, PROTOTYPES, SUMS
-from conf.errors import UserError, unknown
-from conf.registry import section_of
-from conf.typed import value
-from fusion.cla_ot.repair import recompute_statistics
-from fusion.exact import State
+from fedloom.clients.data import Images, outputs, to_float
+from fedloom.clients.measure import pieces
+from fedloom.clients.messages import MODEL, TOTAL, right_of
+from fedloom.clients.networks import HeadView, Network, architecture_of
+from fedloom.clients.objectives.base import OBJECTIVES, Answer, Objective, Session, Task
+from fedloom.clients.objectives.components.auxiliary import AUXILIARY, Auxiliary
+from fedloom.clients.objectives.components.session import CompatibleSession, SharedParts, head_of, of
+from fedloom.clients.objectives.components.sharing import COMPATIBLE, HEAD, PARTS, SHARING, Sharing
+from fedloom.clients.objectives.fedproto import COUNTS, PROTOTYPES, SUMS
+from fedloom.conf.errors import UserError, unknown
+from fedloom.conf.registry import section_of
+from fedloom.conf.typed import value
+from fedloom.fusion.cla_ot.repair import recompute_statistics
+from fedloom.fusion.exact import State
 
 PUBLISH = "publish"  # a question: which components of its network the site lets others have
 RECOMBINE = "recombine"  # a question: how good others' heads are on the site's extractor
@@ -81,7 +81,7 @@ class Components(Objective):
             return task.incoming.get(MODEL)
         if not self.sharing.fitted:
             return {**task.own}
-        from clients.learner import learn  # which itself needs this package
+        from fedloom.clients.learner import learn  # which itself needs this package
 
         session = SharedParts(task, Sharing(stages=((1.0, self.sharing.fitted),)))
         learn(session, images, task.config, task.site, task.round, task.device)

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from clients.initial import initial_state
-from clients.messages import MEAN, SITE
-from clients.networks import Architecture, architecture_of
-from clients.objectives.base import Task
-from clients.objectives.components.auxiliary import Batch, Layer
-from clients.objectives.components.sharing import HEAD, Sharing
-from clients.objectives.plain import PlainSession, state_of
-from fusion.exact import State
+from fedloom.clients.initial import initial_state
+from fedloom.clients.messages import MEAN, SITE
+from fedloom.clients.networks import Architecture, architecture_of
+from fedloom.clients.objectives.base import Task
+from fedloom.clients.objectives.components.auxiliary import Batch, Layer
+from fedloom.clients.objectives.components.sharing import HEAD, Sharing
+from fedloom.clients.objectives.plain import PlainSession, state_of
+from fedloom.fusion.exact import State
 
 if TYPE_CHECKING:
-    from clients.objectives.components.objective import Components
+    from fedloom.clients.objectives.components.objective import Components
 
 AUXILIARY_HEADS = "auxiliary"  # the record of auxiliary heads, down and up: names are those of tasks and tensors
 COMMON = "common"  # down: of each output of the site's network the number of its class among the common ones, or -1

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from clients.objectives.base import objective_of
-from conf.schema import Config
-from fusion.exact import State
+from fedloom.clients.objectives.base import objective_of
+from fedloom.conf.schema import Config
+from fedloom.fusion.exact import State
 
 EXTRACTOR, HEAD = "extractor.", "head."
 PARTS = {"extractor": EXTRACTOR, "head": HEAD}  # components, and what the names of their tensors begin with

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 
-from conf.errors import UserError
+from fedloom.conf.errors import UserError
 
 Configuration = tuple[int, ...]  # 1: the group's layers are shared, 0: the site's own; from the input to the output
 LEARNED = "learned"

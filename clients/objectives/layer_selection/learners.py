@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from conf.errors import UserError
-from conf.registry import Registry
-from conf.typed import value
-from fusion.exact import State
+from fedloom.conf.errors import UserError
+from fedloom.conf.registry import Registry
+from fedloom.conf.typed import value
+from fedloom.fusion.exact import State
 
 WEIGHT, BIAS = "weight", "bias"
 

@@ -8,22 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clients.data import Images, outputs
-from clients.measure import count_right
-from clients.messages import MEAN, MODEL, RIGHT, TOTAL
-from clients.networks import HeadView, architecture_of
-from clients.objectives.base import OBJECTIVES, Answer, Objective, Session, Task
-from clients.objectives.layer_selection.configurations import LEARNED, Configuration, every, named
-from clients.objectives.layer_selection.layers import Layers, grouped
-from clients.objectives.layer_selection.learners import BASE_LEARNERS, BaseLearner
-from clients.objectives.layer_selection.posterior import LIKELIHOODS, PRIORS
-from clients.objectives.layer_selection.search import SEARCHES, Search
-from clients.objectives.layer_selection.session import SelectionSession, composed
-from conf.errors import UserError
-from conf.schema import Config
-from conf.sites import Site
-from conf.typed import value
-from fusion.exact import State
+from fedloom.clients.data import Images, outputs
+from fedloom.clients.measure import count_right
+from fedloom.clients.messages import MEAN, MODEL, RIGHT, TOTAL
+from fedloom.clients.networks import HeadView, architecture_of
+from fedloom.clients.objectives.base import OBJECTIVES, Answer, Objective, Session, Task
+from fedloom.clients.objectives.layer_selection.configurations import LEARNED, Configuration, every, named
+from fedloom.clients.objectives.layer_selection.layers import Layers, grouped
+from fedloom.clients.objectives.layer_selection.learners import BASE_LEARNERS, BaseLearner
+from fedloom.clients.objectives.layer_selection.posterior import LIKELIHOODS, PRIORS
+from fedloom.clients.objectives.layer_selection.search import SEARCHES, Search
+from fedloom.clients.objectives.layer_selection.session import SelectionSession, composed
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import Site
+from fedloom.conf.typed import value
+from fedloom.fusion.exact import State
 
 COMPOSED = "composed"  # a question: how good is the site's network with the shared parameters that were sent
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from clients.objectives.layer_selection.configurations import Configuration
+from fedloom.clients.objectives.layer_selection.configurations import Configuration
 
 TIED = 1e-9  # configurations whose posteriors differ by less, as a share, are equally probable
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from clients.objectives.layer_selection.configurations import Configuration
-from clients.objectives.layer_selection.posterior import Belief
-from clients.objectives.layer_selection.tree import Tree
-from clients.training.loss import task_loss
-from conf.registry import Registry
-from conf.typed import value
+from fedloom.clients.objectives.layer_selection.configurations import Configuration
+from fedloom.clients.objectives.layer_selection.posterior import Belief
+from fedloom.clients.objectives.layer_selection.tree import Tree
+from fedloom.clients.training.loss import task_loss
+from fedloom.conf.registry import Registry
+from fedloom.conf.typed import value
 
 FEWEST = 2  # images of an E-step: BatchNorm takes no single one
 Likelihood = Callable[[Tensor], Tensor]

@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from clients.data import Images, outputs, to_float
-from clients.initial import initial_state
-from clients.messages import MEAN, SITE
-from clients.objectives.base import Session, Task
-from clients.objectives.layer_selection.configurations import LEARNED, Configuration
-from clients.objectives.layer_selection.posterior import LIKELIHOODS, PRIORS, TASKS, Belief, shares
-from clients.objectives.layer_selection.search import Pace, Step
-from clients.objectives.layer_selection.tree import Tree
-from clients.objectives.plain import state_of
-from clients.randomness import torch_generator
-from fusion.exact import State
+from fedloom.clients.data import Images, outputs, to_float
+from fedloom.clients.initial import initial_state
+from fedloom.clients.messages import MEAN, SITE
+from fedloom.clients.objectives.base import Session, Task
+from fedloom.clients.objectives.layer_selection.configurations import LEARNED, Configuration
+from fedloom.clients.objectives.layer_selection.posterior import LIKELIHOODS, PRIORS, TASKS, Belief, shares
+from fedloom.clients.objectives.layer_selection.search import Pace, Step
+from fedloom.clients.objectives.layer_selection.tree import Tree
+from fedloom.clients.objectives.plain import state_of
+from fedloom.clients.randomness import torch_generator
+from fedloom.fusion.exact import State
 
 if TYPE_CHECKING:
-    from clients.objectives.layer_selection.objective import LayerSelection
+    from fedloom.clients.objectives.layer_selection.objective import LayerSelection
 
 SELECTION = "selection"  # up: what the site found
 MASS = "mass"  # [groups]: how probable it was of each group to be shared, the mean over the round's steps

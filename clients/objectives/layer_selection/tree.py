@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from clients.networks import Network, pieces
-from clients.objectives.layer_selection.configurations import Configuration
+from fedloom.clients.networks import Network, pieces
+from fedloom.clients.objectives.layer_selection.configurations import Configuration
 
 
 class Tree:

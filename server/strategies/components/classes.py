@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
-from clients.networks import architecture_of
-from conf.errors import UserError
-from conf.schema import Config
-from conf.sites import Site
-from fusion.exact import State
+from fedloom.clients.networks import architecture_of
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import Site
+from fedloom.fusion.exact import State
 
 NAMES = "classes"  # kept: of every common class its name, as code points
 

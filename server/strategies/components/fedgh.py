@@ -7,21 +7,21 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from clients.messages import MEAN, TRAIN
-from clients.objectives.components.session import of
-from clients.objectives.components.sharing import HEAD
-from clients.objectives.fedproto import COUNTS, PROTOTYPES, SUMS, check_prototypes
-from clients.training.optimizers import optimizer_of
-from conf.schema import Config
-from conf.sites import Site
-from conf.typed import value
-from fusion.exact import State
-from server.ledger.declared import Catalogue, Slot
-from server.rounds.expected import Expected
-from server.rounds.run import Run
-from server.rounds.view import View
-from server.strategies.by_architecture import representable
-from server.strategies.components.recombination import Recombining, check_outputs, feature_shape
+from fedloom.clients.messages import MEAN, TRAIN
+from fedloom.clients.objectives.components.session import of
+from fedloom.clients.objectives.components.sharing import HEAD
+from fedloom.clients.objectives.fedproto import COUNTS, PROTOTYPES, SUMS, check_prototypes
+from fedloom.clients.training.optimizers import optimizer_of
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import Site
+from fedloom.conf.typed import value
+from fedloom.fusion.exact import State
+from fedloom.server.ledger.declared import Catalogue, Slot
+from fedloom.server.rounds.expected import Expected
+from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.view import View
+from fedloom.server.strategies.by_architecture import representable
+from fedloom.server.strategies.components.recombination import Recombining, check_outputs, feature_shape
 
 GLOBAL = "head"  # kept
 

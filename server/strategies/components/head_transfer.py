@@ -13,32 +13,32 @@ from typing import ClassVar
 
 import torch
 
-from clients.data import class_things
-from clients.messages import TRAIN
-from clients.networks import architecture_of, initialise
-from clients.objectives.components.auxiliary import Auxiliary
-from clients.objectives.components.session import AUXILIARY_HEADS, COMMON, FROZEN, NUMBER, START, head_of
-from clients.objectives.components.sharing import COMPATIBLE, EXTRACTOR
-from clients.randomness import torch_generator
-from clients.states import read_state
-from clients.training.optimizers import SGD, optimizer_of
-from conf.errors import UserError, plain
-from conf.schema import Config, TrainingConfig
-from conf.sites import Site, roster
-from conf.typed import value
-from fusion.exact import State
-from server.evaluate import has_data
-from server.ledger.declared import Slot, Sum
-from server.rounds.expected import Expected
-from server.rounds.run import Run
-from server.rounds.schedules import Participation, Sampling, Schedule
-from server.rounds.view import View
-from server.strategies.base import STRATEGIES, Strategy
-from server.strategies.by_architecture import cast, counted, representable
-from server.strategies.components.classes import NAMES, Kinds, decoded, encoded
-from server.strategies.components.fedgh import FedGH
-from server.strategies.components.partial import PartialAveraging
-from server.strategies.components.recombination import TRAINED, Recombining, components_of
+from fedloom.clients.data import class_things
+from fedloom.clients.messages import TRAIN
+from fedloom.clients.networks import architecture_of, initialise
+from fedloom.clients.objectives.components.auxiliary import Auxiliary
+from fedloom.clients.objectives.components.session import AUXILIARY_HEADS, COMMON, FROZEN, NUMBER, START, head_of
+from fedloom.clients.objectives.components.sharing import COMPATIBLE, EXTRACTOR
+from fedloom.clients.randomness import torch_generator
+from fedloom.clients.states import read_state
+from fedloom.clients.training.optimizers import SGD, optimizer_of
+from fedloom.conf.errors import UserError, plain
+from fedloom.conf.schema import Config, TrainingConfig
+from fedloom.conf.sites import Site, roster
+from fedloom.conf.typed import value
+from fedloom.fusion.exact import State
+from fedloom.server.evaluate import has_data
+from fedloom.server.ledger.declared import Slot, Sum
+from fedloom.server.rounds.expected import Expected
+from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.schedules import Participation, Sampling, Schedule
+from fedloom.server.rounds.view import View
+from fedloom.server.strategies.base import STRATEGIES, Strategy
+from fedloom.server.strategies.by_architecture import cast, counted, representable
+from fedloom.server.strategies.components.classes import NAMES, Kinds, decoded, encoded
+from fedloom.server.strategies.components.fedgh import FedGH
+from fedloom.server.strategies.components.partial import PartialAveraging
+from fedloom.server.strategies.components.recombination import TRAINED, Recombining, components_of
 
 JOINT, INCREMENTAL = "joint", "incremental"
 HEADS = "heads"  # kept: the auxiliary heads that sites are sent

@@ -3,19 +3,19 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from clients.messages import MEAN, SITE, TRAIN
-from clients.networks import architecture_of
-from clients.objectives.components.sharing import EXTRACTOR, HEAD, Sharing
-from conf.errors import UserError
-from conf.schema import Config
-from conf.sites import roster
-from fusion.exact import State
-from server.ledger.declared import Slot, Sum
-from server.rounds.expected import Expected
-from server.rounds.run import Run
-from server.rounds.view import View
-from server.strategies.by_architecture import cast, counted, representable
-from server.strategies.components.recombination import Recombining, check_outputs, components_of
+from fedloom.clients.messages import MEAN, SITE, TRAIN
+from fedloom.clients.networks import architecture_of
+from fedloom.clients.objectives.components.sharing import EXTRACTOR, HEAD, Sharing
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import roster
+from fedloom.fusion.exact import State
+from fedloom.server.ledger.declared import Slot, Sum
+from fedloom.server.rounds.expected import Expected
+from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.view import View
+from fedloom.server.strategies.by_architecture import cast, counted, representable
+from fedloom.server.strategies.components.recombination import Recombining, check_outputs, components_of
 
 SITES, SHARED = "parts", "shared"  # slot; kept: the averaged part
 

@@ -13,28 +13,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clients.data import class_things, label
-from clients.messages import MODEL, TOTAL, right_of
-from clients.networks import Architecture, Model, architecture_of
-from clients.objectives import objective_of
-from clients.objectives.components.objective import COMPONENTS, KINDS, LABELS, OUTPUTS, PUBLISH, RECOMBINE, Components
-from clients.objectives.components.session import class_tensors, of
-from clients.objectives.components.sharing import ALONE, EXTRACTOR, HEAD
-from clients.replies import ReplyError, can_be
-from conf.errors import UserError, unknown
-from conf.schema import Config
-from conf.sites import Site, roster
-from conf.typed import value
-from fusion.exact import State
-from server.evaluate import has_data
-from server.ledger.declared import Catalogue, Slot
-from server.rounds.expected import Expected
-from server.rounds.run import Run
-from server.rounds.schedules import looked_at
-from server.rounds.view import Models, View
-from server.strategies.base import Residue, Strategy
-from server.strategies.by_architecture import cast
-from server.strategies.components.classes import Kinds, check_alike
+from fedloom.clients.data import class_things, label
+from fedloom.clients.messages import MODEL, TOTAL, right_of
+from fedloom.clients.networks import Architecture, Model, architecture_of
+from fedloom.clients.objectives import objective_of
+from fedloom.clients.objectives.components.objective import (
+    COMPONENTS,
+    KINDS,
+    LABELS,
+    OUTPUTS,
+    PUBLISH,
+    RECOMBINE,
+    Components,
+)
+from fedloom.clients.objectives.components.session import class_tensors, of
+from fedloom.clients.objectives.components.sharing import ALONE, EXTRACTOR, HEAD
+from fedloom.clients.replies import ReplyError, can_be
+from fedloom.conf.errors import UserError, unknown
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import Site, roster
+from fedloom.conf.typed import value
+from fedloom.fusion.exact import State
+from fedloom.server.evaluate import has_data
+from fedloom.server.ledger.declared import Catalogue, Slot
+from fedloom.server.rounds.expected import Expected
+from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.schedules import looked_at
+from fedloom.server.rounds.view import Models, View
+from fedloom.server.strategies.base import Residue, Strategy
+from fedloom.server.strategies.by_architecture import cast
+from fedloom.server.strategies.components.classes import Kinds, check_alike
 
 TRAINED = "trained"  # slot: of each site that it has trained, so that it goes on from there
 MATRIX = "recombination"  # kept: right answers and images, [sites, sites] each, by place in the roster

@@ -8,8 +8,8 @@ import torch
 from flwr.app import Array, ArrayRecord
 from torch import Tensor
 
-from conf.errors import FailedError
-from fusion.exact import State
+from fedloom.conf.errors import FailedError
+from fedloom.fusion.exact import State
 
 DICTIONARY, LIST, RECORD, ARRAY, WHOLE, NUMBER = "dictionary", "list", "record", "array", "whole", "number"
 

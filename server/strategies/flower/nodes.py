@@ -13,8 +13,8 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-from conf.errors import FailedError
-from conf.sites import Site
+from fedloom.conf.errors import FailedError
+from fedloom.conf.sites import Site
 
 MOST_LOOKS = 100
 

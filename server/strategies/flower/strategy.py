@@ -13,21 +13,21 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import strategy as flower
 
-from clients.messages import MEAN, SITE, TRAIN
-from clients.networks import Model, common_architecture
-from conf.errors import FailedError, UserError
-from conf.plugins import call, told
-from conf.schema import Config
-from conf.sites import Site, roster
-from fusion.exact import State
-from server.ledger.declared import Catalogue, Slot
-from server.rounds.expected import Expected
-from server.rounds.run import Run
-from server.rounds.view import Models, View
-from server.strategies.averaging import NETWORK, NETWORKS, ROUND, counted, shared
-from server.strategies.base import STRATEGIES, Residue, Strategy, check_objective
-from server.strategies.flower.memory import arrays_of, put_back, remembered, state_of
-from server.strategies.flower.nodes import Nodes, drawing, quiet, take_identity
+from fedloom.clients.messages import MEAN, SITE, TRAIN
+from fedloom.clients.networks import Model, common_architecture
+from fedloom.conf.errors import FailedError, UserError
+from fedloom.conf.plugins import call, told
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import Site, roster
+from fedloom.fusion.exact import State
+from fedloom.server.ledger.declared import Catalogue, Slot
+from fedloom.server.rounds.expected import Expected
+from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.view import Models, View
+from fedloom.server.strategies.averaging import NETWORK, NETWORKS, ROUND, counted, shared
+from fedloom.server.strategies.base import STRATEGIES, Residue, Strategy, check_objective
+from fedloom.server.strategies.flower.memory import arrays_of, put_back, remembered, state_of
+from fedloom.server.strategies.flower.nodes import Nodes, drawing, quiet, take_identity
 
 ARRAYS, MEMORY, DRAWN = "arrays", "memory", "flower"
 SAMPLES, LOSS = "num-examples", "train_loss"  # what sites report
@@ -195,8 +195,8 @@ def flower_strategy(name: str, found: Any, options: Mapping[str, Any], where: st
     """A strategy of Flower's, or one that is derived from them."""
     if not (isinstance(found, type) and issubclass(found, flower.Strategy)):
         what = f"the class {found.__name__}" if isinstance(found, type) else f"of the type {type(found).__name__}"
-        raise UserError(f"{where}.name: '{name}' is {what}, takes a dataclass derived from server.strategies.Strategy, or a "
-                        "class derived from flwr.serverapp.strategy.Strategy")  # fmt: skip
+        raise UserError(f"{where}.name: '{name}' is {what}, takes a dataclass derived from "
+                        "fedloom.server.strategies.Strategy, or a class derived from flwr.serverapp.strategy.Strategy")  # fmt: skip
     if issubclass(found, TREES):
         raise UserError(f"{where}.name: '{name}' gathers trees of XGBoost, and sites here train networks")
     if issubclass(found, NOISY):

@@ -5,16 +5,16 @@ from pathlib import Path
 
 import torch
 
-from conf import UserError
-from conf.errors import unknown
-from sims.experiments import skill_transfer
-from sims.experiments.cla import distilling, mlps, sizing, starts
-from sims.experiments.cla.sizes import SIZES
-from sims.experiments.cla.study import Study
-from sims.experiments.dots import draw
-from sims.experiments.papers import source_of
-from sims.report.page import Part, Picture, write_page
-from sims.report.tables import Table
+from fedloom.conf import UserError
+from fedloom.conf.errors import unknown
+from fedloom.sims.experiments import skill_transfer
+from fedloom.sims.experiments.cla import distilling, mlps, sizing, starts
+from fedloom.sims.experiments.cla.sizes import SIZES
+from fedloom.sims.experiments.cla.study import Study
+from fedloom.sims.experiments.dots import draw
+from fedloom.sims.experiments.papers import source_of
+from fedloom.sims.report.page import Part, Picture, write_page
+from fedloom.sims.report.tables import Table
 
 FOLDER = Path("runs/cla")
 

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clients.networks import parameter_count
-from fusion.distillation import distillation_loss
-from sims.experiments.cla.methods import METHODS
-from sims.experiments.cla.study import PARTS, Study, budget, tuned
-from sims.experiments.kept import told
-from sims.experiments.pairs import Loss, accuracy, placed, plain_loss
-from sims.experiments.papers import cells
-from sims.report.tables import Table, mean, mean_and_spread
+from fedloom.clients.networks import parameter_count
+from fedloom.fusion.distillation import distillation_loss
+from fedloom.sims.experiments.cla.methods import METHODS
+from fedloom.sims.experiments.cla.study import PARTS, Study, budget, tuned
+from fedloom.sims.experiments.kept import told
+from fedloom.sims.experiments.pairs import Loss, accuracy, placed, plain_loss
+from fedloom.sims.experiments.papers import cells
+from fedloom.sims.report.tables import Table, mean, mean_and_spread
 
 STUDENTS = {  # our method by the paper's column
     "random B": "random B",

@@ -8,15 +8,15 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from clients.networks.base import initialise
-from clients.randomness import torch_generator
-from conf.errors import UserError
-from fusion.comparators.baselines import Ensemble, naive_average
-from fusion.comparators.net2net import deepened
-from fusion.comparators.transfer import transferred
-from fusion.fusing import fuse
-from fusion.graph.channels import Unit, wire
-from fusion.settings import FusionSettings
+from fedloom.clients.networks.base import initialise
+from fedloom.clients.randomness import torch_generator
+from fedloom.conf.errors import UserError
+from fedloom.fusion.comparators.baselines import Ensemble, naive_average
+from fedloom.fusion.comparators.net2net import deepened
+from fedloom.fusion.comparators.transfer import transferred
+from fedloom.fusion.fusing import fuse
+from fedloom.fusion.graph.channels import Unit, wire
+from fedloom.fusion.settings import FusionSettings
 
 REFERENCE = FusionSettings.reference()  # what the paper's public code does
 AVERAGED = FusionSettings(refit="none")  # ours: averaged, one plan for each axis, statistics repaired

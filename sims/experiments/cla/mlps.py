@@ -5,15 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from fusion.cla_ot.matching import layer_costs, optimal_alignment
-from fusion.fusing import fuse
-from fusion.graph.channels import wire
-from sims.experiments.cla.methods import REFERENCE, Given
-from sims.experiments.cla.study import Study
-from sims.experiments.kept import told
-from sims.experiments.pairs import Task, accuracy
-from sims.experiments.papers import cells
-from sims.report.tables import Table, mean_and_spread
+from fedloom.fusion.cla_ot.matching import layer_costs, optimal_alignment
+from fedloom.fusion.fusing import fuse
+from fedloom.fusion.graph.channels import wire
+from fedloom.sims.experiments.cla.methods import REFERENCE, Given
+from fedloom.sims.experiments.cla.study import Study
+from fedloom.sims.experiments.kept import told
+from fedloom.sims.experiments.pairs import Task, accuracy
+from fedloom.sims.experiments.papers import cells
+from fedloom.sims.report.tables import Table, mean_and_spread
 
 PAIR = "mlp"
 COMPARISONS = ("neurons", "cka", "wasserstein")

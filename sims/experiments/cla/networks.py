@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from clients.networks.base import NETWORKS
-from clients.networks.plain import POOL, PlainSpec
+from fedloom.clients.networks.base import NETWORKS
+from fedloom.clients.networks.plain import POOL, PlainSpec
 
 
 @NETWORKS.register("vgg13_double")

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from clients.data.domains import find
-from clients.networks import NetworkName, parse_name
-from sims.experiments.cla import networks
-from sims.experiments.pairs import Recipe, Task
+from fedloom.clients.data.domains import find
+from fedloom.clients.networks import NetworkName, parse_name
+from fedloom.sims.experiments.cla import networks
+from fedloom.sims.experiments.pairs import Recipe, Task
 
 __all__ = ["SIZES", "Pair", "Size", "networks"]  # the module registers its networks
 

@@ -7,14 +7,14 @@ from dataclasses import asdict
 import torch
 from torch import Tensor, nn
 
-from clients.data import to_float
-from clients.networks import parameter_count
-from fusion.comparators.baselines import Ensemble
-from sims.experiments.cla.methods import METHODS
-from sims.experiments.cla.study import Study
-from sims.experiments.pairs import EVALUATION_BATCH, images, placed
-from sims.experiments.papers import cells
-from sims.report.tables import Table
+from fedloom.clients.data import to_float
+from fedloom.clients.networks import parameter_count
+from fedloom.fusion.comparators.baselines import Ensemble
+from fedloom.sims.experiments.cla.methods import METHODS
+from fedloom.sims.experiments.cla.study import Study
+from fedloom.sims.experiments.pairs import EVALUATION_BATCH, images, placed
+from fedloom.sims.experiments.papers import cells
+from fedloom.sims.report.tables import Table
 
 PAIR, COUNTS, REPEATS = "resnet", (2, 4, 6), 3
 KINDS = ("A", "B", "fused", "ensemble")

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sims.experiments.cla.methods import VGG_MAPS
-from sims.experiments.cla.study import Reached, Study
-from sims.experiments.kept import told
-from sims.experiments.papers import cells
-from sims.report.tables import Table, mean_and_spread
+from fedloom.sims.experiments.cla.methods import VGG_MAPS
+from fedloom.sims.experiments.cla.study import Reached, Study
+from fedloom.sims.experiments.kept import told
+from fedloom.sims.experiments.papers import cells
+from fedloom.sims.report.tables import Table, mean_and_spread
 
 NOTE = (
     "Test accuracy in %, mean and standard deviation over seeds; tuned: after {epochs} epochs at a rate that falls from "

@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from clients.networks import parameter_count
-from conf.errors import UserError
-from sims.experiments.cla.methods import METHODS, Given
-from sims.experiments.cla.sizes import SIZES, Pair, Size
-from sims.experiments.kept import kept
-from sims.experiments.pairs import Loss, Recipe, Task, accuracy, plain_loss, probe_set, train, trained
+from fedloom.clients.networks import parameter_count
+from fedloom.conf.errors import UserError
+from fedloom.sims.experiments.cla.methods import METHODS, Given
+from fedloom.sims.experiments.cla.sizes import SIZES, Pair, Size
+from fedloom.sims.experiments.kept import kept
+from fedloom.sims.experiments.pairs import Loss, Recipe, Task, accuracy, plain_loss, probe_set, train, trained
 
 FRESH = ("random A", "random B", "B deepened, random")
 PARTS = ("test", "validation")

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import torch
 
-from conf.errors import unknown
-from sims.experiments.components import adaptation, analyses, details, faster, joint, one_head, rivals
-from sims.experiments.components.sizes import SIZES
-from sims.experiments.components.study import Study
-from sims.experiments.papers import source_of
-from sims.experiments.tabled import chosen, write
-from sims.report.page import Part
+from fedloom.conf.errors import unknown
+from fedloom.sims.experiments.components import adaptation, analyses, details, faster, joint, one_head, rivals
+from fedloom.sims.experiments.components.sizes import SIZES
+from fedloom.sims.experiments.components.study import Study
+from fedloom.sims.experiments.papers import source_of
+from fedloom.sims.experiments.tabled import chosen, write
+from fedloom.sims.report.page import Part
 
 FOLDER = Path("runs/components-tables")
 TABLES: dict[str, Callable[[Study, int], list[Part]]] = {

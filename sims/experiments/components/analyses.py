@@ -3,13 +3,13 @@
 import math
 from typing import Any
 
-from sims.experiments.components.study import UPPER, Found, Study, shown, way
-from sims.experiments.components.ways import ALL, DCC, PULLS, WAYS
-from sims.experiments.dots import draw
-from sims.experiments.kept import told
-from sims.experiments.papers import cells
-from sims.report.page import Part, Picture
-from sims.report.tables import Table, mean_and_spread
+from fedloom.sims.experiments.components.study import UPPER, Found, Study, shown, way
+from fedloom.sims.experiments.components.ways import ALL, DCC, PULLS, WAYS
+from fedloom.sims.experiments.dots import draw
+from fedloom.sims.experiments.kept import told
+from fedloom.sims.experiments.papers import cells
+from fedloom.sims.report.page import Part, Picture
+from fedloom.sims.report.tables import Table, mean_and_spread
 
 NOTE = (
     "Test accuracy in %, mean and standard deviation over seeds. exchanged: mean over all pairs of one site's extractor and "

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from sims.experiments.components.analyses import NOTE
-from sims.experiments.components.plots import blocks, curves
-from sims.experiments.components.study import Study, shown
-from sims.experiments.components.ways import ALL, DCC, IIW, INDEPENDENT, PULLS, WAYS
-from sims.experiments.kept import told
-from sims.experiments.papers import cells
-from sims.report.page import Part, Picture
-from sims.report.tables import Table, mean_and_spread
+from fedloom.sims.experiments.components.analyses import NOTE
+from fedloom.sims.experiments.components.plots import blocks, curves
+from fedloom.sims.experiments.components.study import Study, shown
+from fedloom.sims.experiments.components.ways import ALL, DCC, IIW, INDEPENDENT, PULLS, WAYS
+from fedloom.sims.experiments.kept import told
+from fedloom.sims.experiments.papers import cells
+from fedloom.sims.report.page import Part, Picture
+from fedloom.sims.report.tables import Table, mean_and_spread
 
 BOTH, TURNS = "IIW+DCC", "IIW+RP"
 NORMS = {  # by the paper's row: words, or which norm all parts of the network have

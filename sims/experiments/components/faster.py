@@ -6,15 +6,15 @@ from typing import Any
 
 from torch import nn
 
-from clients.data import Images
-from clients.networks import Network
-from sims.experiments.components.adaptation import NETWORK, SIZE, data
-from sims.experiments.components.plots import curves
-from sims.experiments.components.study import Study
-from sims.experiments.components.trainer import Plan, accuracy, answers, both, built, fit, frozen, turns
-from sims.experiments.kept import kept, told
-from sims.report.page import Part, Picture
-from sims.report.tables import Table, mean_and_spread
+from fedloom.clients.data import Images
+from fedloom.clients.networks import Network
+from fedloom.sims.experiments.components.adaptation import NETWORK, SIZE, data
+from fedloom.sims.experiments.components.plots import curves
+from fedloom.sims.experiments.components.study import Study
+from fedloom.sims.experiments.components.trainer import Plan, accuracy, answers, both, built, fit, frozen, turns
+from fedloom.sims.experiments.kept import kept, told
+from fedloom.sims.report.page import Part, Picture
+from fedloom.sims.report.tables import Table, mean_and_spread
 
 ROTATIONS, SOURCE, TARGETS = "fashion_mnist", "mnist", ("usps", "mnist_m")
 STEPS = (0, 1, 10, 30, 100, 300)

@@ -13,17 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clients.data import Images, to_float
-from clients.networks import Network
-from clients.objectives.components.auxiliary import Batch, Rotations
-from clients.randomness import torch_generator
-from sims.experiments.components.study import Study
-from sims.experiments.components.trainer import accuracy, built
-from sims.experiments.kept import kept, told
-from sims.experiments.pairs import Share, Task, images
-from sims.experiments.papers import cells
-from sims.report.page import Part
-from sims.report.tables import Table, mean_and_spread
+from fedloom.clients.data import Images, to_float
+from fedloom.clients.networks import Network
+from fedloom.clients.objectives.components.auxiliary import Batch, Rotations
+from fedloom.clients.randomness import torch_generator
+from fedloom.sims.experiments.components.study import Study
+from fedloom.sims.experiments.components.trainer import accuracy, built
+from fedloom.sims.experiments.kept import kept, told
+from fedloom.sims.experiments.pairs import Share, Task, images
+from fedloom.sims.experiments.papers import cells
+from fedloom.sims.report.page import Part
+from fedloom.sims.report.tables import Table, mean_and_spread
 
 DCC, RP = "dcc", "rp"
 DRAWN, SAME, APART = "drawn", "pre-trained, one network", "pre-trained, two networks"

@@ -10,12 +10,12 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from clients.data import Images, domain_specs, site_images, test_images, to_float
-from clients.networks import HeadView, Network, architecture_of
-from clients.randomness import torch_generator
-from clients.states import read_state
-from conf.schema import Config
-from conf.sites import Site, roster
+from fedloom.clients.data import Images, domain_specs, site_images, test_images, to_float
+from fedloom.clients.networks import HeadView, Network, architecture_of
+from fedloom.clients.randomness import torch_generator
+from fedloom.clients.states import read_state
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import Site, roster
 
 MOST = 500  # test images of each domain whose features are compared
 MOST_PLACES = 50_000  # of images and their pixels, of these

@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clients.data import Images
-from sims.experiments.components.study import Study
-from sims.experiments.components.trainer import Plan, accuracy, answers, both, built, fit, frozen, turns
-from sims.experiments.kept import kept, told
-from sims.experiments.pairs import Task, images
-from sims.experiments.papers import cells
-from sims.report.page import Part
-from sims.report.tables import Table, mean_and_spread
+from fedloom.clients.data import Images
+from fedloom.sims.experiments.components.study import Study
+from fedloom.sims.experiments.components.trainer import Plan, accuracy, answers, both, built, fit, frozen, turns
+from fedloom.sims.experiments.kept import kept, told
+from fedloom.sims.experiments.pairs import Task, images
+from fedloom.sims.experiments.papers import cells
+from fedloom.sims.report.page import Part
+from fedloom.sims.report.tables import Table, mean_and_spread
 
 DOMAINS = {"mnist": 7000, "cifar10": 20000}  # and images to train on
 SIZE, CLASSES, FIRST = 16, 10, 5

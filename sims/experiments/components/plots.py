@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sims.report.canvas import INK, PALETTE, new_figure, percent_axis, save
+from fedloom.sims.report.canvas import INK, PALETTE, new_figure, percent_axis, save
 
 
 def curves(series: Mapping[str, Mapping[str, Sequence[float]]], label: str, path: Path) -> Path:

@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 from typing import Any
 
-from clients.objectives.components.sharing import COMPATIBLE, SHARING
-from sims.experiments.components.analyses import NOTE
-from sims.experiments.components.sizes import Words
-from sims.experiments.components.study import Study, shown
-from sims.experiments.components.ways import ALL, DCC, PULLS, WAYS
-from sims.experiments.dots import draw
-from sims.experiments.kept import told
-from sims.report.page import Part, Picture
-from sims.report.tables import Table
+from fedloom.clients.objectives.components.sharing import COMPATIBLE, SHARING
+from fedloom.sims.experiments.components.analyses import NOTE
+from fedloom.sims.experiments.components.sizes import Words
+from fedloom.sims.experiments.components.study import Study, shown
+from fedloom.sims.experiments.components.ways import ALL, DCC, PULLS, WAYS
+from fedloom.sims.experiments.dots import draw
+from fedloom.sims.experiments.kept import told
+from fedloom.sims.report.page import Part, Picture
+from fedloom.sims.report.tables import Table
 
 LACKED = ([0, 1], [2, 3])  # classes of which the first and the second site have no images
 OURS = {f"shared heads: {name}, {column}": WAYS[name].pulled(pull) for name in (DCC, ALL) for column, pull in PULLS.items()}

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conf import load
-from conf.schema import Config
-from server.experiment import run_experiment
-from sims.cli.progress import listener_for
-from sims.engines import open_engine
-from sims.experiments.components.looks import looks
-from sims.experiments.components.sizes import SIZES, Size, Task, Words
-from sims.experiments.kept import kept
-from sims.report.tables import mean_and_spread
+from fedloom.conf import load
+from fedloom.conf.schema import Config
+from fedloom.server.experiment import run_experiment
+from fedloom.sims.cli.progress import listener_for
+from fedloom.sims.engines import open_engine
+from fedloom.sims.experiments.components.looks import looks
+from fedloom.sims.experiments.components.sizes import SIZES, Size, Task, Words
+from fedloom.sims.experiments.kept import kept
+from fedloom.sims.report.tables import mean_and_spread
 
 EXPERIMENT = "components"
 ANOTHER = "mlp"  # options go with a network of another name

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clients.data import Images, to_float
-from clients.learner import descend
-from clients.networks import NETWORKS, HeadView, Network, initialise
-from clients.objectives.components.auxiliary import Batch, Rotations
-from clients.randomness import torch_generator
-from conf.schema import TrainingConfig
+from fedloom.clients.data import Images, to_float
+from fedloom.clients.learner import descend
+from fedloom.clients.networks import NETWORKS, HeadView, Network, initialise
+from fedloom.clients.objectives.components.auxiliary import Batch, Rotations
+from fedloom.clients.randomness import torch_generator
+from fedloom.conf.schema import TrainingConfig
 
 BATCH, TEST_BATCH = 64, 500
 Loss = Callable[[Tensor, Tensor], Tensor]  # of images and labels

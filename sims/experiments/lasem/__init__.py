@@ -5,12 +5,12 @@ from pathlib import Path
 
 import torch
 
-from conf.errors import UserError, unknown
-from sims.experiments.lasem.study import SIZES, Study
-from sims.experiments.lasem.tables import TABLES
-from sims.experiments.papers import source_of
-from sims.experiments.tabled import chosen, write
-from sims.report.page import Part
+from fedloom.conf.errors import UserError, unknown
+from fedloom.sims.experiments.lasem.study import SIZES, Study
+from fedloom.sims.experiments.lasem.tables import TABLES
+from fedloom.sims.experiments.papers import source_of
+from fedloom.sims.experiments.tabled import chosen, write
+from fedloom.sims.report.page import Part
 
 FOLDER = Path("runs/lasem")
 MOST = 1e6

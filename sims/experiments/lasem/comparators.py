@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from clients.data import Images, to_float
-from clients.networks import Network, initialise, pieces
-from clients.objectives.layer_selection.layers import Layers
-from clients.objectives.layer_selection.session import below
-from clients.randomness import torch_generator
-from sims.experiments.lasem.lifelong import Learner, Training
-from sims.experiments.lasem.selecting import Selecting
+from fedloom.clients.data import Images, to_float
+from fedloom.clients.networks import Network, initialise, pieces
+from fedloom.clients.objectives.layer_selection.layers import Layers
+from fedloom.clients.objectives.layer_selection.session import below
+from fedloom.clients.randomness import torch_generator
+from fedloom.sims.experiments.lasem.lifelong import Learner, Training
+from fedloom.sims.experiments.lasem.selecting import Selecting
 
 Make = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 

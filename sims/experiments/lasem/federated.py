@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from conf import load
-from server.experiment import run_experiment
-from sims.cli.progress import listener_for
-from sims.engines import open_engine
-from sims.experiments.kept import kept, told
-from sims.experiments.lasem.study import Study
-from sims.report.heads import exchanges
-from sims.report.page import Part
-from sims.report.selection import selections
-from sims.report.tables import Table, mean_and_spread
+from fedloom.conf import load
+from fedloom.server.experiment import run_experiment
+from fedloom.sims.cli.progress import listener_for
+from fedloom.sims.engines import open_engine
+from fedloom.sims.experiments.kept import kept, told
+from fedloom.sims.experiments.lasem.study import Study
+from fedloom.sims.report.heads import exchanges
+from fedloom.sims.report.page import Part
+from fedloom.sims.report.selection import selections
+from fedloom.sims.report.tables import Table, mean_and_spread
 
 EXPERIMENT = "layer_selection"
 RUNS: dict[str, list[str]] = {

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clients.data import Images, to_float
-from clients.learner import descend
-from clients.randomness import drawing, torch_generator
-from conf.schema import TrainingConfig
-from sims.experiments.lasem.tasks import Task
+from fedloom.clients.data import Images, to_float
+from fedloom.clients.learner import descend
+from fedloom.clients.randomness import drawing, torch_generator
+from fedloom.conf.schema import TrainingConfig
+from fedloom.sims.experiments.lasem.tasks import Task
 
 TEST_BATCH = 250
 

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sims.report.canvas import INK, LIGHT, PALETTE, new_figure, percent_axis, save
+from fedloom.sims.report.canvas import INK, LIGHT, PALETTE, new_figure, percent_axis, save
 
 Range = tuple[Sequence[float], float, Sequence[float]]  # means of given configurations, of all shared, seeds of LASEM
 

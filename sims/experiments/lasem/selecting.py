@@ -6,20 +6,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clients.data import Images
-from clients.messages import MEAN
-from clients.networks import Network, architecture_of
-from clients.objectives.base import Task
-from clients.objectives.layer_selection import LayerSelection
-from clients.objectives.layer_selection.configurations import shown
-from clients.objectives.layer_selection.session import SHARED_PARTS, SelectionSession, below, composed
-from clients.randomness import torch_generator
-from conf import load
-from conf.schema import Config
-from conf.sites import roster
-from conf.typed import build
-from fusion.exact import State
-from sims.experiments.lasem.lifelong import Learner, Training
+from fedloom.clients.data import Images
+from fedloom.clients.messages import MEAN
+from fedloom.clients.networks import Network, architecture_of
+from fedloom.clients.objectives.base import Task
+from fedloom.clients.objectives.layer_selection import LayerSelection
+from fedloom.clients.objectives.layer_selection.configurations import shown
+from fedloom.clients.objectives.layer_selection.session import SHARED_PARTS, SelectionSession, below, composed
+from fedloom.clients.randomness import torch_generator
+from fedloom.conf import load
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import roster
+from fedloom.conf.typed import build
+from fedloom.fusion.exact import State
+from fedloom.sims.experiments.lasem.lifelong import Learner, Training
 
 
 def configured(network: Mapping[str, Any], size: int, classes: int, tasks: int, seed: int) -> Config:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.schema import Config
-from sims.experiments.kept import kept
-from sims.experiments.lasem.comparators import Apd, Darts, Progressive
-from sims.experiments.lasem.lifelong import Learner, Outcome, Plan, met
-from sims.experiments.lasem.selecting import Selecting, configured
-from sims.experiments.lasem.tasks import SEQUENCES
+from fedloom.conf.schema import Config
+from fedloom.sims.experiments.kept import kept
+from fedloom.sims.experiments.lasem.comparators import Apd, Darts, Progressive
+from fedloom.sims.experiments.lasem.lifelong import Learner, Outcome, Plan, met
+from fedloom.sims.experiments.lasem.selecting import Selecting, configured
+from fedloom.sims.experiments.lasem.tasks import SEQUENCES
 
 LEARNERS = {"HPS": "hps", "TF": "tf", "DF-CNN": "df_cnn"}  # as the paper calls them
 COMPARED: dict[str, Callable[[Config], Learner]] = {

@@ -6,15 +6,15 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from clients.objectives.layer_selection.configurations import every, shown
-from sims.experiments.kept import told
-from sims.experiments.lasem.federated import federated
-from sims.experiments.lasem.lifelong import Outcome
-from sims.experiments.lasem.plots import over, ranges
-from sims.experiments.lasem.study import COMPARED, LEARNERS, Study, of
-from sims.experiments.papers import cells
-from sims.report.page import Part, Picture
-from sims.report.tables import Table
+from fedloom.clients.objectives.layer_selection.configurations import every, shown
+from fedloom.sims.experiments.kept import told
+from fedloom.sims.experiments.lasem.federated import federated
+from fedloom.sims.experiments.lasem.lifelong import Outcome
+from fedloom.sims.experiments.lasem.plots import over, ranges
+from fedloom.sims.experiments.lasem.study import COMPARED, LEARNERS, Study, of
+from fedloom.sims.experiments.papers import cells
+from fedloom.sims.report.page import Part, Picture
+from fedloom.sims.report.tables import Table
 
 STATIC = ("all", "top-1", "top-2", "top-3", "bottom-1", "bottom-2", "bottom-3", "alternating")  # the paper's, of four layers
 CERTAINTIES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -188,7 +188,7 @@ def _best(tried: Sequence[Outcome]) -> float:
 
 
 def _sizes(study: Study) -> Any:
-    from sims.experiments.lasem.study import SIZES
+    from fedloom.sims.experiments.lasem.study import SIZES
 
     return SIZES[study.preset]
 

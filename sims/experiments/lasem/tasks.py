@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from clients.data import Images
-from clients.randomness import torch_generator
-from sims.experiments.pairs import Task as Domain
-from sims.experiments.pairs import images
+from fedloom.clients.data import Images
+from fedloom.clients.randomness import torch_generator
+from fedloom.sims.experiments.pairs import Task as Domain
+from fedloom.sims.experiments.pairs import images
 
 LEVELS = (-2, -1, 0, 1)  # of the noise's mean, in units of UNIT; its standard deviation is 0 or 1 unit
 UNIT = 0.025 * 255

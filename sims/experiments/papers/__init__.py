@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from conf.errors import UserError, unknown
+from fedloom.conf.errors import UserError, unknown
 
 PAPERS = ("sum_aggregation", "arithmetic", "cla_ot", "components", "lasem")
 SCALES = {"percent": 1.0, "fraction": 100.0, "number": 1.0, "map": 1.0}  # from a cell to what is shown; a map is a text

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from conf.errors import UserError
-from sims.experiments.tabled import chosen
-from sims.experiments.unlearning import sequence, traces, ways
-from sims.report.page import write_page
-from sims.report.tables import Table
+from fedloom.conf.errors import UserError
+from fedloom.sims.experiments.tabled import chosen
+from fedloom.sims.experiments.unlearning import sequence, traces, ways
+from fedloom.sims.report.page import write_page
+from fedloom.sims.report.tables import Table
 
 SHADOWS = 8  # federations of an attack that is fitted to single images
 SMALL: dict[str, Callable[[Path, int], list[Table]]] = {

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
-from clients.messages import MEAN, SITE
-from clients.states import read_state
-from conf.schema import Config
-from conf.typed import value
-from fusion.exact import State
-from server.ledger import Ledger
-from server.strategies import TRAIN, Expected, Model, Models, Run, Slot, Strategy, Sum, View
+from fedloom.clients.messages import MEAN, SITE
+from fedloom.clients.states import read_state
+from fedloom.conf.schema import Config
+from fedloom.conf.typed import value
+from fedloom.fusion.exact import State
+from fedloom.server.ledger import Ledger
+from fedloom.server.strategies import TRAIN, Expected, Model, Models, Run, Slot, Strategy, Sum, View
 
 NETWORKS = "networks"  # the slot
 

@@ -6,11 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from clients.data import label
-from conf.sites import roster
-from sims.experiments.kept import kept, told
-from sims.experiments.unlearning.shadows import LEAVER, METHODS, SETTING, Looker, configured, opened
-from sims.report.tables import Table, mean_and_spread
+from fedloom.clients.data import label
+from fedloom.conf.sites import roster
+from fedloom.sims.experiments.kept import kept, told
+from fedloom.sims.experiments.unlearning.shadows import LEAVER, METHODS, SETTING, Looker, configured, opened
+from fedloom.sims.report.tables import Table, mean_and_spread
 
 LEAVING = (LEAVER, "kept-1", "kept-2")  # in this order
 

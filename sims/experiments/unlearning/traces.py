@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from clients.data import site_images, test_images
-from clients.networks import Model
-from clients.states import write_state
-from conf import Config
-from conf.sites import roster
-from server.unlearning.attacks import distance, time_to_relearn
-from server.unlearning.likelihood import Found, likelihood_ratio
-from sims.experiments.kept import kept
-from sims.experiments.unlearning.shadows import (
+from fedloom.clients.data import site_images, test_images
+from fedloom.clients.networks import Model
+from fedloom.clients.states import write_state
+from fedloom.conf import Config
+from fedloom.conf.sites import roster
+from fedloom.server.unlearning.attacks import distance, time_to_relearn
+from fedloom.server.unlearning.likelihood import Found, likelihood_ratio
+from fedloom.sims.experiments.kept import kept
+from fedloom.sims.experiments.unlearning.shadows import (
     DRAWN,
     FURTHER,
     LEAVER,
@@ -31,7 +31,7 @@ from sims.experiments.unlearning.shadows import (
     membership,
     opened,
 )
-from sims.report.tables import Table, mean_and_spread
+from fedloom.sims.report.tables import Table, mean_and_spread
 
 RELEARNED = 3  # federations in which the steps to relearn are measured
 MOST, EVERY = 60, 2  # steps of relearning, and of them between two measurements

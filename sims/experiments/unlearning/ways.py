@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clients.data import label
-from conf import load
-from conf.schema import Config
-from conf.sites import roster
-from server.ledger import Ledger
-from server.runfolder import RunFolder, read_config
-from sims.cli.unlearn import Wish, unlearn
-from sims.report.tables import Table
-from sims.simulate import simulate_once
+from fedloom.clients.data import label
+from fedloom.conf import load
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import roster
+from fedloom.server.ledger import Ledger
+from fedloom.server.runfolder import RunFolder, read_config
+from fedloom.sims.cli.unlearn import Wish, unlearn
+from fedloom.sims.report.tables import Table
+from fedloom.sims.simulate import simulate_once
 
 ROOT = Path("runs/reproduce-unlearning")
 REPAIR = 3

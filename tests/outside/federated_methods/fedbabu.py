@@ -5,9 +5,9 @@ Only the body is trained and averaged (Sec. 4). A site fine-tunes the head on it
 
 from dataclasses import dataclass
 
-from clients.learner import learn
-from clients.objectives import MEAN, MODEL, SITE, Images, Objective, PlainSession, State, Task, state_of
-from server.strategies import TRAIN, Expected, Model, Models, Run, Strategy, Sum, View
+from fedloom.clients.learner import learn
+from fedloom.clients.objectives import MEAN, MODEL, SITE, Images, Objective, PlainSession, State, Task, state_of
+from fedloom.server.strategies import TRAIN, Expected, Model, Models, Run, Strategy, Sum, View
 
 BODY = "extractor."
 

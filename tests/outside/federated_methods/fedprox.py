@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from clients.objectives import MEAN, SITE, Objective, PlainSession, State, Task, state_of, value
-from server.strategies import TRAIN, Expected, Model, Models, Run, Strategy, Sum, View
+from fedloom.clients.objectives import MEAN, SITE, Objective, PlainSession, State, Task, state_of, value
+from fedloom.server.strategies import TRAIN, Expected, Model, Models, Run, Strategy, Sum, View
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 import torch
 
-from clients.objectives import MEAN, SITE
-from server.strategies import TRAIN, Catalogue, Expected, Model, Models, Run, Strategy, View
+from fedloom.clients.objectives import MEAN, SITE
+from fedloom.server.strategies import TRAIN, Catalogue, Expected, Model, Models, Run, Strategy, View
 
 
 class Median(Strategy):
