@@ -7,8 +7,10 @@ Names are imported when they are asked for: torch and Flower take seconds.
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+import os
+import sys
 
+TYPE_CHECKING = False  # not from typing: nothing may be imported here that a file beside a script can hide
 if TYPE_CHECKING:
     from fedloom.clients.networks import Architecture, Network, NetworkSpec, load_network, save_network
     from fedloom.clients.objectives import Objective, Session
@@ -39,12 +41,32 @@ __all__ = [  # noqa: RUF022
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
-    """A public name, from where it is defined."""
+def __getattr__(name: str) -> object:
+    """A public name, from where it is defined. ImportError if a file beside the script hides a module of Python's."""
     if name not in _MODULES:
         raise AttributeError(f"module 'fedloom' has no attribute '{name}'")
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    try:
+        return getattr(importlib.import_module(_MODULES[name]), name)
+    except Exception as error:
+        if file := _hiding(error):
+            module = os.path.splitext(os.path.basename(file))[0]
+            raise ImportError(f"{file} hides Python's own module '{module}': rename it") from error
+        raise
 
 
 def __dir__() -> list[str]:
     return [*globals(), *__all__]
+
+
+def _hiding(error: BaseException) -> str:
+    """The file in the script's folder that was imported in the place of a module of Python's; empty if there is none."""
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in sys.stdlib_module_names]
+    trace = error.__traceback__
+    while trace is not None:
+        files.append(trace.tb_frame.f_code.co_filename)
+        trace = trace.tb_next
+    for file in filter(None, files):
+        folder, name = os.path.split(os.path.abspath(file))
+        if folder == os.path.abspath(sys.path[0]) and os.path.splitext(name)[0] in sys.stdlib_module_names:
+            return file
+    return ""

@@ -16,7 +16,7 @@ from fedloom.sims.engines.adapter import LocalGrid
 
 def command(job: Job, path: Path) -> list[str]:
     """The command that runs the job."""
-    return [sys.executable, "-m", "fedloom.sims.benchmarks.engine_run", str(path)]
+    return [sys.executable, "-P", "-m", "fedloom.sims.benchmarks.engine_run", str(path)]
 
 
 def run(job: Job) -> None:

@@ -58,7 +58,7 @@ def bench() -> tuple[list[Table], list[dict[str, Any]]]:
 
 def _alone(module: str, word: str) -> dict[str, Any]:
     """What a module prints last, in a process of its own."""
-    done = subprocess.run([sys.executable, "-m", module, word], check=True, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-P", "-m", module, word], check=True, capture_output=True, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 

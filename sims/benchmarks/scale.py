@@ -55,7 +55,7 @@ def bench() -> tuple[list[Table], list[dict[str, Any]]]:
     """One fresh process for each number of sites; then what a cluster's nodes send (sims.benchmarks.scale_nodes)."""
     rows = []
     for case in CASES:
-        words = [sys.executable, "-m", __name__, *map(str, case)]
+        words = [sys.executable, "-P", "-m", __name__, *map(str, case)]
         done = subprocess.run(words, check=True, capture_output=True, text=True)
         rows.append(json.loads(done.stdout.splitlines()[-1]))
     head = ["sites", "asked", "start-up, s", "server, s a round", "received, MB a round",

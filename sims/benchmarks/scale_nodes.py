@@ -38,7 +38,7 @@ def tables(sites: int, asked: int) -> tuple[list[Table], list[dict[str, Any]]]:
     """A fresh process for each way; bytes of a round, and the constants."""
     rows = []
     for way in WAYS:
-        words = [sys.executable, "-m", __name__, str(sites), str(asked), way]
+        words = [sys.executable, "-P", "-m", __name__, str(sites), str(asked), way]
         done = subprocess.run(words, check=True, capture_output=True, text=True)
         rows.append({"sites": sites, "asked": asked, "way": way, **json.loads(done.stdout.splitlines()[-1])})
     lines = [[row["way"], f"{row['received_mb']:.2f}", f"{row['round_s']:.1f}"] for row in rows]

@@ -28,7 +28,7 @@ def bench(counts: tuple[int, ...] = (10, 200)) -> tuple[Table, list[dict[str, An
     """One fresh process for each number of sites; a table and its rows (sites, state_mb, start_mb, peak_mb)."""
     rows = []
     for sites in counts:
-        done = subprocess.run([sys.executable, "-m", __name__, str(sites)], check=True, capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-P", "-m", __name__, str(sites)], check=True, capture_output=True, text=True)
         rows.append(json.loads(done.stdout.splitlines()[-1]))
     lines = [[row["sites"], *(f"{row[key]:.1f}" for key in ("state_mb", "start_mb", "peak_mb"))] for row in rows]
     head = ["sites", "a site's state, MiB", "RSS before the first round, MiB", f"peak RSS, {ROUNDS} rounds, MiB"]

@@ -93,7 +93,9 @@ def _together(findings: Sequence[Finding]) -> list[Finding]:
 def narrow_convolutions(script: str = NARROW, patience: float = PATIENCE) -> tuple[str, bool]:
     """Whether this torch survives training a layer of few channels, tried in a process of its own (`patience`: seconds)."""
     try:
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=patience, check=False)
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=patience, check=False
+        )
     except subprocess.TimeoutExpired:
         how = f"does not end within {patience:g} s"
     else:

@@ -115,7 +115,8 @@ def test_bad_input_is_one_line_and_exit_code_2(
 def test_the_command_line_is_there_at_once():
     """What takes seconds to import waits until something is to be run."""
     heavy = ["torch", "flwr", "ray", "numpy", "matplotlib"]
-    code = f"import sys, fedloom, fedloom.sims.cli.main; fedloom.load('digits'); print([m for m in {heavy} if m in sys.modules])"
+    done = "import sys, fedloom, fedloom.sims.cli.main; fedloom.load('digits')"
+    code = f"{done}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from fedloom.conf.plugins import ROOMS
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -44,7 +46,8 @@ def test_everything_that_is_read_is_in_both(built: Path) -> None:
     read = {path.relative_to(ROOT).as_posix() for folder in ("conf", "sims") for path in (ROOT / folder).rglob("*.yaml")}
     assert "conf/digits.yaml" in read
     (wheel,), (source,) = built.glob("*.whl"), built.glob("*.tar.gz")
-    assert read <= set(zipfile.ZipFile(wheel).namelist())
+    modules = {path.relative_to(ROOT).as_posix() for room in ROOMS for path in (ROOT / room).rglob("*.py")}
+    assert {f"fedloom/{name}" for name in read | modules | {"__init__.py"}} <= set(zipfile.ZipFile(wheel).namelist())
     with tarfile.open(source) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert read | {"pyproject.toml", "README.md", "LICENSE"} <= names

@@ -195,8 +195,8 @@ def flower_strategy(name: str, found: Any, options: Mapping[str, Any], where: st
     """A strategy of Flower's, or one that is derived from them."""
     if not (isinstance(found, type) and issubclass(found, flower.Strategy)):
         what = f"the class {found.__name__}" if isinstance(found, type) else f"of the type {type(found).__name__}"
-        raise UserError(f"{where}.name: '{name}' is {what}, takes a dataclass derived from "
-                        "fedloom.server.strategies.Strategy, or a class derived from flwr.serverapp.strategy.Strategy")  # fmt: skip
+        raise UserError(f"{where}.name: '{name}' is {what}, takes a dataclass derived from fedloom.Strategy, or a "
+                        "class derived from flwr.serverapp.strategy.Strategy")  # fmt: skip
     if issubclass(found, TREES):
         raise UserError(f"{where}.name: '{name}' gathers trees of XGBoost, and sites here train networks")
     if issubclass(found, NOISY):
