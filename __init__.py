@@ -12,32 +12,46 @@ import sys
 
 TYPE_CHECKING = False  # not from typing: nothing may be imported here that a file beside a script can hide
 if TYPE_CHECKING:
-    from fedloom.clients.networks import Architecture, Network, NetworkSpec, load_network, save_network
-    from fedloom.clients.objectives import Objective, Session
+    from fedloom.clients.data import Images
+    from fedloom.clients.learner import learn
+    from fedloom.clients.messages import MEAN, MODEL, ROUND, SITE, TRAIN
+    from fedloom.clients.networks import Architecture, Model, Network, NetworkSpec, load_network, save_network
+    from fedloom.clients.objectives import Objective, PlainSession, Session, Task, state_of
     from fedloom.conf import load
     from fedloom.conf.errors import UserError
+    from fedloom.conf.typed import value
     from fedloom.fusion import FusionSettings, align, fuse
-    from fedloom.server.strategies import Strategy
+    from fedloom.fusion.exact import State
+    from fedloom.server.strategies import Catalogue, Expected, Models, Run, Strategy, Sum, View
     from fedloom.sims.api import Result, resume, run
     from fedloom.sims.comparison import Comparison, compare
     from fedloom.sims.sweeps.api import Results, sweep
 
 _PUBLIC = {
+    # experiments
     "fedloom.sims.api": ("Result", "resume", "run"),
-    "fedloom.sims.comparison": ("Comparison", "compare"),
     "fedloom.sims.sweeps.api": ("Results", "sweep"),
-    "fedloom.fusion": ("FusionSettings", "align", "fuse"),
-    "fedloom.clients.networks": ("Architecture", "Network", "NetworkSpec", "load_network", "save_network"),
-    "fedloom.clients.objectives": ("Objective", "Session"),
-    "fedloom.server.strategies": ("Strategy",),
+    "fedloom.sims.comparison": ("Comparison", "compare"),
     "fedloom.conf": ("load",),
     "fedloom.conf.errors": ("UserError",),
+    # fusion of networks
+    "fedloom.fusion": ("FusionSettings", "align", "fuse"),
+    "fedloom.clients.networks": ("Architecture", "Model", "Network", "NetworkSpec", "load_network", "save_network"),
+    # methods: the site's half, the server's half
+    "fedloom.clients.objectives": ("Objective", "PlainSession", "Session", "Task", "state_of"),
+    "fedloom.clients.data": ("Images",),
+    "fedloom.clients.learner": ("learn",),
+    "fedloom.clients.messages": ("MEAN", "MODEL", "ROUND", "SITE", "TRAIN"),
+    "fedloom.conf.typed": ("value",),
+    "fedloom.fusion.exact": ("State",),
+    "fedloom.server.strategies": ("Catalogue", "Expected", "Models", "Run", "Strategy", "Sum", "View"),
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
-__all__ = [  # noqa: RUF022
-    "run", "resume", "sweep", "compare", "load", "Result", "Results", "Comparison", "UserError",
-    "fuse", "align", "FusionSettings", "load_network", "save_network",
-    "Strategy", "Objective", "Session", "Network", "NetworkSpec", "Architecture",
+__all__ = [
+    "MEAN", "MODEL", "ROUND", "SITE", "TRAIN", "Architecture", "Catalogue", "Comparison", "Expected", "FusionSettings",
+    "Images", "Model", "Models", "Network", "NetworkSpec", "Objective", "PlainSession", "Result", "Results", "Run",
+    "Session", "State", "Strategy", "Sum", "Task", "UserError", "View", "align", "compare", "fuse", "learn", "load", "load_network",
+    "resume", "run", "save_network", "state_of", "sweep", "value",
 ]  # fmt: skip
 
 

@@ -213,6 +213,6 @@ def test_a_run_whose_folder_is_moved_writes_into_no_other(root: str, tmp_path: P
 
 
 def test_the_package_is_imported_at_once():
-    code = "import sys, sims; print([name for name in ('torch', 'flwr', 'numpy') if name in sys.modules])"
+    code = "import sys, fedloom; print([name for name in ('torch', 'flwr', 'numpy') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
