@@ -50,8 +50,8 @@ _MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
 __all__ = [
     "MEAN", "MODEL", "ROUND", "SITE", "TRAIN", "Architecture", "Catalogue", "Comparison", "Expected", "FusionSettings",
     "Images", "Model", "Models", "Network", "NetworkSpec", "Objective", "PlainSession", "Result", "Results", "Run",
-    "Session", "State", "Strategy", "Sum", "Task", "UserError", "View", "align", "compare", "fuse", "learn", "load", "load_network",
-    "resume", "run", "save_network", "state_of", "sweep", "value",
+    "Session", "State", "Strategy", "Sum", "Task", "UserError", "View", "align", "compare", "fuse", "learn", "load",
+    "load_network", "resume", "run", "save_network", "state_of", "sweep", "value",
 ]  # fmt: skip
 
 

@@ -53,8 +53,8 @@ def outside(kind: str, name: object, known: Iterable[str], key: str) -> Any:
 def imported(reference: str, key: str) -> Any:
     """The attribute that `module:attribute` stands for; UserError beginning with `key` as in `outside`."""
     module, _, attribute = reference.partition(":")
-    if module.partition(".")[0] in ROOMS and importlib.util.find_spec(module.partition(".")[0]) is None:
-        module = f"{OURS}.{module}"  # as files of earlier versions name what is now in one package
+    if _once_ours(module):
+        module = f"{OURS}.{module}"
     try:
         found: Any = importlib.import_module(module)
     except (Exception, SystemExit) as error:
@@ -71,6 +71,15 @@ def imported(reference: str, key: str) -> Any:
             raise UserError(f"{key}: '{reference}' has no '{part}'{_near(part, found)}")
         found = getattr(found, part)
     return found
+
+
+def _once_ours(module: str) -> bool:
+    """Whether a module has the name that earlier versions gave to one of ours, before these were in one package."""
+    room, _, rest = module.partition(".")
+    try:
+        return bool(room in ROOMS and rest and importlib.util.find_spec(f"{OURS}.{module}"))
+    except ModuleNotFoundError:
+        return False
 
 
 def call(function: Callable[..., Any], options: Mapping[str, Any], ours: Mapping[str, Any], name: str, where: str) -> Any:

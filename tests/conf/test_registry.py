@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fedloom.conf import UserError
-from fedloom.conf.plugins import call, is_reference, offered, outside
+from fedloom.conf.plugins import call, imported, is_reference, offered, outside
 from fedloom.conf.registry import Registry
 from fedloom.conf.typed import value
 
@@ -167,6 +167,17 @@ def test_what_cannot_be_is_told_in_one_line(package: Path, section: dict[str, An
     with pytest.raises(UserError, match=message) as caught:
         KINDS.build(section, "strategy")
     assert "\n" not in str(caught.value)
+
+
+def test_modules_of_ours_are_found_by_the_names_of_earlier_versions_and_users_own_by_theirs(package: Path):
+    found = imported("sims.experiments.unlearning.averaging:Averaging", "strategy.name")
+    assert found.__module__ == "fedloom.sims.experiments.unlearning.averaging"
+    (package / "my_server.py").write_text("from server.strategies import Strategy\n")
+    (package / "conf.py").write_text("Thing = 7\n")
+    with pytest.raises(
+        UserError, match=r"no module 'server\.?.*'; fedloom's packages are one now: import fedloom\.server, not"
+    ):
+        imported("my_server:Strategy", "strategy.name")
 
 
 def test_a_name_of_this_project_is_never_another_packages(package: Path):
