@@ -242,6 +242,16 @@ def test_likelihoods_are_those_of_probability():
     )
 
 
+@pytest.mark.parametrize(("likelihood", "best"), [("mean", (0,)), ("joint", (1,))])
+def test_the_joint_likelihood_of_a_batch_leaves_the_first_winner_and_the_mean_stays_with_it(likelihood: str, best: tuple):
+    """Batches of ten images: the first configuration is a little better at the start, the second twice as good later."""
+    early, late = (torch.tensor([[one] * 10, [other] * 10]).log() for one, other in ((0.12, 0.10), (0.2, 0.4)))
+    belief = uniform(every(1))
+    for probabilities in [early] * 20 + [late] * 60:
+        belief.learn(belief.posterior(LIKELIHOODS[likelihood](probabilities), torch.tensor([0, 1])))
+    assert belief.best() == best
+
+
 def test_a_posterior_holds_for_as_many_steps_as_are_asked_for():
     pace, found = Pace(3), []
     for number in range(7):

@@ -19,10 +19,11 @@ from fedloom.sims.experiments.pairs import Loss, accuracy, placed, plain_loss
 from fedloom.sims.experiments.papers import cells
 from fedloom.sims.report.tables import Table, mean, mean_and_spread
 
-STUDENTS = {  # our method by the paper's column
+STUDENTS = {  # the method by its row: the paper's column, or ours
     "random B": "random B",
     "B": "B",
-    "fused": "fuse",
+    "fused": "CLAFusion, add",
+    "fused, ours": "fuse",
     "B deepened": "B deepened (Net2Net)",
     "random fused": "B deepened, random",
 }
@@ -30,7 +31,8 @@ SETTINGS = "temperature {:g}, weight {:g}"
 NOTE = (
     "Test accuracy in %, mean and standard deviation over seeds. Epochs and rates as in fine-tuning; loss: weight "
     "times the teacher's term (times T squared) and the rest of 1 times cross-entropy. Best: temperature and weight "
-    "chosen on validation images; average: over temperatures, each with the weight chosen so. fused: ours, refitted."
+    "chosen on validation images; average: over temperatures, each with the weight chosen so. fused: CLAFusion; ours: "
+    "refitted."
 )
 
 
