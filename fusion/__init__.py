@@ -35,5 +35,5 @@ _MODULES = {"Alignment": "alignment", "align": "alignment", "Fused": "fusing", "
 def __getattr__(name: str) -> Any:
     """The public names, imported when they are asked for: exact sums need none of what fusion imports."""
     if name not in _MODULES:
-        raise AttributeError(f"module 'fusion' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"fusion.{_MODULES[name]}"), name)
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

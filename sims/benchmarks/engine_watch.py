@@ -45,7 +45,7 @@ class Watch:
                 words = _words(pid)
                 if _is_worker(words):
                     workers += PAGE * int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-                elif any(word.endswith(DRIVERS) for word in words[:3]):
+                elif any(word.endswith(DRIVERS) for word in words[:4]):
                     peaks.driver = max(peaks.driver, _high_water(pid))
                     peaks.private = max(peaks.private, private_bytes(pid))
                 elif words[0].endswith("/raylet"):

@@ -133,5 +133,5 @@ def test_two_sets_of_images_differ_by_the_clip_of_each_round(tmp_path: Path, cas
 
 
 def test_no_objective_is_left_out(tmp_path: Path) -> None:
-    ours = {name for name in OBJECTIVES.names() if OBJECTIVES.find(name).__module__.startswith("clients.")}
+    ours = {name for name in OBJECTIVES.names() if OBJECTIVES.find(name).__module__.startswith("fedloom.")}
     assert {configured(tmp_path, words).objective["name"] for words in SECTIONS.values()} == ours
