@@ -270,7 +270,7 @@ def test_a_network_that_is_another_one_each_time_it_is_made_is_refused():
         ("TinyNet", ["network.hiden=4"], r"unknown option of .* 'network\.hiden'; did you mean 'network\.hidden'\?"),
         ("Spec", ["network.hiden=4"], r"unknown key 'network\.hiden'; did you mean 'network\.hidden'\?"),
         ("Spec", ["network.hidden=0"], r"network\.hidden: got 0, takes a number of at least 1"),
-        ("Bare", [], r"Bare\.build gave a Linear, takes a clients\.networks\.Network"),
+        ("Bare", [], r"Bare\.build gave a Linear, takes a fedloom\.clients\.networks\.Network"),
         ("made", [], r"network\.name: 'my_package\.nets:made' is a module that is made already"),
         ("number", [], r"is of the type int, takes a class derived from torch\.nn\.Module or a function"),
         ("TineNet", [], r"network\.name: 'my_package\.nets:TineNet' has no 'TineNet'; did you mean 'TinyNet'\?"),

@@ -62,9 +62,9 @@ def test_the_first_is_the_aggregate_and_others_have_files_of_their_names(tmp_pat
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("nothing", r"its models\(\) must give a server\.strategies\.Models, gave a NoneType"),
-        ("dict", r"must give a server\.strategies\.Models, gave a dict"),
-        ("no model", r"its models\(\) must hold server\.strategies\.Model, one is a dict"),
+        ("nothing", r"its models\(\) must give a fedloom\.server\.strategies\.Models, gave a NoneType"),
+        ("dict", r"must give a fedloom\.server\.strategies\.Models, gave a dict"),
+        ("no model", r"its models\(\) must hold fedloom\.server\.strategies\.Model, one is a dict"),
         ("lacking", r"Model with the state of its architecture \(.*Missing key\(s\).*head\.weight"),
         ("path", r"names a network '\.\./\.\./evil', which no file can be named; choose another name"),
         ("reserved", r"names a network 'aggregate', as the first one's file is"),

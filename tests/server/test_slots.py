@@ -65,7 +65,7 @@ def test_weighted_slots_of_a_site_count_by_one_number_of_samples(tmp_path: Path)
     ("Fraction", r"slot 'networks': got 2\.5 samples of site-0000, takes a whole number from 0"),
     ("Unknown", r"unknown slot 'network'.*did you mean 'networks'"),
     ("Slashed", r"the slot 'networks/x' needs a name of letters"),
-    ("NoSlots", r"its slots\(\) must give a dictionary of server\.strategies\.Sum and Catalogue"),
+    ("NoSlots", r"its slots\(\) must give a dictionary of fedloom\.server\.strategies\.Sum and Catalogue"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, strategy: str, told: str):
     with pytest.raises(UserError, match=told):
