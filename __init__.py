@@ -56,7 +56,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """A public name, from where it is defined. ImportError if a file beside the script hides a module of Python's."""
+    """A public name, from where it is defined. ImportError if a file beside the script hides a standard module."""
     if name not in _MODULES:
         raise AttributeError(f"module 'fedloom' has no attribute '{name}'")
     try:
@@ -64,7 +64,7 @@ def __getattr__(name: str) -> object:
     except Exception as error:
         if file := _hiding(error):
             module = os.path.splitext(os.path.basename(file))[0]
-            raise ImportError(f"{file} hides Python's own module '{module}': rename it") from error
+            raise ImportError(f"{file} hides the standard module '{module}': rename it") from error
         raise
 
 
@@ -73,14 +73,17 @@ def __dir__() -> list[str]:
 
 
 def _hiding(error: BaseException) -> str:
-    """The file in the script's folder that was imported in the place of a module of Python's; empty if there is none."""
+    """The file beside the script that hides a standard module; empty if none does."""
     files = [getattr(sys.modules.get(name), "__file__", None) for name in sys.stdlib_module_names]
     trace = error.__traceback__
     while trace is not None:
         files.append(trace.tb_frame.f_code.co_filename)
         trace = trace.tb_next
+    script = os.path.abspath(sys.path[0])
+    if script == os.path.dirname(os.__file__):
+        return ""
     for file in filter(None, files):
         folder, name = os.path.split(os.path.abspath(file))
-        if folder == os.path.abspath(sys.path[0]) and os.path.splitext(name)[0] in sys.stdlib_module_names:
+        if folder == script and os.path.splitext(name)[0] in sys.stdlib_module_names:
             return file
     return ""

@@ -3,10 +3,8 @@
 import difflib
 import functools
 import importlib
-import importlib.util
 import inspect
 import os
-import shutil
 import sys
 import sysconfig
 import traceback
@@ -16,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.conf.errors import UserError, plain, unknown
+from fedloom.conf.package import NAME, ROOMS, ROOT, present_name
 
 MOST_TOLD = 200  # letters of options
-OURS = "fedloom"  # the package of this project
-ROOMS = ("conf", "fusion", "clients", "server", "sims")  # the packages in it, which once had no other name
 
 
 def is_reference(name: object) -> bool:
@@ -52,15 +49,14 @@ def outside(kind: str, name: object, known: Iterable[str], key: str) -> Any:
 
 def imported(reference: str, key: str) -> Any:
     """The attribute that `module:attribute` stands for; UserError beginning with `key` as in `outside`."""
-    module, _, attribute = reference.partition(":")
-    if _once_ours(module):
-        module = f"{OURS}.{module}"
+    named, _, attribute = reference.partition(":")
+    module = present_name(named)
     try:
         found: Any = importlib.import_module(module)
     except (Exception, SystemExit) as error:
         lacks = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
         if (room := lacks.partition(".")[0]) in ROOMS:
-            hint = f"fedloom's packages are one now: import {OURS}.{room}, not {room}"
+            hint = f"{room} is part of the package {NAME}: import {NAME}.{room}"
             raise UserError(f"{key}: module '{module}' cannot be imported: there is no module '{lacks}'; {hint}") from None
         if lacks and f"{module}.".startswith(f"{lacks}."):
             hint = "install it, or start fedloom in the folder that holds it"
@@ -71,15 +67,6 @@ def imported(reference: str, key: str) -> Any:
             raise UserError(f"{key}: '{reference}' has no '{part}'{_near(part, found)}")
         found = getattr(found, part)
     return found
-
-
-def _once_ours(module: str) -> bool:
-    """Whether a module has the name that earlier versions gave to one of ours, before these were in one package."""
-    room, _, rest = module.partition(".")
-    try:
-        return bool(room in ROOMS and rest and importlib.util.find_spec(f"{OURS}.{module}"))
-    except ModuleNotFoundError:
-        return False
 
 
 def call(function: Callable[..., Any], options: Mapping[str, Any], ours: Mapping[str, Any], name: str, where: str) -> Any:
@@ -116,19 +103,9 @@ def place_of(error: BaseException) -> str:
 
 def _known_code(file: str) -> bool:
     """Whether a file is Python's, an installed package's, or this project's."""
-    ours = [str(Path(__file__).parents[1] / room) for room in ROOMS]
+    ours = [str(ROOT / room) for room in ROOMS]
     theirs = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     return file.startswith(("<", *(f"{folder}{os.sep}" for folder in (*ours, *theirs))))
-
-
-def copy_package(folder: Path) -> Path:
-    """A copy of this project's package in a folder, as it can be imported from there; where it is."""
-    here, there = Path(__file__).parents[1], folder / OURS
-    there.mkdir()
-    shutil.copy2(here / "__init__.py", there)
-    for room in ROOMS:
-        shutil.copytree(here / room, there / room, ignore=shutil.ignore_patterns("__pycache__"))
-    return there
 
 
 def told(error: BaseException) -> str:

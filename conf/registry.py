@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 from fedloom.conf.errors import UserError
-from fedloom.conf.plugins import OURS, offered, outside
+from fedloom.conf.package import NAME
+from fedloom.conf.plugins import offered, outside
 from fedloom.conf.typed import build
 
 T = TypeVar("T")
@@ -55,7 +56,7 @@ class Registry(Generic[T]):
 
     def shipped(self, name: str) -> bool:
         """Whether the name is of a class of this project. Imports nothing."""
-        return name in self._classes and self._classes[name].__module__.partition(".")[0] == OURS
+        return name in self._classes and self._classes[name].__module__.partition(".")[0] == NAME
 
     def find(self, name: str, where: str = "") -> Any:
         """What a name stands for, of whatever kind. Raises UserError as `outside` does."""

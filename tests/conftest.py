@@ -11,12 +11,12 @@ from hypothesis import settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 from PIL import Image
 
-from fedloom.conf.plugins import ROOMS
+from fedloom.conf.package import ROOMS
 from tests.data_folder import FOLDER, below
 
-# Users' folders come before this checkout, or it is not there at all: what is imported as `conf` or `server` is not ours.
+# Tests alone have this checkout on their search path: what imports `conf` and not `fedloom.conf` fails here, as elsewhere.
 for room in ROOMS:
-    sys.modules[room] = None  # type: ignore[assignment]  # whoever imports it fails
+    sys.modules[room] = None  # type: ignore[assignment]
 
 # Threads of tiny operations that wait for a core are many times slower than one thread. Each of the workers that share the
 # tests has a core of its own, and so have the processes that it starts.

@@ -103,12 +103,9 @@ class SumAggregationStrategy(Strategy):
             else:
                 run.put_all(NETWORKS, mode.site_part(run.initial()))
         shared = dequantise(quantise(shared, run.bits), run.bits)
-        run.keep(
-            SHARED,
-            ({**shared, **mode.summed_part(run.sum(NETWORKS))} if mode.star else _part(shared, HEAD))
-            if mode.sums
-            else shared,
-        )
+        if mode.star:
+            shared = {**shared, **mode.summed_part(run.sum(NETWORKS))}
+        run.keep(SHARED, shared if mode.star or not mode.sums else _part(shared, HEAD))
 
     def round(self, run: Run) -> None:
         """Send the sites' mean (and N*); put each N_i that comes back; average the heads (and N*)."""

@@ -27,7 +27,8 @@ from fedloom.clients.training.optimizers import OPTIMIZERS, optimizer_section
 from fedloom.clients.training.schedules import SCHEDULES, schedule_section
 from fedloom.conf import machine
 from fedloom.conf.errors import UserError
-from fedloom.conf.plugins import OURS, copy_package, is_reference
+from fedloom.conf.package import NAME, copy_package, present_name
+from fedloom.conf.plugins import is_reference
 from fedloom.conf.progress import under_way
 from fedloom.conf.schema import Config, DataConfig, EngineConfig
 from fedloom.conf.sites import roster
@@ -149,7 +150,7 @@ def plugins_of(config: Config) -> tuple[str, ...]:
 
     Raises UserError for what is registered in a script: workers cannot import that.
     """
-    foreign = {what: module for what, module in _modules(config) if module.partition(".")[0] != OURS}
+    foreign = {what: module for what, module in _modules(config) if module.partition(".")[0] != NAME}
     for what, module in foreign.items():
         if module == "__main__":
             raise UserError(f"{what}: is registered in the script itself, which Ray's workers cannot import; "
@@ -171,7 +172,7 @@ def _modules(config: Config) -> Iterator[tuple[str, str]]:
     }
     for (kind, find), given in names.items():
         for name in sorted(name for name in given if name):
-            module = name.partition(":")[0] if is_reference(name) else getattr(find(name), "__module__", "")
+            module = present_name(name.partition(":")[0]) if is_reference(name) else getattr(find(name), "__module__", "")
             yield f"{kind} '{name}'", module or ""
 
 

@@ -169,15 +169,22 @@ def test_what_cannot_be_is_told_in_one_line(package: Path, section: dict[str, An
     assert "\n" not in str(caught.value)
 
 
-def test_modules_of_ours_are_found_by_the_names_of_earlier_versions(package: Path, monkeypatch: pytest.MonkeyPatch):
+def test_modules_of_ours_are_found_by_the_names_of_earlier_versions(package: Path):
     found = imported("sims.experiments.unlearning.averaging:Averaging", "strategy.name")
     assert found.__module__ == "fedloom.sims.experiments.unlearning.averaging"
     (package / "my_server.py").write_text("from server.strategies import Strategy\n")
-    for name in ("server", "server.strategies"):  # as everywhere but in this checkout
-        monkeypatch.setitem(sys.modules, name, None)
-    told = r"there is no module 'server.*'; fedloom's packages are one now: import fedloom\.server, not server"
+    told = r"there is no module 'server.*'; server is part of the package fedloom: import fedloom\.server$"
     with pytest.raises(UserError, match=told):
         imported("my_server:Strategy", "strategy.name")
+
+
+def test_a_package_of_the_users_comes_before_an_earlier_name_of_ours(package: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delitem(sys.modules, "clients")
+    (package / "clients").mkdir()
+    (package / "clients" / "__init__.py").touch()
+    (package / "clients" / "networks.py").write_text("mine = 7\n")
+    assert imported("clients.networks:mine", "network.name") == 7
+    monkeypatch.delitem(sys.modules, "clients.networks")
 
 
 def test_a_name_of_this_project_is_never_another_packages(package: Path):

@@ -121,6 +121,7 @@ def test_workers_import_all_that_a_configuration_names_from_outside_and_nothing_
     config = load("digits", words)
     assert plugins_of(config) == ("my_images", "my_nets", plugin, "my_ways", "torchvision.models")
     assert plugins_of(load("digits")) == ()
+    assert plugins_of(load("digits", ["objective={name: 'sims.benchmarks.attack_sites:Hostile'}"])) == ()  # an earlier name
     assert own_paths()[0] == str(tmp_path) and not any(path.startswith(sys.prefix) for path in own_paths())
     for word in ("network={name: '__main__:Net'}", "sites.1.domain='__main__:load'"):
         with pytest.raises(UserError, match=r"'__main__:\w+': is registered in the script itself"):

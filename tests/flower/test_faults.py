@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fedloom.conf.plugins import copy_package
+from fedloom.conf.package import copy_package
 from fedloom.sims.federation import local
 from fedloom.sims.federation.sheets import SITE, SiteSheet, read, write
 from tests.flower.machines import ENVIRONMENT, ROOT, fedloom, rounds, run, until, words

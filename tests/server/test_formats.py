@@ -14,7 +14,7 @@ import pytest
 
 from fedloom.conf import UserError, load, to_yaml
 from fedloom.conf.load import VERSION
-from fedloom.conf.plugins import copy_package
+from fedloom.conf.package import copy_package
 from fedloom.server.ledger import Contribution, Ledger
 from fedloom.server.ledger.tables import FORMAT, OLDEST
 from fedloom.server.runfolder import CONFIG, RunFolder, read_config, refuse_existing

@@ -1,4 +1,4 @@
-"""Commands and scripts in a folder whose files have the names of our packages, of Python's, and other common ones."""
+"""Commands and scripts in a folder whose files have the names of our packages, of standard modules, and common ones."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.conf.plugins import ROOMS
+from fedloom.conf.package import ROOMS
 
 COMMON = ("utils", "models", "types", "random", "config", "main", "test", "logging", "queue", "typing")
 FEDLOOM = Path(sys.executable).parent / "fedloom"
@@ -59,7 +59,7 @@ def test_a_script_runs_beside_files_of_the_names_of_our_packages(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["random", "logging", "queue", "typing"])
-def test_a_file_that_hides_a_module_of_pythons_is_named(tmp_path: Path, name: str) -> None:
+def test_a_file_that_hides_a_standard_module_is_named(tmp_path: Path, name: str) -> None:
     done = ran(crowded(tmp_path, (name,)), sys.executable, "script.py")
-    told = f"ImportError: {tmp_path / name}.py hides Python's own module '{name}': rename it"
+    told = f"ImportError: {tmp_path / name}.py hides the standard module '{name}': rename it"
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == told

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.conf.plugins import ROOMS
+from fedloom.conf.package import ROOMS
 
 ROOT = Path(__file__).parents[2]
 

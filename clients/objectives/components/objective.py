@@ -72,7 +72,7 @@ class Components(Objective):
     def session(self, task: Task) -> Session:
         """Start on a task."""
         if self.mode == COMPATIBLE:
-            return CompatibleSession(task, self.sharing, self)
+            return CompatibleSession(task, self.sharing, self.same_start, self.tasks, self.pull, self.unit)
         return SharedParts(task, self.sharing)
 
     def network(self, task: Task, images: Images) -> State | None:

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +12,10 @@ from fedloom.clients.initial import initial_state
 from fedloom.clients.messages import MEAN, SITE
 from fedloom.clients.networks import Architecture, architecture_of
 from fedloom.clients.objectives.base import Task
-from fedloom.clients.objectives.components.auxiliary import Batch, Layer
+from fedloom.clients.objectives.components.auxiliary import Auxiliary, Batch, Layer
 from fedloom.clients.objectives.components.sharing import HEAD, Sharing
 from fedloom.clients.objectives.plain import PlainSession, state_of
 from fedloom.fusion.exact import State
-
-if TYPE_CHECKING:
-    from fedloom.clients.objectives.components.objective import Components
 
 AUXILIARY_HEADS = "auxiliary"  # the record of auxiliary heads, down and up: names are those of tasks and tensors
 COMMON = "common"  # down: of each output of the site's network the number of its class among the common ones, or -1
@@ -65,9 +61,11 @@ class SharedParts(PlainSession):
 class CompatibleSession(SharedParts):
     """The same with auxiliary heads (Eq. 1 and 2), and with a task head that is held near the one of the common classes."""
 
-    def __init__(self, task: Task, sharing: Sharing, objective: "Components") -> None:
-        super().__init__(task, sharing, objective.same_start)
-        self.tasks, self.pull, self.unit = objective.tasks, objective.pull, objective.unit
+    def __init__(
+        self, task: Task, sharing: Sharing, alike: bool, tasks: Mapping[str, Auxiliary], pull: float, unit: float
+    ) -> None:
+        super().__init__(task, sharing, alike)
+        self.tasks, self.pull, self.unit = tasks, pull, unit
         given = {name: tensor.to(task.device) for name, tensor in task.incoming.get(AUXILIARY_HEADS, {}).items()}
         common = task.incoming.get(COMMON, {})
         nothing = torch.full((self.outputs.stop,), -1)
@@ -75,11 +73,11 @@ class CompatibleSession(SharedParts):
         self.frozen = FROZEN in task.incoming
         own = architecture_of(task.config, task.site)
         self.heads = {name: head_of(own, one.outputs(int(common[NUMBER]))).to(task.device).train()
-                      for name, one in self.tasks.items()}  # fmt: skip
+                      for name, one in tasks.items()}  # fmt: skip
         for name, head in self.heads.items():
             head.load_state_dict(of(given, f"{name}."))
         self.by_class = {HEAD + key for key in class_tensors(own)}
-        self.near = self._near(given, own) if self.pull else {}
+        self.near = self._near(given, own) if pull else {}
 
     def weights(self) -> dict[str, nn.Parameter]:
         """The site's network and, unless they are frozen, its copies of the auxiliary heads."""

@@ -97,10 +97,10 @@ def _plan(study: Study, place: int) -> dict[str, Any]:
     (steps, rounds), words = study.size.plans[place], study.size.tasks[study.first].words
     if place == 0 and "rounds" not in words:
         return {}
-    falls = (
-        {"training.schedule": {**words["training.schedule"], "every": rounds // 4}} if "training.schedule" in words else {}
-    )
-    return {"training.steps": steps, "rounds": rounds, **falls}
+    plan: dict[str, Any] = {"training.steps": steps, "rounds": rounds}
+    if "training.schedule" in words:  # the rate falls after each quarter
+        plan["training.schedule"] = {**words["training.schedule"], "every": rounds // 4}
+    return plan
 
 
 def _several(study: Study, task: str, count: int) -> list[dict[str, Any]]:
