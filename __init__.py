@@ -13,16 +13,16 @@ import sys
 TYPE_CHECKING = False  # not from typing: nothing may be imported here that a file beside a script can hide
 if TYPE_CHECKING:
     from fedloom.clients.data import Images
-    from fedloom.clients.learner import learn
-    from fedloom.clients.messages import MEAN, MODEL, ROUND, SITE, TRAIN
     from fedloom.clients.networks import Architecture, Model, Network, NetworkSpec, load_network, save_network
     from fedloom.clients.objectives import Objective, PlainSession, Session, Task, state_of
+    from fedloom.clients.protocol.messages import MEAN, MODEL, ROUND, SITE, TRAIN
+    from fedloom.clients.training.learner import learn
     from fedloom.conf import load
     from fedloom.conf.errors import UserError
-    from fedloom.conf.typed import value
+    from fedloom.conf.typed import option
     from fedloom.fusion import FusionSettings, align, fuse
     from fedloom.fusion.exact import State
-    from fedloom.server.strategies import Catalogue, Expected, Models, Run, Strategy, Sum, View
+    from fedloom.server.strategies import Models, PerClientSlot, RecordSpec, RoundContext, Strategy, Sum, View
     from fedloom.sims.api import Result, resume, run
     from fedloom.sims.comparison import Comparison, compare
     from fedloom.sims.sweeps.api import Results, sweep
@@ -40,18 +40,53 @@ _PUBLIC = {
     # methods: the site's half, the server's half
     "fedloom.clients.objectives": ("Objective", "PlainSession", "Session", "Task", "state_of"),
     "fedloom.clients.data": ("Images",),
-    "fedloom.clients.learner": ("learn",),
-    "fedloom.clients.messages": ("MEAN", "MODEL", "ROUND", "SITE", "TRAIN"),
-    "fedloom.conf.typed": ("value",),
+    "fedloom.clients.training.learner": ("learn",),
+    "fedloom.clients.protocol.messages": ("MEAN", "MODEL", "ROUND", "SITE", "TRAIN"),
+    "fedloom.conf.typed": ("option",),
     "fedloom.fusion.exact": ("State",),
-    "fedloom.server.strategies": ("Catalogue", "Expected", "Models", "Run", "Strategy", "Sum", "View"),
+    "fedloom.server.strategies": ("PerClientSlot", "RecordSpec", "Models", "RoundContext", "Strategy", "Sum", "View"),
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
 __all__ = [
-    "MEAN", "MODEL", "ROUND", "SITE", "TRAIN", "Architecture", "Catalogue", "Comparison", "Expected", "FusionSettings",
-    "Images", "Model", "Models", "Network", "NetworkSpec", "Objective", "PlainSession", "Result", "Results", "Run",
-    "Session", "State", "Strategy", "Sum", "Task", "UserError", "View", "align", "compare", "fuse", "learn", "load",
-    "load_network", "resume", "run", "save_network", "state_of", "sweep", "value",
+    "MEAN",
+    "MODEL",
+    "ROUND",
+    "SITE",
+    "TRAIN",
+    "Architecture",
+    "Comparison",
+    "FusionSettings",
+    "Images",
+    "Model",
+    "Models",
+    "Network",
+    "NetworkSpec",
+    "Objective",
+    "PerClientSlot",
+    "PlainSession",
+    "RecordSpec",
+    "Result",
+    "Results",
+    "RoundContext",
+    "Session",
+    "State",
+    "Strategy",
+    "Sum",
+    "Task",
+    "UserError",
+    "View",
+    "align",
+    "compare",
+    "fuse",
+    "learn",
+    "load",
+    "load_network",
+    "option",
+    "resume",
+    "run",
+    "save_network",
+    "state_of",
+    "sweep",
 ]  # fmt: skip
 
 

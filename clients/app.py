@@ -4,8 +4,8 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedloom.clients.guard import guard
-from fedloom.clients.messages import PROTOCOL, WHO
+from fedloom.clients.privacy.guard import guard
+from fedloom.clients.protocol.messages import PROTOCOL, WHO
 from fedloom.clients.reading import alone, erased, moment, read_job
 from fedloom.conf.errors import UserError
 

@@ -9,18 +9,23 @@ from dataclasses import dataclass, field, replace
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from fedloom.clients.changes import changes, keep_sent
 from fedloom.clients.data import Images, class_names, class_things, outputs, own_images, site_images, site_size
 from fedloom.clients.data.own import left_out
-from fedloom.clients.device import pick_device
-from fedloom.clients.guard import LOG
-from fedloom.clients.identity import SIGNED, sent_words
-from fedloom.clients.initial import alike
-from fedloom.clients.learner import Outcome, learn
-from fedloom.clients.limits import RefusedError
-from fedloom.clients.measure import Score, score, score_numbers
-from fedloom.clients.memory import Memory
-from fedloom.clients.messages import (
+from fedloom.clients.evaluation.accuracy import Score, score, score_numbers
+from fedloom.clients.evaluation.statistics import CLASS_STATISTICS, MOMENTS, class_statistics, moments
+from fedloom.clients.networks import Architecture, HeadView, Network, architecture_of
+from fedloom.clients.networks.initial import alike
+from fedloom.clients.objectives import Answer, Session, Task, objective_of
+from fedloom.clients.objectives.components.objective import COMPONENTS
+from fedloom.clients.privacy.changes import changes, keep_sent
+from fedloom.clients.privacy.differential import private, spend
+from fedloom.clients.privacy.guard import LOG
+from fedloom.clients.privacy.limits import RefusedError
+from fedloom.clients.privacy.memory import Memory
+from fedloom.clients.privacy.policy import Policy
+from fedloom.clients.privacy.secure_aggregation import ANSWERS, Ready, bounded, masked, noise_share, ready
+from fedloom.clients.privacy.secure_aggregation.site import BlamedError
+from fedloom.clients.protocol.messages import (
     BASES,
     BEFORE,
     CLASSES,
@@ -34,24 +39,19 @@ from fedloom.clients.messages import (
     OWN,
     SECURE_SHARES,
     TRAIN,
-    Order,
+    TaskInstructions,
     right_of,
     to_arrays,
     to_states,
 )
-from fedloom.clients.networks import Architecture, HeadView, Network, architecture_of
-from fedloom.clients.objectives import Answer, Session, Task, objective_of
-from fedloom.clients.objectives.components.objective import COMPONENTS
-from fedloom.clients.packing import NONE, as_sent
-from fedloom.clients.policy import Policy
-from fedloom.clients.privacy import private, spend
-from fedloom.clients.randomness import drawing, torch_generator
-from fedloom.clients.secure_aggregation import ANSWERS, Ready, bounded, masked, noise_share, ready
-from fedloom.clients.secure_aggregation.site import BlamedError
-from fedloom.clients.statistics import CLASS_STATISTICS, MOMENTS, class_statistics, moments
-from fedloom.clients.store import LostStateError, SiteStore
+from fedloom.clients.protocol.packing import NONE, as_sent
+from fedloom.clients.protocol.signatures import SIGNED, update_payload
+from fedloom.clients.storage.store import LostStateError, SiteStore
+from fedloom.clients.training.device import pick_device
+from fedloom.clients.training.learner import Outcome, learn
 from fedloom.conf.errors import UserError
 from fedloom.conf.once import once
+from fedloom.conf.randomness import drawing, torch_generator
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site, roster
 from fedloom.fusion.exact import State, dequantise, quantise
@@ -71,7 +71,7 @@ class Job:
     `simulated`: the site is one of an engine on the user's own machines.
     """
 
-    order: Order
+    order: TaskInstructions
     config: Config
     store: SiteStore
     content: RecordDict
@@ -141,7 +141,7 @@ class Job:
             members=order.members,
             network=(network or architecture_of(config, site).build().to(self.device)).train(),
             incoming=incoming,
-            stored=lambda: self._own(incoming, lost),
+            load_local_state=lambda: self._own(incoming, lost),
             generator=torch_generator(config.seed, site.name, *order.words, "objective"),
             held_out=lambda split: own_images(config, self.policy.source(config, site), split),
         )
@@ -162,7 +162,7 @@ class Job:
 
     def reply(self, session: Session, outcome: Outcome, start: Mapping[str, State] | None = None) -> RecordDict:
         """Save the trained session's own state; what goes to the server. `start`: `started`, before training."""
-        own, packing = session.own(), self.config.federation.packed
+        own, packing = session.local_state(), self.config.federation.packed
         given, numbers = session.contribution(), dict[str, float | int](samples=outcome.samples)
         if self.tells_scores and math.isfinite(outcome.loss):
             numbers["loss"] = outcome.loss
@@ -176,7 +176,7 @@ class Job:
             self.store.save(self.order.round, self.order.base, own)
         reply = RecordDict({**sent})
         reply[METRICS] = MetricRecord({**numbers})
-        if word := self.policy.identity.word(*sent_words(self.order.run, self.site.name, self.order.round, reply)):
+        if word := self.policy.identity.sign(*update_payload(self.order.run, self.site.name, self.order.round, reply)):
             reply[SIGNED] = word
         return reply
 
@@ -220,7 +220,7 @@ class Job:
 
     def _trained(self, images: Images) -> RecordDict:
         order, least = self.order, self.policy.limits.batch
-        task = self.task(workbench(self.config, architecture_of(self.config, self.site)))
+        task = self.task(scratch_model(self.config, architecture_of(self.config, self.site)))
         begin, session = task.generator.get_state(), objective_of(self.config).session(task)
         start = self.started(session)
         if order.secure and order.again == IDLE:
@@ -261,13 +261,13 @@ class Job:
         task = self._ready()
         found = objective_of(self.config).answer(self.order.kind, task, self.images())
         if COMPONENTS in found.records:
-            found.records[COMPONENTS] = self.policy.publishes(found.records[COMPONENTS])
+            found.records[COMPONENTS] = self.policy.filter_published(found.records[COMPONENTS])
             if self.order.base != self.order.round and task.own is not None:  # what is put counts as of this round
                 self.store.save(self.order.round, self.order.base, task.own)
         return found
 
     def _ready(self) -> Task:
-        return self.task(workbench(self.config, architecture_of(self.config, self.site)))
+        return self.task(scratch_model(self.config, architecture_of(self.config, self.site)))
 
     def _measured(self) -> Answer:
         """Right answers on the site's own images: of each network that was sent, or of the site's own."""
@@ -321,7 +321,7 @@ def _benches(config: Config) -> dict[Architecture, Network]:
     return {}
 
 
-def workbench(config: Config, architecture: Architecture) -> Network:
+def scratch_model(config: Config, architecture: Architecture) -> Network:
     """A network that this process trains one site after the other in; every session loads all of its weights first."""
     benches = _benches(config)
     if architecture not in benches:

@@ -8,16 +8,16 @@ from pathlib import Path
 import portalocker
 from flwr.app import Context, Message, MetricRecord, RecordDict
 
-from fedloom.clients.configurations import configuration, parsed
 from fedloom.clients.data.listing import at_round
-from fedloom.clients.device import memory_share
-from fedloom.clients.guard import SIMULATED
-from fedloom.clients.identity import SIGNED, erased_words
 from fedloom.clients.job import Job
-from fedloom.clients.messages import BEFORE, ENROL, ERASE, ERASED, METRICS, OWN, SUBSET, read_order
-from fedloom.clients.ordinary import ordinary
-from fedloom.clients.policy import Policy, followed
-from fedloom.clients.store import SiteStore
+from fedloom.clients.privacy.guard import SIMULATED
+from fedloom.clients.privacy.policy import Policy, followed
+from fedloom.clients.protocol.configurations import configuration, parsed
+from fedloom.clients.protocol.messages import BEFORE, ENROL, ERASE, ERASED, METRICS, OWN, SUBSET, read_order
+from fedloom.clients.protocol.signatures import SIGNED, erased_words
+from fedloom.clients.storage.store import SiteStore
+from fedloom.clients.training.device import memory_share
+from fedloom.clients.training.torch_defaults import ordinary
 from fedloom.conf.errors import UserError
 from fedloom.conf.once import once
 from fedloom.conf.schema import Config
@@ -58,8 +58,8 @@ def read_job(message: Message, context: Context) -> Job:
     order, here = read_order(message.content), context.node_config
     simulated, root = bool(here.get(SIMULATED)), store_of(context)
     policy = Policy() if simulated else Policy.of(here)
-    policy.weigh(message.content)
-    policy.hide(order)
+    policy.check_message_size(message.content)
+    policy.check_secure_aggregation(order)
     text = configuration(order.config, message.content, None if simulated else root)
     if order.secure and {OWN, BEFORE} & message.content.array_records.keys():
         raise UserError("order.secure: under masks nobody but the site has what it gave; takes no record of it")
@@ -67,7 +67,7 @@ def read_job(message: Message, context: Context) -> Job:
         raise UserError("order.secure: a record for single sites would have them train differently; takes none")
     config = parsed(text, order.run)
     config = config if simulated else followed(config, policy, order.site)
-    policy.spare(order, config)
+    policy.check_privacy_budget(order, config)
     if not simulated:
         policy.check_question(order, config)
     config = config if order.rounds == config.rounds else stretched(config, order.rounds)
@@ -92,7 +92,7 @@ def erased(message: Message, context: Context) -> RecordDict | None:
     name = sites[order.site].name
     numbers = SiteStore(root, order.run, name).erase()
     reply = RecordDict({METRICS: MetricRecord(dict(zip(ERASED, numbers, strict=True)))})
-    if word := Policy.of(context.node_config).identity.word(*erased_words(order.run, name, *numbers, order.request)):
+    if word := Policy.of(context.node_config).identity.sign(*erased_words(order.run, name, *numbers, order.request)):
         reply[SIGNED] = word
     return reply
 

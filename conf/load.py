@@ -11,13 +11,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fedloom.conf.errors import UserError, plain, unknown
-from fedloom.conf.meant import meant
-from fedloom.conf.named import opened, opened_at
 from fedloom.conf.schema import Config
+from fedloom.conf.shorthand import expand_shorthand, opened_at
 from fedloom.conf.sites import roster
-from fedloom.conf.texts import keep_texts, keep_texts_at, values_kept_at
+from fedloom.conf.suggestions import with_suggestion
+from fedloom.conf.text_keys import keep_texts, keep_texts_at, values_kept_at
 from fedloom.conf.typed import UnknownKeyError, at_home, build, checked
-from fedloom.conf.yamls import read_yaml, write_yaml
+from fedloom.conf.yaml_text import read_yaml, write_yaml
 
 FOLDER = Path(__file__).parent
 MOST_RUN_NAME_BYTES = 200
@@ -72,9 +72,9 @@ def read_override(text: str) -> Any:
 
 def load_text(text: str, name: str, overrides: Sequence[str] = (), where: str = "experiment") -> Config:
     """As `load`, of the YAML text of an experiment of that name; `where` it stands, in words."""
-    tree = opened(Config, _tree_of(text, where))
+    tree = expand_shorthand(Config, _tree_of(text, where))
     changes = {key: opened_at(Config, key, item) for key, item in _parse(overrides).items()}
-    presets = [opened(Config, preset) for preset in _presets(tree, changes, name)]
+    presets = [expand_shorthand(Config, preset) for preset in _presets(tree, changes, name)]
     aside = _plain_sites(tree, [*changes, *(key for preset in presets for key in preset)])
     try:
         merged: Any = OmegaConf.create(tree)
@@ -194,7 +194,7 @@ def from_mapping(tree: Mapping[str, Any]) -> Config:
             raise UserError(f"run.name: got '{_short(config.run.name)}', takes a plain folder name (run.root says where)")
         roster(config)
     except UnknownKeyError as error:
-        raise meant(error) from None
+        raise with_suggestion(error) from None
     return config
 
 

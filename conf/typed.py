@@ -13,13 +13,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fedloom.conf.errors import UserError, listed, nearest, plain
-from fedloom.conf.named import fields_of, opened
 from fedloom.conf.plugins import told
+from fedloom.conf.shorthand import expand_shorthand, fields_of
 
 T = TypeVar("T")
 
 
-def value(
+def option(
     default: Any,
     help: str,
     *,
@@ -64,7 +64,7 @@ def build(schema: type[T], given: Mapping[str, Any], where: str = "") -> T:
     `where` is the dotted key that `given` stands at. Raises UserError naming the full key, what it got and what it takes.
     Nothing is interpolated here: `given` may come from another machine. What is read from a user's own file is before.
     """
-    given = opened(schema, given)
+    given = expand_shorthand(schema, given)
     _check_keys(schema, given, where)
     _check_literal(given, where)
     _check_texts(schema, given, where)
@@ -101,7 +101,7 @@ def checked(given: Any, where: str) -> Any:
 
 def build_many(schema: type[T], given: Mapping[str, Any], where: str) -> T:
     """As `build`, for thousands of sections that differ in plain values: what has its field's very type goes in as it is."""
-    given = opened(schema, given)
+    given = expand_shorthand(schema, given)
     _check_keys(schema, given, where)
     _check_literal(given, where)
     kinds = _plain_kinds(schema)
@@ -176,12 +176,12 @@ def _sections(field: dataclasses.Field[Any], item: Any, key: str) -> list[tuple[
 def _check_literal(item: Any, where: str) -> None:
     """UserError for a text that OmegaConf would look up elsewhere: in the environment, say."""
     if isinstance(item, Mapping):
-        for key, value in item.items():
+        for key, option in item.items():
             _check_literal(key, where)
-            _check_literal(value, _join(where, str(key)))
+            _check_literal(option, _join(where, str(key)))
     elif isinstance(item, list | tuple):
-        for place, value in enumerate(item):
-            _check_literal(value, f"{where}[{place}]")
+        for place, option in enumerate(item):
+            _check_literal(option, f"{where}[{place}]")
     elif isinstance(item, str) and ("${" in item or item == "???"):
         raise UserError(
             f"{where}: holds '{'${' if '${' in item else item}', which is not interpolated here; give the value itself"

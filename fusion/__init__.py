@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedloom.fusion.alignment import Alignment, align
     from fedloom.fusion.cla_ot.transport import TransportSettings
-    from fedloom.fusion.fused import Fused
-    from fedloom.fusion.fusing import fuse
+    from fedloom.fusion.pipeline import fuse
+    from fedloom.fusion.results import Fused
     from fedloom.fusion.settings import FusionSettings
 
 __all__ = ["Alignment", "Fused", "FusionSettings", "TransportSettings", "align", "fuse"]
 
-_MODULES = {"Alignment": "alignment", "align": "alignment", "Fused": "fusing", "fuse": "fusing",
+_MODULES = {"Alignment": "alignment", "align": "alignment", "Fused": "pipeline", "fuse": "pipeline",
             "FusionSettings": "settings", "TransportSettings": "cla_ot.transport"}  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from fedloom.fusion.cla_ot.matching import layer_costs, match_units, pairs_of, wired
-from fedloom.fusion.given import plain_networks
+from fedloom.fusion.inputs import plain_networks
 from fedloom.fusion.settings import FusionSettings
 
 

@@ -8,10 +8,10 @@ from flwr.superlink.grid.http_grid import HttpGrid
 
 from fedloom.conf import load
 from fedloom.conf.errors import FailedError, UserError
-from fedloom.server.experiment import run_experiment
-from fedloom.server.grid import CarefulGrid
-from fedloom.server.listener import LogListener
-from fedloom.server.strategies.pairing import paired
+from fedloom.server.flower.grid import CarefulGrid
+from fedloom.server.run.experiment import run_experiment
+from fedloom.server.run.listener import LogListener
+from fedloom.server.strategies.defaults import with_default_objective
 
 app = ServerApp()
 
@@ -39,7 +39,7 @@ def main(grid: Grid, context: Context) -> None:
         overrides = shlex.split(str(context.run_config.get("overrides", "")))
         grid = CarefulGrid.like(grid) if isinstance(grid, HttpGrid) else grid
         words = ["engine.name=flower", *overrides]
-        config, listener = paired(load(experiment, words), words), LogListener()
+        config, listener = with_default_objective(load(experiment, words), words), LogListener()
         if config.tracking:
             listener.message(
                 "tracking: none here: trackers are opened by 'fedloom run' with engine.address, not by `flwr run`"

@@ -13,23 +13,23 @@ import torch
 from torch import nn
 
 from fedloom.clients.networks import architecture_of, load_network
-from fedloom.clients.ordinary import ordinary
+from fedloom.clients.training.torch_defaults import ordinary
 from fedloom.conf import load
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.load import load_text
 from fedloom.conf.plain_values import plain_value
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import roster
-from fedloom.conf.yamls import write_yaml
-from fedloom.server.evaluate import Evaluator
+from fedloom.conf.yaml_text import write_yaml
+from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger
-from fedloom.server.runfolder import RunFolder, read_config
-from fedloom.server.strategies.pairing import paired
-from fedloom.sims.callbacks import Callbacks, OnReply, OnRound
-from fedloom.sims.cli import unlearn as commands
-from fedloom.sims.cli.compose import name_of
+from fedloom.server.run_folder.folder import RunFolder, read_config
+from fedloom.server.strategies.defaults import with_default_objective
+from fedloom.sims.operations import requests as commands
+from fedloom.sims.operations.compose import name_of
+from fedloom.sims.operations.simulate import simulate
+from fedloom.sims.progress.callbacks import Callbacks, OnReply, OnRound
 from fedloom.sims.report.tables import accuracy_table, percent
-from fedloom.sims.simulate import simulate
 
 if TYPE_CHECKING:
     import pandas
@@ -70,7 +70,7 @@ def config_of(experiment: str | os.PathLike[str] | Mapping[str, Any], overrides:
     if not isinstance(experiment, str | os.PathLike | Mapping):
         raise UserError(f"experiment: got {experiment!r}, takes a name such as 'digits', the path of a file or a dictionary")
     config = _config(experiment, overrides) if isinstance(experiment, Mapping) else load(os.fspath(experiment), overrides)
-    return paired(config, overrides)
+    return with_default_objective(config, overrides)
 
 
 def resume(
@@ -216,7 +216,7 @@ class Result:
         Raises UserError for sites that are unknown or forgotten already.
         """
         names = [sites] if isinstance(sites, str) else list(sites)
-        wish = commands.Wish(names, request_id, reason, repair, retrain, rollback, recalibrate, without_data)
+        wish = commands.UnlearningRequest(names, request_id, reason, repair, retrain, rollback, recalibrate, without_data)
         with as_usual():
             return commands.unlearn(self.folder, wish, quiet=not progress)[1]
 

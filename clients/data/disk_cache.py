@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from fedloom.clients.data.sources import Positions
-from fedloom.clients.states import write_bytes
+from fedloom.clients.storage.states import write_bytes
 
 
 def folder() -> Path:

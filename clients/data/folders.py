@@ -13,7 +13,7 @@ from fedloom.clients.data.arrays import image_of, in_order
 from fedloom.clients.data.found import Contents, Select, legible, short, wrong
 from fedloom.clients.data.sources import OFFICIAL, WHOLE, Pixels
 from fedloom.conf.errors import UserError, plain
-from fedloom.conf.words import count
+from fedloom.conf.formatting import count
 
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 MOST_SHOWN = 10  # endings, or class folders, that are named

@@ -10,7 +10,7 @@ from fedloom.clients.data.arrays import Named, image_of, numbered
 from fedloom.clients.data.found import Contents, Select, columns_of, fitting, legible, wrong
 from fedloom.clients.data.sources import OFFICIAL, WHOLE, Pixels
 from fedloom.conf.errors import plain
-from fedloom.conf.words import count
+from fedloom.conf.formatting import count
 
 NAMES = {"image": ("image", "images", "img", "x"), "label": ("label", "labels", "y", "target")}  # in small letters
 

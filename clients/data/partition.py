@@ -10,16 +10,16 @@ import numpy as np
 
 from fedloom.clients.data.disk_cache import kept
 from fedloom.clients.data.sources import Labels, Positions
-from fedloom.clients.randomness import generator
 from fedloom.conf.errors import UserError
 from fedloom.conf.plugins import call, outside, parameters
+from fedloom.conf.randomness import generator
 from fedloom.conf.schema import PartitionConfig
 
 VERSION = 1  # of the ways below; a new one makes kept divisions invalid
 
 
 @dataclass(frozen=True)
-class Way:
+class Scheme:
     """A way to divide. `partitioner` takes (the module, options, number of images, of parts, seed); `key`: its option."""
 
     partitioner: Callable[[Any, PartitionConfig, int, int, int], Any]
@@ -29,8 +29,8 @@ class Way:
 
 
 WAYS = {
-    "iid": Way(lambda module, how, count, parts, seed: module.IidPartitioner(parts), "iid", "use fewer sites"),
-    "dirichlet": Way(
+    "iid": Scheme(lambda module, how, count, parts, seed: module.IidPartitioner(parts), "iid", "use fewer sites"),
+    "dirichlet": Scheme(
         lambda module, how, count, parts, seed: module.DirichletPartitioner(
             parts, "label", how.alpha, how.min_samples, self_balancing=False, seed=seed
         ),
@@ -38,7 +38,7 @@ WAYS = {
         "use fewer sites, a larger alpha or a smaller min_samples",
         "alpha",
     ),
-    "classes": Way(
+    "classes": Scheme(
         lambda module, how, count, parts, seed: module.PathologicalPartitioner(
             parts, "label", how.classes_per_site, "first-deterministic", seed=seed
         ),
@@ -46,7 +46,7 @@ WAYS = {
         "use fewer sites or fewer classes_per_site",
         "classes_per_site",
     ),
-    "size": Way(
+    "size": Scheme(
         lambda module, how, count, parts, seed: module.SizePartitioner(sizes(count, parts, how.growth)),
         "size with partition.growth={growth:g}",
         "use fewer sites or a smaller growth",

@@ -17,9 +17,9 @@ from fedloom.clients.data.sources import Labels, Positions
 from fedloom.clients.data.splits import Selection, Split, at_most, labels, of_classes, split
 from fedloom.clients.data.transforms import render
 from fedloom.clients.data.variants import Variant, check_shared, domains_of, label, variant
-from fedloom.clients.randomness import generator, torch_generator
 from fedloom.conf.errors import UserError
 from fedloom.conf.once import once_while
+from fedloom.conf.randomness import generator, torch_generator
 from fedloom.conf.schema import Config, DataConfig, PartitionConfig, SiteConfig
 from fedloom.conf.sites import Site, roster
 

@@ -7,8 +7,8 @@ import numpy as np
 
 from fedloom.clients.data.domains import Place
 from fedloom.clients.data.sources import OFFICIAL, Labels, Positions
-from fedloom.clients.randomness import generator
 from fedloom.conf.errors import UserError
+from fedloom.conf.randomness import generator
 
 TEST_SHARE = 0.2  # where the source has no test part
 

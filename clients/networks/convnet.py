@@ -9,7 +9,7 @@ from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec
 from fedloom.clients.networks.layers import HEAD_HELP, NORM_HELP, NORMS, norm_layers
 from fedloom.clients.networks.small import hidden
 from fedloom.conf.errors import UserError
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 
 
 @NETWORKS.register("convnet")
@@ -17,15 +17,15 @@ from fedloom.conf.typed import value
 class Convnet(NetworkSpec):
     """block1, block2, ...: a 3x3 convolution, a norm and ReLU each; the global average, or hidden layers; linear head."""
 
-    widths: list[int] = value([16, 32, 64], "output channels of the blocks", low=1)
-    strides: list[int] = value([], "of the blocks: 2 halves the image; empty: all 1", low=1, high=4)
-    pools: list[int] = value([], "blocks that end with a 2x2 max-pooling, by number", low=1)
-    hidden: list[int] = value([], "widths of fully connected layers with ReLU; empty: the global average instead", low=1)
-    dropout: float = value(0.0, "share of the hidden layers' outputs that training leaves out", low=0.0, high=0.99)
-    norm: str = value("batch", NORM_HELP, choices=tuple(NORMS))
-    groups: int = value(8, "groups of each GroupNorm", low=1)
-    bias: bool = value(False, "convolutions with a bias")
-    head_bias: bool = value(True, HEAD_HELP)
+    widths: list[int] = option([16, 32, 64], "output channels of the blocks", low=1)
+    strides: list[int] = option([], "of the blocks: 2 halves the image; empty: all 1", low=1, high=4)
+    pools: list[int] = option([], "blocks that end with a 2x2 max-pooling, by number", low=1)
+    hidden: list[int] = option([], "widths of fully connected layers with ReLU; empty: the global average instead", low=1)
+    dropout: float = option(0.0, "share of the hidden layers' outputs that training leaves out", low=0.0, high=0.99)
+    norm: str = option("batch", NORM_HELP, choices=tuple(NORMS))
+    groups: int = option(8, "groups of each GroupNorm", low=1)
+    bias: bool = option(False, "convolutions with a bias")
+    head_bias: bool = option(True, HEAD_HELP)
 
     def build(self, channels: int, size: int, classes: int) -> Network:
         """The network for [n, channels, size, size] images; UserError for strides or pools that do not fit the widths."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec
 from fedloom.clients.networks.residual import Residual
 from fedloom.conf.errors import UserError
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 
 
 class ExitNetwork(Network):
@@ -38,9 +38,9 @@ class Exits(NetworkSpec):
     of smaller `depth` are prefixes of that of the largest, by the names and shapes of their tensors.
     """
 
-    of: dict[str, Any] = value({"name": "mlp"}, "the network: name and options", named=True)
-    after: list[int] = value([], "blocks, counted from 1, after which a classifier stands; empty: all", low=1)
-    depth: int = value(0, "how many of these classifiers, and the blocks up to the last of them; 0: all", low=0)
+    of: dict[str, Any] = option({"name": "mlp"}, "the network: name and options", named=True)
+    after: list[int] = option([], "blocks, counted from 1, after which a classifier stands; empty: all", low=1)
+    depth: int = option(0, "how many of these classifiers, and the blocks up to the last of them; 0: all", low=0)
 
     def build(self, channels: int, size: int, classes: int) -> Network:
         """The network for [n, channels, size, size] images; UserError for one without blocks, or no such places."""

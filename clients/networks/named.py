@@ -12,10 +12,10 @@ import yaml
 from torch import Tensor, nn
 
 from fedloom.clients.networks.base import NETWORKS
-from fedloom.clients.states import read_metadata, read_state, write_state
+from fedloom.clients.storage.states import read_metadata, read_state, write_state
 from fedloom.conf.errors import UserError, plain, unknown
 from fedloom.conf.plugins import is_reference
-from fedloom.conf.yamls import read_yaml
+from fedloom.conf.yaml_text import read_yaml
 
 FOREIGN = "torchvision:"  # before the name of one of torchvision's classification networks
 KEY = "built_as"  # the metadata's key for the NetworkName, as JSON

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec, SelfStarting
-from fedloom.clients.ordinary import ordinary
+from fedloom.clients.training.torch_defaults import ordinary
 from fedloom.conf.errors import UserError
 from fedloom.conf.plugins import call, parameters, told
 from fedloom.fusion.cla_ot.repair import BATCH_NORM
-from fedloom.fusion.given import uncompiled
 from fedloom.fusion.graph.undisturbed import undisturbed
+from fedloom.fusion.inputs import uncompiled
 
 SPELLINGS = {
     "classes": ("classes", "num_classes", "n_classes"),

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec
 from fedloom.clients.networks.layers import HEAD_HELP, NORM_HELP, NORMS, WIDTH_HELP, norm_layers, scaled
 from fedloom.conf.errors import UserError
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 
 POOL = 0  # in a layout: a 2x2 max-pooling instead of a convolution
 
@@ -33,13 +33,13 @@ class PlainSpec(NetworkSpec):
 
     layout: ClassVar[tuple[int, ...]] = ()
 
-    width: float = value(1.0, WIDTH_HELP, low=0.01, high=16.0)
-    groups: int = value(32, "groups of each GroupNorm", low=1)
-    standardise: bool = value(False, "weight standardisation in every convolution")
-    affine: bool = value(True, "norm layers with a learned scale and shift")
-    norm: str = value("group", NORM_HELP, choices=tuple(NORMS))
-    bias: bool = value(False, "convolutions with a bias")
-    head_bias: bool = value(True, HEAD_HELP)
+    width: float = option(1.0, WIDTH_HELP, low=0.01, high=16.0)
+    groups: int = option(32, "groups of each GroupNorm", low=1)
+    standardise: bool = option(False, "weight standardisation in every convolution")
+    affine: bool = option(True, "norm layers with a learned scale and shift")
+    norm: str = option("group", NORM_HELP, choices=tuple(NORMS))
+    bias: bool = option(False, "convolutions with a bias")
+    head_bias: bool = option(True, HEAD_HELP)
 
     def build(self, channels: int, size: int, classes: int) -> Network:
         """The network for [n, channels, size, size] images; raises UserError for widths that `groups` does not divide."""
@@ -66,7 +66,7 @@ class Conv6(PlainSpec):
     """Six convolutions 16-16-32-32-64-64, pooling after the first, third and fifth: 72,000 parameters."""
 
     layout = (16, POOL, 16, 32, POOL, 32, 64, POOL, 64)
-    groups: int = value(4, "groups of each GroupNorm", low=1)
+    groups: int = option(4, "groups of each GroupNorm", low=1)
 
 
 @NETWORKS.register("vgg11")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec, Starting
 from fedloom.clients.networks.layers import HEAD_HELP, NORM_HELP, NORMS, WIDTH_HELP, norm_layers, scaled
 from fedloom.conf.errors import UserError
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 
 VECTOR = 16  # channels that a processor of the x86 family multiplies at once, at most
 
@@ -89,11 +89,11 @@ class PreActivationBlock(Residual):
 class ResidualSpec(NetworkSpec):
     """Options of all residual networks; the subclasses say how many blocks of which widths."""
 
-    width: float = value(1.0, WIDTH_HELP, low=0.01, high=16.0)
-    norm: str = value("batch", NORM_HELP, choices=tuple(NORMS))
-    groups: int = value(8, "groups of each GroupNorm", low=1)
-    bias: bool = value(False, "convolutions with a bias")
-    head_bias: bool = value(True, HEAD_HELP)
+    width: float = option(1.0, WIDTH_HELP, low=0.01, high=16.0)
+    norm: str = option("batch", NORM_HELP, choices=tuple(NORMS))
+    groups: int = option(8, "groups of each GroupNorm", low=1)
+    bias: bool = option(False, "convolutions with a bias")
+    head_bias: bool = option(True, HEAD_HELP)
 
     def convolution(self, inputs: int, out: int, stride: int = 1, kernel: int = 3) -> nn.Conv2d:
         """A convolution that keeps the image's size, but for the stride."""
@@ -210,8 +210,8 @@ class Resnet56(ResnetSpec):
 class WideResnet(ResidualSpec):
     """A wide residual network with pre-activation: depth = 6 n + 4, widths 16, then (16, 32, 64) times `widen`."""
 
-    depth: int = value(16, "6 n + 4, for n blocks in each of three stages", low=10)
-    widen: int = value(4, "factor of the three stages' widths", low=1)
+    depth: int = option(16, "6 n + 4, for n blocks in each of three stages", low=10)
+    widen: int = option(4, "factor of the three stages' widths", low=1)
 
     def build(self, channels: int, size: int, classes: int) -> Network:
         """The network for [n, channels, size, size] images; UserError for widths or a depth that cannot be."""

@@ -7,7 +7,7 @@ from torch import nn
 from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec
 from fedloom.clients.networks.layers import HEAD_HELP, WIDTH_HELP, scaled
 from fedloom.conf.errors import UserError
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 
 
 def hidden(inputs: int, widths: list[int], bias: bool) -> list[nn.Module]:
@@ -24,9 +24,9 @@ def hidden(inputs: int, widths: list[int], bias: bool) -> list[nn.Module]:
 class Mlp(NetworkSpec):
     """Images flattened, hidden linear layers with ReLU, a linear head."""
 
-    widths: list[int] = value([400, 200, 100], "of the hidden layers; empty: the head alone", low=1)
-    bias: bool = value(True, "hidden layers with a bias")
-    head_bias: bool = value(True, HEAD_HELP)
+    widths: list[int] = option([400, 200, 100], "of the hidden layers; empty: the head alone", low=1)
+    bias: bool = option(True, "hidden layers with a bias")
+    head_bias: bool = option(True, HEAD_HELP)
 
     def build(self, channels: int, size: int, classes: int) -> Network:
         """The network for [n, channels, size, size] images."""
@@ -40,9 +40,9 @@ class Mlp(NetworkSpec):
 class Lenet(NetworkSpec):
     """Like LeNet-5: 5x5 convolutions 6-16, a 2x2 max-pooling after each, hidden layers 120-84, ReLU, linear head."""
 
-    width: float = value(1.0, WIDTH_HELP, low=0.01, high=64.0)
-    bias: bool = value(True, "convolutions and hidden layers with a bias")
-    head_bias: bool = value(True, HEAD_HELP)
+    width: float = option(1.0, WIDTH_HELP, low=0.01, high=64.0)
+    bias: bool = option(True, "convolutions and hidden layers with a bias")
+    head_bias: bool = option(True, HEAD_HELP)
 
     def build(self, channels: int, size: int, classes: int) -> Network:
         """The network for [n, channels, size, size] images; raises UserError for images of less than 16 pixels."""

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec, SelfStarting, initialise
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.plugins import told
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 from fedloom.fusion.graph.tracing import evaluating
 from fedloom.fusion.graph.undisturbed import undisturbed
 
@@ -47,8 +47,8 @@ class SelfStartingSplit(Network, SelfStarting):
 class _Cutting(NetworkSpec):
     """Another network, and where it is cut."""
 
-    of: dict[str, Any] = value({"name": "conv6"}, "the network: name and options", named=True)
-    at: str = value("", "the point at which it is cut ('fedloom networks NAME' lists them); empty: before its last layer")
+    of: dict[str, Any] = option({"name": "conv6"}, "the network: name and options", named=True)
+    at: str = option("", "the point at which it is cut ('fedloom networks NAME' lists them); empty: before its last layer")
 
     @property
     def constants(self) -> bool:
@@ -77,10 +77,10 @@ class _Cutting(NetworkSpec):
 class Split(_Cutting):
     """Extractor: another network up to a point. Head: its rest, or one of its own, which takes features as its images."""
 
-    channels: int = value(0, "a 1x1 convolution makes so many channels of the features; 0: as many as there are", low=0)
-    side: int = value(0, "the features are averaged to side x side; 0: as they are", low=0)
-    unit: bool = value(False, "features are divided by their L2 norm, image by image")
-    head: dict[str, Any] = value(
+    channels: int = option(0, "a 1x1 convolution makes so many channels of the features; 0: as many as there are", low=0)
+    side: int = option(0, "the features are averaged to side x side; 0: as they are", low=0)
+    unit: bool = option(False, "features are divided by their L2 norm, image by image")
+    head: dict[str, Any] = option(
         {}, "a network that reads the features, name and options; empty: the rest of the network", named=True
     )
 
@@ -135,8 +135,8 @@ class Split(_Cutting):
 class Rest(_Cutting):
     """What another network has behind a point, as a head: it takes that network's features for images."""
 
-    channels: int = value(3, "of the images that the whole network is for", low=1)
-    size: int = value(32, "of the images that the whole network is for", low=1)
+    channels: int = option(3, "of the images that the whole network is for", low=1)
+    size: int = option(32, "of the images that the whole network is for", low=1)
 
     def build(self, channels: int, size: int, classes: int) -> Network:
         """The network for [n, channels, size, size] features. UserError if they do not fit, naming both shapes."""

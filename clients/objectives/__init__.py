@@ -1,7 +1,6 @@
 """The sites' halves of methods: one file per method, found by name. All that a new one needs can be imported from here."""
 
 from fedloom.clients.data import Images, to_float
-from fedloom.clients.messages import MEAN, MODEL, ROUND, SITE, TRAIN
 from fedloom.clients.objectives.base import OBJECTIVES, Answer, Objective, Session, Task, objective_of
 from fedloom.clients.objectives.components import AUXILIARY, Auxiliary, Components
 from fedloom.clients.objectives.depthfl import DepthFL
@@ -17,7 +16,8 @@ from fedloom.clients.objectives.local import Local
 from fedloom.clients.objectives.plain import PlainSession, state_of
 from fedloom.clients.objectives.scaffold import Scaffold
 from fedloom.clients.objectives.sum_aggregation import SumAggregation
-from fedloom.conf.typed import value
+from fedloom.clients.protocol.messages import MEAN, MODEL, ROUND, SITE, TRAIN
+from fedloom.conf.typed import option
 from fedloom.fusion.exact import State
 
 __all__ = [
@@ -52,7 +52,7 @@ __all__ = [
     "SumAggregation",
     "Task",
     "objective_of",
+    "option",
     "state_of",
     "to_float",
-    "value",
 ]

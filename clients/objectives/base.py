@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.clients.data import Images
-from fedloom.clients.messages import MODEL
 from fedloom.clients.networks import Network
+from fedloom.clients.protocol.messages import MODEL
 from fedloom.clients.training.loss import task_loss
 from fedloom.conf.errors import UserError
 from fedloom.conf.once import once
 from fedloom.conf.registry import Registry
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 from fedloom.fusion.exact import State
 
 
@@ -43,14 +43,14 @@ class Task:
     members: int
     network: Network
     incoming: dict[str, State]
-    stored: Callable[[], State | None]
+    load_local_state: Callable[[], State | None]
     generator: torch.Generator
     held_out: Callable[[str], Images] = nothing_held_out
 
     @functools.cached_property
     def own(self) -> State | None:
         """The site's own state (Session.own) after the round before; None if it never trained. LostStateError if gone."""
-        return self.stored()
+        return self.load_local_state()
 
     def loss(self, scores: Tensor, labels: Tensor) -> Tensor:
         """The mean cross-entropy of scores [n, classes] with labels [n], as training.label_smoothing says."""
@@ -97,9 +97,9 @@ class Session(ABC):
 
     @abstractmethod
     def contribution(self) -> dict[str, State]:
-        """What goes to the server, by record name (clients.messages)."""
+        """What goes to the server, by record name (clients.protocol.messages)."""
 
-    def own(self) -> State | None:
+    def local_state(self) -> State | None:
         """What the site keeps for its next round; None if nothing."""
         return None
 
@@ -108,7 +108,7 @@ class Session(ABC):
 class Objective(ABC):
     """The options of an objective: the site's half of a method. `baselines` of a configuration are other modes of it."""
 
-    mode: str = value("", "its variant, by name")
+    mode: str = option("", "its variant, by name")
 
     @abstractmethod
     def session(self, task: Task) -> Session:

@@ -12,7 +12,7 @@ from fedloom.clients.objectives.base import OBJECTIVES, Session, Task
 from fedloom.clients.objectives.heterogeneous import Heterogeneous
 from fedloom.clients.objectives.local import LocalSession
 from fedloom.clients.training.loss import full
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 from fedloom.fusion.exact import State
 
 
@@ -21,7 +21,7 @@ from fedloom.fusion.exact import State
 class DepthFL(Heterogeneous):
     """sum_i CE(z_i, y) + weight / (d - 1) sum_{j != i} KL(softmax z_j || softmax z_i), z_j held fixed, for d classifiers."""
 
-    weight: float = value(1.0, "of what the classifiers learn from each other (lambda of the paper)", low=0.0)
+    weight: float = option(1.0, "of what the classifiers learn from each other (lambda of the paper)", low=0.0)
 
     def joint(self, task: Task) -> Session:
         return DepthFLSession(self.weight, task)

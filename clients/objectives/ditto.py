@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.clients.data import Images
-from fedloom.clients.initial import initial_state
+from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.objectives.base import OBJECTIVES, Session, Task
 from fedloom.clients.objectives.fedavg import FedAvg, FedAvgSession
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 from fedloom.fusion.exact import State
 
 PERSONAL = "personal/"  # before the names of v's tensors
@@ -25,7 +25,7 @@ PERSONAL = "personal/"  # before the names of v's tensors
 class Ditto(FedAvg):
     """min_v F_k(v) + lambda/2 ||v - w_t||^2 (Eq. 1)."""
 
-    strength: float = value(0.1, "of the pull of the site's own network to the shared one (the paper's lambda)", low=0.0)
+    strength: float = option(0.1, "of the pull of the site's own network to the shared one (the paper's lambda)", low=0.0)
 
     def session(self, task: Task) -> Session:
         """Start on a task."""
@@ -50,8 +50,8 @@ class DittoSession(FedAvgSession):
     def weights(self) -> dict[str, nn.Parameter]:
         return {**super().weights(), **{PERSONAL + name: one for name, one in self.personal.items()}}
 
-    def draw(self) -> tuple[State, ...]:
-        super().draw()
+    def per_step_inputs(self) -> tuple[State, ...]:
+        super().per_step_inputs()
         return self.begin, self.statistics
 
     def loss_of(self, weights: Mapping[str, Tensor], drawn: tuple[State, ...], images: Tensor, labels: Tensor) -> Tensor:
@@ -62,10 +62,10 @@ class DittoSession(FedAvgSession):
         loss = self.cross_entropy(shared, images, labels)
         return loss + self.cross_entropy({**statistics, **own}, images, labels) + self.strength / 2 * apart
 
-    def own(self) -> State | None:
+    def local_state(self) -> State | None:
         mine = {**self.statistics, **self.personal}
         kept = {PERSONAL + name: one.detach().to("cpu", copy=True) for name, one in mine.items()}
-        return {**(super().own() or {}), **kept}
+        return {**(super().local_state() or {}), **kept}
 
 
 def personal(own: Mapping[str, Tensor]) -> State:

@@ -10,12 +10,12 @@ from typing import ClassVar
 from torch import nn
 
 from fedloom.clients.data import Images
-from fedloom.clients.messages import MEAN, MODEL, SITE
 from fedloom.clients.objectives.base import OBJECTIVES, Objective, Session, Task
 from fedloom.clients.objectives.plain import PlainSession, state_of
 from fedloom.clients.objectives.steps import gradient_weight
+from fedloom.clients.protocol.messages import MEAN, MODEL, SITE
 from fedloom.conf.errors import UserError
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 from fedloom.fusion.cla_ot.repair import BATCH_NORM
 from fedloom.fusion.exact import State
 
@@ -25,11 +25,11 @@ AVERAGED, OWN = "averaged", "own"
 @OBJECTIVES.register("fedavg")
 @dataclass(frozen=True)
 class FedAvg(Objective):
-    """Cross-entropy. `told_by`: the strategy that tells sites what they need beside the network; empty: nothing."""
+    """Cross-entropy. `requires_strategy`: the strategy that sends what sites need beside the network; empty: any."""
 
-    told_by: ClassVar[str] = ""
+    requires_strategy: ClassVar[str] = ""
 
-    batchnorm: str = value(
+    batchnorm: str = option(
         AVERAGED,
         "BatchNorm's weights and statistics: averaged as all others are, or each site's own (FedBN, Li et al. 2021)",
         choices=(AVERAGED, OWN),
@@ -71,18 +71,18 @@ class FedAvgSession(PlainSession):
         sent = {name: self.task.incoming[MEAN][name] for name in self.network.state_dict()}
         return {**sent, **self.objective.kept(self.task)}
 
-    def draw(self) -> tuple[State, ...]:
+    def per_step_inputs(self) -> tuple[State, ...]:
         self.steps += 1
         return ()
 
-    def work(self) -> float:
+    def effective_steps(self) -> float:
         """What the steps so far make of a gradient: the sum of the weights with which gradients enter the change."""
         return gradient_weight(self.task.config.training, self.task.config.rounds, self.task.round, self.steps)
 
     def contribution(self) -> dict[str, State]:
         return {SITE: self.objective.shared(self.network, state_of(self.network))}
 
-    def own(self) -> State | None:
+    def local_state(self) -> State | None:
         if self.objective.batchnorm != OWN:
             return None
         names = norms(self.network)

@@ -10,9 +10,9 @@ from typing import ClassVar
 
 import torch
 
-from fedloom.clients.messages import MEAN, SITE
 from fedloom.clients.objectives.base import OBJECTIVES, Session, Task
 from fedloom.clients.objectives.fedavg import FedAvg, FedAvgSession
+from fedloom.clients.protocol.messages import MEAN, SITE
 from fedloom.fusion.exact import State
 
 WORK = "work"  # record from the server: the sites' work, a mean
@@ -24,7 +24,7 @@ AVERAGE = "average"  # its tensor
 class FedNova(FedAvg):
     """SGD, with momentum or without."""
 
-    told_by: ClassVar[str] = "fednova"
+    requires_strategy: ClassVar[str] = "fednova"
 
     def session(self, task: Task) -> Session:
         """Start on a task."""
@@ -36,7 +36,7 @@ class FedNovaSession(FedAvgSession):
 
     def contribution(self) -> dict[str, State]:
         state, begin = super().contribution()[SITE], self.task.incoming[MEAN]
-        if work := self.work():
+        if work := self.effective_steps():
             share = float(self.task.incoming[WORK][AVERAGE]) / work
             for name in self.parts.keys() & state.keys():
                 state[name] = torch.lerp(begin[name], state[name], share)

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.func import functional_call
 
 from fedloom.clients.data import Images, to_float
-from fedloom.clients.measure import pieces
+from fedloom.clients.evaluation.accuracy import pieces
 from fedloom.clients.objectives.base import OBJECTIVES, Answer, Session, Task
 from fedloom.clients.objectives.heterogeneous import FUSED, AloneSession, Heterogeneous
-from fedloom.clients.replies import ReplyError
-from fedloom.conf.typed import value
+from fedloom.clients.protocol.reply_checks import ReplyError
+from fedloom.conf.typed import option
 from fedloom.fusion.exact import State
 
 PROTOTYPES = "prototypes"  # a question, and the record of prototypes, up and down
@@ -27,7 +27,7 @@ MEANS, KNOWN = "means", "known"  # down: of every class the mean feature, and 1 
 class FedProto(Heterogeneous):
     """CE + weight MSE(features, prototype of the label), the latter where the server knows one (Eq. 7)."""
 
-    weight: float = value(1.0, "of the distance to the classes' prototypes (lambda of the paper)", low=0.0)
+    weight: float = option(1.0, "of the distance to the classes' prototypes (lambda of the paper)", low=0.0)
 
     def session(self, task: Task) -> Session:
         """Start on a task: from the site's own network on."""
@@ -69,7 +69,7 @@ class ProtoSession(AloneSession):
         self.weight = weight
         self.given = {name: tensor.to(task.device) for name, tensor in task.incoming.get(PROTOTYPES, {}).items()}
 
-    def draw(self) -> tuple[State, ...]:
+    def per_step_inputs(self) -> tuple[State, ...]:
         return (self.given,) if self.given else ()
 
     def loss_of(self, weights: Mapping[str, Tensor], drawn: tuple[State, ...], images: Tensor, labels: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedloom.clients.objectives.base import OBJECTIVES, Session, Task
 from fedloom.clients.objectives.fedavg import FedAvg, FedAvgSession
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 from fedloom.fusion.exact import State
 
 
@@ -17,7 +17,7 @@ from fedloom.fusion.exact import State
 class FedProx(FedAvg):
     """F_k(w) + mu/2 ||w - w_t||^2 (Eq. 2)."""
 
-    mu: float = value(0.01, "weight of the proximal term", low=0.0)
+    mu: float = option(0.01, "weight of the proximal term", low=0.0)
 
     def session(self, task: Task) -> Session:
         """Start on a task."""
@@ -31,8 +31,8 @@ class FedProxSession(FedAvgSession):
         super().__init__(objective, task)
         self.mu, self.begin = objective.mu, {name: weight.detach().clone() for name, weight in self.parts.items()}
 
-    def draw(self) -> tuple[State, ...]:
-        super().draw()
+    def per_step_inputs(self) -> tuple[State, ...]:
+        super().per_step_inputs()
         return (self.begin,)
 
     def loss_of(self, weights: Mapping[str, Tensor], drawn: tuple[State, ...], images: Tensor, labels: Tensor) -> Tensor:

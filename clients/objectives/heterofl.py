@@ -11,7 +11,7 @@ from fedloom.clients.networks import architecture_of
 from fedloom.clients.objectives.base import OBJECTIVES, Answer, Session, Task
 from fedloom.clients.objectives.heterogeneous import Heterogeneous
 from fedloom.clients.objectives.local import LocalSession
-from fedloom.clients.replies import ReplyError
+from fedloom.clients.protocol.reply_checks import ReplyError
 from fedloom.fusion.exact import State
 
 LABELS = "labels"  # the question which labels a site has, and a record
@@ -52,7 +52,7 @@ class HeteroFLSession(LocalSession):
         self.rates = {name: float(rate) for name, rate in task.incoming[RATES].items()}
         self.lacks = {HELD: (task.incoming[LABELS][HELD] == 0)[self.outputs].to(task.device)}
 
-    def draw(self) -> tuple[State, ...]:
+    def per_step_inputs(self) -> tuple[State, ...]:
         return (self.lacks,)
 
     def loss_of(self, weights: Mapping[str, Tensor], drawn: tuple[State, ...], images: Tensor, labels: Tensor) -> Tensor:

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from fedloom.clients.initial import initial_state
-from fedloom.clients.messages import MEAN
+from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.objectives.base import OBJECTIVES, Session, Task
 from fedloom.clients.objectives.local import Local, LocalSession
 from fedloom.clients.objectives.plain import state_of
-from fedloom.conf.typed import value
+from fedloom.clients.protocol.messages import MEAN
+from fedloom.conf.typed import option
 from fedloom.fusion.exact import State
 
 FUSED, EXCLUSIVE, ALONE = "fused", "exclusive", "alone"
@@ -18,7 +18,7 @@ FUSED, EXCLUSIVE, ALONE = "fused", "exclusive", "alone"
 class Heterogeneous(Local):
     """Cross-entropy. `mode` is for the server: whose networks are brought together."""
 
-    mode: str = value(
+    mode: str = option(
         FUSED,
         "networks of all architectures are fused, or averaged with those of their own (exclusive), or not at all (alone)",
         choices=(FUSED, EXCLUSIVE, ALONE),
@@ -43,5 +43,5 @@ class AloneSession(LocalSession):
     def start(self) -> State:
         return self.task.own or initial_state(self.task.config, self.task.site.name, self.task.site)
 
-    def own(self) -> State | None:
+    def local_state(self) -> State | None:
         return state_of(self.network)

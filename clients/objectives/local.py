@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from fedloom.clients.messages import SITE
 from fedloom.clients.objectives.base import OBJECTIVES, Objective, Session, Task
 from fedloom.clients.objectives.plain import PlainSession, state_of
-from fedloom.conf.typed import value
+from fedloom.clients.protocol.messages import SITE
+from fedloom.conf.typed import option
 from fedloom.fusion.exact import State
 
 TOGETHER, FORWARD, BACKWARD = "together", "sequential_ab", "sequential_ba"
@@ -16,7 +16,7 @@ TOGETHER, FORWARD, BACKWARD = "together", "sequential_ab", "sequential_ba"
 class Local(Objective):
     """Cross-entropy. `mode` is for the server: who starts from what."""
 
-    mode: str = value(
+    mode: str = option(
         TOGETHER,
         "all sites start from one network, or each where the one before ended, in the roster's order or against it",
         choices=(TOGETHER, FORWARD, BACKWARD),

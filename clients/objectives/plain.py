@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedloom.clients.compiled import compiled_loss
 from fedloom.clients.data import outputs
-from fedloom.clients.messages import MEAN
 from fedloom.clients.objectives.base import Session, Task
+from fedloom.clients.protocol.messages import MEAN
+from fedloom.clients.training.compiled import compiled_loss
 from fedloom.fusion.exact import State
 
 
@@ -30,7 +30,7 @@ class PlainSession(Session):
         """What the optimiser moves, by name."""
         return self.parts
 
-    def draw(self) -> tuple[State, ...]:
+    def per_step_inputs(self) -> tuple[State, ...]:
         """What the loss of the next batch needs beside the weights; a random choice is made here."""
         return ()
 
@@ -42,7 +42,7 @@ class PlainSession(Session):
         return list(self.weights().values())
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        return self.loss_of(self.weights(), self.draw(), images, labels)
+        return self.loss_of(self.weights(), self.per_step_inputs(), images, labels)
 
     def cross_entropy(self, weights: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> Tensor:
         """The loss of the network with these weights (its own where there is none) over the outputs of the site's domain."""

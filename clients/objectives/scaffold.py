@@ -11,9 +11,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.clients.messages import MEAN, SITE
 from fedloom.clients.objectives.base import OBJECTIVES, Session, Task
 from fedloom.clients.objectives.fedavg import FedAvg, FedAvgSession
+from fedloom.clients.protocol.messages import MEAN, SITE
 from fedloom.fusion.exact import State
 
 CONTROL = "control/"  # before the names of parameters: down c, up and in the site's own state c_i
@@ -24,7 +24,7 @@ CONTROL = "control/"  # before the names of parameters: down c, up and in the si
 class Scaffold(FedAvg):
     """SGD, with momentum or without."""
 
-    told_by: ClassVar[str] = "scaffold"
+    requires_strategy: ClassVar[str] = "scaffold"
 
     def session(self, task: Task) -> Session:
         """Start on a task."""
@@ -44,8 +44,8 @@ class ScaffoldSession(FedAvgSession):
         self.control = {name: own.get(CONTROL + name, none[name]).to(task.device) for name in self.begin}
         self.shift = {name: sent[CONTROL + name].to(task.device) - self.control[name] for name in self.begin}
 
-    def draw(self) -> tuple[State, ...]:
-        super().draw()
+    def per_step_inputs(self) -> tuple[State, ...]:
+        super().per_step_inputs()
         return self.begin, self.shift
 
     def loss_of(self, weights: Mapping[str, Tensor], drawn: tuple[State, ...], images: Tensor, labels: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class ScaffoldSession(FedAvgSession):
 
     def controls(self) -> State:
         """The site's own variate as it is after the steps so far, by the names that it travels under."""
-        work = self.work()
+        work = self.effective_steps()
         if not work:
             return {CONTROL + name: one.detach().cpu() for name, one in self.control.items()}
         moved = {name: (self.begin[name] - one.detach()) / work for name, one in self.parts.items()}
@@ -64,5 +64,5 @@ class ScaffoldSession(FedAvgSession):
     def contribution(self) -> dict[str, State]:
         return {SITE: {**super().contribution()[SITE], **self.controls()}}
 
-    def own(self) -> State | None:
-        return {**(super().own() or {}), **self.controls()}
+    def local_state(self) -> State | None:
+        return {**(super().local_state() or {}), **self.controls()}

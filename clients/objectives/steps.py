@@ -1,6 +1,6 @@
 """What a site's steps of SGD make of its gradients: some methods divide a round's change by it."""
 
-from fedloom.clients.learner import rate_at
+from fedloom.clients.training.learner import rate_at
 from fedloom.clients.training.optimizers import SGD, optimizer_of
 from fedloom.conf.schema import TrainingConfig
 

@@ -4,8 +4,8 @@ Four modes. `exact` (ours): the aggregate is S/n = (N_1 + ... + N_n) / n by cons
 loss of its own network and of the aggregate as its own steps move it. `regularised` (sum aggregation, Eq. 1-4): a free
 N* is tied to the sum by a penalty. `independent` and `fedavg` are the baselines.
 
-Each loss is a pure function `loss_of` of the weights and of what the site has drawn for the batch, so that clients.cohort
-can train several sites as one.
+Each loss is a pure function `loss_of` of the weights and of what the site has drawn for the batch, so that
+clients.training.vectorised can train several sites as one.
 """
 
 import copy
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedloom.clients.initial import SHARED, initial_state
-from fedloom.clients.messages import MEAN, ROUND, SITE, STAR, SUBSET
+from fedloom.clients.networks.initial import SHARED, initial_state
 from fedloom.clients.objectives.base import OBJECTIVES, Objective, Session, Task
 from fedloom.clients.objectives.modes import AGGREGATE, EXTRACTOR, HEAD, MODES
 from fedloom.clients.objectives.plain import PlainSession, state_of
-from fedloom.conf.typed import value
+from fedloom.clients.protocol.messages import MEAN, ROUND, SITE, STAR, SUBSET
+from fedloom.conf.typed import option
 from fedloom.fusion.exact import State
 
 STAR_ = "star."  # before the names of N*'s weights, beside those of N_i
@@ -31,17 +31,17 @@ STAR_ = "star."  # before the names of N*'s weights, beside those of N_i
 class SumAggregation(Objective):
     """Networks whose sum is a good one, too; modes exact, regularised (the paper's), independent and fedavg."""
 
-    mode: str = value("exact", "how the sum is made a good network", choices=tuple(MODES))
-    initialisation: str = value(
+    mode: str = option("exact", "how the sum is made a good network", choices=tuple(MODES))
+    initialisation: str = option(
         "shared",
         "of the sites' networks; aggregate (exact): a site that joins begins at what there is",
         choices=("shared", "own", AGGREGATE),
     )
-    own_weight: float = value(1.0, "weight of the loss of the site's own network (the aggregate's has 1)", low=0.0)
-    subset_probability: float = value(0.0, "exact: share of batches that see a leave-one-out sum", low=0.0, high=1.0)
-    strength: float = value(1.0, "regularised: weight of the penalty (the paper's lambda)", low=0.0)
-    norm: str = value("squared", "regularised: ||.||_F^2 or ||.||_F of each layer", choices=("squared", "frobenius"))
-    others: str = value(
+    own_weight: float = option(1.0, "weight of the loss of the site's own network (the aggregate's has 1)", low=0.0)
+    subset_probability: float = option(0.0, "exact: share of batches that see a leave-one-out sum", low=0.0, high=1.0)
+    strength: float = option(1.0, "regularised: weight of the penalty (the paper's lambda)", low=0.0)
+    norm: str = option("squared", "regularised: ||.||_F^2 or ||.||_F of each layer", choices=("squared", "frobenius"))
+    others: str = option(
         "alike",
         "regularised: the other sites' weights move as the site's own do (ours), or stay within a round (Eq. 3's gradient)",
         choices=("alike", "still"),
@@ -80,7 +80,7 @@ class OwnSession(AverageSession):
         state = state_of(self.network)
         return {SITE: state, ROUND: _part(state, HEAD)}
 
-    def own(self) -> State | None:
+    def local_state(self) -> State | None:
         return state_of(self.network)
 
 
@@ -114,7 +114,7 @@ class ExactSession(OwnSession):
         state = state_of(self.network)
         return {SITE: _part(state, EXTRACTOR), ROUND: _part(state, HEAD)}
 
-    def draw(self) -> tuple[State, ...]:
+    def per_step_inputs(self) -> tuple[State, ...]:
         return (self._offset(),)
 
     def loss_of(self, weights: Mapping[str, Tensor], drawn: tuple[State, ...], images: Tensor, labels: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ class RegularisedSession(OwnSession):
     def weights(self) -> dict[str, nn.Parameter]:
         return {**super().weights(), **{STAR_ + name: weight for name, weight in self.star.named_parameters()}}
 
-    def draw(self) -> tuple[State, ...]:
+    def per_step_inputs(self) -> tuple[State, ...]:
         return self.mean, self.begin
 
     def loss_of(self, weights: Mapping[str, Tensor], drawn: tuple[State, ...], images: Tensor, labels: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ class RegularisedSession(OwnSession):
 
     def penalty(self) -> Tensor:
         """penalty_of at the present weights."""
-        return self.penalty_of(self.weights(), *self.draw())
+        return self.penalty_of(self.weights(), *self.per_step_inputs())
 
     def penalty_of(self, weights: Mapping[str, Tensor], mean: State, begin: State) -> Tensor:
         """sum over convolutions of the (squared) Frobenius norm of W* - (S + k (W_i - W_i at the start)), k = n or 1."""

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fedloom.clients.data import to_float
-from fedloom.clients.randomness import drawing, torch_generator
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.plugins import call, told
+from fedloom.conf.randomness import drawing, torch_generator
 from fedloom.conf.registry import section_of
 from fedloom.conf.schema import TrainingConfig
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from fedloom.clients.data import site_sizes
-from fedloom.clients.learner import check_batches
 from fedloom.clients.networks import Architecture
 from fedloom.clients.training.augmentation import check_augmentation
+from fedloom.clients.training.learner import check_batches
 from fedloom.clients.training.optimizers import SGD, WHERE, Optimizer, optimizer_of, optimizer_section
 from fedloom.clients.training.schedules import schedule_of
 from fedloom.conf.errors import UserError
@@ -51,7 +51,7 @@ def _try(optimizer: Optimizer, architecture: Architecture, training: TrainingCon
 
 
 def _step(optimizer: Optimizer, moving: Sequence[Tensor], training: TrainingConfig) -> None:
-    step = optimizer.over(moving, training)
+    step = optimizer.bind(moving, training)
     try:
         with torch.no_grad():
             step(training.rate, [torch.ones_like(one) for one in moving])

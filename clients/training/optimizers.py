@@ -17,7 +17,7 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.plugins import call
 from fedloom.conf.registry import Registry, section_of
 from fedloom.conf.schema import TrainingConfig
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 
 WHERE = "training.optimizer"
 Step = Callable[[float, Sequence[Tensor]], None]
@@ -30,7 +30,7 @@ class Optimizer(ABC):
     elementwise: ClassVar[bool] = False
 
     @abstractmethod
-    def over(self, parameters: Sequence[Tensor], training: TrainingConfig) -> Step:
+    def bind(self, parameters: Sequence[Tensor], training: TrainingConfig) -> Step:
         """What moves the parameters in place, given a learning rate and their gradients. UserError for options that it does
         not take."""
 
@@ -44,13 +44,13 @@ class SGD(Optimizer):
     """torch.optim.SGD in its functional form: the class would import torch's compiler, a second for each new worker."""
 
     elementwise = True
-    momentum: float | None = value(None, "in the place of training.momentum", low=0.0, high=1.0)
-    weight_decay: float | None = value(None, "in the place of training.weight_decay", low=0.0)
-    dampening: float = value(0.0, "of the gradient in the momentum")
-    nesterov: bool = value(False, "Nesterov's momentum")
-    maximize: bool = value(False, "go uphill")
+    momentum: float | None = option(None, "in the place of training.momentum", low=0.0, high=1.0)
+    weight_decay: float | None = option(None, "in the place of training.weight_decay", low=0.0)
+    dampening: float = option(0.0, "of the gradient in the momentum")
+    nesterov: bool = option(False, "Nesterov's momentum")
+    maximize: bool = option(False, "go uphill")
 
-    def over(self, parameters: Sequence[Tensor], training: TrainingConfig) -> Step:
+    def bind(self, parameters: Sequence[Tensor], training: TrainingConfig) -> Step:
         momentum = training.momentum if self.momentum is None else self.momentum
         decay = training.weight_decay if self.weight_decay is None else self.weight_decay
         if self.nesterov and (not momentum or self.dampening):
@@ -71,7 +71,7 @@ class OfTorch(Optimizer):
 
     make: ClassVar[type[torch.optim.Optimizer]]
 
-    def over(self, parameters: Sequence[Tensor], training: TrainingConfig) -> Step:
+    def bind(self, parameters: Sequence[Tensor], training: TrainingConfig) -> Step:
         options = {one.name: self._given(one.name) for one in dataclasses.fields(self)}
         return _stepping(self.make, options, self.make.__name__.lower(), parameters, training.rate)
 
@@ -92,7 +92,7 @@ class OwnOptimizer(Optimizer):
     make: Callable[..., Any]
     options: Mapping[str, Any]
 
-    def over(self, parameters: Sequence[Tensor], training: TrainingConfig) -> Step:
+    def bind(self, parameters: Sequence[Tensor], training: TrainingConfig) -> Step:
         return _stepping(self.make, self.options, self.name, parameters, training.rate)
 
 
@@ -143,9 +143,9 @@ def _file(make: type[torch.optim.Optimizer]) -> None:
 def _kind(one: inspect.Parameter, help: str) -> tuple[Any, Any]:
     """The type and the field of an option."""
     if not isinstance(one.default, tuple):
-        return one.annotation, value(one.default, help)
+        return one.annotation, option(one.default, help)
     numbers = all(isinstance(entry, int | float) for entry in one.default)
-    return list[float] if numbers else list[Any], value([*one.default], help)
+    return list[float] if numbers else list[Any], option([*one.default], help)
 
 
 for _one in [one for one in vars(torch.optim).values() if isinstance(one, type)]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fedloom.conf.registry import Registry, section_of
 from fedloom.conf.schema import TrainingConfig
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 
 WHERE = "training.schedule"
 
@@ -19,8 +19,8 @@ WHERE = "training.schedule"
 class Schedule(ABC):
     """A schedule begins when warm-up is over, and has the rounds that are left then. A further one is `module:Class`."""
 
-    warm_up: float = value(0.0, "rounds in which the rate rises linearly to training.rate; a fraction counts", low=0.0)
-    start_factor: float = value(0.1, "share of training.rate that warm-up begins at", low=0.0, high=1.0)
+    warm_up: float = option(0.0, "rounds in which the rate rises linearly to training.rate; a fraction counts", low=0.0)
+    start_factor: float = option(0.1, "share of training.rate that warm-up begins at", low=0.0, high=1.0)
 
     def rate(self, rate: float, progress: float, rounds: int) -> float:
         """The learning rate after `progress` rounds (a fraction counts) of `rounds`."""
@@ -66,8 +66,8 @@ class Cosine(Schedule):
 class Steps(Schedule):
     """Multiplied by `gamma` after every so many rounds."""
 
-    every: int = value(10, "rounds", low=1)
-    gamma: float = value(0.1, "factor of the rate", low=0.0, high=1.0)
+    every: int = option(10, "rounds", low=1)
+    gamma: float = option(0.1, "factor of the rate", low=0.0, high=1.0)
 
     def advice(self, rounds: int) -> list[str]:
         found = super().advice(rounds)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from fedloom.conf.errors import UserError
 from fedloom.fusion.cla_ot.transport import exact_plan
-from fedloom.fusion.given import plain_networks
 from fedloom.fusion.graph.channels import Unit, Wiring, wire
+from fedloom.fusion.inputs import plain_networks
 from fedloom.fusion.probe import Observation, check_probe, cka, features_of, observe
 
 

@@ -12,9 +12,9 @@ from fedloom.conf.errors import UserError
 from fedloom.fusion.cla_ot.moves import Moves, moved
 from fedloom.fusion.cla_ot.repair import Target, in_basis, mixture, repair, running, watched
 from fedloom.fusion.exact import State
-from fedloom.fusion.fusing import fuse
 from fedloom.fusion.graph.channels import Layer, Wiring, wire
 from fedloom.fusion.graph.resize import with_state
+from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.probe import Runner, observe
 from fedloom.fusion.settings import FusionSettings
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from fedloom.clients.states import write_bytes
+from fedloom.clients.storage.states import write_bytes
 from fedloom.conf.errors import UserError
 from fedloom.fusion.exact import State
 
@@ -37,7 +37,7 @@ class NodeLostError(LedgerError):
 UNREADABLE = "what it gave before cannot be read"  # of a site's reply: by its node, which is then to be asked what it has
 
 
-class Elsewhere(Protocol):
+class RemoteBlobStore(Protocol):
     """Contributions that the nodes of a cluster keep (federation.node_store). All but `look` raise NodeLostError."""
 
     def look(self) -> bool:
@@ -61,7 +61,7 @@ class Elsewhere(Protocol):
         ...
 
     def add_up(self, partials: Any) -> Any:
-        """One partial sum for several (clients.partial.PartialSum) that one node keeps."""
+        """One partial sum for several (clients.protocol.partial_sums.PartialSum) that one node keeps."""
         ...
 
     def summed(self, row: Any, names: Any, given: Any, bits: int) -> Any:
@@ -96,7 +96,7 @@ class Blobs:
     """
 
     folder: Path
-    elsewhere: Elsewhere | None = None
+    elsewhere: RemoteBlobStore | None = None
 
     def has(self, digest: str) -> bool:
         """Whether the blob is there, or a node has it."""

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from fedloom.clients.states import read_names, read_state, round_file
+from fedloom.clients.storage.states import read_names, read_state, round_file
 from fedloom.conf.errors import UserError
 from fedloom.fusion.exact import State, dequantise, exact
 from fedloom.server.ledger.ledger import Ledger
 from fedloom.server.ledger.rows import Contribution
 from fedloom.server.ledger.tables import FLOATS
-from fedloom.server.written import STAGING
+from fedloom.server.run_folder.layout import STAGING
 
 
 def prefixes(slots: Sequence[str]) -> dict[str, str]:
@@ -45,7 +45,7 @@ class Contributions:
 
     @property
     def staging(self) -> Path:
-        """Where workers write (clients.states.round_file)."""
+        """Where workers write (clients.storage.states.round_file)."""
         return self.ledger.folder / STAGING
 
     def here(self, site: str) -> Contribution | None:

@@ -11,10 +11,10 @@ from typing import Any
 
 import portalocker
 
-from fedloom.clients.states import write_bytes
+from fedloom.clients.storage.states import write_bytes
 from fedloom.server.ledger.blobs import LedgerError, sync, told
 from fedloom.server.ledger.connection import PATIENCE, Connection
-from fedloom.server.written import LEDGER, LOCK, SEAL
+from fedloom.server.run_folder.layout import LEDGER, LOCK, SEAL
 
 _TRIES = 10  # for the lock, which one who queues a request has for a moment
 _HINTS = {

@@ -29,13 +29,13 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class Catalogue:
+class PerClientSlot:
     """What each site put last, never summed: it is the site's own. `resumable`: as for `Sum`."""
 
     resumable: bool = False
 
 
-Slot = Sum | Catalogue
+Slot = Sum | PerClientSlot
 
 
 def declared_sums(slots: Mapping[str, Slot]) -> dict[str, dict[str, Any]]:

@@ -17,7 +17,7 @@ from fedloom.server.ledger.ledger import Ledger
 
 
 @dataclass(frozen=True)
-class Put:
+class SlotUpdate:
     """What a site puts into a slot: float tensors, or int64 ones in units of 2**-bits; `integers`: the latter, if known."""
 
     slot: str
@@ -125,7 +125,7 @@ class Slots:
 
     # Staging a round
 
-    def put(self, puts: Sequence[Put], round: int) -> None:
+    def put(self, puts: Sequence[SlotUpdate], round: int) -> None:
         """Replace what sites put before: all or, with an ExactSumError, nothing. Of two for one slot the later counts."""
         puts = list({(one.slot, one.site): one for one in puts}.values())
         samples = {site: self._samples([one for one in puts if one.site == site]) for site in {one.site for one in puts}}
@@ -207,7 +207,7 @@ class Slots:
         one = self.contributions.here(site)
         return self.times(slot, one.samples if one else 0)
 
-    def _samples(self, puts: Sequence[Put]) -> int:
+    def _samples(self, puts: Sequence[SlotUpdate]) -> int:
         """What a site's contribution says of its samples: by that number all its weighted slots count. ExactSumError."""
         site, weighted = puts[0].site, [one for one in puts if self.weighted(one.slot)]
         before = self.contributions.here(site)
@@ -227,7 +227,7 @@ class Slots:
             self._totals[slot] = self.totals[slot].copy()
         return self._totals[slot]
 
-    def _replaced(self, one: Put, alone: bool) -> ExactSum:
+    def _replaced(self, one: SlotUpdate, alone: bool) -> ExactSum:
         """The slot's sum with the site's new contribution in place of its old one; changed in place if it is `alone`."""
         integers = one.integers if one.integers is not None else exact(stored(one.state, self.bits), self.bits)
         new = self.summed(one.slot, integers)

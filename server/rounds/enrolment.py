@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from fedloom.clients.messages import PROTOCOL, QUERY, WHO
+from fedloom.clients.protocol.messages import PROTOCOL, QUERY, WHO
 from fedloom.conf.errors import UserError, plain
 from fedloom.conf.sites import Site
 from fedloom.server.rounds.nodes import NONCE, Bindings, Node, nodes_of, nonce

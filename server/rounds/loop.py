@@ -9,27 +9,27 @@ from typing import Any
 import torch
 
 from fedloom.clients.data.listing import held
-from fedloom.clients.identity import SIGNED
-from fedloom.clients.messages import TRAIN
 from fedloom.clients.networks import Model
-from fedloom.clients.replies import Bounds, ReplyError
+from fedloom.clients.protocol.messages import TRAIN
+from fedloom.clients.protocol.reply_checks import Bounds, ReplyError
+from fedloom.clients.protocol.signatures import SIGNED
 from fedloom.conf.errors import FailedError, UserError, plain
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import UNION, Site
-from fedloom.server.at_sites import different_networks
-from fedloom.server.evaluate import Evaluator
+from fedloom.server.evaluation.evaluator import Evaluator
+from fedloom.server.evaluation.per_client_metrics import different_networks
 from fedloom.server.ledger.blobs import UNREADABLE, NodeLostError
-from fedloom.server.listener import Listener
-from fedloom.server.recorded import RECEIVED
-from fedloom.server.rounds.aggregation import Aggregation
-from fedloom.server.rounds.exchange import Federation, Reply
-from fedloom.server.rounds.expected import Expected
+from fedloom.server.rounds.channel import ClientChannel, RawReply
+from fedloom.server.rounds.context import Content, RoundContext
+from fedloom.server.rounds.dispatcher import TaskDispatcher
 from fedloom.server.rounds.masks import RECORD, partners, rounds_together
-from fedloom.server.rounds.questions import Questions
 from fedloom.server.rounds.recalibration import Told, aggregates, end, recalibrate
-from fedloom.server.rounds.run import Content, Run
+from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.schedules import Participation
+from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.site_evaluation import SiteEvaluation
+from fedloom.server.run.listener import Listener
+from fedloom.server.run_folder.results_schema import RECEIVED
 
 MOST_TOLD = 300  # characters of a reason
 ATTEMPTS = 3  # at a round in which nodes of the cluster are lost
@@ -46,20 +46,20 @@ class RoundLoop:
 
     config: Config
     run: str
-    federation: Federation
-    aggregation: Aggregation
+    federation: ClientChannel
+    aggregation: ServerState
     evaluator: Evaluator
     listener: Listener
-    lifted: Callable[[], None] = lambda: None  # once the masks in common with sites that leave are taken out
+    on_masks_removed: Callable[[], None] = lambda: None  # once the masks in common with sites that leave are taken out
     written: Callable[[dict[str, Any]], None] = lambda record: None  # puts a committed round on record
     last: int = field(init=False)  # the number of the last round
-    questions: Questions = field(init=False)
+    questions: TaskDispatcher = field(init=False)
     sites: SiteEvaluation = field(init=False)
     _dropped: dict[str, str] = field(default_factory=dict)  # sites of this round, and why their replies do not count
 
     def __post_init__(self) -> None:
         self.last = self.aggregation.length(self.config.rounds)
-        self.questions = Questions(
+        self.questions = TaskDispatcher(
             self.config, self.run, self.federation, self.aggregation, self.listener, self.config.rounds
         )
         self.sites = SiteEvaluation(
@@ -111,7 +111,7 @@ class RoundLoop:
         signed = {SIGNED: run.signed} if run.signed else {}
         self.aggregation.commit(number, {**record, **masked, **signed})
         if leaving:
-            self.lifted()
+            self.on_masks_removed()
         record = {**self.measured(record), **came}
         record["seconds"] = time.monotonic() - begin
         self.aggregation.ledger.refuse_moved()
@@ -127,21 +127,21 @@ class RoundLoop:
             found = Participation([site for site in members if site.name not in leaving], found.round)
         return replace(found, sites=self.questions.enrol(found.sites))
 
-    def _carried_out(self, run: Run, recalibration: bool) -> Told | None:
+    def _carried_out(self, run: RoundContext, recalibration: bool) -> Told | None:
         """Have the method do its round, or (what comes back) ask about its aggregates. What fails leaves nothing."""
         try:
             if recalibration:
-                return recalibrate(run, self.aggregation.models(run), self.aggregation.strategy.one_basis(run))
+                return recalibrate(run, self.aggregation.models(run), self.aggregation.strategy.heads_share_basis(run))
             end(run)
             self.aggregation.strategy.round(run)
             run.close()
-            self.aggregation.strategy.settle(run)
+            self.aggregation.strategy.recompute_derived(run)
         except BaseException:
             self.aggregation.abandon()
             raise
         return None
 
-    def _record(self, run: Run, told: Told | None) -> dict[str, Any]:
+    def _record(self, run: RoundContext, told: Told | None) -> dict[str, Any]:
         """What a round was, as the ledger keeps it."""
         replies = told.replies if told else run.replies
         record: dict[str, Any] = {"round": run.number, "replies": replies, "dropped": self._dropped}
@@ -218,11 +218,16 @@ class RoundLoop:
             return [self.evaluator.accuracy(model, split) for model in models if model is not None]
         return self.sites.accuracies(models, split)
 
-    # What a round's questions need (server.rounds.run.Exchange)
+    # What a round's questions need (server.rounds.context.RoundTransport)
 
     def ask(
-        self, kind: str, run: Run, sites: Sequence[Site], content: Content, expected: Mapping[str, Expected] | None
-    ) -> Iterator[Reply]:
+        self,
+        kind: str,
+        run: RoundContext,
+        sites: Sequence[Site],
+        content: Content,
+        expected: Mapping[str, RecordSpec] | None,
+    ) -> Iterator[RawReply]:
         """All sites' replies."""
         return self.questions.ask(
             kind, run.number, run.site_round, sites, content, expected, trained=run.trained, attempt=run.attempt,
@@ -264,7 +269,7 @@ class RoundLoop:
         if reason and len(self._dropped) <= TOLD:
             self.listener.message(f"round {self.aggregation.view().round + 1}: {site.name} dropped: {reason}")
 
-    def enough(self, kind: str, run: Run, replies: int) -> None:
+    def enough(self, kind: str, run: RoundContext, replies: int) -> None:
         """Raises TooFewRepliesError if too few sites have trained."""
         fewest = min(self.config.federation.min_replies, max(1, len(run.participants))) if kind == TRAIN else 1
         if replies >= fewest:

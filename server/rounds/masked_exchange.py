@@ -12,20 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fedloom.clients.identity import MOST_BYTES
-from fedloom.clients.messages import (
-    BASES,
-    BLAMED,
-    COMMITMENTS,
-    SECURE_CONFIRM,
-    SECURE_KEYS,
-    SECURE_SHARES,
-    SECURE_TRAINED,
-    SECURE_UNMASK,
-    SUMMED_BEFORE,
-)
-from fedloom.clients.replies import ReplyError, train_numbers
-from fedloom.clients.secure_aggregation.primitives import (
+from fedloom.clients.privacy.secure_aggregation.primitives import (
     KEY,
     PUBLIC,
     SECRET,
@@ -40,6 +27,19 @@ from fedloom.clients.secure_aggregation.primitives import (
     threshold_of,
     trained_words,
 )
+from fedloom.clients.protocol.messages import (
+    BASES,
+    BLAMED,
+    COMMITMENTS,
+    SECURE_CONFIRM,
+    SECURE_KEYS,
+    SECURE_SHARES,
+    SECURE_TRAINED,
+    SECURE_UNMASK,
+    SUMMED_BEFORE,
+)
+from fedloom.clients.protocol.reply_checks import ReplyError, train_numbers
+from fedloom.clients.protocol.signatures import MOST_BYTES
 from fedloom.conf.errors import FailedError, UserError, plain
 from fedloom.conf.sites import Site
 from fedloom.fusion.exact import State
@@ -47,8 +47,8 @@ from fedloom.server.rounds.masked_replies import content_of, read, read_bytes, r
 from fedloom.server.rounds.schedules import FEWEST_MASKED
 
 if TYPE_CHECKING:
-    from fedloom.server.rounds.expected import Expected
-    from fedloom.server.rounds.run import Content, Exchange, Run
+    from fedloom.server.rounds.context import Content, RoundContext, RoundTransport
+    from fedloom.server.rounds.record_spec import RecordSpec
 
 DIGEST = 32  # bytes
 MOST_REASON = 300  # characters of why a site failed
@@ -115,9 +115,9 @@ class MaskedExchange:
     FailedError if the contributions that came cannot do; nothing is told then.
     """
 
-    run: "Run"
-    exchange: "Exchange"
-    expected: "Mapping[str, Expected]"
+    run: "RoundContext"
+    exchange: "RoundTransport"
+    expected: "Mapping[str, RecordSpec]"
     heard: Heard
     lifts: Callable[[Site], Mapping[str, State]]
     check: Callable[[], None]

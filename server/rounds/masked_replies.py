@@ -7,24 +7,24 @@ import torch
 from flwr.app import RecordDict
 from torch import Tensor
 
-from fedloom.clients.messages import MASKED, to_states
-from fedloom.clients.replies import ReplyError
+from fedloom.clients.protocol.messages import MASKED, to_states
+from fedloom.clients.protocol.reply_checks import ReplyError
 from fedloom.fusion.exact import State
 
 if TYPE_CHECKING:
-    from fedloom.server.rounds.exchange import Reply
+    from fedloom.server.rounds.channel import RawReply
 
 MOST_SEALED = 256  # bytes of a share that is sealed
 
 
-def content_of(received: "Reply") -> RecordDict:
+def content_of(received: "RawReply") -> RecordDict:
     """What a site has answered. ReplyError if it has not."""
     if received.content is None:
         raise ReplyError(received.reason)
     return received.content
 
 
-def read(received: "Reply") -> dict[str, State]:
+def read(received: "RawReply") -> dict[str, State]:
     content = content_of(received)
     try:
         return to_states(content)
@@ -60,7 +60,7 @@ def read_vector(state: State | None, record: str, like: Mapping[str, Tensor]) ->
 
 
 def shaped(vector: Tensor, like: Mapping[str, Tensor]) -> State:
-    """The inverse of clients.secure_aggregation.site.flat, for the shapes of `like`."""
+    """The inverse of clients.privacy.secure_aggregation.site.flat, for the shapes of `like`."""
     names = sorted(like)
     parts = vector.split([like[name].numel() for name in names])
     return {name: part.view(like[name].shape) for name, part in zip(names, parts, strict=True)}

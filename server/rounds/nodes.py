@@ -55,7 +55,7 @@ class Bindings(Protocol):
 
 
 @dataclass
-class Unkept:
+class InMemoryBindings:
     """Bindings that last as long as this object."""
 
     nodes: dict[str, int] = field(default_factory=dict)

@@ -1,12 +1,12 @@
 """Aggregates set right by what sites tell of them: BatchNorm's statistics, and the head in closed form.
 
 When a site has been subtracted, the head was still made for the network that held it. The remaining sites answer sums over
-their images (clients.statistics), which are added up in exact integers; of these follow BatchNorm's running statistics and a
-new head (fusion.discriminant). It is kept beside the sums, which stay as they are, for the aggregate as it is now: the next
-round, and whoever is forgotten or readmitted, ends it.
+their images (clients.evaluation.statistics), which are added up in exact integers; of these follow BatchNorm's running
+statistics and a new head (fusion.discriminant). It is kept beside the sums, which stay as they are, for the aggregate as it
+is now: the next round, and whoever is forgotten or readmitted, ends it.
 
-Each network is asked of the sites that have its architecture. Where the inputs of several heads correspond (`one_basis`),
-the sums are added up over them, so that every head knows of all sites' images.
+Each network is asked of the sites that have its architecture. Where the inputs of several heads correspond
+(`heads_share_basis`), the sums are added up over them, so that every head knows of all sites' images.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,9 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fedloom.clients.messages import MODEL
-from fedloom.clients.networks import Architecture, Model
-from fedloom.clients.statistics import (
+from fedloom.clients.evaluation.statistics import (
     CHECKS,
     CLASS_STATISTICS,
     COUNT,
@@ -28,12 +26,14 @@ from fedloom.clients.statistics import (
     linear_head,
     running_norms,
 )
+from fedloom.clients.networks import Architecture, Model
+from fedloom.clients.protocol.messages import MODEL
 from fedloom.conf.errors import FailedError, UserError
 from fedloom.conf.sites import Site
 from fedloom.fusion.discriminant import NEVER, discriminant
 from fedloom.fusion.exact import ExactSum, ExactSumError, State
-from fedloom.server.rounds.expected import Expected
-from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.context import RoundContext
+from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.view import Models, View
 
 HEAD = "head.weight", "head.bias"
@@ -50,17 +50,17 @@ class Told:
     left: Mapping[str, str]
 
 
-def recalibrate(run: Run, models: Models, one_basis: bool) -> Told:
+def recalibrate(run: RoundContext, models: Models, heads_share_basis: bool) -> Told:
     """Ask the participants about every aggregate, and keep what follows. Raises as `ask`."""
-    told = ask(run, models, one_basis)
+    told = ask(run, models, heads_share_basis)
     for name, parts in told.parts.items():
-        run.keep(KEPT + name, {key: tensor.float() for key, tensor in parts.items()})
+        run.save_server_state(KEPT + name, {key: tensor.float() for key, tensor in parts.items()})
     return told
 
 
-def ask(run: Run, models: Models, one_basis: bool, never: float = NEVER) -> Told:
-    """Ask the participants about every aggregate. one_basis: whether the inputs of heads of one shape correspond; never: as
-    in `discriminant`. UserError for networks that it cannot be done with, FailedError if nobody answers."""
+def ask(run: RoundContext, models: Models, heads_share_basis: bool, never: float = NEVER) -> Told:
+    """Ask the participants about every aggregate. heads_share_basis: inputs of heads of one shape correspond; never: as in
+    `discriminant`. UserError for networks that it cannot be done with, FailedError if nobody answers."""
     parts, sums, left, answered = dict[str, State](), dict[str, ExactSum](), dict[str, str](), set[str]()
     for name in aggregates(run, models):
         model = models[name]
@@ -71,7 +71,7 @@ def ask(run: Run, models: Models, one_basis: bool, never: float = NEVER) -> Told
     if not sums:
         raise FailedError("; ".join(f"{name}: {why}" for name, why in left.items()))
     for name, own in sums.items():
-        alike = [one for one in sums.values() if one is own or (one_basis and _shapes(one) == _shapes(own))]
+        alike = [one for one in sums.values() if one is own or (heads_share_basis and _shapes(one) == _shapes(own))]
         found = _together(alike).mean()
         weight, bias = discriminant(found[COUNT], found[SUM], found[SQUARE], never)
         parts[name] |= dict(zip(HEAD, (weight, bias), strict=True))
@@ -121,18 +121,18 @@ def recalibrated(view: View, models: Models) -> Models:
     return Models({name: (lambda name=name: _with(models[name], kept.get(name, {}))) for name in models})
 
 
-def end(run: Run) -> None:
+def end(run: RoundContext) -> None:
     """What was recalibrated is so no more."""
     for name, parts in run.slots.keeps().items():
         if name.startswith(KEPT) and parts:
-            run.keep(name, {})
+            run.save_server_state(name, {})
 
 
 def _with(model: Model, parts: Mapping[str, torch.Tensor]) -> Model:
     return replace(model, state={**model.state, **parts}) if parts else model
 
 
-def _told(run: Run, model: Model, answered: set[str]) -> tuple[State, ExactSum]:
+def _told(run: RoundContext, model: Model, answered: set[str]) -> tuple[State, ExactSum]:
     """BatchNorm's statistics and the sum of the class statistics, of the sites that have the network."""
     network = model.architecture.build()
     head, parts, sites = linear_head(network), State(), holders(run, run.participants, model.architecture)
@@ -148,10 +148,10 @@ def _told(run: Run, model: Model, answered: set[str]) -> tuple[State, ExactSum]:
 
 
 def _asked(
-    run: Run, kind: str, state: State, like: Mapping[str, torch.Tensor], sites: Sequence[Site], answered: set[str]
+    run: RoundContext, kind: str, state: State, like: Mapping[str, torch.Tensor], sites: Sequence[Site], answered: set[str]
 ) -> ExactSum:
     """The sum of the sites' answers, weighted by their images; those that answer are noted. FailedError if none does."""
-    total, expected = ExactSum(run.bits), {kind: Expected(like, bounded=False, check=CHECKS[kind])}
+    total, expected = ExactSum(run.bits), {kind: RecordSpec(like, bounded=False, check=CHECKS[kind])}
     if not sites:
         raise FailedError("no site that has this network takes part")
     for reply in run.ask(kind, {MODEL: state}, expected, sites, metrics=["samples"]):

@@ -4,8 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedloom.clients.randomness import generator
 from fedloom.conf.errors import UserError
+from fedloom.conf.randomness import generator
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site, roster
 

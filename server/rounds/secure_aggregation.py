@@ -20,20 +20,28 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fedloom.clients.messages import IDLE, LIFT
-from fedloom.clients.partial import SAMPLES
-from fedloom.clients.secure_aggregation.primitives import agreed, commitment, mask, public_key, rebuilt, sign, threshold_of
+from fedloom.clients.privacy.secure_aggregation.primitives import (
+    agreed,
+    commitment,
+    mask,
+    public_key,
+    rebuilt,
+    sign,
+    threshold_of,
+)
+from fedloom.clients.protocol.messages import IDLE, LIFT
+from fedloom.clients.protocol.partial_sums import SAMPLES
 from fedloom.conf.errors import FailedError, UserError
 from fedloom.conf.sites import Site
 from fedloom.fusion.exact import ExactSum, State
-from fedloom.server.ledger.slots import Put
+from fedloom.server.ledger.slots import SlotUpdate
 from fedloom.server.rounds.masked_exchange import Heard, MaskedExchange, SummedElsewhereError, WithoutError, those
 from fedloom.server.rounds.masked_replies import shaped
 from fedloom.server.rounds.masks import partners, rounds_together
 
 if TYPE_CHECKING:
-    from fedloom.server.rounds.expected import Expected
-    from fedloom.server.rounds.run import Content, Exchange, Run
+    from fedloom.server.rounds.context import Content, RoundContext, RoundTransport
+    from fedloom.server.rounds.record_spec import RecordSpec
 
 MOST_DRAWS = 3  # of a round's batches
 
@@ -42,9 +50,9 @@ MOST_DRAWS = 3  # of a round's batches
 class SecureAggregation:
     """One question whose replies are added up without being read."""
 
-    run: "Run"
-    exchange: "Exchange"
-    expected: "Mapping[str, Expected]"
+    run: "RoundContext"
+    exchange: "RoundTransport"
+    expected: "Mapping[str, RecordSpec]"
 
     def __post_init__(self) -> None:
         if odd := next((record for record, one in self.expected.items() if one.mean == SAMPLES), ""):
@@ -148,11 +156,11 @@ class SecureAggregation:
                 if slots.base(name):  # else what is kept is its first contribution, which is not masked
                     before = slots.contribution(slot, name)
                     now = {key: tensor + before[key] for key, tensor in now.items()}
-                slots.put([Put(slot, name, now, self.heard.samples[name], now)], self.run.number)
+                slots.put([SlotUpdate(slot, name, now, self.heard.samples[name], now)], self.run.number)
             for name in self.run.leaving:
                 if slots.has(slot, name):
                     nothing = {key: torch.zeros_like(tensor) for key, tensor in slots.contribution(slot, name).items()}
-                    slots.put([Put(slot, name, nothing, 0, nothing)], self.run.number)
+                    slots.put([SlotUpdate(slot, name, nothing, 0, nothing)], self.run.number)
 
     def _sound(self, means: Mapping[str, State]) -> None:
         """FailedError if a mean has entries that no honest sites give: one of them sent what is no masked contribution."""

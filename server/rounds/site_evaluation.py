@@ -5,24 +5,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fedloom.clients.data import label
-from fedloom.clients.measure import Score
-from fedloom.clients.messages import EVALUATE, RIGHT, measured_record, right_of
+from fedloom.clients.evaluation.accuracy import Score
 from fedloom.clients.networks import Model, architecture_of
-from fedloom.clients.replies import ReplyError, check_score
+from fedloom.clients.protocol.messages import EVALUATE, RIGHT, measured_record, right_of
+from fedloom.clients.protocol.reply_checks import ReplyError, check_score
 from fedloom.conf.sites import UNION, Site
 from fedloom.fusion.exact import State
-from fedloom.server.rounds.questions import Questions
-from fedloom.server.rounds.sizes import capped
+from fedloom.server.rounds.dispatcher import TaskDispatcher
+from fedloom.server.rounds.sample_counts import capped
 
 
 @dataclass
 class SiteEvaluation:
-    """Measures models at the sites of a run, as server.evaluate.Evaluator does at the server.
+    """Measures models at the sites of a run, as server.evaluation.evaluator.Evaluator does at the server.
 
     `beside`: by record name, what the method sends with the question for sites' own networks.
     """
 
-    questions: Questions
+    questions: TaskDispatcher
     sites: Callable[[], list[Site]]
     round: Callable[[], int]
     beside: Callable[[], Mapping[str, State]] = dict
@@ -70,7 +70,7 @@ class SiteEvaluation:
     def shares(self, scores: Mapping[str, Score]) -> dict[str, float]:
         """The fraction of right answers for each domain, and of all together; nothing where there are no images.
 
-        A site of a real federation that says many more images than the others counts less (server.rounds.sizes).
+        A site of a real federation that says many more images than the others counts less (server.rounds.sample_counts).
         """
         tally: dict[str, tuple[float, float]] = {}
         said = {name: one.images for name, one in scores.items() if one.images}

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedloom.clients.initial import SHARED, initial_state
 from fedloom.clients.networks import Architecture, Model, architecture_of
+from fedloom.clients.networks.initial import SHARED, initial_state
 from fedloom.conf.once import once
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 from fedloom.fusion.exact import ExactSum, State, dequantise
-from fedloom.server.evaluate import Evaluator
+from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.membership import check_members, rounds_with
 from fedloom.server.ledger.slots import Slots
@@ -152,7 +152,7 @@ class View:
         one = self.slots.contributions.here(site)
         return one.samples if one else 0
 
-    def kept(self, name: str) -> State:
+    def server_state(self, name: str) -> State:
         """What is kept under this name, to do with as one likes. KeyError if nothing is."""
         return own(self.slots.keeps()[name])
 

@@ -1,17 +1,17 @@
 """The server's halves of methods: one file per method, found by name. All that a new one needs can be imported from here."""
 
-from fedloom.clients.messages import MEAN, MODEL, ROUND, SITE, TRAIN
 from fedloom.clients.networks import Model
-from fedloom.clients.partial import ONCE, SAMPLES
+from fedloom.clients.protocol.messages import MEAN, MODEL, ROUND, SITE, TRAIN
+from fedloom.clients.protocol.partial_sums import ONCE, SAMPLES
 from fedloom.fusion.exact import State
-from fedloom.server.ledger.declared import Catalogue, Slot, Sum
-from fedloom.server.rounds.expected import Expected, Reply
-from fedloom.server.rounds.run import Run
+from fedloom.server.ledger.declared import PerClientSlot, Slot, Sum
+from fedloom.server.rounds.context import RoundContext
+from fedloom.server.rounds.record_spec import ClientUpdate, RecordSpec
 from fedloom.server.rounds.schedules import OneByOne, Participation, Sampling, Schedule
 from fedloom.server.rounds.view import Models, View
 from fedloom.server.strategies.arithmetic import ArithmeticStrategy
 from fedloom.server.strategies.averaging import FedAvg, FedProx
-from fedloom.server.strategies.base import STRATEGIES, Residue, Strategy, slots_of, strategy_of
+from fedloom.server.strategies.base import STRATEGIES, ResidualInfluence, Strategy, slots_of, strategy_of
 from fedloom.server.strategies.cla_ot import ClaOt
 from fedloom.server.strategies.components import HeadTransfer
 from fedloom.server.strategies.depthfl import DepthFL
@@ -40,12 +40,11 @@ __all__ = [
     "TRAIN",
     "Alone",
     "ArithmeticStrategy",
-    "Catalogue",
     "ClaOt",
+    "ClientUpdate",
     "DepthFL",
     "Ditto",
     "Exclusive",
-    "Expected",
     "FedAdagrad",
     "FedAdam",
     "FedAvg",
@@ -65,9 +64,10 @@ __all__ = [
     "Models",
     "OneByOne",
     "Participation",
-    "Reply",
-    "Residue",
-    "Run",
+    "PerClientSlot",
+    "RecordSpec",
+    "ResidualInfluence",
+    "RoundContext",
     "Sampling",
     "Scaffold",
     "Schedule",

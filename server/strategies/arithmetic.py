@@ -11,21 +11,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from fedloom.clients.messages import MEAN, SITE, TRAIN
 from fedloom.clients.networks import Model, common_architecture
 from fedloom.clients.objectives import objective_of
 from fedloom.clients.objectives.local import TOGETHER
+from fedloom.clients.protocol.messages import MEAN, SITE, TRAIN
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import roster
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 from fedloom.fusion.arithmetic import GRADIENTS, WEIGHTS, Alpha, added, composed, evenly, is_statistic, to_state
 from fedloom.fusion.exact import State, quantise
 from fedloom.server.ledger.declared import Slot, Sum
-from fedloom.server.rounds.expected import Expected
-from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.context import RoundContext
+from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.view import Models, View
-from fedloom.server.strategies.base import STRATEGIES, Residue, Strategy, check_objective, counter
+from fedloom.server.strategies.base import STRATEGIES, ResidualInfluence, Strategy, check_objective, counter
 from fedloom.server.strategies.coefficients import LARGEST, NONE, Search, SearchOptions, check_given, note, noted
 from fedloom.server.strategies.sequential import Sequential
 
@@ -37,28 +37,28 @@ GRADIENT = "sum"  # the slot
 class ArithmeticStrategy(Strategy):
     """theta_0 + sum alpha_i G_i: what sites have learned, added with coefficients. The objective is `local`."""
 
-    goes_with: ClassVar[str] = "local"
+    default_objective: ClassVar[str] = "local"
 
-    combine: str = value(GRADIENTS, "theta_0 + sum alpha g, or sum alpha theta", choices=(GRADIENTS, WEIGHTS))
-    coefficient: float = value(
+    combine: str = option(GRADIENTS, "theta_0 + sum alpha g, or sum alpha theta", choices=(GRADIENTS, WEIGHTS))
+    coefficient: float = option(
         0.0, "alpha of the sites that `coefficients` leaves out; 0: 1 / sites", low=-LARGEST, high=LARGEST
     )
-    coefficients: dict[str, Any] = value({}, "a site's name: its alpha")
-    search: SearchOptions = value(SearchOptions, "choose the coefficients on validation images")
+    coefficients: dict[str, Any] = option({}, "a site's name: its alpha")
+    search: SearchOptions = option(SearchOptions, "choose the coefficients on validation images")
 
     def slots(self, config: Config) -> Mapping[str, Slot]:
         """The sites' cumulative gradients."""
         return {GRADIENT: Sum()}
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: RoundContext) -> None:
         """Nobody has a gradient yet."""
-        run.put_all(GRADIENT, self.first(run, "")[GRADIENT])
+        run.put_all(GRADIENT, self.initial_contribution(run, "")[GRADIENT])
 
-    def round(self, run: Run) -> None:
+    def round(self, run: RoundContext) -> None:
         """Send the combination; add to each G_i how far the site went from it; of statistics, the last ones count."""
         sent = self.network(run)
         theta, start = _theta(run), quantise(sent, run.bits)
-        for reply in run.ask(TRAIN, {MEAN: sent}, {SITE: Expected(sent)}):
+        for reply in run.ask(TRAIN, {MEAN: sent}, {SITE: RecordSpec(sent)}):
             end, before = reply.integers[SITE], run.integers(GRADIENT, reply.site.name)
             moved = {name: tensor - theta[name] if is_statistic(name) else before[name] + (tensor - start[name])
                      for name, tensor in end.items()}  # fmt: skip
@@ -125,18 +125,18 @@ class ArithmeticStrategy(Strategy):
         ends = {name: self.compose(view, {name: 1.0}, GRADIENTS) for name in homes}
         return Search(view.evaluator, self.search, self.combine, start_of(view), ends, homes).best(given)
 
-    def first(self, view: View, site: str) -> Mapping[str, State]:
+    def initial_contribution(self, view: View, site: str) -> Mapping[str, State]:
         """A gradient of zero, int64."""
         return {GRADIENT: {name: tensor * 0 for name, tensor in _theta(view).items()}}
 
-    def residue(self, view: View, names: Sequence[str] = ()) -> Sequence[Residue]:
+    def residue(self, view: View, names: Sequence[str] = ()) -> Sequence[ResidualInfluence]:
         """After round 1, the other sites' gradients."""
         if view.rounds_with(names) < 2:
             return ()  # the others started from theta_0, which has seen no data
         why = "after round 1 they start from networks that held the forgotten sites' gradients"
-        return [Residue("other sites' gradients", why)]
+        return [ResidualInfluence("other sites' gradients", why)]
 
-    def at_work(self, config: Config) -> Strategy:
+    def resolve(self, config: Config) -> Strategy:
         """Its baselines train one network at one site after the other."""
         return self if objective_of(config).mode == TOGETHER else Sequential()
 

@@ -11,23 +11,23 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedloom.clients.messages import MEAN, SITE, TRAIN
 from fedloom.clients.networks import Model, architecture_of, common_architecture
 from fedloom.clients.objectives import objective_of
 from fedloom.clients.objectives.fedavg import OWN, norms
 from fedloom.clients.objectives.fedavg import FedAvg as FedAvgObjective
 from fedloom.clients.objectives.steps import momentum_of
+from fedloom.clients.protocol.messages import MEAN, SITE, TRAIN
 from fedloom.conf.errors import UserError
 from fedloom.conf.once import once
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import roster
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 from fedloom.fusion.exact import State
 from fedloom.server.ledger.declared import Slot, Sum
-from fedloom.server.rounds.expected import Expected
-from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.context import RoundContext
+from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.view import Models, View
-from fedloom.server.strategies.base import STRATEGIES, Residue, Strategy, check_objective
+from fedloom.server.strategies.base import STRATEGIES, ResidualInfluence, Strategy, check_objective
 
 NETWORKS = "networks"  # the slot
 NETWORK = "network"  # what is kept of it: as the last round began with it
@@ -43,10 +43,12 @@ MEAN_OF_NORMS = (
 class Averaging(Strategy):
     """A method whose server makes the next network of the last one and of a mean over the sites that answered."""
 
-    goes_with: ClassVar[str] = "fedavg"
+    default_objective: ClassVar[str] = "fedavg"
     memory: ClassVar[tuple[str, ...]] = ()  # states of the parameters' shapes, kept beside the network
 
-    weighting: str = value("samples", "how sites count in the mean: by their images, or alike", choices=("samples", "equal"))
+    weighting: str = option(
+        "samples", "how sites count in the mean: by their images, or alike", choices=("samples", "equal")
+    )
 
     def slots(self, config: Config) -> Mapping[str, Slot]:
         """What the sites sent last: of the whole network all that is no whole number."""
@@ -54,8 +56,8 @@ class Averaging(Strategy):
 
     def check(self, config: Config) -> None:
         """UserError for another objective, for several architectures, and for weights that masks would have to hide."""
-        check_objective(config, self.goes_with)
-        needed = objective_of(config).told_by  # type: ignore[attr-defined]
+        check_objective(config, self.default_objective)
+        needed = objective_of(config).requires_strategy  # type: ignore[attr-defined]
         if needed and not isinstance(self, STRATEGIES.get(needed)):
             raise UserError(f"objective.name: sites of {config.objective['name']} need what strategy.name={needed} sends; "
                             "take both")  # fmt: skip
@@ -63,7 +65,7 @@ class Averaging(Strategy):
         if config.federation.secure_aggregation and self.weighting == "samples":
             raise UserError("federation.secure_aggregation: sums under masks count no samples; set strategy.weighting=equal")
 
-    def advice(self, config: Config) -> list[str]:
+    def warnings(self, config: Config) -> list[str]:
         """That an aggregate without BatchNorm is measured otherwise, and that a mean of BatchNorms may fit no site."""
         if objective_of(config).batchnorm != OWN:  # type: ignore[attr-defined]
             return [MEAN_OF_NORMS] if differing_classes(config) and norms(_network(config)) else []
@@ -72,40 +74,42 @@ class Averaging(Strategy):
         return ["objective.batchnorm=own: the aggregate's BatchNorm stays as it began; each site's network is measured "
                 "with evaluation.where=sites, the aggregate with evaluation.statistics=batch"]  # fmt: skip
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: RoundContext) -> None:
         """The network starts at theta_0."""
         parameters = parameters_of(run.config)
-        run.keep(NETWORK, run.initial())
+        run.save_server_state(NETWORK, run.initial())
         for name in self.memory:
-            run.keep(name, {key: self.blank(name, one) for key, one in run.initial().items() if key in parameters})
-        run.keep(ROUND, _number(0))
+            run.save_server_state(
+                name, {key: self.initial_memory(name, one) for key, one in run.initial().items() if key in parameters}
+            )
+        run.save_server_state(ROUND, _number(0))
 
-    def blank(self, name: str, like: Tensor) -> Tensor:
+    def initial_memory(self, name: str, like: Tensor) -> Tensor:
         """How a tensor of the memory of this name begins."""
         return torch.zeros_like(like)
 
-    def round(self, run: Run) -> None:
+    def round(self, run: RoundContext) -> None:
         """Send the network; put what the sites make of it."""
-        now = self.after(run)
+        now = self.next_state(run)
         for name, state in now.items():
-            run.keep(name, state)
-        run.keep(ROUND, _number(run.number))
-        sent = {**now[NETWORK], **self.beside(run)}
+            run.save_server_state(name, state)
+        run.save_server_state(ROUND, _number(run.number))
+        sent = {**now[NETWORK], **self.extra_broadcast(run)}
         own = now[NETWORK].keys() - shared(run.config, now[NETWORK]).keys()
         like = {name: one for name, one in sent.items() if name not in own}
-        run.gather(TRAIN, {MEAN: sent, **self.told(run)}, {SITE: Expected(like, slot=NETWORKS)})
+        run.gather(TRAIN, {MEAN: sent, **self.extra_records(run)}, {SITE: RecordSpec(like, slot=NETWORKS)})
 
-    def told(self, run: Run) -> dict[str, State]:
+    def extra_records(self, run: RoundContext) -> dict[str, State]:
         """Records that are sent beside the network, of which nothing comes back."""
         return {}
 
-    def beside(self, run: Run) -> State:
+    def extra_broadcast(self, run: RoundContext) -> State:
         """What is sent beside the network; sites answer with the same names."""
         return {}
 
-    def after(self, view: View) -> dict[str, State]:
+    def next_state(self, view: View) -> dict[str, State]:
         """What the next round begins with, by name of what is kept."""
-        last = {name: view.kept(name) for name in (NETWORK, *self.memory)}
+        last = {name: view.server_state(name) for name in (NETWORK, *self.memory)}
         total = counted(view).total(NETWORKS)
         return self.step(last, total.mean(), parameters_of(view.config)) if total.addends else last
 
@@ -116,18 +120,18 @@ class Averaging(Strategy):
 
     def models(self, view: View) -> Models:
         """The network, under the method's name."""
-        return Models({type(self).__name__.lower(): lambda: Model(view.architecture(), self.after(view)[NETWORK])})
+        return Models({type(self).__name__.lower(): lambda: Model(view.architecture(), self.next_state(view)[NETWORK])})
 
-    def residue(self, view: View, names: tuple[str, ...] = ()) -> list[Residue]:  # pyright: ignore
+    def residue(self, view: View, names: tuple[str, ...] = ()) -> list[ResidualInfluence]:  # pyright: ignore
         """What the last round began with, and what all made of it: none in the first one, which began with theta_0."""
         if view.rounds_with(names) < 2:
             return []
         why = "they were trained from networks in which those of the forgotten sites were; subtraction does not change them"
-        found = [Residue("the other sites' networks", why)]
+        found = [ResidualInfluence("the other sites' networks", why)]
         if self.memory:
             told = "made of all rounds before the last one, in which the forgotten sites took part"
-            found.append(Residue(f"the server's {' and '.join(self.memory)}, and the network that the last round began with",
-                                 f"they are {told}; only the last step is made again without them"))  # fmt: skip
+            kept = f"the server's {' and '.join(self.memory)}, and the network that the last round began with"
+            found.append(ResidualInfluence(kept, f"they are {told}; only the last step is made again without them"))
         return found
 
 
@@ -142,14 +146,14 @@ class FedAvg(Averaging):
 class FedProx(FedAvg):
     """FedAvg of sites that stay near the network that they were sent (Li et al. 2020); `objective.mu` says how near."""
 
-    goes_with: ClassVar[str] = "fedprox"
+    default_objective: ClassVar[str] = "fedprox"
 
 
 def counted(view: View) -> View:
     """The sites that answered in the last round. Under masks all count with what they sent last: no other sum is known."""
     if view.config.federation.secure_aggregation:
         return view
-    last = int(view.kept(ROUND)["number"])
+    last = int(view.server_state(ROUND)["number"])
     names = [site.name for site in view.sites if last and view.last_put(site.name) == last]
     return view if len(names) == len(view.sites) else view.subset(names)
 

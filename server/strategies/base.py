@@ -18,9 +18,9 @@ from fedloom.clients.objectives import OBJECTIVES, objective_of
 from fedloom.conf.errors import UserError
 from fedloom.conf.registry import Registry
 from fedloom.conf.schema import Config
-from fedloom.server.ledger.declared import Catalogue, Slot, Sum
-from fedloom.server.privacy import masked
-from fedloom.server.rounds.run import Run
+from fedloom.server.ledger.declared import PerClientSlot, Slot, Sum
+from fedloom.server.rounds.context import RoundContext
+from fedloom.server.rounds.privacy import masked
 from fedloom.server.rounds.schedules import Sampling, Schedule
 from fedloom.server.rounds.view import Models, View
 
@@ -30,30 +30,30 @@ PLAIN = re.compile(r"[A-Za-z0-9_.-]{1,100}")  # names of slots
 
 
 @dataclass(frozen=True)
-class Residue:
+class ResidualInfluence:
     """Where forgotten sites may have left traces that subtraction does not reach, and why."""
 
-    where: str
-    why: str
+    location: str
+    reason: str
 
 
 @dataclass(frozen=True)
 class Strategy(ABC):
     """A method at the server; its fields are its options. `begin`, `round` and `models` are what a new one has to have.
 
-    `goes_with`: the name of the sites' half, taken where a configuration names none (server.strategies.pairing).
+    `default_objective`: the name of the sites' half, taken where a configuration names none (server.strategies.defaults).
     `personal`: sites have networks of their own beside the aggregate, which are measured, too.
     """
 
-    goes_with: ClassVar[str] = ""
+    default_objective: ClassVar[str] = ""
     personal: ClassVar[bool] = False
 
     @property
-    def passes_on(self) -> Mapping[str, Any]:
+    def objective_defaults(self) -> Mapping[str, Any]:
         """Options of the sites' half that follow from those of this one."""
         return {}
 
-    def at_work(self, config: Config) -> "Strategy":
+    def resolve(self, config: Config) -> "Strategy":
         """What carries out the configured mode, where that is another strategy."""
         return self
 
@@ -65,42 +65,42 @@ class Strategy(ABC):
         """UserError for a configuration that the method cannot work with."""
         return
 
-    def advice(self, config: Config) -> Sequence[str]:
+    def warnings(self, config: Config) -> Sequence[str]:
         """What to tell at the start of a run that works, but not as well as it could."""
         return ()
 
     @abstractmethod
-    def begin(self, run: Run) -> None:
+    def begin(self, run: RoundContext) -> None:
         """Round 0: the first contents of the slots, and what is kept beside them. Nobody can be asked yet."""
 
     @abstractmethod
-    def round(self, run: Run) -> None:
+    def round(self, run: RoundContext) -> None:
         """One round: ask the participants, put what they gave, keep what all share."""
 
     @abstractmethod
     def models(self, view: View) -> Models:
         """The networks of a view of the slots, by the names that tables show: the aggregate first, sites by their names."""
 
-    def settle(self, run: Run) -> None:
+    def recompute_derived(self, run: RoundContext) -> None:
         """Recompute what is kept and follows from the slots: after a round, and when sites are forgotten or readmitted."""
         return
 
-    def first(self, view: View, site: str) -> Mapping[str, dict[str, torch.Tensor]]:
+    def initial_contribution(self, view: View, site: str) -> Mapping[str, dict[str, torch.Tensor]]:
         """By slot, what a site that is readmitted begins with."""
         return {}
 
-    def one_basis(self, view: View) -> bool:
+    def heads_share_basis(self, view: View) -> bool:
         """Whether the inputs of the heads of all its aggregates correspond, channel by channel."""
         return False
 
-    def residue(self, view: View, names: Sequence[str] = ()) -> Sequence[Residue]:
+    def residue(self, view: View, names: Sequence[str] = ()) -> Sequence[ResidualInfluence]:
         """Where these forgotten sites (none named: any that will be) may have left traces."""
         if not view.rounds_with(names):
             return ()  # nothing was trained yet
         why = "they come from rounds in which the forgotten sites took part; subtraction does not change them"
-        return (Residue("the other sites' contributions, and what is kept beside the sums", why),)
+        return (ResidualInfluence("the other sites' contributions, and what is kept beside the sums", why),)
 
-    def facts(self, view: View) -> Mapping[str, Any]:
+    def summary_entries(self, view: View) -> Mapping[str, Any]:
         """What else the summary says of the run, by key."""
         return {}
 
@@ -118,21 +118,23 @@ STRATEGIES: Registry[Strategy] = Registry("strategy", Strategy)
 
 def strategy_of(config: Config) -> Strategy:
     """The configured strategy. UserError if there is no such one, or an option does not fit."""
-    return STRATEGIES.build(config.strategy, "strategy").at_work(config)
+    return STRATEGIES.build(config.strategy, "strategy").resolve(config)
 
 
 def slots_of(config: Config) -> dict[str, Slot]:
     """The slots that the configured strategy declares. UserError for odd ones, or ones that workers cannot add up."""
     name, slots = config.strategy.get("name"), strategy_of(config).slots(config)
-    if not isinstance(slots, Mapping) or not all(isinstance(slot, Sum | Catalogue) for slot in slots.values()):
+    if not isinstance(slots, Mapping) or not all(isinstance(slot, Sum | PerClientSlot) for slot in slots.values()):
         raise UserError(
-            f"strategy '{name}': its slots() must give a dictionary of fedloom.server.strategies.Sum and Catalogue"
+            f"strategy '{name}': its slots() must give a dictionary of fedloom.server.strategies.Sum and PerClientSlot"
         )
     if odd := [slot for slot in slots if not isinstance(slot, str) or not PLAIN.fullmatch(slot)]:
         raise UserError(f"strategy '{name}': the slot {odd[0]!r} needs a name of letters, digits, '-', '_' and '.'")
     if config.federation.secure_aggregation:
         slots = masked(config, slots)
-    if config.federation.partial_sums and (len(slots) > 1 or any(isinstance(slot, Catalogue) for slot in slots.values())):
+    if config.federation.partial_sums and (
+        len(slots) > 1 or any(isinstance(slot, PerClientSlot) for slot in slots.values())
+    ):
         raise UserError(f"federation.partial_sums: workers add up one sum alone; strategy '{name}' has other slots")
     return dict(slots)
 

@@ -10,20 +10,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedloom.clients.messages import MEAN, SITE, TRAIN
 from fedloom.clients.networks import Model
 from fedloom.clients.objectives import objective_of
 from fedloom.clients.objectives.heterogeneous import ALONE, EXCLUSIVE
+from fedloom.clients.protocol.messages import MEAN, SITE, TRAIN
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site, roster
 from fedloom.fusion.exact import State, dequantise, quantise
 from fedloom.server.ledger.declared import Slot, Sum
-from fedloom.server.rounds.expected import Expected
-from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.context import RoundContext
+from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.view import Models, View
 from fedloom.server.strategies.architectures import Group, group_by_site, groups_of, reference_of
-from fedloom.server.strategies.base import STRATEGIES, Residue, Strategy, check_objective
+from fedloom.server.strategies.base import STRATEGIES, ResidualInfluence, Strategy, check_objective
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Averaged:
 class ByArchitecture(Strategy):
     """A method for sites of different networks. Its baselines are the modes of the objective that bring none together."""
 
-    goes_with: ClassVar[str] = "heterogeneous"
+    default_objective: ClassVar[str] = "heterogeneous"
 
-    def at_work(self, config: Config) -> Strategy:
+    def resolve(self, config: Config) -> Strategy:
         """Itself, or the baseline."""
         return baseline(config) or self
 
@@ -56,26 +56,26 @@ class ByArchitecture(Strategy):
         """The sites' networks, by architecture."""
         return {group.name: Sum(weighted=True, resumable=True) for group in groups_of(config)}
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: RoundContext) -> None:
         """What the networks of each architecture start from."""
         for name, state in self.initial_states(run).items():
-            run.keep(kept(name), _rounded(state, run.bits))
+            run.save_server_state(kept(name), _rounded(state, run.bits))
 
-    def round(self, run: Run) -> None:
+    def round(self, run: RoundContext) -> None:
         """Send every site its architecture's network; put what it makes of it."""
         groups = group_by_site(run.config)
-        sent = {group.name: run.kept(kept(group.name)) for group in groups_of(run.config)}
+        sent = {group.name: run.server_state(kept(group.name)) for group in groups_of(run.config)}
 
         def content(site: Site) -> dict[str, State]:
             return {MEAN: sent[groups[site.name].name]}
 
-        for reply in run.ask(TRAIN, content, lambda site: {SITE: Expected(sent[groups[site.name].name])}):
+        for reply in run.ask(TRAIN, content, lambda site: {SITE: RecordSpec(sent[groups[site.name].name])}):
             run.put(groups[reply.site.name].name, reply.site, reply[SITE], reply.samples)
 
-    def settle(self, run: Run) -> None:
+    def recompute_derived(self, run: RoundContext) -> None:
         """The architectures' networks, from what the sites put."""
         for name, state in self._combined(run).items():
-            run.keep(kept(name), state)
+            run.save_server_state(kept(name), state)
 
     def models(self, view: View) -> Models:
         """The networks of all architectures, the reference's first; each site's own."""
@@ -83,11 +83,13 @@ class ByArchitecture(Strategy):
 
         def shared(group: Group) -> Model:
             state = {} if view.whole else found().get(group.name, {})
-            return Model(group.architecture, state or view.kept(kept(group.name)))
+            return Model(group.architecture, state or view.server_state(kept(group.name)))
 
         def own(site: Site) -> Model:
             group = group_by_site(view.config)[site.name]
-            return Model(group.architecture, cast(view.contribution(group.name, site.name), view.kept(kept(group.name))))
+            return Model(
+                group.architecture, cast(view.contribution(group.name, site.name), view.server_state(kept(group.name)))
+            )
 
         first = reference_of(view.config, self.reference_name)
         groups = [first, *(group for group in groups_of(view.config) if group is not first)]
@@ -99,7 +101,7 @@ class ByArchitecture(Strategy):
         """The architecture that counts as the aggregate's; empty: the deepest."""
         return ""
 
-    def initial_states(self, run: Run) -> Mapping[str, State]:
+    def initial_states(self, run: RoundContext) -> Mapping[str, State]:
         """By architecture, what its first networks are."""
         return {group.name: run.initial(site=group.site) for group in groups_of(run.config)}
 
@@ -115,12 +117,12 @@ class ByArchitecture(Strategy):
                 found[group.name] = _rounded(view.initial(site=group.site), view.bits)
         return found
 
-    def residue(self, view: View, names: Sequence[str] = ()) -> Sequence[Residue]:
+    def residue(self, view: View, names: Sequence[str] = ()) -> Sequence[ResidualInfluence]:
         """The networks of all other sites: what they started from held the forgotten ones."""
         if view.rounds_with(names) < 2:
             return ()  # the others started from networks that have seen no data
         why = "after round 1 they start from networks in which those of the forgotten sites were"
-        return (Residue("other sites' networks, of all architectures", why),)
+        return (ResidualInfluence("other sites' networks, of all architectures", why),)
 
 
 def baseline(config: Config) -> Strategy | None:
@@ -146,7 +148,7 @@ def averaged(view: View, fresh: bool = False) -> list[Averaged]:
     for group in groups_of(view.config):
         total = those.total(group.name)
         if total.addends:
-            state = cast(total.mean(), view.kept(kept(group.name)))
+            state = cast(total.mean(), view.server_state(kept(group.name)))
             found.append(Averaged(group, state, float(total.addends)))
     return found
 

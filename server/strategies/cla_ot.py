@@ -14,12 +14,12 @@ from torch import Tensor
 
 from fedloom.conf.errors import FailedError, UserError
 from fedloom.conf.schema import Config
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 from fedloom.fusion.discriminant import scaled
 from fedloom.fusion.exact import State
 from fedloom.fusion.submodels import mean_over_holders
+from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.recalibration import HEAD, ask, check_head
-from fedloom.server.rounds.run import Run
 from fedloom.server.rounds.view import View
 from fedloom.server.strategies.architectures import groups_of, reference_of
 from fedloom.server.strategies.base import STRATEGIES, Strategy
@@ -52,42 +52,42 @@ UNSEEN = 10.0  # nats by which a head starts below all others for a class that n
 class ClaOt(InParts):
     """Networks of different depth and width, fused every round. The objective is `heterogeneous`."""
 
-    fusion: str = value(
+    fusion: str = option(
         PARTS,
         "parts: the mean of all networks as parts of one; cla_ot: align layers, transport, average (the paper's); "
         "refit: choose channels of all networks and fit layers anew",
         choices=(PARTS, CLA_OT, REFIT),
     )
-    basis: str = value(ACTIVATIONS, "fusion=cla_ot: what transport plans are made from", choices=(ACTIVATIONS, "weights"))
-    start: str = value(
+    basis: str = option(ACTIVATIONS, "fusion=cla_ot: what transport plans are made from", choices=(ACTIVATIONS, "weights"))
+    start: str = option(
         SHARED,
         "sites start from parts of one network, or from their own ones, which are fused after the first round",
         choices=(SHARED, OWN),
     )
-    probe: PublicImages = value(
+    probe: PublicImages = option(
         PublicImages,
         "start=own, fusion=cla_ot, refit: unlabelled images to compare and fit networks on; samples=0: none (parts alone)",
     )
-    recalibrate: bool = value(
+    recalibrate: bool = option(
         False, "start=own: after the first fusion, heads and BatchNorm's statistics follow from sums over the sites' images"
     )
-    lacking: float = value(
+    lacking: float = option(
         LACKING,
         "fusion=parts: weight with which a layer that a network lacks counts as one that changes nothing",
         low=0.0,
         high=1.0,
     )
-    server_mix: float = value(
+    server_mix: float = option(
         1.0, "share of the fused network in what an architecture goes on from; the rest is its own mean", low=0.0, high=1.0
     )
-    every: int = value(
+    every: int = option(
         1, "rounds from one fusion to the next; in between every architecture goes on from its own mean", low=1
     )
-    server: ServerTraining = value(ServerTraining, "training at the server after a round")
+    server: ServerTraining = option(ServerTraining, "training at the server after a round")
 
-    def at_work(self, config: Config) -> Strategy:
+    def resolve(self, config: Config) -> Strategy:
         """Itself, the baseline, or the fusion that needs no common basis."""
-        found = super().at_work(config)
+        found = super().resolve(config)
         return FusedAnew(self) if found is self and self.fusion != PARTS else found
 
     def check(self, config: Config) -> None:
@@ -112,23 +112,25 @@ class ClaOt(InParts):
             state |= {name: tensor.clone() for name, tensor in part.neutral.items()}
         return state
 
-    def round(self, run: Run) -> None:
+    def round(self, run: RoundContext) -> None:
         """As all; sites with networks of their own hear nothing in the first one."""
         if self.start == OWN and run.number == 1:
             ask_alone(run)
         else:
             super().round(run)
 
-    def settle(self, run: Run) -> None:
+    def recompute_derived(self, run: RoundContext) -> None:
         """As all; networks that were just trained apart are set right by what their sites tell, if any tells it."""
-        super().settle(run)
+        super().recompute_derived(run)
         if self.recalibrate and run.participants and self._first(run):
             first = {group.name: run.initial(site=group.site)[HEAD[0]] for group in groups_of(run.config)}
             with contextlib.suppress(FailedError):
-                for name, parts in ask(run, self.models(run), self.one_basis(run), UNSEEN).parts.items():
-                    run.keep(kept(name), _set_right(run.kept(kept(name)), parts, float(first[name].norm())))
+                for name, parts in ask(run, self.models(run), self.heads_share_basis(run), UNSEEN).parts.items():
+                    run.save_server_state(
+                        kept(name), _set_right(run.server_state(kept(name)), parts, float(first[name].norm()))
+                    )
 
-    def one_basis(self, view: View) -> bool:
+    def heads_share_basis(self, view: View) -> bool:
         """Not of networks that were fused without having seen what they do."""
         return bool(self.probe.samples) or not self._first(view)
 

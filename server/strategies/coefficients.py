@@ -14,11 +14,11 @@ from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.progress import step
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import UNION, Site
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 from fedloom.fusion.arithmetic import GRADIENTS, Alpha, Composer
 from fedloom.fusion.exact import State
 from fedloom.fusion.search import best_on_grid, check_grid, climb
-from fedloom.server.evaluate import Evaluator
+from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.rounds.view import View
 
 NONE = "none"
@@ -31,15 +31,17 @@ GRID = [step / 10 for step in range(11)]
 class SearchOptions:
     """How coefficients are chosen."""
 
-    by: str = value(
+    by: str = option(
         NONE, "none: the given ones stay; a grid; powell's derivative-free method", choices=(NONE, "grid", "powell")
     )
-    steps: list[float] = value([], "grid: the values of each coefficient; empty: 0, 0.1, ..., 1", low=-LARGEST, high=LARGEST)
-    layers: bool = value(False, "powell: a coefficient for each layer of each site")
-    low: float = value(0.0, "powell: smallest coefficient", low=-LARGEST, high=LARGEST)
-    high: float = value(1.5, "powell: largest coefficient", low=-LARGEST, high=LARGEST)
-    evaluations: int = value(300, "powell: about so many combinations are measured", low=1)
-    images: int = value(500, "most validation images of a domain that are looked at", low=10)
+    steps: list[float] = option(
+        [], "grid: the values of each coefficient; empty: 0, 0.1, ..., 1", low=-LARGEST, high=LARGEST
+    )
+    layers: bool = option(False, "powell: a coefficient for each layer of each site")
+    low: float = option(0.0, "powell: smallest coefficient", low=-LARGEST, high=LARGEST)
+    high: float = option(1.5, "powell: largest coefficient", low=-LARGEST, high=LARGEST)
+    evaluations: int = option(300, "powell: about so many combinations are measured", low=1)
+    images: int = option(500, "most validation images of a domain that are looked at", low=10)
 
     def check(self, config: Config, sites: int) -> None:
         """UserError for what cannot be searched."""

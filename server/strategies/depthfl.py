@@ -9,7 +9,7 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.fusion.exact import State
 from fedloom.fusion.submodels import Held, Submodel, mean_over_holders
-from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.view import View
 from fedloom.server.strategies.architectures import Group, groups_of, reference_of
 from fedloom.server.strategies.base import STRATEGIES, check_objective
@@ -23,7 +23,7 @@ class DepthFL(ByArchitecture):
     """Every parameter becomes the mean over the sites that hold it, else stays (Alg. 1; here weighted by images); networks
     answer with the mean logits of their classifiers. The objective is `depthfl`, networks are `exits` of several depths."""
 
-    goes_with: ClassVar[str] = "depthfl"
+    default_objective: ClassVar[str] = "depthfl"
 
     def check(self, config: Config) -> None:
         """UserError for another objective, for a network without exits, and for one that is no prefix of the deepest."""
@@ -35,17 +35,17 @@ class DepthFL(ByArchitecture):
                 raise UserError(f"network: strategy depthfl takes {takes} at every site, got {group.name}")
             _prefix(reference_of(config), group)
 
-    def initial_states(self, run: Run) -> Mapping[str, State]:
+    def initial_states(self, run: RoundContext) -> Mapping[str, State]:
         """Prefixes of the deepest network's first state."""
         deepest = reference_of(run.config)
-        run.keep(REFERENCE, state := run.initial(site=deepest.site))
+        run.save_server_state(REFERENCE, state := run.initial(site=deepest.site))
         return {group.name: _prefix(deepest, group).taken(state) for group in groups_of(run.config)}
 
-    def settle(self, run: Run) -> None:
+    def recompute_derived(self, run: RoundContext) -> None:
         """Keep the deepest network, and of it what every architecture goes on from."""
-        run.keep(REFERENCE, whole := self.whole(run))
+        run.save_server_state(REFERENCE, whole := self.whole(run))
         for group in groups_of(run.config):
-            run.keep(kept(group.name), _prefix(reference_of(run.config), group).taken(whole))
+            run.save_server_state(kept(group.name), _prefix(reference_of(run.config), group).taken(whole))
 
     def combined(self, view: View) -> Mapping[str, State]:
         whole, deepest = self.whole(view), reference_of(view.config)
@@ -60,7 +60,7 @@ class DepthFL(ByArchitecture):
 
 def _before(view: View) -> State:
     """What tensors are that nobody holds: as they were, or as at the start where no site is left that held them."""
-    deepest, whole = reference_of(view.config), view.kept(REFERENCE)
+    deepest, whole = reference_of(view.config), view.server_state(REFERENCE)
     left = [group for group in groups_of(view.config) if view.total(group.name).addends]
     if len(left) == len(groups_of(view.config)):
         return whole

@@ -7,7 +7,7 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.server.rounds.view import View
 from fedloom.server.strategies.averaging import Averaging
-from fedloom.server.strategies.base import STRATEGIES, Residue
+from fedloom.server.strategies.base import STRATEGIES, ResidualInfluence
 
 
 @STRATEGIES.register("ditto")
@@ -15,7 +15,7 @@ from fedloom.server.strategies.base import STRATEGIES, Residue
 class Ditto(Averaging):
     """The shared network is FedAvg's; `personal` in tables: the sites' own, each measured at its site."""
 
-    goes_with: ClassVar[str] = "ditto"
+    default_objective: ClassVar[str] = "ditto"
     personal: ClassVar[bool] = True
 
     def check(self, config: Config) -> None:
@@ -26,8 +26,8 @@ class Ditto(Averaging):
                 "training.clip: strategy ditto trains two networks at once, whose gradients have one norm; set it to 0"
             )
 
-    def residue(self, view: View, names: tuple[str, ...] = ()) -> list[Residue]:  # pyright: ignore
+    def residue(self, view: View, names: tuple[str, ...] = ()) -> list[ResidualInfluence]:  # pyright: ignore
         """The same, and the sites' own networks."""
         found = super().residue(view, names)
         why = "they were held near networks in which those of the forgotten sites were; the server does not have them"
-        return [*found, Residue("the other sites' personal networks", why)] if found else []
+        return [*found, ResidualInfluence("the other sites' personal networks", why)] if found else []

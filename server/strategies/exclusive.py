@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fedloom.clients.messages import SITE, TRAIN
+from fedloom.clients.protocol.messages import SITE, TRAIN
 from fedloom.fusion.exact import State
-from fedloom.server.rounds.expected import Expected
-from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.context import RoundContext
+from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.view import Models, View
 from fedloom.server.strategies.architectures import group_by_site, groups_of
 from fedloom.server.strategies.base import STRATEGIES
@@ -27,7 +27,7 @@ class Exclusive(ByArchitecture):
 class Alone(ByArchitecture):
     """Every site trains its own network, from a start of its own, and hears of nobody."""
 
-    def round(self, run: Run) -> None:
+    def round(self, run: RoundContext) -> None:
         ask_alone(run)
 
     def combined(self, view: View) -> Mapping[str, State]:
@@ -40,9 +40,9 @@ class Alone(ByArchitecture):
         return Models({site.name: lambda name=site.name: found[name] for site in view.sites if has(view, site)})
 
 
-def ask_alone(run: Run) -> None:
+def ask_alone(run: RoundContext) -> None:
     """Send nothing; put what every site makes of a network of its own."""
     groups = group_by_site(run.config)
-    like = {group.name: run.kept(kept(group.name)) for group in groups_of(run.config)}
-    for reply in run.ask(TRAIN, {}, lambda site: {SITE: Expected(like[groups[site.name].name], bounded=False)}):
+    like = {group.name: run.server_state(kept(group.name)) for group in groups_of(run.config)}
+    for reply in run.ask(TRAIN, {}, lambda site: {SITE: RecordSpec(like[groups[site.name].name], bounded=False)}):
         run.put(groups[reply.site.name].name, reply.site, reply[SITE], reply.samples)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fedloom.conf.schema import Config
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 from fedloom.fusion.exact import State
 from fedloom.server.rounds.view import View
 from fedloom.server.strategies.base import STRATEGIES
@@ -18,10 +18,10 @@ from fedloom.server.strategies.server_training import ServerTraining
 class FedDF(ByArchitecture):
     """Alg. 3: students are the means of the architectures, the teacher is the mean of all sites' logits, T = 1."""
 
-    public: PublicImages = value(PublicImages, "what is distilled on")
-    steps: int = value(300, "of Adam in each round, for each architecture", low=1, high=1_000_000)
-    rate: float = value(1e-3, "learning rate at the start; it falls to 0 as half a cosine", low=0.0, high=1.0)
-    batch: int = value(128, "images in each step", low=2)
+    public: PublicImages = option(PublicImages, "what is distilled on")
+    steps: int = option(300, "of Adam in each round, for each architecture", low=1, high=1_000_000)
+    rate: float = option(1e-3, "learning rate at the start; it falls to 0 as half a cosine", low=0.0, high=1.0)
+    batch: int = option(128, "images in each step", low=2)
 
     def check(self, config: Config) -> None:
         """UserError for an unknown public domain, and where the server has no images."""

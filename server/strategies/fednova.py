@@ -7,13 +7,13 @@ from typing import ClassVar
 
 import torch
 
-from fedloom.clients.learner import step_count
 from fedloom.clients.objectives.fednova import AVERAGE, WORK
 from fedloom.clients.objectives.steps import gradient_weight
+from fedloom.clients.training.learner import step_count
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.fusion.exact import State
-from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.view import View
 from fedloom.server.strategies.averaging import NETWORK, NETWORKS, ROUND, Averaging, check_steps, counted, parameters_of
 from fedloom.server.strategies.base import STRATEGIES
@@ -32,28 +32,28 @@ class FedNova(Averaging):
     in the end (one did not answer, or was forgotten), the server's step is as much longer as theirs is larger.
     """
 
-    goes_with: ClassVar[str] = "fednova"
+    default_objective: ClassVar[str] = "fednova"
 
     def check(self, config: Config) -> None:
         """UserError for sites whose steps are not of plain SGD."""
         super().check(config)
         check_steps(config)
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: RoundContext) -> None:
         """No work yet."""
         super().begin(run)
-        run.keep(WORK, _told(0.0, 0))
+        run.save_server_state(WORK, _told(0.0, 0))
 
-    def told(self, run: Run) -> dict[str, State]:
+    def extra_records(self, run: RoundContext) -> dict[str, State]:
         """The mean work of the sites that are asked."""
         samples = [images for site in run.participants if (images := run.images(site))]
         told = _told(self._mean_work(run.config, run.length, run.number, samples), run.length)
-        run.keep(WORK, told)
+        run.save_server_state(WORK, told)
         return {WORK: told}
 
-    def after(self, view: View) -> dict[str, State]:
+    def next_state(self, view: View) -> dict[str, State]:
         """The mean of what the sites sent, or further on by their share of the work that they heard of."""
-        begin, found, share = view.kept(NETWORK), super().after(view)[NETWORK], self._share(view)
+        begin, found, share = view.server_state(NETWORK), super().next_state(view)[NETWORK], self._share(view)
         moved = {name: torch.lerp(begin[name], found[name], share) for name in parameters_of(view.config)}
         return {NETWORK: {**found, **moved}}
 
@@ -63,7 +63,7 @@ class FedNova(Averaging):
         if WORK not in view.slots.keeps():
             raise UserError("strategy 'fednova': this run's sites said their work themselves; go on with the code that it "
                             "was made with")  # fmt: skip
-        told, last = view.kept(WORK), int(view.kept(ROUND)["number"])
+        told, last = view.server_state(WORK), int(view.server_state(ROUND)["number"])
         names = [site.name for site in counted(view).sites if view.has(NETWORKS, site.name)]
         if not told[AVERAGE] or any(view.last_put(name) != last for name in names):
             return 1.0

@@ -6,16 +6,16 @@ from typing import ClassVar
 
 import torch
 
-from fedloom.clients.messages import TRAIN
 from fedloom.clients.networks import Architecture
 from fedloom.clients.objectives.fedproto import COUNTS, KNOWN, MEANS, PROTOTYPES, SUMS, check_prototypes
+from fedloom.clients.protocol.messages import TRAIN
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 from fedloom.fusion.exact import State
 from fedloom.server.ledger.declared import Slot, Sum
-from fedloom.server.rounds.expected import Expected
-from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.context import RoundContext
+from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.view import Models, View
 from fedloom.server.strategies.architectures import groups_of
 from fedloom.server.strategies.base import STRATEGIES, Strategy, check_objective
@@ -28,9 +28,9 @@ class FedProto(Strategy):
     """A class's prototype is the mean feature over all sites' images of it (Eq. 6, weighted by images). The objective is
     `fedproto`; networks need features of one width. There is no aggregate: sites' own networks are measured at the sites."""
 
-    goes_with: ClassVar[str] = "fedproto"
+    default_objective: ClassVar[str] = "fedproto"
 
-    def at_work(self, config: Config) -> Strategy:
+    def resolve(self, config: Config) -> Strategy:
         """Itself, or a baseline."""
         return baseline(config) or self
 
@@ -47,10 +47,10 @@ class FedProto(Strategy):
                 told = f"{one.name} has {ours[0]} outputs of {ours[1]} features, {first.name} {theirs[0]} of {theirs[1]}"
                 raise UserError(f"network: strategy fedproto takes features and outputs that all sites share; {told}")
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: RoundContext) -> None:
         """Nothing is known yet."""
 
-    def round(self, run: Run) -> None:
+    def round(self, run: RoundContext) -> None:
         """Send all prototypes; when the sites have trained, ask for theirs."""
         classes, features = _shape(groups_of(run.config)[0].architecture)
         like = {SUMS: torch.zeros(classes, features), COUNTS: torch.zeros(classes)}
@@ -58,9 +58,9 @@ class FedProto(Strategy):
         trained = [site for site in run.participants if site.name in samples]
         largest = run.config.federation.largest_weight
 
-        def expected(site: Site) -> dict[str, Expected]:
+        def expected(site: Site) -> dict[str, RecordSpec]:
             check = functools.partial(check_prototypes, samples=samples[site.name], largest=largest)
-            return {PROTOTYPES: Expected(like, bounded=False, check=check)}
+            return {PROTOTYPES: RecordSpec(like, bounded=False, check=check)}
 
         for reply in run.ask(PROTOTYPES, {}, expected, trained):
             run.put(PROTOTYPES, reply.site, reply[PROTOTYPES], samples[reply.site.name])

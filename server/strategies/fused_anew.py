@@ -13,8 +13,8 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.fusion.exact import State
 from fedloom.fusion.settings import FusionSettings
+from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.recalibration import HEAD
-from fedloom.server.rounds.run import Run
 from fedloom.server.rounds.view import View
 from fedloom.server.strategies.architectures import group_by_site, groups_of, reference_of
 from fedloom.server.strategies.by_architecture import ByArchitecture, averaged, cast, counted, has, kept
@@ -68,11 +68,11 @@ class FusedAnew(ByArchitecture):
         found = SETTINGS[self.options.fusion]
         return replace(found, basis=self.options.basis) if self.options.fusion == CLA_OT else found
 
-    def round(self, run: Run) -> None:
+    def round(self, run: RoundContext) -> None:
         """As all; sites with networks of their own get no network in the first one."""
         self.options.round(run)
 
-    def initial_states(self, run: Run) -> Mapping[str, State]:
+    def initial_states(self, run: RoundContext) -> Mapping[str, State]:
         """Each architecture's own, or parts of one network."""
         return self._starts(run)
 
@@ -123,7 +123,7 @@ def networks_of_sites(view: View) -> Iterator[Apart]:
     for site in view.sites:
         group = groups[site.name]
         if has(view, site):
-            state = cast(view.contribution(group.name, site.name), view.kept(kept(group.name)))
+            state = cast(view.contribution(group.name, site.name), view.server_state(kept(group.name)))
             yield Apart(group.architecture, state, float(view.slots.weight(group.name, site.name)))
 
 

@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import torch
 
-from fedloom.clients.messages import MEAN, SITE, TRAIN
 from fedloom.clients.networks import Network
 from fedloom.clients.objectives.heterofl import HELD, LABELS, RATES, check_labels
+from fedloom.clients.protocol.messages import MEAN, SITE, TRAIN
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
@@ -17,8 +17,8 @@ from fedloom.fusion.exact import State
 from fedloom.fusion.graph.units import MIXING
 from fedloom.fusion.submodels import Held, Submodel
 from fedloom.server.ledger.declared import Slot, Sum
-from fedloom.server.rounds.expected import Expected
-from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.context import RoundContext
+from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.view import View
 from fedloom.server.strategies.architectures import Group, group_by_site, groups_of, reference_of, wiring_of
 from fedloom.server.strategies.base import STRATEGIES, check_objective
@@ -37,7 +37,7 @@ class HeteroFL(InParts):
     Slots: by architecture the sum of the networks, rows that a site does not hold 0, and that of the rows held.
     """
 
-    goes_with: ClassVar[str] = "heterofl"
+    default_objective: ClassVar[str] = "heterofl"
 
     def check(self, config: Config) -> None:
         """UserError for another objective, and for BatchNorm with running statistics, which HeteroFL does not use."""
@@ -53,17 +53,17 @@ class HeteroFL(InParts):
         rows = {rows_of(group.name): Sum(weighted=True) for group in groups_of(config)}
         return {**super().slots(config), **rows}
 
-    def round(self, run: Run) -> None:
+    def round(self, run: RoundContext) -> None:
         """Send every site its part, with rates and labels; put what it makes of it, without rows that it does not hold."""
         groups, rates = group_by_site(run.config), self._rates(run.config)
-        sent, labels = {group.name: run.kept(kept(group.name)) for group in groups_of(run.config)}, self._labels(run)
+        sent, labels = {group.name: run.server_state(kept(group.name)) for group in groups_of(run.config)}, self._labels(run)
 
         def content(site: Site) -> dict[str, State]:
             group = groups[site.name].name
             return {MEAN: sent[group], RATES: rates[group], LABELS: labels[site.name]}
 
         asked = [site for site in run.participants if site.name in labels]
-        for reply in run.ask(TRAIN, content, lambda site: {SITE: Expected(sent[groups[site.name].name])}, asked):
+        for reply in run.ask(TRAIN, content, lambda site: {SITE: RecordSpec(sent[groups[site.name].name])}, asked):
             group, held = groups[reply.site.name].name, labels[reply.site.name][HELD]
             run.put(group, reply.site, _masked(reply[SITE], held), reply.samples)
             run.put(rows_of(group), reply.site, {HELD: held}, reply.samples)
@@ -78,7 +78,7 @@ class HeteroFL(InParts):
             found.append(Held(parts[one.group.name], one.state, one.weight, lacking, shares))
         return found
 
-    def _labels(self, run: Run) -> dict[str, State]:
+    def _labels(self, run: RoundContext) -> dict[str, State]:
         """Which rows participants hold: as they said in their first round, or are asked now; of those that answer."""
         groups, found = group_by_site(run.config), {}
         like = {HELD: torch.zeros(reference_of(run.config, self.reference).architecture.classes)}
@@ -86,7 +86,7 @@ class HeteroFL(InParts):
             if run.has(slot := rows_of(groups[site.name].name), site.name):
                 found[site.name] = run.contribution(slot, site.name)
         new = [site for site in run.participants if site.name not in found]
-        expected = {LABELS: Expected(like, bounded=False, check=check_labels)}
+        expected = {LABELS: RecordSpec(like, bounded=False, check=check_labels)}
         for reply in run.ask(LABELS, {}, expected, new, needed=False):
             found[reply.site.name] = {HELD: reply[LABELS][HELD].float()}
         return found

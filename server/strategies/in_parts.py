@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.schema import Config
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 from fedloom.fusion.exact import State
 from fedloom.fusion.submodels import Held, Submodel, mean_over_holders, submodel
-from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.view import View
 from fedloom.server.strategies.architectures import Group, groups_of, reference_of, wiring_of
 from fedloom.server.strategies.by_architecture import ByArchitecture, averaged, kept
@@ -22,8 +22,8 @@ REFERENCE = "reference"  # what is kept: the network in which all others lie
 class InParts(ByArchitecture):
     """The mean over the holders of every entry, in the reference; every architecture goes on from its part of it."""
 
-    reference: str = value("", "the architecture that all others are parts of; empty: the deepest")
-    maps: dict[str, Any] = value(
+    reference: str = option("", "the architecture that all others are parts of; empty: the deepest")
+    maps: dict[str, Any] = option(
         {}, "an architecture's name: for each of its layers (or blocks) the place of the reference's, from 0; else even"
     )
 
@@ -57,25 +57,25 @@ class InParts(ByArchitecture):
         """By how many places the channels are turned round before a round's parts are taken."""
         return 0
 
-    def initial_states(self, run: Run) -> Mapping[str, State]:
+    def initial_states(self, run: RoundContext) -> Mapping[str, State]:
         """Parts of the reference's first network."""
-        run.keep(REFERENCE, state := self.first_reference(run))
+        run.save_server_state(REFERENCE, state := self.first_reference(run))
         return {name: part.taken(state) for name, part in self.parts(run.config, self.turn(1)).items()}
 
     def first_reference(self, view: View) -> State:
         """The reference's first network."""
         return view.initial(site=reference_of(view.config, self.reference).site)
 
-    def one_basis(self, view: View) -> bool:
+    def heads_share_basis(self, view: View) -> bool:
         """All lie in the reference."""
         return True
 
-    def settle(self, run: Run) -> None:
+    def recompute_derived(self, run: RoundContext) -> None:
         """Keep the reference, and of it what every architecture goes on from."""
         whole = self._whole(run)
-        run.keep(REFERENCE, whole)
+        run.save_server_state(REFERENCE, whole)
         for name, state in self.taken(run, whole).items():
-            run.keep(kept(name), state)
+            run.save_server_state(kept(name), state)
 
     def combined(self, view: View) -> Mapping[str, State]:
         """Every architecture's part of the reference."""
@@ -89,7 +89,7 @@ class InParts(ByArchitecture):
     def before(self, view: View) -> State:
         """What entries are that nobody holds in a round: as they were, but for those of architectures of which no site is
         left, which are as at the start."""
-        parts, whole = self.parts(view.config, self.turn(max(1, number_of(view)))), view.kept(REFERENCE)
+        parts, whole = self.parts(view.config, self.turn(max(1, number_of(view)))), view.server_state(REFERENCE)
         left = [group.name for group in groups_of(view.config) if view.total(group.name).addends]
         if len(left) == len(parts):
             return whole
@@ -120,7 +120,7 @@ class InParts(ByArchitecture):
 
 def number_of(view: View) -> int:
     """The round under way, or the last one."""
-    return view.number if isinstance(view, Run) else view.round
+    return view.number if isinstance(view, RoundContext) else view.round
 
 
 @functools.lru_cache(maxsize=256)

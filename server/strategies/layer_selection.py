@@ -12,8 +12,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.clients.learner import step_count
-from fedloom.clients.messages import MEAN, RIGHT, SITE, TOTAL, TRAIN
 from fedloom.clients.objectives import objective_of
 from fedloom.clients.objectives.layer_selection import LayerSelection
 from fedloom.clients.objectives.layer_selection.configurations import LEARNED, every, shown
@@ -21,18 +19,20 @@ from fedloom.clients.objectives.layer_selection.layers import Layers
 from fedloom.clients.objectives.layer_selection.objective import COMPOSED
 from fedloom.clients.objectives.layer_selection.posterior import TASKS
 from fedloom.clients.objectives.layer_selection.session import CHOSEN, COUNTS, MASS, SELECTION
-from fedloom.clients.replies import ReplyError, can_be
+from fedloom.clients.protocol.messages import MEAN, RIGHT, SITE, TOTAL, TRAIN
+from fedloom.clients.protocol.reply_checks import ReplyError, can_be
+from fedloom.clients.training.learner import step_count
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site, roster
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 from fedloom.fusion.exact import State
-from fedloom.server.ledger.declared import Catalogue, Slot, Sum
-from fedloom.server.rounds.expected import Expected, Reply
-from fedloom.server.rounds.run import Run
+from fedloom.server.ledger.declared import PerClientSlot, Slot, Sum
+from fedloom.server.rounds.context import RoundContext
+from fedloom.server.rounds.record_spec import ClientUpdate, RecordSpec
 from fedloom.server.rounds.schedules import OneByOne, Participation, Sampling, Schedule
 from fedloom.server.rounds.view import Models, View
-from fedloom.server.strategies.base import STRATEGIES, Residue, Strategy, check_objective
+from fedloom.server.strategies.base import STRATEGIES, ResidualInfluence, Strategy, check_objective
 from fedloom.server.strategies.by_architecture import cast, counted, representable
 
 TOGETHER, LIFELONG = "together", "lifelong"
@@ -57,10 +57,10 @@ class LayerSelectionStrategy(Strategy):
     """Keeps the shared parameters of layers. The objective is `layer_selection`; sites' networks stay at the sites, which
     say how good these are with the shared parameters of the moment."""
 
-    goes_with: ClassVar[str] = "layer_selection"
+    default_objective: ClassVar[str] = "layer_selection"
 
-    arrival: str = value(TOGETHER, "all sites at once, or one after the other", choices=(TOGETHER, LIFELONG))
-    every: int = value(
+    arrival: str = option(TOGETHER, "all sites at once, or one after the other", choices=(TOGETHER, LIFELONG))
+    every: int = option(
         1,
         "rounds between measurements of the sites' networks (and each turn's end); 0: the last alone",
         low=0,
@@ -70,7 +70,7 @@ class LayerSelectionStrategy(Strategy):
         """Together: masses x parameters and masses, one sum, weighted by images; lifelong: each site's changes."""
         own = {PARTS: Sum(weighted=True)} if self.arrival == TOGETHER else {CHANGES: Sum()}
         others = {OTHERS: Sum()} if _objective(config).prior == TASKS else {}
-        return {**own, **others, FOUND: Catalogue()}
+        return {**own, **others, FOUND: PerClientSlot()}
 
     def check(self, config: Config) -> None:
         """UserError for sums too coarse for small masses, another objective, options that do not fit a site's network, and
@@ -95,7 +95,7 @@ class LayerSelectionStrategy(Strategy):
             told = "strategy layer_selection trains BatchNorm under many configurations at once"
             raise UserError(f"evaluation.statistics: got 'running', {told}; takes recomputed or batch")
 
-    def advice(self, config: Config) -> Sequence[str]:
+    def warnings(self, config: Config) -> Sequence[str]:
         """That a certainty is for configurations that are given, and that nothing is selected while all warm up."""
         objective, told = _objective(config), list[str]()
         if objective.mode == LEARNED and objective.warm_up >= config.rounds:
@@ -109,18 +109,18 @@ class LayerSelectionStrategy(Strategy):
         """Everyone, or all rounds of one site after all of another."""
         return InTurn(roster(config), config.rounds) if self.arrival == LIFELONG else Sampling(config)
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: RoundContext) -> None:
         """The shared parameters as the seed draws them."""
-        run.keep(SHARED, _start(run))
+        run.save_server_state(SHARED, _start(run))
 
-    def round(self, run: Run) -> None:
+    def round(self, run: RoundContext) -> None:
         """Send what is shared; put what each site makes of it, and how much it believes in it."""
-        shared, sites = run.kept(SHARED), {site.name: site for site in run.sites}
+        shared, sites = run.server_state(SHARED), {site.name: site for site in run.sites}
         groups = len(_layers(run).groups)
         like = {MASS: torch.zeros(groups), CHOSEN: torch.zeros(groups)}
         if OTHERS in run.slots.declared:
             like[COUNTS] = torch.zeros(len(_configurations(run)), dtype=torch.int64)
-        expected = {SITE: Expected(shared), SELECTION: Expected(like, bounded=False, check=_check_selection)}
+        expected = {SITE: RecordSpec(shared), SELECTION: RecordSpec(like, bounded=False, check=_check_selection)}
         masses: dict[str, Tensor] = {}
         others = {site.name: self._others(run, site) for site in run.participants}  # before anybody answers
 
@@ -132,18 +132,18 @@ class LayerSelectionStrategy(Strategy):
             masses[reply.site.name] = reply[SELECTION][MASS]
         self._note(run, {site.name: masses[site.name] for site in run.sites if site.name in run.trained})
 
-    def settle(self, run: Run) -> None:
+    def recompute_derived(self, run: RoundContext) -> None:
         """What is shared follows from the slots, and when sites are forgotten from nothing else; what those were measured
         with is erased."""
-        run.keep(SHARED, self.shared(run, None if run.participants else _start(run)))
+        run.save_server_state(SHARED, self.shared(run, None if run.participants else _start(run)))
         if PROGRESS in run.slots.keeps():
             here = torch.zeros(len(roster(run.config)), dtype=torch.bool)
             here[[site.index for site in run.sites]] = True
-            run.keep(PROGRESS, {name: _only(table, here) for name, table in run.kept(PROGRESS).items()})
+            run.save_server_state(PROGRESS, {name: _only(table, here) for name, table in run.server_state(PROGRESS).items()})
 
     def shared(self, view: View, before: State | None = None) -> State:
         """The shared parameters of a view; a layer that nobody shares is as it was `before` (None: as it is kept)."""
-        before = before or view.kept(SHARED)
+        before = before or view.server_state(SHARED)
         if self.arrival == LIFELONG:
             start, total = _start(view), view.total(CHANGES)
             return (
@@ -163,13 +163,13 @@ class LayerSelectionStrategy(Strategy):
 
     def measured_with(self, view: View) -> Mapping[str, State]:
         """What is shared now: sites' networks are as good as they are with that."""
-        return {MEAN: view.kept(SHARED)}
+        return {MEAN: view.server_state(SHARED)}
 
-    def facts(self, view: View) -> Mapping[str, Any]:
+    def summary_entries(self, view: View) -> Mapping[str, Any]:
         """Of every site its configuration, how probable it was of each group in each round to be shared, and accuracies."""
         if PROGRESS not in view.slots.keeps():
             return {}
-        table, layers = view.kept(PROGRESS), _layers(view)
+        table, layers = view.server_state(PROGRESS), _layers(view)
         here = [site for site in view.sites if view.has(FOUND, site.name)]
         chosen = {site.name: view.slots.contributions.floats(site.name, FOUND)[CHOSEN] for site in here}
         found = {
@@ -179,23 +179,23 @@ class LayerSelectionStrategy(Strategy):
             "shared": [[[_number(one) for one in row] for row in table[MASS][:, site.index].tolist()] for site in here],
             "accuracy": [_accuracies(table, site.index) for site in here],
             "own": self._own_rounds(view, here),
-            "bytes": sum(one.nbytes for one in view.kept(SHARED).values()),
+            "bytes": sum(one.nbytes for one in view.server_state(SHARED).values()),
             "fedavg_bytes": sum(one.nbytes for one in view.initial(site=roster(view.config)[0]).values()),
         }
         return {KEY: {_objective(view.config).mode: found}}
 
-    def residue(self, view: View, names: Any = ()) -> tuple[Residue, ...]:
+    def residue(self, view: View, names: Any = ()) -> tuple[ResidualInfluence, ...]:
         """What other sites trained after the forgotten ones had a share in what all share."""
         if view.rounds_with(names) < (1 if self.arrival == LIFELONG else 2):
             return ()
         why = "they were trained from shared parameters that the forgotten sites had a part in"
         told = "measured with the forgotten sites' part in the shared parameters; a further round (--repair 1) measures anew"
         return (
-            Residue("the other sites' own layers, and what they gave for shared ones", why),
-            Residue("accuracies on sites' own tasks", told),
+            ResidualInfluence("the other sites' own layers, and what they gave for shared ones", why),
+            ResidualInfluence("accuracies on sites' own tasks", told),
         )
 
-    def _put(self, run: Run, site: Site, reply: Reply, shared: State) -> None:
+    def _put(self, run: RoundContext, site: Site, reply: ClientUpdate, shared: State) -> None:
         found = reply[SELECTION]
         layers = _layers(run)
         if self.arrival == TOGETHER:
@@ -214,14 +214,14 @@ class LayerSelectionStrategy(Strategy):
             run.put(OTHERS, site, {COUNTS: _at_most(found[COUNTS], most).float()})
         run.put(FOUND, site, {CHOSEN: found[CHOSEN]})
 
-    def _others(self, run: Run, site: Site) -> dict[str, State]:
+    def _others(self, run: RoundContext, site: Site) -> dict[str, State]:
         """The counts of all other sites, if the prior takes them."""
         if OTHERS not in run.slots.declared:
             return {}
         there = [one.name for one in run.sites if one.name != site.name and run.has(OTHERS, one.name)]
         return {COUNTS: run.subset(there).sum(OTHERS)} if there else {}
 
-    def _note(self, run: Run, masses: Mapping[str, Tensor]) -> None:
+    def _note(self, run: RoundContext, masses: Mapping[str, Tensor]) -> None:
         """Add a round to PROGRESS, with what sites say of their networks where that is due."""
         size = len(roster(run.config))
         table = torch.full((size, len(_layers(run).groups)), -1.0)
@@ -237,14 +237,14 @@ class LayerSelectionStrategy(Strategy):
                 if can_be(hits, total):
                     right[reply.site.index], images[reply.site.index] = int(hits), int(total)
         new = {MASS: table, RIGHT: right, TOTAL: images}
-        before = run.kept(PROGRESS) if PROGRESS in run.slots.keeps() else {}
-        run.keep(
+        before = run.server_state(PROGRESS) if PROGRESS in run.slots.keeps() else {}
+        run.save_server_state(
             PROGRESS, {name: torch.cat([before[name], one[None]]) if before else one[None] for name, one in new.items()}
         )
 
     def _own_rounds(self, view: View, sites: list[Site]) -> list[list[int]]:
         """Of each site the first and the last round that it trained in, from 1."""
-        trained = view.kept(PROGRESS)[MASS][..., 0] >= 0
+        trained = view.server_state(PROGRESS)[MASS][..., 0] >= 0
         rounds = [torch.nonzero(trained[:, site.index]).flatten().tolist() for site in sites]
         return [[one[0] + 1, one[-1] + 1] if one else [] for one in rounds]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fedloom.clients.networks import Architecture, initialise
 from fedloom.conf.errors import UserError
 from fedloom.fusion.exact import State
-from fedloom.fusion.fusing import fuse
+from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.settings import FusionSettings
 from fedloom.fusion.submodels import Submodel
 from fedloom.server.strategies.architectures import Group

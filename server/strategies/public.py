@@ -9,7 +9,7 @@ from fedloom.clients.data import Images, to_float, validation_images
 from fedloom.clients.data.domains import locate
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config, SiteConfig
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 from fedloom.server.rounds.view import View
 
 
@@ -17,8 +17,8 @@ from fedloom.server.rounds.view import View
 class PublicImages:
     """Held-out images; a method says whether it looks at their labels."""
 
-    domain: str = value("", "whose held-out images; empty: those of the run's domains, all of them together")
-    samples: int = value(1000, "how many at most", low=0)
+    domain: str = option("", "whose held-out images; empty: those of the run's domains, all of them together")
+    samples: int = option(1000, "how many at most", low=0)
 
     def check(self, config: Config, key: str) -> None:
         """UserError, naming the option `key`, for a domain that is not here, and where the server has no images."""

@@ -9,10 +9,10 @@ import torch
 from fedloom.clients.objectives.scaffold import CONTROL
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 from fedloom.fusion.exact import State
 from fedloom.server.ledger.declared import Slot, Sum
-from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.view import View
 from fedloom.server.strategies.averaging import NETWORK, NETWORKS, Averaging, check_steps, parameters_of
 from fedloom.server.strategies.base import STRATEGIES
@@ -24,10 +24,10 @@ class Scaffold(Averaging):
     """x <- x + rate (mean - x) over the sites that answered; c is the mean of all sites' variates, of which those that have
     never trained are zero. Sites put networks and variates into one slot, so that c is always that mean, exactly."""
 
-    goes_with: ClassVar[str] = "scaffold"
+    default_objective: ClassVar[str] = "scaffold"
 
-    weighting: str = value("equal", "how sites count in both means: alike, or by images", choices=("samples", "equal"))
-    rate: float = value(1.0, "of the server", low=0.0)
+    weighting: str = option("equal", "how sites count in both means: alike, or by images", choices=("samples", "equal"))
+    rate: float = option(1.0, "of the server", low=0.0)
 
     def slots(self, config: Config) -> Mapping[str, Slot]:
         """A site that lost its variate takes it from what it sent last."""
@@ -42,7 +42,7 @@ class Scaffold(Averaging):
                 raise UserError(f"{section}.{key}: what is scaled or noised of a variate is not what sites of scaffold "
                                 "correct by; set it to 0, or take strategy.name=fedavg")  # fmt: skip
 
-    def beside(self, run: Run) -> State:
+    def extra_broadcast(self, run: RoundContext) -> State:
         """c."""
         return self.control(run)
 

@@ -3,19 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedloom.clients.messages import MEAN, SITE, TRAIN
 from fedloom.clients.networks import Model
 from fedloom.clients.objectives import objective_of
 from fedloom.clients.objectives.local import FORWARD
+from fedloom.clients.protocol.messages import MEAN, SITE, TRAIN
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import roster
 from fedloom.fusion.arithmetic import to_state
 from fedloom.fusion.exact import State, quantise
-from fedloom.server.rounds.expected import Expected
-from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.context import RoundContext
+from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.schedules import OneByOne, Schedule
 from fedloom.server.rounds.view import Models, View
-from fedloom.server.strategies.base import Residue, Strategy
+from fedloom.server.strategies.base import ResidualInfluence, Strategy
 
 THETA = "shared"  # the ledger's name for the network's state
 
@@ -29,24 +29,26 @@ class Sequential(Strategy):
         sites = roster(config)
         return OneByOne(sites if objective_of(config).mode == FORWARD else sites[::-1], config.rounds)
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: RoundContext) -> None:
         """The network starts at theta_0."""
-        run.keep(THETA, quantise(run.initial(), run.bits))
+        run.save_server_state(THETA, quantise(run.initial(), run.bits))
 
-    def round(self, run: Run) -> None:
+    def round(self, run: RoundContext) -> None:
         """The one site whose turn it is trains the network."""
         sent = _network(run)
-        for reply in run.ask(TRAIN, {MEAN: sent}, {SITE: Expected(sent)}):
-            run.keep(THETA, dict(reply.integers[SITE]))
+        for reply in run.ask(TRAIN, {MEAN: sent}, {SITE: RecordSpec(sent)}):
+            run.save_server_state(THETA, dict(reply.integers[SITE]))
 
     def models(self, view: View) -> Models:
         """The network as the last site left it, under the mode's name."""
         return Models({objective_of(view.config).mode: lambda: Model(view.architecture(), _network(view))})
 
-    def residue(self, view: View, names: Sequence[str] = ()) -> Sequence[Residue]:
+    def residue(self, view: View, names: Sequence[str] = ()) -> Sequence[ResidualInfluence]:
         """All of it."""
-        return [Residue("the network", "it was trained at one site after the other; no site's part can be taken out")]
+        return [
+            ResidualInfluence("the network", "it was trained at one site after the other; no site's part can be taken out")
+        ]
 
 
 def _network(view: View) -> State:
-    return to_state(view.kept(THETA), view.initial(), view.bits)
+    return to_state(view.server_state(THETA), view.initial(), view.bits)

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 from fedloom.fusion.exact import State
 from fedloom.server.strategies.averaging import NETWORK, Averaging
 from fedloom.server.strategies.base import STRATEGIES
@@ -27,8 +27,8 @@ class FedAvgM(Averaging):
 
     memory: ClassVar[tuple[str, ...]] = (MOMENTUM,)
 
-    rate: float = value(1.0, "of the server", low=0.0)
-    momentum: float = value(0.9, "of the server", low=0.0, high=1.0)
+    rate: float = option(1.0, "of the server", low=0.0)
+    momentum: float = option(0.9, "of the server", low=0.0, high=1.0)
 
     def step(self, last: Mapping[str, State], mean: State, parameters: frozenset[str]) -> dict[str, State]:
         network, moved = {**last[NETWORK], **mean}, {}
@@ -49,11 +49,11 @@ class FedOpt(Averaging):
 
     memory: ClassVar[tuple[str, ...]] = (MOMENTUM, SQUARES)
 
-    rate: float = value(0.1, "of the server (eta)", low=0.0)
-    beta_1: float = value(0.9, "of the momentum", low=0.0, high=1.0)
-    tau: float = value(1e-3, "the least that a step is divided by: larger is less adaptive", low=1e-12)
+    rate: float = option(0.1, "of the server (eta)", low=0.0)
+    beta_1: float = option(0.9, "of the momentum", low=0.0, high=1.0)
+    tau: float = option(1e-3, "the least that a step is divided by: larger is less adaptive", low=1e-12)
 
-    def blank(self, name: str, like: Tensor) -> Tensor:
+    def initial_memory(self, name: str, like: Tensor) -> Tensor:
         return torch.full_like(like, self.tau**2 if name == SQUARES else 0.0)
 
     def step(self, last: Mapping[str, State], mean: State, parameters: frozenset[str]) -> dict[str, State]:
@@ -76,7 +76,7 @@ class FedOpt(Averaging):
 class FedAdagrad(FedOpt):
     """v_t = v_{t-1} + D_t**2. The paper takes beta_1 = 0 for it."""
 
-    beta_1: float = value(0.0, "of the momentum", low=0.0, high=1.0)
+    beta_1: float = option(0.0, "of the momentum", low=0.0, high=1.0)
 
     def squares(self, before: Tensor, square: Tensor) -> Tensor:
         return before + square
@@ -87,7 +87,7 @@ class FedAdagrad(FedOpt):
 class FedAdam(FedOpt):
     """v_t = beta_2 v_{t-1} + (1 - beta_2) D_t**2."""
 
-    beta_2: float = value(0.99, "of the squares", low=0.0, high=1.0)
+    beta_2: float = option(0.99, "of the squares", low=0.0, high=1.0)
 
     def squares(self, before: Tensor, square: Tensor) -> Tensor:
         return self.beta_2 * before + (1.0 - self.beta_2) * square

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from fedloom.clients.data import class_count, class_things, differing, domain_specs, label, to_float
 from fedloom.clients.networks import Model
-from fedloom.clients.randomness import torch_generator
 from fedloom.conf.errors import UserError
+from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import Config, SiteConfig
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 from fedloom.fusion.distillation import Distillation, distil
 from fedloom.fusion.exact import State
-from fedloom.server.evaluate import has_data
+from fedloom.server.evaluation.evaluator import has_data
 from fedloom.server.rounds.view import View
 from fedloom.server.strategies.architectures import group_by_site, groups_of
 from fedloom.server.strategies.by_architecture import cast, has, kept
@@ -25,17 +25,17 @@ from fedloom.server.strategies.public import PublicImages
 class ServerTraining:
     """Adam on the server's images; distillation as FedDF does it (Lin et al. 2020, Alg. 3), fine-tuning, or both at once."""
 
-    steps: int = value(0, "of Adam in each round, for each architecture; 0: none", low=0, high=1_000_000)
-    rate: float = value(1e-3, "learning rate at the start; it falls to 0 as half a cosine", low=0.0, high=1.0)
-    batch: int = value(128, "images in each step", low=2)
-    temperature: float = value(1.0, "of the distillation", low=0.01, high=1000.0)
-    weight: float = value(
+    steps: int = option(0, "of Adam in each round, for each architecture; 0: none", low=0, high=1_000_000)
+    rate: float = option(1e-3, "learning rate at the start; it falls to 0 as half a cosine", low=0.0, high=1.0)
+    batch: int = option(128, "images in each step", low=2)
+    temperature: float = option(1.0, "of the distillation", low=0.01, high=1000.0)
+    weight: float = option(
         1.0,
         "of the distillation from the mean of all sites' logits; the rest is cross-entropy with labels",
         low=0.0,
         high=1.0,
     )
-    images: PublicImages = value(PublicImages, "what is trained on")
+    images: PublicImages = option(PublicImages, "what is trained on")
 
     def check(self, config: Config, key: str) -> None:
         """UserError where it is wanted and the server has no images, or their labels are not those of the networks."""
@@ -96,7 +96,7 @@ def mean_answers(view: View, images: Tensor) -> Tensor:
     total, sites = torch.zeros((), device=images.device), [site for site in view.sites if has(view, site)]
     for site in sites:
         group = group_by_site(view.config)[site.name]
-        state = cast(view.contribution(group.name, site.name), view.kept(kept(group.name)))
+        state = cast(view.contribution(group.name, site.name), view.server_state(kept(group.name)))
         total = total + view.evaluator.loaded(Model(group.architecture, state))(images).double()
     return (total / len(sites)).float()
 

@@ -12,21 +12,21 @@ from typing import ClassVar
 
 import numpy as np
 
-from fedloom.clients.messages import MEAN, ROUND, SITE, STAR, SUBSET, TRAIN
 from fedloom.clients.networks import Model, common_architecture
 from fedloom.clients.objectives.modes import AGGREGATE, EXTRACTOR, HEAD, Mode, mode_of
-from fedloom.clients.partial import ONCE, SAMPLES
+from fedloom.clients.protocol.messages import MEAN, ROUND, SITE, STAR, SUBSET, TRAIN
+from fedloom.clients.protocol.partial_sums import ONCE, SAMPLES
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import roster
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 from fedloom.fusion.exact import State, dequantise, quantise
 from fedloom.server.ledger.declared import Slot, Sum
-from fedloom.server.rounds.expected import Expected
-from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.context import RoundContext
+from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.schedules import sample_size
 from fedloom.server.rounds.view import Models, View
-from fedloom.server.strategies.base import STRATEGIES, Residue, Strategy, check_objective, counter
+from fedloom.server.strategies.base import STRATEGIES, ResidualInfluence, Strategy, check_objective, counter
 
 NETWORKS = "sum"  # the slot
 LOW = 0.5  # share of the sites in a round, up to which a sum is slow
@@ -40,11 +40,11 @@ STAR_NORMS, SITE_NORMS = "star", "sites"
 class SumAggregationStrategy(Strategy):
     """The sum of the sites' networks, of which any can be taken out again. The objective is `sum_aggregation`."""
 
-    goes_with: ClassVar[str] = "sum_aggregation"
+    default_objective: ClassVar[str] = "sum_aggregation"
 
-    subsets: int = value(16, "most leave-one-out means sent per round (if objective.subset_probability > 0)", low=1)
-    weighting: str = value("equal", "of the replies in round averages (head, N*, fedavg)", choices=tuple(WEIGHTINGS))
-    norms: str = value(
+    subsets: int = option(16, "most leave-one-out means sent per round (if objective.subset_probability > 0)", low=1)
+    weighting: str = option("equal", "of the replies in round averages (head, N*, fedavg)", choices=tuple(WEIGHTINGS))
+    norms: str = option(
         STAR_NORMS,
         "regularised: scale and shift of the sum's norms: those of N* (the paper's), or the mean over the sites in the sum",
         choices=(STAR_NORMS, SITE_NORMS),
@@ -75,7 +75,7 @@ class SumAggregationStrategy(Strategy):
             raise UserError(f"network: '{name}' holds whole numbers, which cannot be averaged; register it with "
                             "persistent=False if it is a constant")  # fmt: skip
 
-    def advice(self, config: Config) -> Sequence[str]:
+    def warnings(self, config: Config) -> Sequence[str]:
         """That a sum over many sites moves slowly where few of them are asked."""
         mode, sites = mode_of(config), len(roster(config))
         if not mode.sums or (asked := sample_size(config, sites)) > LOW * sites:
@@ -90,7 +90,7 @@ class SumAggregationStrategy(Strategy):
         begin = f"objective.initialisation={AGGREGATE} (sites that join begin at it; more of a forgotten site then stays)"
         return (f"{told} {slow}; {begin}, {more}",)
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: RoundContext) -> None:
         """S_0 is the sum of the sites' initial networks; the head and N* start where the seed says.
 
         Where not all sites are asked in a round, it is empty: a site enters the sum with what it has trained first.
@@ -105,23 +105,25 @@ class SumAggregationStrategy(Strategy):
         shared = dequantise(quantise(shared, run.bits), run.bits)
         if mode.star:
             shared = {**shared, **mode.summed_part(run.sum(NETWORKS))}
-        run.keep(SHARED, shared if mode.star or not mode.sums else _part(shared, HEAD))
+        run.save_server_state(SHARED, shared if mode.star or not mode.sums else _part(shared, HEAD))
 
-    def round(self, run: Run) -> None:
+    def round(self, run: RoundContext) -> None:
         """Send the sites' mean (and N*); put each N_i that comes back; average the heads (and N*)."""
-        mode, shared = mode_of(run.config), run.kept(SHARED)
+        mode, shared = mode_of(run.config), run.server_state(SHARED)
         entering = [site.name for site in run.participants if mode.sums and not run.has(NETWORKS, site.name)]
         content = {MEAN: {**(_mean(run, entering) if mode.sums else shared), **_part(shared, HEAD)}}
         if mode.star:
             content[STAR] = _part(shared, EXTRACTOR)
-        expected = {ROUND: Expected(shared, mean=WEIGHTINGS[self.weighting])}
+        expected = {ROUND: RecordSpec(shared, mean=WEIGHTINGS[self.weighting])}
         if mode.sums:
-            expected[SITE] = Expected(slot=NETWORKS, first=_starts(run) if entering else None)
-        run.keep(SHARED, run.gather(TRAIN, {**content, **self._leave_one_out(run, mode, entering)}, expected)[ROUND])
+            expected[SITE] = RecordSpec(slot=NETWORKS, first=_starts(run) if entering else None)
+        run.save_server_state(
+            SHARED, run.gather(TRAIN, {**content, **self._leave_one_out(run, mode, entering)}, expected)[ROUND]
+        )
 
     def models(self, view: View) -> Models:
         """The aggregate (the paper's sum with N*'s other weights, our mean, or the round average), N* and every N_i."""
-        mode, shared = mode_of(view.config), view.kept(SHARED)
+        mode, shared = mode_of(view.config), view.server_state(SHARED)
 
         def aggregate() -> State:
             if not mode.sums:
@@ -140,11 +142,11 @@ class SumAggregationStrategy(Strategy):
         found |= {name: partial(own, name) for name in there}
         return Models({name: partial(_model, view, state) for name, state in found.items()})
 
-    def first(self, view: View, site: str) -> Mapping[str, State]:
+    def initial_contribution(self, view: View, site: str) -> Mapping[str, State]:
         """The site's initial network, if such are in the sum: its own, or the one that all share."""
         return {NETWORKS: _start(view, site)} if _all_begin(view) else {}
 
-    def residue(self, view: View, names: Sequence[str] = ()) -> Sequence[Residue]:
+    def residue(self, view: View, names: Sequence[str] = ()) -> Sequence[ResidualInfluence]:
         """The head, the other sites' networks, and with N* all that is not summed."""
         if not view.rounds_with(names):
             return ()  # nothing was trained yet
@@ -152,13 +154,16 @@ class SumAggregationStrategy(Strategy):
         others = "they were trained while the forgotten sites' networks were in the sum; subtraction does not change them"
         if _initialisation(view) == AGGREGATE:
             others += ". Sites that joined later began at an aggregate that held the forgotten ones' networks"
-        found = [Residue("head", f"the shared head was {averaged} it"), Residue("other sites' networks", others)]
+        found = [
+            ResidualInfluence("head", f"the shared head was {averaged} it"),
+            ResidualInfluence("other sites' networks", others),
+        ]
         if mode_of(view.config).star:
             kept = f"they were {averaged} them, and the ledger keeps them"
-            found.append(Residue("N* and all tensors that are not summed", kept))
+            found.append(ResidualInfluence("N* and all tensors that are not summed", kept))
         return found
 
-    def _leave_one_out(self, run: Run, mode: Mode, entering: Sequence[str]) -> dict[str, State]:
+    def _leave_one_out(self, run: RoundContext, mode: Mode, entering: Sequence[str]) -> dict[str, State]:
         """Means without one site, of a random choice of sites in the sum, if the sites train on them."""
         sites = [site for site in run.sites if run.has(NETWORKS, site.name)] if mode.sums else []
         if not mode.subsets or not run.config.objective.get("subset_probability") or len(sites) < 2:

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedloom.clients.data import Images, to_float
-from fedloom.clients.learner import DivergedError, descend
-from fedloom.clients.randomness import generator, torch_generator
+from fedloom.clients.training.learner import DivergedError, descend
 from fedloom.conf.errors import UserError
+from fedloom.conf.randomness import generator, torch_generator
 from fedloom.conf.schema import TrainingConfig
 from fedloom.fusion.exact import State
-from fedloom.server.evaluate import count_right
+from fedloom.server.evaluation.evaluator import count_right
 
 EVALUATION_BATCH = 500
 FEWEST = 20  # images on each side of a membership attack

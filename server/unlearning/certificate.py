@@ -10,18 +10,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedloom.clients.states import write_bytes
+from fedloom.clients.storage.states import write_bytes
 from fedloom.conf.errors import UserError
 from fedloom.fusion.exact import ExactSum, digest
 from fedloom.server.ledger import Ledger, Request
 from fedloom.server.ledger.blobs import LedgerError, file_digest
 from fedloom.server.ledger.sums import added_up
 from fedloom.server.ledger.tables import Event
-from fedloom.server.rounds.aggregation import Aggregation
-from fedloom.server.unlearning.at_sites import at_sites
+from fedloom.server.rounds.server_state import ServerState
+from fedloom.server.run_folder.layout import CERTIFICATES
+from fedloom.server.unlearning.client_erasure import at_sites
 from fedloom.server.unlearning.signing import sign
 from fedloom.server.unlearning.superlink import scrub
-from fedloom.server.written import CERTIFICATES
 
 FORMAT = 1
 CERTIFIED = "certified"  # an event of the ledger, with the sha256 of the certificate that is written then
@@ -48,7 +48,7 @@ MASKED = ("the sites' contributions came under masks: the server never read one 
 COPIES = "backups, other machines and whoever received earlier sums are beyond this server's reach"
 
 
-def certificate(ledger: Ledger, aggregation: Aggregation, request: Request) -> dict[str, Any]:
+def certificate(ledger: Ledger, aggregation: ServerState, request: Request) -> dict[str, Any]:
     """The facts of an applied request, the evidence left to the caller. Raises UserError if a sum does not check."""
     event = forgotten_event(ledger, request.id)
     remaining = ledger.all_latest()
@@ -70,7 +70,7 @@ def certificate(ledger: Ledger, aggregation: Aggregation, request: Request) -> d
             "remaining": {name: one.blob for name, one in remaining.items()},
         },
         "not_exact": {
-            **{one.where: one.why for one in aggregation.residue(request.sites)},
+            **{one.location: one.reason for one in aggregation.residue(request.sites)},
             **({"masks": MASKED} if aggregation.config.federation.secure_aggregation else {}),
             **({"the SuperLink": left} if (left := scrub(aggregation.config)) else {}),
             "events of the ledger": EVENTS,

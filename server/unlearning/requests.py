@@ -14,15 +14,15 @@ from typing import Any
 from fedloom.clients.networks import Model
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.schema import Config
-from fedloom.server.evaluate import Evaluator
+from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger, LedgerError, Request
-from fedloom.server.rounds.aggregation import Aggregation
 from fedloom.server.rounds.masks import rounds_together
-from fedloom.server.unlearning.at_sites import Erasure
+from fedloom.server.rounds.server_state import ServerState
+from fedloom.server.run_folder.layout import BASELINES, RETRAINED, SITES, STAGING, STATES
 from fedloom.server.unlearning.certificate import certificate, check_sums, issue, reissue
-from fedloom.server.unlearning.evaluation import UnlearningEvaluation
+from fedloom.server.unlearning.client_erasure import Erasure
+from fedloom.server.unlearning.evidence import UnlearningEvaluation
 from fedloom.server.unlearning.scope import scope
-from fedloom.server.written import BASELINES, RETRAINED, SITES, STAGING, STATES
 
 KIND = "unlearn"
 LEAVING = "leaving"  # an event: the sites of a request are forgotten in the next round (secure aggregation)
@@ -40,7 +40,7 @@ class Unlearning:
     config: Config
     folder: Path
     ledger: Ledger
-    aggregation: Aggregation
+    aggregation: ServerState
     evaluator: Evaluator
     erasure: Erasure | None = None  # where nodes can be told
 

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )
 
-from fedloom.clients.states import write_bytes
+from fedloom.clients.storage.states import write_bytes
 from fedloom.conf.errors import UserError
 
 VARIABLE = "FEDLOOM_KEY"

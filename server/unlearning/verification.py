@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedloom.clients.identity import erased_words, fingerprint, is_signed, said
+from fedloom.clients.protocol.signatures import erased_words, fingerprint, is_signed, signing_payload
 from fedloom.conf.errors import UserError, plain
 from fedloom.fusion.exact import ExactSum
 from fedloom.server.ledger import Ledger, LedgerError
 from fedloom.server.ledger.audit import results
-from fedloom.server.unlearning.at_sites import at_sites
+from fedloom.server.run_folder.layout import BASELINES, BLOBS, RETRAINED, SITES, STAGING, STATES
 from fedloom.server.unlearning.certificate import (
     OUTSTANDING,
     as_written,
@@ -22,8 +22,8 @@ from fedloom.server.unlearning.certificate import (
     rest_digest,
     sums_of,
 )
+from fedloom.server.unlearning.client_erasure import at_sites
 from fedloom.server.unlearning.signing import signed_by
-from fedloom.server.written import BASELINES, BLOBS, RETRAINED, SITES, STAGING, STATES
 
 CLOSE = 0.002  # accuracies this far apart are equal: another machine may round another way
 SAYS = "says"  # of what nothing is compared with
@@ -92,9 +92,11 @@ def deleted(run: str, request: str, site: str, told: Mapping[str, Any] | None) -
     except (KeyError, ValueError):
         return Finding(what, "mismatch", "the signature cannot be read")
     signed = f"{what}, signed by {fingerprint(key)[:16]}"
-    if is_signed(key, said(*erased_words(*about, "")), signature):
+    if is_signed(key, signing_payload(*erased_words(*about, "")), signature):
         return Finding(signed, "not checkable", "an earlier version's word, which names no request")
-    return _found(signed, is_signed(key, said(*erased_words(*about, request)), signature), "the signature does not hold")
+    return _found(
+        signed, is_signed(key, signing_payload(*erased_words(*about, request)), signature), "the signature does not hold"
+    )
 
 
 def _unchanged(path: Path, request: str, ledger: Ledger) -> Finding:

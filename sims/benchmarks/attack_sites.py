@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from fedloom.clients.data import Images
-from fedloom.clients.initial import initial_state
-from fedloom.clients.messages import MEAN, SITE
+from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.objectives import Session, Task
 from fedloom.clients.objectives.sum_aggregation import ExactSession, SumAggregation
-from fedloom.clients.randomness import torch_generator
+from fedloom.clients.protocol.messages import MEAN, SITE
 from fedloom.conf.errors import UserError
-from fedloom.conf.typed import build, value
+from fedloom.conf.randomness import torch_generator
+from fedloom.conf.typed import build, option
 from fedloom.fusion.exact import State
 
 CLASSES = 10
@@ -53,16 +53,16 @@ POISONS: dict[str, Callable[[Images], Images]] = {
 class Role:
     """What one hostile site does."""
 
-    poison: str = value("none", "what becomes of its training images", choices=tuple(POISONS))
-    share: float = value(1.0, "of which share of them", low=0.0, high=1.0)
-    factor: float = value(1.0, "it sends so many times what it has learned")
+    poison: str = option("none", "what becomes of its training images", choices=tuple(POISONS))
+    share: float = option(1.0, "of which share of them", low=0.0, high=1.0)
+    factor: float = option(1.0, "it sends so many times what it has learned")
 
 
 @dataclass(frozen=True)
 class Hostile(SumAggregation):
     """Sum aggregation (mode `exact`) in which some sites do something else."""
 
-    roles: dict[str, Any] = value({}, "by site: poison, share and factor")
+    roles: dict[str, Any] = option({}, "by site: poison, share and factor")
 
     def __post_init__(self) -> None:
         """UserError for a role that is none, or a mode in which nobody is hostile."""

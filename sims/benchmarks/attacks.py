@@ -17,17 +17,17 @@ import torch
 import yaml
 
 from fedloom.clients.data import Images
-from fedloom.clients.measure import count_right
+from fedloom.clients.evaluation.accuracy import count_right
 from fedloom.clients.networks import Model
 from fedloom.conf import Config
 from fedloom.conf.load import load_text
 from fedloom.conf.sites import roster
-from fedloom.server.evaluate import Evaluator
-from fedloom.server.experiment import check, open_ledger
-from fedloom.server.listener import Silent
-from fedloom.server.method import Method
+from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.rounds.loop import TooFewRepliesError
-from fedloom.server.runfolder import RunFolder
+from fedloom.server.run.experiment import check, open_ledger
+from fedloom.server.run.listener import Silent
+from fedloom.server.run.training_run import TrainingRun
+from fedloom.server.run_folder.folder import RunFolder
 from fedloom.sims.benchmarks.attack_sites import TARGET, triggered
 from fedloom.sims.engines.inline import InlineGrid
 from fedloom.sims.report.tables import Table, mean_and_spread, percent
@@ -121,7 +121,7 @@ def run(attack: Attack, bounds: Mapping[str, float], seed: int, gone: Sequence[s
 @contextlib.contextmanager
 def trained(
     attack: Attack, bounds: Mapping[str, float], seed: int, folder: Path, gone: Sequence[str] = ()
-) -> Iterator[Method]:
+) -> Iterator[TrainingRun]:
     """The federation when all rounds are over, or nobody's loss is finite any more."""
     config = configured(attack, bounds, seed, folder)
     check(config)
@@ -129,7 +129,7 @@ def trained(
     place.open(config)
     there = [site.name for site in roster(config) if site.name not in gone]
     with open_ledger(config, place, "attacks", there) as ledger:
-        method = Method(config, place, ledger, Evaluator(config))
+        method = TrainingRun(config, place, ledger, Evaluator(config))
         with contextlib.suppress(TooFewRepliesError):
             method.train(method.joined(InlineGrid(len(roster(config)), folder / "stores")), Silent())
         yield method

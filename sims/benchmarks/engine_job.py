@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedloom.clients.states import write_bytes
+from fedloom.clients.storage.states import write_bytes
 from fedloom.conf.schema import Config
 from fedloom.sims.benchmarks.engine_cases import Case
 

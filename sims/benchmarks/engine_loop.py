@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from fedloom.clients.data import site_images
-from fedloom.clients.initial import initial_state
 from fedloom.clients.networks import Network, architecture_of
+from fedloom.clients.networks.initial import initial_state
 from fedloom.conf import from_json, to_json
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site, roster

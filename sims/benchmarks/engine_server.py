@@ -11,14 +11,14 @@ import numpy as np
 from flwr.app import ArrayRecord, RecordDict
 from flwr.serverapp import Grid
 
-from fedloom.clients.messages import TRAIN
+from fedloom.clients.protocol.messages import TRAIN
 from fedloom.conf.sites import roster
-from fedloom.server.evaluate import Evaluator
-from fedloom.server.listener import LogListener
-from fedloom.server.rounds.aggregation import Aggregation
-from fedloom.server.rounds.exchange import Federation
+from fedloom.server.evaluation.evaluator import Evaluator
+from fedloom.server.rounds.channel import ClientChannel
 from fedloom.server.rounds.loop import RoundLoop
+from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.view import Setup
+from fedloom.server.run.listener import LogListener
 from fedloom.sims.benchmarks.engine_job import Job
 
 TIMEOUT = 600.0
@@ -29,7 +29,7 @@ def message_rounds(job: Job, grid: Grid) -> Iterator[float | str]:
     """Send one shared record to the asked sites, take back what they send: from the first push to the last reply."""
     case, sites = job.case, roster(job.config())
     nodes = dict(zip((site.name for site in sites), _all_nodes(grid, len(sites)), strict=True))
-    federation = Federation(grid, sites, case.window)
+    federation = ClientChannel(grid, sites, case.window)
     federation.nodes.update(nodes)
     for round in itertools.count(1):
         record = ArrayRecord([np.full(case.floats, round, np.float32)])
@@ -46,9 +46,9 @@ def training_rounds(job: Job, grid: Grid) -> Iterator[float | str]:
     config = job.config()
     sites = roster(config)
     _all_nodes(grid, len(sites))
-    federation = Federation(grid, sites, config.federation.window)
+    federation = ClientChannel(grid, sites, config.federation.window)
     federation.join(TIMEOUT)
-    aggregation = Aggregation(Setup(config, sites, job.folder))
+    aggregation = ServerState(Setup(config, sites, job.folder))
     loop = RoundLoop(config, "bench", federation, aggregation, Evaluator(config), LogListener())
     for round in itertools.count(1):
         record = loop.one(round)

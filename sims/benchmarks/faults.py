@@ -9,7 +9,7 @@ import torch
 from flwr.app import Context, Message, MetricRecord
 from flwr.clientapp import ClientApp
 
-from fedloom.clients.partial import PartialSum
+from fedloom.clients.protocol.partial_sums import PartialSum
 
 app = ClientApp()
 

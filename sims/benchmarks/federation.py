@@ -17,12 +17,12 @@ from fedloom.conf import load
 from fedloom.conf.errors import FailedError
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import roster
-from fedloom.server.evaluate import Evaluator
-from fedloom.server.listener import LogListener
-from fedloom.server.rounds.aggregation import Aggregation
-from fedloom.server.rounds.exchange import Federation
+from fedloom.server.evaluation.evaluator import Evaluator
+from fedloom.server.rounds.channel import ClientChannel
 from fedloom.server.rounds.loop import RoundLoop
+from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.view import Setup
+from fedloom.server.run.listener import LogListener
 from fedloom.sims.engines import open_engine
 from fedloom.sims.federation import local, sheets
 from fedloom.sims.federation.plan import CONNECTION, SERVER, Plan, sites_of, write_plan
@@ -95,9 +95,9 @@ def write_data(config: Config, root: Path) -> None:
 def ours(config: Config, folder: Path) -> list[float]:
     """Seconds of rounds of this project's loop: asking, checking, adding up, committing."""
     with open_engine(config) as grid:
-        federation = Federation(grid, roster(config), config.federation.window)
+        federation = ClientChannel(grid, roster(config), config.federation.window)
         federation.join(config.federation.join_timeout)
-        aggregation = Aggregation(Setup(config, roster(config), folder))
+        aggregation = ServerState(Setup(config, roster(config), folder))
         loop = RoundLoop(config, folder.name, federation, aggregation, Evaluator(config), LogListener())
         records = [loop.one(round) for round in range(1, ROUNDS + 1)]
         aggregation.ledger.close()

@@ -10,8 +10,8 @@ import numpy as np
 from flwr.app import ArrayRecord, Message, RecordDict
 
 from fedloom.conf import load
-from fedloom.sims.benchmarks.memory import descendants, own_bytes
 from fedloom.sims.engines.ray import start
+from fedloom.sims.progress.memory import descendants, own_bytes
 from fedloom.sims.report.tables import Table
 
 SITES, FLOATS, ROUNDS, EARLY = 20, 250_000, 200, 20

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from fedloom.clients.networks import initialise, parse_name
-from fedloom.clients.randomness import torch_generator
+from fedloom.conf.randomness import torch_generator
 from fedloom.fusion.cla_ot import transport
-from fedloom.fusion.fusing import fuse
+from fedloom.fusion.pipeline import fuse
 from fedloom.sims.benchmarks import fusion_server
 from fedloom.sims.report.tables import Table
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from fedloom.clients.initial import initial_state
+from fedloom.clients.networks.initial import initial_state
 from fedloom.conf import Config, load
 from fedloom.conf.sites import roster
-from fedloom.server.evaluate import Evaluator
-from fedloom.server.experiment import open_ledger
-from fedloom.server.method import Method
-from fedloom.server.runfolder import RunFolder
+from fedloom.server.evaluation.evaluator import Evaluator
+from fedloom.server.run.experiment import open_ledger
+from fedloom.server.run.training_run import TrainingRun
+from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.strategies.architectures import group_by_site
 from fedloom.sims.report.tables import Table
 
@@ -44,14 +44,14 @@ def measure(start: str) -> dict[str, Any]:
         folder = RunFolder(Path(root) / "run")
         folder.open(config)
         with open_ledger(config, folder) as ledger:
-            method = Method(config, folder, ledger, Evaluator(config))
+            method = TrainingRun(config, folder, ledger, Evaluator(config))
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
             run, groups = method.aggregation.run(1), group_by_site(config)
             begin = time.perf_counter()
             for site in roster(config):
                 run.put(groups[site.name].name, site, initial_state(config, site.name, site), SAMPLES)
             put = time.perf_counter()
-            method.aggregation.strategy.settle(run)
+            method.aggregation.strategy.recompute_derived(run)
             settled = time.perf_counter()
             method.aggregation.commit(1, {})
             seconds = {"put": put - begin, "settle": settled - put, "commit": time.perf_counter() - settled}

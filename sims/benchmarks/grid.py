@@ -4,10 +4,10 @@ import statistics
 import time
 from typing import Any
 
-from fedloom.clients.initial import initial_state
+from fedloom.clients.networks.initial import initial_state
 from fedloom.conf import load
 from fedloom.fusion.arithmetic import GRADIENTS, Composer
-from fedloom.server.evaluate import Evaluator
+from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.sims.experiments.arithmetic_runs import STEPS
 from fedloom.sims.report.tables import Table
 

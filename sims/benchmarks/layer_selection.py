@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.clients.data import Images
-from fedloom.clients.learner import descend
 from fedloom.clients.objectives.layer_selection.configurations import every
 from fedloom.clients.objectives.layer_selection.tree import Tree, operations
-from fedloom.clients.randomness import torch_generator
+from fedloom.clients.training.learner import descend
+from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import TrainingConfig
 from fedloom.sims.experiments.lasem.lifelong import Training
 from fedloom.sims.experiments.lasem.selecting import Selecting, configured

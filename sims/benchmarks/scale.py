@@ -15,18 +15,18 @@ from typing import Any
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from fedloom.clients.messages import ORDER
+from fedloom.clients.protocol.messages import ORDER
 from fedloom.conf import load
 from fedloom.conf.sites import roster
-from fedloom.server.evaluate import Evaluator
-from fedloom.server.experiment import check, open_ledger
-from fedloom.server.listener import LogListener
-from fedloom.server.method import Method
+from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.rounds.loop import RoundLoop
-from fedloom.server.runfolder import RunFolder
+from fedloom.server.run.experiment import check, open_ledger
+from fedloom.server.run.listener import LogListener
+from fedloom.server.run.training_run import TrainingRun
+from fedloom.server.run_folder.folder import RunFolder
 from fedloom.sims.benchmarks import scale_nodes, untrained
-from fedloom.sims.benchmarks.memory import own_bytes
 from fedloom.sims.engines.inline import InlineGrid
+from fedloom.sims.progress.memory import own_bytes
 from fedloom.sims.report.tables import Table
 
 MIB = 2**20
@@ -81,7 +81,7 @@ def one(sites: int, asked: int, folder: Path, begun: float) -> dict[str, Any]:
     place = RunFolder(Path(config.run.root) / config.run.name)
     place.open(config)
     with open_ledger(config, place) as ledger:
-        method = Method(config, place, ledger, Evaluator(config))
+        method = TrainingRun(config, place, ledger, Evaluator(config))
         federation = method.joined(grid)
         loop = RoundLoop(config, "scale", federation, method.aggregation, method.evaluator, LogListener())
         startup = time.time() - begun

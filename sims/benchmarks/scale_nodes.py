@@ -19,13 +19,13 @@ import torch
 from fedloom.conf import load
 from fedloom.conf.sites import roster
 from fedloom.fusion.exact import ExactSum, quantise
-from fedloom.server.evaluate import Evaluator
-from fedloom.server.experiment import open_ledger
+from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger.blobs import Blobs
-from fedloom.server.listener import LogListener
-from fedloom.server.method import Method
 from fedloom.server.rounds.loop import RoundLoop
-from fedloom.server.runfolder import RunFolder
+from fedloom.server.run.experiment import open_ledger
+from fedloom.server.run.listener import LogListener
+from fedloom.server.run.training_run import TrainingRun
+from fedloom.server.run_folder.folder import RunFolder
 from fedloom.sims.report.tables import Table
 
 ROUNDS = 3
@@ -73,7 +73,7 @@ def _rounds(sites: int, asked: int, words: list[str], folder: Path) -> dict[str,
     place.open(config)
     try:
         with open_ledger(config, place) as ledger:
-            method = Method(config, place, ledger, Evaluator(config))
+            method = TrainingRun(config, place, ledger, Evaluator(config))
             federation = method.joined(grid)
             method.aggregation.attach(federation.parts(ledger.run().run))
             loop = RoundLoop(config, ledger.run().run, federation, method.aggregation, method.evaluator, LogListener())

@@ -10,10 +10,10 @@ from fedloom.clients.app import app
 from fedloom.conf import load
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import roster
-from fedloom.server.evaluate import Evaluator
-from fedloom.server.listener import Silent
-from fedloom.server.method import Method, open_ledger
-from fedloom.server.runfolder import RunFolder
+from fedloom.server.evaluation.evaluator import Evaluator
+from fedloom.server.run.listener import Silent
+from fedloom.server.run.training_run import TrainingRun, open_ledger
+from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.unlearning.requests import receive
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.engines.inline import InlineGrid
@@ -53,15 +53,15 @@ def bench() -> tuple[Table, list[dict[str, Any]]]:
     return Table("Secure aggregation", head, [line], note), [row]
 
 
-def _begun(folder: str, name: str, masks: bool) -> tuple[Config, Method]:
+def _begun(folder: str, name: str, masks: bool) -> tuple[Config, TrainingRun]:
     words = [f"federation.secure_aggregation={str(masks).lower()}", f"run.root={folder}", f"run.name={name}"]
     config = load("digits", [*FIXED, *words])
     there = RunFolder(Path(folder) / name)
     there.open(config)
-    return config, Method(config, there, open_ledger(config, there), Evaluator(config))
+    return config, TrainingRun(config, there, open_ledger(config, there), Evaluator(config))
 
 
-def _seconds(config: Config, method: Method, rounds: int) -> float:
+def _seconds(config: Config, method: TrainingRun, rounds: int) -> float:
     """Of all rounds up to that number that are not done yet, and of what requests want."""
     federation = method.joined(InlineGrid(SITES, store_folder(config), app))
     begin = time.perf_counter()

@@ -10,12 +10,12 @@ from typing import Any
 
 from fedloom.conf import load
 from fedloom.conf.sites import roster
-from fedloom.server.evaluate import Evaluator
-from fedloom.server.listener import LogListener
-from fedloom.server.rounds.aggregation import Aggregation
-from fedloom.server.rounds.exchange import Federation
+from fedloom.server.evaluation.evaluator import Evaluator
+from fedloom.server.rounds.channel import ClientChannel
 from fedloom.server.rounds.loop import RoundLoop
+from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.view import Setup
+from fedloom.server.run.listener import LogListener
 from fedloom.sims.benchmarks import untrained
 from fedloom.sims.engines.inline import InlineGrid
 from fedloom.sims.report.tables import Table
@@ -41,9 +41,9 @@ def one(sites: int, folder: Path) -> dict[str, float]:
     overrides = [entry, f"rounds={ROUNDS}", "network.width=3.75", "federation.window=8", f"run.root={folder}"]
     config = load("digits", ["engine.name=inline", *overrides])
     grid = InlineGrid(sites, folder, untrained.app)
-    federation = Federation(grid, roster(config), config.federation.window)
+    federation = ClientChannel(grid, roster(config), config.federation.window)
     federation.join(10.0)
-    aggregation = Aggregation(Setup(config, roster(config), folder))
+    aggregation = ServerState(Setup(config, roster(config), folder))
     loop = RoundLoop(config, "memory", federation, aggregation, Evaluator(config), LogListener())
     size = sum(tensor.numel() * tensor.element_size() for tensor in aggregation.aggregate().state.values())
     start = peak_rss()

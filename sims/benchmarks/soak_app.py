@@ -9,8 +9,8 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from fedloom.clients.app import app as real
-from fedloom.clients.configurations import configuration, parsed
-from fedloom.clients.messages import OWN, TRAIN, Order, read_order
+from fedloom.clients.protocol.configurations import configuration, parsed
+from fedloom.clients.protocol.messages import OWN, TRAIN, TaskInstructions, read_order
 from fedloom.conf.sites import roster
 from fedloom.sims.benchmarks import untrained
 from fedloom.sims.benchmarks.soak_plan import LOST_ONCE, LOST_TWICE, SLOW_SECONDS, plan_of
@@ -67,5 +67,5 @@ class Replay(ClientApp):
             raise RuntimeError("its reply did not count")
         return untrained.app(message, context)
 
-    def _failed(self, order: Order) -> bool:
+    def _failed(self, order: TaskInstructions) -> bool:
         return order.site in self.dropped[order.round]

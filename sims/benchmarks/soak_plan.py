@@ -3,7 +3,7 @@
 import functools
 from dataclasses import dataclass
 
-from fedloom.clients.randomness import generator
+from fedloom.conf.randomness import generator
 from fedloom.sims.benchmarks.soak_replies import PARTIALS, REFUSED
 
 # In so many rounds each of these happens once, in one round each.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-from fedloom.clients.messages import LOST, METRICS, ROUND, SITE
+from fedloom.clients.protocol.messages import LOST, METRICS, ROUND, SITE
 from fedloom.fusion.exact import State
 
 Fault = Callable[[Message], Any]

@@ -12,14 +12,14 @@ from fedloom.conf import load
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import roster
 from fedloom.fusion.exact import digest
-from fedloom.server.evaluate import Evaluator
+from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger.audit import check
-from fedloom.server.listener import Listener, Silent
-from fedloom.server.rounds.aggregation import Aggregation
-from fedloom.server.rounds.exchange import Federation
+from fedloom.server.rounds.channel import ClientChannel
 from fedloom.server.rounds.loop import RoundLoop, TooFewRepliesError
+from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.view import Setup
-from fedloom.server.runfolder import RunFolder
+from fedloom.server.run.listener import Listener, Silent
+from fedloom.server.run_folder.folder import RunFolder
 from fedloom.sims.benchmarks.soak_app import Replay
 from fedloom.sims.benchmarks.soak_nodes import Machines
 from fedloom.sims.benchmarks.soak_plan import ROUND_TIMEOUT, TASK_TIMEOUT, WINDOW, Plan
@@ -109,9 +109,9 @@ def begun(config: Config, grid: Grid, listener: Listener) -> RoundLoop:
     """All of a run before its first round."""
     sites, folder = roster(config), Path(config.run.root) / config.run.name
     RunFolder(folder).open(config)
-    federation = Federation(grid, sites, config.federation.window)
+    federation = ClientChannel(grid, sites, config.federation.window)
     federation.join(config.federation.join_timeout)
-    aggregation = Aggregation(Setup(config, sites, folder))
+    aggregation = ServerState(Setup(config, sites, folder))
     aggregation.attach(federation.parts("faults"))
     return RoundLoop(config, "faults", federation, aggregation, Evaluator(config), listener)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 
 from fedloom.sims.benchmarks.engine_watch import MARK, Watch, store_bytes
-from fedloom.sims.benchmarks.memory import own_bytes
+from fedloom.sims.progress.memory import own_bytes
 
 EARLY, SPAN = 50, 10  # memory after this round is compared with that at the end, each the median of some rounds
 LEAST_BYTES = 32 * 2**20  # of less than that, growth is told as a share of it: a store of 2 MB takes pages by the message

@@ -9,7 +9,7 @@ from typing import Any
 from fedloom.conf import load
 from fedloom.conf.sites import roster
 from fedloom.server.ledger.membership import Membership
-from fedloom.server.rounds.aggregation import Aggregation
+from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.view import Setup
 from fedloom.sims.report.tables import Table
 
@@ -38,7 +38,7 @@ def measure(sites: int, width: float, folder: Path) -> dict[str, float]:
     """Seconds of the subtraction, of the commit, and of both."""
     entry = f"sites=[{{domain: digits, count: {sites}, partition: {{min_samples: 1}}}}]"
     config = load("digits", [entry, f"network.width={width}", "objective.initialisation=own", f"run.root={folder}"])
-    aggregation = Aggregation(Setup(config, roster(config), folder))
+    aggregation = ServerState(Setup(config, roster(config), folder))
     size = sum(tensor.numel() * tensor.element_size() for tensor in aggregation.aggregate().state.values())
     parts = [removal(aggregation, site.name) for site in roster(config)[:REPEATS]]
     aggregation.ledger.close()
@@ -46,7 +46,7 @@ def measure(sites: int, width: float, folder: Path) -> dict[str, float]:
     return {"state_mb": size / 2**20, "subtract_s": subtract, "commit_s": commit, "total_s": total}
 
 
-def removal(aggregation: Aggregation, site: str) -> tuple[float, float]:
+def removal(aggregation: ServerState, site: str) -> tuple[float, float]:
     """Seconds of both parts of one and the same removal: a contribution that was read before is not read again."""
     marks = [time.perf_counter()]
     membership = Membership(aggregation.slots, settle=lambda: marks.append(time.perf_counter()))  # called between them

@@ -13,11 +13,11 @@ from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedloom.clients.app import app as real
-from fedloom.clients.configurations import configuration, parsed
-from fedloom.clients.initial import initial_state
-from fedloom.clients.messages import METRICS, ROUND, SITE, Order, read_order, to_arrays
+from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.objectives.modes import EXTRACTOR, HEAD
-from fedloom.clients.randomness import generator
+from fedloom.clients.protocol.configurations import configuration, parsed
+from fedloom.clients.protocol.messages import METRICS, ROUND, SITE, TaskInstructions, read_order, to_arrays
+from fedloom.conf.randomness import generator
 from fedloom.fusion.exact import State
 
 RAISES, KILLS = 0.01, 0.005
@@ -57,7 +57,7 @@ def fault(site: int, round: int) -> str:
     return "kill" if draw < KILLS else "raise" if draw < KILLS + RAISES else ""
 
 
-def contribution(order: Order, content: RecordDict) -> RecordDict:
+def contribution(order: TaskInstructions, content: RecordDict) -> RecordDict:
     """The reply's content: the initial network, shifted by the number of the site and the round."""
     shift = 1e-6 * (order.site + 1000 * order.round)
     moved = {name: tensor + shift for name, tensor in _initial(configuration(order.config, content, None)).items()}

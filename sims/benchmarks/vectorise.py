@@ -1,4 +1,4 @@
-"""Time to train one site for one round, alone and as one of k stacked sites (clients.cohort); one torch thread."""
+"""Time to train one site for one round, alone and as one of k stacked sites (clients.training.vectorised)."""
 
 import tempfile
 import time
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from flwr.app import RecordDict
 
-from fedloom.clients.cohort import train_cohort
-from fedloom.clients.initial import initial_state
 from fedloom.clients.job import Job
-from fedloom.clients.messages import MEAN, Order, config_digest, to_arrays
-from fedloom.clients.store import SiteStore
+from fedloom.clients.networks.initial import initial_state
+from fedloom.clients.protocol.messages import MEAN, TaskInstructions, config_digest, to_arrays
+from fedloom.clients.storage.store import SiteStore
+from fedloom.clients.training.vectorised import train_cohort
 from fedloom.conf import Config, load, to_json
 from fedloom.conf.sites import roster
 from fedloom.sims.report.tables import Table
@@ -60,7 +60,8 @@ def _jobs(config: Config, folder: Path) -> list[Job]:
     digest, sites = config_digest(to_json(config)), roster(config)
     content = RecordDict({MEAN: to_arrays(initial_state(config))})
     orders = [
-        Order(digest, "vectorise", site.index, round=1, rounds=config.rounds, base=0, members=len(sites)) for site in sites
+        TaskInstructions(digest, "vectorise", site.index, round=1, rounds=config.rounds, base=0, members=len(sites))
+        for site in sites
     ]
     return [Job(order, config, SiteStore(folder, "run", sites[order.site].name), content) for order in orders]
 

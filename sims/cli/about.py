@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fedloom.sims.cli.waiting import LIBRARIES, waiting
+from fedloom.sims.progress.waiting import LIBRARIES, waiting
 from fedloom.sims.report.tables import Table
 
 app = typer.Typer()
@@ -18,7 +18,7 @@ def options(
     """List the keys of a configuration, with what they take, their defaults and their meaning."""
     from rich.console import Console
 
-    from fedloom.sims.cli.keys import table
+    from fedloom.sims.operations.keys import table
 
     found, console = table(section), Console()
     console.print(found.rich()) if console.is_terminal else typer.echo(found.plain(), nl=False)
@@ -63,8 +63,8 @@ def doctor(
         Console().print(Table(str(federation), ["machine", "what", "found"], rows).rich())
         raise typer.Exit(0 if sound(rows) else 1)
     from fedloom.conf.schema import DataConfig
-    from fedloom.sims.cli.doctor import doctor as examine
-    from fedloom.sims.cli.doctor import doctor_table
+    from fedloom.sims.operations.doctor import doctor as examine
+    from fedloom.sims.operations.doctor import doctor_table
 
     with waiting("looking at this machine"):
         findings = examine(DataConfig(root=root))

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fedloom.sims.cli.waiting import waiting
+from fedloom.sims.progress.waiting import waiting
 from fedloom.sims.report.tables import Table
 
 app = typer.Typer(no_args_is_help=True, help="A real federation: a server and a node at each site.")

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fedloom.sims.cli.waiting import LIBRARIES, waiting
+from fedloom.sims.progress.waiting import LIBRARIES, waiting
 
 app = typer.Typer()
 
@@ -19,7 +19,7 @@ def heads(
 ) -> None:
     """How good every site's head is on every site's extractor, for the run's method and its baselines."""
     with waiting(LIBRARIES):
-        from fedloom.sims.cli import transfer
+        from fedloom.sims.operations import transfer_head as transfer
 
     tables = transfer.measured(run, png)
     typer.echo("\n".join(table.plain() for table in tables))
@@ -36,7 +36,7 @@ def transfer_head(
 ) -> None:
     """One site's head on another site's extractor, as a network, and how good it was measured to be."""
     with waiting(LIBRARIES):
-        from fedloom.sims.cli import transfer
+        from fedloom.sims.operations import transfer_head as transfer
 
     typer.echo(transfer.transfer(run, giver, taker, out).plain())
     typer.echo(f"written: {out}")

@@ -19,11 +19,11 @@ import typer
 from fedloom.conf import UserError
 from fedloom.conf.errors import FailedError, of_files
 from fedloom.sims.cli import about, cluster, federation, heads, networks, requests, runs
-from fedloom.sims.cli.named import named
+from fedloom.sims.cli.lazy import named
 from fedloom.sims.cli.options import Json, Quiet
-from fedloom.sims.cli.waiting import LIBRARIES, waiting
 from fedloom.sims.ending import Ending
-from fedloom.sims.output import fault, make_lenient
+from fedloom.sims.progress.output import fault, make_lenient
+from fedloom.sims.progress.waiting import LIBRARIES, waiting
 from fedloom.sims.report.tables import Table
 
 app = typer.Typer(
@@ -79,16 +79,16 @@ def run(
         raise UserError("--parallel: is for many runs; say which with --seeds 0,1,2 or --sweep key=value,value")
     config = many.one_of_many(experiment, [*words, *(["run.overwrite=true"] if overwrite else [])])
     if show:
-        from fedloom.sims.cli.keys import with_options
+        from fedloom.sims.operations.keys import with_options
 
         typer.echo(with_options(config), nl=False)
         return
     if not config.run.resume:
-        from fedloom.server.runs import refuse_existing
+        from fedloom.server.run_folder.listing import refuse_existing
 
         refuse_existing(config)  # at once: what simulates takes seconds to import
     with waiting(LIBRARIES, quiet):
-        from fedloom.sims.simulate import simulate
+        from fedloom.sims.operations.simulate import simulate
 
     summary = simulate(config, quiet=quiet, json_output=as_json, began=began)
     if as_json:

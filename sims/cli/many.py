@@ -12,7 +12,7 @@ import typer
 from fedloom.conf import UserError, load
 from fedloom.conf.errors import plain
 from fedloom.conf.schema import Config
-from fedloom.server.strategies.pairing import paired
+from fedloom.server.strategies.defaults import with_default_objective
 from fedloom.sims.report.tables import Table, before_forgetting, percent
 from fedloom.sims.sweeps.outcome import KEPT, Outcome
 from fedloom.sims.sweeps.plan import Planned, plan, read_sweep
@@ -32,14 +32,16 @@ class Order:
     def plan(self) -> list[Planned]:
         """The runs. UserError for keys and values that the configuration does not take."""
         return plan(
-            lambda words: paired(load(self.experiment, words), words), self.words, read_sweep(self.seeds, self.sweep)
+            lambda words: with_default_objective(load(self.experiment, words), words),
+            self.words,
+            read_sweep(self.seeds, self.sweep),
         )
 
 
 def one_of_many(experiment: str, words: Sequence[str]) -> Config:
     """The configuration of a single run. UserError, which for several values says how each gets a run of its own."""
     try:
-        return paired(load(experiment, words), words)
+        return with_default_objective(load(experiment, words), words)
     except UserError as error:
         for key, _, values in (word.partition("=") for word in words):
             if key == "seeds":

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from fedloom.conf.errors import UserError
-from fedloom.sims.cli.waiting import LIBRARIES, waiting
+from fedloom.sims.progress.waiting import LIBRARIES, waiting
 
 app = typer.Typer()
 SELECTION = "selection"
@@ -27,7 +27,7 @@ def networks(
 ) -> None:
     """The points at which a network can be cut into extractor and head, with the features there."""
     with waiting(LIBRARIES):
-        from fedloom.sims.cli import cutting
+        from fedloom.sims.operations import cut_points as cutting
 
     typer.echo(cutting.points(name, channels, size, classes).plain() if name else "\n".join(cutting.names()))
 
@@ -50,7 +50,7 @@ def align(
 ) -> None:
     """Which layer of one network corresponds to which of another."""
     with waiting(LIBRARIES):
-        from fedloom.sims.cli import align_fuse
+        from fedloom.sims.operations import fuse_files as align_fuse
 
     names = [network_a, network_b]
     files = align_fuse.Files([a, b], names, probe, samples, size, grey, root)
@@ -86,7 +86,7 @@ def fuse(
     """Fuse networks of equal or different depth and width into one."""
     with waiting(LIBRARIES):
         from fedloom.fusion.settings import FusionSettings
-        from fedloom.sims.cli import align_fuse
+        from fedloom.sims.operations import fuse_files as align_fuse
 
     files = align_fuse.Files(networks, network or [], probe, samples, size, grey, root, classes or [])
     if reference and (refit != SELECTION or width != 1.0):

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from fedloom.conf.words import count
+from fedloom.conf.formatting import count
 from fedloom.sims.cli.options import Json, Quiet, numbers
-from fedloom.sims.cli.waiting import LIBRARIES, waiting
+from fedloom.sims.progress.waiting import LIBRARIES, waiting
 
 app = typer.Typer()
 
@@ -22,7 +22,7 @@ def resume(run: RunPath, quiet: Quiet = False, as_json: Json = False) -> None:
     """Go on with a run that was stopped or killed, after its last committed round."""
     began = time.monotonic()
     with waiting(LIBRARIES, quiet):
-        from fedloom.sims.cli.unlearn import resume as go_on
+        from fedloom.sims.operations.requests import resume as go_on
 
     summary = go_on(run, quiet=quiet, json_output=as_json, began=began)
     if as_json:
@@ -49,10 +49,10 @@ def unlearn(
 ) -> None:
     """Remove sites: subtract and delete what they gave, and write a certificate. A running server does it between rounds."""
     with waiting(LIBRARIES, quiet or as_json):
-        from fedloom.sims.cli.unlearn import Wish
-        from fedloom.sims.cli.unlearn import unlearn as fulfil
+        from fedloom.sims.operations.requests import UnlearningRequest
+        from fedloom.sims.operations.requests import unlearn as fulfil
 
-    wish = Wish(sites, request_id, reason, repair, retrain, rollback, recalibrate, without_data)
+    wish = UnlearningRequest(sites, request_id, reason, repair, retrain, rollback, recalibrate, without_data)
     text, done = fulfil(run, wish, quiet=quiet or as_json)
     typer.echo(text)
     if as_json:
@@ -66,7 +66,7 @@ def readmit(
     node: Annotated[int | None, typer.Option(help="It is at this node of Flower's now, and may have what it gave.")] = None,
 ) -> None:
     """Let forgotten sites take part again; with --node: vouch for a site that came back as another node."""
-    from fedloom.sims.cli.readmit import readmit as take_back
+    from fedloom.sims.operations.readmit import readmit as take_back
 
     typer.echo(take_back(run, sites, node))
 
@@ -87,7 +87,7 @@ def compose(
 ) -> None:
     """Make a network of some of a run's sites alone, from what they contributed: nothing is trained."""
     with waiting(LIBRARIES):
-        from fedloom.sims.cli import compose as make
+        from fedloom.sims.operations import compose as make
 
     order = make.Order(sites.split(","), numbers(coefficients, "--coefficients") or (), how, start, force, measure)
     typer.echo("\n".join(table.plain() for table in make.compose(run, order, out)))
@@ -107,7 +107,7 @@ def verify(
     Exit code 1: a mismatch.
     """
     with waiting(LIBRARIES):
-        from fedloom.sims.cli.unlearn import verify_certificate
+        from fedloom.sims.operations.requests import verify_certificate
 
     table, good = verify_certificate(certificate, run, key, request, site or ())
     typer.echo(table.plain())
@@ -131,8 +131,8 @@ def ledger(
 ) -> None:
     """List a run's events, or check all that is kept of it."""
     with waiting(LIBRARIES, as_json):
-        from fedloom.sims.cli import unlearn
-    from fedloom.sims.cli.progress import listener_for
+        from fedloom.sims.operations import requests as unlearn
+    from fedloom.sims.progress.listeners import listener_for
 
     found: dict[str, Any] = {}
     if prune:

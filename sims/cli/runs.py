@@ -10,7 +10,7 @@ import typer
 
 from fedloom.conf.errors import UserError
 from fedloom.sims.cli.options import Json
-from fedloom.sims.cli.waiting import waiting
+from fedloom.sims.progress.waiting import waiting
 
 app = typer.Typer()
 
@@ -21,7 +21,7 @@ def runs(
     as_json: Json = False,
 ) -> None:
     """List runs: how they stand, method, seed, rounds, test accuracy, size on disk."""
-    from fedloom.sims.cli import listing
+    from fedloom.sims.operations import run_list as listing
 
     found = listing.rows_of(folder)
     if as_json:
@@ -61,7 +61,8 @@ def rm(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Remove runs with all that is kept of them. Refuses what is no run, and a run that a server works on."""
-    from fedloom.sims.cli import listing, removal
+    from fedloom.sims.operations import removal
+    from fedloom.sims.operations import run_list as listing
 
     folders = removal.removable(paths)
     if not (yes or sys.stdin.isatty()):

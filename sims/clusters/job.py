@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fedloom.conf import load
 from fedloom.conf.errors import UserError, plain
 from fedloom.conf.schema import Config
-from fedloom.conf.typed import build, value
+from fedloom.conf.typed import build, option
 
 PATH = re.compile(".*")
 IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,499}")
@@ -21,15 +21,15 @@ MOST_NAME = 40  # letters, so that Kubernetes can add its own
 class Nodes:
     """The nodes of a cluster, all alike."""
 
-    nodes: int = value(2, "machines, the one that the run's server is on included", low=1, high=10_000)
-    cpus: int = value(8, "CPU cores of each node that are used", low=1, high=4096)
-    gpus: int = value(0, "GPUs of each node that are used", low=0, high=64)
-    time: str = value("24:00:00", "after which it is ended, [DAYS-]HOURS:MINUTES:SECONDS")
-    image: str = value("", "container image with fedloom in it; empty: none")
-    environment: str = value(
+    nodes: int = option(2, "machines, the one that the run's server is on included", low=1, high=10_000)
+    cpus: int = option(8, "CPU cores of each node that are used", low=1, high=4096)
+    gpus: int = option(0, "GPUs of each node that are used", low=0, high=64)
+    time: str = option("24:00:00", "after which it is ended, [DAYS-]HOURS:MINUTES:SECONDS")
+    image: str = option("", "container image with fedloom in it; empty: none")
+    environment: str = option(
         "", "folder of a Python environment (venv) with fedloom, on all nodes; empty: it is on the PATH"
     )
-    port: int = value(6379, "at which the first node's Ray listens", low=1024, high=65535)
+    port: int = option(6379, "at which the first node's Ray listens", low=1024, high=65535)
 
     @property
     def seconds(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from fedloom.conf.errors import UserError
-from fedloom.conf.typed import build, value
+from fedloom.conf.typed import build, option
 from fedloom.sims.clusters.job import IMAGE, ClusterJob, checked
 
 WORK = "/fedloom"  # where the volume is mounted
@@ -22,9 +22,9 @@ _KEPT_SECONDS = 600  # the job's description, after its end
 class Pods:
     """What Kubernetes alone wants to know."""
 
-    claim: str = value("", "persistent volume claim: the run's folder is in its runs/, data in its data/")
-    memory: str = value("16Gi", "of each node")
-    namespace: str = value("default", "Kubernetes' own")
+    claim: str = option("", "persistent volume claim: the run's folder is in its runs/, data in its data/")
+    memory: str = option("16Gi", "of each node")
+    namespace: str = option("default", "Kubernetes' own")
 
 
 def ray_job(job: ClusterJob, options: dict) -> str:
@@ -68,7 +68,7 @@ def pod(job: ClusterJob, pods: Pods, name: str) -> dict[str, Any]:
         "name": name,
         "image": job.nodes.image,
         "workingDir": WORK,
-        "env": [{"name": key, "value": text} for key, text in environment.items()],
+        "env": [{"name": key, "option": text} for key, text in environment.items()],
         "resources": {"requests": room, "limits": dict(room)},
         "volumeMounts": [{"name": "work", "mountPath": WORK}],
     }

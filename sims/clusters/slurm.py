@@ -4,7 +4,7 @@ import re
 import shlex
 from dataclasses import dataclass
 
-from fedloom.conf.typed import build, value
+from fedloom.conf.typed import build, option
 from fedloom.sims.clusters.job import PATH, ClusterJob, checked
 
 _WORD = re.compile(r"[A-Za-z0-9_.,@-]*")
@@ -38,8 +38,8 @@ _RUN = """\
 class Queue:
     """What Slurm alone wants to know."""
 
-    partition: str = value("", "Slurm's; empty: its default")
-    account: str = value("", "Slurm's; empty: the user's default")
+    partition: str = option("", "Slurm's; empty: its default")
+    account: str = option("", "Slurm's; empty: the user's default")
 
 
 def batch_file(job: ClusterJob, options: dict) -> str:

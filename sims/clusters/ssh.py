@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from fedloom.conf.errors import UserError
-from fedloom.conf.typed import build, value
+from fedloom.conf.typed import build, option
 from fedloom.sims.clusters.job import IMAGE, PATH, ClusterJob, checked
 
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.:-]{0,252}[A-Za-z0-9])?")
@@ -19,9 +19,9 @@ _USER = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 class Machines:
     """What is to be known of machines that are reached by SSH."""
 
-    hosts: list[str] = value([], "names or addresses, as many as --nodes; the first is where the run's server is")
-    user: str = value("", "whom to log in as")
-    key: str = value("", "private key to log in with; empty: as SSH is configured")
+    hosts: list[str] = option([], "names or addresses, as many as --nodes; the first is where the run's server is")
+    user: str = option("", "whom to log in as")
+    key: str = option("", "private key to log in with; empty: as SSH is configured")
 
 
 def cluster_file(job: ClusterJob, options: dict, where: str = "") -> str:

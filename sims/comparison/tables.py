@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedloom.conf.words import rounded
+from fedloom.conf.formatting import rounded
 from fedloom.sims.comparison.groups import UNION, Group, value_of
 from fedloom.sims.comparison.statistics import CONFIDENCE, Difference, Spread, paired
 from fedloom.sims.report.tables import MAX_DOMAINS, Cell, Table, cut, mean_and_spread, percent

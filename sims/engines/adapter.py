@@ -14,10 +14,10 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedloom.clients.guard import SIMULATED
-from fedloom.clients.partial import PartialSum
+from fedloom.clients.privacy.guard import SIMULATED
+from fedloom.clients.protocol.partial_sums import PartialSum
 from fedloom.conf.schema import Config
-from fedloom.server.ledger.blobs import Elsewhere
+from fedloom.server.ledger.blobs import RemoteBlobStore
 
 RUN_ID = 1
 FIRST_NODE = 2  # 1 is the SuperLink's
@@ -89,7 +89,7 @@ class LocalGrid(Grid):
         """The sum that holds the contribution of this message's reply, whose own content then lacks it."""
         return None
 
-    def parts(self, run: str) -> Elsewhere | None:
+    def parts(self, run: str) -> RemoteBlobStore | None:
         """What the engine's nodes keep of a run in the server's place; None: nothing."""
         return None
 

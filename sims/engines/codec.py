@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from flwr.app import Array, ArrayRecord, Message, RecordDict
 
-from fedloom.clients.partial import PartialSum
+from fedloom.clients.protocol.partial_sums import PartialSum
 
 SHARED_BYTES = 32 * 1024  # smaller records travel inside their messages
 

@@ -1,7 +1,7 @@
 """The engine `flower`: a real federation's nodes, reached over a SuperLink of Flower (flwr 1.41).
 
-A run is submitted whose ServerApp hands its place over (server.relay); from then on this process speaks to the SuperLink
-itself, so that progress, reports, resuming and unlearning are what they are with every other engine.
+A run is submitted whose ServerApp hands its place over (server.flower.relay); from then on this process speaks to the
+SuperLink itself, so that progress, reports, resuming and unlearning are what they are with every other engine.
 """
 
 import json
@@ -21,8 +21,8 @@ from flwr.supercore.utils import get_flwr_home
 from fedloom.conf.errors import UserError
 from fedloom.conf.progress import under_way
 from fedloom.conf.schema import Config
-from fedloom.server.grid import CarefulGrid
-from fedloom.server.relay import DONE, SOCKET
+from fedloom.server.flower.grid import CarefulGrid
+from fedloom.server.flower.relay import DONE, SOCKET
 from fedloom.server.unlearning.superlink import scrub
 from fedloom.sims.engines.share import WHOLE, Share
 from fedloom.sims.federation.machines import complaint
@@ -39,7 +39,7 @@ APP = {
     "project": {"name": "fedloom-relay", "version": "1.0.0", "description": "", "license": "Apache-2.0"},
     "tool": {"flwr": {"app": {
         "publisher": "fedloom",
-        "components": {"serverapp": "fedloom.server.relay:app", "clientapp": "fedloom.clients.app:app"},
+        "components": {"serverapp": "fedloom.server.flower.relay:app", "clientapp": "fedloom.clients.app:app"},
         "config": {SOCKET: ""},
     }}},
 }  # fmt: skip

@@ -17,7 +17,7 @@ NOTHING, SEVERAL = -1, -2  # in the place of a call, and of a message
 
 
 @dataclass(frozen=True)
-class Mark:
+class Progress:
     """The message at `place` (SEVERAL: all of them) of call `call` has been running for `seconds`."""
 
     call: int
@@ -32,7 +32,7 @@ class MarkFile:
     path: str
     host: str
 
-    def read(self) -> Mark | None:
+    def read(self) -> Progress | None:
         """The worker's mark; None if it runs nothing or cannot be seen from here."""
         return _mark(*_LAYOUT.unpack(Path(self.path).read_bytes()[: _LAYOUT.size]))
 
@@ -65,10 +65,10 @@ class Marker:
         """Whether the pool can read what it writes."""
         return self._memory is not None
 
-    def read(self) -> Mark | None:
+    def read(self) -> Progress | None:
         """The mark, for a pool on another host."""
         return _mark(*self._now)
 
 
-def _mark(call: int, place: int, since: float) -> Mark | None:
-    return None if call == NOTHING else Mark(call, place, time.monotonic() - since)
+def _mark(call: int, place: int, since: float) -> Progress | None:
+    return None if call == NOTHING else Progress(call, place, time.monotonic() - since)

@@ -24,11 +24,11 @@ from ray.exceptions import (
 
 from fedloom.conf.errors import FailedError
 from fedloom.conf.schema import EngineConfig
+from fedloom.sims.engines.actor_pool import ActorHandle, ActorPool, told
 from fedloom.sims.engines.chunks import ChunkPolicy
 from fedloom.sims.engines.codec import PackedSum, size
-from fedloom.sims.engines.crew import Crew, Member, told
 from fedloom.sims.engines.heartbeat import SEVERAL
-from fedloom.sims.engines.worker import Answers, Packed, Recipe, Replied
+from fedloom.sims.engines.worker import Answers, Packed, Replied, WorkerSpec
 
 ATTEMPTS = 2
 POLL_SECONDS = 0.1
@@ -58,7 +58,7 @@ class Call:
     """A chunk under way. `alone`: a suspect, and nothing else is at that worker. `unwanted`: keys of cancelled messages."""
 
     number: int
-    member: Member
+    member: ActorHandle
     jobs: list[Job]
     alone: bool
     unwanted: set[str] = field(default_factory=set)
@@ -68,8 +68,8 @@ class Call:
 class Pool:
     """Thread-safe: add, dispatch, take and cancel are called by the grid's user. FailedError when no worker can be had."""
 
-    def __init__(self, recipe: Recipe, workers: int, options: dict[str, Any], engine: EngineConfig) -> None:
-        self._crew = Crew(recipe, workers, options)
+    def __init__(self, recipe: WorkerSpec, workers: int, options: dict[str, Any], engine: EngineConfig) -> None:
+        self._crew = ActorPool(recipe, workers, options)
         self._task_timeout = engine.task_timeout
         self._policy = ChunkPolicy(workers, least=engine.vectorise)
         self._numbers = itertools.count()
@@ -160,7 +160,7 @@ class Pool:
                         load[member.number] += 1
                         self._call(member, jobs, alone=False)
 
-    def _drawn(self, member: Member, wanted: int, nodes: set[str]) -> list[Job]:
+    def _drawn(self, member: ActorHandle, wanted: int, nodes: set[str]) -> list[Job]:
         """The next jobs for a worker. Where nodes keep what sites gave, a site stays at its node while that has workers."""
         if self._homes is None:
             return [self._queue.popleft() for _ in range(min(wanted, len(self._queue)))]
@@ -170,7 +170,7 @@ class Pool:
         self._queue = deque(job for job in self._queue if job.key not in taken)
         return mine
 
-    def _call(self, member: Member, jobs: list[Job], alone: bool) -> None:
+    def _call(self, member: ActorHandle, jobs: list[Job], alone: bool) -> None:
         number = next(self._numbers)
         reference = member.actor.run.remote(number, [(job.site, job.parts) for job in jobs])
         self._calls[reference] = Call(number, member, jobs, alone)
@@ -226,7 +226,7 @@ class Pool:
             cause: Any = getattr(result, "cause", None)  # of a RayTaskError
             self._finish(call.jobs[0], Outcome(told(cause if isinstance(cause, Exception) else result)))
 
-    def _lose(self, member: Member, reason: str, late: bool = False) -> None:
+    def _lose(self, member: ActorHandle, reason: str, late: bool = False) -> None:
         """A worker is gone: charge who was running, run all others again, elsewhere; and start another worker."""
         references = sorted((each for each, call in self._calls.items() if call.member is member), key=self._number)
         calls = [self._calls.pop(reference) for reference in references]

@@ -22,7 +22,7 @@ from fedloom.clients.data.own import lookup
 from fedloom.clients.data.partition import find_way
 from fedloom.clients.networks import NETWORKS
 from fedloom.clients.objectives import OBJECTIVES
-from fedloom.clients.partial import PartialSum
+from fedloom.clients.protocol.partial_sums import PartialSum
 from fedloom.clients.training.optimizers import OPTIMIZERS, optimizer_section
 from fedloom.clients.training.schedules import SCHEDULES, schedule_section
 from fedloom.conf import machine
@@ -34,15 +34,15 @@ from fedloom.conf.schema import Config, DataConfig, EngineConfig
 from fedloom.conf.sites import roster
 from fedloom.sims.engines.adapter import FIRST_NODE, LocalGrid, failure, store_folder
 from fedloom.sims.engines.codec import SharedRecords, pack, size, sum_size, unpack, unpack_sum
-from fedloom.sims.engines.parts import Parts, Stores, alive
+from fedloom.sims.engines.gpu_room import refuse_full, refuse_gpus
+from fedloom.sims.engines.node_stores import Parts, Stores, alive
 from fedloom.sims.engines.pool import Pool
 from fedloom.sims.engines.reach import reach
-from fedloom.sims.engines.room import refuse_full, refuse_gpus
 from fedloom.sims.engines.share import WHOLE, Share
-from fedloom.sims.engines.worker import Recipe
+from fedloom.sims.engines.worker import WorkerSpec
 
 CLIENT_APP = "fedloom.clients.app:app"
-COMBINE = "fedloom.clients.partial:combine"
+COMBINE = "fedloom.clients.protocol.partial_sums:combine"
 # Read when Ray starts or joins: leave CUDA_VISIBLE_DEVICES as it is, and do not warn that it will be left so.
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 WAIT_SECONDS = 0.2
@@ -131,7 +131,7 @@ def start(config: Config, app: str = CLIENT_APP, combine: str = COMBINE, share: 
         raise
     options = {"num_cpus": engine.num_cpus, "num_gpus": engine.num_gpus, "scheduling_strategy": "SPREAD"}
     joined = combine if config.federation.partial_sums else ""
-    recipe = Recipe(app, joined, engine.vectorise, sites, str(store), plugins, own_paths(), config.federation.node_store)
+    recipe = WorkerSpec(app, joined, engine.vectorise, sites, str(store), plugins, own_paths(), config.federation.node_store)
     with under_way("starting workers"):
         pool = Pool(recipe, workers, options, engine)
     gpus = f", {engine.num_gpus:g} GPU" if engine.num_gpus else ""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 class Share:
     """`runs` go on at once. `on_gpu`: how many of them share each GPU that this process sees.
 
-    Cores and GPUs of this machine are divided before: a process sees its own (sims.sweeps.lanes). Memory is not.
+    Cores and GPUs of this machine are divided before: a process sees its own (sims.sweeps.worker_pool). Memory is not.
     """
 
     runs: int = 1

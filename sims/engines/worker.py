@@ -14,13 +14,13 @@ import ray
 from flwr.app import Context, Message
 from ray.exceptions import LocalRayletDiedError, RaySystemError
 
-from fedloom.clients.guard import failed
-from fedloom.clients.messages import TRAIN
-from fedloom.clients.partial import PartialSum
+from fedloom.clients.privacy.guard import failed
+from fedloom.clients.protocol.messages import TRAIN
+from fedloom.clients.protocol.partial_sums import PartialSum
 from fedloom.sims.engines.adapter import answer, site_context, take_identity
 from fedloom.sims.engines.codec import PackedArrays, PackedSum, Shared, pack, pack_sum, unpack
-from fedloom.sims.engines.heartbeat import NOTHING, SEVERAL, Mark, Marker, MarkFile
-from fedloom.sims.engines.part import Part
+from fedloom.sims.engines.heartbeat import NOTHING, SEVERAL, Marker, MarkFile, Progress
+from fedloom.sims.engines.node_store import NodeStore
 
 KEPT_RECORDS = 16  # shared records of the present round, and some of the one before
 
@@ -29,7 +29,7 @@ Replied = Packed | str  # a packed reply, or the reason why there is none
 
 
 @dataclass(frozen=True)
-class Recipe:
+class WorkerSpec:
     """What a worker is made of. `app` and `combine` (or empty) are "module:attribute".
 
     `cohort` > 1: that many sites of one shape are trained as one. `plugins`: modules that hold what is the user's own;
@@ -58,7 +58,7 @@ class Answers:
 class Worker:
     """Answers messages for any site."""
 
-    def __init__(self, recipe: Recipe, mark: MarkFile) -> None:
+    def __init__(self, recipe: WorkerSpec, mark: MarkFile) -> None:
         take_identity()
         self.recipe, self.fault = recipe, ""
         self.node = ray.get_runtime_context().get_node_id()
@@ -71,12 +71,12 @@ class Worker:
             self.app = _imported(recipe.app)
             self.combine = _imported(recipe.combine) if recipe.combine else None
             if recipe.node_store and self.combine is not None:
-                self.combine = functools.partial(self.combine, part=Part(recipe.node_store, self.node))
+                self.combine = functools.partial(self.combine, part=NodeStore(recipe.node_store, self.node))
         except Exception as error:
             self.fault = f"{type(error).__name__}: {error}"
 
     @ray.method(concurrency_group="control")
-    def status(self) -> tuple[str, str, bool, Mark | None]:
+    def status(self) -> tuple[str, str, bool, Progress | None]:
         """Why it cannot work (empty: it can), its node, whether the pool can read its mark, and the mark; at any time."""
         return self.fault, self.node, self._marker.near, self._marker.read()
 
@@ -122,8 +122,8 @@ class Worker:
 
     def _as_one(self, call: int, asked: Mapping[int, tuple[Message, Context]]) -> list[Message]:
         """Train sites of one shape together; whatever is no train message is answered in turn."""
-        from fedloom.clients.cohort import same_shape, train_cohort
         from fedloom.clients.reading import moment, read_job
+        from fedloom.clients.training.vectorised import same_shape, train_cohort
 
         messages = [message for message, _ in asked.values()]
         if len(messages) == 1 or any(message.metadata.message_type != TRAIN for message in messages):

@@ -14,10 +14,10 @@ from fedloom.sims.experiments.joint_sum import COMMON, OWN, Accuracies, Setting,
 from fedloom.sims.experiments.kept import told
 from fedloom.sims.experiments.pairs import Task
 from fedloom.sims.experiments.papers import cells, source_of
-from fedloom.sims.experiments.tabled import chosen, write
+from fedloom.sims.experiments.table_files import chosen, write
+from fedloom.sims.operations.simulate import simulate_once
 from fedloom.sims.report.page import Part
 from fedloom.sims.report.tables import Table, domains, mean_and_spread
-from fedloom.sims.simulate import simulate_once
 
 EXPERIMENT = "mnist_svhn"
 

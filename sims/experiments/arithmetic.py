@@ -17,9 +17,9 @@ from fedloom.sims.experiments import arithmetic_runs as runs
 from fedloom.sims.experiments import assigned, papers
 from fedloom.sims.experiments.arithmetic_plot import draw
 from fedloom.sims.experiments.kept import kept
+from fedloom.sims.operations.simulate import simulate_once
 from fedloom.sims.report.page import Part, Picture, write_page
 from fedloom.sims.report.tables import Table, mean, mean_and_spread, show
-from fedloom.sims.simulate import simulate_once
 
 BAR = 0.55  # of a task's own accuracy, on both tasks at once
 DATA = ("small", "medium", "large")

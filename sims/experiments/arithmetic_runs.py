@@ -9,10 +9,10 @@ from fedloom.conf.schema import Config
 from fedloom.conf.sites import roster
 from fedloom.fusion.arithmetic import GRADIENTS, WEIGHTS, Composer
 from fedloom.fusion.exact import State
-from fedloom.server.evaluate import Evaluator
+from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger
-from fedloom.server.method import Method
-from fedloom.server.runfolder import RunFolder
+from fedloom.server.run.training_run import TrainingRun
+from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.strategies.arithmetic import start_of
 
 STEPS = [step / 10 for step in range(11)]  # of alpha and beta
@@ -36,7 +36,7 @@ class Networks:
         """Those of a finished run."""
         folder = RunFolder(Path(config.run.root) / config.run.name)
         with Ledger.open(folder.path, server=False) as ledger:
-            aggregation = Method(config, folder, ledger, evaluator := Evaluator(config)).aggregation
+            aggregation = TrainingRun(config, folder, ledger, evaluator := Evaluator(config)).aggregation
             models = aggregation.models()
             ends = [models[site.name].state for site in roster(config)]
             start = start_of(aggregation.view())

@@ -13,10 +13,10 @@ import torch
 
 from fedloom.clients.data import Images
 from fedloom.clients.networks import NetworkName, initialise, parse_name
-from fedloom.clients.randomness import torch_generator
+from fedloom.conf.randomness import torch_generator
 from fedloom.fusion.arithmetic import GRADIENTS, WEIGHTS
 from fedloom.fusion.exact import State
-from fedloom.server.evaluate import count_right
+from fedloom.server.evaluation.evaluator import count_right
 from fedloom.sims.experiments import papers
 from fedloom.sims.experiments.kept import kept, told
 from fedloom.sims.experiments.pairs import EVALUATION_BATCH, Recipe, Task, images, trained

@@ -16,14 +16,14 @@ from fedloom.clients.networks import parse_name
 from fedloom.conf import load
 from fedloom.conf.errors import UserError
 from fedloom.fusion.comparators.baselines import Ensemble
-from fedloom.fusion.fusing import fuse
+from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.settings import FusionSettings
 from fedloom.server.strategies.fused_anew import CLA_OT, SETTINGS
 from fedloom.sims.experiments.kept import kept, told
 from fedloom.sims.experiments.pairs import Recipe, Share, accuracy, images, trained
-from fedloom.sims.experiments.tabled import write
+from fedloom.sims.experiments.table_files import write
+from fedloom.sims.operations.simulate import simulate_once
 from fedloom.sims.report.tables import Table, mean_and_spread
-from fedloom.sims.simulate import simulate_once
 
 EXPERIMENT = "different_depths"
 FOLDER = Path("runs/different_depths")

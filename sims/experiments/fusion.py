@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedloom.clients.states import write_bytes
+from fedloom.clients.storage.states import write_bytes
 from fedloom.conf.errors import UserError, unknown
 from fedloom.fusion.cla_ot.repair import recompute_statistics
 from fedloom.fusion.comparators import COMPARATORS
 from fedloom.fusion.comparators.baselines import Ensemble, naive_average
-from fedloom.fusion.fusing import fuse
+from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.settings import FusionSettings
 from fedloom.sims.experiments import fusion_pairs
-from fedloom.sims.experiments.dots import draw
+from fedloom.sims.experiments.dot_plot import draw
 from fedloom.sims.experiments.fusion_pairs import FOLDER, accuracy_of, parents, probe
 from fedloom.sims.report.page import Picture, write_page
 from fedloom.sims.report.tables import Table, mean_and_spread

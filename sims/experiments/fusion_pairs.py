@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from fedloom.clients.data import Images, to_float
 from fedloom.clients.networks import parse_name
-from fedloom.clients.randomness import torch_generator
 from fedloom.conf.errors import UserError
-from fedloom.server.evaluate import count_right
+from fedloom.conf.randomness import torch_generator
+from fedloom.server.evaluation.evaluator import count_right
 from fedloom.sims.experiments.pairs import EVALUATION_BATCH, Recipe, Share, Task, images, trained
 
 FOLDER = Path("runs/fusion")

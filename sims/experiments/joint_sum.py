@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedloom.clients.data import Images, to_float
-from fedloom.clients.learner import descend
 from fedloom.clients.networks import NetworkName, initialise
 from fedloom.clients.networks.base import Network
-from fedloom.clients.randomness import torch_generator
+from fedloom.clients.training.learner import descend
+from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import TrainingConfig
 from fedloom.sims.experiments.kept import kept
 from fedloom.sims.experiments.pairs import Task, images

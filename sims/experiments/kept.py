@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fedloom.clients.states import write_bytes
+from fedloom.clients.storage.states import write_bytes
 
 
 def kept(path: Path, key: Any, make: Callable[[], Any]) -> Any:

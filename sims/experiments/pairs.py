@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedloom.clients.data import Images, random_flip, site_images, test_images, to_float, validation_images
-from fedloom.clients.device import pick_device
-from fedloom.clients.learner import descend
 from fedloom.clients.networks import NetworkName, initialise, load_network, save_network
-from fedloom.clients.randomness import torch_generator
+from fedloom.clients.training.device import pick_device
+from fedloom.clients.training.learner import descend
 from fedloom.conf import load
+from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import Config, SiteConfig, TrainingConfig
 from fedloom.conf.sites import Site, roster
-from fedloom.server.evaluate import all_cores, count_right
+from fedloom.server.evaluation.evaluator import all_cores, count_right
 
 EVALUATION_BATCH = 500
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]  # of a network on images with labels

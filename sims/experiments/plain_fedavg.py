@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedloom.clients.data import domain_specs, site_images, test_images, to_float
-from fedloom.clients.initial import initial_state
 from fedloom.clients.networks import Network, architecture_of
-from fedloom.clients.training.fewest import fewest
+from fedloom.clients.networks.initial import initial_state
+from fedloom.clients.training.min_batch_size import min_batch_size
 from fedloom.clients.training.optimizers import optimizer_section
 from fedloom.clients.training.schedules import schedule_section
 from fedloom.conf.errors import UserError
@@ -85,7 +85,9 @@ def _refused(key: str, given: object) -> UserError:
 def _train(network: Network, part: TensorDataset, config: Config) -> None:
     training = config.training
     optimiser = torch.optim.SGD(network.parameters(), lr=training.rate, momentum=training.momentum)
-    lone = 0 < len(part) % training.batch < fewest(architecture_of(config))  # a last batch that the network cannot take
+    lone = (
+        0 < len(part) % training.batch < min_batch_size(architecture_of(config))
+    )  # a last batch that the network cannot take
     for _ in range(training.epochs):
         for images, labels in DataLoader(part, batch_size=training.batch, shuffle=True, drop_last=lone):
             optimiser.zero_grad()

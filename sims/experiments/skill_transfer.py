@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from fedloom.clients.data import Images
 from fedloom.clients.networks import parse_name
-from fedloom.clients.randomness import torch_generator
 from fedloom.conf.errors import UserError, unknown
+from fedloom.conf.randomness import torch_generator
 from fedloom.fusion.comparators.baselines import Ensemble
-from fedloom.fusion.fusing import fuse
+from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.settings import FusionSettings
 from fedloom.sims.experiments.kept import kept, told
 from fedloom.sims.experiments.pairs import Recipe, Task, accuracy, probe_set, trained

@@ -12,12 +12,12 @@ from fedloom.conf import load, to_json
 from fedloom.conf.errors import unknown
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import PERSONAL
-from fedloom.server.strategies.pairing import paired
+from fedloom.server.strategies.defaults import with_default_objective
 from fedloom.sims.experiments.kept import kept, told
 from fedloom.sims.experiments.plain_fedavg import check_plain, plain_fedavg
-from fedloom.sims.experiments.tabled import chosen, write
+from fedloom.sims.experiments.table_files import chosen, write
+from fedloom.sims.operations.simulate import simulate_once
 from fedloom.sims.report.tables import Table, aggregate, mean_and_spread
-from fedloom.sims.simulate import simulate_once
 
 EXPERIMENT = "mnist_dirichlet"
 METHODS = {
@@ -75,7 +75,7 @@ def _cells(found: Sequence[tuple[float, float]]) -> list[str]:
 def _config(preset: str, method: str, seed: int, overrides: Sequence[str]) -> Config:
     run = [f"run.root=runs/strategies-{preset}", f"run.name={method}-{seed}", f"seed={seed}"]
     presets = ",".join([*SIZES[preset], method])
-    return paired(load(EXPERIMENT, [f"preset=[{presets}]", *run, *overrides]))
+    return with_default_objective(load(EXPERIMENT, [f"preset=[{presets}]", *run, *overrides]))
 
 
 def _run(config: Config, title: str, *, quiet: bool) -> dict[str, tuple[float, float]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.supercore.inflatable.inflatable_object import is_valid_sha256_hash, iterate_object_tree
 
-from fedloom.server.limits import LEAST_LIMIT, TIMES_SENT
+from fedloom.server.flower.limits import LEAST_LIMIT, TIMES_SENT
 
 LEAST_PARTS = 2000  # of a reply, that are taken in any case: each takes the database half a millisecond
 TIMES_PARTS = 4  # and so many times those of the run's largest order

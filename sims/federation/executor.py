@@ -74,7 +74,7 @@ def main(address: str, authority: str, kind: str, parent: str, apps: str, warm: 
     from flwr.supercore.superexec.executor.types import ExecutionSpec, LaunchResult
     from flwr.supercore.utils import disable_process_dumping
 
-    from fedloom.server.answers import be_wary
+    from fedloom.server.flower.http_answers import be_wary
 
     tasks = _Warm(apps) if warm else _Cold(apps)
 

@@ -14,9 +14,9 @@ import yaml
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 
-from fedloom.clients.identity import is_signed, said
+from fedloom.clients.protocol.signatures import is_signed, signing_payload
 from fedloom.conf.errors import UserError, plain
-from fedloom.conf.yamls import read_yaml, write_yaml
+from fedloom.conf.yaml_text import read_yaml, write_yaml
 from fedloom.sims.federation import sheets
 from fedloom.sims.federation.files import read_small, write_private, write_together
 from fedloom.sims.federation.keys import AUTHORITY, NODE_KEY, NodeKey, fingerprint, public_key
@@ -61,7 +61,7 @@ def ask(folder: Path, name: str, superlink: str, again: bool) -> str:
         if not sheet.is_file():
             own = SiteSheet(name=name, superlink=superlink, certificate=AUTHORITY, key=NODE_KEY, peers=PEERS)
             made[sheet] = sheets.text(own)
-        request = {"name": name, "key": new.line, "signature": new.signed(said("join", name, new.line)).hex()}
+        request = {"name": name, "key": new.line, "signature": new.signed(signing_payload("join", name, new.line)).hex()}
         write_together({**made, folder / REQUEST: write_yaml(request).encode(), **new.files(folder)})
     return fingerprint(new.line)
 
@@ -88,7 +88,7 @@ def read_request(path: Path) -> Request:
     _check_name(name, f"{path}: name")
     line = public_key(key)
     try:
-        good = is_signed(line, said("join", name, line), bytes.fromhex(signature))
+        good = is_signed(line, signing_payload("join", name, line), bytes.fromhex(signature))
     except ValueError:
         good = False
     if not good:

@@ -55,7 +55,7 @@ class NodeKey:
         return {folder / f"{NODE_KEY}.pub": f"{self.line}\n".encode(), folder / NODE_KEY: private}
 
     def signed(self, text: bytes) -> bytes:
-        """Its signature (clients.identity.is_signed)."""
+        """Its signature (clients.protocol.signatures.is_signed)."""
         return self._key.sign(text, ec.ECDSA(hashes.SHA384()))
 
 

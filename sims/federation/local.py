@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from fedloom.conf.errors import UserError, plain, unknown
-from fedloom.conf.words import count
+from fedloom.conf.formatting import count
 from fedloom.sims.federation import sheets
 from fedloom.sims.federation.machines import START_SECONDS, nodes, refuse_port, registered
 from fedloom.sims.federation.plan import KEYS, SERVER, Plan, machines_of, server_of, sites_of, write_plan

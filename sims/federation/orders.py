@@ -17,8 +17,8 @@ from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 from flwr.supercore.object_store import ObjectStore
 from flwr.supercore.run import Run
 
-from fedloom.server.answers import be_wary
-from fedloom.server.unfolding import check_unfolding
+from fedloom.server.flower.http_answers import be_wary
+from fedloom.server.flower.unfolding import check_unfolding
 from fedloom.sims.federation.bodies import LARGEST_PART, SMALL
 
 MOST_ORDER = 10**9  # bytes, where the site's policy does not say
@@ -30,7 +30,7 @@ MOST_ANSWERS = {
     "/v1/fleet/push-messages": 4 << 20,  # the ids of parts that are missing
     "/v1/fleet/get-run": 4 << 20,
 }  # all others: SMALL
-REFUSED = "RefusedError at order"  # as clients.guard tells what clients.policy refuses
+REFUSED = "RefusedError at order"  # as clients.privacy.guard tells what clients.privacy.policy refuses
 
 
 APP = Fab(hashlib.sha256(b"").hexdigest(), b"", {})  # in place of a server's, where it does not run

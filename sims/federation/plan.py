@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.conf.errors import UserError
-from fedloom.conf.typed import build, value
-from fedloom.conf.yamls import write_yaml
+from fedloom.conf.typed import build, option
+from fedloom.conf.yaml_text import write_yaml
 from fedloom.sims.federation import sheets
 from fedloom.sims.federation.files import read_small, write_private, write_together
 from fedloom.sims.federation.keys import (
@@ -40,12 +40,12 @@ OWN = ("name", "superlink", "certificate", "key")  # keys of a site's sheet that
 class Plan:
     """The whole federation, as `nodes.yaml` says it."""
 
-    host: str = value("127.0.0.1", "the server's address, as the sites reach it")
-    port: int = value(8000, "the SuperLink's", low=1, high=65535)
-    tls: bool = value(True, "encrypted, the server known by its certificate and each site by its key")
-    join: bool = value(False, "sites of other owners join with keys of their own; then `sites` may be empty")
-    names: list[str] = value([], "further names and addresses of the server, for its certificate")
-    sites: list[dict[str, Any]] = value([], "a section for each: name, and any other key of site.yaml", entries=SiteSheet)
+    host: str = option("127.0.0.1", "the server's address, as the sites reach it")
+    port: int = option(8000, "the SuperLink's", low=1, high=65535)
+    tls: bool = option(True, "encrypted, the server known by its certificate and each site by its key")
+    join: bool = option(False, "sites of other owners join with keys of their own; then `sites` may be empty")
+    names: list[str] = option([], "further names and addresses of the server, for its certificate")
+    sites: list[dict[str, Any]] = option([], "a section for each: name, and any other key of site.yaml", entries=SiteSheet)
 
     @property
     def local(self) -> bool:

@@ -14,9 +14,9 @@ import tomli_w
 import yaml
 
 from fedloom.conf.errors import UserError, plain
-from fedloom.conf.texts import keep_texts
-from fedloom.conf.typed import at_home, build, value
-from fedloom.conf.yamls import read_yaml, write_yaml
+from fedloom.conf.text_keys import keep_texts
+from fedloom.conf.typed import at_home, build, option
+from fedloom.conf.yaml_text import read_yaml, write_yaml
 from fedloom.sims.federation.files import write_private
 from fedloom.sims.federation.keys import check_pair
 
@@ -35,7 +35,7 @@ POLICY = (
     "masks",
     "epsilon",
     "disclose",
-)  # keys that a node-config has, too (clients.policy)
+)  # keys that a node-config has, too (clients.privacy.policy)
 LIMITS = ("min_members", "min_known", "min_batch", "max_steps", "max_parameters")  # the same; -1: as there
 MOST_NAME = 100  # letters
 
@@ -46,64 +46,64 @@ T = TypeVar("T")
 class SiteSheet:
     """One site: who it is, where the server is, what it lets a server do with it. Paths are relative to the file."""
 
-    name: str = value("", "the site's name, as in the configurations of runs")
-    superlink: str = value("", "the server's address, HOST:PORT")
-    certificate: str = value("", "the authority's certificate, by which the server is known; empty: no TLS", path=True)
-    key: str = value("", "the site's private key, by which the server knows it; empty: no authentication", path=True)
-    store: str = value("store", "folder of what the site keeps of runs", path=True)
-    port: int = value(0, "of the node's own program, on this machine alone; 0: any that is free", low=0, high=65535)
-    data: str = value("", "folder with its data sets; empty: $FEDLOOM_DATA, else ./data", path=True)
-    domain: str = value("", "its own images in place of the configuration's: images:FOLDER, npz:FILE, module:function, ...")
-    networks: list[str] = value([], "networks that it runs; none: all that ship")
-    objectives: list[str] = value([], "objectives that it runs; none: all that ship")
-    optimizers: list[str] = value([], "optimisers that it runs; none: all that ship")
-    strategies: list[str] = value([], "strategies of runs that it takes part in; none: any")
-    publish: list[str] = value(
+    name: str = option("", "the site's name, as in the configurations of runs")
+    superlink: str = option("", "the server's address, HOST:PORT")
+    certificate: str = option("", "the authority's certificate, by which the server is known; empty: no TLS", path=True)
+    key: str = option("", "the site's private key, by which the server knows it; empty: no authentication", path=True)
+    store: str = option("store", "folder of what the site keeps of runs", path=True)
+    port: int = option(0, "of the node's own program, on this machine alone; 0: any that is free", low=0, high=65535)
+    data: str = option("", "folder with its data sets; empty: $FEDLOOM_DATA, else ./data", path=True)
+    domain: str = option("", "its own images in place of the configuration's: images:FOLDER, npz:FILE, module:function, ...")
+    networks: list[str] = option([], "networks that it runs; none: all that ship")
+    objectives: list[str] = option([], "objectives that it runs; none: all that ship")
+    optimizers: list[str] = option([], "optimisers that it runs; none: all that ship")
+    strategies: list[str] = option([], "strategies of runs that it takes part in; none: any")
+    publish: list[str] = option(
         [], "parts of its network that others may have; [none]: none; empty: any", choices=("extractor", "head", "none")
     )
-    device: str = value("", "where it computes; empty: as the run says", choices=("", "auto", "cpu", "cuda"))
-    gpu: float = value(1.0, "share of a GPU's memory that it may take", low=0.0, high=1.0)
-    largest_order: float = value(0.0, "MB of the largest message that it works on; 0: 1,000", low=0.0)
-    masks: str = value("", "required: what it trains leaves it under secure aggregation only", choices=("", "required"))
-    epsilon: float = value(
+    device: str = option("", "where it computes; empty: as the run says", choices=("", "auto", "cpu", "cuda"))
+    gpu: float = option(1.0, "share of a GPU's memory that it may take", low=0.0, high=1.0)
+    largest_order: float = option(0.0, "MB of the largest message that it works on; 0: 1,000", low=0.0)
+    masks: str = option("", "required: what it trains leaves it under secure aggregation only", choices=("", "required"))
+    epsilon: float = option(
         0.0,
         "what all its rounds may cost of its privacy (delta 1e-5 or less); what is not noised it refuses; 0: any",
         low=0.0,
     )
-    disclose: list[str] = value(
+    disclose: list[str] = option(
         [],
         "scores: losses and accuracies, also under masks or noise; classes: right answers by class",
         choices=("scores", "classes"),
     )
-    min_members: int = value(-1, "fewest sites of a masked sum; -1: more than half of `peers`, 3 without them", low=-1)
-    min_known: int = value(-1, "fewest of them whose keys are in `peers`; -1: as min_members if masks are required", low=-1)
-    min_batch: int = value(
+    min_members: int = option(-1, "fewest sites of a masked sum; -1: more than half of `peers`, 3 without them", low=-1)
+    min_known: int = option(-1, "fewest of them whose keys are in `peers`; -1: as min_members if masks are required", low=-1)
+    min_batch: int = option(
         -1, "fewest images of a batch; the rest of a pass is left out; -1: 8 with masks or epsilon, else 1", low=-1
     )
-    max_steps: int = value(100_000, "most training steps of a round; 0: any", low=0)
-    max_parameters: float = value(500.0, "millions of weights of the largest network that it trains; 0: any", low=0.0)
-    peers: str = value(
+    max_steps: int = option(100_000, "most training steps of a round; 0: any", low=0)
+    max_parameters: float = option(500.0, "millions of weights of the largest network that it trains; 0: any", low=0.0)
+    peers: str = option(
         "", "file of all sites' public keys, by which it knows with whom it shares masks; empty: any", path=True
     )
-    apps: str = value(
+    apps: str = option(
         "",
         "any: it runs what a server sends, with all that its user may do; empty: the app installed here",
         choices=("", "any"),
     )
-    warm: bool = value(True, "a process that has all imported waits for orders: saves seconds of each, takes some 400 MB")
-    environment: dict[str, str] = value({}, "environment variables of the node, such as CUDA_VISIBLE_DEVICES: '0'")
+    warm: bool = option(True, "a process that has all imported waits for orders: saves seconds of each, takes some 400 MB")
+    environment: dict[str, str] = option({}, "environment variables of the node, such as CUDA_VISIBLE_DEVICES: '0'")
 
 
 @dataclass(frozen=True)
 class ServerSheet:
     """The server: its SuperLink. Paths are relative to the file."""
 
-    superlink: str = value("", "its address as the sites reach it, HOST:PORT")
-    host: str = value("127.0.0.1", "address to listen at, for nodes alone; 0.0.0.0: all of the machine's")
-    port: int = value(8000, "to listen at, for nodes alone; runs are started at another, on loopback", low=1, high=65535)
-    certificate: str = value("server.crt", "the server's certificate", path=True)
-    key: str = value("server.key", "its private key", path=True)
-    authority: str = value("ca.crt", "the authority's certificate", path=True)
+    superlink: str = option("", "its address as the sites reach it, HOST:PORT")
+    host: str = option("127.0.0.1", "address to listen at, for nodes alone; 0.0.0.0: all of the machine's")
+    port: int = option(8000, "to listen at, for nodes alone; runs are started at another, on loopback", low=1, high=65535)
+    certificate: str = option("server.crt", "the server's certificate", path=True)
+    key: str = option("server.key", "its private key", path=True)
+    authority: str = option("ca.crt", "the authority's certificate", path=True)
 
 
 def read_server(folder: Path) -> ServerSheet:
@@ -190,7 +190,7 @@ def check_superlink(given: str) -> None:
 
 
 def node_config(sheet: SiteSheet, folder: Path) -> str:
-    """The TOML that Flower's SuperNode passes to the ClientApp (clients.policy, clients.store)."""
+    """The TOML that Flower's SuperNode passes to the ClientApp (clients.privacy.policy, clients.storage.store)."""
     if not sheet.name or len(sheet.name) > MOST_NAME:
         raise UserError(f"{folder / SITE}: name: takes 1 to {MOST_NAME} letters, got {sheet.name[:20]!r}")
     given: dict[str, Any] = {"site": sheet.name, "store": str((folder / sheet.store).resolve())}

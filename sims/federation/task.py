@@ -6,8 +6,8 @@ from importlib.metadata import entry_points
 
 from flwr.supercore.constant import TASK_TYPE_TO_COMMAND, TaskType
 
-from fedloom.server.answers import be_wary
-from fedloom.server.unfolding import read_by_hash
+from fedloom.server.flower.http_answers import be_wary
+from fedloom.server.flower.unfolding import read_by_hash
 from fedloom.sims.federation.heartbeats import keep_beating
 from fedloom.sims.federation.own_app import OWN, run_own_app
 

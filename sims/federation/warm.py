@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedloom.server.answers import be_wary
+from fedloom.server.flower.http_answers import be_wary
 from fedloom.sims.ending import Ending
 from fedloom.sims.federation.executor import DOOR
 from fedloom.sims.federation.heartbeats import keep_beating

@@ -20,7 +20,7 @@ ACROSS = 4
 
 
 @dataclass(frozen=True)
-class Exchange:
+class HeadMatrix:
     """A method's accuracies [extractor's site, head's site] (None: not measured), and bytes that a site sends in a round."""
 
     method: str
@@ -33,11 +33,11 @@ class Exchange:
         if any(len(row) != len(self.sites) for row in self.accuracy) or len(self.accuracy) != len(self.sites):
             raise ValueError(f"{self.method}: takes as many rows and columns as sites")
 
-    def without(self, gone: Sequence[str]) -> Exchange:
+    def without(self, gone: Sequence[str]) -> HeadMatrix:
         """The same without the rows and columns of these sites."""
         here = [place for place, site in enumerate(self.sites) if site not in gone]
         cells = [[self.accuracy[row][column] for column in here] for row in here]
-        return Exchange(self.method, [self.sites[place] for place in here], cells, self.bytes, self.fedavg_bytes)
+        return HeadMatrix(self.method, [self.sites[place] for place in here], cells, self.bytes, self.fedavg_bytes)
 
     def of(self, extractor: str, head: str) -> float | None:
         """That of one site's extractor with another's head; None if it was not measured."""
@@ -62,15 +62,15 @@ class Exchange:
         return self.bytes / self.fedavg_bytes if self.fedavg_bytes else None
 
 
-def exchanges(summary: Mapping[str, Any]) -> list[Exchange]:
+def exchanges(summary: Mapping[str, Any]) -> list[HeadMatrix]:
     """What was measured of each method, the run's own first; nothing of sites that are forgotten."""
-    found = [Exchange(method, one["sites"], one["accuracy"], one["bytes"], one["fedavg_bytes"])
+    found = [HeadMatrix(method, one["sites"], one["accuracy"], one["bytes"], one["fedavg_bytes"])
              for method, one in (summary.get(KEY) or {}).items()]  # fmt: skip
     left = [one.without(summary.get("unlearned") or []) for one in found]
     return [one for one in left if one.sites]
 
 
-def heads_table(found: Sequence[Exchange]) -> Table:
+def heads_table(found: Sequence[HeadMatrix]) -> Table:
     """A row for each method: accuracy with own heads and with others', and what that costs beside FedAvg."""
     rows = [[one.method, percent(one.own), percent(one.exchanged), _kilobytes(one.bytes), _kilobytes(one.fedavg_bytes),
              percent(one.share)] for one in found]  # fmt: skip
@@ -79,7 +79,7 @@ def heads_table(found: Sequence[Exchange]) -> Table:
     return Table("Exchanged heads", columns, rows, note)
 
 
-def matrix_table(one: Exchange, homes: Mapping[str, str]) -> Table:
+def matrix_table(one: HeadMatrix, homes: Mapping[str, str]) -> Table:
     """A row for each extractor, a column for each head; as many as can be read."""
     shown = one.sites[:MAX_DOMAINS]
     rows, note = cut(
@@ -91,7 +91,7 @@ def matrix_table(one: Exchange, homes: Mapping[str, str]) -> Table:
     return Table(title, ["extractor", *shown], rows, " ".join(filter(None, notes)))
 
 
-def heads_figure(found: Sequence[Exchange], homes: Mapping[str, str]) -> Figure | None:
+def heads_figure(found: Sequence[HeadMatrix], homes: Mapping[str, str]) -> Figure | None:
     """A heat map for each method, side by side, in the same colours; None if nothing was measured."""
     if not found:
         return None
@@ -116,7 +116,7 @@ def heads_figure(found: Sequence[Exchange], homes: Mapping[str, str]) -> Figure 
     return figure
 
 
-def _panel(axes: Axes, one: Exchange, homes: Mapping[str, str]) -> None:
+def _panel(axes: Axes, one: HeadMatrix, homes: Mapping[str, str]) -> None:
     """One method's heat map."""
     grid = [[math.nan if cell is None else cell for cell in row] for row in one.accuracy]
     axes.imshow(grid, cmap="Blues", vmin=0.0, vmax=1.0, interpolation="nearest")
@@ -127,7 +127,7 @@ def _panel(axes: Axes, one: Exchange, homes: Mapping[str, str]) -> None:
     axes.set_xlabel(f"{one.method}: exchanged {percent(one.exchanged)}", fontsize=10.5, color=INK)
 
 
-def _cell(one: Exchange, extractor: str, head: str) -> str:
+def _cell(one: HeadMatrix, extractor: str, head: str) -> str:
     shown = percent(one.of(extractor, head))
     return f"* {shown}" if extractor == head else shown
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedloom.clients.packing import PACKINGS
+from fedloom.clients.protocol.packing import PACKINGS
 from fedloom.conf.errors import UserError
-from fedloom.server.runfolder import RunFolder
+from fedloom.server.run_folder.folder import RunFolder
 from fedloom.sims.report import plots
 from fedloom.sims.report.forgetting import caption, forgetting_table
 from fedloom.sims.report.forgotten import Forgotten, forgotten_sites, forgotten_table

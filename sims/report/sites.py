@@ -21,7 +21,7 @@ LARGEST = 260.0  # area of the largest dot
 
 
 def at_home(summary: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """By network what was found at the sites, on each site's own test images (server.measured)."""
+    """By network what was found at the sites, on each site's own test images (server.run.final_evaluation)."""
     names = {"aggregate": aggregate(summary) or "aggregate", "own": "the sites' own"}
     return {names.get(name) or str(name): found for name, found in (summary.get("per_site") or {}).items()}
 

@@ -232,7 +232,7 @@ def accuracy_table(summary: Mapping[str, Any]) -> Table:
 
 
 def at_sites_table(summary: Mapping[str, Any]) -> Table:
-    """What the sites have of the networks that they would use: means over sites (server.at_sites)."""
+    """What the sites have of the networks that they would use: means over sites (server.evaluation.per_client_metrics)."""
     rows = [[name, *(percent(one.get(key)) for key in ("own", "lacking", "union"))]
             for name, one in summary["at_sites"].items()]  # fmt: skip
     note = ("Means over the sites, each with the network that it would use: on its own domain with the classes as often as "
@@ -241,7 +241,7 @@ def at_sites_table(summary: Mapping[str, Any]) -> Table:
 
 
 def costs_table(summary: Mapping[str, Any]) -> Table:
-    """What networks of different size cost (server.at_sites)."""
+    """What networks of different size cost (server.evaluation.per_client_metrics)."""
     rows = [[name, one["sites"], one["parameters"], _megabytes(one.get("bytes")), f"{1e3 * one['seconds']:.1f}"]
             for name, one in summary["costs"].items()]  # fmt: skip
     columns = ["network", "sites", "parameters", "MB a site and round", "ms for 1,000 images"]

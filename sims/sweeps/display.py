@@ -9,8 +9,7 @@ from rich.live import Live
 from rich.text import Text
 
 from fedloom.conf.errors import plain
-from fedloom.sims.benchmarks.memory import tree_bytes
-from fedloom.sims.cli.progress import (
+from fedloom.sims.progress.listeners import (
     MEMORY_SECONDS,
     REFRESHES_PER_SECOND,
     PlainListener,
@@ -18,6 +17,7 @@ from fedloom.sims.cli.progress import (
     RichListener,
     size_of,
 )
+from fedloom.sims.progress.memory import tree_bytes
 from fedloom.sims.report.tables import before_forgetting, percent
 from fedloom.sims.sweeps.outcome import BUSY, FAILED, Outcome
 

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from fedloom.sims.cli.progress import QuietListener
+from fedloom.sims.progress.listeners import QuietListener
 
 SECONDS = 0.25  # that replies and steps wait for others, to travel together
 STARTED, ROUND, REPLIES, DONE, STEP, NOTE, MESSAGE = "started", "round", "replies", "done", "step", "note", "message"

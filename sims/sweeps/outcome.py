@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.conf.errors import FailedError, UserError, of_files, plain
-from fedloom.server.runs import busy, read_summary
+from fedloom.server.run_folder.listing import busy, read_summary
 from fedloom.sims.sweeps.plan import Planned, ordered, placed
 
 KEPT, FINISHED, FAILED, BUSY = "kept", "finished", "failed", "busy"

@@ -4,12 +4,12 @@ import dataclasses
 from collections.abc import Sequence
 
 from fedloom.conf.errors import UserError
-from fedloom.server.runs import busy
-from fedloom.sims.simulate import absolute_paths, refuse, simulate
+from fedloom.server.run_folder.listing import busy
+from fedloom.sims.operations.simulate import absolute_paths, refuse, simulate
 from fedloom.sims.sweeps.display import Display, display_for
-from fedloom.sims.sweeps.lanes import Lanes
 from fedloom.sims.sweeps.outcome import BUSY, KEPT, Outcome, attempt, failed, finished, looked_at
 from fedloom.sims.sweeps.plan import Planned, placed
+from fedloom.sims.sweeps.worker_pool import WorkerPool
 
 
 def ready(planned: Sequence[Planned], *, overwrite: bool = False) -> list[Planned]:
@@ -56,7 +56,7 @@ def _opening(total: int, kept: int, parallel: int) -> str:
 def _carried_out(tasks: Sequence[Planned], parallel: int, display: Display) -> dict[str, Outcome]:
     """What became of each, by its name."""
     if parallel and tasks:
-        return Lanes(min(parallel, len(tasks)), display).run(tasks)
+        return WorkerPool(min(parallel, len(tasks)), display).run(tasks)
     return {task.name: _here(task, display) for task in tasks}
 
 

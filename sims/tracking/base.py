@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from fedloom.conf.registry import Registry
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import roster
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 from fedloom.sims.tracking.results import Results
 
 MAIN = "main"  # the part of a run that is none of its baselines
@@ -89,7 +89,7 @@ class Tracker(ABC):
 
     package: ClassVar[str] = ""
     extra: ClassVar[str] = ""
-    sites: int = value(100, "how many sites have metrics of their own: the first ones", low=0)
+    sites: int = option(100, "how many sites have metrics of their own: the first ones", low=0)
 
     @abstractmethod
     def open(self, config: Config) -> Writer:

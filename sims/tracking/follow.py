@@ -12,8 +12,8 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.plugins import told
 from fedloom.conf.schema import Config
 from fedloom.server.ledger import Ledger
-from fedloom.server.listener import Silent
-from fedloom.server.runfolder import RunFolder
+from fedloom.server.run.listener import Silent
+from fedloom.server.run_folder.folder import RunFolder
 from fedloom.sims.tracking.base import FAILED, FINISHED, INTERRUPTED, MAIN, TRACKERS, Part, Tracker
 from fedloom.sims.tracking.courier import Courier
 from fedloom.sims.tracking.results import results_of

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fedloom.conf.schema import Config
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 from fedloom.sims.tracking.base import FAILED, FINISHED, INTERRUPTED, MAIN, TRACKERS, Line, Part, Tracker, Writer
 from fedloom.sims.tracking.numbers import round_numbers, safe, settings, site_numbers
 from fedloom.sims.tracking.results import Results
@@ -31,8 +31,8 @@ class MlflowTracker(Tracker):
 
     package: ClassVar[str] = "mlflow"
     extra: ClassVar[str] = "mlflow"
-    uri: str = value("", "of the tracking server or store; empty: the folder mlruns in the run's own")
-    experiment: str = value("", "MLflow's experiment; empty: this one's name")
+    uri: str = option("", "of the tracking server or store; empty: the folder mlruns in the run's own")
+    experiment: str = option("", "MLflow's experiment; empty: this one's name")
 
     def open(self, config: Config) -> Writer:
         return MlflowWriter(config, self)

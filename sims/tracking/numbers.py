@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from fedloom.conf.schema import Config
-from fedloom.server.recorded import RECEIVED, traffic_of
+from fedloom.server.run_folder.results_schema import RECEIVED, traffic_of
 
 _ODD = re.compile(r"[^A-Za-z0-9_.\- ]")
 TRAFFIC = ("sent", "received")

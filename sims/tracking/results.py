@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedloom.server.runfolder import CONFIG, RunFolder
+from fedloom.server.run_folder.folder import CONFIG, RunFolder
 from fedloom.sims.report.results import result_tables
 from fedloom.sims.report.tables import Table
 from fedloom.sims.tracking.numbers import one

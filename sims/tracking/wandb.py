@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fedloom.conf.schema import Config
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 from fedloom.sims.report.tables import show
 from fedloom.sims.tracking.base import FINISHED, MAIN, TRACKERS, Line, Part, Tracker, Writer
 from fedloom.sims.tracking.numbers import round_numbers, site_numbers
@@ -27,9 +27,9 @@ class WandbTracker(Tracker):
 
     package: ClassVar[str] = "wandb"
     extra: ClassVar[str] = "wandb"
-    project: str = value("fedloom", "W&B's project")
-    entity: str = value("", "user or team that it belongs to; empty: the account's own")
-    mode: str = value(
+    project: str = option("fedloom", "W&B's project")
+    entity: str = option("", "user or team that it belongs to; empty: the account's own")
+    mode: str = option(
         "offline", "offline: files for `wandb sync`; online: sent while the run goes on", choices=("offline", "online")
     )
 

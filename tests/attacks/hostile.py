@@ -10,8 +10,20 @@ from flwr.app import Message, RecordDict
 from torch import Tensor
 
 from fedloom.clients.app import app
-from fedloom.clients.initial import initial_state
-from fedloom.clients.messages import (
+from fedloom.clients.networks.initial import initial_state
+from fedloom.clients.privacy.secure_aggregation.contribution import flat
+from fedloom.clients.privacy.secure_aggregation.primitives import (
+    KEY,
+    PUBLIC,
+    PublicKeys,
+    agreed,
+    mask,
+    places,
+    rebuilt,
+    sign,
+    threshold_of,
+)
+from fedloom.clients.protocol.messages import (
     ASK,
     BASES,
     COMMITMENTS,
@@ -28,27 +40,15 @@ from fedloom.clients.messages import (
     SECURE_UNMASK,
     SITE,
     TRAIN,
-    Order,
+    TaskInstructions,
     config_digest,
     text_record,
     to_arrays,
     to_states,
 )
-from fedloom.clients.partial import ONCE
-from fedloom.clients.secure_aggregation.contribution import flat
-from fedloom.clients.secure_aggregation.primitives import (
-    KEY,
-    PUBLIC,
-    PublicKeys,
-    agreed,
-    mask,
-    places,
-    rebuilt,
-    sign,
-    threshold_of,
-)
-from fedloom.clients.sent import Sent
-from fedloom.clients.store import SiteStore
+from fedloom.clients.protocol.partial_sums import ONCE
+from fedloom.clients.storage.sent import Sent
+from fedloom.clients.storage.store import SiteStore
 from fedloom.conf import load, to_json
 from fedloom.sims.engines.adapter import site_context, take_identity
 from fedloom.sims.federation.keys import write_node_key
@@ -95,10 +95,10 @@ class Server:
         """The first network that all share."""
         return initial_state(self.config)
 
-    def order(self, site: int, kind: str, **parts: Any) -> Order:
+    def order(self, site: int, kind: str, **parts: Any) -> TaskInstructions:
         made = {"config": config_digest(self.text), "run": self.run, "site": site, "round": 1, "rounds": 1, "base": 0,
                 "members": self.sites, "kind": kind, **parts}  # fmt: skip
-        return Order(**made)
+        return TaskInstructions(**made)
 
     def reply(
         self, site: int, kind: str, records: Mapping[str, Mapping[str, Tensor]] | None = None, **parts: Any

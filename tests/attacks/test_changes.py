@@ -13,12 +13,21 @@ from flwr.clientapp import ClientApp
 from torch import Tensor
 
 from fedloom.clients.app import app
-from fedloom.clients.messages import CONFIG, ORDER, TRAIN, config_digest, read_order, text_record, to_arrays, to_states
 from fedloom.clients.objectives import OBJECTIVES
+from fedloom.clients.protocol.messages import (
+    CONFIG,
+    ORDER,
+    TRAIN,
+    config_digest,
+    read_order,
+    text_record,
+    to_arrays,
+    to_states,
+)
 from fedloom.conf import Config, load, to_json
 from fedloom.conf.schema import PrivacyConfig
 from fedloom.conf.sites import roster
-from fedloom.server.experiment import run_experiment
+from fedloom.server.run.experiment import run_experiment
 from fedloom.sims.engines.adapter import site_context, store_folder, take_identity
 from fedloom.sims.engines.inline import InlineGrid
 from tests.server.parts import Recorder

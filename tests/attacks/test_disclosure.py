@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from fedloom.clients.app import app
-from fedloom.clients.limits import RefusedError
-from fedloom.clients.memory import Memory
-from fedloom.clients.messages import EVALUATE, MEAN, METRICS, MODEL, ROUND, SITE, TRAIN
-from fedloom.clients.partial import ONCE
-from fedloom.clients.policy import Policy
-from fedloom.clients.privacy import discrete_gaussian, epsilon
+from fedloom.clients.privacy.differential import discrete_gaussian, epsilon
+from fedloom.clients.privacy.limits import RefusedError
+from fedloom.clients.privacy.memory import Memory
+from fedloom.clients.privacy.policy import Policy
+from fedloom.clients.protocol.messages import EVALUATE, MEAN, METRICS, MODEL, ROUND, SITE, TRAIN
+from fedloom.clients.protocol.partial_sums import ONCE
 from fedloom.clients.reading import alone
 from fedloom.conf import UserError, load
 from fedloom.conf.sites import roster
-from fedloom.server.experiment import run_experiment
+from fedloom.server.run.experiment import run_experiment
 from fedloom.sims.engines.adapter import site_context, store_folder
 from fedloom.sims.engines.inline import InlineGrid
 from tests.attacks.hostile import MASKS, WORDS, Masks, Refused, Server, name_of, summed

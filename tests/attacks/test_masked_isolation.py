@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.clients.messages import TRAIN
 from fedloom.clients.objectives.components.session import AUXILIARY_HEADS, COMMON, NUMBER
-from fedloom.clients.partial import ONCE
+from fedloom.clients.protocol.messages import TRAIN
+from fedloom.clients.protocol.partial_sums import ONCE
 from tests.attacks.hostile import MASKS, Masks, Refused, Server, summed
 
 ALL, FOUR = list(range(10)), [0, 1, 2, 3]

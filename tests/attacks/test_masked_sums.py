@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from fedloom.clients.messages import BEFORE, ERASE, IDLE, OWN, SECURE_CONFIRM, SECURE_UNMASK, SITE, SUBSET, TRAIN
-from fedloom.clients.partial import ONCE
+from fedloom.clients.protocol.messages import BEFORE, ERASE, IDLE, OWN, SECURE_CONFIRM, SECURE_UNMASK, SITE, SUBSET, TRAIN
+from fedloom.clients.protocol.partial_sums import ONCE
 from tests.attacks.hostile import MASKS, SITES, WORDS, Masks, Refused, Server, name_of, summed
 
 FOUR, THREE = [0, 1, 2, 3], [0, 1, 2]

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from fedloom.clients.messages import IDLE, MEAN, MODEL, ROUND, SITE, TRAIN, to_states
-from fedloom.clients.partial import ONCE, SAMPLES
-from fedloom.clients.privacy import LEAST_PART
-from fedloom.clients.secure_aggregation.contribution import contents
-from fedloom.clients.sketch import ALIKE, BUCKETS, likeness
+from fedloom.clients.privacy.differential import LEAST_PART
+from fedloom.clients.privacy.secure_aggregation.contribution import contents
+from fedloom.clients.privacy.sketch import ALIKE, BUCKETS, likeness
+from fedloom.clients.protocol.messages import IDLE, MEAN, MODEL, ROUND, SITE, TRAIN, to_states
+from fedloom.clients.protocol.partial_sums import ONCE, SAMPLES
 from tests.attacks.hostile import MASKS, WORDS, Masks, Refused, Server, name_of, summed
 
 FOUR, THREE, ALL = [0, 1, 2, 3], [0, 1, 2], list(range(10))

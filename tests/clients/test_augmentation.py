@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from fedloom.clients.data import site_images, to_float
-from fedloom.clients.learner import batches
-from fedloom.clients.randomness import torch_generator
 from fedloom.clients.training.augmentation import augmentation_of, check_augmentation
+from fedloom.clients.training.learner import batches
 from fedloom.conf import Config, UserError, load
+from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import TrainingConfig
 from fedloom.conf.sites import roster
 

@@ -11,16 +11,16 @@ from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
 from fedloom.clients.app import app
-from fedloom.clients.cohort import clip_each, same_shape, train_cohort
 from fedloom.clients.job import Job
-from fedloom.clients.learner import DivergedError, clip_all
-from fedloom.clients.messages import METRICS, SUBSET, TRAIN, read_order, to_states
 from fedloom.clients.objectives import Session
+from fedloom.clients.protocol.messages import METRICS, SUBSET, TRAIN, read_order, to_states
 from fedloom.clients.reading import read_job
-from fedloom.clients.states import read_state, write_state
+from fedloom.clients.storage.states import read_state, write_state
+from fedloom.clients.training.learner import DivergedError, clip_all
+from fedloom.clients.training.vectorised import clip_each, same_shape, train_cohort
 from fedloom.conf import UserError, load
-from fedloom.server.experiment import run_experiment
-from fedloom.server.listener import LogListener
+from fedloom.server.run.experiment import run_experiment
+from fedloom.server.run.listener import LogListener
 from fedloom.sims.engines.adapter import site_context
 from fedloom.sims.engines.inline import InlineGrid
 
@@ -196,8 +196,8 @@ class Opaque(Session):
     def contribution(self):
         return self.inner.contribution()
 
-    def own(self):
-        return self.inner.own()
+    def local_state(self):
+        return self.inner.local_state()
 
 
 def test_a_session_that_cannot_be_stacked_is_trained_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

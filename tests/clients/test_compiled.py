@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from fedloom.clients.compiled import compiled_loss
 from fedloom.clients.data import site_images
-from fedloom.clients.learner import learn
-from fedloom.clients.messages import MEAN
 from fedloom.clients.networks import Network, initialise
 from fedloom.clients.objectives import Task, objective_of, state_of
-from fedloom.clients.randomness import torch_generator
+from fedloom.clients.protocol.messages import MEAN
+from fedloom.clients.training.compiled import compiled_loss
+from fedloom.clients.training.learner import learn
 from fedloom.conf import Config, UserError, load
+from fedloom.conf.randomness import torch_generator
 from fedloom.conf.sites import roster
 from fedloom.fusion.exact import State
 
@@ -40,12 +40,12 @@ def trained(config: Config) -> State:
         members=2,
         network=network(),
         incoming={MEAN: start},
-        stored=lambda: start,
+        load_local_state=lambda: start,
         generator=torch_generator(0, "objective"),
     )
     session = objective_of(config).session(task)
     learn(session, site_images(config, site), config, site, 1, CPU)
-    state = session.own()
+    state = session.local_state()
     assert state is not None
     return state
 

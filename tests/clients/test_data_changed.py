@@ -13,12 +13,12 @@ from PIL import Image
 
 from fedloom import run
 from fedloom.clients import data
-from fedloom.clients.configurations import parsed
 from fedloom.clients.data import listing
 from fedloom.clients.data.images import Images
+from fedloom.clients.protocol.configurations import parsed
 from fedloom.conf import Config, UserError, to_json
 from fedloom.conf.sites import roster
-from fedloom.server.evaluate import Evaluator
+from fedloom.server.evaluation.evaluator import Evaluator
 from tests.clients.own_data import config, images
 
 MARK = 251

@@ -9,7 +9,7 @@ from fedloom.clients import data
 from fedloom.clients.data.cache import ImageCache
 from fedloom.clients.data.images import Images
 from fedloom.clients.data.transforms import render, rotate
-from fedloom.clients.randomness import generator, torch_generator
+from fedloom.conf.randomness import generator, torch_generator
 
 
 def test_generators_depend_on_seed_and_words_alone() -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from fedloom.clients.data.disk_cache import folder
 from fedloom.clients.data.partition import WAYS, divide, sizes
-from fedloom.clients.randomness import generator
 from fedloom.conf.errors import UserError
+from fedloom.conf.randomness import generator
 from fedloom.conf.schema import PartitionConfig
 
 LABELS = generator(0, "labels").integers(0, 10, 2000)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from flwr.app import Message, RecordDict
 
-from fedloom.clients.messages import CONFIG, ORDER, Order, config_digest, text_record
+from fedloom.clients.protocol.messages import CONFIG, ORDER, TaskInstructions, config_digest, text_record
 from fedloom.clients.reading import read_job
 from fedloom.conf import load, to_json
 from fedloom.sims.engines.adapter import site_context, take_identity
@@ -34,7 +34,7 @@ def capped(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_workers_that_share_a_gpu_share_its_memory(tmp_path: Path, capped: list[float], words: list[str], shares: list):
     take_identity()
     text = to_json(load("digits", words))
-    order = Order(config_digest(text), "run", site=0, round=1, rounds=1, base=0, members=2)
+    order = TaskInstructions(config_digest(text), "run", site=0, round=1, rounds=1, base=0, members=2)
     message = Message(RecordDict({ORDER: order.record(), CONFIG: text_record(text)}), 2, "train")
     job = read_job(message, site_context(0, 2, str(tmp_path)))
     assert job.device.type == ("cpu" if "engine.device=cpu" in words else "cuda")

@@ -9,15 +9,15 @@ from flwr.app import ConfigRecord, MetricRecord, RecordDict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedloom.clients.identity import SIGNED, Identity, fingerprint, heard, is_signed, sent_words
-from fedloom.clients.messages import TRAIN, Order, to_arrays
-from fedloom.clients.policy import Policy, RefusedError
+from fedloom.clients.privacy.policy import Policy, RefusedError
+from fedloom.clients.protocol.messages import TRAIN, TaskInstructions, to_arrays
+from fedloom.clients.protocol.signatures import SIGNED, Identity, fingerprint, is_signed, update_payload, verified_signature
 from fedloom.conf.errors import UserError
 from fedloom.sims.federation.keys import write_node_key
 
 
-def ordered(kind: str = TRAIN, secure: str = "") -> Order:
-    return Order(config="", run="run", site=1, round=1, rounds=2, base=0, members=2, kind=kind, secure=secure)
+def ordered(kind: str = TRAIN, secure: str = "") -> TaskInstructions:
+    return TaskInstructions(config="", run="run", site=1, round=1, rounds=2, base=0, members=2, kind=kind, secure=secure)
 
 
 @pytest.fixture(scope="module")
@@ -45,20 +45,20 @@ def test_a_signature_is_of_one_text_and_one_key(
 
 def test_a_word_travels_with_its_key(keys: dict[str, tuple[str, str]]) -> None:
     content = RecordDict({"site": to_arrays({"w": torch.ones(3)}), "metrics": MetricRecord({"loss": 1.0})})
-    words = sent_words("run", "a", 3, content)
-    word = Identity(keys["a"][0]).word(*words)
-    assert word is not None and Identity().word(*words) is None
+    words = update_payload("run", "a", 3, content)
+    word = Identity(keys["a"][0]).sign(*words)
+    assert word is not None and Identity().sign(*words) is None
     content[SIGNED] = word
-    found = heard(content, *sent_words("run", "a", 3, content))
+    found = verified_signature(content, *update_payload("run", "a", 3, content))
     assert found["key"] == " ".join(keys["a"][1].split()[:2]) and len(fingerprint(found["key"])) == 64
     for other in (("run", "b", 3), ("run", "a", 2), ("other", "a", 3)):
-        assert heard(content, *sent_words(*other, content)) == {}
+        assert verified_signature(content, *update_payload(*other, content)) == {}
     content["site"] = to_arrays({"w": torch.ones(3) * 2})
-    assert heard(content, *sent_words("run", "a", 3, content)) == {}
+    assert verified_signature(content, *update_payload("run", "a", 3, content)) == {}
     odd: dict[str, Any]
     for odd in ({}, {"signature": "xyz", "key": "ssh"}, {"signature": [1], "key": 3.0}, {"signature": "00" * 9999}):
         content[SIGNED] = ConfigRecord(odd)
-        assert heard(content, *words) == {} and fingerprint("nonsense") == ""
+        assert verified_signature(content, *words) == {} and fingerprint("nonsense") == ""
 
 
 def test_peers_are_known_by_the_file_as_it_is_now(keys: dict[str, tuple[str, str]], tmp_path: Path) -> None:
@@ -80,11 +80,11 @@ def test_peers_are_known_by_the_file_as_it_is_now(keys: dict[str, tuple[str, str
 def test_a_site_that_wants_masks_answers_nothing_else() -> None:
     policy = Policy.of({"masks": "required"})
     for kind in ("enrol", "evaluate", "secure_keys"):
-        policy.hide(ordered(kind=kind))
-    policy.hide(ordered(secure="00"))
+        policy.check_secure_aggregation(ordered(kind=kind))
+    policy.check_secure_aggregation(ordered(secure="00"))
     for order in (ordered(), ordered(kind="moments"), ordered(kind="anything", secure="00")):
         with pytest.raises(RefusedError, match="asks for more than sums"):
-            policy.hide(order)
-    Policy().hide(ordered())
+            policy.check_secure_aggregation(order)
+    Policy().check_secure_aggregation(ordered())
     with pytest.raises(UserError, match="masks: got 'maybe', takes required"):
         Policy.of({"masks": "maybe"})

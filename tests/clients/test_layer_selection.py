@@ -20,8 +20,8 @@ from fedloom.clients.objectives.layer_selection.learners import BASE_LEARNERS
 from fedloom.clients.objectives.layer_selection.posterior import LIKELIHOODS, PRIORS, Belief, by_winner, shares
 from fedloom.clients.objectives.layer_selection.search import Exact, Pace, Pruned, Sampled, Step
 from fedloom.clients.objectives.layer_selection.tree import Tree, layers_of, operations
-from fedloom.clients.randomness import torch_generator
 from fedloom.conf.errors import UserError
+from fedloom.conf.randomness import torch_generator
 from tests.server.parts import one_thread
 
 CHAIN = {"name": "convnet", "widths": [3, 4, 3], "pools": [2], "hidden": [5], "norm": "none", "bias": True}

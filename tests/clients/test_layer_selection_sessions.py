@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from fedloom.clients.data import site_images, to_float
-from fedloom.clients.initial import initial_state
-from fedloom.clients.learner import learn
-from fedloom.clients.messages import MEAN
 from fedloom.clients.networks import architecture_of
+from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.objectives import Task, objective_of
 from fedloom.clients.objectives.layer_selection.session import CHOSEN, COUNTS, MASS, SELECTION, SelectionSession
-from fedloom.clients.randomness import torch_generator
+from fedloom.clients.protocol.messages import MEAN
+from fedloom.clients.training.learner import learn
 from fedloom.conf import Config
+from fedloom.conf.randomness import torch_generator
 from fedloom.conf.sites import roster
 from fedloom.fusion.exact import State
 from tests.server.arithmetics import one_core
@@ -50,14 +50,14 @@ def test_layers_of_ones_own_start_where_the_warm_up_ends(tmp_path: Path):
     drawn = initial_state(config, roster(config)[0].name, roster(config)[0])
     first = trained(session_of(config, 1), 1)
     assert first.contribution()[SELECTION][MASS].tolist() == first.contribution()[SELECTION][CHOSEN].tolist() == [1.0, 1.0]
-    after, elsewhere = first.own(), {name: one.detach() + 1.0 for name, one in first.shared.items()}
+    after, elsewhere = first.local_state(), {name: one.detach() + 1.0 for name, one in first.shared.items()}
     second = session_of(config, 2, after, elsewhere)
     for name, one in second.network.named_parameters():
         goal = elsewhere.get(name, drawn[name])
         assert torch.equal(one, goal) == (name in elsewhere)  # the head is the site's own, and trained
     assert after is not None and not after[COUNTS].any()
     trained(second, 2)
-    last = second.own()
+    last = second.local_state()
     assert last is not None and float(last[COUNTS].sum()) == 6  # an E-step for each of its steps
     third = session_of(config, 3, last, elsewhere)
     assert not torch.equal(third.network.state_dict()[LAYER], elsewhere[LAYER])  # what it trained stays
@@ -68,12 +68,12 @@ def test_a_given_configuration_warms_up_as_a_learned_one_does(tmp_path: Path):
     first = trained(session_of(config, 1), 1)
     assert first.contribution()[SELECTION][MASS].tolist() == [1.0, 1.0]
     elsewhere = {name: one.detach() + 1.0 for name, one in first.shared.items()}
-    second = session_of(config, 2, first.own(), elsewhere)
+    second = session_of(config, 2, first.local_state(), elsewhere)
     assert torch.equal(second.network.state_dict()[LAYER], elsewhere[LAYER])
     trained(second, 2)
     assert second.contribution()[SELECTION][MASS].tolist() == [0.0, 0.0]
     assert torch.equal(second.shared[LAYER], elsewhere[LAYER])  # nobody shares it, so it stays
-    third = session_of(config, 3, second.own(), elsewhere)
+    third = session_of(config, 3, second.local_state(), elsewhere)
     assert torch.equal(third.network.state_dict()[LAYER], second.network.state_dict()[LAYER])  # what it trained stays
 
 

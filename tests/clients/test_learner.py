@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedloom.clients.data import Images, site_images, to_float
-from fedloom.clients.initial import initial_state
-from fedloom.clients.learner import DivergedError, Outcome, batches, learn, rate_at, step_count
-from fedloom.clients.messages import MEAN, ROUND
 from fedloom.clients.networks import architecture_of
+from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.objectives import OBJECTIVES, Session, Task
 from fedloom.clients.objectives.fedavg import FedAvg
-from fedloom.clients.randomness import torch_generator
+from fedloom.clients.protocol.messages import MEAN, ROUND
+from fedloom.clients.training.learner import DivergedError, Outcome, batches, learn, rate_at, step_count
 from fedloom.conf import Config, load
 from fedloom.conf.errors import UserError
+from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import TrainingConfig
 from fedloom.conf.sites import roster
 from fedloom.fusion.exact import State, digest
-from fedloom.server.experiment import check
+from fedloom.server.run.experiment import check
 
 CPU = torch.device("cpu")
 
@@ -48,7 +48,7 @@ def session(config: Config, index: int = 0, round: int = 1) -> Session:
         members=2,
         network=architecture_of(config).build(),
         incoming={MEAN: initial_state(config)},
-        stored=lambda: None,
+        load_local_state=lambda: None,
         generator=torch_generator(config.seed, site.name, str(round), "objective"),
     )
     return OBJECTIVES.build({"name": "sum_aggregation", "mode": "fedavg"}, "objective").session(task)
@@ -80,8 +80,8 @@ class Watched(Session):
     def contribution(self):
         return self.inner.contribution()
 
-    def own(self):
-        return self.inner.own()
+    def local_state(self):
+        return self.inner.local_state()
 
 
 def watched(config: Config, round: int = 1) -> tuple[Watched, Images]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fedloom.clients.networks import NetworkName, initialise, load_network, parse_name, save_network
-from fedloom.clients.states import read_metadata, read_state, write_state
+from fedloom.clients.storage.states import read_metadata, read_state, write_state
 from fedloom.conf import UserError
 
 TORCHVISION = ["torchvision:resnet18", "torchvision:vgg11_bn", "torchvision:mobilenet_v2"]

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedloom.clients.data import site_images, to_float
-from fedloom.clients.initial import initial_state
-from fedloom.clients.messages import MEAN, ROUND, SITE, STAR, SUBSET
 from fedloom.clients.networks import architecture_of
+from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.objectives import OBJECTIVES, Session, Task
 from fedloom.clients.objectives.plain import PlainSession
 from fedloom.clients.objectives.sum_aggregation import ExactSession, RegularisedSession
-from fedloom.clients.randomness import torch_generator
+from fedloom.clients.protocol.messages import MEAN, ROUND, SITE, STAR, SUBSET
 from fedloom.conf import Config, UserError, load
+from fedloom.conf.randomness import torch_generator
 from fedloom.conf.sites import roster
 from fedloom.fusion.exact import State
 
@@ -61,7 +61,7 @@ def opened(config: Config, incoming: dict[str, State], own: State | None = None,
         members=SITES,
         network=architecture_of(config).build(),
         incoming=incoming,
-        stored=lambda: own,
+        load_local_state=lambda: own,
         generator=torch_generator(config.seed, site.name, "1", "objective"),
     )
     return OBJECTIVES.build(config.objective, "objective").session(task)
@@ -169,7 +169,7 @@ def test_exact_a_site_that_is_sent_its_own_leave_one_out_view_alone_uses_the_agg
 
 def test_exact_sends_the_extractor_as_its_own_and_the_head_for_the_average_and_keeps_the_whole():
     _, session = exact()
-    sent, kept = session.contribution(), session.own()
+    sent, kept = session.contribution(), session.local_state()
     assert kept is not None
     assert set(sent) == {SITE, ROUND}
     assert sent[SITE].keys() == part(kept, "extractor.").keys()
@@ -298,7 +298,7 @@ def test_fedavg_starts_from_the_aggregate_and_keeps_nothing():
     config = configured("fedavg")
     mean = {**extractors(1)[0], **head()}
     session = opened(config, {MEAN: mean}, own_state())
-    assert session.own() is None
+    assert session.local_state() is None
     sent = session.contribution()
     assert set(sent) == {ROUND}
     assert sent[ROUND].keys() == mean.keys()

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedloom.clients.learner import descend
 from fedloom.clients.networks import architecture_of
 from fedloom.clients.training.checks import check_training
+from fedloom.clients.training.learner import descend
 from fedloom.clients.training.optimizers import OPTIMIZERS, SGD, optimizer_of
 from fedloom.conf import UserError, load
 from fedloom.conf.schema import TrainingConfig
@@ -60,7 +60,7 @@ def by_torch(
 
 def by_ours(rates: Sequence[float], training: TrainingConfig) -> list[Tensor]:
     moving = [nn.Parameter(one) for one in drawn(99)]
-    step = optimizer_of(training).over(moving, training)
+    step = optimizer_of(training).bind(moving, training)
     for number, rate in enumerate(rates):
         with torch.no_grad():
             step(rate, drawn(number))
@@ -178,7 +178,7 @@ def test_the_default_does_not_import_torchs_compiler():
     script = """
 import sys
 import torch
-from fedloom.clients.learner import descend
+from fedloom.clients.training.learner import descend
 from fedloom.conf.schema import TrainingConfig
 weight = torch.nn.Parameter(torch.ones(2))
 descend([weight], lambda x, y: (weight * x).sum(), [(0.1, torch.ones(2), torch.ones(2))], TrainingConfig())

@@ -9,8 +9,17 @@ import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from fedloom.clients.app import app
-from fedloom.clients.initial import initial_state
-from fedloom.clients.messages import CONFIG, LOST, MEAN, ORDER, Order, config_digest, text_record, to_arrays
+from fedloom.clients.networks.initial import initial_state
+from fedloom.clients.protocol.messages import (
+    CONFIG,
+    LOST,
+    MEAN,
+    ORDER,
+    TaskInstructions,
+    config_digest,
+    text_record,
+    to_arrays,
+)
 from fedloom.conf import Config, UserError, load, to_json
 from fedloom.conf.load import from_json
 from fedloom.sims.engines.adapter import site_context, take_identity
@@ -199,7 +208,7 @@ def test_a_site_without_its_state_says_so_in_a_record_of_its_own(tmp_path: Path,
 def test_sites_of_a_simulation_tell_the_user_everything(tmp_path: Path, config: Config):
     take_identity()
     text = altered(config, "sites.0.samples", 10**6)
-    order = Order(config_digest(text), "run", site=1, round=1, rounds=2, base=0, members=2)
+    order = TaskInstructions(config_digest(text), "run", site=1, round=1, rounds=2, base=0, members=2)
     content = {ORDER: order.record(), MEAN: to_arrays(initial_state(config)), CONFIG: text_record(text)}
     message = Message(RecordDict(content), 3, "train")
     message.metadata.__dict__["_message_id"] = "1"

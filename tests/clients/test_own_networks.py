@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from fedloom.clients.initial import initial_state
 from fedloom.clients.networks import (
     Network,
     NetworkName,
@@ -19,9 +18,10 @@ from fedloom.clients.networks import (
     parse_name,
     save_network,
 )
-from fedloom.clients.randomness import torch_generator
+from fedloom.clients.networks.initial import initial_state
 from fedloom.conf import Config, UserError, load
-from fedloom.server.experiment import check
+from fedloom.conf.randomness import torch_generator
+from fedloom.server.run.experiment import check
 
 MODULE = '''
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from fedloom.clients.networks import Network, NetworkSpec
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 
 
 class TinyNet(nn.Module):
@@ -157,7 +157,7 @@ number = 3
 
 @dataclass(frozen=True)
 class Spec(NetworkSpec):
-    hidden: int = value(5, "width", low=1)
+    hidden: int = option(5, "width", low=1)
 
     def build(self, channels, size, classes):
         extractor = nn.Sequential(nn.Flatten(), nn.Linear(channels * size * size, self.hidden))

@@ -9,12 +9,12 @@ import torch
 from flwr.app import RecordDict
 from torch import Tensor
 
-from fedloom.clients.cohort import train_cohort
-from fedloom.clients.initial import initial_state
-from fedloom.clients.job import Job, workbench
-from fedloom.clients.messages import EVALUATE, MEAN, MODEL, ROUND, TRAIN, Order, to_arrays, to_states
+from fedloom.clients.job import Job, scratch_model
 from fedloom.clients.networks import architecture_of
-from fedloom.clients.store import SiteStore
+from fedloom.clients.networks.initial import initial_state
+from fedloom.clients.protocol.messages import EVALUATE, MEAN, MODEL, ROUND, TRAIN, TaskInstructions, to_arrays, to_states
+from fedloom.clients.storage.store import SiteStore
+from fedloom.clients.training.vectorised import train_cohort
 from fedloom.conf import Config, load
 from fedloom.fusion.exact import digest
 
@@ -53,7 +53,7 @@ def job(tmp_path: Path, name: str, *words: str, site: int = 0, measured: bool = 
     config = load("digits", [sites, f"network={{name: 'trained_nets:{name}'}}", *small])
     content = RecordDict({MODEL if measured else MEAN: to_arrays(start(config))})
     kind = EVALUATE if measured else TRAIN
-    order = Order(config="", run="run", site=site, round=1, rounds=2, base=0, members=2, kind=kind, split="test")
+    order = TaskInstructions(config="", run="run", site=site, round=1, rounds=2, base=0, members=2, kind=kind, split="test")
     return Job(order, config, SiteStore(tmp_path / "sites", "run", f"site-{site:04d}"), content)
 
 
@@ -69,7 +69,7 @@ def trained(one: Job) -> dict[str, Tensor]:
 def test_training_is_in_training_mode_before_and_after_a_measurement(tmp_path: Path, statistics: str):
     words = [f"evaluation.statistics={statistics}"]
     first = trained(one := job(tmp_path, "norms", *words))
-    bench = workbench(one.config, architecture_of(one.config, one.site))
+    bench = scratch_model(one.config, architecture_of(one.config, one.site))
     assert all(module.training for module in bench.modules())
     assert not torch.equal(first["extractor.2.running_mean"], start(one.config)["extractor.2.running_mean"])
     job(tmp_path, "norms", *words, measured=True).answer()

@@ -13,11 +13,20 @@ from PIL import Image
 
 from fedloom.clients.app import app
 from fedloom.clients.data import label, num_classes, site_images
-from fedloom.clients.guard import told_outside
-from fedloom.clients.initial import initial_state
-from fedloom.clients.limits import Limits
-from fedloom.clients.messages import CONFIG, MEAN, METRICS, ORDER, Order, config_digest, text_record, to_arrays
-from fedloom.clients.policy import Policy, RefusedError, followed
+from fedloom.clients.networks.initial import initial_state
+from fedloom.clients.privacy.guard import told_outside
+from fedloom.clients.privacy.limits import Limits
+from fedloom.clients.privacy.policy import Policy, RefusedError, followed
+from fedloom.clients.protocol.messages import (
+    CONFIG,
+    MEAN,
+    METRICS,
+    ORDER,
+    TaskInstructions,
+    config_digest,
+    text_record,
+    to_arrays,
+)
 from fedloom.conf import Config, UserError, load, to_json
 from fedloom.conf.sites import roster
 from fedloom.sims.engines.adapter import site_context, take_identity
@@ -61,7 +70,7 @@ def test_a_node_config_is_read_and_its_names_are_separated_by_commas():
 )
 def test_a_site_refuses_what_a_server_names_from_outside_and_tells_it_the_key_alone(trap: str, word: str, key: str):
     with pytest.raises(RefusedError) as caught:
-        Policy(data="/a/secret/folder").follow(load("digits", [*WORDS, word]), 1)
+        Policy(data="/a/secret/folder").apply(load("digits", [*WORDS, word]), 1)
     assert str(caught.value).startswith(f"{key}: ")
     assert told_outside(caught.value) == f"RefusedError at {key}; the site's own log says more"
     assert trap not in sys.modules
@@ -72,18 +81,20 @@ def test_a_list_of_names_is_all_that_the_site_runs():
     with pytest.raises(
         RefusedError, match=r"network\.name: 'conv6' is not among the networks of this site's policy \(.*mlp\)"
     ):
-        only.follow(load("digits", [*WORDS, "network={name: conv6}"]), 0)
+        only.apply(load("digits", [*WORDS, "network={name: conv6}"]), 0)
     with pytest.raises(RefusedError, match=r"objective\.name: 'sum_aggregation' is not among the objectives"):
-        only.follow(load("digits", [*WORDS, "network={name: mlp}"]), 0)
-    only.follow(load("digits", [*WORDS, "network={name: mlp}", "objective={name: local}"]), 0)
+        only.apply(load("digits", [*WORDS, "network={name: mlp}"]), 0)
+    only.apply(load("digits", [*WORDS, "network={name: mlp}", "objective={name: local}"]), 0)
     with pytest.raises(RefusedError, match=r"training\.optimizer\.name: 'adamw' is not among the optimizers"):
-        Policy(optimizers=("sgd",)).follow(load("digits", [*WORDS, "training.optimizer=AdamW"]), 0)
-    Policy(optimizers=("a_trap:Mine",)).follow(load("digits", [*WORDS, "training.optimizer='a_trap:Mine'"]), 0)
+        Policy(optimizers=("sgd",)).apply(load("digits", [*WORDS, "training.optimizer=AdamW"]), 0)
+    Policy(optimizers=("a_trap:Mine",)).apply(load("digits", [*WORDS, "training.optimizer='a_trap:Mine'"]), 0)
 
 
 def test_a_site_publishes_what_its_policy_says_whatever_a_server_asks():
     state = {"extractor.a": torch.ones(1), "head.b": torch.ones(2)}
-    found = {word: set(Policy.of({"publish": word}).publishes(state)) for word in ("", "none", "head", "extractor,head")}
+    found = {
+        word: set(Policy.of({"publish": word}).filter_published(state)) for word in ("", "none", "head", "extractor,head")
+    }
     assert found == {"": set(state), "none": set(), "head": {"head.b"}, "extractor,head": set(state)}
     with pytest.raises(UserError, match="publish: got 'heads', takes extractor, head, both separated by a comma, or none"):
         Policy.of({"publish": "heads"})
@@ -91,12 +102,12 @@ def test_a_site_publishes_what_its_policy_says_whatever_a_server_asks():
 
 def test_sections_inside_a_network_from_outside_are_its_own_business():
     config = load("digits", [*WORDS, "network={name: 'my.nets:Tiny', act: {name: relu}}"])
-    assert Policy(networks=("my.nets:Tiny",)).follow(config, 0)
+    assert Policy(networks=("my.nets:Tiny",)).apply(config, 0)
 
 
 def test_what_a_policy_names_may_come_from_outside():
     config = load("digits", [*WORDS, "network={name: 'a_trap:Net'}"])
-    assert Policy(networks=("a_trap:Net",)).follow(config, 0).network["name"] == "a_trap:Net"
+    assert Policy(networks=("a_trap:Net",)).apply(config, 0).network["name"] == "a_trap:Net"
 
 
 def test_no_server_says_where_a_sites_data_are_or_has_them_downloaded():
@@ -133,7 +144,7 @@ def test_names_of_domains_that_nobody_looks_up_are_the_federations_own_affair(tr
     assert (num_classes(config), label(roster(config)[1].spec)) == (12, "hospital-b")
     assert len(site_images(config, own.source(config, roster(config)[1]))) == 30
     with pytest.raises(RefusedError, match=r"sites\[1\]\.domain: 'hospital-b' is none of this project's"):
-        Policy().follow(config, 1)
+        Policy().apply(config, 1)
     assert trap not in sys.modules
 
 
@@ -193,10 +204,10 @@ def test_a_site_with_a_budget_lets_out_what_is_noised_only_and_counts_by_its_own
     for config in (loose, noised):
         assert str(answered(tmp_path / "store", config, epsilon=6).error.reason).startswith("UserError at privacy.epsilon")
     assert str(answered(tmp_path / "store", plain, epsilon=6).error.reason).startswith("RefusedError at order.kind")
-    policy, order = Policy(epsilon=1.0), Order("0" * 64, "run", 0, 1, 1, 0, 1)
-    policy.spare(replace(order, kind="evaluate"), plain)
+    policy, order = Policy(epsilon=1.0), TaskInstructions("0" * 64, "run", 0, 1, 1, 0, 1)
+    policy.check_privacy_budget(replace(order, kind="evaluate"), plain)
     with pytest.raises(RefusedError, match="'class_statistics' asks for what is not noised"):
-        policy.spare(replace(order, kind="class_statistics"), noised)
+        policy.check_privacy_budget(replace(order, kind="class_statistics"), noised)
 
 
 def test_a_site_has_one_name_whatever_the_server_calls_it(tmp_path: Path):

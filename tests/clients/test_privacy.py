@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.clients.privacy import discrete_gaussian, epsilon
-from fedloom.clients.states import read_state
+from fedloom.clients.privacy.differential import discrete_gaussian, epsilon
+from fedloom.clients.storage.states import read_state
 from fedloom.conf import UserError
 from fedloom.conf.errors import FailedError
 from fedloom.fusion.exact import digest
-from fedloom.server.privacy import check_hidden
+from fedloom.server.rounds.privacy import check_hidden
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.report.report import write_report
 from tests.server.masked import configured, held, others, run

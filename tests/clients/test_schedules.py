@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
-from fedloom.clients.learner import rate_at
+from fedloom.clients.training.learner import rate_at
 from fedloom.clients.training.schedules import SCHEDULES, schedule_of
 from fedloom.conf import UserError, load
 from fedloom.conf.schema import TrainingConfig

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedloom.clients.secure_aggregation.primitives import (
+from fedloom.clients.privacy.secure_aggregation.primitives import (
     agreed,
     check_room,
     commitment,

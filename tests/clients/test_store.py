@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedloom.clients.states import read_metadata, read_state, write_state
-from fedloom.clients.store import SiteStore
+from fedloom.clients.storage.states import read_metadata, read_state, write_state
+from fedloom.clients.storage.store import SiteStore
 from fedloom.conf import UserError
 from fedloom.fusion.exact import digest
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedloom.clients.learner import descend
 from fedloom.clients.objectives.layer_selection.search import Exact, Sampled
+from fedloom.clients.training.learner import descend
 from fedloom.clients.training.loss import full, task_loss
 from fedloom.conf.schema import TrainingConfig
 from tests.clients.test_layer_selection import CHAIN, built, drawn, every, layers, step_of, uniform

@@ -16,11 +16,11 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 from typer.testing import CliRunner
 
-from fedloom.clients.states import read_state
+from fedloom.clients.storage.states import read_state
 from fedloom.conf import UserError, load
 from fedloom.fusion.exact import digest
-from fedloom.server.experiment import run_experiment
-from fedloom.server.listener import LogListener
+from fedloom.server.run.experiment import run_experiment
+from fedloom.server.run.listener import LogListener
 from fedloom.sims.cli.main import app
 from fedloom.sims.clusters.job import job
 from fedloom.sims.clusters.kubernetes import Pods, pod, ray_job
@@ -172,7 +172,7 @@ def test_a_batch_file_starts_two_ray_nodes_and_the_run_outlives_one(tmp_path: Pa
 
 def _kill_tree(root: int) -> None:
     """Kill a process and all that came of it, at once."""
-    from fedloom.sims.benchmarks.memory import descendants
+    from fedloom.sims.progress.memory import descendants
 
     for process in [*descendants(root)][::-1]:
         try:

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import yaml
 
-from fedloom.clients import messages
+from fedloom.clients.protocol import messages
 from fedloom.conf import UserError, experiment_names, from_json, load, to_json, to_yaml
 from fedloom.conf.load import FOLDER, VERSION, experiment_lines, load_text
 from fedloom.conf.schema import MOST_ROUNDS
 from fedloom.conf.sites import roster
-from fedloom.conf.yamls import LONG, read_yaml
+from fedloom.conf.yaml_text import LONG, read_yaml
 
 
 def test_every_shipped_experiment_loads_and_survives_the_journey():

@@ -12,14 +12,14 @@ import pytest
 from fedloom.conf import UserError
 from fedloom.conf.plugins import call, imported, is_reference, offered, outside
 from fedloom.conf.registry import Registry
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 
 
 @dataclass(frozen=True)
 class Kind(ABC):
     """What the registry of these tests holds."""
 
-    number: int = value(1, "a number", low=0)
+    number: int = option(1, "a number", low=0)
 
     @abstractmethod
     def doubled(self) -> int:

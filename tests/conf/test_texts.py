@@ -10,8 +10,8 @@ from fedloom.conf import UserError, to_yaml
 from fedloom.conf.load import from_json, load_text, read_values, to_json
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import roster
-from fedloom.conf.yamls import read_yaml, write_yaml
-from fedloom.server.runs import read_config
+from fedloom.conf.yaml_text import read_yaml, write_yaml
+from fedloom.server.run_folder.listing import read_config
 from fedloom.sims.api import config_of
 from fedloom.sims.federation.plan import Plan, site_sheets
 from fedloom.sims.federation.sheets import SITE, SiteSheet, read, write

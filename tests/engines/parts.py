@@ -3,11 +3,11 @@
 import contextlib
 from pathlib import Path
 
-from fedloom.clients.states import read_state
+from fedloom.clients.storage.states import read_state
 from fedloom.conf import load
 from fedloom.fusion.exact import digest
-from fedloom.server.experiment import run_experiment
-from fedloom.server.listener import LogListener
+from fedloom.server.run.experiment import run_experiment
+from fedloom.server.run.listener import LogListener
 from fedloom.sims.engines import open_engine
 from fedloom.sims.engines.adapter import LocalGrid
 

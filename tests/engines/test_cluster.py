@@ -12,13 +12,22 @@ import ray
 from flwr.app import RecordDict
 from ray.cluster_utils import Cluster
 
-from fedloom.clients.initial import initial_state
-from fedloom.clients.messages import CONFIG, MEAN, ORDER, TRAIN, Order, config_digest, text_record, to_arrays
+from fedloom.clients.networks.initial import initial_state
+from fedloom.clients.protocol.messages import (
+    CONFIG,
+    MEAN,
+    ORDER,
+    TRAIN,
+    TaskInstructions,
+    config_digest,
+    text_record,
+    to_arrays,
+)
 from fedloom.conf import load, to_json
 from fedloom.conf.sites import roster
-from fedloom.server.experiment import run_experiment
-from fedloom.server.listener import LogListener
-from fedloom.server.rounds.exchange import Federation
+from fedloom.server.rounds.channel import ClientChannel
+from fedloom.server.run.experiment import run_experiment
+from fedloom.server.run.listener import LogListener
 from fedloom.sims.engines import open_engine
 from tests.engines.messages import SITES, answers, ask, assert_good, by_site, messages, opened, pids
 from tests.engines.parts import final_states
@@ -95,10 +104,10 @@ def test_data_shipped_to_a_cluster_is_read_there(tmp_path: Path, cluster: Cluste
     config = load("digits", [*words, *there, f"run.root={tmp_path}"])
     with open_engine(config) as grid:
         data.rename(tmp_path / "elsewhere")
-        federation = Federation(grid, roster(config), window=0)
+        federation = ClientChannel(grid, roster(config), window=0)
         federation.join(timeout=60)
         text, mean = to_json(config), to_arrays(initial_state(config))
-        order = Order(config_digest(text), "run", site=0, round=1, rounds=2, base=0, members=2).record()
+        order = TaskInstructions(config_digest(text), "run", site=0, round=1, rounds=2, base=0, members=2).record()
         content = RecordDict({ORDER: order, MEAN: mean, CONFIG: text_record(text)})
         replies = list(federation.ask(TRAIN, [(roster(config)[0], content)], 1, timeout=60))
     assert [reply.reason for reply in replies] == [""]

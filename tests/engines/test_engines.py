@@ -15,11 +15,11 @@ import pytest
 import ray
 import torch
 
-from fedloom.clients.states import read_state
+from fedloom.clients.storage.states import read_state
 from fedloom.conf import UserError, load
-from fedloom.server.experiment import run_experiment
 from fedloom.server.ledger.audit import check
-from fedloom.server.listener import LogListener
+from fedloom.server.run.experiment import run_experiment
+from fedloom.server.run.listener import LogListener
 from fedloom.sims.benchmarks.fault_run import bench
 from fedloom.sims.benchmarks.untrained import fault
 from fedloom.sims.engines import open_engine
@@ -135,7 +135,7 @@ import sys
 import time
 sys.modules["ray"] = None  # as if it were not installed
 from fedloom.conf import load
-from fedloom.sims.simulate import simulate
+from fedloom.sims.operations.simulate import simulate
 import fedloom.server.app, fedloom.clients.app, fedloom.sims.cli.main
 simulate(load("digits", {[*SMALL, "engine.name=inline", f"run.root={tmp_path}"]!r}), quiet=True)
 """

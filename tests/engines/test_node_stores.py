@@ -15,20 +15,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.cluster_utils import Cluster
 
-from fedloom.clients.messages import to_arrays
-from fedloom.clients.partial import PartialSum
-from fedloom.clients.replies import ReplyError
-from fedloom.clients.states import read_state
+from fedloom.clients.protocol.messages import to_arrays
+from fedloom.clients.protocol.partial_sums import PartialSum
+from fedloom.clients.protocol.reply_checks import ReplyError
+from fedloom.clients.storage.states import read_state
 from fedloom.conf import UserError, load
 from fedloom.fusion.exact import ExactSum, digest, exact
-from fedloom.server.experiment import check as check_config
-from fedloom.server.experiment import run_experiment
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import AWAY, Problem, check
-from fedloom.server.listener import LogListener
-from fedloom.sims.cli.unlearn import Wish, unlearn
+from fedloom.server.run.experiment import check as check_config
+from fedloom.server.run.experiment import run_experiment
+from fedloom.server.run.listener import LogListener
 from fedloom.sims.engines import open_engine
-from fedloom.sims.engines.part import Part
+from fedloom.sims.engines.node_store import NodeStore
+from fedloom.sims.operations.requests import UnlearningRequest, unlearn
 
 SITES = 8
 SMALL = [f"sites=[{{domain: digits, count: {SITES}, samples: 40}}]", "data.size=8", "rounds=4", "evaluation.every=4",
@@ -42,7 +42,7 @@ WEIGHTS = st.lists(st.integers(-(2**40), 2**40), min_size=1, max_size=4)
 def test_a_node_adds_up_what_is_named_and_nothing_that_a_dead_worker_left(calls: list[tuple[list[int], bool]]):
     """A worker that dies after it has left its sum is not heard of: its sites are asked again, and counted once."""
     with tempfile.TemporaryDirectory() as folder:
-        part, size = Part(folder, "here"), max(len(numbers) for numbers, _ in calls)
+        part, size = NodeStore(folder, "here"), max(len(numbers) for numbers, _ in calls)
         numbers = [torch.tensor(given + [0] * (size - len(given))) for given, _ in calls]
         made = [PartialSum("run", 1, frozenset({str(place)}), {}, {"site": 1}, {"site": to_arrays({"w": tensor})})
                 for place, tensor in enumerate(numbers)]  # fmt: skip
@@ -68,11 +68,11 @@ def test_a_node_adds_up_what_is_named_and_nothing_that_a_dead_worker_left(calls:
 )
 def test_a_folder_that_cannot_be_had_is_told_with_the_key(given: str, told: str):
     with pytest.raises(UserError, match=f"federation.node_store: .*{told}"):
-        Part(given, "here")
+        NodeStore(given, "here")
 
 
 def test_what_a_node_keeps_is_read_by_its_digest(tmp_path: Path):
-    part, state = Part(str(tmp_path), "here"), {"w": torch.arange(3.0)}
+    part, state = NodeStore(str(tmp_path), "here"), {"w": torch.arange(3.0)}
     kept = part.put("run", state)
     assert torch.equal(part.get("run", kept, "here")["w"], state["w"])
     assert part.put("run", state) == kept
@@ -155,7 +155,7 @@ def test_nodes_give_one_sum_each_and_keep_the_rest_until_the_end_with_the_same_b
     assert kept[-1] == {"part-0", "part-1"} and not list(tmp_path.glob("part-*/kept/*"))  # all is at home, and only there
     assert {problem.severity for problem in found} == {"note"} and any(problem.what == AWAY for problem in found)
     assert check(tmp_path / "nodes") == []
-    unlearn(tmp_path / "nodes", Wish(["site-0003"], "gone"), quiet=True)
+    unlearn(tmp_path / "nodes", UnlearningRequest(["site-0003"], "gone"), quiet=True)
     assert check(tmp_path / "nodes") == []
 
 

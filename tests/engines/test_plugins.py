@@ -8,25 +8,25 @@ from pathlib import Path
 import pytest
 
 from fedloom.conf import UserError, load
-from fedloom.server.experiment import run_experiment
-from fedloom.server.listener import LogListener
-from fedloom.server.runfolder import CONFIG
+from fedloom.server.run.experiment import run_experiment
+from fedloom.server.run.listener import LogListener
+from fedloom.server.run_folder.folder import CONFIG
 from fedloom.sims.engines import open_engine
 from fedloom.sims.engines.ray import own_paths, plugins_of
-from fedloom.sims.simulate import simulate
+from fedloom.sims.operations.simulate import simulate
 
 MODULE = """
 import time
 from dataclasses import dataclass
 
 from fedloom.clients.objectives import OBJECTIVES, SumAggregation
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 
 
 @OBJECTIVES.register("averaging")
 @dataclass(frozen=True)
 class Averaging(SumAggregation):
-    mode: str = value("fedavg", "another default")
+    mode: str = option("fedavg", "another default")
 
 
 @OBJECTIVES.register("dozing")

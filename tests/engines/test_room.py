@@ -9,8 +9,8 @@ import torch
 
 from fedloom.conf import UserError, load
 from fedloom.sims.engines import open_engine
-from fedloom.sims.engines.room import needs_of, refuse_full
-from fedloom.sims.simulate import refuse
+from fedloom.sims.engines.gpu_room import needs_of, refuse_full
+from fedloom.sims.operations.simulate import refuse
 from tests.engines.parts import SITES
 
 

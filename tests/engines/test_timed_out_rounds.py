@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from fedloom.conf import load
-from fedloom.server.experiment import run_experiment
 from fedloom.server.ledger.audit import check
-from fedloom.server.listener import LogListener
 from fedloom.server.rounds.loop import TooFewRepliesError
+from fedloom.server.run.experiment import run_experiment
+from fedloom.server.run.listener import LogListener
 from fedloom.sims.engines import open_engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]

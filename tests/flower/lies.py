@@ -7,7 +7,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from hypothesis import strategies as st
 
-from fedloom.clients.messages import LOST, MEAN, METRICS, OWN, ROUND, SITE, UNKNOWN
+from fedloom.clients.protocol.messages import LOST, MEAN, METRICS, OWN, ROUND, SITE, UNKNOWN
 from tests.flower.speaker import Node, bare, part
 
 Lie = Callable[[Node, Message], Any]  # what a node does with an order

@@ -31,7 +31,7 @@ from flwr.supercore.run import RunNotRunningException
 from flwr.supernode.fleet_http_connection import http_request_response
 
 from fedloom.clients.app import app
-from fedloom.clients.messages import METRICS, TRAIN, read_order
+from fedloom.clients.protocol.messages import METRICS, TRAIN, read_order
 from fedloom.sims.benchmarks.soak_replies import REFUSED
 from fedloom.sims.federation.sheets import SITE, SiteSheet, node_config, read
 

@@ -29,8 +29,8 @@ from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.nodestate import NodeStateFactory
 
-from fedloom.server.answers import OddAnswerError
-from fedloom.server.unfolding import MOST_RECORDS
+from fedloom.server.flower.http_answers import OddAnswerError
+from fedloom.server.flower.unfolding import MOST_RECORDS
 from fedloom.sims.federation.bodies import LARGEST_PART, SMALL
 from fedloom.sims.federation.executor import Executor
 from fedloom.sims.federation.heartbeats import keep_beating

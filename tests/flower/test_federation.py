@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from fedloom.clients.identity import fingerprint
-from fedloom.clients.states import read_state
+from fedloom.clients.protocol.signatures import fingerprint
+from fedloom.clients.storage.states import read_state
 from fedloom.conf.errors import UserError
 from fedloom.fusion.exact import ExactSum, digest
 from fedloom.server.ledger import Ledger

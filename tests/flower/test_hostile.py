@@ -17,15 +17,15 @@ from flwr.clientapp import ClientApp
 from hypothesis import HealthCheck, given, settings
 
 from fedloom.clients.app import app
-from fedloom.clients.messages import TRAIN, read_order
+from fedloom.clients.protocol.messages import TRAIN, read_order
 from fedloom.conf import Config, load
 from fedloom.conf.sites import roster
 from fedloom.fusion.exact import State
-from fedloom.server.evaluate import Evaluator
-from fedloom.server.experiment import run_experiment
-from fedloom.server.rounds.exchange import Federation
+from fedloom.server.evaluation.evaluator import Evaluator
+from fedloom.server.rounds.channel import ClientChannel
 from fedloom.server.rounds.loop import RoundLoop, TooFewRepliesError
 from fedloom.server.rounds.schedules import Participation
+from fedloom.server.run.experiment import run_experiment
 from fedloom.sims.engines import flower
 from fedloom.sims.engines.inline import InlineGrid
 from fedloom.sims.federation import local
@@ -166,7 +166,7 @@ def liar(machines: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
                         "federation.timeout=20", "network={name: mlp, widths: [2]}")  # fmt: skip
     with contextlib.closing(flower.start(config)) as grid:
         grid.poll_seconds = 0.002
-        federation = Federation(grid, roster(config), 0)
+        federation = ClientChannel(grid, roster(config), 0)
         aggregation = started(config)
         loop = RoundLoop(config, "run", federation, aggregation, Evaluator(config), Recorder())
         one = Liar(config, loop, aggregation.digest(), {name: contribution(aggregation, name) for name in NAMES[:-1]})

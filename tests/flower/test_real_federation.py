@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from fedloom.conf import load
-from fedloom.server.experiment import run_experiment
 from fedloom.server.ledger import Ledger
-from fedloom.server.listener import LogListener
-from fedloom.server.runfolder import CONFIG
+from fedloom.server.run.experiment import run_experiment
+from fedloom.server.run.listener import LogListener
+from fedloom.server.run_folder.folder import CONFIG
 from fedloom.sims.engines import open_engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -22,7 +22,7 @@ def test_the_example_of_the_package_runs():
 
 
 def test_what_sites_do_not_need_is_not_imported():
-    heavy = ["ot", "fedloom.fusion.fusing"]
+    heavy = ["ot", "fedloom.fusion.pipeline"]
     code = f"import sys, fedloom.fusion.exact, fedloom.clients.app; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

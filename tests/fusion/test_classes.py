@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fedloom.conf.errors import UserError
-from fedloom.fusion.fusing import fuse
+from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.settings import FusionSettings
 from tests.fusion.parts import apart, images, network, outputs
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedloom.fusion.fusing import FusionSettings, fuse
 from fedloom.fusion.graph.channels import Wiring, wire
 from fedloom.fusion.graph.resize import with_state
+from fedloom.fusion.pipeline import FusionSettings, fuse
 from tests.fusion.families import MEMBERS, OTHERS, SMALL, filled, images, member
 
 SETTINGS = FusionSettings(positions=256, refit="none")

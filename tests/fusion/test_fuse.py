@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.conf.errors import UserError
-from fedloom.fusion.fused import Fused
-from fedloom.fusion.fusing import fuse
 from fedloom.fusion.graph.channels import wire
+from fedloom.fusion.pipeline import fuse
+from fedloom.fusion.results import Fused
 from fedloom.fusion.settings import FusionSettings
 from tests.fusion.parts import AVERAGED, PLAIN, apart, images, name_of, network, outputs, randomised
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from fedloom.conf.errors import UserError
-from fedloom.fusion.fusing import fuse
 from fedloom.fusion.graph.channels import WiringError
+from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.settings import FusionSettings
 from tests.fusion.parts import images, network, randomised
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from fedloom.conf.errors import UserError
 from fedloom.fusion.cla_ot.matching import layer_costs
-from fedloom.fusion.fusing import fuse
 from fedloom.fusion.graph.channels import Wiring, wire
 from fedloom.fusion.graph.tracing import evaluating
+from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.probe import BATCH, Moments, check_probe, features_of, moments_of, observe
 from tests.fusion.parts import apart, images, network
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.fusion.cla_ot.matching import layer_costs, optimal_alignment
-from fedloom.fusion.fused import Fused
-from fedloom.fusion.fusing import fuse
+from fedloom.fusion.pipeline import fuse
+from fedloom.fusion.results import Fused
 from fedloom.fusion.settings import FusionSettings
 
 NUMBERS = Path(__file__).parents[2].parent / "shared" / "reference" / "cla_ot_mlp.npz"

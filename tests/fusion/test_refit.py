@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedloom.conf.errors import UserError
-from fedloom.fusion.fusing import fuse
+from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.refit.head import fitted_head, mixed
 from fedloom.fusion.refit.least_squares import LayerStatistics, change_of_rows
 from fedloom.fusion.refit.patches import matrix, patches, picked, weight_of

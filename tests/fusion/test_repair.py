@@ -20,8 +20,8 @@ from fedloom.fusion.cla_ot.repair import (
     watched,
 )
 from fedloom.fusion.comparators.baselines import naive_average
-from fedloom.fusion.fusing import fuse
 from fedloom.fusion.graph.channels import wire
+from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.probe import observe
 from fedloom.fusion.settings import FusionSettings
 from tests.fusion.parts import apart, images, network, outputs

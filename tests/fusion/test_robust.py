@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.conf.errors import UserError
-from fedloom.fusion.fusing import fuse
 from fedloom.fusion.graph.channels import wire
+from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.settings import FusionSettings
 from tests.fusion.parts import apart
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torchvision import models
 
-from fedloom.fusion.fusing import fuse
+from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.settings import FusionSettings
 from tests.fusion.parts import apart, images, network, randomised
 

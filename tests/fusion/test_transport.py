@@ -15,8 +15,8 @@ from torch import Tensor
 from fedloom.conf.errors import UserError
 from fedloom.fusion.cla_ot.moves import apply
 from fedloom.fusion.cla_ot.transport import TransportSettings, correlation_cost, neutral_plan, solve, squared_cost
-from fedloom.fusion.fusing import fuse
 from fedloom.fusion.graph.channels import wire
+from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.settings import FusionSettings
 from tests.fusion.parts import PLAIN, apart, hidden, images, network
 

@@ -8,8 +8,8 @@ import pytest
 
 from fedloom.conf import load
 from fedloom.server.ledger.audit import check
-from fedloom.sims.cli.unlearn import Wish, resume, unlearn, verify_certificate
-from fedloom.sims.simulate import simulate
+from fedloom.sims.operations.requests import UnlearningRequest, resume, unlearn, verify_certificate
+from fedloom.sims.operations.simulate import simulate
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
 
@@ -60,7 +60,7 @@ def test_it_learns_and_its_sums_check(finished: dict[str, Path], method: str):
 @pytest.mark.parametrize("method", METHODS)
 def test_a_site_is_forgotten_and_the_certificate_holds(finished: dict[str, Path], tmp_path: Path, method: str):
     path = shutil.copytree(finished[method], tmp_path / method)
-    _, certificate = unlearn(path, Wish(["site-0001"], id="r1"), quiet=True)
+    _, certificate = unlearn(path, UnlearningRequest(["site-0001"], id="r1"), quiet=True)
     assert certificate["sites"] == ["site-0001"]
     before, after = (certificate["evidence"][stage]["network"] for stage in ("before", "after"))
     assert before != after  # and of sums, which are exact, too:
@@ -74,7 +74,7 @@ def test_a_site_is_forgotten_and_the_certificate_holds(finished: dict[str, Path]
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_that_was_cut_short_goes_on_to_the_same_bits(finished: dict[str, Path], tmp_path: Path, method: str):
     path = shutil.copytree(finished[method], tmp_path / method)
-    _, certificate = unlearn(path, Wish(["site-0002"], id="r1", rollback=False, repair=1), quiet=True)
+    _, certificate = unlearn(path, UnlearningRequest(["site-0002"], id="r1", rollback=False, repair=1), quiet=True)
     assert certificate["options"]["repair"] == 1
     again = shutil.copytree(path, tmp_path / "again" / method)
     assert resume(again, quiet=True)["digest"] == summary(path)["digest"]

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from flwr.app import Context, Message
 
-from fedloom.clients.initial import initial_state
-from fedloom.clients.messages import MEAN, SITE, TRAIN, to_states
-from fedloom.clients.states import read_state
+from fedloom.clients.networks.initial import initial_state
+from fedloom.clients.protocol.messages import MEAN, SITE, TRAIN, to_states
+from fedloom.clients.storage.states import read_state
 from fedloom.conf import Config, load
 from fedloom.conf.sites import roster
 from fedloom.fusion.arithmetic import Alpha, is_statistic, to_state
 from fedloom.fusion.exact import State, digest, quantise
-from fedloom.server.experiment import run_experiment
-from fedloom.server.method import Method
-from fedloom.server.rounds.aggregation import Aggregation
-from fedloom.server.rounds.exchange import Federation
+from fedloom.server.rounds.channel import ClientChannel
+from fedloom.server.rounds.server_state import ServerState
+from fedloom.server.run.experiment import run_experiment
+from fedloom.server.run.training_run import TrainingRun
 from fedloom.server.strategies import ArithmeticStrategy
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.engines.inline import InlineGrid
@@ -100,30 +100,30 @@ def resumed(config: Config, client: NotingApp | None = None) -> Done:
 
 
 @contextmanager
-def arithmetic_of(config: Config) -> Iterator[Aggregation]:
+def arithmetic_of(config: Config) -> Iterator[ServerState]:
     with method_of(config) as method:
         yield method.aggregation
 
 
-def strategy(aggregate: Aggregation) -> ArithmeticStrategy:
+def strategy(aggregate: ServerState) -> ArithmeticStrategy:
     assert isinstance(aggregate.strategy, ArithmeticStrategy)
     return aggregate.strategy
 
 
-def composed(aggregate: Aggregation, alphas: Mapping[str, Alpha], start: State | None = None, how: str = "") -> State:
+def composed(aggregate: ServerState, alphas: Mapping[str, Alpha], start: State | None = None, how: str = "") -> State:
     """The network of these sites with these coefficients."""
     return strategy(aggregate).compose(aggregate.view(), alphas, how, start)
 
 
-def alphas_of(aggregate: Aggregation) -> dict[str, Alpha]:
+def alphas_of(aggregate: ServerState) -> dict[str, Alpha]:
     """The coefficients that the run uses."""
     return strategy(aggregate).alphas(aggregate.view())
 
 
-def train(method: Method, client: NotingApp | None = None) -> NotingApp:
+def train(method: TrainingRun, client: NotingApp | None = None) -> NotingApp:
     """All rounds of the method's configuration that are not committed yet."""
     client, sites = client or NotingApp(), roster(method.config)
-    federation = Federation(InlineGrid(len(sites), store_folder(method.config), client), sites, 0)
+    federation = ClientChannel(InlineGrid(len(sites), store_folder(method.config), client), sites, 0)
     federation.join(5.0)
     method.train(federation, Recorder())
     return client

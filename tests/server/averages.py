@@ -5,8 +5,8 @@ from pathlib import Path
 from fedloom.conf import load
 from fedloom.conf.schema import Config
 from fedloom.fusion.exact import State, digest
-from fedloom.server.experiment import check
-from fedloom.server.strategies.pairing import paired
+from fedloom.server.run.experiment import check
+from fedloom.server.strategies.defaults import with_default_objective
 from tests.server.parts import Run, set_up
 
 NETWORK_OF = {"plain": "network={name: mlp, widths: [8]}", "norms": "network={name: convnet, widths: [4], norm: batch}"}
@@ -16,7 +16,7 @@ def configured(root: Path, *words: str, network: str = "plain", sites: str = "co
     fixed = [f"sites=[{{domain: digits, {sites}}}]", "data={size: 8, validation_limit: 50, test_limit: 100}",
              NETWORK_OF[network], "engine.name=inline", f"run.root={root}", "rounds=2",
              "training={batch: 16, rate: 0.1, momentum: 0.0, schedule: constant}"]  # fmt: skip
-    config = paired(load("digits", [*fixed, *words]), [*fixed, *words])
+    config = with_default_objective(load("digits", [*fixed, *words]), [*fixed, *words])
     check(config)
     return config
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from fedloom.conf import Config
 from fedloom.conf.errors import UserError
-from fedloom.server.experiment import run_experiment
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.connection import Connection
-from fedloom.server.runfolder import METRICS, SUMMARY
+from fedloom.server.run.experiment import run_experiment
+from fedloom.server.run_folder.folder import METRICS, SUMMARY
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.engines.inline import InlineGrid
 from tests.server.parts import Recorder, files, folder, one_thread, small

@@ -8,7 +8,7 @@ from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 
 from fedloom.clients.app import app
-from fedloom.clients.messages import (
+from fedloom.clients.protocol.messages import (
     SECURE_KEYS,
     SECURE_SHARES,
     SECURE_UNMASK,
@@ -17,12 +17,12 @@ from fedloom.clients.messages import (
     to_arrays,
     to_states,
 )
-from fedloom.clients.states import read_state
+from fedloom.clients.storage.states import read_state
 from fedloom.conf import Config
 from fedloom.conf.sites import roster
 from fedloom.fusion.exact import ExactSum, State, digest
-from fedloom.server.experiment import run_experiment
-from fedloom.server.method import Method
+from fedloom.server.run.experiment import run_experiment
+from fedloom.server.run.training_run import TrainingRun
 from fedloom.server.unlearning.requests import receive
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.engines.inline import InlineGrid
@@ -102,7 +102,7 @@ def held(config: Config, sites: Sequence[str], prefix: str = "extractor.") -> st
     return digest(total.totals)
 
 
-def forget(method: Method, config: Config, sites: Sequence[str], id: str, client: ClientApp | None = None) -> Recorder:
+def forget(method: TrainingRun, config: Config, sites: Sequence[str], id: str, client: ClientApp | None = None) -> Recorder:
     """Receive a request and fulfil it, with sites that are simulated anew."""
     listener = Recorder()
     receive(method.ledger, id, sites, "", {})

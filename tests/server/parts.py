@@ -14,20 +14,20 @@ from flwr.clientapp import ClientApp
 
 from fedloom.clients.app import app
 from fedloom.clients.data import class_things
-from fedloom.clients.messages import METRICS, TRAIN, Order, read_order, to_arrays
 from fedloom.clients.objectives.modes import EXTRACTOR, mode_of
-from fedloom.clients.randomness import torch_generator
-from fedloom.clients.replies import FREE, Bounds
-from fedloom.clients.states import read_state
+from fedloom.clients.protocol.messages import METRICS, TRAIN, TaskInstructions, read_order, to_arrays
+from fedloom.clients.protocol.reply_checks import FREE, Bounds
+from fedloom.clients.storage.states import read_state
 from fedloom.conf import Config, load
+from fedloom.conf.randomness import torch_generator
 from fedloom.conf.sites import Site, roster
 from fedloom.fusion.exact import ExactSum, State, digest
-from fedloom.server.evaluate import Evaluator
+from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger
-from fedloom.server.rounds.aggregation import Aggregation
-from fedloom.server.rounds.exchange import Federation, Reply
+from fedloom.server.rounds.channel import ClientChannel, RawReply
 from fedloom.server.rounds.loop import RoundLoop
 from fedloom.server.rounds.schedules import Participation
+from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.view import Setup
 from fedloom.sims.benchmarks.soak_replies import Fault
 from fedloom.sims.engines.adapter import FIRST_NODE, store_folder
@@ -84,7 +84,7 @@ class WatchedApp(ClientApp):
     def __init__(self, fault: Fault | None = None, place: int = 1, rounds: Iterable[int] = ()) -> None:
         super().__init__()
         self.fault, self.place, self.rounds = fault, place, set(rounds)
-        self.orders: list[Order] = []
+        self.orders: list[TaskInstructions] = []
 
     def __call__(self, message: Message, context: Context) -> Message:
         if message.metadata.message_type != TRAIN:
@@ -135,7 +135,7 @@ class Run:
 
     config: Config
     loop: RoundLoop
-    aggregate: Aggregation
+    aggregate: ServerState
     grid: InlineGrid
     listener: Recorder = field(default_factory=Recorder)
 
@@ -149,7 +149,7 @@ def set_up(config: Config, client: ClientApp = app, grid: type[InlineGrid] = Inl
     """All of a run but its folder: real grid, federation, strategy, evaluator and round loop."""
     listener = Recorder()
     engine = grid(len(roster(config)), store_folder(config), client)
-    federation = Federation(engine, roster(config), config.federation.window)
+    federation = ClientChannel(engine, roster(config), config.federation.window)
     federation.join(5.0)
     aggregate = started(config)
     loop = RoundLoop(config, "run", federation, aggregate, Evaluator(config), listener)
@@ -164,10 +164,10 @@ def folder(config: Config) -> Path:
 OPENED: list[Ledger] = []  # by `started`; closed after each test
 
 
-def started(config: Config, only: Iterable[str] | None = None, at: Path | None = None) -> Aggregation:
+def started(config: Config, only: Iterable[str] | None = None, at: Path | None = None) -> ServerState:
     """The configured strategy, started for all sites of the roster, or for `only` those, with a new ledger."""
     sites = [site for site in roster(config) if only is None or site.name in only]
-    aggregate = Aggregation(Setup(config, sites, at or folder(config)))
+    aggregate = ServerState(Setup(config, sites, at or folder(config)))
     OPENED.append(aggregate.ledger)
     return aggregate
 
@@ -179,7 +179,7 @@ class Given:
     `dropped`: why replies did not count, by site.
     """
 
-    replies: list[Reply]
+    replies: list[RawReply]
     limits: Bounds = FREE
     run: str = "run"
     last: int = 99
@@ -187,7 +187,7 @@ class Given:
     dropped: dict[str, str] = field(default_factory=dict)
     sent: dict[str, State] = field(default_factory=dict)
 
-    def ask(self, kind: str, run: Any, sites: Any, content: Any, expected: Any) -> Iterator[Reply]:
+    def ask(self, kind: str, run: Any, sites: Any, content: Any, expected: Any) -> Iterator[RawReply]:
         self.sent = self.sent or dict(content)
         yield from self.replies
 
@@ -209,14 +209,14 @@ class Given:
     def enough(self, kind: str, run: Any, replies: int) -> None: ...
 
 
-def given(site: Site, records: Mapping[str, State], samples: int = 10, loss: float = 1.0) -> Reply:
+def given(site: Site, records: Mapping[str, State], samples: int = 10, loss: float = 1.0) -> RawReply:
     """A site's reply with these records."""
     content = RecordDict({name: to_arrays(state) for name, state in records.items()})
     content[METRICS] = MetricRecord({"loss": loss, "samples": samples})
-    return Reply(site, content)
+    return RawReply(site, content)
 
 
-def staged(aggregate: Aggregation, number: int, replies: list[Reply], bounds: Bounds = FREE) -> dict[str, str]:
+def staged(aggregate: ServerState, number: int, replies: list[RawReply], bounds: Bounds = FREE) -> dict[str, str]:
     """A round of the strategy on these replies, not committed; why some of them were dropped, by site."""
     exchange = Given(replies, bounds)
     participation = Participation([reply.site for reply in replies], number)
@@ -224,7 +224,7 @@ def staged(aggregate: Aggregation, number: int, replies: list[Reply], bounds: Bo
     return exchange.dropped
 
 
-def sent_in(aggregate: Aggregation, number: int) -> dict[str, State]:
+def sent_in(aggregate: ServerState, number: int) -> dict[str, State]:
     """What all sites are sent first in a round, by record name; nobody answers, and nothing of it stays."""
     exchange = Given([])
     with contextlib.suppress(KeyError):  # there is no mean of no replies
@@ -233,12 +233,12 @@ def sent_in(aggregate: Aggregation, number: int) -> dict[str, State]:
     return exchange.sent
 
 
-def contribution(aggregate: Aggregation, site: str) -> State:
+def contribution(aggregate: ServerState, site: str) -> State:
     """What a site has put into its method's slot, int64."""
     return aggregate.slots.contribution("sum", site)
 
 
-def summed(aggregate: Aggregation, without: Sequence[str] = ()) -> str:
+def summed(aggregate: ServerState, without: Sequence[str] = ()) -> str:
     """The digest of the sum, less these sites' contributions."""
     return digest(aggregate.slots.sum_without("sum", without).totals)
 
@@ -249,7 +249,7 @@ def close_all() -> None:
         OPENED.pop().close()
 
 
-def committed(aggregate: Aggregation) -> dict[str, Any]:
+def committed(aggregate: ServerState) -> dict[str, Any]:
     """All that the ledger says, but for times."""
     ledger = aggregate.ledger
     return {
@@ -259,13 +259,13 @@ def committed(aggregate: Aggregation) -> dict[str, Any]:
     }
 
 
-def on_disk(aggregate: Aggregation) -> dict[str, Any]:
+def on_disk(aggregate: ServerState) -> dict[str, Any]:
     """All that the ledger says, but for times, and all files beside it."""
     beside = {name: content for name, content in files(aggregate.ledger.folder).items() if not name.startswith("ledger.")}
     return {**committed(aggregate), "files": beside}
 
 
-def sum_of_contributions(aggregate: Aggregation) -> str:
+def sum_of_contributions(aggregate: ServerState) -> str:
     """The digest of the sum, added up afresh from what is kept for each site."""
     total, mode = ExactSum(aggregate.slots.bits), mode_of(aggregate.config)
     for site in aggregate.members():

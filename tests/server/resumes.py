@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from fedloom.clients.app import app
-from fedloom.clients.states import read_metadata
+from fedloom.clients.storage.states import read_metadata
 from fedloom.conf import Config
-from fedloom.server.experiment import run_experiment
 from fedloom.server.ledger import Ledger
-from fedloom.server.runfolder import METRICS, SUMMARY
+from fedloom.server.run.experiment import run_experiment
+from fedloom.server.run_folder.folder import METRICS, SUMMARY
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.engines.inline import InlineGrid
 from tests.server.parts import Recorder, files, small

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fedloom.conf import Config
-from fedloom.server.evaluate import Evaluator
-from fedloom.server.experiment import open_ledger
+from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger
-from fedloom.server.method import Method
-from fedloom.server.runfolder import RunFolder
+from fedloom.server.run.experiment import open_ledger
+from fedloom.server.run.training_run import TrainingRun
+from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.unlearning.certificate import CERTIFICATES
 from fedloom.server.unlearning.verification import Finding, verify
 from tests.server.parts import folder
@@ -30,13 +30,13 @@ def to_resume(config: Config) -> Config:
 
 
 @contextmanager
-def method_of(config: Config) -> Iterator[Method]:
+def method_of(config: Config) -> Iterator[TrainingRun]:
     """A run at work: the one in its folder, or a new one."""
     where = RunFolder(folder(config))
     if not where.path.exists():
         where.open(config)
     with open_ledger(config, where) as ledger:
-        yield Method(config, where, ledger, Evaluator(config))
+        yield TrainingRun(config, where, ledger, Evaluator(config))
 
 
 def findings(config: Config, name: str = "r1") -> list[Finding]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fedloom.clients.objectives import MEAN, SITE, Answer
-from fedloom.server.strategies import TRAIN, Expected, Run, State, Sum
+from fedloom.server.strategies import TRAIN, RecordSpec, RoundContext, State, Sum
 from tests.outside.federated_methods.fedprox import FedProx, Prox
 
 SIZES: State = {"n": torch.zeros(2)}
@@ -20,9 +20,9 @@ class Asked(Prox):
 
 @dataclass(frozen=True)
 class Twice(FedProx):
-    def round(self, run: Run) -> None:
+    def round(self, run: RoundContext) -> None:
         mean = self.mean(run)
-        for reply in run.ask(TRAIN, {MEAN: mean}, {SITE: Expected(mean)}):
+        for reply in run.ask(TRAIN, {MEAN: mean}, {SITE: RecordSpec(mean)}):
             run.put("networks", reply.site, {name: 2 * tensor for name, tensor in reply[SITE].items()}, reply.samples)
             run.put("networks", reply.site, reply[SITE], reply.samples)
 
@@ -31,9 +31,9 @@ class Twice(FedProx):
 class Enough(FedProx):
     fewest: int = 2
 
-    def round(self, run: Run) -> None:
+    def round(self, run: RoundContext) -> None:
         mean = self.mean(run)
-        for number, reply in enumerate(run.ask(TRAIN, {MEAN: mean}, {SITE: Expected(mean)}), start=1):
+        for number, reply in enumerate(run.ask(TRAIN, {MEAN: mean}, {SITE: RecordSpec(mean)}), start=1):
             run.put("networks", reply.site, reply[SITE], reply.samples)
             if number == self.fewest:
                 break
@@ -44,14 +44,14 @@ class Second(FedProx):
     def slots(self, config: Any) -> dict[str, Any]:
         return {"networks": Sum(weighted=True), "n": Sum()}
 
-    def round(self, run: Run) -> None:
+    def round(self, run: RoundContext) -> None:
         super().round(run)
-        run.gather("sizes", {}, {"n": Expected(SIZES, slot="n")})
+        run.gather("sizes", {}, {"n": RecordSpec(SIZES, slot="n")})
 
 
 @dataclass(frozen=True)
 class Begun(Second):
-    def begin(self, run: Run) -> None:
+    def begin(self, run: RoundContext) -> None:
         super().begin(run)
         run.put_all("networks", run.initial())
         run.put_all("n", SIZES)
@@ -59,11 +59,11 @@ class Begun(Second):
 
 @dataclass(frozen=True)
 class Nested(FedProx):
-    def round(self, run: Run) -> None:
+    def round(self, run: RoundContext) -> None:
         mean = self.mean(run)
-        for reply in run.ask(TRAIN, {MEAN: mean}, {SITE: Expected(mean)}):
+        for reply in run.ask(TRAIN, {MEAN: mean}, {SITE: RecordSpec(mean)}):
             run.put("networks", reply.site, reply[SITE], reply.samples)
-            assert len(list(run.ask("sizes", {}, {"n": Expected(SIZES)}, [reply.site]))) == 1
+            assert len(list(run.ask("sizes", {}, {"n": RecordSpec(SIZES)}, [reply.site]))) == 1
 
 
 @dataclass(frozen=True)
@@ -71,26 +71,26 @@ class Unequal(FedProx):
     def slots(self, config: Any) -> dict[str, Any]:
         return {"networks": Sum(weighted=True), "again": Sum(weighted=True)}
 
-    def round(self, run: Run) -> None:
+    def round(self, run: RoundContext) -> None:
         mean = self.mean(run)
-        for reply in run.ask(TRAIN, {MEAN: mean}, {SITE: Expected(mean)}):
+        for reply in run.ask(TRAIN, {MEAN: mean}, {SITE: RecordSpec(mean)}):
             run.put("networks", reply.site, reply[SITE], reply.samples)
             run.put("again", reply.site, reply[SITE], 1)
 
 
 @dataclass(frozen=True)
 class Fraction(FedProx):
-    def round(self, run: Run) -> None:
+    def round(self, run: RoundContext) -> None:
         mean = self.mean(run)
-        for reply in run.ask(TRAIN, {MEAN: mean}, {SITE: Expected(mean)}):
+        for reply in run.ask(TRAIN, {MEAN: mean}, {SITE: RecordSpec(mean)}):
             run.put("networks", reply.site, reply[SITE], 2.5)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class Unknown(FedProx):
-    def round(self, run: Run) -> None:
+    def round(self, run: RoundContext) -> None:
         mean = self.mean(run)
-        for reply in run.ask(TRAIN, {MEAN: mean}, {SITE: Expected(mean)}):
+        for reply in run.ask(TRAIN, {MEAN: mean}, {SITE: RecordSpec(mean)}):
             run.put("network", reply.site, reply[SITE], reply.samples)
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from fedloom.clients.initial import initial_state
-from fedloom.clients.messages import ROUND, SITE
+from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.objectives.modes import HEAD
+from fedloom.clients.protocol.messages import ROUND, SITE
 from fedloom.conf import Config
 from fedloom.conf.sites import Site, roster
 from fedloom.fusion.exact import State
-from fedloom.server.rounds.aggregation import Aggregation
+from fedloom.server.rounds.server_state import ServerState
 from tests.server.parts import (
     extractor,
     given,
@@ -59,7 +59,7 @@ def _records(mode: str, affine: bool, name: str, round: int) -> dict[str, State]
     }[mode]
 
 
-def play(aggregate: Aggregation, config: Config, rounds: list[list[int]]) -> None:
+def play(aggregate: ServerState, config: Config, rounds: list[list[int]]) -> None:
     """Rounds of made-up replies; each lists the sites that answer, in the order of their arrival."""
     members = {site.name for site in aggregate.setup.sites}
     for number, arrivals in enumerate(rounds, start=1):

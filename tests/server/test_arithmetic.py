@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedloom.clients.initial import initial_state
-from fedloom.clients.messages import SITE
+from fedloom.clients.networks.initial import initial_state
+from fedloom.clients.protocol.messages import SITE
 from fedloom.conf import UserError
 from fedloom.conf.sites import roster
 from fedloom.fusion.arithmetic import to_state
 from fedloom.fusion.exact import State, dequantise, digest, quantise
-from fedloom.server.experiment import check
 from fedloom.server.ledger.audit import check as audit
+from fedloom.server.run.experiment import check
 from fedloom.sims.benchmarks.soak_replies import changed, entry
 from fedloom.sims.engines.inline import InlineGrid
 from tests.server.arithmetics import (

@@ -6,7 +6,7 @@ import pytest
 
 from fedloom.clients.data import label, site_images, to_float
 from fedloom.conf.sites import roster
-from fedloom.server.at_sites import at_sites, class_counts, costs, different_networks
+from fedloom.server.evaluation.per_client_metrics import at_sites, class_counts, costs, different_networks
 from tests.server.arithmetics import one_core
 from tests.server.runs import method_of
 from tests.server.test_cla_ot import DEEP, SHALLOW, configured

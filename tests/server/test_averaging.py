@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from fedloom.clients.data import site_images
-from fedloom.clients.initial import initial_state
-from fedloom.clients.learner import batches, learn
-from fedloom.clients.messages import MEAN, SITE
 from fedloom.clients.networks import Network, architecture_of
+from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.objectives import Task
 from fedloom.clients.objectives.ditto import personal
 from fedloom.clients.objectives.local import LocalSession
 from fedloom.clients.objectives.scaffold import CONTROL
-from fedloom.clients.store import SiteStore
+from fedloom.clients.protocol.messages import MEAN, SITE
+from fedloom.clients.storage.store import SiteStore
+from fedloom.clients.training.learner import batches, learn
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import roster
@@ -164,8 +164,8 @@ def test_a_site_that_never_took_part_or_just_began_has_left_nothing(tmp_path: Pa
 def test_later_rounds_leave_traces_that_are_told(tmp_path: Path):
     run = played(tmp_path, "strategy.name=fedadam")
     told = run.aggregate.residue()
-    assert told[0].where == "the other sites' networks"
-    assert "momentum and squares" in told[1].where
+    assert told[0].location == "the other sites' networks"
+    assert "momentum and squares" in told[1].location
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -195,7 +195,7 @@ def test_a_mean_of_batchnorms_is_told_of_where_sites_have_different_classes(
     tmp_path: Path, sites: str, network: str, words: list[str], told: bool
 ):
     config = configured(tmp_path, "strategy.name=fedavg", *words, network=network, sites=sites)
-    advice = strategy_of(config).advice(config)
+    advice = strategy_of(config).warnings(config)
     assert any("compare network.norm=group" in line for line in advice) == told, advice
 
 
@@ -217,7 +217,7 @@ def test_only_those_who_answered_count(tmp_path: Path):
     for name, tensor in network_of(run).items():
         torch.testing.assert_close(tensor, view.contribution(NETWORKS, last[0])[name], atol=1e-6, rtol=1e-6)
     run.aggregate.forget(last, {})
-    assert digest(network_of(run)) == digest(run.aggregate.view().kept(NETWORK))  # nothing but where the round began
+    assert digest(network_of(run)) == digest(run.aggregate.view().server_state(NETWORK))  # nothing but where the round began
 
 
 def test_fedavg_is_a_plain_loops_with_the_same_batches(tmp_path: Path):

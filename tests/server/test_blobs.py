@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedloom.clients.states import write_state
+from fedloom.clients.storage.states import write_state
 from fedloom.fusion.exact import digest
 from fedloom.server.ledger.blobs import Blobs, LedgerError
 

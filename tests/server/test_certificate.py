@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from fedloom.clients.identity import Identity, erased_words
+from fedloom.clients.protocol.signatures import Identity, erased_words
 from fedloom.conf import Config, UserError
 from fedloom.server.ledger import Ledger
 from fedloom.server.unlearning.certificate import CERTIFICATES
 from fedloom.server.unlearning.scope import scope
 from fedloom.server.unlearning.signing import key_path, operator_key, public_line
 from fedloom.server.unlearning.verification import deleted
-from fedloom.sims.cli.unlearn import verify_certificate
 from fedloom.sims.federation.keys import write_node_key
+from fedloom.sims.operations.requests import verify_certificate
 from fedloom.sims.report.certificates import write_html
 from tests.server.parts import WatchedApp, folder
 from tests.server.runs import copied, findings, method_of
@@ -177,8 +177,8 @@ def test_what_is_put_back_of_a_forgotten_site_is_found(finished: Config, tmp_pat
 def test_the_word_of_a_site_is_for_one_request(tmp_path: Path):
     write_node_key(tmp_path)
     identity = Identity(str(tmp_path / "key"))
-    word = dict(identity.word(*erased_words("run", ONE, 3, 900, request="r1")) or {})
-    old = dict(identity.word(*erased_words("run", ONE, 3, 900, request="")) or {})
+    word = dict(identity.sign(*erased_words("run", ONE, 3, 900, request="r1")) or {})
+    old = dict(identity.sign(*erased_words("run", ONE, 3, 900, request="")) or {})
     told = {"files": 3, "bytes": 900}
     assert deleted("run", "r1", ONE, {**told, **word}).verdict == "match"
     assert deleted("run", "r2", ONE, {**told, **word}).verdict == "mismatch"
@@ -243,7 +243,7 @@ def test_a_network_that_relearns_badly_is_certified_all_the_same(
     finished: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     config = copied(finished, tmp_path)
-    monkeypatch.setattr("fedloom.server.unlearning.evaluation.REGAIN", 10.0)  # more than there is: it is trained
+    monkeypatch.setattr("fedloom.server.unlearning.evidence.REGAIN", 10.0)  # more than there is: it is trained
     with method_of(config) as method:
         unlearning = method.unlearning()
         unlearning.config = dataclasses.replace(config, training=dataclasses.replace(config.training, rate=1e38))

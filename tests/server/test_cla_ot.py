@@ -11,18 +11,18 @@ import torch
 
 from fedloom.clients.app import app
 from fedloom.clients.data import Images, site_images
-from fedloom.clients.states import read_state
-from fedloom.clients.statistics import COUNT, SQUARE, SUM, class_statistics
+from fedloom.clients.evaluation.statistics import COUNT, SQUARE, SUM, class_statistics
+from fedloom.clients.storage.states import read_state
 from fedloom.conf import Config, load
 from fedloom.conf.errors import UserError
 from fedloom.conf.sites import roster
 from fedloom.fusion.discriminant import discriminant
 from fedloom.fusion.exact import ExactSum, State, dequantise, quantise
-from fedloom.server.evaluate import Evaluator
-from fedloom.server.experiment import check, run_experiment
+from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger.audit import check as audit
-from fedloom.server.rounds.exchange import Federation
-from fedloom.server.runfolder import RunFolder
+from fedloom.server.rounds.channel import ClientChannel
+from fedloom.server.run.experiment import check, run_experiment
+from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.strategies.architectures import group_by_site, groups_of
 from fedloom.server.strategies.base import strategy_of
 from fedloom.server.strategies.by_architecture import averaged
@@ -121,7 +121,7 @@ def test_an_architecture_whose_sites_are_all_forgotten_leaves_an_empty_sum_and_c
         assert audit(folder(config)) == []
         assert {"site-0001", SHALLOW, DEEP, MIDDLE} == set(method.aggregation.models())
         method.aggregation.readmit(["site-0000"])
-        federation = Federation(InlineGrid(5, store_folder(config), app), roster(config), 0)
+        federation = ClientChannel(InlineGrid(5, store_folder(config), app), roster(config), 0)
         federation.join(5.0)
         method.train(federation, Recorder(), rounds=4)
         assert slots.total(SHALLOW).addends == 90 and audit(folder(config)) == []
@@ -210,7 +210,7 @@ def test_between_fusions_every_architecture_goes_on_from_its_own_mean(tmp_path):
     rare = configured(tmp_path, "rounds=3", "strategy.every=2")
     strategy, exclusive = strategy_of(rare), Exclusive()
     with method_of(rare) as method:
-        federation = Federation(InlineGrid(5, store_folder(rare), app), roster(rare), 0)
+        federation = ClientChannel(InlineGrid(5, store_folder(rare), app), roster(rare), 0)
         federation.join(5.0)
         for number in (1, 2, 3):
             method.train(federation, Recorder(), rounds=number)
@@ -239,7 +239,7 @@ def test_recalibration_asks_every_architecture_of_its_sites_and_the_sums_stay(do
     listener = Recorder()
     with method_of(config) as method:
         receive(method.ledger, "r1", gone, "", {"recalibrate": True})
-        federation = Federation(InlineGrid(5, store_folder(config), app), roster(config), 0)
+        federation = ClientChannel(InlineGrid(5, store_folder(config), app), roster(config), 0)
         federation.join(5.0)
         method.train(federation, listener, rounds=0)
         assert method.aggregation.digest() == digest and audit(folder(config)) == []

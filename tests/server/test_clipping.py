@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedloom.clients.messages import ROUND, SITE
-from fedloom.clients.replies import Bounds
+from fedloom.clients.protocol.messages import ROUND, SITE
+from fedloom.clients.protocol.reply_checks import Bounds
 from fedloom.conf import UserError
-from fedloom.server.experiment import check
+from fedloom.server.run.experiment import check
 from fedloom.sims.benchmarks.soak_replies import LAYER, changed, entry
 from tests.server.parts import WatchedApp, set_up, small, sum_of_contributions
 

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedloom.clients.initial import initial_state
 from fedloom.clients.networks import Model, architecture_of
+from fedloom.clients.networks.initial import initial_state
 from fedloom.conf import Config
 from fedloom.conf.errors import UserError
 from fedloom.conf.sites import roster
 from fedloom.fusion.arithmetic import Alpha
 from fedloom.fusion.exact import State
-from fedloom.server.evaluate import Evaluator
-from fedloom.server.experiment import check
-from fedloom.server.rounds.aggregation import Aggregation
+from fedloom.server.evaluation.evaluator import Evaluator
+from fedloom.server.rounds.server_state import ServerState
+from fedloom.server.run.experiment import check
 from fedloom.server.strategies.arithmetic import start_of
 from fedloom.server.strategies.coefficients import Search, worth
 from tests.server.arithmetics import (
@@ -56,7 +56,7 @@ def searching(config: Config, *words: str) -> Config:
     return configured(Path(config.run.root), *LEARNS, *words)
 
 
-def search_of(aggregate: Aggregation, evaluator: Evaluator | None = None) -> Search:
+def search_of(aggregate: ServerState, evaluator: Evaluator | None = None) -> Search:
     """The search that the aggregate makes over all its sites."""
     config, own = aggregate.config, strategy(aggregate)
     homes = {site.name: site for site in roster(config)}

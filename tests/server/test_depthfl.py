@@ -10,12 +10,12 @@ import torch.nn.functional as F
 
 from fedloom.clients.networks import architecture_of
 from fedloom.clients.objectives import Task, objective_of
-from fedloom.clients.randomness import torch_generator
 from fedloom.conf import Config
 from fedloom.conf.errors import UserError
+from fedloom.conf.randomness import torch_generator
 from fedloom.conf.sites import roster
 from fedloom.fusion.exact import ExactSum, State, quantise
-from fedloom.server.experiment import check
+from fedloom.server.run.experiment import check
 from fedloom.server.strategies.in_parts import REFERENCE
 from tests.server.arithmetics import one_core, same
 from tests.server.runs import copied, method_of
@@ -50,7 +50,7 @@ def test_every_depth_is_shown_the_deepest_first_and_all_sums_hold(done):
 def test_a_parameter_is_the_mean_over_the_sites_that_hold_it(done):
     with method_of(done.config) as method:
         view = method.aggregation.view()
-        whole, models = view.kept(REFERENCE), method.aggregation.models()
+        whole, models = view.server_state(REFERENCE), method.aggregation.models()
         names = {"site-0000": "exits-1", "site-0001": "exits-2", "site-0002": "exits-3", "site-0003": "exits-3"}
         put = {site: view.contribution(name, site) for site, name in names.items()}
     for name, tensor in whole.items():
@@ -77,7 +77,7 @@ def test_forgetting_leaves_the_sum_that_never_held_the_site(done, tmp_path):
         never = ExactSum(slots.bits)
         never.add(quantise(slots.contributions.floats("site-0003", "exits-3"), slots.bits), times=90)
         assert same(slots.total("exits-3").totals, never.totals) and slots.total("exits-3").addends == 90
-        left = method.aggregation.view().kept(REFERENCE)
+        left = method.aggregation.view().server_state(REFERENCE)
         assert torch.equal(left["head.2.weight"], slots.contributions.floats("site-0003", "exits-3")["head.2.weight"])
 
 

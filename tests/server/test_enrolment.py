@@ -8,17 +8,17 @@ import pytest
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from fedloom.clients.messages import QUERY
+from fedloom.clients.protocol.messages import QUERY
 from fedloom.conf import Config, UserError
 from fedloom.conf.sites import roster
 from fedloom.server.ledger import Ledger
-from fedloom.server.rounds.exchange import Federation
-from fedloom.server.rounds.nodes import Unkept
-from fedloom.sims.cli.readmit import readmit
-from fedloom.sims.cli.unlearn import events, events_table
+from fedloom.server.rounds.channel import ClientChannel
+from fedloom.server.rounds.nodes import InMemoryBindings
 from fedloom.sims.engines.adapter import FIRST_NODE, store_folder
 from fedloom.sims.engines.inline import InlineGrid
 from fedloom.sims.federation.plan import Plan, write_plan
+from fedloom.sims.operations.readmit import readmit
+from fedloom.sims.operations.requests import events, events_table
 from tests.server.parts import set_up, small
 
 A, B, C = (FIRST_NODE + place for place in range(3))
@@ -51,9 +51,11 @@ class Nodes(InlineGrid):
         return context
 
 
-def federation(config: Config, names: Mapping[int, str], bound: Mapping[str, int] | None = None) -> tuple[Federation, Nodes]:
+def federation(
+    config: Config, names: Mapping[int, str], bound: Mapping[str, int] | None = None
+) -> tuple[ClientChannel, Nodes]:
     grid, kept = Nodes(config, names), dict(bound or {})
-    return Federation(grid, roster(config), 32, Unkept(kept)), grid
+    return ClientChannel(grid, roster(config), 32, InMemoryBindings(kept)), grid
 
 
 def test_a_name_that_is_taken_is_refused_and_both_nodes_are_named(tmp_path: Path):
@@ -92,11 +94,11 @@ def test_who_came_first_is_kept_by_the_ledger_and_counts_after_a_restart(tmp_pat
     run = set_up(config)
     run.loop.one(1)
     ledger = run.aggregate.ledger
-    first = Federation(Nodes(config, {A: "north", B: "south"}), roster(config), 32, ledger)
+    first = ClientChannel(Nodes(config, {A: "north", B: "south"}), roster(config), 32, ledger)
     first.join(0.0)
     assert ledger.bound() == {"north": A, "south": B}
     # a server that starts anew meets another node first
-    again = Federation(Nodes(config, {B: "south", C: "north"}), roster(config), 32, ledger)
+    again = ClientChannel(Nodes(config, {B: "south", C: "north"}), roster(config), 32, ledger)
     again.join(0.0)
     assert again.nodes == {"north": C, "south": B}
     assert not again.enrolment.owns("north")
@@ -157,7 +159,7 @@ def test_nodes_that_are_no_site_of_the_run_are_named(tmp_path: Path):
 
 
 def _stored(config: Config) -> str:
-    from fedloom.server.runfolder import stored
+    from fedloom.server.run_folder.folder import stored
 
     return stored(config)
 

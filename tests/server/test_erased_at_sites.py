@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.clients.store import SiteStore
+from fedloom.clients.storage.store import SiteStore
 from fedloom.conf import Config
-from fedloom.server.evaluate import Evaluator
-from fedloom.server.experiment import run_experiment
+from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger
-from fedloom.server.listener import LogListener
-from fedloom.server.method import Method
-from fedloom.server.runfolder import RunFolder
-from fedloom.server.unlearning.at_sites import Erasure, at_sites, outstanding
+from fedloom.server.run.experiment import run_experiment
+from fedloom.server.run.listener import LogListener
+from fedloom.server.run.training_run import TrainingRun
+from fedloom.server.run_folder.folder import RunFolder
+from fedloom.server.unlearning.client_erasure import Erasure, at_sites, outstanding
 from fedloom.server.unlearning.requests import receive
 from fedloom.server.unlearning.verification import verify
 from fedloom.sims.report.certificates import write_html
@@ -36,7 +36,7 @@ def test_a_node_that_is_gone_is_told_when_it_comes_and_the_certificate_says_so(r
     config, grid = run
     path, told = Path(config.run.root) / config.run.name, list[str]()
     with Ledger.open(path) as ledger:
-        method = Method(config, RunFolder(path), ledger, Evaluator(config))
+        method = TrainingRun(config, RunFolder(path), ledger, Evaluator(config))
         method.erasure = Erasure(config, ledger, grid, told.append)
         kept = SiteStore(Path(grid.store), ledger.run().run, "south")
         assert kept.rounds() and not outstanding(ledger)

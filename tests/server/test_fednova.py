@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedloom.clients.messages import METRICS, SITE
+from fedloom.clients.protocol.messages import METRICS, SITE
 from fedloom.fusion.exact import State
 from fedloom.server.strategies.averaging import NETWORKS
 from fedloom.sims.benchmarks.soak_replies import changed, edited, raising

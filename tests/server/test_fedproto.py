@@ -13,15 +13,15 @@ from fedloom.clients.data import site_images, to_float
 from fedloom.clients.networks import Network, architecture_of
 from fedloom.clients.objectives import Task, objective_of
 from fedloom.clients.objectives.fedproto import COUNTS, KNOWN, MEANS, PROTOTYPES, SUMS
-from fedloom.clients.randomness import torch_generator
-from fedloom.clients.states import read_state
+from fedloom.clients.storage.states import read_state
 from fedloom.conf import Config
 from fedloom.conf.errors import UserError
+from fedloom.conf.randomness import torch_generator
 from fedloom.conf.sites import roster
 from fedloom.fusion.exact import ExactSum, State, quantise
-from fedloom.server.experiment import check
+from fedloom.server.run.experiment import check
 from fedloom.server.strategies.fedproto import FedProto
-from fedloom.sims.cli.unlearn import Wish, unlearn
+from fedloom.sims.operations.requests import UnlearningRequest, unlearn
 from tests.server.arithmetics import one_core, same
 from tests.server.parts import folder
 from tests.server.runs import copied, method_of
@@ -135,7 +135,7 @@ def test_forgetting_leaves_the_sums_that_never_held_the_site(done, tmp_path):
 def test_without_an_aggregate_there_is_nothing_to_compare_with_a_retrained_one(done, tmp_path, blank_pictures):
     path = folder(copied(done.config, tmp_path))
     with pytest.raises(UserError, match="--retrain: compares aggregates, and this method has none"):
-        unlearn(path, Wish(["site-0001"], id="r1", retrain=True), quiet=True)
+        unlearn(path, UnlearningRequest(["site-0001"], id="r1", retrain=True), quiet=True)
     assert "unlearned" not in json.loads((path / "summary.json").read_text())
 
 

@@ -20,15 +20,15 @@ from fedloom.conf import load
 from fedloom.conf.errors import FailedError, UserError
 from fedloom.conf.schema import Config
 from fedloom.fusion.exact import State, digest
-from fedloom.server.experiment import check, run_experiment
 from fedloom.server.ledger import Ledger
 from fedloom.server.rounds.schedules import Sampling
+from fedloom.server.run.experiment import check, run_experiment
 from fedloom.server.strategies import FlowerStrategy
 from fedloom.server.strategies.averaging import NETWORKS
+from fedloom.server.strategies.defaults import with_default_objective
 from fedloom.server.strategies.flower.memory import arrays_of, put_back, remembered
 from fedloom.server.strategies.flower.nodes import Nodes, quiet
 from fedloom.server.strategies.flower.strategy import TOLD
-from fedloom.server.strategies.pairing import paired
 from fedloom.server.unlearning.certificate import CERTIFICATES, KEPT, read
 from fedloom.server.unlearning.verification import verify, verify_accuracy
 from fedloom.sims.engines.adapter import store_folder
@@ -50,7 +50,7 @@ def configured(root: Path, name: str, *words: str) -> Config:
              "network={name: mlp, widths: [8]}", "engine.name=inline", f"run.root={root}", "rounds=2",
              "training={batch: 16, rate: 0.1, momentum: 0.0, schedule: constant}", f"strategy.name={reference}",
              *(f"strategy.{option}" for option in OPTIONS.get(name, [])), *words]  # fmt: skip
-    config = paired(load("digits", fixed), fixed)
+    config = with_default_objective(load("digits", fixed), fixed)
     check(config)
     return config
 
@@ -97,7 +97,7 @@ def test_what_a_strategy_remembers_survives_a_resumption_with_the_same_bits(tmp_
     cut.aggregate.slots.reload()
     cut.loop.one(2)
     assert digest(network_of(cut)) == digest(network_of(whole))
-    kept = cut.aggregate.view().kept("memory")
+    kept = cut.aggregate.view().server_state("memory")
     assert any(path.split("/")[0] in ("m_t", "momentum_vector", "v_t") for path in kept)
 
 
@@ -114,7 +114,7 @@ def test_a_forgotten_sites_last_round_is_aggregated_again_without_it(tmp_path: P
     assert all(torch.equal(one, torch.from_numpy(made[key].numpy()).float()) for key, one in network_of(run).items())
     assert not run.aggregate.residue(["site-0003"])
     run.loop.one(2)
-    assert "earlier" in run.aggregate.strategy.advice(run.config)[0] and run.aggregate.residue()
+    assert "earlier" in run.aggregate.strategy.warnings(run.config)[0] and run.aggregate.residue()
 
 
 def test_a_request_is_fulfilled_in_a_process_that_has_sent_no_messages(tmp_path: Path):
@@ -266,4 +266,4 @@ def test_what_no_tensor_holds_is_refused():
 
 
 def test_a_strategy_that_is_none_of_flowers_is_not_taken_for_one():
-    assert not issubclass(dict, flower.Strategy) and FlowerStrategy.goes_with is not None
+    assert not issubclass(dict, flower.Strategy) and FlowerStrategy.default_objective is not None

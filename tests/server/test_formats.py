@@ -17,10 +17,10 @@ from fedloom.conf.load import VERSION
 from fedloom.conf.package import copy_package
 from fedloom.server.ledger import Contribution, Ledger
 from fedloom.server.ledger.tables import FORMAT, OLDEST
-from fedloom.server.runfolder import CONFIG, RunFolder, read_config, refuse_existing
-from fedloom.sims.cli.unlearn import Wish, audit, resume, unlearn, verify_certificate
+from fedloom.server.run_folder.folder import CONFIG, RunFolder, read_config, refuse_existing
+from fedloom.sims.operations.requests import UnlearningRequest, audit, resume, unlearn, verify_certificate
+from fedloom.sims.operations.simulate import simulate_once
 from fedloom.sims.report.report import write_report
-from fedloom.sims.simulate import simulate_once
 from tests.server.ledgers import contents, new, problems
 from tests.server.parts import small
 
@@ -31,13 +31,13 @@ import sys
 from pathlib import Path
 from fedloom.conf.schema import Config
 from fedloom.sims.report.report import write_report
-from fedloom.sims.cli.unlearn import Wish, audit, resume, unlearn, verify_certificate
+from fedloom.sims.operations.requests import UnlearningRequest, audit, resume, unlearn, verify_certificate
 
 run = Path(sys.argv[1])
 assert Config.__dataclass_fields__["novelty"].default == 3
 assert audit(run)["ok"]
 assert resume(run, quiet=True)["status"] == "finished"
-unlearn(run, Wish(["site-0001"], "later"), quiet=True)
+unlearn(run, UnlearningRequest(["site-0001"], "later"), quiet=True)
 assert verify_certificate(run / "certificates" / "later.json", run)[1]
 assert audit(run)["ok"]
 write_report(run)
@@ -83,7 +83,7 @@ def test_an_older_run_is_gone_on_with_and_unlearned_from(left: Path):
     summary = resume(left, quiet=True)
     assert (summary["status"], last_round(left)) == ("finished", 3)
     assert audit(left)["ok"]
-    _, done = unlearn(left, Wish(["site-0001"], "now", "asked", repair=1), quiet=True)
+    _, done = unlearn(left, UnlearningRequest(["site-0001"], "now", "asked", repair=1), quiet=True)
     assert done["sites"] == ["site-0001"]
     assert last_round(left) == 4
     found = audit(left)

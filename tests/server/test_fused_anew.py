@@ -11,9 +11,9 @@ from fedloom.clients.app import app
 from fedloom.conf import Config, load
 from fedloom.conf.errors import UserError
 from fedloom.conf.sites import roster
-from fedloom.fusion import fusing
-from fedloom.fusion.fusing import fuse
-from fedloom.server.experiment import check, run_experiment
+from fedloom.fusion import pipeline as fusing
+from fedloom.fusion.pipeline import fuse
+from fedloom.server.run.experiment import check, run_experiment
 from fedloom.server.strategies.architectures import groups_of
 from fedloom.server.strategies.base import strategy_of
 from fedloom.server.strategies.by_architecture import averaged, kept
@@ -121,14 +121,14 @@ def test_forgetting_in_a_fusing_round_is_the_fusion_of_what_is_left(done, tmp_pa
             anew(config).options.probe.read(aggregation.view(), "probe"),
         )
         found = {one.group.name: Apart(one.group.architecture, one.state, one.weight) for one in averaged(without)}
-        before = {group.name: aggregation.view().kept(kept(group.name)) for group in groups_of(config)}
+        before = {group.name: aggregation.view().server_state(kept(group.name)) for group in groups_of(config)}
         aggregation.forget(["site-0001"], {})
         models = aggregation.models()
         for group in groups_of(config):
             wanted = fused_apart(group.architecture, found.values(), before[group.name], probe, SETTINGS[CLA_OT])
             assert same(models[group.name].state, wanted)
         told = aggregation.residue(["site-0001"])
-        assert told and "round 1" in told[0].why
+        assert told and "round 1" in told[0].reason
 
 
 def test_a_round_that_does_not_fuse_leaves_each_architecture_its_own_mean(tmp_path):
@@ -137,7 +137,7 @@ def test_a_round_that_does_not_fuse_leaves_each_architecture_its_own_mean(tmp_pa
     for number in (1, 2):
         played.loop.one(number)
     view = played.aggregate.view()
-    assert all(same(view.kept(kept(one.group.name)), one.state) for one in averaged(view))
+    assert all(same(view.server_state(kept(one.group.name)), one.state) for one in averaged(view))
 
 
 def test_half_of_the_mix_is_the_mean_of_the_fused_network_and_the_architectures_own(tmp_path):
@@ -147,7 +147,7 @@ def test_half_of_the_mix_is_the_mean_of_the_fused_network_and_the_architectures_
         played = set_up(config, WatchedApp(RAISES, place=0, rounds=[]))
         for number in (1, 2):
             played.loop.one(number)
-        states[share] = played.aggregate.view().kept(kept(DEEP))
+        states[share] = played.aggregate.view().server_state(kept(DEEP))
     for name, tensor in states[0.5].items():
         assert torch.allclose(tensor, (states[0.0][name] + states[1.0][name]) / 2, atol=1e-6)
 
@@ -178,7 +178,7 @@ def test_a_network_that_was_trained_apart_and_not_heard_of_since_is_fused_as_its
     wanted = {
         group.name: fused_apart(group.architecture, networks, {}, probe, SETTINGS[CLA_OT]) for group in groups_of(config)
     }
-    assert all(same(view.kept(kept(name)), state) for name, state in wanted.items())
+    assert all(same(view.server_state(kept(name)), state) for name, state in wanted.items())
 
 
 def test_the_paper_method_starts_from_parts_of_one_network_too(tmp_path):

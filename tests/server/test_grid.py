@@ -11,7 +11,7 @@ from flwr.proto.runtime_pb2 import PullAppMessagesResponse
 from flwr.supercore.run import Run
 
 from fedloom.conf.errors import UserError
-from fedloom.server.grid import CarefulGrid, Patient
+from fedloom.server.flower.grid import CarefulGrid, Patient
 
 ANSWERS = {"/v1/runtime/pull-messages": PullAppMessagesResponse()}
 

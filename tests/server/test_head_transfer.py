@@ -13,20 +13,20 @@ from fedloom.clients.data import site_images, to_float
 from fedloom.clients.networks import architecture_of
 from fedloom.clients.objectives import Task, objective_of
 from fedloom.clients.objectives.components.session import AUXILIARY_HEADS, COMMON, FROZEN, NUMBER, class_tensors, head_of
-from fedloom.clients.randomness import torch_generator
-from fedloom.clients.states import read_state
+from fedloom.clients.storage.states import read_state
 from fedloom.conf import Config, load
 from fedloom.conf.errors import UserError
+from fedloom.conf.randomness import torch_generator
 from fedloom.conf.sites import roster
 from fedloom.fusion.exact import ExactSum, State, quantise
-from fedloom.server.experiment import check
 from fedloom.server.ledger.audit import check as audit
+from fedloom.server.run.experiment import check
 from fedloom.server.strategies.base import strategy_of
 from fedloom.server.strategies.components import HeadTransfer
 from fedloom.server.strategies.components.classes import Kinds, decoded, encoded
 from fedloom.server.strategies.components.head_transfer import check_common
 from fedloom.server.strategies.components.recombination import MATRIX, components_of
-from fedloom.sims.cli.unlearn import Wish, unlearn
+from fedloom.sims.operations.requests import UnlearningRequest, unlearn
 from tests.server.arithmetics import one_core, same
 from tests.server.parts import folder
 from tests.server.runs import copied, method_of
@@ -90,14 +90,14 @@ def test_auxiliary_heads_are_the_mean_over_sites(done):
     with method_of(done.config) as method:
         view = method.aggregation.view()
         states = [view.contribution("auxiliary", site.name) for site in view.sites]
-        for name, tensor in view.kept("heads").items():
+        for name, tensor in view.server_state("heads").items():
             torch.testing.assert_close(tensor.double(), (states[0][name].double() + states[1][name].double()) / 2, atol=0.51
                                        if not tensor.is_floating_point() else 1e-6, rtol=0)  # fmt: skip
 
 
 def test_forgetting_leaves_the_sum_that_never_held_the_site_and_no_component_of_it(done, tmp_path):
     config = copied(done.config, tmp_path)
-    unlearn(folder(config), Wish(["site-0000"], id="r1"), quiet=True)
+    unlearn(folder(config), UnlearningRequest(["site-0000"], id="r1"), quiet=True)
     with method_of(config) as method:
         slots, view = method.aggregation.slots, method.aggregation.view()
         never = ExactSum(slots.bits)
@@ -108,9 +108,9 @@ def test_forgetting_leaves_the_sum_that_never_held_the_site_and_no_component_of_
         assert isinstance(strategy, HeadTransfer)
         with pytest.raises(UserError, match="site 'site-0000' has no components in the catalogue: it was forgotten"):
             strategy.component(view, "site-0000", "head.")
-        table = view.kept(MATRIX)["images"]
+        table = view.server_state(MATRIX)["images"]
         assert int(table[0].sum()) == int(table[:, 0].sum()) == 0 and int(table[1, 1]) > 0
-        assert [len(found["accuracy"]) for found in strategy.facts(view)["recombination"].values()] == [1]
+        assert [len(found["accuracy"]) for found in strategy.summary_entries(view)["recombination"].values()] == [1]
     assert not audit(folder(config))
     gone = own_state(done.config, 0)["extractor.block1.0.weight"]
     for blob in (folder(config) / "blobs").glob("*"):
@@ -137,7 +137,7 @@ def test_incremental_sites_leave_frozen_heads_and_earlier_sites_as_they_were(tmp
         view = method.aggregation.view()
         assert view.round == 2 and view.last_put("site-0000") == 2  # it published after the last round
         assert view.has("auxiliary", "site-0000") and not view.has("auxiliary", "site-0001")
-        assert same(quantise(view.kept("heads"), view.bits), view.integers("auxiliary", "site-0000"))
+        assert same(quantise(view.server_state("heads"), view.bits), view.integers("auxiliary", "site-0000"))
     assert own_state(done.config, 0, 1) and own_state(done.config, 1, 1)
 
 
@@ -146,7 +146,7 @@ def test_heads_begin_again_when_those_that_trained_them_are_forgotten(tmp_path):
     fresh = run(configured(tmp_path / "fresh", "training.rate=0", "rounds=1"))
     with method_of(done.config) as method, method_of(fresh.config) as other:
         method.aggregation.forget(["site-0000"], {}, None)
-        found, start = method.aggregation.view().kept("heads"), other.aggregation.view().kept("heads")
+        found, start = method.aggregation.view().server_state("heads"), other.aggregation.view().server_state("heads")
         assert all(torch.equal(found[name], start[name]) for name in found if name.endswith((".weight", ".bias")))
 
 
@@ -271,9 +271,9 @@ def test_fedgh_trains_the_servers_head_on_the_mean_features_of_the_sites(tmp_pat
         given, images = view.contribution("prototypes", "site-0000"), site_images(done.config, roster(done.config)[0])
         counts = torch.bincount(images.y, minlength=10) / len(images)
         torch.testing.assert_close(given["counts"], counts.float())
-        before = view.kept("head")
+        before = view.server_state("head")
         method.aggregation.forget(["site-0001"], {}, None)
-        after = method.aggregation.view().kept("head")
+        after = method.aggregation.view().server_state("head")
         assert before.keys() == after.keys() and not same(before, after)
 
 
@@ -300,8 +300,8 @@ def test_tasks_of_other_classes_learn_and_are_read_on_those_in_common(tmp_path):
     done = run(configured(tmp_path, "data.heads=own", sites=sites))
     with method_of(done.config) as method:
         view = method.aggregation.view()
-        assert decoded(view.kept("classes")) == ["2", "3", "4"]
-        images = view.kept(MATRIX)["images"]
+        assert decoded(view.server_state("classes")) == ["2", "3", "4"]
+        images = view.server_state(MATRIX)["images"]
         assert int(images[0, 0]) > int(images[0, 1]) > 0
 
 
@@ -340,7 +340,7 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path, words, sites, told):
 def test_names_that_stand_for_no_class_of_any_site_are_told(tmp_path):
     """Once a misspelt name was passed over in silence."""
     config = configured(tmp_path, "strategy.alike=[['1', nix]]")
-    [told] = strategy_of(config).advice(config)
+    [told] = strategy_of(config).warnings(config)
     assert told.startswith("unknown class in strategy.alike 'nix' (known: 0, 1, 2,")
 
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from fedloom.clients.networks import architecture_of
 from fedloom.clients.objectives import Task, objective_of
 from fedloom.clients.objectives.heterofl import HELD, LABELS, RATES
-from fedloom.clients.randomness import torch_generator
 from fedloom.conf import Config
 from fedloom.conf.errors import UserError
+from fedloom.conf.randomness import torch_generator
 from fedloom.conf.sites import roster
 from fedloom.fusion.exact import ExactSum, State, quantise
-from fedloom.server.experiment import check
+from fedloom.server.run.experiment import check
 from fedloom.server.strategies.heterofl import HeteroFL, rows_of
 from fedloom.server.strategies.in_parts import REFERENCE
 from tests.server.arithmetics import one_core, same
@@ -69,7 +69,7 @@ def test_with_one_architecture_and_all_labels_it_is_fedavg_bit_for_bit(tmp_path)
 def test_every_coordinate_is_the_mean_over_the_sites_that_hold_it(done):
     with method_of(done.config) as method:
         view = method.aggregation.view()
-        whole = view.kept(REFERENCE)["extractor.3.weight"].double()
+        whole = view.server_state(REFERENCE)["extractor.3.weight"].double()
         parts = {site: state["extractor.3.weight"] for site, state in networks(view).items()}
     inside = {site: tensor[:2, :3] for site, tensor in parts.items()}
     wide = ("site-0000", "site-0002")
@@ -83,7 +83,7 @@ def test_of_the_last_layer_a_row_is_the_mean_over_the_sites_with_its_label(done)
     with method_of(done.config) as method:
         view = method.aggregation.view()
         bias = {site: state["head.bias"] for site, state in networks(view).items()}
-        whole, start = view.kept(REFERENCE)["head.bias"].double(), view.initial()["head.bias"].double()
+        whole, start = view.server_state(REFERENCE)["head.bias"].double(), view.initial()["head.bias"].double()
         weight = {site: state["head.weight"] for site, state in networks(view).items()}
     for label in range(10):
         holders = both if label in (3, 4) else low if label < 3 else high if label < 7 else ()
@@ -100,7 +100,7 @@ def test_forgetting_leaves_the_sums_that_never_held_the_site(done, tmp_path):
             never = ExactSum(slots.bits)
             never.add(quantise(slots.contributions.floats("site-0002", slot), slots.bits), times=40)
             assert same(slots.total(slot).totals, never.totals) and slots.total(slot).addends == 40
-        left = method.aggregation.view().kept(REFERENCE)["head.bias"]
+        left = method.aggregation.view().server_state(REFERENCE)["head.bias"]
         only = slots.contributions.floats("site-0001", NARROW)["head.bias"]
         torch.testing.assert_close(left[:3], only[:3], atol=1e-6, rtol=1e-5)
 

@@ -9,14 +9,14 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord
 from flwr.clientapp import ClientApp
 
 from fedloom.clients.app import app
-from fedloom.clients.messages import METRICS, ORDER, read_order
 from fedloom.clients.objectives.components.objective import COMPONENTS, PUBLISH, RECOMBINE
 from fedloom.clients.objectives.fedproto import COUNTS, PROTOTYPES, SUMS
 from fedloom.clients.objectives.heterofl import HELD, LABELS
+from fedloom.clients.protocol.messages import METRICS, ORDER, read_order
 from fedloom.conf import load
 from fedloom.conf.sites import roster
 from fedloom.fusion.exact import State
-from fedloom.server.rounds.expected import Expected
+from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.schedules import Participation
 from tests.server.arithmetics import one_core
 from tests.server.parts import Given, Run, given, set_up, small, started
@@ -105,7 +105,7 @@ def test_what_checks_a_record_sees_finite_numbers_alone(tmp_path):
     site = roster(config := small(tmp_path))[0]
     like, seen, exchange = {"x": torch.zeros(2)}, [], Given([given(site, {"told": {"x": torch.tensor([0.0, NAN])}})])
     run = started(config).run(1, Participation([site], 1), exchange)
-    assert list(run.ask("told", {}, {"told": Expected(like, check=seen.append)}, needed=False)) == seen == []
+    assert list(run.ask("told", {}, {"told": RecordSpec(like, check=seen.append)}, needed=False)) == seen == []
     assert exchange.dropped == {site.name: "tensor 'x' has entries that are not finite"}
 
 
@@ -199,7 +199,7 @@ def test_a_site_that_keeps_its_components_is_no_liar(tmp_path):
 
 def test_a_site_that_does_not_say_how_good_heads_are_has_an_empty_row(tmp_path):
     run = published(tmp_path, RECOMBINE, None)
-    images = run.aggregate.view().kept("recombination")["images"]
+    images = run.aggregate.view().server_state("recombination")["images"]
     assert int(images[1].sum()) == 0 and int(images[0].sum()) > 0 and int(images[:, 1].sum()) > 0
 
 
@@ -207,5 +207,5 @@ def test_a_site_that_does_not_say_how_good_heads_are_has_an_empty_row(tmp_path):
 def test_numbers_that_cannot_be_leave_the_row_of_their_site_empty_and_end_no_run(tmp_path, right, total):
     """Once 1e25 ended the run, and 2**62 images stood in the matrix."""
     run = published(tmp_path, RECOMBINE, None, MiscountingApp(right, total))
-    images = run.aggregate.view().kept("recombination")["images"]
+    images = run.aggregate.view().server_state("recombination")["images"]
     assert [bool(row.any()) for row in images] == [True, False, True]

@@ -9,13 +9,13 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedloom.clients.app import app, identify
-from fedloom.clients.guard import guard
-from fedloom.clients.measure import Score
-from fedloom.clients.messages import BY_CLASS, LOST, METRICS, ORDER, OWN, RIGHT, ROUND, SITE, TOTAL, read_order
-from fedloom.clients.replies import ReplyError, check_score
+from fedloom.clients.evaluation.accuracy import Score
+from fedloom.clients.privacy.guard import guard
+from fedloom.clients.protocol.messages import BY_CLASS, LOST, METRICS, ORDER, OWN, RIGHT, ROUND, SITE, TOTAL, read_order
+from fedloom.clients.protocol.reply_checks import ReplyError, check_score
 from fedloom.conf import UserError, load
-from fedloom.server.rounds.nodes import Unkept
-from fedloom.server.strategies.pairing import paired
+from fedloom.server.rounds.nodes import InMemoryBindings
+from fedloom.server.strategies.defaults import with_default_objective
 from fedloom.sims.benchmarks.soak_replies import ANSI, LAYER, LOST_STATE, PARTIALS, REFUSED, changed, edited, entry, raising
 from tests.server.parts import WatchedApp, set_up, small, sum_of_contributions
 
@@ -167,11 +167,11 @@ def another(reply: Message) -> Message:
 def test_a_strategy_whose_name_is_no_text_is_told(given: str):
     for key in ("name", "weighting"):
         with pytest.raises(UserError, match=r"^unknown strategy '|^strategy\.weighting: got .*, takes one of"):
-            paired(load("mnist_dirichlet", [f"strategy.{key}={given}"]))
+            with_default_objective(load("mnist_dirichlet", [f"strategy.{key}={given}"]))
 
 
 def test_robust_aggregation_that_could_not_be_subtracted_is_refused(tmp_path: Path):
-    from fedloom.server.experiment import check
+    from fedloom.server.run.experiment import check
 
     for words in (["strategy={name: trimmed_mean}"], ["strategy.weighting=median"]):
         with pytest.raises(UserError, match=r"is no sum: no site could be subtracted again.*federation\.largest_weight"):
@@ -193,14 +193,16 @@ def test_a_contribution_goes_to_nobody_but_its_own_node(tmp_path: Path):
     client = Spy(forget, place=1, rounds=(2, 3))
     run = set_up(small(tmp_path, "rounds=2", samples=20), client)
     run.loop.one(1)
-    run.loop.federation.enrolment.bindings = Unkept({"site-0000": 2, "site-0001": 77})  # another node gave what is there
+    run.loop.federation.enrolment.bindings = InMemoryBindings(
+        {"site-0000": 2, "site-0001": 77}
+    )  # another node gave what is there
     record = run.loop.one(2)
     assert not any(OWN in records for records in sent)
     reason = record["dropped"]["site-0001"]
     assert "node 3 is not sent what node 77 gave" in reason
     assert "site-0001 --node ID' says which one is the site now, of those that claim it: 3)" in reason
     # once the operator says so, it is
-    run.loop.federation.enrolment.bindings = Unkept({"site-0001": 3})
+    run.loop.federation.enrolment.bindings = InMemoryBindings({"site-0001": 3})
     run.loop.one(3)
     assert any("round 3" in text and "it begins again at its contribution" in text for text in run.listener.messages)
     assert sum(OWN in records for records in sent) == 1

@@ -8,8 +8,8 @@ import torch
 from fedloom.conf import UserError
 from fedloom.fusion.exact import digest
 from fedloom.server.strategies import strategy_of
-from fedloom.sims.cli.unlearn import audit
-from fedloom.sims.simulate import simulate
+from fedloom.sims.operations.requests import audit
+from fedloom.sims.operations.simulate import simulate
 from tests.server.parts import contribution, folder, set_up, small, started, sum_of_contributions
 from tests.server.runs import method_of
 
@@ -118,7 +118,7 @@ def test_masked_sums_are_those_that_can_be_read(tmp_path: Path):
 ])  # fmt: skip
 def test_a_low_fraction_is_told_of(tmp_path: Path, words: tuple[str, ...], told: str):
     config = small(tmp_path, *words, sites=6, samples=20)
-    lines = strategy_of(config).advice(config)
+    lines = strategy_of(config).warnings(config)
     assert bool(lines) == bool(told) and all(told in line and "2 of 6 sites" in line for line in lines)
 
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from fedloom.clients.states import read_state
+from fedloom.clients.storage.states import read_state
 from fedloom.conf import Config, load
 from fedloom.fusion.exact import digest
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
 from fedloom.server.unlearning.certificate import CERTIFICATES, read
 from fedloom.server.unlearning.requests import KIND
-from fedloom.sims.simulate import simulate
+from fedloom.sims.operations.simulate import simulate
 from tests.server.kills import ROUNDS, begun, configured, last_round, results
 from tests.server.ledgers import problems
 from tests.server.parts import folder

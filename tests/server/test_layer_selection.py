@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedloom.clients.messages import MEAN, SITE
 from fedloom.clients.networks import architecture_of
 from fedloom.clients.objectives import Task, objective_of
 from fedloom.clients.objectives.layer_selection import LayerSelection
@@ -23,18 +22,19 @@ from fedloom.clients.objectives.layer_selection.session import (
     below,
     composed,
 )
-from fedloom.clients.randomness import torch_generator
-from fedloom.clients.states import read_state
+from fedloom.clients.protocol.messages import MEAN, SITE
+from fedloom.clients.storage.states import read_state
 from fedloom.conf import Config
+from fedloom.conf.randomness import torch_generator
 from fedloom.conf.sites import roster
 from fedloom.fusion.exact import ExactSum, State, quantise
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check as audit
 from fedloom.server.rounds.schedules import Participation
 from fedloom.server.strategies.layer_selection import FOUND, LEAST_MASS, PARTS, PROGRESS, SHARED, LayerSelectionStrategy
-from fedloom.sims.cli.unlearn import Wish, unlearn
 from fedloom.sims.engines.adapter import store_folder
-from fedloom.sims.simulate import simulate
+from fedloom.sims.operations.requests import UnlearningRequest, unlearn
+from fedloom.sims.operations.simulate import simulate
 from tests.server.arithmetics import one_core, same
 from tests.server.parts import Given, LastFirstGrid, Recorder, folder, started
 from tests.server.parts import given as reply_of
@@ -96,7 +96,7 @@ def test_shared_layers_are_the_mean_by_images_and_belief_bit_for_bit(done: Done)
     with method_of(done.config) as method:
         view = method.aggregation.view()
         expected = exact_mean([(put_of(one), images) for one, images in zip(replies, (60, 50, 40), strict=True)], view.bits)
-        assert same(view.kept(SHARED), expected)
+        assert same(view.server_state(SHARED), expected)
     plain = sum(masses(one)[LAYERS[0]] * images for one, images in zip(replies, (60, 50, 40), strict=True))
     by_hand = sum(one[SITE][f"{LAYERS[0]}.weight"].double() * masses(one)[LAYERS[0]] * images
                   for one, images in zip(replies, (60, 50, 40), strict=True)) / plain  # fmt: skip
@@ -115,7 +115,7 @@ def test_every_site_is_sent_what_all_share_and_nothing_of_its_own_network_leaves
 
 def test_accuracies_are_those_of_the_sites_networks_with_the_layers_that_they_chose(done: Done) -> None:
     with method_of(done.config) as method:
-        shared = method.aggregation.view().kept(SHARED)
+        shared = method.aggregation.view().server_state(SHARED)
     last = [row[-1] for row in found(done)["accuracy"]]
     assert last == [pytest.approx(accuracy_of(done, place, shared)) for place in range(3)]
     said = done.summary["accuracy"]["personal"]  # which once were those before the last mean
@@ -141,7 +141,11 @@ def test_a_site_goes_on_with_what_it_adds_to_shared_layers(tmp_path: Path) -> No
     done = run(configured(tmp_path, "objective.learner.name=tf", "rounds=1", tasks=TASKS[:1]))
     config, own, site = done.config, own_state(done, 0, 1), roster(done.config)[0]
     network = architecture_of(config, site).build()
-    session = objective_of(config).session(Task(config, site, 2, 1, network, {}, lambda: own, torch_generator(0, "t"))).own()
+    session = (
+        objective_of(config)
+        .session(Task(config, site, 2, 1, network, {}, lambda: own, torch_generator(0, "t")))
+        .local_state()
+    )
     assert session is not None
     assert all(same(below(session, part), below(own, part)) for part in (OWN_PARTS, NETWORK))
     factor = own[f"{OWN_PARTS}{LAYERS[0]}.factor0"]
@@ -169,7 +173,7 @@ def test_facts_tell_what_travels(done: Done) -> None:
 def played(config: Config, given: list[list[float]]) -> tuple[State, State]:
     """What is shared before and after a round in which these masses are replied; a site's parameters are its number."""
     aggregate, sites = started(config), roster(config)
-    before = aggregate.view().kept(SHARED)
+    before = aggregate.view().server_state(SHARED)
     say = [{MASS: torch.tensor(mass), CHOSEN: torch.ones(2)} for mass in given]
     replies = [reply_of(site, {SITE: {name: torch.full_like(one, site.index + 1.0) for name, one in before.items()},
                                SELECTION: one}) for site, one in zip(sites, say, strict=True)]  # fmt: skip
@@ -192,7 +196,7 @@ def test_a_layer_that_nobody_shares_stays_and_one_that_hardly_anybody_shares_is_
 
 def test_forgetting_leaves_the_sum_that_never_held_the_site_and_erases_its_progress(done: Done, tmp_path: Path) -> None:
     config = copied(done.config, tmp_path)
-    unlearn(folder(config), Wish([A], id="r1"), quiet=True)
+    unlearn(folder(config), UnlearningRequest([A], id="r1"), quiet=True)
     with method_of(config) as method:
         view, strategy = method.aggregation.view(), method.aggregation.strategy
         puts = [(put_of(done.client.of(place, 2)[1]), images) for place, images in ((1, 50), (2, 40))]
@@ -200,15 +204,15 @@ def test_forgetting_leaves_the_sum_that_never_held_the_site_and_erases_its_progr
         for state, images in puts:
             never.add(quantise(state, view.bits), images)
         assert same(view.slots.total(PARTS).totals, never.totals) and view.slots.total(PARTS).addends == 90
-        assert same(view.kept(SHARED), exact_mean(puts, view.bits))
-        table = view.kept(PROGRESS)
+        assert same(view.server_state(SHARED), exact_mean(puts, view.bits))
+        table = view.server_state(PROGRESS)
         assert (table[MASS][:, 0] == -1).all() and not table["total"][:, 0].any() and not table["right"][:, 0].any()
         assert (table[MASS][:, 1:] >= 0).all() and table["total"][-1, 1:].all()
-        [facts] = strategy.facts(view)["layer_selection"].values()
+        [facts] = strategy.summary_entries(view)["layer_selection"].values()
         assert facts["sites"] == [B, C] and not view.has(FOUND, A)
         residue, measured = strategy.residue(view)
-        assert "accuracies" in measured.where
-        assert "other sites" in residue.where
+        assert "accuracies" in measured.location
+        assert "other sites" in residue.location
     summary = json.loads((folder(config) / "summary.json").read_text())
     assert all(A not in json.dumps(one) for one in summary["layer_selection"].values()) and not audit(folder(config))
 
@@ -226,9 +230,9 @@ def test_a_layer_that_the_forgotten_site_alone_shared_begins_again(tmp_path: Pat
     done = run(configured(tmp_path, tasks=TASKS[:2]), both)
     with method_of(done.config) as method:
         start = done.client.of(0, 1)[0][MEAN]
-        before = method.aggregation.view().kept(SHARED)
+        before = method.aggregation.view().server_state(SHARED)
         method.aggregation.forget([A], {}, None)
-        after = method.aggregation.view().kept(SHARED)
+        after = method.aggregation.view().server_state(SHARED)
         own = done.client.of(1, 2)[1][SITE]
         for part in ("weight", "bias"):
             name, other = (f"{layer}.{part}" for layer in LAYERS)
@@ -240,18 +244,20 @@ def test_when_all_that_trained_are_forgotten_nothing_is_left_but_the_start(tmp_p
     done = run(configured(tmp_path, "federation.fraction=0.5", "rounds=1", "objective.prior=tasks", tasks=TASKS[:2]))
     [(place, _)] = done.client.orders
     with method_of(done.config) as method:
-        before = method.aggregation.view().kept(SHARED)
+        before = method.aggregation.view().server_state(SHARED)
         method.aggregation.forget([(A, B)[place]], {}, None)
         view = method.aggregation.view()
-        assert same(view.kept(SHARED), done.client.of(place, 1)[0][MEAN]) and not same(before, view.kept(SHARED))
-        [facts] = method.aggregation.strategy.facts(view)["layer_selection"].values()
+        assert same(view.server_state(SHARED), done.client.of(place, 1)[0][MEAN]) and not same(
+            before, view.server_state(SHARED)
+        )
+        [facts] = method.aggregation.strategy.summary_entries(view)["layer_selection"].values()
         assert facts["sites"] == facts["accuracy"] == []
 
 
 def test_one_site_alone_is_a_federation_too(tmp_path: Path) -> None:
     done = run(configured(tmp_path, tasks=TASKS[:1]))
     with method_of(done.config) as method:
-        own, shared = done.client.of(0, 2)[1][SITE], method.aggregation.view().kept(SHARED)
+        own, shared = done.client.of(0, 2)[1][SITE], method.aggregation.view().server_state(SHARED)
         assert all(torch.allclose(shared[name], one, atol=1e-6) for name, one in own.items())
 
 
@@ -272,7 +278,7 @@ def test_with_the_prior_of_all_tasks_a_site_hears_the_counts_of_all_others(tmp_p
         sent = done.client.of(place, 2)[0][COUNTS][COUNTS]
         assert torch.equal(sent.long(), sum(counts) - counts[place])
     with method_of(done.config) as method:
-        shared = method.aggregation.view().kept(SHARED)
+        shared = method.aggregation.view().server_state(SHARED)
     assert [row[-1] for row in found(done)["accuracy"]] == [
         pytest.approx(accuracy_of(done, place, shared)) for place in range(3)
     ]
@@ -293,7 +299,7 @@ def test_where_some_sites_are_asked_those_asked_last_count(tmp_path: Path) -> No
         last = [place for place, round in done.client.orders if round == 3]
         assert len(last) == 2 and len({place for place, _ in done.client.orders}) == 3
         puts = [(put_of(done.client.of(place, 3)[1]), (60, 50, 40)[place]) for place in last]
-        assert same(view.kept(SHARED), exact_mean(puts, view.bits))
+        assert same(view.server_state(SHARED), exact_mean(puts, view.bits))
     assert all(row[-1] is not None for row in found(done)["accuracy"])
     assert any(None in [one for pair in rows for one in pair] for rows in found(done)["shared"])
 

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedloom.clients.messages import MEAN, SITE
 from fedloom.clients.objectives.layer_selection.session import CHOSEN, COUNTS, MASS, SELECTION
+from fedloom.clients.protocol.messages import MEAN, SITE
 from fedloom.conf import Config
 from fedloom.fusion.exact import ExactSum, State
 from fedloom.server.ledger.audit import check as audit
 from fedloom.server.rounds.loop import TooFewRepliesError
 from fedloom.server.strategies.layer_selection import CHANGES, SHARED
-from fedloom.sims.cli.unlearn import Wish, unlearn
 from fedloom.sims.engines.adapter import store_folder
+from fedloom.sims.operations.requests import UnlearningRequest, unlearn
 from tests.server.arithmetics import one_core, same
 from tests.server.parts import Recorder, folder
 from tests.server.resumes import Stopped, Stopper
@@ -92,7 +92,7 @@ def test_what_is_shared_is_the_start_and_the_sum_of_all_changes(done: Done) -> N
         for site in (A, B, C):
             total.add(view.integers(CHANGES, site))
         expected = {name: start[name] + one for name, one in total.total().items()}
-        assert same(view.kept(SHARED), expected)
+        assert same(view.server_state(SHARED), expected)
         kept = {name: one for name, one in change(done, 1).items() if name.startswith(LAYERS[0])}
         assert close(view.contribution(CHANGES, B), kept)
         assert not any(one.any() for name, one in view.contribution(CHANGES, B).items() if name.startswith(LAYERS[1]))
@@ -100,24 +100,24 @@ def test_what_is_shared_is_the_start_and_the_sum_of_all_changes(done: Done) -> N
 
 def test_forgetting_subtracts_the_change_and_nothing_else(done: Done, tmp_path: Path) -> None:
     config, start = copied(done.config, tmp_path), done.client.of(0, 1)[0][MEAN]
-    unlearn(folder(config), Wish([A], id="r1"), quiet=True)
+    unlearn(folder(config), UnlearningRequest([A], id="r1"), quiet=True)
     with method_of(config) as method:
         view, total = method.aggregation.view(), ExactSum(32)
         with method_of(done.config) as before:
             for site in (B, C):
                 total.add(before.aggregation.view().integers(CHANGES, site))
         assert same(view.slots.total(CHANGES).totals, total.totals)
-        assert same(view.kept(SHARED), {name: start[name] + one for name, one in total.total().items()})
-        [facts] = method.aggregation.strategy.facts(view)["layer_selection"].values()
+        assert same(view.server_state(SHARED), {name: start[name] + one for name, one in total.total().items()})
+        [facts] = method.aggregation.strategy.summary_entries(view)["layer_selection"].values()
         assert facts["sites"] == [B, C] and facts["own"] == [[3, 4], [5, 6]]
         residue, _ = method.aggregation.residue([A])
-        assert "other sites' own layers" in residue.where
+        assert "other sites' own layers" in residue.location
     assert not audit(folder(config))
 
 
 def test_tasks_of_long_ago_are_measured_with_what_is_shared_now(done: Done) -> None:
     with method_of(done.config) as method:
-        shared = method.aggregation.view().kept(SHARED)
+        shared = method.aggregation.view().server_state(SHARED)
     rows = found(done)["accuracy"]
     assert [[one is None for one in row] for row in rows] == [[round < start for round in range(6)] for start in (0, 2, 4)]
     assert [row[-1] for row in rows] == [pytest.approx(accuracy_of(done, place, shared)) for place in range(3)]
@@ -187,7 +187,7 @@ def test_a_task_that_comes_back_goes_on_with_its_own_parameters(tmp_path: Path) 
         for layer, bit in zip(LAYERS, chosen, strict=True):
             name = f"{layer}.weight"
             expected = client.replied[-1][SITE] if bit else client.sent[0][MEAN]
-            torch.testing.assert_close(view.kept(SHARED)[name], expected[name], atol=1e-6, rtol=0)
+            torch.testing.assert_close(view.server_state(SHARED)[name], expected[name], atol=1e-6, rtol=0)
 
 
 def test_going_back_before_a_task_trains_those_behind_it_again(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_task_that_is_readmitted_has_its_turn(tmp_path: Path) -> None:
     config, client = lifelong(tmp_path), Noting()
     with pytest.raises(Stopped):
         run(config, client, Stopper(3))
-    unlearn(folder(config), Wish([B], id="r1"), quiet=True)
+    unlearn(folder(config), UnlearningRequest([B], id="r1"), quiet=True)
     with method_of(to_resume(config)) as method:
         method.aggregation.readmit([B])
     done = run(to_resume(config), client)

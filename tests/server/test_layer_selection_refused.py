@@ -8,10 +8,10 @@ import pytest
 import torch
 from flwr.app import Context, Message
 
-from fedloom.clients.messages import RIGHT, SITE, TOTAL, TRAIN, read_order
 from fedloom.clients.objectives.layer_selection.session import CHOSEN, COUNTS, MASS, SELECTION
+from fedloom.clients.protocol.messages import RIGHT, SITE, TOTAL, TRAIN, read_order
 from fedloom.conf.errors import UserError
-from fedloom.server.experiment import check
+from fedloom.server.run.experiment import check
 from fedloom.server.strategies.base import strategy_of
 from fedloom.sims.benchmarks.soak_replies import changed, entry, metrics
 from tests.server.arithmetics import one_core
@@ -129,8 +129,8 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, words: list[str],
 def test_a_certainty_without_a_configuration_is_told(tmp_path: Path) -> None:
     """Once it was passed over in silence."""
     config = configured(tmp_path, "objective.certainty=0.5")
-    [told] = strategy_of(config).advice(config)
+    [told] = strategy_of(config).warnings(config)
     assert told.startswith("objective.certainty=0.5 is for a configuration")
     for words in (["objective.mode=all"], ["baselines=[all]"]):
         config = configured(tmp_path, "objective.certainty=0.5", *words)
-        assert not strategy_of(config).advice(config)
+        assert not strategy_of(config).warnings(config)

@@ -11,8 +11,8 @@ from flwr.common.serde import message_to_proto
 from flwr.proto.message_pb2 import ObjectTree
 from hypothesis import given, settings
 
-from fedloom.clients.messages import TRAIN
-from fedloom.server.grid import received
+from fedloom.clients.protocol.messages import TRAIN
+from fedloom.server.flower.grid import received
 from fedloom.server.rounds.loop import TooFewRepliesError
 from fedloom.server.rounds.schedules import Participation
 from fedloom.sims.engines.inline import InlineGrid

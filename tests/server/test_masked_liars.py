@@ -9,7 +9,9 @@ import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedloom.clients.job import Job
-from fedloom.clients.messages import (
+from fedloom.clients.privacy.secure_aggregation import site
+from fedloom.clients.privacy.secure_aggregation.secrets import Attempt, Secrets
+from fedloom.clients.protocol.messages import (
     BLAMED,
     COMMITMENTS,
     SECURE_CONFIRM,
@@ -20,8 +22,6 @@ from fedloom.clients.messages import (
     to_arrays,
     to_states,
 )
-from fedloom.clients.secure_aggregation import site
-from fedloom.clients.secure_aggregation.secrets import Attempt, Secrets
 from fedloom.conf import Config
 from fedloom.conf.errors import FailedError
 from fedloom.fusion.exact import State
@@ -145,7 +145,7 @@ def test_what_was_summed_before_a_crash_is_summed_again_with_other_batches(tmp_p
     """Two sites are gone when the round begins again: the sum is over others, and so is what they train."""
     config = configured(tmp_path, "training.batch=2", sites=7)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedloom.server.rounds.aggregation.Aggregation.commit", killed)
+        patch.setattr("fedloom.server.rounds.server_state.ServerState.commit", killed)
         with pytest.raises(InterruptedError):
             run(config)
     again, client = replace(config, run=replace(config.run, resume=True)), Spoiled(gone, ["secure_keys"], [6])

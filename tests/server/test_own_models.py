@@ -8,23 +8,23 @@ from typing import Any
 import pytest
 
 from fedloom.conf import Config, UserError, load
-from fedloom.server.experiment import run_experiment
-from fedloom.server.listener import LogListener
-from fedloom.server.runfolder import is_file_name
+from fedloom.server.run.experiment import run_experiment
+from fedloom.server.run.listener import LogListener
+from fedloom.server.run_folder.folder import is_file_name
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.engines.inline import InlineGrid
 
 MODULE = """
 from dataclasses import dataclass
-from fedloom.server.strategies import Expected, Model, Models, Strategy, Sum, MEAN, SITE, TRAIN
-from fedloom.conf.typed import value
+from fedloom.server.strategies import RecordSpec, Model, Models, Strategy, Sum, MEAN, SITE, TRAIN
+from fedloom.conf.typed import option
 
 @dataclass(frozen=True)
 class Own(Strategy):
-    what: str = value("good", "what models() gives")
+    what: str = option("good", "what models() gives")
     def slots(self, config): return {"networks": Sum()}
     def begin(self, run): run.put_all("networks", run.initial())
-    def round(self, run): run.gather(TRAIN, {MEAN: run.mean("networks")}, {SITE: Expected(slot="networks")})
+    def round(self, run): run.gather(TRAIN, {MEAN: run.mean("networks")}, {SITE: RecordSpec(slot="networks")})
     def models(self, view):
         def mean(): return Model(view.architecture(), view.mean("networks"))
         def lacking(): return Model(view.architecture(), {"head.bias": view.initial()["head.bias"]})

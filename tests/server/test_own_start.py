@@ -8,16 +8,16 @@ import torch
 
 from fedloom.clients.app import app
 from fedloom.clients.data import Images, site_images
+from fedloom.clients.evaluation.statistics import COUNT, SQUARE, SUM, class_statistics
 from fedloom.clients.networks import Model
-from fedloom.clients.statistics import COUNT, SQUARE, SUM, class_statistics
 from fedloom.conf import Config, load
 from fedloom.conf.errors import UserError
 from fedloom.conf.sites import roster
 from fedloom.fusion.cla_ot.transport import same_plan
 from fedloom.fusion.discriminant import discriminant, scaled
-from fedloom.fusion.fusing import fuse
+from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.settings import FusionSettings
-from fedloom.server.experiment import check, run_experiment
+from fedloom.server.run.experiment import check, run_experiment
 from fedloom.server.strategies.architectures import groups_of, reference_of
 from fedloom.server.strategies.base import strategy_of as any_strategy_of
 from fedloom.server.strategies.by_architecture import kept
@@ -115,7 +115,7 @@ def test_later_rounds_go_on_in_the_common_basis(tmp_path):
     with method_of(config) as method:
         view = method.aggregation.view()
         parts = strategy_of(config).parts(config)
-        whole = view.kept(REFERENCE)
+        whole = view.server_state(REFERENCE)
         assert all(same(model.state, parts[name].taken(whole))
                    for name, model in method.aggregation.models().items() if name in parts)  # fmt: skip
 
@@ -128,7 +128,7 @@ def test_a_site_that_is_missing_when_all_are_fused_joins_the_next_round(tmp_path
     name = f"site-000{place}"
     assert list(played.loop.one(1)["dropped"]) == [name] and played.aggregate.view().last_put(name) == 0
     group = next(group for group in groups_of(config) if name in group.sites)
-    sent = played.aggregate.view().kept(kept(group.name))
+    sent = played.aggregate.view().server_state(kept(group.name))
     assert played.loop.one(2)["dropped"] == {}
     view = played.aggregate.view()
     assert {view.last_put(site.name) for site in view.sites} == {2} and all(played.aggregate.checks()[0].values())
@@ -138,7 +138,7 @@ def test_a_site_that_is_missing_when_all_are_fused_joins_the_next_round(tmp_path
 
 def test_one_network_fused_alone_is_itself(done):
     with method_of(done[0]) as method:
-        model, before = method.aggregation.models()["site-0003"], method.aggregation.view().kept(REFERENCE)
+        model, before = method.aggregation.models()["site-0003"], method.aggregation.view().server_state(REFERENCE)
         reference = reference_of(done[0]).architecture
         assert model.architecture == reference
         alone = fused_apart(reference, iter([Apart(reference, model.state, 3.0)]), before, torch.rand(9, 1, 8, 8))
@@ -149,7 +149,7 @@ def test_parts_of_the_same_widths_keep_their_function_in_the_basis_of_the_refere
     config, probe = done[0], probe_of(200)
     with method_of(config) as method:
         reference, view = reference_of(config).architecture, method.aggregation.view()
-        whole, part = view.kept(REFERENCE), strategy_of(config).parts(config)[SHALLOW]
+        whole, part = view.server_state(REFERENCE), strategy_of(config).parts(config)[SHALLOW]
         group = next(group for group in groups_of(config) if group.name == SHALLOW)
         apart = [Apart(group.architecture, view.contribution(SHALLOW, "site-0000"), 1.0)]
         state = part_of(group, part, reference, whole, apart, probe)
@@ -165,7 +165,7 @@ def test_narrower_parts_do_what_the_reference_does_better_for_the_refit(tmp_path
     config, probe = configured(tmp_path, "training.epochs=10", sites=sites), probe_of(200)
     run(config)
     with method_of(config) as method:
-        reference, whole = reference_of(config).architecture, method.aggregation.view().kept(REFERENCE)
+        reference, whole = reference_of(config).architecture, method.aggregation.view().server_state(REFERENCE)
         group = next(group for group in groups_of(config) if group.architecture != reference)
         part = strategy_of(config).parts(config)[group.name]
         loaded, goal = method.evaluator.loaded, method.evaluator.loaded(Model(reference, whole))(probe).detach()

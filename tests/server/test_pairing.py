@@ -8,22 +8,22 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.load import experiment_names
 from fedloom.conf.schema import Config
 from fedloom.server.strategies import STRATEGIES
-from fedloom.server.strategies.pairing import paired
+from fedloom.server.strategies.defaults import with_default_objective
 
 
 def pair(experiment: str, *words: str) -> Config:
-    return paired(load(experiment, words), words)
+    return with_default_objective(load(experiment, words), words)
 
 
 @pytest.mark.parametrize("name", STRATEGIES.names())
 def test_every_strategy_names_a_sites_half_that_there_is(name: str):
-    assert OBJECTIVES.shipped(STRATEGIES.get(name).goes_with)
+    assert OBJECTIVES.shipped(STRATEGIES.get(name).default_objective)
 
 
 @pytest.mark.parametrize("experiment", experiment_names())
 def test_experiments_that_name_both_halves_stay_as_they_are(experiment: str):
     config = load(experiment)
-    found = paired(config)
+    found = with_default_objective(config)
     assert found == config or (experiment == "mnist_dirichlet" and found.objective == {"name": "fedavg"})
 
 
@@ -53,7 +53,7 @@ def test_and_stays_where_it_fits():
 
 def test_what_is_named_is_never_replaced():
     assert pair("digits", "strategy.name=scaffold", "objective.name=local").objective["name"] == "local"
-    assert paired(load("digits", ["strategy.name=scaffold"])).objective["name"] == "sum_aggregation"
+    assert with_default_objective(load("digits", ["strategy.name=scaffold"])).objective["name"] == "sum_aggregation"
 
 
 @pytest.mark.parametrize(

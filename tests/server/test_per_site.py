@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from fedloom.clients.measure import Score
+from fedloom.clients.evaluation.accuracy import Score
 from fedloom.conf import Config, load
 from fedloom.conf.sites import roster
-from fedloom.server.measured import common_names, counted, told
 from fedloom.server.rounds.schedules import looked_at
-from fedloom.sims.simulate import simulate
+from fedloom.server.run.final_evaluation import common_names, counted, told
+from fedloom.sims.operations.simulate import simulate
 from tests.server.parts import small
 
 DIRICHLET = "sites=[{domain: digits, count: 6, partition: {name: dirichlet, alpha: 0.3}}]"

@@ -10,10 +10,7 @@ from flwr.clientapp import ClientApp
 
 from fedloom.clients.app import app
 from fedloom.clients.data import Images, site_images, to_float
-from fedloom.clients.messages import METRICS, read_order, to_arrays, to_states
-from fedloom.clients.networks import architecture_of, initialise
-from fedloom.clients.replies import ReplyError
-from fedloom.clients.statistics import (
+from fedloom.clients.evaluation.statistics import (
     CLASS_STATISTICS,
     COUNT,
     MEAN_OF,
@@ -24,12 +21,15 @@ from fedloom.clients.statistics import (
     class_statistics,
     moments,
 )
+from fedloom.clients.networks import architecture_of, initialise
+from fedloom.clients.protocol.messages import METRICS, read_order, to_arrays, to_states
+from fedloom.clients.protocol.reply_checks import ReplyError
 from fedloom.conf import Config
 from fedloom.conf.sites import roster
 from fedloom.fusion.cla_ot.repair import recompute_statistics
 from fedloom.fusion.discriminant import discriminant
 from fedloom.server.ledger.audit import check
-from fedloom.server.rounds.exchange import Federation
+from fedloom.server.rounds.channel import ClientChannel
 from fedloom.server.unlearning.requests import receive
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.engines.inline import InlineGrid
@@ -50,7 +50,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Config:
 def recalibrated(config: Config, client: ClientApp = app) -> Config:
     with method_of(config) as method:
         receive(method.ledger, "r1", [ONE], "", {"recalibrate": True})
-        federation = Federation(InlineGrid(SITES, store_folder(config), client), roster(config), 0)
+        federation = ClientChannel(InlineGrid(SITES, store_folder(config), client), roster(config), 0)
         federation.join(5.0)
         method.train(federation, Recorder(), rounds=0)
         request = method.ledger.request("r1")
@@ -92,7 +92,7 @@ def test_the_next_round_and_a_readmission_end_it(finished: Config, tmp_path: Pat
         head = method.aggregation.aggregate().state["head.weight"]
         method.aggregation.readmit([ONE])
         assert not torch.equal(method.aggregation.aggregate().state["head.weight"], head)
-        shared = method.aggregation.view().kept("shared")["head.weight"]
+        shared = method.aggregation.view().server_state("shared")["head.weight"]
         assert torch.equal(method.aggregation.aggregate().state["head.weight"], shared)
 
 

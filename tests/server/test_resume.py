@@ -9,7 +9,7 @@ import pytest
 from fedloom.conf import Config
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
-from fedloom.server.runfolder import METRICS, SUMMARY
+from fedloom.server.run_folder.folder import METRICS, SUMMARY
 from tests.server.parts import Recorder, folder
 from tests.server.resumes import Stopped, configured, metrics, no_metrics, orphans, results, resumed, run, stopped
 from tests.server.runs import copied

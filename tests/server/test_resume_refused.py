@@ -9,7 +9,7 @@ import pytest
 from fedloom.conf import UserError
 from fedloom.server.ledger import Ledger, LedgerError
 from fedloom.server.ledger.audit import check
-from fedloom.server.runfolder import METRICS
+from fedloom.server.run_folder.folder import METRICS
 from tests.server.parts import WatchedApp, files, folder
 from tests.server.resumes import configured, metrics, results, resumed, run
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fedloom.clients.store import SiteStore
+from fedloom.clients.storage.store import SiteStore
 from fedloom.conf import UserError
 from fedloom.fusion.exact import dequantise, digest, exact
 from fedloom.server.ledger import Ledger

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.conf.errors import UserError
-from fedloom.server.experiment import check
+from fedloom.server.run.experiment import check
 from fedloom.server.strategies.by_architecture import averaged
 from fedloom.server.strategies.fedrolex import FedRolex
 from fedloom.server.strategies.in_parts import REFERENCE
@@ -55,7 +55,7 @@ def test_inco_changes_the_layers_that_not_all_have_and_no_others(tmp_path):
         view, strategy = method.aggregation.view(), method.aggregation.strategy
         assert isinstance(strategy, InCo)
         means = {one.group.name: one for one in averaged(view)}
-        whole = view.kept(REFERENCE)
+        whole = view.server_state(REFERENCE)
         weights = [means[name].weight for name in (SHALLOW, MIDDLE, DEEP)]
         first = sum(weight * means[name].state["extractor.1.weight"].double() for weight, name in
                     zip(weights, (SHALLOW, MIDDLE, DEEP), strict=True)) / sum(weights)  # fmt: skip
@@ -90,7 +90,7 @@ def test_fedrolex_gives_every_channel_its_turn(tmp_path):
     with method_of(found.config) as method:
         before = method.aggregation.models()["mlp-3-2"].state
         part = FedRolex().parts(config, 4)["mlp-3-2"]
-        assert same(before, part.taken(method.aggregation.view().kept(REFERENCE)))
+        assert same(before, part.taken(method.aggregation.view().server_state(REFERENCE)))
 
 
 @pytest.mark.parametrize(("words", "told"), [

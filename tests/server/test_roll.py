@@ -9,31 +9,31 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedloom.clients.app import app
-from fedloom.clients.messages import CLASSES, ENROL, METRICS, ORDER, read_order
-from fedloom.clients.replies import ReplyError
+from fedloom.clients.protocol.messages import CLASSES, ENROL, METRICS, ORDER, read_order
+from fedloom.clients.protocol.reply_checks import ReplyError
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site, roster
 from fedloom.fusion.exact import digest
-from fedloom.server.experiment import run_experiment
-from fedloom.server.listener import LogListener
-from fedloom.server.rounds.exchange import Reply
-from fedloom.server.rounds.roll import Roll
+from fedloom.server.rounds.channel import RawReply
+from fedloom.server.rounds.client_metadata import ClientMetadata
+from fedloom.server.run.experiment import run_experiment
+from fedloom.server.run.listener import LogListener
 from fedloom.sims.engines.adapter import store_folder
 from tests.server.parts import Recorder
 from tests.server.runs import method_of
 from tests.server.test_site_classes import OwnGrid, federated, folders
 
 
-def answered(place: int, images: Any, names: Any = ()) -> Reply:
+def answered(place: int, images: Any, names: Any = ()) -> RawReply:
     site = Site(place, f"site-{place:04d}", federated(Path()).sites[0], 0, 1)
     content = RecordDict({METRICS: MetricRecord({} if images is None else {"samples": images})})
     content[CLASSES] = ConfigRecord({"names": list(names) if isinstance(names, tuple) else names})
-    return Reply(site, content)
+    return RawReply(site, content)
 
 
 @pytest.mark.parametrize("images", [None, float("nan"), 20.0, 0, -5, 2**31])
 def test_a_site_that_says_no_number_of_images_has_not_enrolled(images: Any):
-    roll = Roll()
+    roll = ClientMetadata()
     roll.take(answered(0, images))
     assert not roll.has("site-0000")
     with pytest.raises(ReplyError, match="it did not enrol: it names no number of images from 1 to 2147483647"):
@@ -43,7 +43,7 @@ def test_a_site_that_says_no_number_of_images_has_not_enrolled(images: Any):
 
 
 def test_neither_has_one_whose_names_are_no_names():
-    roll = Roll()
+    roll = ClientMetadata()
     roll.take(answered(0, 20, [1, 2]))
     with pytest.raises(ReplyError, match="holds no list of at most 100000 names"):
         roll.images("site-0000")
@@ -51,14 +51,14 @@ def test_neither_has_one_whose_names_are_no_names():
 
 @pytest.mark.parametrize(("liars", "out"), [((0,), [0]), ((2,), [2]), ((0, 1), [2])])
 def test_sites_are_compared_with_most_of_them(liars: tuple[int, ...], out: list[int]):
-    roll = Roll()
+    roll = ClientMetadata()
     for place in (2, 1, 0):
         roll.take(answered(place, 20, ("elk", "cat") if place in liars else ("cat", "elk")))
     assert list(roll.unlike()) == [f"site-{place:04d}" for place in out]
 
 
 def test_of_equally_many_the_first_counts_and_sites_that_name_nothing_do_not():
-    roll = Roll()
+    roll = ClientMetadata()
     for place, names in enumerate([(), ("cat", "elk"), ("elk", "cat"), ("cat",)]):
         roll.take(answered(place, 20, names))
     assert roll.unlike() == {"site-0002": "its class 0 is 'elk', that of site-0001 'cat'"}
@@ -74,7 +74,7 @@ def test_of_equally_many_the_first_counts_and_sites_that_name_nothing_do_not():
     ],
 )
 def test_a_site_counts_no_more_than_ten_times_the_others(sizes: list[int], counted: list[int]):
-    roll = Roll()
+    roll = ClientMetadata()
     for place, size in enumerate(sizes):
         roll.take(answered(place, size))
     assert [roll.counted(f"site-{place:04d}") for place in range(len(sizes))] == counted

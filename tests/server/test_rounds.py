@@ -8,7 +8,7 @@ import torch
 from flwr.app import MetricRecord
 from flwr.clientapp import ClientApp
 
-from fedloom.clients.messages import METRICS
+from fedloom.clients.protocol.messages import METRICS
 from fedloom.conf.sites import roster
 from fedloom.fusion.exact import ExactSum, State, digest
 from fedloom.server.rounds.loop import TooFewRepliesError

@@ -12,11 +12,11 @@ from fedloom.clients.networks import Architecture, Model
 from fedloom.clients.objectives.heterogeneous import ALONE, EXCLUSIVE
 from fedloom.clients.objectives.local import BACKWARD, FORWARD, TOGETHER
 from fedloom.clients.objectives.modes import MODES
-from fedloom.clients.states import read_metadata, read_state
+from fedloom.clients.storage.states import read_metadata, read_state
 from fedloom.conf import UserError, load
 from fedloom.conf.sites import PERSONAL, RESULT_NAMES
 from fedloom.server.ledger.database import acquire
-from fedloom.server.runfolder import CONFIG, METRICS, SUMMARY, RunFolder, refuse_existing
+from fedloom.server.run_folder.folder import CONFIG, METRICS, SUMMARY, RunFolder, refuse_existing
 from tests.server.parts import files, folder, small
 
 

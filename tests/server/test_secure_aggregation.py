@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedloom.clients.messages import (
+from fedloom.clients.protocol.messages import (
     MASKED,
     SECURE_KEYS,
     SECURE_TRAINED,
@@ -15,19 +15,19 @@ from fedloom.clients.messages import (
     TRAIN,
     to_states,
 )
-from fedloom.clients.states import read_state
+from fedloom.clients.storage.states import read_state
 from fedloom.conf import UserError, load
 from fedloom.conf.errors import FailedError
 from fedloom.fusion.exact import ExactSum, digest
-from fedloom.server.experiment import check as check_start
 from fedloom.server.ledger.audit import check
-from fedloom.server.privacy import check_hidden
+from fedloom.server.rounds.privacy import check_hidden
+from fedloom.server.run.experiment import check as check_start
 from fedloom.server.strategies import slots_of, strategy_of
 from fedloom.server.unlearning.certificate import CERTIFICATES, read
 from fedloom.server.unlearning.requests import Unlearning, receive
-from fedloom.sims.cli.compose import Order, compose
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.engines.inline import InlineGrid
+from fedloom.sims.operations.compose import Order, compose
 from tests.server.masked import (
     FOUR,
     MASKS,

@@ -11,7 +11,7 @@ import torch
 from flwr.app import Context, Message
 
 from fedloom.clients.app import app
-from fedloom.clients.messages import (
+from fedloom.clients.protocol.messages import (
     BLAMED,
     COMMITMENTS,
     MASKED,

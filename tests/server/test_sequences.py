@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from fedloom.clients.messages import ROUND, SITE
+from fedloom.clients.protocol.messages import ROUND, SITE
 from fedloom.conf.errors import UserError
 from fedloom.fusion.exact import ExactSum, State, digest, quantise
 from fedloom.server.ledger import Ledger
-from fedloom.server.rounds.aggregation import Aggregation
+from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.view import Setup
 from tests.server.parts import given, staged
 from tests.server.test_strategy import everyone, many, records
@@ -65,19 +65,19 @@ def test_any_sequence_leaves_what_a_plain_model_says(memory: Path, sequence: lis
     shutil.rmtree(folder)
 
 
-def opened(folder: Path) -> Aggregation:
+def opened(folder: Path) -> ServerState:
     there = (folder / "ledger.sqlite").is_file()
     ledger = Ledger.open(folder) if there else Ledger.create(folder, "run", "", 32, NAMES)
-    return Aggregation(Setup(CONFIG, SITES, folder, ledger))
+    return ServerState(Setup(CONFIG, SITES, folder, ledger))
 
 
-def crashed(aggregate: Aggregation) -> Aggregation:
+def crashed(aggregate: ServerState) -> ServerState:
     """The process is gone, its ledger not closed; another one comes."""
     aggregate.ledger.__exit__(RuntimeError)
     return opened(aggregate.ledger.folder)
 
 
-def agree(aggregate: Aggregation, model: Plain) -> None:
+def agree(aggregate: ServerState, model: Plain) -> None:
     assert [site.name for site in aggregate.members()] == [name for name in NAMES if name in model.held]
     assert digest(aggregate.slots.total("sum").totals) == digest(model.total()) == aggregate.digest()["sum"]
     assert aggregate.slots.total("sum").addends == len(model.held)
@@ -85,7 +85,7 @@ def agree(aggregate: Aggregation, model: Plain) -> None:
         assert digest(aggregate.slots.contribution("sum", name)) == digest(state)
 
 
-def replied(aggregate: Aggregation, model: Plain, name: str) -> State:
+def replied(aggregate: ServerState, model: Plain, name: str) -> State:
     """A reply of the site, folded and not committed."""
     reply = records(aggregate.config, name, model.round + 1)
     site = SITES[NAMES.index(name)]
@@ -93,7 +93,7 @@ def replied(aggregate: Aggregation, model: Plain, name: str) -> State:
     return quantise(reply[SITE], 32)
 
 
-def a_round(aggregate: Aggregation, model: Plain, name: str) -> Aggregation:
+def a_round(aggregate: ServerState, model: Plain, name: str) -> ServerState:
     if name in model.held:
         model.held[name] = replied(aggregate, model, name)
         model.round += 1
@@ -101,13 +101,13 @@ def a_round(aggregate: Aggregation, model: Plain, name: str) -> Aggregation:
     return aggregate
 
 
-def a_lost_reply(aggregate: Aggregation, model: Plain, name: str) -> Aggregation:
+def a_lost_reply(aggregate: ServerState, model: Plain, name: str) -> ServerState:
     if name in model.held:
         replied(aggregate, model, name)
     return crashed(aggregate)
 
 
-def forgotten(aggregate: Aggregation, model: Plain, name: str) -> Aggregation:
+def forgotten(aggregate: ServerState, model: Plain, name: str) -> ServerState:
     if name not in model.held or len(model.held) == 1:
         with pytest.raises(UserError):
             aggregate.forget([name], {})
@@ -117,7 +117,7 @@ def forgotten(aggregate: Aggregation, model: Plain, name: str) -> Aggregation:
     return aggregate
 
 
-def readmitted(aggregate: Aggregation, model: Plain, name: str) -> Aggregation:
+def readmitted(aggregate: ServerState, model: Plain, name: str) -> ServerState:
     if name in model.held:
         with pytest.raises(UserError):
             aggregate.readmit([name])

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.clients.messages import SITE
-from fedloom.clients.states import read_state
+from fedloom.clients.protocol.messages import SITE
+from fedloom.clients.storage.states import read_state
 from fedloom.conf.errors import UserError
 from fedloom.fusion.arithmetic import to_state
 from fedloom.fusion.exact import State, quantise

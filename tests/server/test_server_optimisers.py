@@ -22,7 +22,7 @@ PARAMETERS = frozenset({"weight"})
 def played(strategy: Averaging, rounds: list[list[float]]) -> dict[str, torch.Tensor]:
     """The network after rounds of these means, from ones; its statistics are averaged, its counter is nobody's."""
     start = {"weight": torch.ones(SIZE), "statistics": torch.ones(SIZE), "counter": torch.tensor(7)}
-    kept = {NETWORK: start, **{name: {"weight": strategy.blank(name, start["weight"])} for name in strategy.memory}}
+    kept = {NETWORK: start, **{name: {"weight": strategy.initial_memory(name, start["weight"])} for name in strategy.memory}}
     for mean in rounds:
         kept = strategy.step(kept, {"weight": torch.tensor(mean), "statistics": torch.tensor(mean)}, PARAMETERS)
     return kept[NETWORK]

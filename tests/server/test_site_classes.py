@@ -8,12 +8,12 @@ from flwr.clientapp import ClientApp
 from PIL import Image
 
 from fedloom.clients.data import num_classes, site_sizes
-from fedloom.clients.messages import WHO
+from fedloom.clients.protocol.messages import WHO
 from fedloom.conf import Config, UserError, load
 from fedloom.conf.sites import roster
-from fedloom.server.experiment import run_experiment
-from fedloom.server.listener import LogListener
-from fedloom.server.rounds.exchange import Federation
+from fedloom.server.rounds.channel import ClientChannel
+from fedloom.server.run.experiment import run_experiment
+from fedloom.server.run.listener import LogListener
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.engines.inline import InlineGrid
 
@@ -100,6 +100,6 @@ def test_a_node_of_another_version_is_refused(tmp_path: Path):
         return Message(RecordDict({WHO: ConfigRecord({"partition-id": "0", "protocol": 0})}), reply_to=message)
 
     config = federated(tmp_path)
-    federation = Federation(InlineGrid(3, store_folder(config), old), roster(config), window=32)
+    federation = ClientChannel(InlineGrid(3, store_folder(config), old), roster(config), window=32)
     with pytest.raises(UserError, match="another version of fedloom's messages; install the server's version there"):
         federation.join(0.1)

@@ -9,8 +9,8 @@ import pytest
 from fedloom.conf import UserError, load
 from fedloom.server.ledger.audit import check
 from fedloom.server.rounds.loop import TooFewRepliesError
-from fedloom.sims.cli.unlearn import Wish, unlearn
-from fedloom.sims.simulate import simulate
+from fedloom.sims.operations.requests import UnlearningRequest, unlearn
+from fedloom.sims.operations.simulate import simulate
 from tests.server import slot_methods
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
@@ -65,7 +65,7 @@ def test_weighted_slots_of_a_site_count_by_one_number_of_samples(tmp_path: Path)
     ("Fraction", r"slot 'networks': got 2\.5 samples of site-0000, takes a whole number from 0"),
     ("Unknown", r"unknown slot 'network'.*did you mean 'networks'"),
     ("Slashed", r"the slot 'networks/x' needs a name of letters"),
-    ("NoSlots", r"its slots\(\) must give a dictionary of fedloom\.server\.strategies\.Sum and Catalogue"),
+    ("NoSlots", r"its slots\(\) must give a dictionary of fedloom\.server\.strategies\.Sum and PerClientSlot"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, strategy: str, told: str):
     with pytest.raises(UserError, match=told):
@@ -83,12 +83,12 @@ def test_a_ledger_is_not_read_with_other_slots_than_it_was_made_with(tmp_path: P
     trained(tmp_path, "FedProx")
     monkeypatch.setattr(slot_methods.FedProx, "slots", lambda self, config: {"networks": slot_methods.Sum()})
     with pytest.raises(UserError, match="declares other slots than when this run was made"):
-        unlearn(tmp_path / "FedProx", Wish(["site-0001"], "one"))
+        unlearn(tmp_path / "FedProx", UnlearningRequest(["site-0001"], "one"))
     monkeypatch.undo()
     assert problems(tmp_path / "FedProx") == []
-    unlearn(tmp_path / "FedProx", Wish(["site-0001"], "one"))
+    unlearn(tmp_path / "FedProx", UnlearningRequest(["site-0001"], "one"))
 
 
 def test_with_the_whole_history_a_run_goes_back_to_before_its_first_round(tmp_path: Path):
     trained(tmp_path, "FedProx", "federation.history=all")
-    unlearn(tmp_path / "FedProx", Wish(["site-0001"], rollback=True))
+    unlearn(tmp_path / "FedProx", UnlearningRequest(["site-0001"], rollback=True))

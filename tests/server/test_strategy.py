@@ -8,15 +8,15 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from fedloom.clients.initial import initial_state
-from fedloom.clients.messages import MEAN, ROUND, SITE, STAR, SUBSET
+from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.objectives.modes import HEAD
-from fedloom.clients.store import SiteStore
+from fedloom.clients.protocol.messages import MEAN, ROUND, SITE, STAR, SUBSET
+from fedloom.clients.storage.store import SiteStore
 from fedloom.conf import UserError
 from fedloom.conf.sites import roster
 from fedloom.fusion.exact import dequantise, digest, quantise
-from fedloom.server.experiment import check
 from fedloom.server.ledger import LedgerError
+from fedloom.server.run.experiment import check
 from fedloom.sims.benchmarks.soak_replies import changed, entry
 from fedloom.sims.engines.adapter import store_folder
 from tests.server.parts import (

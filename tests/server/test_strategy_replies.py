@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.clients.initial import initial_state
-from fedloom.clients.messages import ROUND, SITE, to_arrays
-from fedloom.clients.partial import PartialSum
-from fedloom.clients.states import round_file, write_state
+from fedloom.clients.networks.initial import initial_state
+from fedloom.clients.protocol.messages import ROUND, SITE, to_arrays
+from fedloom.clients.protocol.partial_sums import PartialSum
+from fedloom.clients.storage.states import round_file, write_state
 from fedloom.conf import UserError
 from fedloom.fusion.exact import digest, quantise
 from fedloom.sims.benchmarks.soak_replies import entry

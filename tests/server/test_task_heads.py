@@ -9,13 +9,13 @@ import torch
 
 from fedloom.clients.data import domain_specs, num_classes, outputs, site_images, test_images, validation_images
 from fedloom.clients.data.variants import class_count
-from fedloom.clients.initial import initial_state
 from fedloom.clients.networks import Model, architecture_of
+from fedloom.clients.networks.initial import initial_state
 from fedloom.conf import Config
 from fedloom.conf.errors import UserError
 from fedloom.conf.sites import roster
 from fedloom.fusion.exact import State
-from fedloom.server.evaluate import Evaluator
+from fedloom.server.evaluation.evaluator import Evaluator
 from tests.server.arithmetics import DIGITS, MNIST, A, B, configured, one_core, run, theta
 from tests.server.parts import Recorder
 

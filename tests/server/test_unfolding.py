@@ -8,8 +8,8 @@ from flwr.app import Error, Message, Metadata, RecordDict
 from flwr.app.message import make_message, remove_content_from_message
 from flwr.common.serde import message_to_proto
 
-from fedloom.server.grid import MOST_REASON, received
-from fedloom.server.unfolding import MOST_RECORDS
+from fedloom.server.flower.grid import MOST_REASON, received
+from fedloom.server.flower.unfolding import MOST_RECORDS
 from tests.flower.speaker import part
 
 LARGE = MOST_RECORDS + 1
@@ -47,7 +47,7 @@ def test_small_things_are_few(kind: str, monkeypatch: pytest.MonkeyPatch):
     def loads(*_: Any, **__: Any) -> Any:
         raise AssertionError("it is read")
 
-    monkeypatch.setattr("fedloom.server.unfolding.json.loads", loads)
+    monkeypatch.setattr("fedloom.server.flower.unfolding.json.loads", loads)
     message = records(*small_things(kind))
     assert message.has_error() and "16 MiB beside the data of arrays" in str(message.error.reason)
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedloom.clients.states import write_state
+from fedloom.clients.storage.states import write_state
 from fedloom.conf import Config, UserError
 from fedloom.conf.sites import roster
 from fedloom.fusion.exact import digest
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
-from fedloom.server.ledger.slots import Put
-from fedloom.server.rounds.exchange import Federation
+from fedloom.server.ledger.slots import SlotUpdate
+from fedloom.server.rounds.channel import ClientChannel
 from fedloom.server.rounds.loop import RoundLoop
 from fedloom.server.unlearning.certificate import CERTIFICATES
 from fedloom.sims.engines.adapter import store_folder
@@ -178,10 +178,10 @@ def test_a_forgotten_site_leaves_no_trace_in_the_rounds_that_follow(tmp_path: Pa
             aggregate = method.aggregation
             if name == "other":
                 state = {key: tensor + 1 for key, tensor in aggregate.slots.contribution("sum", ONE).items()}
-                aggregate.slots.put([Put("sum", ONE, state, 1)], 1)
+                aggregate.slots.put([SlotUpdate("sum", ONE, state, 1)], 1)
                 aggregate.commit(1, {})
             aggregate.forget([ONE], {})
-            federation = Federation(InlineGrid(SITES, store_folder(config)), roster(config), 0)
+            federation = ClientChannel(InlineGrid(SITES, store_folder(config)), roster(config), 0)
             federation.join(5.0)
             loop = RoundLoop(config, "run", federation, aggregate, method.evaluator, Recorder())
             loop.one(2)

@@ -15,8 +15,8 @@ from fedloom.conf import Config, UserError
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
 from fedloom.server.ledger.blobs import Blobs
-from fedloom.server.rounds.aggregation import Aggregation
-from fedloom.server.runfolder import RunFolder
+from fedloom.server.rounds.server_state import ServerState
+from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.unlearning.certificate import CERTIFICATES, read
 from fedloom.server.unlearning.requests import KIND
 from fedloom.sims.engines.adapter import store_folder
@@ -65,8 +65,8 @@ def of(config: Config) -> dict[str, Any]:
 
 
 PLACES = {
-    "before the rollback": (Aggregation, "roll_back", crash),
-    "before the subtraction": (Aggregation, "forget", crash),
+    "before the rollback": (ServerState, "roll_back", crash),
+    "before the subtraction": (ServerState, "forget", crash),
     "before the blobs go": (Blobs, "remove", crash),
     "before the deletion": (fedloom.server.unlearning.requests, "left_of", crash),
     "within the deletion": (

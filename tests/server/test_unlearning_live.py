@@ -10,7 +10,7 @@ from fedloom.conf import Config
 from fedloom.fusion.exact import ExactSum
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
-from fedloom.server.runfolder import RunFolder
+from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.unlearning.certificate import CERTIFICATES, read, sums_of
 from fedloom.server.unlearning.requests import KIND
 from tests.server.parts import Recorder, WatchedApp, folder

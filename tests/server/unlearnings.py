@@ -10,12 +10,12 @@ from fedloom.clients.objectives.modes import mode_of
 from fedloom.conf import Config
 from fedloom.conf.sites import roster
 from fedloom.fusion.exact import digest, exact
-from fedloom.server.evaluate import Evaluator
-from fedloom.server.experiment import run_experiment
+from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger, Request
 from fedloom.server.ledger.audit import check
-from fedloom.server.method import Method
-from fedloom.server.rounds.exchange import Federation
+from fedloom.server.rounds.channel import ClientChannel
+from fedloom.server.run.experiment import run_experiment
+from fedloom.server.run.training_run import TrainingRun
 from fedloom.server.unlearning.requests import Unlearning, receive
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.engines.inline import InlineGrid
@@ -35,11 +35,11 @@ def run(config: Config, listener: Recorder | None = None, client: WatchedApp | N
     return config
 
 
-def further(method: Method, config: Config, rounds: int, client: WatchedApp) -> None:
+def further(method: TrainingRun, config: Config, rounds: int, client: WatchedApp) -> None:
     """Train some more rounds."""
     method.config = dataclasses.replace(config, rounds=rounds)
     method.evaluator = Evaluator(method.config)
-    federation = Federation(InlineGrid(SITES, store_folder(config), client), roster(config), 0)
+    federation = ClientChannel(InlineGrid(SITES, store_folder(config), client), roster(config), 0)
     federation.join(5.0)
     method.train(federation, Recorder())
 
@@ -49,7 +49,7 @@ def kinds(ledger: Ledger, id: str) -> list[str]:
     return [event.kind for event in ledger.events() if event.body.get("id") == id]
 
 
-def added_up(method: Method) -> str:
+def added_up(method: TrainingRun) -> str:
     """The digest of the remaining contributions' sum, added up by torch alone."""
     states = [exact(method.ledger.blobs.get(one.blob), 32) for one in method.ledger.all_latest().values()]
     whole = {name: sum((state[name] for state in states), torch.zeros((), dtype=torch.int64)) for name in states[0]}

@@ -9,7 +9,7 @@ import pytest
 
 from fedloom.conf import load
 from fedloom.sims.cli import main as cli
-from fedloom.sims.simulate import simulate
+from fedloom.sims.operations.simulate import simulate
 from tests.sims.commands import SMALL, Command, Said
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
 from fedloom.server.rounds.loop import RoundLoop
 from fedloom.server.unlearning.requests import receive
-from fedloom.sims.cli.listing import rows_of, table
+from fedloom.sims.operations.run_list import rows_of, table
 from tests.server.runs import method_of
 from tests.sims.commands import ONE, SMALL
 

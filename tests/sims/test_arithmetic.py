@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from fedloom.clients.networks import load_network
-from fedloom.clients.states import read_state, write_state
+from fedloom.clients.storage.states import read_state, write_state
 from fedloom.conf import UserError, load
 from fedloom.fusion.exact import State
 from fedloom.server.ledger import Ledger
 from fedloom.server.strategies.coefficients import Search
 from fedloom.sims.benchmarks import grid
-from fedloom.sims.cli.compose import Order, compose
-from fedloom.sims.cli.unlearn import Wish, unlearn
 from fedloom.sims.experiments import arithmetic, arithmetic_runs, assigned
 from fedloom.sims.experiments.pairs import Recipe, accuracy, images, trained
+from fedloom.sims.operations.compose import Order, compose
+from fedloom.sims.operations.requests import UnlearningRequest, unlearn
+from fedloom.sims.operations.simulate import simulate
 from fedloom.sims.report.tables import Table
-from fedloom.sims.simulate import simulate
 from tests.server.arithmetics import one_core
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
@@ -123,7 +123,7 @@ def test_a_network_is_made_of_one_and_the_same_round(run: Path, tmp_path: Path) 
         with Ledger.open(path, server=False) as ledger:
             seen.append(len(ledger.all_latest()))
         if len(seen) == 1:
-            unlearn(path, Wish([TWO]), quiet=True)
+            unlearn(path, UnlearningRequest([TWO]), quiet=True)
         return seen[-1]
 
     with Ledger.open(path, server=False) as ledger:
@@ -153,7 +153,7 @@ def test_the_tables_are_written_and_measured_once(tmp_path: Path, monkeypatch: p
     size = arithmetic.Size({"small": 50, "medium": 70, "large": 100}, {"validation": 30, "test": 40}, cnn_epochs=1)
     monkeypatch.setattr(arithmetic, "SIZES", {"cpu": size})
     monkeypatch.setattr(assigned, "PLANS", {"cpu": PLAN})
-    monkeypatch.setattr("fedloom.sims.simulate.write_report", lambda folder: folder)  # of ten runs, with pictures
+    monkeypatch.setattr("fedloom.sims.operations.simulate.write_report", lambda folder: folder)  # of ten runs, with pictures
     for name, values in (("STEPS", [0.0, 0.5, 1.0]), ("SCALES", [0.1, 1.0])):
         monkeypatch.setattr(arithmetic_runs, name, values)
     options = [*TINY, "network.width=0.1", "training.epochs=1"]
@@ -221,7 +221,7 @@ def test_no_network_that_held_a_forgotten_site_is_left_in_the_folder(run: Path, 
     shutil.copytree(run, copy)
     before = {path.name: path.read_bytes() for path in (copy / "states").iterdir()}
     assert "half.safetensors" in before
-    unlearn(copy, Wish([TWO], "r1"), quiet=True)
+    unlearn(copy, UnlearningRequest([TWO], "r1"), quiet=True)
     after = {path.name: path.read_bytes() for path in (copy / "states").iterdir()}
     assert after.keys() == {"aggregate.safetensors", "mean.safetensors", "sum.safetensors", "fused.safetensors",
                             f"{ONE}.safetensors"}  # fmt: skip

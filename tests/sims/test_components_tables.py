@@ -10,9 +10,10 @@ import torch
 
 from fedloom.conf.errors import UserError
 from fedloom.sims.experiments import components, papers
-from fedloom.sims.experiments.components import details, looks, rivals, sizes
+from fedloom.sims.experiments.components import details, rivals, sizes
+from fedloom.sims.experiments.components import feature_correlation as looks
+from fedloom.sims.experiments.components.methods import ALL, DCC, INDEPENDENT, PULLS, WAYS
 from fedloom.sims.experiments.components.study import Found, Study, way
-from fedloom.sims.experiments.components.ways import ALL, DCC, INDEPENDENT, PULLS, WAYS
 from fedloom.sims.report.tables import Table
 from tests.server.arithmetics import one_core
 

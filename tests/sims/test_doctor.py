@@ -13,8 +13,8 @@ from types import ModuleType
 import pytest
 
 from fedloom.conf.schema import DataConfig
-from fedloom.sims.cli.doctor import NARROW, doctor, doctor_table, narrow_convolutions
 from fedloom.sims.federation import checks, keys
+from fedloom.sims.operations.doctor import NARROW, doctor, doctor_table, narrow_convolutions
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from fedloom.conf.errors import UserError
-from fedloom.sims.cli.unlearn import events_table
 from fedloom.sims.engines.flower import _connection
 from fedloom.sims.federation.machines import refuse_port
 from fedloom.sims.federation.plan import Plan, write_plan
 from fedloom.sims.federation.programs import LOCK, PID, free_port, running
 from fedloom.sims.federation.sheets import SERVER, SITE, ServerSheet, SiteSheet, read, write
+from fedloom.sims.operations.requests import events_table
 from tests.sims.commands import Command, refused
 
 BAD = {

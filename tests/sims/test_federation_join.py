@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.conf.yamls import read_yaml, write_yaml
+from fedloom.conf.yaml_text import read_yaml, write_yaml
 from fedloom.sims.federation.keys import fingerprint, write_node_key
 from fedloom.sims.federation.plan import members
 from fedloom.sims.federation.sheets import SITE, SiteSheet, read
@@ -108,11 +108,11 @@ def test_a_request_that_is_not_its_own_is_refused(fedloom: Command, operator: Pa
 
 def test_a_key_is_one_sites_alone(fedloom: Command, operator: Path):
     """A site that asks a second time under another name, with the same key."""
-    from fedloom.clients.identity import Identity, said
+    from fedloom.clients.protocol.signatures import Identity, signing_payload
 
     home = joined(fedloom, operator, "north")
     key = (home / "key.pub").read_text().strip()
-    signature = Identity(str(home / "key")).signed(said("join", "south", key)).hex()
+    signature = Identity(str(home / "key")).signed(signing_payload("join", "south", key)).hex()
     (operator.parent / "again").write_text(write_yaml({"name": "south", "key": key, "signature": signature}))
     told = "south: its key is north's already"
     refused(fedloom("federation", "admit", operator.parent / "again", "--folder", operator, "--yes"), told)

@@ -8,15 +8,15 @@ import pytest
 
 from fedloom.conf import Config
 from fedloom.conf.errors import UserError
-from fedloom.server.experiment import run_experiment
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
-from fedloom.server.listener import LogListener
-from fedloom.server.runfolder import RunFolder
+from fedloom.server.run.experiment import run_experiment
+from fedloom.server.run.listener import LogListener
+from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.unlearning.requests import KIND
-from fedloom.sims.cli.unlearn import Wish, resume, unlearn
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.engines.inline import InlineGrid
+from fedloom.sims.operations.requests import UnlearningRequest, resume, unlearn
 from tests.server.parts import files, folder, small
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
@@ -41,21 +41,21 @@ def test_what_would_have_to_be_trained_is_refused_and_nothing_is_touched(run: Co
     with Ledger.open(folder(run), server=False) as ledger:
         before = [(event.kind, event.digest) for event in ledger.events()], ledger.all_latest()
     with pytest.raises(UserError, match=r"engine\.name: 'flower' is a real federation: name its folder in engine.address"):
-        unlearn(folder(run), Wish(["site-0001"], **wish), quiet=True)
+        unlearn(folder(run), UnlearningRequest(["site-0001"], **wish), quiet=True)
     with Ledger.open(folder(run), server=False) as ledger:
         assert ([(event.kind, event.digest) for event in ledger.events()], ledger.all_latest()) == before
         assert not ledger.waiting(applied=True)
 
 
 def test_what_needs_no_training_is_done(run: Config):
-    _, certificate = unlearn(folder(run), Wish(["site-0001"]), quiet=True)
+    _, certificate = unlearn(folder(run), UnlearningRequest(["site-0001"]), quiet=True)
     assert certificate["sites"] == ["site-0001"]
 
 
 def test_a_request_that_waits_for_the_federation_is_left_to_it_while_others_are_fulfilled(run: Config):
     with Ledger.open(folder(run), server=False) as ledger:
         ledger.receive("later", KIND, ["site-0002"], "", {"repair": 1, "retrain": False, "rollback": False})
-    _, certificate = unlearn(folder(run), Wish(["site-0001"]), quiet=True)
+    _, certificate = unlearn(folder(run), UnlearningRequest(["site-0001"]), quiet=True)
     assert certificate["sites"] == ["site-0001"]
     with Ledger.open(folder(run), server=False) as ledger:
         assert [(request.id, request.state) for request in ledger.waiting(applied=True)] == [("later", "received")]
@@ -73,7 +73,7 @@ def test_an_engine_that_cannot_start_is_heard_of_before_anything_is_subtracted(t
     config = small(tmp_path, "engine.name=ray", "engine.address=127.0.0.1:1", "rounds=1", sites=2, samples=20)
     run_experiment(InlineGrid(2, store_folder(config)), config, LogListener())
     with pytest.raises(UserError, match=r"there is no Ray cluster at 127\.0\.0\.1:1"):
-        unlearn(folder(config), Wish(["site-0001"], repair=1), quiet=True)
+        unlearn(folder(config), UnlearningRequest(["site-0001"], repair=1), quiet=True)
     with Ledger.open(folder(config), server=False) as ledger:
         assert ledger.sites() == {"site-0000": False, "site-0001": False}
         assert len(ledger.all_latest()) == 2
@@ -99,7 +99,7 @@ def test_a_rollback_that_cannot_be_is_refused_before_an_engine_starts_and_what_f
     config = small(tmp_path, "engine.name=ray", "engine.address=127.0.0.1:1", "rounds=2", sites=2, samples=20)
     run_experiment(InlineGrid(2, store_folder(config)), config, LogListener())
     with pytest.raises(UserError, match=r"refused: .*the state after round \d is not kept"):
-        unlearn(folder(config), Wish(["site-0001"], rollback=True), quiet=True)
+        unlearn(folder(config), UnlearningRequest(["site-0001"], rollback=True), quiet=True)
     (folder(config) / "metrics.jsonl").write_text("{{{")
     assert [problem.file for problem in check(folder(config))] == ["metrics.jsonl"]
 

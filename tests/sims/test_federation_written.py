@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fedloom.conf.errors import UserError
-from fedloom.conf.yamls import read_yaml
+from fedloom.conf.yaml_text import read_yaml
 from fedloom.sims.federation import files, plan
 from fedloom.sims.federation.files import read_small, write_private, write_together
 from fedloom.sims.federation.joining import read_request

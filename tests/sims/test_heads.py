@@ -10,19 +10,19 @@ import torch
 from fedloom.clients.data import test_images as images_of
 from fedloom.clients.data import to_float
 from fedloom.clients.networks import Architecture, HeadView, load_network
-from fedloom.clients.states import read_state
+from fedloom.clients.storage.states import read_state
 from fedloom.conf import load
 from fedloom.conf.errors import UserError
 from fedloom.conf.sites import roster
-from fedloom.server.runfolder import read_config
+from fedloom.server.run_folder.folder import read_config
 from fedloom.server.strategies import strategy_of
-from fedloom.sims.cli.transfer import recombined
-from fedloom.sims.cli.unlearn import Wish, unlearn
-from fedloom.sims.report.heads import Exchange, exchanges, heads_figure, heads_table, matrix_table
+from fedloom.sims.operations.requests import UnlearningRequest, unlearn
+from fedloom.sims.operations.simulate import simulate
+from fedloom.sims.operations.transfer_head import recombined
+from fedloom.sims.report.heads import HeadMatrix, exchanges, heads_figure, heads_table, matrix_table
 from fedloom.sims.report.report import write_report
 from fedloom.sims.report.results import result_tables
 from fedloom.sims.report.tables import accuracies, has_aggregate, percent
-from fedloom.sims.simulate import simulate
 from tests.sims.commands import Command, refused
 from tests.sims.pages import checked
 
@@ -49,7 +49,7 @@ def run(done: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(done, tmp_path / "components"))
 
 
-def matrix(run: Path, method: str = "compatible") -> Exchange:
+def matrix(run: Path, method: str = "compatible") -> HeadMatrix:
     [one] = [one for one in exchanges(json.loads((run / "summary.json").read_text())) if one.method == method]
     return one
 
@@ -142,7 +142,7 @@ def test_runs_of_other_methods_have_no_heads(fedloom: Command, finished_run: Pat
 
 
 def test_a_forgotten_site_is_in_no_table_and_gives_nothing(fedloom: Command, run: Path, tmp_path: Path) -> None:
-    unlearn(run, Wish([B]), quiet=True)
+    unlearn(run, UnlearningRequest([B]), quiet=True)
     said = fedloom("heads", run)
     assert said.code == 0 and B not in said.out
     assert "compatible: exchanged" in said.out
@@ -185,7 +185,7 @@ def test_a_head_brings_its_own_classes_and_one_that_was_not_measured_says_so(
 )
 def test_stored_statistics_are_advised_against_where_there_are_some(words: list[str], warned: bool) -> None:
     config = load("components", [*SMALL, *words])
-    told = strategy_of(config).advice(config)
+    told = strategy_of(config).warnings(config)
     assert [line.startswith("evaluation.statistics=running: stored statistics") for line in told] == [True] * warned
 
 
@@ -201,10 +201,10 @@ def test_parts_that_do_not_fit_are_refused_with_both_shapes() -> None:
         recombined(extractor, head, one, "they do not fit")
 
 
-def exchange(method: str, sites: int, lacking: bool = False) -> Exchange:
+def exchange(method: str, sites: int, lacking: bool = False) -> HeadMatrix:
     """0.9 on the diagonal, 0.5 elsewhere."""
     cells = [[None if lacking and row else 0.9 if row == column else 0.5 for column in range(sites)] for row in range(sites)]
-    return Exchange(method, [f"site-{place:04d}" for place in range(sites)], cells, 1000, 20_000)
+    return HeadMatrix(method, [f"site-{place:04d}" for place in range(sites)], cells, 1000, 20_000)
 
 
 def test_means_leave_out_what_was_not_measured() -> None:

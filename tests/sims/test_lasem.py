@@ -9,8 +9,8 @@ from torch import nn
 
 from fedloom.clients.data import Images
 from fedloom.clients.objectives.layer_selection.configurations import every
-from fedloom.clients.randomness import torch_generator
 from fedloom.conf.errors import UserError
+from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import Config
 from fedloom.sims.experiments import lasem
 from fedloom.sims.experiments.lasem import study as studies

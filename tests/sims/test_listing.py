@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.clients.states import write_bytes
-from fedloom.server.runs import busy, status
-from fedloom.server.written import CONFIG, METRICS, SUMMARY, TRACKERS, WRITTEN
-from fedloom.sims.cli.listing import size_of
+from fedloom.clients.storage.states import write_bytes
+from fedloom.server.run_folder.layout import CONFIG, METRICS, SUMMARY, TRACKERS, WRITTEN
+from fedloom.server.run_folder.listing import busy, status
+from fedloom.sims.operations.run_list import size_of
 from fedloom.sims.tracking import csv_files, mlflow, tensorboard, wandb
 from fedloom.sims.tracking.base import TRACKERS as KINDS
 from tests.sims.commands import ONE, SMALL, Command, last_line, refused

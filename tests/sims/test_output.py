@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedloom import run
-from fedloom.sims.output import Lenient, lenient
+from fedloom.sims.progress.output import Lenient, lenient
 from tests.sims.test_api import TREE
 
 FEDLOOM = [sys.executable, "-m", "fedloom.sims.cli"]

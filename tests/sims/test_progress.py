@@ -13,10 +13,10 @@ import pytest
 from rich.console import Console
 
 from fedloom.conf import UserError, load
+from fedloom.conf.formatting import rounded
 from fedloom.conf.progress import step, steps, under_way
-from fedloom.conf.words import rounded
-from fedloom.sims.cli.progress import PlainListener, QuietListener, RichListener, listener_for
-from fedloom.sims.simulate import simulate
+from fedloom.sims.operations.simulate import simulate
+from fedloom.sims.progress.listeners import PlainListener, QuietListener, RichListener, listener_for
 from tests.sims.commands import SMALL
 
 RECORD = {
@@ -232,7 +232,7 @@ def test_json_output_leaves_stdout_alone(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(("quiet", "told"), [(False, True), (True, False)])
 def test_a_terminal_hears_of_a_wait_before_it_is_over_unless_it_is_to_be_quiet(quiet: bool, told: bool):
     person, terminal = os.openpty()
-    code = f"from fedloom.sims.cli.waiting import waiting\nwith waiting('loading torch', {quiet}): print(input())"
+    code = f"from fedloom.sims.progress.waiting import waiting\nwith waiting('loading torch', {quiet}): print(input())"
     words = [sys.executable, "-c", code]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=terminal, text=True) as process:
         os.close(terminal)

@@ -12,7 +12,7 @@ from flwr.proto.message_pb2 import ObjectTree
 from flwr.supercore.date import now
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree, iterate_object_tree
 
-from fedloom.server.unfolding import read_by_hash
+from fedloom.server.flower.unfolding import read_by_hash
 from tests.sims.links import Link, leaf, speaking
 
 KINDS = ("ArrayRecord", "Array", "ArrayChunk")

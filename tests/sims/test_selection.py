@@ -10,12 +10,12 @@ import pytest
 from PIL import Image
 
 from fedloom.conf.errors import UserError
-from fedloom.sims.cli.unlearn import Wish, unlearn
+from fedloom.sims.operations.requests import UnlearningRequest, unlearn
+from fedloom.sims.operations.simulate import simulate
 from fedloom.sims.report.report import write_report
 from fedloom.sims.report.results import result_tables
 from fedloom.sims.report.selection import Chosen, Selection, methods_table, selection_figure, selections, sites_table
 from fedloom.sims.report.tables import percent
-from fedloom.sims.simulate import simulate
 from tests.server.arithmetics import one_core
 from tests.server.selections import FIXED, TASKS, A, B, C, configured
 from tests.sims.commands import Command, refused
@@ -124,7 +124,7 @@ def test_runs_of_other_methods_say_nothing_of_layers(finished_run: Path, tmp_pat
 
 
 def test_a_forgotten_site_is_in_no_table(run: Path) -> None:
-    unlearn(run, Wish([B]), quiet=True)
+    unlearn(run, UnlearningRequest([B]), quiet=True)
     assert [[site.site for site in one.sites] for one in selections(summary_of(run))] == [[A, C]]
     page = checked(run / "report.html")
     assert "Layer selection" in page.text and f"{B} was forgotten" in page.text

@@ -20,16 +20,16 @@ from fedloom.conf import load
 from fedloom.conf.errors import UserError
 from fedloom.conf.load import read_values, to_json
 from fedloom.server.ledger.database import acquire
-from fedloom.server.runs import read_metrics, read_summary, status
-from fedloom.sims.cli.progress import QuietListener
+from fedloom.server.run_folder.listing import read_metrics, read_summary, status
 from fedloom.sims.engines.share import Share
-from fedloom.sims.simulate import simulate
+from fedloom.sims.operations.simulate import simulate
+from fedloom.sims.progress.listeners import QuietListener
 from fedloom.sims.sweeps.events import Teller, repeat
-from fedloom.sims.sweeps.lanes import START, parts
 from fedloom.sims.sweeps.names import label_of, part_of_name, short_keys
 from fedloom.sims.sweeps.outcome import AT_IT, attempt
 from fedloom.sims.sweeps.plan import plan
 from fedloom.sims.sweeps.work import carry_out, ready
+from fedloom.sims.sweeps.worker_pool import START, parts
 from tests.sims.commands import FEDLOOM, SMALL, Command, last_line, refused
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
@@ -214,7 +214,7 @@ class Net(torch.nn.Module):
     def forward(self, x):
         if self.training and len(x) > 2 and self.fate == "raises":
             raise ArithmeticError("as told")
-        if self.training and self.fate == "dies" and "fedloom.sims.sweeps.lane" in sys.modules:
+        if self.training and self.fate == "dies" and "fedloom.sims.sweeps.worker_process" in sys.modules:
             os._exit(7)
         return self.inner(x)
 """

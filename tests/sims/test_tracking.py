@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from fedloom import Result, resume, run
 from fedloom.conf.errors import UserError
-from fedloom.sims.cli.unlearn import audit
+from fedloom.sims.operations.requests import audit
 from fedloom.sims.tracking import follow
 from fedloom.sims.tracking.wandb_files import messages
 from tests.sims.commands import Command, refused
@@ -231,7 +231,7 @@ def test_what_a_callback_raises_in_the_middle_of_a_round_ends_the_run_which_goes
 
 def test_packages_are_imported_only_when_asked_for():
     heavy = ["tensorboard", "mlflow", "wandb"]
-    code = f"import sys, fedloom.sims.simulate; print([name for name in {heavy} if name in sys.modules])"
+    code = f"import sys, fedloom.sims.operations.simulate; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

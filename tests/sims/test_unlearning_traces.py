@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from fedloom.clients.data import site_images
-from fedloom.clients.states import write_state
+from fedloom.clients.storage.states import write_state
 from fedloom.conf import UserError
 from fedloom.conf.sites import roster
 from fedloom.server.ledger import Ledger
 from fedloom.sims.experiments import unlearning
-from fedloom.sims.experiments.unlearning import sequence, shadows, traces, ways
+from fedloom.sims.experiments.unlearning import methods as ways
+from fedloom.sims.experiments.unlearning import sequence, shadows, traces
 from fedloom.sims.experiments.unlearning.averaging import averaged, calibrated
 from fedloom.sims.experiments.unlearning.shadows import LEAVER, configured, everything, membership, opened
 

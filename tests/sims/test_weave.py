@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from fedloom.clients.networks import initialise, load_network, parse_name, save_network
-from fedloom.clients.states import write_state
+from fedloom.clients.storage.states import write_state
 from fedloom.fusion.comparators.baselines import Ensemble
 from fedloom.sims.experiments.pairs import Task, accuracy
 from tests.sims.commands import FEDLOOM, Command

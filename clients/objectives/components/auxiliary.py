@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedloom.clients.training.loss import full
 from fedloom.conf.registry import Registry
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 from fedloom.fusion.exact import State
 
 Layer = Callable[[Tensor], Tensor]
@@ -30,7 +30,7 @@ class Batch:
 class Auxiliary(ABC):
     """A task whose head is shared. A further one is a class registered in AUXILIARY, or `module:attribute`."""
 
-    weight: float = value(1.0, "of the loss", low=0.0)
+    weight: float = option(1.0, "of the loss", low=0.0)
 
     @property
     def supervised(self) -> bool:
@@ -58,7 +58,7 @@ AUXILIARY: Registry[Auxiliary] = Registry("auxiliary", Auxiliary)
 class CommonClasses(Auxiliary):
     """Discriminating the common classes (DCC, Eq. 1): cross-entropy over the images of these."""
 
-    most: int = value(0, "of the common classes, the first so many of the first site's alone; 0: all", low=0)
+    most: int = option(0, "of the common classes, the first so many of the first site's alone; 0: all", low=0)
 
     @property
     def supervised(self) -> bool:
@@ -78,7 +78,7 @@ class CommonClasses(Auxiliary):
 class Rotations(Auxiliary):
     """Rotation prediction (RP, Eq. 2): by how many quarter turns an image was turned."""
 
-    turns: str = value(
+    turns: str = option(
         "one", "of each image in a batch: one drawn by chance, or all four, as in the paper", choices=("one", "all")
     )
 

@@ -7,17 +7,17 @@ from typing import Any
 import torch
 
 from fedloom.clients.data import Images, outputs, to_float
-from fedloom.clients.measure import pieces
-from fedloom.clients.messages import MODEL, TOTAL, right_of
+from fedloom.clients.evaluation.accuracy import pieces
 from fedloom.clients.networks import HeadView, Network, architecture_of
 from fedloom.clients.objectives.base import OBJECTIVES, Answer, Objective, Session, Task
 from fedloom.clients.objectives.components.auxiliary import AUXILIARY, Auxiliary
 from fedloom.clients.objectives.components.session import CompatibleSession, SharedParts, head_of, of
 from fedloom.clients.objectives.components.sharing import COMPATIBLE, HEAD, PARTS, SHARING, Sharing
 from fedloom.clients.objectives.fedproto import COUNTS, PROTOTYPES, SUMS
+from fedloom.clients.protocol.messages import MODEL, TOTAL, right_of
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.registry import section_of
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 from fedloom.fusion.cla_ot.repair import recompute_statistics
 from fedloom.fusion.exact import State
 
@@ -33,21 +33,21 @@ OUTPUTS, LABELS = "outputs", "labels"
 class Components(Objective):
     """Cross-entropy of the site's own network, with auxiliary heads or parts that sites share."""
 
-    mode: str = value(
+    mode: str = option(
         COMPATIBLE, "auxiliary heads, or another method's way to share a part of networks", choices=tuple(SHARING)
     )
-    auxiliary: list[Any] = value(["dcc"], "tasks of shared heads: names, or sections {name: rp, weight: 1, ...}")
-    same_start: bool = value(False, "all networks start with identical weights (IIW)")
-    pull: float = value(
+    auxiliary: list[Any] = option(["dcc"], "tasks of shared heads: names, or sections {name: rp, weight: 1, ...}")
+    same_start: bool = option(False, "all networks start with identical weights (IIW)")
+    pull: float = option(
         0.1,
         "of the squared distance (L2) between the task head and the common classes' auxiliary head, in the loss",
         low=0.0,
     )
-    unit: float = value(
+    unit: float = option(
         0.0, "of the squared distance of each image's feature norm (L2) from 1, in the loss (App. C.1)", low=0.0
     )
-    publish: list[str] = value(["extractor", "head"], "components that the server may pass on: extractor, head")
-    private: list[str] = value([], "sites that publish nothing")
+    publish: list[str] = option(["extractor", "head"], "components that the server may pass on: extractor, head")
+    private: list[str] = option([], "sites that publish nothing")
 
     @functools.cached_property
     def tasks(self) -> dict[str, Auxiliary]:
@@ -81,11 +81,11 @@ class Components(Objective):
             return task.incoming.get(MODEL)
         if not self.sharing.fitted:
             return {**task.own}
-        from fedloom.clients.learner import learn  # which itself needs this package
+        from fedloom.clients.training.learner import learn  # which itself needs this package
 
         session = SharedParts(task, Sharing(stages=((1.0, self.sharing.fitted),)))
         learn(session, images, task.config, task.site, task.round, task.device)
-        return session.own()
+        return session.local_state()
 
     def answer(self, kind: str, task: Task, images: Images) -> Answer:
         """PUBLISH: components. RECOMBINE: right answers with each head that was sent. PROTOTYPES: features of classes."""

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedloom.clients.initial import initial_state
-from fedloom.clients.messages import MEAN, SITE
 from fedloom.clients.networks import Architecture, architecture_of
+from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.objectives.base import Task
 from fedloom.clients.objectives.components.auxiliary import Auxiliary, Batch, Layer
 from fedloom.clients.objectives.components.sharing import HEAD, Sharing
 from fedloom.clients.objectives.plain import PlainSession, state_of
+from fedloom.clients.protocol.messages import MEAN, SITE
 from fedloom.fusion.exact import State
 
 AUXILIARY_HEADS = "auxiliary"  # the record of auxiliary heads, down and up: names are those of tasks and tensors
@@ -54,7 +54,7 @@ class SharedParts(PlainSession):
     def contribution(self) -> dict[str, State]:
         return {SITE: self.sharing.part(state_of(self.network))} if self.sharing.averaged else {}
 
-    def own(self) -> State | None:
+    def local_state(self) -> State | None:
         return state_of(self.network)
 
 
@@ -90,7 +90,7 @@ class CompatibleSession(SharedParts):
     def stages(self) -> Sequence[tuple[float, list[nn.Parameter]]]:
         return [(1.0, self.parameters())]
 
-    def draw(self) -> tuple[State, ...]:
+    def per_step_inputs(self) -> tuple[State, ...]:
         """What this site's loss has of its own, and what each task draws."""
         images = self.task.config.training.batch
         mine = {COMMON: self.common, **self.near}

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedloom.clients.initial import SHARED, initial_state
 from fedloom.clients.networks import Architecture, architecture_of, pieces
+from fedloom.clients.networks.initial import SHARED, initial_state
 from fedloom.clients.objectives.layer_selection.learners import BIAS, WEIGHT, BaseLearner
 from fedloom.clients.objectives.layer_selection.tree import layers_of
-from fedloom.clients.randomness import torch_generator
 from fedloom.conf.errors import UserError, unknown
+from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 from fedloom.fusion.exact import State

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedloom.conf.errors import UserError
 from fedloom.conf.registry import Registry
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 from fedloom.fusion.exact import State
 
 WEIGHT, BIAS = "weight", "bias"
@@ -85,8 +85,8 @@ class DeconvolutionalFactorisation(BaseLearner):
     What is contracted starts with a norm of about 1, so that a step moves the weights as far as one of an ordinary layer.
     """
 
-    knowledge: float = value(0.5, "channels of the shared tensor, as a share of the layer's outputs", low=0.01, high=16.0)
-    middle: float = value(1.0, "channels after the deconvolution, as a share of the layer's outputs", low=0.01, high=16.0)
+    knowledge: float = option(0.5, "channels of the shared tensor, as a share of the layer's outputs", low=0.01, high=16.0)
+    middle: float = option(1.0, "channels after the deconvolution, as a share of the layer's outputs", low=0.01, high=16.0)
 
     def shared(self, layer: State, generator: torch.Generator) -> State:
         out, side = len(layer[WEIGHT]), (layer[WEIGHT].shape[-1] + 1) // 2

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from fedloom.clients.data import Images, outputs
-from fedloom.clients.measure import count_right
-from fedloom.clients.messages import MEAN, MODEL, RIGHT, TOTAL
+from fedloom.clients.evaluation.accuracy import count_right
 from fedloom.clients.networks import HeadView, architecture_of
 from fedloom.clients.objectives.base import OBJECTIVES, Answer, Objective, Session, Task
 from fedloom.clients.objectives.layer_selection.configurations import LEARNED, Configuration, every, named
@@ -19,10 +18,11 @@ from fedloom.clients.objectives.layer_selection.learners import BASE_LEARNERS, B
 from fedloom.clients.objectives.layer_selection.posterior import LIKELIHOODS, PRIORS
 from fedloom.clients.objectives.layer_selection.search import SEARCHES, Search
 from fedloom.clients.objectives.layer_selection.session import SelectionSession, composed
+from fedloom.clients.protocol.messages import MEAN, MODEL, RIGHT, TOTAL
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 from fedloom.fusion.exact import State
 
 COMPOSED = "composed"  # a question: how good is the site's network with the shared parameters that were sent
@@ -34,31 +34,31 @@ class LayerSelection(Objective):
     """LASEM (Lee et al. 2021): of every group of layers a shared and an own set of parameters, and by expectation-
     maximisation which of them the site uses."""
 
-    mode: str = value(
+    mode: str = option(
         LEARNED, "learned, or a configuration for all sites: all, none, alternating, top-K, bottom-K, only-2-4"
     )
-    learner: dict[str, Any] = value({"name": "hps"}, "base learner: hps, tf or df_cnn, with its options", named=True)
-    search: dict[str, Any] = value(
+    learner: dict[str, Any] = option({"name": "hps"}, "base learner: hps, tf or df_cnn, with its options", named=True)
+    search: dict[str, Any] = option(
         {"name": "sampled"}, "how steps are found: exact, pruned or sampled, with its options", named=True
     )
-    layers: list[str] = value([], "that may be shared; empty: the extractor's convolutions, or its linear layers")
-    groups: list[int] = value([], "how many layers are shared together, from the input on; empty: each by itself", low=1)
-    prior: str = value("counts", "of configurations: counts (Eq. 1), posteriors or tasks", choices=tuple(PRIORS))
-    smoothing: float = value(1.0, "count that each configuration starts with; 1: Eq. 1", low=0.001, high=1e6)
-    likelihood: str = value("mean", "of a mini-batch: its classes' mean or joint probability", choices=tuple(LIKELIHOODS))
-    m_steps: int = value(2, "gradient steps for each E-step, each on a batch of its own", low=1)
-    warm_up: int = value(
+    layers: list[str] = option([], "that may be shared; empty: the extractor's convolutions, or its linear layers")
+    groups: list[int] = option([], "how many layers are shared together, from the input on; empty: each by itself", low=1)
+    prior: str = option("counts", "of configurations: counts (Eq. 1), posteriors or tasks", choices=tuple(PRIORS))
+    smoothing: float = option(1.0, "count that each configuration starts with; 1: Eq. 1", low=0.001, high=1e6)
+    likelihood: str = option("mean", "of a mini-batch: its classes' mean or joint probability", choices=tuple(LIKELIHOODS))
+    m_steps: int = option(2, "gradient steps for each E-step, each on a batch of its own", low=1)
+    warm_up: int = option(
         0,
         "first rounds, in which a site shares all layers; its own ones then start at these, else as its name draws them",
         low=0,
     )
-    held_out: float = value(
+    held_out: float = option(
         0.0, "share of the site's images that the E-step alone looks at; 0: it looks at batches", low=0.0, high=0.9
     )
-    certainty: float = value(
+    certainty: float = option(
         1.0, "of a configuration that is given, the others alike: its posterior (Sec. 4.3)", low=0.01, high=1.0
     )
-    limit: int = value(10, "most groups of layers: there are 2^groups configurations", low=1, high=12)
+    limit: int = option(10, "most groups of layers: there are 2^groups configurations", low=1, high=12)
 
     @functools.cached_property
     def base(self) -> BaseLearner:

@@ -18,7 +18,7 @@ from fedloom.clients.objectives.layer_selection.posterior import Belief
 from fedloom.clients.objectives.layer_selection.tree import Tree
 from fedloom.clients.training.loss import task_loss
 from fedloom.conf.registry import Registry
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 
 FEWEST = 2  # images of an E-step: BatchNorm takes no single one
 Likelihood = Callable[[Tensor], Tensor]
@@ -132,7 +132,7 @@ class Pruned(Search):
     means of probabilities, which are at most 1: the same share of the M-step's gradient is missing.
     """
 
-    left_out: float = value(0.05, "prior probability of the configurations that a step may leave out", low=0.0, high=0.999)
+    left_out: float = option(0.05, "prior probability of the configurations that a step may leave out", low=0.0, high=0.999)
 
     def step(self, step: Step) -> tuple[Tensor, Tensor]:
         places = step.belief.watched(self.left_out)
@@ -149,8 +149,8 @@ class Sampled(Search):
     """The E-step on a part of the batch, without gradients; the M-step on configurations drawn from the posterior, of which
     the expected gradient is that of Eq. 3 and 4."""
 
-    part: float = value(0.2, "of a batch, for the E-step", low=0.0, high=1.0)
-    draws: int = value(1, "configurations of an M-step", low=1)
+    part: float = option(0.2, "of a batch, for the E-step", low=0.0, high=1.0)
+    draws: int = option(1, "configurations of an M-step", low=1)
 
     def step(self, step: Step) -> tuple[Tensor, Tensor]:
         posterior = step.held if step.belief.fixed is None else step.belief.fixed

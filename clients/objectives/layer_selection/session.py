@@ -7,15 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.clients.data import Images, outputs, to_float
-from fedloom.clients.initial import initial_state
-from fedloom.clients.messages import MEAN, SITE
+from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.objectives.base import Session, Task
 from fedloom.clients.objectives.layer_selection.configurations import LEARNED, Configuration
 from fedloom.clients.objectives.layer_selection.posterior import LIKELIHOODS, PRIORS, TASKS, Belief, shares
 from fedloom.clients.objectives.layer_selection.search import Pace, Step
 from fedloom.clients.objectives.layer_selection.tree import Tree
 from fedloom.clients.objectives.plain import state_of
-from fedloom.clients.randomness import torch_generator
+from fedloom.clients.protocol.messages import MEAN, SITE
+from fedloom.conf.randomness import torch_generator
 from fedloom.fusion.exact import State
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class SelectionSession(Session):
             found[COUNTS] = self.belief.counts.long()
         return {SITE: _plain(self.shared), SELECTION: found}
 
-    def own(self) -> State | None:
+    def local_state(self) -> State | None:
         return {
             **prefixed(NETWORK, state_of(self.network)),
             **prefixed(OWN_PARTS, _plain(self.added)),

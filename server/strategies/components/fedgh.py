@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from fedloom.clients.messages import MEAN, TRAIN
 from fedloom.clients.objectives.components.session import of
 from fedloom.clients.objectives.components.sharing import HEAD
 from fedloom.clients.objectives.fedproto import COUNTS, PROTOTYPES, SUMS, check_prototypes
+from fedloom.clients.protocol.messages import MEAN, TRAIN
 from fedloom.clients.training.optimizers import optimizer_of
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 from fedloom.fusion.exact import State
-from fedloom.server.ledger.declared import Catalogue, Slot
-from fedloom.server.rounds.expected import Expected
-from fedloom.server.rounds.run import Run
+from fedloom.server.ledger.declared import PerClientSlot, Slot
+from fedloom.server.rounds.context import RoundContext
+from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.view import View
 from fedloom.server.strategies.by_architecture import representable
 from fedloom.server.strategies.components.recombination import Recombining, check_outputs, feature_shape
@@ -30,53 +30,53 @@ GLOBAL = "head"  # kept
 class FedGH(Recombining):
     """In the place of its head every site is sent the server's, and trains it with its extractor."""
 
-    passes: int = value(10, "of the server over all mean features, each round", low=1)
+    passes: int = option(10, "of the server over all mean features, each round", low=1)
 
     def slots(self, config: Config) -> Mapping[str, Slot]:
         """The sites' mean features, each site's by themselves."""
-        return {PROTOTYPES: Catalogue(), **super().slots(config)}
+        return {PROTOTYPES: PerClientSlot(), **super().slots(config)}
 
     def check(self, config: Config) -> None:
         """UserError as for all, and if heads are of different numbers of classes."""
         super().check(config)
         check_outputs(config)
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: RoundContext) -> None:
         """The head as the seed draws it."""
         head = {name: one for name, one in run.initial(site=run.sites[0]).items() if name.startswith(HEAD)}
-        run.keep(GLOBAL, representable(head, run.bits))
+        run.save_server_state(GLOBAL, representable(head, run.bits))
 
-    def train(self, run: Run) -> None:
+    def train(self, run: RoundContext) -> None:
         """Send the head; when the sites have trained, ask for their mean features."""
         samples: dict[str, int] = {}
-        for reply in run.ask(TRAIN, {MEAN: run.kept(GLOBAL)}, {}):
+        for reply in run.ask(TRAIN, {MEAN: run.server_state(GLOBAL)}, {}):
             self.mark(run, reply.site)
             samples[reply.site.name] = reply.samples
         architecture, largest = run.architecture(run.sites[0]), run.config.federation.largest_weight
         features = feature_shape(architecture)
         like = {SUMS: torch.zeros(architecture.classes, *features), COUNTS: torch.zeros(architecture.classes)}
 
-        def expected(site: Site) -> dict[str, Expected]:
+        def expected(site: Site) -> dict[str, RecordSpec]:
             check = functools.partial(check_prototypes, samples=samples[site.name], largest=largest)
-            return {PROTOTYPES: Expected(like, bounded=False, check=check)}
+            return {PROTOTYPES: RecordSpec(like, bounded=False, check=check)}
 
         trained = [site for site in run.participants if site.name in samples]
         for reply in run.ask(PROTOTYPES, {}, expected, trained):
             run.put(PROTOTYPES, reply.site, reply[PROTOTYPES])
 
-    def settle(self, run: Run) -> None:
+    def recompute_derived(self, run: RoundContext) -> None:
         """The head, trained on from where it was on the mean features of all sites that are there."""
-        super().settle(run)
+        super().recompute_derived(run)
         if found := [_means(run, site.name) for site in run.sites if run.has(PROTOTYPES, site.name)]:
             features, labels = (torch.cat(parts) for parts in zip(*found, strict=True))
             if len(labels):
-                run.keep(GLOBAL, self._trained(run, features, labels))
+                run.save_server_state(GLOBAL, self._trained(run, features, labels))
 
-    def _trained(self, run: Run, features: torch.Tensor, labels: torch.Tensor) -> State:
+    def _trained(self, run: RoundContext, features: torch.Tensor, labels: torch.Tensor) -> State:
         head = run.architecture(run.sites[0]).build().head
-        head.load_state_dict(of(run.kept(GLOBAL), HEAD))
+        head.load_state_dict(of(run.server_state(GLOBAL), HEAD))
         training, weights = replace(run.config.training, weight_decay=0.0), list(head.train().parameters())
-        step = optimizer_of(training).over(weights, training)
+        step = optimizer_of(training).bind(weights, training)
         for _ in range(self.passes):
             gradients = torch.autograd.grad(F.cross_entropy(head(features), labels), weights)
             with torch.no_grad():

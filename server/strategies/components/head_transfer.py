@@ -14,23 +14,23 @@ from typing import ClassVar
 import torch
 
 from fedloom.clients.data import class_things
-from fedloom.clients.messages import TRAIN
 from fedloom.clients.networks import architecture_of, initialise
 from fedloom.clients.objectives.components.auxiliary import Auxiliary
 from fedloom.clients.objectives.components.session import AUXILIARY_HEADS, COMMON, FROZEN, NUMBER, START, head_of
 from fedloom.clients.objectives.components.sharing import COMPATIBLE, EXTRACTOR
-from fedloom.clients.randomness import torch_generator
-from fedloom.clients.states import read_state
+from fedloom.clients.protocol.messages import TRAIN
+from fedloom.clients.storage.states import read_state
 from fedloom.clients.training.optimizers import SGD, optimizer_of
 from fedloom.conf.errors import UserError, plain
+from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import Config, TrainingConfig
 from fedloom.conf.sites import Site, roster
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 from fedloom.fusion.exact import State
-from fedloom.server.evaluate import has_data
+from fedloom.server.evaluation.evaluator import has_data
 from fedloom.server.ledger.declared import Slot, Sum
-from fedloom.server.rounds.expected import Expected
-from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.context import RoundContext
+from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.schedules import Participation, Sampling, Schedule
 from fedloom.server.rounds.view import View
 from fedloom.server.strategies.base import STRATEGIES, Strategy
@@ -70,17 +70,17 @@ class HeadTransfer(Recombining):
     """Averages auxiliary heads, and keeps a catalogue of the components that sites publish. The objective is `components`,
     whose other modes are other ways to share a part of networks."""
 
-    goes_with: ClassVar[str] = "components"
+    default_objective: ClassVar[str] = "components"
 
-    scheme: str = value(
+    scheme: str = option(
         JOINT,
         "all sites at once; or those that come first, and the others with heads that are frozen",
         choices=(JOINT, INCREMENTAL),
     )
-    pretrained: list[str] = value([], "files of trained networks; sites start from their extractors, dealt out in turn")
-    first_sites: int = value(1, "incremental: how many sites of the roster come first", low=1)
+    pretrained: list[str] = option([], "files of trained networks; sites start from their extractors, dealt out in turn")
+    first_sites: int = option(1, "incremental: how many sites of the roster come first", low=1)
 
-    def at_work(self, config: Config) -> Strategy:
+    def resolve(self, config: Config) -> Strategy:
         """Itself, or what the objective's mode names."""
         objective = components_of(config)
         if objective.mode == COMPATIBLE:
@@ -98,7 +98,7 @@ class HeadTransfer(Recombining):
     def check(self, config: Config) -> None:
         """UserError as for all, for unknown tasks, and for DCC without common classes where that is known; or as what is at
         work in its place."""
-        if (other := self.at_work(config)) is not self:
+        if (other := self.resolve(config)) is not self:
             other.check(config)
         else:
             super().check(config)
@@ -118,10 +118,10 @@ class HeadTransfer(Recombining):
             kinds = Kinds.of(config, sites, {site.name: class_things(site.spec) for site in sites}, self.alike)
             check_common(objective.tasks, kinds.common())
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: RoundContext) -> None:
         """Nothing: which classes sites have in common is known when they have enrolled."""
 
-    def train(self, run: Run) -> None:
+    def train(self, run: RoundContext) -> None:
         """Every site updates its extractor, its head and, unless they are frozen, its copies of the auxiliary heads."""
         kinds = self.kinds(run)
         known, heads = self._common(run, kinds), self._heads(run)
@@ -134,24 +134,24 @@ class HeadTransfer(Recombining):
             mark = {FROZEN: {FROZEN: torch.ones(1)}} if site.name in frozen else {}
             return {AUXILIARY_HEADS: heads, COMMON: commons[site.name], **mark, **start} if heads else start
 
-        def expected(site: Site) -> dict[str, Expected]:
-            return {} if site.name in frozen or not heads else {AUXILIARY_HEADS: Expected(heads)}
+        def expected(site: Site) -> dict[str, RecordSpec]:
+            return {} if site.name in frozen or not heads else {AUXILIARY_HEADS: RecordSpec(heads)}
 
         for reply in run.ask(TRAIN, content, expected, [site for site in run.participants if site.name in commons]):
             self.mark(run, reply.site)
             if expected(reply.site):
                 run.put(MEAN_OF, reply.site, reply[AUXILIARY_HEADS])
 
-    def settle(self, run: Run) -> None:
+    def recompute_derived(self, run: RoundContext) -> None:
         """The auxiliary heads: the mean over the sites that trained them last; as they began if none of these is left."""
-        super().settle(run)
+        super().recompute_derived(run)
         if run.total(MEAN_OF).addends:
-            run.keep(HEADS, cast(counted(run).mean(MEAN_OF), run.kept(HEADS)))
+            run.save_server_state(HEADS, cast(counted(run).mean(MEAN_OF), run.server_state(HEADS)))
         elif HEADS in run.slots.keeps():
-            run.keep(HEADS, self._drawn(run))
+            run.save_server_state(HEADS, self._drawn(run))
 
     def sent(self, view: View) -> State:
-        return view.kept(HEADS) if HEADS in view.slots.keeps() else {}
+        return view.server_state(HEADS) if HEADS in view.slots.keeps() else {}
 
     def _start(self, config: Config, site: Site) -> State:
         """The extractor that a site starts from. UserError for a file that cannot be read or is another network's."""
@@ -169,25 +169,25 @@ class HeadTransfer(Recombining):
             )
         return {name: given[name].to(one.dtype) for name, one in own.items()}
 
-    def _common(self, run: Run, kinds: Kinds) -> list[str]:
+    def _common(self, run: RoundContext, kinds: Kinds) -> list[str]:
         """The names of the common classes, as they were when the run began. UserError if a task needs some, and none are."""
         if NAMES in run.slots.keeps():
-            return decoded(run.kept(NAMES))
+            return decoded(run.server_state(NAMES))
         found = kinds.common()
         check_common(components_of(run.config).tasks, found)
-        run.keep(NAMES, encoded(found))
+        run.save_server_state(NAMES, encoded(found))
         return found
 
-    def _heads(self, run: Run) -> State:
+    def _heads(self, run: RoundContext) -> State:
         """The auxiliary heads as they are, or as they begin."""
         if HEADS not in run.slots.keeps():
-            run.keep(HEADS, self._drawn(run))
-        return run.kept(HEADS)
+            run.save_server_state(HEADS, self._drawn(run))
+        return run.server_state(HEADS)
 
     def _drawn(self, view: View) -> State:
         """The auxiliary heads as the seed draws them."""
         architecture, heads = view.architecture(view.sites[0]), State()
-        common = len(decoded(view.kept(NAMES)))
+        common = len(decoded(view.server_state(NAMES)))
         for name, task in components_of(view.config).tasks.items():
             head = head_of(architecture, task.outputs(common))
             initialise(head, torch_generator(view.config.seed, "initialisation", "auxiliary", name))

@@ -3,16 +3,16 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fedloom.clients.messages import MEAN, SITE, TRAIN
 from fedloom.clients.networks import architecture_of
 from fedloom.clients.objectives.components.sharing import EXTRACTOR, HEAD, Sharing
+from fedloom.clients.protocol.messages import MEAN, SITE, TRAIN
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import roster
 from fedloom.fusion.exact import State
 from fedloom.server.ledger.declared import Slot, Sum
-from fedloom.server.rounds.expected import Expected
-from fedloom.server.rounds.run import Run
+from fedloom.server.rounds.context import RoundContext
+from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.view import View
 from fedloom.server.strategies.by_architecture import cast, counted, representable
 from fedloom.server.strategies.components.recombination import Recombining, check_outputs, components_of
@@ -39,25 +39,25 @@ class PartialAveraging(Recombining):
                 told = f"objective.mode={components_of(config).mode} averages extractors"
                 raise UserError(f"{told}, and {site.name}'s network is another one than {roster(config)[0].name}'s")
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: RoundContext) -> None:
         """The part that is averaged starts as the seed draws it."""
         part = self.sent(run)
-        run.keep(SHARED, representable(part, run.bits) if part else {})
+        run.save_server_state(SHARED, representable(part, run.bits) if part else {})
 
-    def train(self, run: Run) -> None:
+    def train(self, run: RoundContext) -> None:
         """Send the mean; put what each site makes of it."""
-        shared = run.kept(SHARED)
-        sent, expected = ({MEAN: shared}, {SITE: Expected(shared)}) if shared else ({}, {})
+        shared = run.server_state(SHARED)
+        sent, expected = ({MEAN: shared}, {SITE: RecordSpec(shared)}) if shared else ({}, {})
         for reply in run.ask(TRAIN, sent, expected):
             self.mark(run, reply.site)
             if shared:
                 run.put(SITES, reply.site, reply[SITE], reply.samples)
 
-    def settle(self, run: Run) -> None:
+    def recompute_derived(self, run: RoundContext) -> None:
         """The mean over all sites."""
-        super().settle(run)
+        super().recompute_derived(run)
         if SITES in run.slots.totals and run.total(SITES).addends:
-            run.keep(SHARED, cast(counted(run).mean(SITES), run.kept(SHARED)))
+            run.save_server_state(SHARED, cast(counted(run).mean(SITES), run.server_state(SHARED)))
 
     def sent(self, view: View) -> State:
         return _sharing(view.config).part(view.initial(site=view.sites[0]))

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from fedloom.clients.data import class_things, label
-from fedloom.clients.messages import MODEL, TOTAL, right_of
 from fedloom.clients.networks import Architecture, Model, architecture_of
 from fedloom.clients.objectives import objective_of
 from fedloom.clients.objectives.components.objective import (
@@ -28,19 +27,20 @@ from fedloom.clients.objectives.components.objective import (
 )
 from fedloom.clients.objectives.components.session import class_tensors, of
 from fedloom.clients.objectives.components.sharing import ALONE, EXTRACTOR, HEAD
-from fedloom.clients.replies import ReplyError, can_be
+from fedloom.clients.protocol.messages import MODEL, TOTAL, right_of
+from fedloom.clients.protocol.reply_checks import ReplyError, can_be
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site, roster
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 from fedloom.fusion.exact import State
-from fedloom.server.evaluate import has_data
-from fedloom.server.ledger.declared import Catalogue, Slot
-from fedloom.server.rounds.expected import Expected
-from fedloom.server.rounds.run import Run
+from fedloom.server.evaluation.evaluator import has_data
+from fedloom.server.ledger.declared import PerClientSlot, Slot
+from fedloom.server.rounds.context import RoundContext
+from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.schedules import looked_at
 from fedloom.server.rounds.view import Models, View
-from fedloom.server.strategies.base import Residue, Strategy
+from fedloom.server.strategies.base import ResidualInfluence, Strategy
 from fedloom.server.strategies.by_architecture import cast
 from fedloom.server.strategies.components.classes import Kinds, check_alike
 
@@ -53,12 +53,12 @@ RIGHT_OF, IMAGES = "right", "images"
 class Recombining(Strategy):
     """A method whose sites keep networks of their own, and whose parts are put together at the end."""
 
-    every: int = value(0, "rounds from one measurement of all pairs to the next; 0: after the last one alone", low=0)
-    alike: list[Any] = value([], "lists of names that different data sets have for one class: [[car, automobile], ...]")
+    every: int = option(0, "rounds from one measurement of all pairs to the next; 0: after the last one alone", low=0)
+    alike: list[Any] = option([], "lists of names that different data sets have for one class: [[car, automobile], ...]")
 
     def slots(self, config: Config) -> Mapping[str, Slot]:
         """What sites published, and that they trained."""
-        return {COMPONENTS: Catalogue(), TRAINED: Catalogue()}
+        return {COMPONENTS: PerClientSlot(), TRAINED: PerClientSlot()}
 
     def check(self, config: Config) -> None:
         """UserError for another objective, and for networks whose parts cannot be exchanged, naming both."""
@@ -72,7 +72,7 @@ class Recombining(Strategy):
         objective.published("")
         check_parts(config)
 
-    def advice(self, config: Config) -> Sequence[str]:
+    def warnings(self, config: Config) -> Sequence[str]:
         """Not to measure with BatchNorm's stored statistics (Sec. C.1): they are of other features than a head then gets.
         And which names of `alike` no site's classes have, where they are known."""
         found: list[str] = []
@@ -91,7 +91,7 @@ class Recombining(Strategy):
             found += [f"{unknown('class in strategy.alike', name, known)}; it changes nothing" for name in odd]
         return found
 
-    def round(self, run: Run) -> None:
+    def round(self, run: RoundContext) -> None:
         """Training and, when it is due, what sites publish and how it fits together."""
         self.train(run)
         length = self.schedule(run.config).length(run.config.rounds)
@@ -100,20 +100,20 @@ class Recombining(Strategy):
             self.recombine(run)
 
     @abstractmethod
-    def train(self, run: Run) -> None:
+    def train(self, run: RoundContext) -> None:
         """The method's own part of a round."""
 
-    def publish(self, run: Run) -> None:
+    def publish(self, run: RoundContext) -> None:
         """Ask for the components that sites let others have, and enter them into the catalogue."""
         likes = {site.name: _published(run.config, site) for site in run.sites}
         asked = [site for site in self.networked(run) if likes[site.name]]
-        expected = {site.name: Expected(likes[site.name], bounded=False, whole=False, check=_whole_parts(likes[site.name]))
+        expected = {site.name: RecordSpec(likes[site.name], bounded=False, whole=False, check=_whole_parts(likes[site.name]))
                     for site in asked}  # fmt: skip
         for reply in run.ask(PUBLISH, {}, lambda site: {COMPONENTS: expected[site.name]}, asked, needed=False):
             if reply[COMPONENTS]:
                 run.put(COMPONENTS, reply.site, reply[COMPONENTS])
 
-    def recombine(self, run: Run) -> None:
+    def recombine(self, run: RoundContext) -> None:
         """Ask every site how good each published head is on its extractor."""
         places = {site.name: site.index for site in roster(run.config)}
         kinds = self.kinds(run)
@@ -138,15 +138,17 @@ class Recombining(Strategy):
                 hits, total = reply.metrics[right_of(f"{MODEL}/{places[head]}")], reply.metrics[f"{TOTAL}/{places[head]}"]
                 if can_be(hits, total):
                     right[reply.site.index, places[head]], images[reply.site.index, places[head]] = hits, total
-        run.keep(MATRIX, {RIGHT_OF: right, IMAGES: images})
+        run.save_server_state(MATRIX, {RIGHT_OF: right, IMAGES: images})
 
-    def settle(self, run: Run) -> None:
+    def recompute_derived(self, run: RoundContext) -> None:
         """What was measured with components of sites that are gone is erased."""
         if MATRIX not in run.slots.keeps():
             return
         here = torch.zeros(len(roster(run.config)), dtype=torch.bool)
         here[[site.index for site in run.sites]] = True
-        run.keep(MATRIX, {name: table * (here[:, None] & here[None, :]) for name, table in run.kept(MATRIX).items()})
+        run.save_server_state(
+            MATRIX, {name: table * (here[:, None] & here[None, :]) for name, table in run.server_state(MATRIX).items()}
+        )
 
     def models(self, view: View) -> Models:
         """The networks of which sites published both parts."""
@@ -159,12 +161,12 @@ class Recombining(Strategy):
                  and all(self.component(view, site.name, prefix) for prefix in (EXTRACTOR, HEAD))]  # fmt: skip
         return Models({site.name: lambda site=site: own(site) for site in whole})
 
-    def facts(self, view: View) -> Mapping[str, Any]:
+    def summary_entries(self, view: View) -> Mapping[str, Any]:
         """Recombination accuracy of every pair that was measured, and bytes that a site exchanges in a round."""
         if MATRIX not in view.slots.keeps():
             return {}
         here = {site.index: site.name for site in view.sites}
-        table = view.kept(MATRIX)
+        table = view.server_state(MATRIX)
         places = [place for place in here if bool(table[IMAGES][place].any() or table[IMAGES][:, place].any())]
         cells = [[_share(table, row, column) for column in places] for row in places]
         mode = components_of(view.config).mode
@@ -181,11 +183,11 @@ class Recombining(Strategy):
     def sent(self, view: View) -> State:
         """What a site sends in a round."""
 
-    def kinds(self, run: Run) -> Kinds:
+    def kinds(self, run: RoundContext) -> Kinds:
         """The classes of all sites by name."""
         return Kinds.of(run.config, run.sites, run.class_names(run.sites), self.alike)
 
-    def networked(self, run: Run) -> list[Site]:
+    def networked(self, run: RoundContext) -> list[Site]:
         """The sites that have a network of their own."""
         return [site for site in run.sites if run.has(TRAINED, site.name)]
 
@@ -203,16 +205,16 @@ class Recombining(Strategy):
         [one] = [one for one in view.sites if one.name == site]
         return {name: tensor for name, tensor in _cast(view, one).items() if name.startswith(prefix)}
 
-    def mark(self, run: Run, site: Site) -> None:
+    def mark(self, run: RoundContext, site: Site) -> None:
         """Note that a site trained: its own state is that after this round."""
         run.put(TRAINED, site, {"round": torch.tensor([float(run.number)])})
 
-    def residue(self, view: View, names: Sequence[str] = ()) -> Sequence[Residue]:
+    def residue(self, view: View, names: Sequence[str] = ()) -> Sequence[ResidualInfluence]:
         """The other sites' networks, if anything was shared while the forgotten ones took part."""
         if components_of(view.config).mode == ALONE or view.rounds_with(names) < 2:
             return ()
         why = "after round 1 they were trained with parts that the forgotten sites had a share in"
-        return (Residue("the other sites' networks and what they published", why),)
+        return (ResidualInfluence("the other sites' networks and what they published", why),)
 
 
 def components_of(config: Config) -> Components:

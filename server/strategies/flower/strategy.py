@@ -13,19 +13,19 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import strategy as flower
 
-from fedloom.clients.messages import MEAN, SITE, TRAIN
 from fedloom.clients.networks import Model, common_architecture
+from fedloom.clients.protocol.messages import MEAN, SITE, TRAIN
 from fedloom.conf.errors import FailedError, UserError
 from fedloom.conf.plugins import call, told
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site, roster
 from fedloom.fusion.exact import State
-from fedloom.server.ledger.declared import Catalogue, Slot
-from fedloom.server.rounds.expected import Expected
-from fedloom.server.rounds.run import Run
+from fedloom.server.ledger.declared import PerClientSlot, Slot
+from fedloom.server.rounds.context import RoundContext
+from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.view import Models, View
 from fedloom.server.strategies.averaging import NETWORK, NETWORKS, ROUND, counted, shared
-from fedloom.server.strategies.base import STRATEGIES, Residue, Strategy, check_objective
+from fedloom.server.strategies.base import STRATEGIES, ResidualInfluence, Strategy, check_objective
 from fedloom.server.strategies.flower.memory import arrays_of, put_back, remembered, state_of
 from fedloom.server.strategies.flower.nodes import Nodes, drawing, quiet, take_identity
 
@@ -51,22 +51,22 @@ class FlowerStrategy(Strategy):
         return call(self.make, self.options, {}, self.name, self.where)
 
     @property
-    def goes_with(self) -> str:  # type: ignore[override]  # of an instance
+    def default_objective(self) -> str:  # type: ignore[override]  # of an instance
         """FedProx's sites hold to its rule."""
         return "fedprox" if issubclass(self.make, flower.FedProx) else "fedavg"  # type: ignore[arg-type]
 
     @property
-    def passes_on(self) -> Mapping[str, Any]:
+    def objective_defaults(self) -> Mapping[str, Any]:
         """Options of the objective that follow from those of the strategy."""
-        return {"mu": self.fresh().proximal_mu} if self.goes_with == "fedprox" else {}
+        return {"mu": self.fresh().proximal_mu} if self.default_objective == "fedprox" else {}
 
     def slots(self, config: Config) -> Mapping[str, Slot]:
         """What each site sent last; no sum."""
-        return {NETWORKS: Catalogue()}
+        return {NETWORKS: PerClientSlot()}
 
     def check(self, config: Config) -> None:
         """UserError for another sites' half, fewer sites than it waits for, numbers that nobody reports."""
-        check_objective(config, self.goes_with)
+        check_objective(config, self.default_objective)
         common_architecture(config)
         self._check_options()
         inner, sites = self.fresh(), len(roster(config))
@@ -78,7 +78,7 @@ class FlowerStrategy(Strategy):
             raise UserError(f"{self.where}.fraction_train: got 0: no site would train")
         if (key := getattr(inner, "weighted_by_key", SAMPLES)) not in (SAMPLES, LOSS):
             raise UserError(f"{self.where}.weighted_by_key: got '{key}', sites report {SAMPLES} and {LOSS}")
-        for option, here in self.passes_on.items():
+        for option, here in self.objective_defaults.items():
             if config.objective.get(option, here) != here:
                 raise UserError(
                     f"objective.{option}: got {config.objective[option]}, the strategy says {here}; leave it out"
@@ -90,7 +90,7 @@ class FlowerStrategy(Strategy):
                 raise UserError(f"{self.where}.{key}: got {option!r}, takes an object of Python, which no configuration "
                                 "holds; derive a strategy in a module of yours and name that")  # fmt: skip
 
-    def advice(self, config: Config) -> Sequence[str]:
+    def warnings(self, config: Config) -> Sequence[str]:
         """What forgetting is with it."""
         ours = self.make.__name__.lower()
         instead = f"; strategy.name={ours} is ours, with exact sums" if ours in STRATEGIES.names() else ""
@@ -99,27 +99,27 @@ class FlowerStrategy(Strategy):
             f"and the last round aggregated again without it; what it left in earlier rounds stays{instead}"
         ]
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: RoundContext) -> None:
         """The network starts at theta_0."""
-        run.keep(NETWORK, run.initial())
-        run.keep(ARRAYS, shared(run.config, run.initial()))
-        run.keep(MEMORY, {})
-        run.keep(ROUND, {"number": torch.tensor(0)})
+        run.save_server_state(NETWORK, run.initial())
+        run.save_server_state(ARRAYS, shared(run.config, run.initial()))
+        run.save_server_state(MEMORY, {})
+        run.save_server_state(ROUND, {"number": torch.tensor(0)})
 
-    def round(self, run: Run) -> None:
+    def round(self, run: RoundContext) -> None:
         """Ask whom it asks; put what they send."""
         inner, arrays = self._after(run)
         config, sites = ConfigRecord(), Nodes(run.participants)
         self._check_enough(inner, len(run.participants))
         with drawing(run.rng(DRAWN)):
             messages = self._guarded(lambda: list(inner.configure_train(run.number, arrays_of(arrays), config, sites)))
-        run.keep(ARRAYS, arrays)
-        run.keep(MEMORY, remembered(inner, self.fresh()))
-        run.keep(ROUND, {"number": torch.tensor(run.number)})
+        run.save_server_state(ARRAYS, arrays)
+        run.save_server_state(MEMORY, remembered(inner, self.fresh()))
+        run.save_server_state(ROUND, {"number": torch.tensor(run.number)})
         sent = {sites.sites[one.metadata.dst_node_id].name: self._sent(run, one) for one in messages}
         asked = [site for site in run.participants if site.name in sent]
-        like = shared(run.config, run.kept(NETWORK))
-        for reply in run.ask(TRAIN, lambda site: {MEAN: sent[site.name]}, {SITE: Expected(like)}, asked):
+        like = shared(run.config, run.server_state(NETWORK))
+        for reply in run.ask(TRAIN, lambda site: {MEAN: sent[site.name]}, {SITE: RecordSpec(like)}, asked):
             numbers = {TOLD + LOSS: torch.tensor(reply.metrics["loss"], dtype=torch.float32)}
             run.put(NETWORKS, reply.site, {**reply[SITE], **numbers}, reply.samples)
 
@@ -131,20 +131,20 @@ class FlowerStrategy(Strategy):
 
         return Models({self.make.__name__.lower(): model})
 
-    def residue(self, view: View, names: Sequence[str] = ()) -> Sequence[Residue]:
+    def residue(self, view: View, names: Sequence[str] = ()) -> Sequence[ResidualInfluence]:
         """All that comes from rounds before the last one."""
         if view.rounds_with(names) < 2:
             return ()
         why = "made of rounds in which the forgotten sites took part; the last round alone is aggregated again without them"
-        return (Residue("the network, what the strategy remembers, and the other sites' networks", why),)
+        return (ResidualInfluence("the network, what the strategy remembers, and the other sites' networks", why),)
 
     def _after(self, view: View) -> tuple[Any, State]:
         """The strategy as it is after the last round, and what it made of it."""
-        inner, arrays = put_back(self.fresh(), view.kept(MEMORY)), view.kept(ARRAYS)
+        inner, arrays = put_back(self.fresh(), view.server_state(MEMORY)), view.server_state(ARRAYS)
         replies = [self._reply(view, site) for site in counted(view).sites]
         if not replies:
             return inner, arrays
-        number = int(view.kept(ROUND)["number"])
+        number = int(view.server_state(ROUND)["number"])
         made = self._guarded(lambda: _network(*inner.aggregate_train(number, replies)))
         return inner, arrays if made is None else made
 
@@ -207,7 +207,7 @@ def flower_strategy(name: str, found: Any, options: Mapping[str, Any], where: st
 
 def _whole(view: View, arrays: State) -> State:
     """All of the network: what the strategy does not see is as it began."""
-    network = view.kept(NETWORK)
+    network = view.server_state(NETWORK)
     if odd := next((name for name, one in arrays.items() if name not in network or one.shape != network[name].shape), ""):
         raise FailedError(f"strategy: its tensor '{odd}' is none of the network's; it must give what it was given")
     return {**network, **{name: one.to(network[name].dtype) for name, one in arrays.items()}}

@@ -11,7 +11,7 @@ from fedloom.sims.experiments import skill_transfer
 from fedloom.sims.experiments.cla import distilling, mlps, sizing, starts
 from fedloom.sims.experiments.cla.sizes import SIZES
 from fedloom.sims.experiments.cla.study import Study
-from fedloom.sims.experiments.dots import draw
+from fedloom.sims.experiments.dot_plot import draw
 from fedloom.sims.experiments.papers import source_of
 from fedloom.sims.report.page import Part, Picture, write_page
 from fedloom.sims.report.tables import Table

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.clients.networks.base import initialise
-from fedloom.clients.randomness import torch_generator
 from fedloom.conf.errors import UserError
+from fedloom.conf.randomness import torch_generator
 from fedloom.fusion.comparators.baselines import Ensemble, naive_average
 from fedloom.fusion.comparators.net2net import deepened
 from fedloom.fusion.comparators.transfer import transferred
-from fedloom.fusion.fusing import fuse
 from fedloom.fusion.graph.channels import Unit, wire
+from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.settings import FusionSettings
 
 REFERENCE = FusionSettings.reference()  # what the paper's public code does

@@ -6,8 +6,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from fedloom.fusion.cla_ot.matching import layer_costs, optimal_alignment
-from fedloom.fusion.fusing import fuse
 from fedloom.fusion.graph.channels import wire
+from fedloom.fusion.pipeline import fuse
 from fedloom.sims.experiments.cla.methods import REFERENCE, Given
 from fedloom.sims.experiments.cla.study import Study
 from fedloom.sims.experiments.kept import told

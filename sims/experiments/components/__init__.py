@@ -10,7 +10,7 @@ from fedloom.sims.experiments.components import adaptation, analyses, details, f
 from fedloom.sims.experiments.components.sizes import SIZES
 from fedloom.sims.experiments.components.study import Study
 from fedloom.sims.experiments.papers import source_of
-from fedloom.sims.experiments.tabled import chosen, write
+from fedloom.sims.experiments.table_files import chosen, write
 from fedloom.sims.report.page import Part
 
 FOLDER = Path("runs/components-tables")

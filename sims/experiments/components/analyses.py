@@ -3,9 +3,9 @@
 import math
 from typing import Any
 
+from fedloom.sims.experiments.components.methods import ALL, DCC, PULLS, WAYS
 from fedloom.sims.experiments.components.study import UPPER, Found, Study, shown, way
-from fedloom.sims.experiments.components.ways import ALL, DCC, PULLS, WAYS
-from fedloom.sims.experiments.dots import draw
+from fedloom.sims.experiments.dot_plot import draw
 from fedloom.sims.experiments.kept import told
 from fedloom.sims.experiments.papers import cells
 from fedloom.sims.report.page import Part, Picture

@@ -3,9 +3,9 @@
 from typing import Any
 
 from fedloom.sims.experiments.components.analyses import NOTE
+from fedloom.sims.experiments.components.methods import ALL, DCC, IIW, INDEPENDENT, PULLS, WAYS
 from fedloom.sims.experiments.components.plots import blocks, curves
 from fedloom.sims.experiments.components.study import Study, shown
-from fedloom.sims.experiments.components.ways import ALL, DCC, IIW, INDEPENDENT, PULLS, WAYS
 from fedloom.sims.experiments.kept import told
 from fedloom.sims.experiments.papers import cells
 from fedloom.sims.report.page import Part, Picture

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fedloom.clients.data import Images, to_float
 from fedloom.clients.networks import Network
 from fedloom.clients.objectives.components.auxiliary import Batch, Rotations
-from fedloom.clients.randomness import torch_generator
+from fedloom.conf.randomness import torch_generator
 from fedloom.sims.experiments.components.study import Study
 from fedloom.sims.experiments.components.trainer import accuracy, built
 from fedloom.sims.experiments.kept import kept, told

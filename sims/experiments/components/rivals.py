@@ -5,10 +5,10 @@ from typing import Any
 
 from fedloom.clients.objectives.components.sharing import COMPATIBLE, SHARING
 from fedloom.sims.experiments.components.analyses import NOTE
+from fedloom.sims.experiments.components.methods import ALL, DCC, PULLS, WAYS
 from fedloom.sims.experiments.components.sizes import Words
 from fedloom.sims.experiments.components.study import Study, shown
-from fedloom.sims.experiments.components.ways import ALL, DCC, PULLS, WAYS
-from fedloom.sims.experiments.dots import draw
+from fedloom.sims.experiments.dot_plot import draw
 from fedloom.sims.experiments.kept import told
 from fedloom.sims.report.page import Part, Picture
 from fedloom.sims.report.tables import Table

@@ -13,12 +13,12 @@ from typing import Any
 
 from fedloom.conf import load
 from fedloom.conf.schema import Config
-from fedloom.server.experiment import run_experiment
-from fedloom.sims.cli.progress import listener_for
+from fedloom.server.run.experiment import run_experiment
 from fedloom.sims.engines import open_engine
-from fedloom.sims.experiments.components.looks import looks
+from fedloom.sims.experiments.components.feature_correlation import looks
 from fedloom.sims.experiments.components.sizes import SIZES, Size, Task, Words
 from fedloom.sims.experiments.kept import kept
+from fedloom.sims.progress.listeners import listener_for
 from fedloom.sims.report.tables import mean_and_spread
 
 EXPERIMENT = "components"

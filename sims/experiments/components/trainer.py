@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedloom.clients.data import Images, to_float
-from fedloom.clients.learner import descend
 from fedloom.clients.networks import NETWORKS, HeadView, Network, initialise
 from fedloom.clients.objectives.components.auxiliary import Batch, Rotations
-from fedloom.clients.randomness import torch_generator
+from fedloom.clients.training.learner import descend
+from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import TrainingConfig
 
 BATCH, TEST_BATCH = 64, 500

@@ -9,7 +9,7 @@ from fedloom.conf.errors import UserError, unknown
 from fedloom.sims.experiments.lasem.study import SIZES, Study
 from fedloom.sims.experiments.lasem.tables import TABLES
 from fedloom.sims.experiments.papers import source_of
-from fedloom.sims.experiments.tabled import chosen, write
+from fedloom.sims.experiments.table_files import chosen, write
 from fedloom.sims.report.page import Part
 
 FOLDER = Path("runs/lasem")

@@ -13,7 +13,7 @@ from fedloom.clients.data import Images, to_float
 from fedloom.clients.networks import Network, initialise, pieces
 from fedloom.clients.objectives.layer_selection.layers import Layers
 from fedloom.clients.objectives.layer_selection.session import below
-from fedloom.clients.randomness import torch_generator
+from fedloom.conf.randomness import torch_generator
 from fedloom.sims.experiments.lasem.lifelong import Learner, Training
 from fedloom.sims.experiments.lasem.selecting import Selecting
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.conf import load
-from fedloom.server.experiment import run_experiment
-from fedloom.sims.cli.progress import listener_for
+from fedloom.server.run.experiment import run_experiment
 from fedloom.sims.engines import open_engine
 from fedloom.sims.experiments.kept import kept, told
 from fedloom.sims.experiments.lasem.study import Study
+from fedloom.sims.progress.listeners import listener_for
 from fedloom.sims.report.heads import exchanges
 from fedloom.sims.report.page import Part
 from fedloom.sims.report.selection import selections

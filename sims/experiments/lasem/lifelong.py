@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.clients.data import Images, to_float
-from fedloom.clients.learner import descend
-from fedloom.clients.randomness import drawing, torch_generator
+from fedloom.clients.training.learner import descend
+from fedloom.conf.randomness import drawing, torch_generator
 from fedloom.conf.schema import TrainingConfig
 from fedloom.sims.experiments.lasem.tasks import Task
 

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.clients.data import Images
-from fedloom.clients.messages import MEAN
 from fedloom.clients.networks import Network, architecture_of
 from fedloom.clients.objectives.base import Task
 from fedloom.clients.objectives.layer_selection import LayerSelection
 from fedloom.clients.objectives.layer_selection.configurations import shown
 from fedloom.clients.objectives.layer_selection.session import SHARED_PARTS, SelectionSession, below, composed
-from fedloom.clients.randomness import torch_generator
+from fedloom.clients.protocol.messages import MEAN
 from fedloom.conf import load
+from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import roster
 from fedloom.conf.typed import build
@@ -92,6 +92,6 @@ class _Selecting(Training):
 
     def state(self) -> State:
         """All that the site has, as it is now."""
-        found = self.session.own()
+        found = self.session.local_state()
         assert found is not None  # it has a state of its own
         return found

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedloom.clients.data import Images
-from fedloom.clients.randomness import torch_generator
+from fedloom.conf.randomness import torch_generator
 from fedloom.sims.experiments.pairs import Task as Domain
 from fedloom.sims.experiments.pairs import images
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 
 from fedloom.conf.errors import UserError
-from fedloom.sims.experiments.tabled import chosen
-from fedloom.sims.experiments.unlearning import sequence, traces, ways
+from fedloom.sims.experiments.table_files import chosen
+from fedloom.sims.experiments.unlearning import methods as ways
+from fedloom.sims.experiments.unlearning import sequence, traces
 from fedloom.sims.report.page import write_page
 from fedloom.sims.report.tables import Table
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
-from fedloom.clients.messages import MEAN, SITE
-from fedloom.clients.states import read_state
+from fedloom.clients.protocol.messages import MEAN, SITE
+from fedloom.clients.storage.states import read_state
 from fedloom.conf.schema import Config
-from fedloom.conf.typed import value
+from fedloom.conf.typed import option
 from fedloom.fusion.exact import State
 from fedloom.server.ledger import Ledger
-from fedloom.server.strategies import TRAIN, Expected, Model, Models, Run, Slot, Strategy, Sum, View
+from fedloom.server.strategies import TRAIN, Model, Models, RecordSpec, RoundContext, Slot, Strategy, Sum, View
 
 NETWORKS = "networks"  # the slot
 
@@ -25,27 +25,27 @@ class Averaging(Strategy):
     less of the site's domain than if it had never been there, and nearer to where all began that trace is weaker.
     """
 
-    start: str = value("", "file of the network to begin with, such as a run's states/aggregate.safetensors; empty: drawn")
-    share: float = value(1.0, "of the way from the network that the seed draws to it", low=0.0, high=1.0)
+    start: str = option("", "file of the network to begin with, such as a run's states/aggregate.safetensors; empty: drawn")
+    share: float = option(1.0, "of the way from the network that the seed draws to it", low=0.0, high=1.0)
 
     def slots(self, config: Config) -> dict[str, Slot]:
         return {NETWORKS: Sum(weighted=True)}
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: RoundContext) -> None:
         drawn = run.initial()
         end = read_state(Path(self.start)) if self.start else drawn
-        run.keep("start", {name: torch.lerp(drawn[name], end[name], self.share) for name in drawn})
+        run.save_server_state("start", {name: torch.lerp(drawn[name], end[name], self.share) for name in drawn})
 
-    def round(self, run: Run) -> None:
+    def round(self, run: RoundContext) -> None:
         mean = self.mean(run)
-        run.gather(TRAIN, {MEAN: mean}, {SITE: Expected(mean, slot=NETWORKS)})
+        run.gather(TRAIN, {MEAN: mean}, {SITE: RecordSpec(mean, slot=NETWORKS)})
 
     def models(self, view: View) -> Models:
         return Models({"mean": lambda: Model(view.architecture(), self.mean(view))})
 
     def mean(self, view: View) -> State:
         """The sites' mean, before the first round the network that the seed draws."""
-        return view.mean(NETWORKS) if view.total(NETWORKS).addends else view.kept("start")
+        return view.mean(NETWORKS) if view.total(NETWORKS).addends else view.server_state("start")
 
 
 @dataclass(frozen=True)
@@ -56,20 +56,24 @@ class Replay(Averaging):
     moves in the direction that it found, as far as the site had moved it in the earlier round.
     """
 
-    history: str = value("", "folder of the earlier run, with federation.history=all")
+    history: str = option("", "folder of the earlier run, with federation.history=all")
 
-    def round(self, run: Run) -> None:
+    def round(self, run: RoundContext) -> None:
         mean, before = self.mean(run), self._then(run)
-        for reply in run.ask(TRAIN, {MEAN: mean}, {SITE: Expected(mean)}):
+        for reply in run.ask(TRAIN, {MEAN: mean}, {SITE: RecordSpec(mean)}):
             run.put(NETWORKS, reply.site, calibrated(mean, reply[SITE], before[reply.site.name]), reply.samples)
 
-    def _then(self, run: Run) -> dict[str, dict[str, float]]:
+    def _then(self, run: RoundContext) -> dict[str, dict[str, float]]:
         """By site and tensor, how far it moved in this round of the earlier run."""
         with Ledger.open(Path(self.history), server=False) as ledger:
             given = {site: {one.round: one for one in ledger.history(site)} for site in ledger.sites()}
             begun = [each[run.number - 1] for each in given.values() if run.number - 1 in each]
             ended = {site: each[run.number] for site, each in given.items() if run.number in each}
-            start = averaged([(ledger.blobs.get(one.blob), one.samples) for one in begun]) if begun else run.kept("start")
+            start = (
+                averaged([(ledger.blobs.get(one.blob), one.samples) for one in begun])
+                if begun
+                else run.server_state("start")
+            )
             moved = {site: ledger.blobs.get(one.blob) for site, one in ended.items()}
         return {site: {name: float(torch.dist(end, start[name])) for name, end in state.items()} for site, state in
                 moved.items()}  # fmt: skip

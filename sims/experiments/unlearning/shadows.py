@@ -20,11 +20,11 @@ from fedloom.clients.networks import Model
 from fedloom.conf import Config
 from fedloom.conf.load import load_text
 from fedloom.conf.sites import roster
-from fedloom.server.evaluate import Evaluator
-from fedloom.server.experiment import check, open_ledger
-from fedloom.server.listener import Silent
-from fedloom.server.method import Method
-from fedloom.server.runfolder import RunFolder
+from fedloom.server.evaluation.evaluator import Evaluator
+from fedloom.server.run.experiment import check, open_ledger
+from fedloom.server.run.listener import Silent
+from fedloom.server.run.training_run import TrainingRun
+from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.unlearning.attacks import Floats
 from fedloom.server.unlearning.likelihood import Mask, confidence
 from fedloom.sims.engines.inline import InlineGrid
@@ -86,14 +86,14 @@ def opened(config: Config, gone: Sequence[str] = ()) -> Iterator["Shadow"]:
     place.open(config)
     there = [site.name for site in roster(config) if site.name not in gone]
     with open_ledger(config, place, "shadow", there) as ledger:
-        yield Shadow(Method(config, place, ledger, Evaluator(config)), len(roster(config)))
+        yield Shadow(TrainingRun(config, place, ledger, Evaluator(config)), len(roster(config)))
 
 
 @dataclass
 class Shadow:
     """A federation at work; `seconds` of its rounds."""
 
-    method: Method
+    method: TrainingRun
     sites: int
     seconds: float = field(default=0.0)
 

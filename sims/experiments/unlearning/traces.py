@@ -10,7 +10,7 @@ import numpy as np
 
 from fedloom.clients.data import site_images, test_images
 from fedloom.clients.networks import Model
-from fedloom.clients.states import write_state
+from fedloom.clients.storage.states import write_state
 from fedloom.conf import Config
 from fedloom.conf.sites import roster
 from fedloom.server.unlearning.attacks import distance, time_to_relearn

@@ -5,9 +5,9 @@ Only the body is trained and averaged (Sec. 4). A site fine-tunes the head on it
 
 from dataclasses import dataclass
 
-from fedloom.clients.learner import learn
 from fedloom.clients.objectives import MEAN, MODEL, SITE, Images, Objective, PlainSession, State, Task, state_of
-from fedloom.server.strategies import TRAIN, Expected, Model, Models, Run, Strategy, Sum, View
+from fedloom.clients.training.learner import learn
+from fedloom.server.strategies import TRAIN, Model, Models, RecordSpec, RoundContext, Strategy, Sum, View
 
 BODY = "extractor."
 
@@ -41,11 +41,11 @@ class FedBabu(Strategy):
     def slots(self, config):
         return {"bodies": Sum()}
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: RoundContext) -> None:
         run.put_all("bodies", {name: tensor for name, tensor in run.initial().items() if name.startswith(BODY)})
 
-    def round(self, run: Run) -> None:
-        run.gather(TRAIN, {MEAN: {**run.initial(), **run.mean("bodies")}}, {SITE: Expected(slot="bodies")})
+    def round(self, run: RoundContext) -> None:
+        run.gather(TRAIN, {MEAN: {**run.initial(), **run.mean("bodies")}}, {SITE: RecordSpec(slot="bodies")})
 
     def models(self, view: View) -> Models:
         return Models({"fedbabu": lambda: Model(view.architecture(), {**view.initial(), **view.mean("bodies")})})

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-from fedloom.clients.objectives import MEAN, SITE, Objective, PlainSession, State, Task, state_of, value
-from fedloom.server.strategies import TRAIN, Expected, Model, Models, Run, Strategy, Sum, View
+from fedloom.clients.objectives import MEAN, SITE, Objective, PlainSession, State, Task, option, state_of
+from fedloom.server.strategies import TRAIN, Model, Models, RecordSpec, RoundContext, Strategy, Sum, View
 
 
 @dataclass(frozen=True)
 class Prox(Objective):
-    mu: float = value(0.01, "weight of the proximal term, mu/2 |w - w_t|^2 (Eq. 2)", low=0.0)
+    mu: float = option(0.01, "weight of the proximal term, mu/2 |w - w_t|^2 (Eq. 2)", low=0.0)
 
     def session(self, task: Task) -> PlainSession:
         return ProxSession(self.mu, task)
@@ -34,15 +34,15 @@ class FedProx(Strategy):
     def slots(self, config):
         return {"networks": Sum(weighted=True)}
 
-    def begin(self, run: Run) -> None:
-        run.keep("start", run.initial())
+    def begin(self, run: RoundContext) -> None:
+        run.save_server_state("start", run.initial())
 
-    def round(self, run: Run) -> None:
+    def round(self, run: RoundContext) -> None:
         mean = self.mean(run)
-        run.gather(TRAIN, {MEAN: mean}, {SITE: Expected(mean, slot="networks")})
+        run.gather(TRAIN, {MEAN: mean}, {SITE: RecordSpec(mean, slot="networks")})
 
     def models(self, view: View) -> Models:
         return Models({"fedprox": lambda: Model(view.architecture(), self.mean(view))})
 
     def mean(self, view: View) -> State:
-        return view.mean("networks") if view.total("networks").addends else view.kept("start")
+        return view.mean("networks") if view.total("networks").addends else view.server_state("start")

@@ -3,21 +3,21 @@
 import torch
 
 from fedloom.clients.objectives import MEAN, SITE
-from fedloom.server.strategies import TRAIN, Catalogue, Expected, Model, Models, Run, Strategy, View
+from fedloom.server.strategies import TRAIN, Model, Models, PerClientSlot, RecordSpec, RoundContext, Strategy, View
 
 
 class Median(Strategy):
-    goes_with = "fedavg"
+    default_objective = "fedavg"
 
     def slots(self, config):
-        return {"networks": Catalogue()}
+        return {"networks": PerClientSlot()}
 
-    def begin(self, run: Run) -> None:
-        run.keep("start", run.initial())
+    def begin(self, run: RoundContext) -> None:
+        run.save_server_state("start", run.initial())
 
-    def round(self, run: Run) -> None:
+    def round(self, run: RoundContext) -> None:
         median = self.median(run)
-        run.gather(TRAIN, {MEAN: median}, {SITE: Expected(median, slot="networks")})
+        run.gather(TRAIN, {MEAN: median}, {SITE: RecordSpec(median, slot="networks")})
 
     def models(self, view: View) -> Models:
         return Models({"median": lambda: Model(view.architecture(), self.median(view))})
@@ -25,5 +25,5 @@ class Median(Strategy):
     def median(self, view: View):
         given = [view.contribution("networks", site.name) for site in view.sites if view.has("networks", site.name)]
         if not given:
-            return view.kept("start")
+            return view.server_state("start")
         return {name: torch.stack([one[name] for one in given]).median(0).values for name in given[0]}

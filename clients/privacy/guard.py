@@ -1,0 +1,72 @@
+"""What leaves a site when something fails there: kinds of errors and names of options, never the site's own values.
+
+A path, a variable of the environment or a piece of data in an error's text is nobody else's business. The whole text goes to
+the site's own log.
+"""
+
+import logging
+import re
+
+from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+from flwr.clientapp.typing import ClientAppCallable
+from flwr.common.constant import ErrorCode
+
+from fedloom.clients.privacy.memory import SummedBeforeError
+from fedloom.clients.privacy.secure_aggregation.site import BlamedError
+from fedloom.clients.protocol.configurations import UnknownConfigurationError
+from fedloom.clients.protocol.messages import BLAMED, LOST, SUMMED_BEFORE, UNKNOWN
+from fedloom.clients.storage.store import LostStateError
+from fedloom.clients.training.learner import DivergedError
+from fedloom.conf.errors import UserError
+from fedloom.conf.plugins import place_of
+
+SIMULATED = "simulated"  # node-config of engines, whose sites are on the user's own machines: errors leave in full
+LOG = logging.getLogger("fedloom.site")
+
+_OPTION = re.compile(
+    r"(?:[^:]{0,120}: )?((?:run|engine|data|training|federation|privacy|evaluation|network|objective|strategy|sites|seed"
+    r"|order)(?:\.\w+|\[\d+\])*): "
+)
+
+
+def guard(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """A Flower mod: the app's reply, or one that says what kind of thing failed."""
+    try:
+        return call_next(message, context)
+    except (Exception, SystemExit) as error:  # a site's own code may call exit
+        return failed(error, message, full=bool(context.node_config.get(SIMULATED)))
+
+
+def failed(error: BaseException, message: Message, full: bool) -> Message:
+    """The reply to a message that raised. `full`: with the error's text, else of known parts."""
+    if isinstance(error, LostStateError):  # the server can help
+        return Message(RecordDict({LOST: ConfigRecord({"round": error.round})}), reply_to=message)
+    if isinstance(error, UnknownConfigurationError):
+        return Message(RecordDict({UNKNOWN: ConfigRecord({"digest": error.digest})}), reply_to=message)
+    if isinstance(error, SummedBeforeError):  # the server may begin the round again
+        LOG.warning("%s", error)
+        return Message(RecordDict({SUMMED_BEFORE: ConfigRecord({"round": error.round})}), reply_to=message)
+    if isinstance(error, BlamedError):
+        LOG.warning("%s", error)
+        return Message(RecordDict({BLAMED: ConfigRecord({"site": error.site})}), reply_to=message)
+    if not full:
+        LOG.error("a message could not be answered", exc_info=error)
+    reason = told_here(error) if full else told_outside(error)
+    return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+
+
+def told_here(error: BaseException) -> str:
+    """An error in words: what it says, and unless it was made for users its kind, and where in code of theirs it came up."""
+    if isinstance(error, UserError):
+        return str(error)
+    place = place_of(error)
+    return f"{type(error).__name__}: {error}{f' ({place})' if place else ''}"
+
+
+def told_outside(error: BaseException) -> str:
+    """What may be said of an error anywhere."""
+    if isinstance(error, DivergedError):
+        return str(error)
+    kind = type(error).__name__
+    at = _OPTION.match(str(error)) if isinstance(error, UserError) else None
+    return f"{kind} at {at[1]}; the site's own log says more" if at else f"{kind}; the site's own log says more"

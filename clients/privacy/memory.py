@@ -1,0 +1,199 @@
+"""What a site remembers over all of its runs: what its rounds have cost, and over which sites its sums were read.
+
+One SQLite file in the site's own store. The server's names of runs and sites do not lead to it, and no request erases it:
+otherwise a server could start from nothing again. Every change is one transaction: processes do not overtake each other.
+"""
+
+import contextlib
+import json
+import os
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fedloom.clients.privacy.sketch import ALIKE, Sketch, likeness, packed, unpacked
+from fedloom.conf.errors import UserError
+
+FILE = "memory.sqlite"
+WAIT = 60.0  # seconds for another process
+MOST_NAMED = 5  # sites, in a message
+TABLES = """
+create table if not exists spent (site text, noise real, rounds integer, primary key (site, noise));
+create table if not exists sums (site text, run text, round integer, counted text, beside text, first integer, leaving text,
+  config text, sketches text);
+create index if not exists sums_of on sums (site);
+create table if not exists keys (site text primary key, key blob);
+create table if not exists begun (site text, run text, round integer, primary key (site, run));
+"""
+
+
+class SummedBeforeError(UserError):
+    """The site's training of this round was summed over other sites already; with other batches it may be summed again."""
+
+    def __init__(self, text: str, round: int) -> None:
+        super().__init__(text)
+        self.round = round
+
+
+@dataclass(frozen=True)
+class Disclosure:
+    """A sum that is about to be read: of a run's round, over these sites. `sketches`: by record that is summed, of what the
+    server does not know of this site's part of it. `config`: a digest of the configuration.
+
+    `beside`: those of the sites that go on from the same round as this one. `first`: no site goes on from a round; all
+    begin at what the server sends. `leaving`: sites that are forgotten in this round, whose common masks are taken out.
+    `idle`: nobody trains in it.
+    """
+
+    run: str
+    round: int
+    counted: Sequence[str]
+    beside: Sequence[str]
+    first: bool
+    config: str
+    sketches: Mapping[str, Sketch]
+    leaving: Sequence[str] = ()
+    idle: bool = False
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory in the folder of a site's store. `site`: its name in a simulation, whose sites share a folder."""
+
+    root: Path
+    site: str = ""
+    _path: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_path", self.root / FILE)
+
+    def spend(self, noise: float, check: Callable[[Mapping[float, int]], None]) -> dict[float, int]:
+        """Count one more round with this noise multiplier; all rounds by their noise. `check` may refuse (UserError)."""
+        with self._opened() as db:
+            times = self._spent(db)
+            times[noise] = times.get(noise, 0) + 1
+            check(times)
+            rows = [(self.site, each, count) for each, count in times.items()]
+            db.executemany("insert or replace into spent values (?, ?, ?)", rows)
+        return times
+
+    def begin(self, run: str, round: int) -> bytes:
+        """Note that a masked round begins; 16 bytes that nobody else has, on which sketches depend.
+
+        UserError if a later round of the run has begun: a server could change what a site goes on from between two sums.
+        """
+        with self._opened() as db:
+            last = db.execute("select round from begun where site = ? and run = ?", (self.site, run)).fetchone()
+            if last and last[0] > round:
+                raise UserError(f"secure aggregation: round {round} is over: round {last[0]} of the run has begun")
+            db.execute("insert or replace into begun values (?, ?, ?)", (self.site, run, round))
+            db.execute("insert or ignore into keys values (?, ?)", (self.site, os.urandom(16)))
+            return bytes(db.execute("select key from keys where site = ?", (self.site,)).fetchone()[0])
+
+    def check(self, disclosure: Disclosure) -> None:
+        """Raise SummedBeforeError if the difference of this sum and an earlier one would be about what a few sites gave."""
+        with self._opened() as db:
+            self._check(db, disclosure)
+
+    def add(self, disclosure: Disclosure) -> None:
+        """Check, and note that the sum is read."""
+        with self._opened() as db:
+            self._check(db, disclosure)
+            counted, beside, leaving = (
+                "\n".join(sorted(names)) for names in (disclosure.counted, disclosure.beside, disclosure.leaving)
+            )
+            row = (
+                self.site,
+                disclosure.run,
+                disclosure.round,
+                counted,
+                beside,
+                disclosure.first,
+                leaving,
+                disclosure.config,
+            )
+            db.execute(
+                "insert into sums values (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*row, json.dumps(packed(disclosure.sketches)))
+            )
+
+    def _spent(self, db: sqlite3.Connection) -> dict[float, int]:
+        """Rounds by noise; of a store of an earlier version, whose budgets were files, what those say."""
+        rows = list(db.execute("select noise, rounds from spent where site = ?", (self.site,)))
+        for file in () if rows else sorted((self.root / "privacy").glob(f"{self.site or '*'}.json")):
+            try:
+                rows += [(noise, count) for noise, count in json.loads(file.read_text(encoding="utf-8")).items()]
+            except (ValueError, AttributeError):
+                raise UserError(f"{file}: cannot be read; it says what this site has spent of its privacy") from None
+        times: dict[float, int] = {}
+        for noise, count in rows:
+            times[float(noise)] = times.get(float(noise), 0) + int(count)
+        return times
+
+    def _check(self, db: sqlite3.Connection, disclosure: Disclosure) -> None:
+        before = self._before(db)
+        mine = [one for one in before if one.run == disclosure.run]
+        left = {one.round: set(one.leaving) for one in mine}
+        if (last := max(left, default=0)) > disclosure.round:
+            raise UserError(f"secure aggregation: round {disclosure.round} is over: round {last} of the run was summed")
+        left.setdefault(disclosure.round, set(disclosure.leaving))
+        if disclosure.idle and any(set(one.counted) - {*disclosure.counted, *disclosure.leaving} for one in mine[-1:]):
+            raise UserError("secure aggregation: where nobody trains, all must count that counted last, or leave")
+        for one in before:
+            later = [names for number, names in left.items() if number > one.round] if one.run == disclosure.run else []
+            if (apart := _apart(one, disclosure, set().union(*later))) and likeness(
+                one.sketches, disclosure.sketches
+            ) > ALIKE:
+                text = f"secure aggregation: what this site has trained was summed in round {one.round} of '{one.run}', "
+                raise SummedBeforeError(
+                    f"{text}{apart}; the difference of the two sums tells what few gave", disclosure.round
+                )
+
+    def _before(self, db: sqlite3.Connection) -> list[Disclosure]:
+        """The sums that were read, the oldest first."""
+        words = (
+            "select run, round, counted, beside, first, config, sketches, leaving from sums where site = ? order by rowid"
+        )
+        return [
+            Disclosure(run, round, counted.split("\n"), beside.split("\n"), bool(first), config,
+                       unpacked(json.loads(sketches)), leaving.split("\n"))
+            for run, round, counted, beside, first, config, sketches, leaving in db.execute(words, (self.site,))
+        ]  # fmt: skip
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[sqlite3.Connection]:
+        """One transaction. UserError for a file that cannot be read: nothing leaves the site without it."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))
+            with contextlib.closing(sqlite3.connect(self._path, timeout=WAIT, isolation_level=None)) as db:
+                db.executescript(TABLES)
+                db.execute("begin immediate")
+                try:
+                    yield db
+                    db.execute("commit")
+                except BaseException:
+                    db.execute("rollback")
+                    raise
+        except (OSError, sqlite3.Error) as error:
+            raise UserError(
+                f"{self._path}: cannot be used ({error}); without it the site discloses nothing: mend the disk, or put the "
+                "file back from a copy"
+            ) from None
+
+
+def _apart(before: Disclosure, now: Disclosure, gone: set[str]) -> str:
+    """How two sums differ by what only some sites gave, in words; empty if they do not. `gone`: sites forgotten since."""
+    if some := (set(before.counted) ^ set(now.counted)) - gone:
+        return f"and {_named(some)} would be in one of two sums only"
+    if some := (set(before.beside) ^ set(now.beside)) - gone:
+        return f"where {_named(some)} did not go on from the same round as now"
+    if before.config != now.config:
+        return "by another configuration, with which few may train otherwise than now"
+    if before.run != now.run and not (before.first and now.first):
+        return "another run, in which some sites may go on from something else than now"
+    return ""
+
+
+def _named(sites: set[str]) -> str:
+    return ", ".join(sorted(sites)[:MOST_NAMED])

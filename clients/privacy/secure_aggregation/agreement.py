@@ -1,0 +1,111 @@
+"""The site's side of secure aggregation, last steps: a signed list of the sites that count, and masks off.
+
+A site signs a list if every site in it trained by the same as itself. It takes masks off once, and only when as many sites
+as must answer have signed the same list (Bonawitz et al. 2017, the consistency check against an active server).
+"""
+
+from typing import TYPE_CHECKING
+
+from fedloom.clients.objectives import Answer
+from fedloom.clients.privacy.memory import Disclosure
+from fedloom.clients.privacy.secure_aggregation.asked import attempt_of, check_enough, incoming, to_tensor
+from fedloom.clients.privacy.secure_aggregation.members import check_members
+from fedloom.clients.privacy.secure_aggregation.primitives import (
+    SECRET,
+    SIGNATURE,
+    counted_words,
+    history_words,
+    is_signature,
+    signature,
+    trained_words,
+)
+from fedloom.clients.privacy.secure_aggregation.secrets import Agreed, Attempt, Secrets
+from fedloom.clients.privacy.sketch import unpacked
+from fedloom.clients.protocol.messages import SECURE_CONFIRM, SECURE_TRAINED, SECURE_UNMASK
+from fedloom.conf.errors import UserError
+
+if TYPE_CHECKING:
+    from fedloom.clients.job import Job
+
+
+def confirm(job: "Job") -> Answer:
+    """Sign which sites' contributions count (1) and which dropped out (0).
+
+    One list in an attempt, of sites that have signed the same training: of one that trained otherwise, the server may know
+    what it gave, and the difference to a second sum would tell the rest. SummedBeforeError if this sum and an earlier one
+    would differ by what few sites gave.
+    """
+    secrets = Secrets(job.store)
+    attempt, mine = attempt_of(job), job.site.name
+    counts = {name: bool(one[0]) for name, one in incoming(job, SECURE_CONFIRM, 1).items()}
+    counted = sorted(name for name, one in counts.items() if one)
+    if not attempt.sent or counts.keys() != attempt.held.keys() | {mine} or mine not in counted:
+        raise UserError("secure aggregation: the list of the sites that count is not one of this attempt")
+    if attempt.counted not in ([], counted):
+        raise UserError("secure aggregation: this site has signed another list of the sites that count")
+    if staying := sorted(attempt.lifts.keys() & set(counted)):
+        raise UserError(f"secure aggregation: {staying[0]} leaves, and its contribution is in the list of those that count")
+    check_enough(attempt, len(counted))
+    if not job.simulated:
+        check_members(job.policy, counted)
+    _check_trained(job, attempt, counted)
+    job.memory.check(_disclosure(job, attempt, counted))
+    attempt.counted = counted
+    secrets.agree(job.order.round, attempt.bases[mine], Agreed(attempt.statement, counted))
+    secrets.save(attempt)
+    return Answer({SECURE_CONFIRM: {"signature": to_tensor(signature(bytes.fromhex(attempt.signing), _statement(attempt)))}})
+
+
+def _check_trained(job: "Job", attempt: Attempt, counted: list[str]) -> None:
+    """UserError unless all sites that count have signed the same training as this one, and those that go on from the same
+    round, that they have agreed on the same in it: of one that was prepared otherwise, the server may know what it gave."""
+    mine, bases = job.site.name, attempt.bases
+    signatures, text = incoming(job, SECURE_TRAINED, 2 * SIGNATURE), trained_words(attempt.id, attempt.statement)
+    base = (Secrets(job.store).agreed(bases[mine]) if bases[mine] else None) or Agreed()
+    history = history_words(attempt.id, base.digest)
+    for name in (name for name in counted if name != mine):
+        both, signing = signatures.get(name, b""), attempt.keys(name).signing
+        if not is_signature(signing, text, both[:SIGNATURE]):
+            raise UserError(f"secure aggregation: {name} has not signed the same training as this site")
+        if bases[name] == bases[mine] and not is_signature(signing, history, both[SIGNATURE:]):
+            raise UserError(f"secure aggregation: {name} has not signed that it goes on from the same as this site")
+
+
+def unmask(job: "Job") -> Answer:
+    """Shares of each site's secret: of those whose contribution counts, of the mask that is theirs alone; of those that
+    dropped out, of their common masks. Once in an attempt, if enough sites have signed the same list as this one.
+    """
+    secrets = Secrets(job.store)
+    attempt, mine = attempt_of(job), job.site.name
+    if not attempt.counted or attempt.unmasked:
+        raise UserError("secure aggregation: the masks of this attempt cannot be taken off now")
+    signatures, agree = incoming(job, SECURE_UNMASK, SIGNATURE), 0
+    for name in attempt.counted:
+        good = name in signatures and is_signature(attempt.keys(name).signing, _statement(attempt), signatures[name])
+        if (agree := agree + good) >= attempt.threshold:
+            break
+    if agree < attempt.threshold:
+        raise UserError(f"secure aggregation: {agree} sites have signed this site's list, and {attempt.threshold} must: "
+                        "the server told sites of different lists, or had them train differently")  # fmt: skip
+    job.memory.add(_disclosure(job, attempt, attempt.counted))
+    attempt.unmasked = True
+    secrets.read(job.order.round)
+    secrets.keep_lifted(attempt, job.order.round)
+    secrets.save(attempt)
+    found = {mine: to_tensor(bytes.fromhex(attempt.shares))}
+    for name, text in ((name, bytes.fromhex(both)) for name, both in attempt.held.items()):
+        found[name] = to_tensor(text[:SECRET] if name in attempt.counted else text[SECRET:])
+    return Answer({SECURE_UNMASK: found})
+
+
+def _statement(attempt: Attempt) -> bytes:
+    """What a site signs: over whom the sum is."""
+    return counted_words(attempt.id, attempt.statement, attempt.counted)
+
+
+def _disclosure(job: "Job", attempt: Attempt, counted: list[str]) -> Disclosure:
+    bases, mine = attempt.bases, attempt.bases[job.site.name]
+    beside = [name for name in counted if bases[name] == mine]
+    first = not any(bases[name] for name in counted)
+    about = job.order.run, job.order.round, counted, beside, first, attempt.config, unpacked(attempt.sketches)
+    return Disclosure(*about, list(attempt.lifts), attempt.idle)

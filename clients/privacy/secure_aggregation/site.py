@@ -1,0 +1,152 @@
+"""The site's side of secure aggregation, first steps: keys and shares of secrets.
+
+Bonawitz et al. 2017, Fig. 4, with the consistency check against an active server. A site answers only while more than two
+thirds of those that began the round are with it. It signs what determined its training, and one list of the sites that
+count, if these have signed the same training. It takes masks off when as many have signed the same list, once in an attempt,
+and of no other site both kinds: it helps to rebuild either the mask that is that site's alone (its contribution counts) or
+its common masks (it dropped out). Wrong shares are known by their hashes.
+"""
+
+import hashlib
+from typing import TYPE_CHECKING
+
+from fedloom.clients.objectives import Answer
+from fedloom.clients.privacy.secure_aggregation.asked import (
+    attempt_id,
+    attempt_of,
+    check_enough,
+    fixed,
+    incoming,
+    to_tensor,
+    words,
+)
+from fedloom.clients.privacy.secure_aggregation.members import check_alike, check_members
+from fedloom.clients.privacy.secure_aggregation.primitives import (
+    KEY,
+    PUBLIC,
+    SECRET,
+    PublicKeys,
+    agreed,
+    places,
+    seal,
+    share_commitment,
+    shared_out,
+    threshold_of,
+    unseal,
+)
+from fedloom.clients.privacy.secure_aggregation.secrets import Attempt, Secrets
+from fedloom.clients.protocol.messages import (
+    COMMITMENTS,
+    SECURE_KEYS,
+    SECURE_SHARES,
+)
+from fedloom.conf.errors import UserError
+from fedloom.fusion.exact import State
+
+if TYPE_CHECKING:
+    from fedloom.clients.job import Job
+
+
+class BlamedError(UserError):
+    """A site's shares for this one cannot be used."""
+
+    def __init__(self, site: str, why: str) -> None:
+        super().__init__(f"secure aggregation: {site}'s shares cannot be used: {why}")
+        self.site = site
+
+
+def keys(job: "Job") -> Answer:
+    """Begin an attempt: draw four secrets; the answer has the public keys (128 bytes) and a signature of them."""
+    attempt = Attempt.begin(attempt_id(job), fixed(job.order))
+    Secrets(job.store).save(attempt)
+    public = attempt.public().packed()
+    return Answer(
+        {SECURE_KEYS: {"keys": to_tensor(public + job.policy.identity.signed(_claim(job, job.site.name, public)))}}
+    )
+
+
+def shares(job: "Job") -> Answer:
+    """Hear of every site's keys; share out two secrets among all, each share sealed for the site that it is for.
+
+    The answer has the sealed shares, and for the server the commitments to all of them, in the order of the sites' names.
+    """
+    secrets = Secrets(job.store)
+    attempt, mine = attempt_of(job), job.site.name
+    if attempt.peers:
+        raise UserError("secure aggregation: this attempt's secrets were shared out")
+    given = incoming(job, SECURE_KEYS)
+    for name, one in given.items():
+        _check_signed(job, name, one)
+    public = {name: PublicKeys.read(one[:PUBLIC]) for name, one in given.items()}
+    if public.get(mine) != attempt.public():
+        raise UserError("secure aggregation: the keys that the server passes on as this site's are not its own")
+    if len({one.pair for one in public.values()}) < len(public):
+        raise UserError("secure aggregation: two sites have the same keys")
+    attempt.peers = {name: one.packed().hex() for name, one in public.items()}
+    attempt.threshold = threshold_of(job.config.federation.secure_threshold, len(attempt.peers))
+    check_enough(attempt, len(attempt.peers))
+    if not job.simulated:
+        check_members(job.policy, attempt.peers)
+        check_alike(job, attempt.peers)
+    return Answer(_dealt(job, attempt, secrets))
+
+
+def _check_signed(job: "Job", name: str, keys: bytes) -> None:
+    """BlamedError for keys that the site of this name has not signed."""
+    try:
+        job.policy.identity.check(name, _claim(job, name, keys[:PUBLIC]), keys[PUBLIC:])
+    except UserError as error:
+        if name == job.site.name:
+            raise
+        raise BlamedError(name, str(error)) from None
+
+
+def _dealt(job: "Job", attempt: Attempt, secrets: Secrets) -> dict[str, State]:
+    """Two secrets as sealed shares, with the commitments to all shares; this site's own share is saved."""
+    two, count, mine = (bytes.fromhex(attempt.own), bytes.fromhex(attempt.pair)), len(attempt.peers), job.site.name
+    own, pair = (shared_out(one, attempt.threshold, count) for one in two)
+    about, sealed = _about(job, attempt), State()
+    for name, place in places(attempt.peers).items():
+        if name == mine:
+            attempt.shares = own[place - 1].hex()
+        else:
+            text = own[place - 1] + pair[place - 1]
+            sealed[name] = to_tensor(seal(_channel(job, attempt, name, mine, name), text, "\n".join((about, mine, name))))
+    secrets.save(attempt)
+    committed = {kind: to_tensor(b"".join(map(share_commitment, dealt))) for kind, dealt in (("own", own), ("pair", pair))}
+    return {SECURE_SHARES: sealed, COMMITMENTS: committed}
+
+
+def _channel(job: "Job", attempt: Attempt, other: str, sender: str, receiver: str) -> bytes:
+    """The key with which one site seals shares for another."""
+    return agreed(bytes.fromhex(attempt.channel), attempt.keys(other).channel, *words(job), sender, receiver)
+
+
+def _about(job: "Job", attempt: Attempt) -> str:
+    """What shares are sealed with, beside who is to read them: whoever heard of other sites or keys cannot open them."""
+    told = hashlib.sha256("\n".join(f"{name} {one}" for name, one in sorted(attempt.peers.items())).encode())
+    return "\n".join((*words(job), told.hexdigest()))
+
+
+def opened(job: "Job", attempt: Attempt) -> dict[str, str]:
+    """Others' shares for this site, of both of their secrets, as hex. UserError unless all who sealed them heard of the same
+    sites as this one: of sites that know of others, a server could ask for the other secret. BlamedError for shares that
+    are not those that the server has commitments to (64 bytes behind what is sealed).
+    """
+    given, mine, about, found = incoming(job, SECURE_SHARES), job.site.name, _about(job, attempt), dict[str, str]()
+    if not given.keys() <= attempt.peers.keys() - {mine}:
+        raise UserError("secure aggregation: shares are from sites that did not begin this round")
+    for name, both in given.items():
+        sealed, committed = both[: -2 * KEY], both[-2 * KEY :]
+        text = unseal(_channel(job, attempt, name, name, mine), sealed, "\n".join((about, name, mine)))
+        if text is None or len(text) != 2 * SECRET:
+            raise BlamedError(name, "they cannot be opened, or it heard of other sites")
+        if share_commitment(text[:SECRET]) + share_commitment(text[SECRET:]) != committed:
+            raise BlamedError(name, "they are others than the server has commitments to")
+        found[name] = text.hex()
+    return found
+
+
+def _claim(job: "Job", name: str, public: bytes) -> bytes:
+    """What a site signs: these are its keys in this attempt."""
+    return "\n".join((*words(job), name, public.hex())).encode()

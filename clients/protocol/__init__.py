@@ -1,0 +1,1 @@
+"""What server and sites exchange: messages, their bytes, checks of replies, signatures, partial sums."""

@@ -1,0 +1,131 @@
+"""A site's word, signed: by the key with which its node joined the federation, so that others can tell whose word it is.
+
+ECDSA over P-384 with SHA-384 (FIPS 186-5), keys in OpenSSH's formats, by the `cryptography` package.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, EllipticCurvePrivateKey, EllipticCurvePublicKey
+from cryptography.hazmat.primitives.hashes import SHA384
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_ssh_private_key,
+    load_ssh_public_key,
+)
+from flwr.app import ConfigRecord, RecordDict
+
+from fedloom.conf.errors import UserError
+
+MOST_BYTES, MOST_KEY = 120, 400  # of a signature, and letters of a public key
+SIGNED = "signed"  # a record of a reply
+
+
+@dataclass(frozen=True)
+class Identity:
+    """`key`: the file of this site's private key. `peers`: that of all sites' public keys, a line for each: NAME KEY."""
+
+    key: str = ""
+    peers: str = ""
+
+    def signed(self, text: bytes) -> bytes:
+        """The signature; empty without a key. UserError for a file that holds none."""
+        return _private(self.key).sign(text, ECDSA(SHA384())) if self.key else b""
+
+    def sign(self, *parts: object) -> ConfigRecord | None:
+        """A signed word as it travels: the signature and the public key; None without a key."""
+        if not self.key:
+            return None
+        public = _private(self.key).public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
+        return ConfigRecord({"signature": self.signed(signing_payload(*parts)).hex(), "key": public})
+
+    def known(self) -> Mapping[str, str]:
+        """By name the public keys of the sites that this one knows; none without a file of them."""
+        return _known(self.peers, _changed(self.peers)) if self.peers else {}
+
+    def check(self, site: str, text: bytes, signature: bytes) -> None:
+        """UserError unless the text is signed by this site, if this one knows whose keys are whose."""
+        if self.peers:
+            known = self.known()
+            if site not in known or not is_signed(known[site], text, signature):
+                raise UserError(f"what is said to be {site}'s word is not signed by its key (site.yaml: peers)")
+
+
+def signing_payload(*parts: object) -> bytes:
+    """What is signed, of its parts."""
+    return "\n".join(("fedloom", *map(str, parts))).encode()
+
+
+def update_payload(run: str, site: str, round: int, content: RecordDict) -> tuple[object, ...]:
+    """What a site says by signing a reply: that it sent these arrays (a digest of all their names and bytes)."""
+    total = hashlib.sha256()
+    for record, arrays in sorted(content.array_records.items()):
+        for name, array in sorted(arrays.items()):
+            total.update(f"{record}\n{name}\n{array.dtype}\n{list(array.shape)}\n{len(array.data)}\n".encode() + array.data)
+    return "sent", run, site, round, total.hexdigest()
+
+
+def erased_words(run: str, site: str, files: int, size: int, request: str) -> tuple[object, ...]:
+    """What a site says when it has deleted all that it kept of a run, for a request."""
+    return "erased", run, site, files, size, *([request] if request else [])
+
+
+def verified_signature(content: RecordDict, *parts: object) -> dict[str, str]:
+    """The signature (hex) and the public key (one line of OpenSSH's) of a signed word; empty if there is none that holds."""
+    record = content.config_records.get(SIGNED) or {}
+    signature, key = str(record.get("signature", ""))[: 2 * MOST_BYTES], str(record.get("key", ""))[:MOST_KEY]
+    try:
+        good = is_signed(key, signing_payload(*parts), bytes.fromhex(signature))
+    except ValueError:
+        good = False
+    return {"signature": signature, "key": key} if good else {}
+
+
+def fingerprint(public: str) -> str:
+    """The SHA-256 of a public key as Flower knows it; empty for what is none."""
+    try:
+        key = load_ssh_public_key(public.encode())
+    except (ValueError, UnsupportedAlgorithm):
+        return ""
+    return hashlib.sha256(key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
+
+
+def is_signed(public: str, text: bytes, signature: bytes) -> bool:
+    """Whether the holder of a public key, one line of OpenSSH's, signed this."""
+    try:
+        key = load_ssh_public_key(public.encode())
+        if not isinstance(key, EllipticCurvePublicKey):
+            return False
+        key.verify(signature, text, ECDSA(SHA384()))
+    except (ValueError, UnsupportedAlgorithm, InvalidSignature):
+        return False
+    return True
+
+
+@lru_cache
+def _private(path: str) -> EllipticCurvePrivateKey:
+    try:
+        key = load_ssh_private_key(Path(path).read_bytes(), None)
+    except (OSError, ValueError, UnsupportedAlgorithm) as error:
+        raise UserError(f"{path}: holds no private key ({type(error).__name__})") from None
+    if not isinstance(key, EllipticCurvePrivateKey):
+        raise UserError(f"{path}: holds no key of ECDSA; 'ssh-keygen -t ecdsa -b 384' makes one")
+    return key
+
+
+def _changed(path: str) -> int:
+    """When the file was written last; 0 if it is not there."""
+    return Path(path).stat().st_mtime_ns if Path(path).is_file() else 0
+
+
+@lru_cache
+def _known(path: str, changed: int) -> Mapping[str, str]:
+    try:
+        return dict(line.split(None, 1) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip())
+    except (OSError, ValueError):
+        raise UserError(f"{path}: takes lines of a site's name and its public key") from None

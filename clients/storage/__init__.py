@@ -1,0 +1,1 @@
+"""What a site keeps on its own disk."""

@@ -1,0 +1,57 @@
+"""What a site has sent, as the server adds it up: kept in its own store, so that the next round can begin at it.
+
+The record that the server keeps for the site (Order.slot) has a file of its own; others share one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedloom.clients.storage.states import read_state, write_private_state
+from fedloom.clients.storage.store import LostStateError, SiteStore
+from fedloom.fusion.exact import State
+
+SUMMED, OTHERS = "summed", "sent"  # how the names of the files begin
+
+
+@dataclass(frozen=True)
+class Sent:
+    """The files of one site in one run. All tensors are int64, in units of 2**-scale_bits."""
+
+    store: SiteStore
+
+    def summed(self, round: int) -> State:
+        """The contribution as it was summed after a round. LostStateError if it is missing."""
+        return self._read(SUMMED, round)
+
+    def keep(self, round: int, base: int, contribution: State) -> None:
+        """Save the contribution of a round, beside the one that it replaces; delete older ones."""
+        self._write(SUMMED, round, base, contribution)
+
+    def records(self, round: int) -> dict[str, State]:
+        """The other records that were sent in a round, by name. LostStateError if they are missing."""
+        found: dict[str, State] = {}
+        for name, tensor in self._read(OTHERS, round).items():
+            record, _, tensor_name = name.partition("/")
+            found.setdefault(record, {})[tensor_name] = tensor
+        return found
+
+    def keep_records(self, round: int, base: int, records: Mapping[str, State]) -> None:
+        """Save the other records of a round, beside those of the round that it is based on; delete older ones."""
+        whole = {f"{record}/{name}": tensor for record, state in records.items() for name, tensor in state.items()}
+        self._write(OTHERS, round, base, whole)
+
+    def _read(self, kind: str, round: int) -> State:
+        path = self._path(kind, round)
+        if not path.is_file():
+            raise LostStateError(f"{self.store.site}: what it sent in round {round} is lost, and nobody else has it", round)
+        return read_state(path)
+
+    def _write(self, kind: str, round: int, base: int, state: State) -> None:
+        write_private_state(self._path(kind, round), state)
+        for path in self.store.folder.glob(f"{kind}-*.safetensors"):
+            if path not in (self._path(kind, round), self._path(kind, base)):
+                path.unlink()
+
+    def _path(self, kind: str, round: int) -> Path:
+        return self.store.folder / f"{kind}-{round:06d}.safetensors"

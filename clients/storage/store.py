@@ -1,0 +1,75 @@
+"""The site's own store: its state after each round, on its own disk. Server and other sites never read it.
+
+Keyed by run, site and round, so that a round can be repeated without harm: it starts from the round it is based on.
+"""
+
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from fedloom.clients.storage.states import read_state, round_file, write_private_state
+from fedloom.conf.errors import UserError
+from fedloom.fusion.exact import State
+
+_ROUND = re.compile(r"round-(\d+)\.safetensors")
+
+
+class LostStateError(UserError):
+    """The site has no state of the round that it should go on from."""
+
+    def __init__(self, text: str, round: int) -> None:
+        super().__init__(text)
+        self.round = round
+
+
+@dataclass(frozen=True)
+class SiteStore:
+    """The states of one site in one run, in the folder root/run/site."""
+
+    root: Path
+    run: str
+    site: str
+
+    @property
+    def folder(self) -> Path:
+        """Where the files are."""
+        return self.root / self.run / self.site
+
+    def load(self, round: int) -> State:
+        """The state after `round`. Raises LostStateError if this site has none, naming the rounds that it has."""
+        path = self._path(round)
+        if not path.exists():
+            have = ", ".join(map(str, self.rounds())) or "none"
+            raise LostStateError(
+                f"{self.site}: its own state is lost: that after round {round} ({self.folder} has rounds: {have})", round
+            )
+        return read_state(path)
+
+    def save(self, round: int, base: int, state: Mapping[str, Tensor]) -> None:
+        """Keep the state after `round`, and the one it is based on; older ones go."""
+        write_private_state(self._path(round), state)
+        for other in self.rounds():
+            if other < round and other != base:
+                self._path(other).unlink()
+
+    def rounds(self) -> list[int]:
+        """The rounds of which a state is kept."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(int(match[1]) for path in self.folder.iterdir() if (match := _ROUND.fullmatch(path.name)))
+
+    def erase(self) -> tuple[int, int]:
+        """Delete all that is kept of the site in the run and in those beside it (its baselines); files, and their bytes."""
+        runs = [self.root / self.run, *self.root.glob(f"{self.run}-*")]
+        folders = [run / self.site for run in runs if (run / self.site).is_dir()]
+        sizes = [path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file()]
+        for folder in folders:
+            shutil.rmtree(folder)
+        return len(sizes), sum(sizes)
+
+    def _path(self, round: int) -> Path:
+        return round_file(self.root / self.run, self.site, round)

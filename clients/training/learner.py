@@ -1,0 +1,184 @@
+"""The local learner: some epochs of the optimiser's steps on a session's loss."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+
+from fedloom.clients.data import Images, random_flip, to_float
+from fedloom.clients.networks import architecture_of
+from fedloom.clients.training.augmentation import augmentation_of
+from fedloom.clients.training.min_batch_size import min_batch_size
+from fedloom.clients.training.optimizers import optimizer_of
+from fedloom.clients.training.schedules import schedule_of
+from fedloom.conf.errors import UserError
+from fedloom.conf.randomness import drawing, drawn, torch_generator
+from fedloom.conf.schema import Config, TrainingConfig
+from fedloom.conf.sites import Site
+
+if TYPE_CHECKING:
+    from fedloom.clients.objectives import Session
+
+
+class DivergedError(RuntimeError):
+    """The loss is no longer finite."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a site reports of its training: mean loss over the steps, and how many images it trained on.
+
+    `steps`: how many it took; `drew`: whether the network drew something at random, as Dropout does.
+    """
+
+    loss: float
+    samples: int
+    steps: int = 0
+    drew: bool = False
+
+
+def rate_at(training: TrainingConfig, rounds: int, progress: float) -> float:
+    """The learning rate after `progress` rounds (a fraction counts) of `rounds`."""
+    return schedule_of(training).rate(training.rate, progress, rounds)
+
+
+def learn(
+    session: "Session", images: Images, config: Config, site: Site, round: int, device: torch.device,
+    words: Sequence[str] = (), least: int = 0,
+) -> Outcome:  # fmt: skip
+    """Train for config.training.epochs or steps; all randomness from (seed, site, words). Raises DivergedError.
+
+    `words`: of the round's draw (Order.words); empty: the first one. `least`: fewest images of a batch; the last ones of a
+    pass are left out if they are fewer.
+    """
+    images, words = session.training_images(images), words or (str(round),)
+    steps, number = batches(images, config, site, round, device, words, least), step_count(len(images), config, site, least)
+    losses, done = [], 0
+    with drawing(torch_generator(config.seed, site.name, *words, "forward").initial_seed(), device):
+        begin = drawn(device)
+        for end, parameters in session.stages():
+            if count := int(end * number + 0.5) - done:
+                losses.append(descend(parameters, _one_number(session.loss), islice(steps, count), config.training))
+                done += count
+        drew = drawn(device) != begin
+    return replace(outcome(torch.cat(losses), len(images), site, round), steps=done, drew=drew)
+
+
+def _one_number(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """The same; ValueError for a loss that is not one number for the batch, whose gradient would be that of its sum."""
+
+    def checked(images: Tensor, labels: Tensor) -> Tensor:
+        value = loss(images, labels)
+        if value.ndim:
+            raise ValueError(f"the loss of a batch has the shape {list(value.shape)}, takes one number: its mean, say")
+        return value
+
+    return checked
+
+
+def step_count(images: int, config: Config, site: Site | None = None, least: int = 0) -> int:
+    """How many steps a round has on so many images. `site`: whose network it is; None: the configuration's."""
+    return config.training.steps or config.training.epochs * batch_count(images, config, site, least)
+
+
+def batch_count(images: int, config: Config, site: Site | None = None, least: int = 0) -> int:
+    """How many batches a pass over so many images has. One of a single image is left out where the network takes two, and
+    one of fewer than `least` behind others."""
+    whole, rest = divmod(images, config.training.batch)
+    if whole and rest < least:
+        return whole
+    if 1 in (rest, config.training.batch) and min_batch_size(architecture_of(config, site)) > 1:
+        return whole if config.training.batch > 1 else 0
+    return whole + (rest > 0)
+
+
+def check_batches(images: int, config: Config, site: Site) -> None:
+    """UserError if a site has no batch that its network can train on."""
+    if images and not batch_count(images, config, site):
+        key = "training.batch" if config.training.batch == 1 else "partition.min_samples"
+        raise UserError(f"{key}: {site.name} has {images} training images in batches of {config.training.batch}, "
+                        "and BatchNorm in its network takes two at once; set it to 2 or more")  # fmt: skip
+
+
+def batches(
+    images: Images, config: Config, site: Site, round: int, device: torch.device, words: Sequence[str] = (), least: int = 0
+) -> Iterator[tuple[float, Tensor, Tensor]]:
+    """The steps of a round: learning rate, float32 images [b, c, h, w], int64 labels [b]. UserError if there are none."""
+    check_batches(len(images), config, site)
+    return _batches(images, config, site, round, device, words or (str(round),), least)
+
+
+def _batches(
+    images: Images, config: Config, site: Site, round: int, device: torch.device, words: Sequence[str], least: int
+) -> Iterator[tuple[float, Tensor, Tensor]]:
+    training = config.training
+    generator, draws = (torch_generator(config.seed, site.name, *words, purpose) for purpose in ("batches", "augment"))
+    augmentation = augmentation_of(training)
+    pixels, labels = images.x if augmentation else images.x.to(device), images.y.to(device)
+    number, each = (count(len(images), config, site, least) for count in (step_count, batch_count))
+    for step, batch in enumerate(islice(_drawn(len(images), training.batch, each, generator), number)):
+        inputs = augmentation(pixels[batch], draws).to(device) if augmentation else to_float(pixels[batch])
+        if site.spec.flip:
+            inputs = random_flip(inputs, generator)
+        if training.channels_last:
+            inputs = inputs.clone(memory_format=torch.channels_last)
+        yield rate_at(training, config.rounds, round - 1 + step / number), inputs, labels[batch]
+
+
+def _drawn(images: int, batch: int, each: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Places of images, batch by batch, pass after pass of so many batches `each`, in an order of its own."""
+    while True:
+        yield from torch.randperm(images, generator=generator).split(batch)[:each]
+
+
+def clip_all(gradients: Sequence[Tensor], limit: float) -> list[Tensor]:
+    """The gradients, scaled so that the norm of all of them together is at most `limit`."""
+    scale = (limit / (get_total_norm(gradients) + 1e-6)).clamp(max=1.0)
+    return [gradient * scale for gradient in gradients]
+
+
+def descend(
+    parameters: list[nn.Parameter],
+    loss: Callable[[Tensor, Tensor], Tensor],
+    steps: Iterable[tuple[float, Tensor, Tensor]],
+    training: TrainingConfig,
+    clip: Callable[[Sequence[Tensor], float], list[Tensor]] = clip_all,
+) -> Tensor:
+    """The optimiser's steps on `loss`; the losses of all steps: [steps], or [steps, k] for a loss [k] of k sites.
+
+    Parameters that are frozen (requires_grad=False) stay as they are; they and their gradients are float32 under
+    training.precision=bf16 as well.
+    """
+    losses, moving = [], [cast("Tensor", one) for one in parameters if one.requires_grad]
+    step = optimizer_of(training).bind(moving, training)
+    for rate, inputs, labels in steps:
+        with _precise(training, inputs.device):
+            value = loss(inputs, labels)
+        gradients = list(torch.autograd.grad(value.sum() if value.ndim else value, moving, materialize_grads=True))
+        if training.clip > 0:
+            gradients = clip(gradients, training.clip)
+        with torch.no_grad():
+            step(rate, gradients)
+        losses.append(value.detach())
+    return torch.stack(losses)
+
+
+def _precise(training: TrainingConfig, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Where training.precision says so, bfloat16 for what autocast deems fit for it: convolutions and matrix products."""
+    if training.precision == "float32":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16)
+
+
+def outcome(losses: Tensor, samples: int, site: Site, round: int) -> Outcome:
+    """What a site reports of the losses [steps] of a round on `samples` images. Raises DivergedError."""
+    mean = float(losses.mean())
+    if not math.isfinite(mean):
+        raise DivergedError(f"{site.name}: the loss is {mean} in round {round}; a smaller training.rate may help")
+    return Outcome(mean, samples)

@@ -1,0 +1,29 @@
+"""How few images a network can train on at once."""
+
+import functools
+
+import torch
+
+from fedloom.clients.networks import Architecture
+from fedloom.conf.randomness import drawing
+from fedloom.fusion.cla_ot.repair import BATCH_NORM
+
+
+@functools.lru_cache(maxsize=256)
+def min_batch_size(architecture: Architecture) -> int:
+    """2 for a network whose BatchNorm would see one value of each channel of a single image, which torch refuses; else 1."""
+    network = architecture.build().train()
+    if not any(isinstance(module, BATCH_NORM) for module in network.modules()):
+        return 1
+    with drawing(0, torch.device("cpu")), torch.no_grad():
+        fits = [_takes(network, torch.zeros(count, architecture.channels, architecture.size, architecture.size))
+                for count in (1, 2)]  # fmt: skip
+    return 2 if fits == [False, True] else 1
+
+
+def _takes(network: torch.nn.Module, images: torch.Tensor) -> bool:
+    try:
+        network(images)
+    except Exception:  # torch's BatchNorm raises ValueError, a network of the user's own whatever it likes
+        return False
+    return True

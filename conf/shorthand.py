@@ -1,0 +1,60 @@
+"""A name where a section with a name is meant: `strategy: fedavg` is `strategy: {name: fedavg}`.
+
+Sections with a name: dataclasses with such a field, and fields that say that they are `named` (conf.typed.value).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, get_args, get_origin
+
+INTERPOLATED = "${"  # what stands there is not known yet
+
+
+def expand_shorthand(schema: type, given: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What is given for a dataclass, with sections for such names, at whatever depth."""
+    return {key: opened_at(schema, key, item) if isinstance(key, str) else item for key, item in given.items()}
+
+
+def opened_at(schema: type, key: str, item: Any) -> Any:
+    """The same of the value of one dotted key, such as sites.0.partition."""
+    first, _, rest = key.partition(".")
+    if (field := fields_of(schema).get(first)) is None:
+        return item
+    many, inner = _many(field), inner_of(field)
+    if many and rest:
+        place, _, rest = rest.partition(".")
+        many = not place.isdecimal()
+    if rest:
+        return opened_at(inner, rest, item) if inner else item
+    if many:
+        return [_one(field, inner, entry) for entry in item] if isinstance(item, list) else item
+    return _one(field, inner, item)
+
+
+@functools.cache
+def fields_of(schema: type) -> dict[str, dataclasses.Field[Any]]:
+    """A dataclass's fields by their names."""
+    return {field.name: field for field in dataclasses.fields(schema)}
+
+
+def _one(field: dataclasses.Field[Any], inner: type | None, item: Any) -> Any:
+    if isinstance(item, str) and item and INTERPOLATED not in item and is_named(field):
+        return {"name": item}
+    return expand_shorthand(inner, item) if inner and isinstance(item, Mapping) else item
+
+
+def is_named(field: dataclasses.Field[Any]) -> bool:
+    """Whether the field, or each entry of its list, is a section with a name. A site's name is not what it is."""
+    section = None if _many(field) else inner_of(field)
+    return field.metadata.get("named", False) or hasattr(section, "name")
+
+
+def _many(field: dataclasses.Field[Any]) -> bool:
+    return get_origin(field.type) is list or "entries" in field.metadata
+
+
+def inner_of(field: dataclasses.Field[Any]) -> type | None:
+    """The dataclass of the field, or of the entries of its list."""
+    kind = field.metadata.get("entries") or next(iter(get_args(field.type)), field.type)
+    return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None

@@ -1,0 +1,157 @@
+"""YAML as text and back: by libyaml for long texts, ten times as fast; PyYAML's own reader tells errors better.
+
+What is read may be wrong or hostile: it is checked before anything is made of it.
+"""
+
+import contextlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import yaml
+from yaml.composer import Composer
+from yaml.constructor import ConstructorError
+from yaml.nodes import MappingNode, Node, ScalarNode
+from yaml.resolver import Resolver
+
+Kept = Callable[[Node], Node]
+
+LONG = 100_000  # characters
+MOST_DEPTH = 100  # of lists and sections within each other
+MOST_COPIES = 1_000_000  # entries that a text's aliases may stand for
+MOST_DIGITS = 300
+
+TAG = "tag:yaml.org,2002:"
+TAKEN = {f"{TAG}{kind}" for kind in ("str", "int", "float", "bool", "null", "map", "seq", "merge")}
+NOT_MEANT = {f"{TAG}timestamp", f"{TAG}value"}  # dates and `=` are texts here
+
+NUMBERS = {
+    f"{TAG}int": re.compile(r"[-+]?(0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)$"),
+    f"{TAG}float": re.compile(
+        r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9][0-9_]*([eE][-+]?[0-9]+)?"
+        r"|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"
+    ),
+}
+
+
+class _Plain(Resolver):
+    """What a value without quotes is: a text, a number, a truth value or nothing. 007, 1:30: texts; 1e-1: a number."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [(tag, NUMBERS.get(tag, form)) for tag, form in forms if tag not in NOT_MEANT]
+        for first, forms in Resolver.yaml_implicit_resolvers.items()
+    }
+
+
+class _Reader(_Plain, yaml.SafeLoader):
+    """PyYAML's own."""
+
+
+def _by_libyaml() -> Any:
+    """Libyaml's, with PyYAML's composer: its own overflows the stack on what is nested deep."""
+
+    class Reader(_Plain, Composer, yaml.CSafeLoader):
+        def __init__(self, text: str) -> None:
+            yaml.CSafeLoader.__init__(self, text)
+            Composer.__init__(self)
+
+    return Reader
+
+
+_Fast: Any = _by_libyaml() if hasattr(yaml, "CSafeLoader") else _Reader
+
+
+_Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+
+class _Writer(_Dumper):
+    """It puts texts in quotes that `read_yaml` or other readers would take for something else."""
+
+
+_Writer.add_implicit_resolver(f"{TAG}float", NUMBERS[f"{TAG}float"], list("-+0123456789."))
+
+
+def read_yaml(text: str, kept: Kept | None = None) -> Any:
+    """What a text holds. Raises yaml.YAMLError, also for what `_Check` refuses.
+
+    `kept`: says what of its nodes stays a text (conf.text_keys).
+    """
+    if len(text) > LONG:
+        with contextlib.suppress(yaml.YAMLError):  # the slower reader finds the same fault, and says where it is
+            return _read(text, _Fast, kept)
+    return _read(text, _Reader, kept)
+
+
+def write_yaml(tree: Any) -> str:
+    """Plain values as text, keys in their order."""
+    return yaml.dump(tree, Dumper=_Writer, sort_keys=False, allow_unicode=True)
+
+
+def _read(text: str, kind: Any, kept: Kept | None) -> Any:
+    loader = kind(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _Check(MOST_COPIES + len(text)).measure(node, "", 0)
+        return loader.construct_document(kept(node) if kept else node)
+    except RecursionError:
+        raise yaml.YAMLError(f"lists and sections are nested more than {MOST_DEPTH} deep") from None
+    finally:
+        loader.dispose()
+
+
+class _Check:
+    """Refuses a text's nodes: keys that are double or no keys, odd kinds of values, and what aliases make endless."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._known: dict[int, tuple[int, int] | None] = {}  # by the node's identity; None while it is measured
+
+    def measure(self, node: Node, key: str, depth: int) -> tuple[int, int]:
+        """The entries in a node with all aliases written out, and its height. `key`: the nearest one above."""
+        if node.tag not in TAKEN:
+            raise _wrong(node, key, f"is !!{node.tag.removeprefix(TAG)}, takes texts, numbers, lists and sections")
+        if isinstance(node, ScalarNode):
+            if node.tag == f"{TAG}int" and len(node.value) > MOST_DIGITS:
+                raise _wrong(node, key, f"is a number of {len(node.value)} digits, takes at most {MOST_DIGITS}")
+            return 1 + len(node.value) // 100, 1
+        if id(node) not in self._known:
+            self._known[id(node)] = None
+            self._known[id(node)] = self._inside(node, key, depth)
+        found = self._known[id(node)]
+        if found is None:
+            raise _wrong(node, key, "refers to itself")
+        if depth + found[1] > MOST_DEPTH:
+            raise _wrong(node, key, f"has lists and sections nested more than {MOST_DEPTH} deep")
+        if found[0] > self.limit:
+            raise _wrong(node, key, f"has aliases that stand for more than {MOST_COPIES} entries")
+        return found
+
+    def _inside(self, node: Node, key: str, depth: int) -> tuple[int, int]:
+        children = _section(node) if isinstance(node, MappingNode) else [(key, child) for child in node.value]
+        if depth > MOST_DEPTH:
+            raise _wrong(node, key, f"has lists and sections nested more than {MOST_DEPTH} deep")
+        size, height = 1, 0
+        for name, child in children:
+            its, high = self.measure(child, name, depth + 1)
+            size, height = size + its, max(height, high)
+        return size, height + 1
+
+
+def _section(node: MappingNode) -> list[tuple[str, Node]]:
+    """The values of a section, each with its key."""
+    seen = set()
+    for key, _ in node.value:
+        if not isinstance(key, ScalarNode):
+            raise ConstructorError(None, None, "found unhashable key", key.start_mark)
+        if key.tag == f"{TAG}null":
+            raise _wrong(key, "", f"'{key.value}' is no key; put it in quotes if it is meant")
+        if (key.tag, key.value) in seen:
+            raise _wrong(key, "", f"the key '{key.value}' is given twice")
+        seen.add((key.tag, key.value))
+    return [(key.value, value) for key, value in node.value]
+
+
+def _wrong(node: Node, key: str, told: str) -> ConstructorError:
+    return ConstructorError(None, None, f"'{key}' {told}" if key else told, node.start_mark)

@@ -1,0 +1,1 @@
+"""Accuracy and cost of networks, measured at the server."""

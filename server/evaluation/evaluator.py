@@ -1,0 +1,158 @@
+"""Accuracy of networks on every domain of the experiment, and on the union of all of them."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from fedloom.clients.data import (
+    Images,
+    domain_specs,
+    label,
+    outputs,
+    own_images,
+    site_sizes,
+    test_images,
+    to_float,
+    validation_images,
+)
+from fedloom.clients.evaluation.accuracy import Score, count_right, pieces, score
+from fedloom.clients.networks import Architecture, HeadView, Model, Network, architecture_of
+from fedloom.clients.training.device import pick_device
+from fedloom.conf import machine
+from fedloom.conf.errors import UserError, plain
+from fedloom.conf.randomness import torch_generator
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import UNION, Site, roster
+from fedloom.fusion.cla_ot.repair import recompute_statistics
+
+RECOMPUTED = "recomputed"
+
+
+class Evaluator:
+    """Measures models on the server's own images. `split` is "validation" or "test"; only the former may guide a choice."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.device = pick_device("cpu" if config.engine.device == "cpu" else "auto")
+        self.specs = domain_specs(config)
+        self._instances: dict[Architecture, Network] = {}
+        self._images: dict[tuple[str, str], Images] = {}
+
+    @property
+    def network(self) -> Network:
+        """The instance of the configuration's own network."""
+        return self.instance(architecture_of(self.config))
+
+    def instance(self, architecture: Architecture) -> Network:
+        """The one network of this architecture that all its models are loaded into, in evaluation mode."""
+        if architecture not in self._instances:
+            self._instances[architecture] = architecture.build().to(self.device).eval()
+        return self._instances[architecture]
+
+    def loaded(self, model: Model) -> Network:
+        """The instance of the model's architecture with its weights. UserError if they are another network's."""
+        told = f"strategy '{self.config.strategy['name']}': its models() must hold fedloom.server.strategies.Model"
+        if not isinstance(model, Model):
+            raise UserError(f"{told}, one is a {type(model).__name__}")
+        network = self.instance(model.architecture)
+        try:
+            network.load_state_dict(model.state)
+        except (RuntimeError, TypeError) as error:
+            why = " ".join(plain(str(error)).split())[:300]
+            raise UserError(f"{told} with the state of its architecture ({why})") from None
+        return network
+
+    def head_view(self, network: nn.Module, domain: str) -> nn.Module:
+        """A network as it is measured on a domain, in evaluation mode."""
+        outs = outputs(self.config, self.specs[domain])
+        return HeadView(network, outs, self.config.evaluation.statistics).eval()
+
+    def accuracy(self, model: Model, split: str) -> dict[str, float]:
+        """Fraction of right answers for each domain that the model is read on, and `union`: of all their images together."""
+        return self.measure(split, network=self.loaded(model), domains=model.domains)
+
+    def measure(
+        self, split: str, most: int = 0, network: Network | None = None, domains: Sequence[str] | None = None
+    ) -> dict[str, float]:
+        """The same of a network as it is (None: self.network), on at most so many images of each domain (0: all)."""
+        right, total, shares, network = 0, 0, {}, network or self.network
+        with all_cores(self.config.engine.threads):
+            self._recompute(network, domains)
+            for domain in self.specs if domains is None else domains:
+                images = self.images(domain, split)
+                if most:
+                    images = Images(images.x[:most], images.y[:most])
+                if not len(images):  # a small domain may have no validation images
+                    continue
+                view = self.head_view(network, domain)
+                hits = count_right(view, images, self.config.evaluation.batch, self.device)
+                right, total = right + hits, total + len(images)
+                shares[domain] = hits / len(images)
+        return {**shares, UNION: right / total} if total else {}
+
+    def at_sites(self, model: Model, sites: Sequence[Site]) -> dict[str, Score]:
+        """By site, how the model (as `settled` gives it) does on the site's own test images; none where it has none."""
+        network, found = self.loaded(model), dict[str, Score]()
+        with all_cores(self.config.engine.threads):
+            for site in sites:
+                if images := own_images(self.config, site, "test"):
+                    view = self.head_view(network, label(site.spec))
+                    found[site.name] = score(view, images, self.config.evaluation.batch, self.device)
+        return found
+
+    def settled(self, model: Model) -> Model:
+        """The model as it is measured: with evaluation.statistics=recomputed, BatchNorm's running ones made anew."""
+        if self.config.evaluation.statistics != RECOMPUTED:
+            return model
+        network = self.loaded(model)
+        self._recompute(network, model.domains)
+        return replace(model, state={name: tensor.cpu().clone() for name, tensor in network.state_dict().items()})
+
+    def _recompute(self, network: Network, domains: Sequence[str] | None) -> None:
+        """BatchNorm's statistics anew, where asked for: means over batches of these domains' validation images.
+
+        Every domain weighs the same. UserError if there are no such images.
+        """
+        if self.config.evaluation.statistics != RECOMPUTED:
+            return
+        parts = [self.images(domain, "validation").x for domain in (self.specs if domains is None else domains)]
+        fewest = min((len(part) for part in parts if len(part)), default=0)
+        if not fewest:
+            raise UserError(f"evaluation.statistics={RECOMPUTED}: needs validation images; set data.validation above 0")
+        mixed = torch.stack([part[:fewest] for part in parts if len(part)], dim=1).flatten(0, 1)
+        batches = mixed.tensor_split(pieces(len(mixed), self.config.evaluation.batch))
+        recompute_statistics(network, [to_float(batch.to(self.device)) for batch in batches])
+
+    def images(self, domain: str, split: str) -> Images:
+        """The images of a domain, in an order of chance: a batch is then a random draw."""
+        if (domain, split) not in self._images:
+            loader = {"validation": validation_images, "test": test_images}[split]
+            found = loader(self.config, self.specs[domain])
+            order = torch.randperm(len(found), generator=torch_generator(self.config.seed, domain, split, "order"))
+            self._images[domain, split] = Images(found.x[order], found.y[order])
+        return self._images[domain, split]
+
+
+def has_data(config: Config) -> bool:
+    """Whether the sites' data are on this machine, or must be: not where sites of a real federation measure on their own."""
+    return config.engine.name != "flower" or config.evaluation.where == "server"
+
+
+def site_rows(config: Config) -> list[dict[str, object]]:
+    """The `sites` of summary.json: name, domain (its label), number of training images."""
+    sizes = site_sizes(config) if has_data(config) else ["at the site"] * len(roster(config))
+    sites = zip(roster(config), sizes, strict=True)
+    return [{"name": site.name, "domain": label(site.spec), "samples": size} for site, size in sites]
+
+
+@contextlib.contextmanager
+def all_cores(afterwards: int) -> Iterator[None]:
+    """Let torch use every core for a while, then `afterwards` threads again."""
+    torch.set_num_threads(machine.cores())
+    try:
+        yield
+    finally:
+        torch.set_num_threads(afterwards)

@@ -1,0 +1,1 @@
+"""The server's side of Flower: the run's place at the SuperLink, and what nodes may send there."""

@@ -1,0 +1,203 @@
+"""A run's place at Flower's SuperLink (flwr 1.41), careful with what nodes send: whatever it is, it is that node's failure.
+
+Flower's own HttpGrid raises for a reply that it cannot read, which ends the run and loses the replies that came with it; it
+waits for parts that do not come, up to two hours; and it believes what a reply says of itself, as which message it answers.
+"""
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from flwr.app import Error, Message
+from flwr.app.message import make_message
+from flwr.common.constant import ErrorCode
+from flwr.common.serde_utils import metadata_from_proto
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest
+from flwr.proto.message_pb2 import Message as Told
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest
+from flwr.supercore.inflatable.inflatable_object import get_object_head_values_from_object_content as head_of
+from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.supercore.retry import RetryInvoker
+from flwr.supercore.run import RunNotRunningException
+from flwr.superlink.grid.http_grid import HttpGrid
+
+from fedloom.clients.protocol.messages import array_bytes
+from fedloom.conf.errors import UserError, plain
+from fedloom.server.flower.http_answers import wary
+from fedloom.server.flower.limits import LEAST_LIMIT, TIMES_SENT
+from fedloom.server.flower.unfolding import UnreadableError, by_hash, check_unfolding
+
+SLICE_SECONDS = 1.0  # for one reply's parts; then others have their turn
+AT_ONCE = 4  # parts that are fetched side by side
+MOST_TOLD = 200  # characters of an error
+MOST_REASON = 10_000  # of one that a node sends
+
+
+@dataclass
+class _Coming:
+    """A reply that was announced: what the SuperLink says of it, and its parts as far as they have come."""
+
+    told: Told
+    missing: list[str]
+    parts: dict[str, bytes] = field(default_factory=dict)
+    confirmed: bool = False
+
+    @property
+    def size(self) -> int:
+        """Bytes that have come."""
+        return sum(map(len, self.parts.values()))
+
+
+class Patient:
+    """Flower's own retries, and more of them where the SuperLink fails (5xx). UserError: it fails for long, or refuses."""
+
+    wait_seconds, pause_seconds = 30.0, 1.0
+
+    def __init__(self, own: RetryInvoker, address: str) -> None:
+        self._own, self._address, self._left = own, address, self.wait_seconds
+
+    def invoke(self, send: Callable[[], httpx.Response]) -> httpx.Response:
+        """What is answered in the end. Whoever asks again after it failed for long does not wait again."""
+        while True:
+            try:
+                answer = self._own.invoke(send)
+                self._left = self.wait_seconds
+                return answer
+            except RunNotRunningException:
+                raise self._error("has ended this run") from None
+            except httpx.HTTPError as error:
+                status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
+                if status < httpx.codes.INTERNAL_SERVER_ERROR or self._left <= 0:
+                    told = f"answers {status}" if status else f"cannot be asked ({plain(str(error))[:MOST_TOLD]})"
+                    raise self._error(told) from None
+            self._left -= self.pause_seconds
+            time.sleep(self.pause_seconds)
+
+    def _error(self, told: str) -> UserError:
+        where = "its log says why ('fedloom federation logs')"
+        return UserError(f"engine.address: the SuperLink at {self._address} {told}; {where}")
+
+
+class CarefulGrid(HttpGrid):
+    """Flower's own, but for what it does with replies. Of a reply's metadata only what the SuperLink has checked counts."""
+
+    poll_seconds = 0.25
+
+    def __init__(self, address: str, insecure: bool, certificates: bytes | None, token: str) -> None:
+        super().__init__(address, insecure, certificates, token=token)
+        self._retry_invoker: Any = Patient(self._retry_invoker, address)
+        self._coming: dict[str, _Coming] = {}  # by the id of the message that it answers
+        self._largest = 0  # bytes of a message that was sent
+
+    def _connect(self) -> None:
+        super()._connect()
+        if self._client is not None:
+            wary(self._client)
+
+    @classmethod
+    def like(cls, grid: HttpGrid) -> "CarefulGrid":
+        """In the place of Flower's own."""
+        careful = cls(grid._addr, grid._insecure, grid._cert, grid._token)
+        careful.set_run(grid.run)
+        return careful
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        """Send; the messages' ids, empty for one that the SuperLink does not take: its node is not registered any more."""
+        outgoing = list(messages)
+        self._largest = max([self._largest, *(array_bytes(message.content) for message in outgoing)])
+        ids = list(super().push_messages(outgoing))
+        return [id or "" for id in ids] if ids else [""] * len(outgoing)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        """The replies to these messages that have come as a whole, at once; an error message for one that cannot be read."""
+        wanted = set(message_ids)
+        found = self._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=wanted - self._coming.keys()))
+        for told, tree in zip(found.messages_list, found.message_object_trees, strict=True):
+            parts = dict.fromkeys(part.object_id for part in iterate_object_tree(tree))
+            self._coming[told.metadata.reply_to_message_id] = _Coming(told, list(parts))
+        whole = {asked: self._whole(self._coming[asked]) for asked in sorted(wanted & self._coming.keys())}
+        self.cancel(asked for asked, reply in whole.items() if reply is not None)
+        return [reply for reply in whole.values() if reply is not None]
+
+    def cancel(self, message_ids: Iterable[str]) -> None:
+        """No reply to these messages is wanted any more."""
+        for asked in message_ids:
+            if (coming := self._coming.pop(asked, None)) is not None and not coming.confirmed:
+                with contextlib.suppress(UserError):  # whoever asks for something next hears of it
+                    self._confirm(coming)
+
+    def _whole(self, coming: _Coming) -> Message | None:
+        """The reply, or why it is none; None: not all of it has come."""
+        told, most = coming.told, max(LEAST_LIMIT, TIMES_SENT * self._largest)
+        try:
+            self._fetch(coming, most)
+        except UnreadableError as error:
+            self._confirm(coming)
+            return _failed(told, error)
+        if coming.missing:
+            return None
+        self._confirm(coming)
+        return received(told, coming.parts, most)
+
+    def _confirm(self, coming: _Coming) -> None:
+        """Have the SuperLink delete what it holds of a reply: it has come, or is not wanted."""
+        about, coming.confirmed = coming.told.metadata, True
+        asked = ConfirmMessageReceivedRequest(node=self.node, run_id=about.run_id, message_object_id=about.message_id)
+        self._runtime_client.ConfirmMessageReceived(asked)
+
+    def _fetch(self, coming: _Coming, most: int) -> None:
+        """The parts that are there, for a while. UnreadableError beyond `most` bytes, and for a part that does not exist."""
+        deadline = time.monotonic() + SLICE_SECONDS
+
+        def fetch(part: str) -> bytes | None:
+            asked = PullObjectRequest(node=self.node, run_id=coming.told.metadata.run_id, object_id=part)
+            found = self._runtime_client.PullObject(asked)
+            if not found.object_found:
+                raise UnreadableError("a part of it is gone")
+            return found.object_content if found.object_available else None
+
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            starts = [0, *range(1, len(coming.missing), AT_ONCE)]  # the first alone: while a node sends, most are not there
+            for start, end in itertools.pairwise([*starts, len(coming.missing)]):
+                parts = coming.missing[start:end]
+                there = {part: content for part, content in zip(parts, pool.map(fetch, parts), strict=True) if content}
+                coming.parts |= there
+                if coming.size > most:
+                    raise UnreadableError(f"it has more than {most >> 20} MiB")
+                if len(there) < len(parts) or time.monotonic() > deadline:
+                    break
+        coming.missing = [part for part in coming.missing if part not in coming.parts]
+
+
+def received(told: Told, parts: dict[str, bytes], most: int) -> Message:
+    """The message in these parts, which are used up; if there is none, an error message that says why."""
+    try:
+        return read(told, parts, most)
+    except Exception as error:  # whatever Flower raises for bytes from outside
+        return _failed(told, error)
+
+
+def read(told: Told, parts: dict[str, bytes], most: int) -> Message:
+    """The message in these parts, which are used up. Raises UnreadableError, and whatever Flower raises for what is none."""
+    metadata = metadata_from_proto(told.metadata)
+    root, parts = by_hash(told.metadata.message_id, parts)
+    check_unfolding(root, parts, most)
+    kinds = [head_of(parts[id])[0] for id in (root, *head_of(parts[root])[1])]
+    if kinds not in (["Message"], ["Message", "RecordDict"]):
+        raise UnreadableError("it holds no records")
+    message: Any = inflate_object_from_contents(root, parts)
+    if message.has_error():
+        return make_message(metadata, error=Error(message.error.code, str(message.error.reason or "")[:MOST_REASON]))
+    return make_message(metadata, content=message.content)
+
+
+def _failed(told: Told, error: Exception) -> Message:
+    why = str(error) if isinstance(error, UnreadableError) else f"{type(error).__name__}: {error}"
+    reason = f"its reply cannot be read ({plain(why)[:MOST_TOLD]})"
+    return make_message(metadata_from_proto(told.metadata), error=Error(ErrorCode.MESSAGE_UNAVAILABLE, reason))

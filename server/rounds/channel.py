@@ -1,0 +1,164 @@
+"""The sites as the server sees them: a windowed, timed exchange of messages with their nodes."""
+
+import itertools
+import sys
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
+
+from fedloom.clients.protocol.messages import ASK, TRAIN, array_bytes
+from fedloom.clients.protocol.partial_sums import PartialSum
+from fedloom.conf.sites import Site
+from fedloom.server.rounds.enrolment import POLL_SECONDS, REFRESH_SECONDS, Enrolment, reason_of
+from fedloom.server.rounds.nodes import NONCE, Bindings, InMemoryBindings, nonce
+
+WINDOW_BYTES = 256 * 2**20
+LEAST_UNDER_WAY, MOST_UNDER_WAY = 4, 1000
+LEAST_TTL = 60.0  # seconds that a message is kept for its node
+NOT_TAKEN = "its node is not registered any more"
+
+
+@dataclass(frozen=True)
+class RawReply:
+    """A site's answer: its content, or None and the reason why there is none.
+
+    `partial`: the sum that holds its contribution, which the content then lacks; the same object for all that are in it.
+    """
+
+    site: Site
+    content: RecordDict | None
+    reason: str = ""
+    partial: PartialSum | None = None
+
+
+@dataclass
+class ClientChannel:
+    """All sites of a run, found through the grid. `window` messages are under way at once (0: by their size).
+
+    `bindings`: which node each site's contributions belong to, kept for good (server.rounds.enrolment). `traffic`: bytes of
+    arrays to and from each site since somebody cleared it.
+    """
+
+    grid: Grid
+    sites: list[Site]
+    window: int
+    bindings: Bindings = field(default_factory=InMemoryBindings)
+    enrolment: Enrolment = field(init=False)
+    traffic: dict[str, tuple[int, int]] = field(default_factory=dict)
+    _range: range | None = None
+
+    def __post_init__(self) -> None:
+        self.enrolment = Enrolment(self.grid, self.sites, self.bindings)
+
+    @property
+    def simulated(self) -> bool:
+        """Whether its nodes are on the user's own machines, and are who they say they are."""
+        return bool(getattr(self.grid, "simulated", False))
+
+    @property
+    def nodes(self) -> dict[str, int]:
+        """The node of each site that is there, by name."""
+        return self.enrolment.nodes
+
+    @property
+    def received(self) -> int | None:
+        """Bytes of arrays that came here so far, sums of several sites too; None where the engine does not count them."""
+        return getattr(self.grid, "received", None)
+
+    def parts(self, run: str) -> Any:
+        """What nodes of a cluster keep of a run (server.ledger.blobs.RemoteBlobStore); None where the server keeps all."""
+        return self.grid.parts(run) if self.simulated and hasattr(self.grid, "parts") else None  # type: ignore[attr-defined]
+
+    def join(self, timeout: float, fewest: int = 0, unneeded: Collection[str] = ()) -> None:
+        """Wait until every site is there (server.rounds.enrolment.Enrolment.join)."""
+        self.enrolment.join(timeout, fewest, unneeded)
+
+    def refresh(self, timeout: float = REFRESH_SECONDS) -> None:
+        """Look for nodes that came or went. Where an engine has a whole range of them, as before, that is seen at once."""
+        there = self.grid.get_node_ids() if self.simulated else None
+        if not isinstance(there, range) or there != self._range or len(self.nodes) < len(self.sites):
+            self.enrolment.refresh(timeout)
+        self._range = there if isinstance(there, range) else None
+
+    def ask(self, kind: str, orders: Iterable[tuple[Site, RecordDict]], round: int, timeout: float) -> Iterator[RawReply]:
+        """Send each site its order; yield replies as they come, and a failure for each site that does not answer.
+
+        Whatever is not answered in time is cancelled: nothing of it is running any more, and no late reply counts.
+        """
+        absent: list[Site] = []
+        message_type = TRAIN if kind == TRAIN else ASK
+
+        def messages() -> Iterator[tuple[Site, Message]]:
+            for site, content in orders:
+                if site.name in self.nodes:
+                    ttl = max(timeout, LEAST_TTL)
+                    if not self.simulated:
+                        content[NONCE] = nonce()
+                    self._count(site, array_bytes(content), 0)
+                    yield site, Message(content, self.nodes[site.name], message_type, group_id=str(round), ttl=ttl)
+                else:
+                    absent.append(site)
+
+        yield from self._exchange(messages(), timeout)
+        for site in absent:
+            yield RawReply(site, None, "not connected")
+
+    def _exchange(self, outgoing: Iterable[tuple[Site, Message]], timeout: float) -> Iterator[RawReply]:
+        """Push within the window, pull, yield. After `timeout` seconds what is pending has failed."""
+        queue = iter(outgoing)
+        first = next(queue, None)
+        if first is None:
+            return
+        queue = itertools.chain([first], queue)
+        window = min(self.window or room(first[1].content), sys.maxsize)
+        pending: dict[str, Site] = {}
+        deadline = time.monotonic() + timeout
+        try:
+            while True:
+                batch = list(itertools.islice(queue, window - len(pending)))
+                if batch:
+                    ids = self.grid.push_messages([message for _, message in batch])
+                    pairs = [(id, site) for id, (site, _) in zip(ids, batch, strict=True)]
+                    pending.update((id, site) for id, site in pairs if id)
+                    yield from (RawReply(site, None, NOT_TAKEN) for id, site in pairs if not id)
+                if not pending:
+                    return
+                replies = list(self.grid.pull_messages(list(pending)))
+                found = [(pending.pop(message.metadata.reply_to_message_id, None), message) for message in replies]
+                yield from (self._reply(site, message) for site, message in found if site is not None)
+                if time.monotonic() > deadline:
+                    break
+                if not replies:
+                    time.sleep(getattr(self.grid, "poll_seconds", POLL_SECONDS))
+        finally:
+            self._cancel(pending)
+        for site in itertools.chain(pending.values(), (site for site, _ in queue)):
+            yield RawReply(site, None, f"no reply within {timeout:g} s")
+
+    def _reply(self, site: Site, message: Message) -> RawReply:
+        if message.has_error():
+            return RawReply(site, None, reason_of(message))
+        self._count(site, 0, array_bytes(message.content))
+        partial_sum: Any = getattr(self.grid, "partial_sum", None)  # of our own engines
+        return RawReply(
+            site, message.content, "", partial_sum(message.metadata.reply_to_message_id) if partial_sum else None
+        )
+
+    def _count(self, site: Site, sent: int, received: int) -> None:
+        before = self.traffic.get(site.name, (0, 0))
+        self.traffic[site.name] = before[0] + sent, before[1] + received
+
+    def _cancel(self, pending: Mapping[str, Site]) -> None:
+        """Give up what is under way: our own engines stop it, in a real federation nobody pulls it any more."""
+        cancel: Any = getattr(self.grid, "cancel", None)
+        if pending and cancel:
+            cancel(list(pending))
+
+
+def room(content: RecordDict) -> int:
+    """How many messages such as this one may be under way at once, so that their arrays stay within WINDOW_BYTES."""
+    return max(LEAST_UNDER_WAY, min(MOST_UNDER_WAY, WINDOW_BYTES // max(1, array_bytes(content))))

@@ -1,0 +1,81 @@
+"""What sites that bring their own data say when they enrol: how many training images they have, and of which classes."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from fedloom.clients.data import differing
+from fedloom.clients.protocol.messages import METRICS
+from fedloom.clients.protocol.reply_checks import ReplyError, read_names
+from fedloom.conf.errors import plain
+from fedloom.server.rounds.channel import RawReply
+from fedloom.server.rounds.sample_counts import capped
+
+MOST_IMAGES = 2**31 - 1
+
+
+@dataclass
+class ClientMetadata:
+    """The sites that have enrolled. One that says nothing of use has not, whatever it sends later, and may say it again."""
+
+    _sizes: dict[str, int] = field(default_factory=dict)
+    _counted: dict[str, int] = field(default_factory=dict)  # of these, how many count
+    _names: dict[int, tuple[str, tuple[str, ...]]] = field(default_factory=dict)  # by the site's place
+    _things: dict[str, tuple[str, ...]] = field(default_factory=dict)  # what the classes of each site are
+    _faults: dict[str, str] = field(default_factory=dict)  # why a site that was asked has not enrolled
+
+    def has(self, site: str) -> bool:
+        """Whether a site has enrolled."""
+        return site in self._sizes
+
+    def take(self, reply: RawReply) -> None:
+        """Enter a site by its answer, or keep why it cannot be."""
+        try:
+            images, names, things = _read(reply)
+        except ReplyError as error:
+            self._faults[reply.site.name] = str(error)
+            return
+        self._things[reply.site.name], self._counted = things, {}
+        self._sizes[reply.site.name], self._names[reply.site.index] = images, (reply.site.name, names)
+
+    def images(self, site: str) -> int:
+        """How many training images a site has. ReplyError if it has not enrolled."""
+        if site not in self._sizes:
+            raise ReplyError(f"it did not enrol: {self._faults.get(site, 'it was not asked yet')}")
+        return self._sizes[site]
+
+    def counted(self, site: str) -> int:
+        """How many of a site's images count, beside what the others say (sample_counts). ReplyError as above."""
+        self.images(site)
+        if self._counted.keys() != self._sizes.keys():
+            self._counted = capped(self._sizes)
+        return self._counted[site]
+
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """What the classes of each site are, as it said; none where it did not."""
+        return dict(self._things)
+
+    def class_names(self) -> dict[str, tuple[str, ...]]:
+        """The names of each site's classes; empty where they are numbers."""
+        return dict(self._names.values())
+
+    def unlike(self) -> dict[str, str]:
+        """The sites whose classes bear other names than at most of the sites (of equally many: at the first), and why."""
+        named = [(site, names) for _, (site, names) in sorted(self._names.items()) if names]
+        if not named:
+            return {}
+        [(usual, _)] = Counter(names for _, names in named).most_common(1)
+        first = next(site for site, names in named if names == usual)
+        found = {}
+        for site, names in named:
+            if (k := differing(usual, names)) is not None:
+                found[site] = f"its class {k} is '{plain(names[k])}', that of {first} '{plain(usual[k])}'"
+        return found
+
+
+def _read(reply: RawReply) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
+    if reply.content is None:
+        raise ReplyError(reply.reason)
+    images = (reply.content.metric_records.get(METRICS) or {}).get("samples")
+    if not isinstance(images, int) or not 1 <= images <= MOST_IMAGES:
+        raise ReplyError(f"it names no number of images from 1 to {MOST_IMAGES}")
+    return images, read_names(reply.content), read_names(reply.content, "things")

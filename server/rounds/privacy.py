@@ -1,0 +1,49 @@
+"""What a configuration hides of what sites give: what does not go together with it, and what a summary says of it."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fedloom.clients.privacy.differential import check_privacy
+from fedloom.clients.protocol.packing import NONE
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config
+from fedloom.server.ledger.declared import Slot, Sum
+
+
+def check_hidden(config: Config) -> None:
+    """UserError for ways of hiding, packing, adding up and scaling that exclude each other."""
+    federation = config.federation
+    check_privacy(config.privacy)
+    if federation.secure_aggregation and federation.partial_sums:
+        raise UserError("federation.partial_sums: workers would read what sites give; not with secure_aggregation")
+    if federation.secure_aggregation and federation.packed != NONE:
+        raise UserError("federation.packed: under masks everything travels as integers of 64 bits; leave it at none")
+    for key in ("partial_sums", "secure_aggregation"):
+        if getattr(federation, key) and federation.clip_change:
+            raise UserError(f"federation.clip_change: the server scales each reply itself; leave federation.{key} off "
+                            "(privacy.clip: sites scale what they send)")  # fmt: skip
+
+
+def masked(config: Config, slots: Mapping[str, Slot]) -> dict[str, Slot]:
+    """The slots as secure aggregation keeps them. UserError for one that cannot be summed without being read."""
+    if odd := next((name for name, slot in slots.items() if not isinstance(slot, Sum) or slot.weighted), ""):
+        kind = "counts by samples" if isinstance(slots[odd], Sum) else "is not summed"
+        raise UserError(f"federation.secure_aggregation: slot '{odd}' of strategy '{config.strategy.get('name')}' {kind}; "
+                        "take one that gathers unweighted sums alone, such as sum_aggregation")  # fmt: skip
+    return {name: replace(slot, masked=True) for name, slot in slots.items() if isinstance(slot, Sum)}
+
+
+def refuse_hidden(config: Config) -> None:
+    """UserError if sites hide what they give: of a strategy that reads every site's own reply."""
+    for section, key in (("federation", "secure_aggregation"), ("privacy", "noise")):
+        if getattr(getattr(config, section), key):
+            raise UserError(f"{section}.{key}: strategy '{config.strategy['name']}' reads every site's own reply; take "
+                            "one that gathers sums alone, such as sum_aggregation")  # fmt: skip
+
+
+def hidden(config: Config) -> dict[str, Any]:
+    """How sites' contributions are hidden, for the summary; empty if they are not."""
+    masks = {"secure_aggregation": True} if config.federation.secure_aggregation else {}
+    noise = {key: getattr(config.privacy, key) for key in ("clip", "noise", "delta")} if config.privacy.noise else {}
+    return {**masks, **noise}

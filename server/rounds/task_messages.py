@@ -1,0 +1,139 @@
+"""One question to many sites, as it travels: an order for each, with the records that go with it."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flwr.app import ArrayRecord, RecordDict
+
+from fedloom.clients.protocol.messages import BEFORE, CONFIG, EXPECTED, ORDER, OWN, TRAIN, TaskInstructions, to_arrays
+from fedloom.clients.protocol.partial_sums import ONCE, SAMPLES, expected_record
+from fedloom.clients.storage.states import round_file, write_private_state
+from fedloom.conf.sites import Site
+from fedloom.fusion.exact import State
+from fedloom.server.rounds.context import Content
+from fedloom.server.rounds.record_spec import RecordSpec
+
+if TYPE_CHECKING:
+    from fedloom.server.rounds.dispatcher import TaskDispatcher
+
+START = "start"  # what a site that enters a sum starts from: file, or place in an order
+
+
+@dataclass(frozen=True)
+class _Before:
+    """Where a worker finds what is in the sum of a site (a path; with sums by node a digest, and the node that holds it, or
+    the `record` that travels with the order), and how many times it is in it.
+    """
+
+    where: str = ""
+    holder: str = ""
+    weight: int = 0
+    record: ArrayRecord | None = None
+
+
+@dataclass
+class TaskMessages:
+    """One question to many sites: records that they share are one object, which engines ship once."""
+
+    questions: "TaskDispatcher"
+    kind: str
+    number: int
+    site_round: int
+    content: Content
+    expected: Mapping[str, RecordSpec]
+    split: str
+    trained: Collection[str]  # sites that have trained in this very round: their own state is that after it
+    attempt: str  # at secure aggregation
+    again: int  # which draw of the round's batches
+    _arrays: dict[int, tuple[State, ArrayRecord]] = field(default_factory=dict)  # by the state's identity
+    _files: dict[int, tuple[State, Path]] = field(default_factory=dict)
+    _common: dict[str, ArrayRecord] | None = None
+    _first: tuple[str, ArrayRecord | None] = ("", None)  # the contribution that was sent last, and its digest
+
+    def __post_init__(self) -> None:
+        config, slots = self.questions.config, self.questions.aggregation.slots
+        summed = (config.federation.partial_sums or bool(self.attempt)) and bool(self.expected)
+        told = summed or bool(config.privacy.noise)
+        self.slot = next((record for record, one in self.expected.items() if one.slot), "") if told else ""
+        weighted = {record for record, one in self.expected.items() if one.slot and slots.weighted(one.slot)}
+        counted = {record: SAMPLES if record in weighted else one.mean or ONCE for record, one in self.expected.items()}
+        self.sums = counted if summed else {}
+        self.staging = str(slots.contributions.staging.resolve()) if summed and not self.attempt else ""
+        self.members = len(slots.members)
+        likes = {record: one.like for record, one in self.expected.items() if one.like is not None}
+        self.apart = bool(self.staging) and slots.ledger.blobs.elsewhere is not None
+        self.likes = {EXPECTED: expected_record(likes)} if summed and not self.attempt else {}
+
+    def order(self, site: Site, lost: bool) -> RecordDict:
+        """The site's order with all that goes with it; `lost`: it has no state of its own any more."""
+        asking, aggregation = self.questions, self.questions.aggregation
+        own = aggregation.restart(site) if lost else None
+        before = self._before(site) if self.slot and self.staging else _Before()
+        order = TaskInstructions(
+            config=asking.digest, run=asking.run, site=site.index, round=self.site_round, rounds=asking.rounds,
+            base=0 if lost and own is None else self._base(site), members=self.members, kind=self.kind,
+            split=self.split, sums=self.sums, slot=self.slot, ledger=self.staging,
+            before=before.where, holder=before.holder, weight=before.weight, secure=self.attempt,
+            again=self.again,
+        )  # fmt: skip
+        records: dict[str, Any] = {ORDER: order.record(), **self._records(site), **self.likes}
+        if own is not None:
+            records[OWN] = to_arrays(own)
+        if before.record is not None:
+            records[BEFORE] = before.record
+        if asking.needs_configuration(site):
+            records[CONFIG] = asking.text
+        return RecordDict(records)
+
+    def _before(self, site: Site) -> "_Before":
+        """What a worker is to find of the site in the sum; of one that enters it, what it starts from."""
+        slots, blobs = self.questions.aggregation.slots, self.questions.aggregation.ledger.blobs
+        expected, file = self.expected[self.slot], slots.contributions.file(site.name)
+        if file is None:
+            return self._entering(expected.first(site.name)) if expected.first else _Before()
+        weight = slots.weight(expected.slot, site.name) if slots.has(expected.slot, site.name) else 0
+        if not self.apart:
+            return _Before(str(file.resolve()), weight=weight)
+        holder = blobs.holder(file.stem)
+        return _Before(file.stem, holder, weight, None if holder else self._sent_last(file.stem))
+
+    def _entering(self, start: State) -> "_Before":
+        """The same of a site that starts from this state, which is not in the sum; a state is written, or sent, once."""
+        if self.apart:
+            return _Before(START, record=self._shared(start))
+        if id(start) not in self._files:
+            staging = self.questions.aggregation.slots.contributions.staging
+            path = round_file(staging, f"{START}-{len(self._files)}", self.number)
+            write_private_state(path, start)
+            self._files[id(start)] = start, path
+        return _Before(str(self._files[id(start)][1].resolve()))
+
+    def _sent_last(self, digest: str) -> ArrayRecord:
+        """A contribution that the server has: one record for all sites that gave the same, as all do at first."""
+        known, record = self._first
+        if record is None or known != digest:
+            record = to_arrays(self.questions.aggregation.ledger.blobs.get(digest))
+            self._first = digest, record
+        return record
+
+    def _base(self, site: Site) -> int:
+        """The round after which the site's own state is valid."""
+        if self.kind != TRAIN and site.name in self.trained:
+            return self.site_round
+        base = self.questions.aggregation.slots.base(site.name)
+        return self.questions.aggregation.schedule.site_round(base) if base else 0
+
+    def _records(self, site: Site) -> dict[str, ArrayRecord]:
+        if not callable(self.content):
+            if self._common is None:
+                self._common = {name: to_arrays(state) for name, state in self.content.items()}
+            return self._common
+        return {name: self._shared(state) for name, state in self.content(site).items()}
+
+    def _shared(self, state: State) -> ArrayRecord:
+        """The record of a state; the same one if it has been sent before."""
+        if id(state) not in self._arrays:
+            self._arrays[id(state)] = state, to_arrays(state)
+        return self._arrays[id(state)][1]

@@ -1,0 +1,1 @@
+"""One run: the experiment from start to summary, its training, and the measurements at the end."""

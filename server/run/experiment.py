@@ -1,0 +1,237 @@
+"""One experiment from start to summary: the main method, its baselines on the same data, and the measurements at the end."""
+
+import contextlib
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flwr.serverapp import Grid
+
+from fedloom.clients.data import remarks, site_sizes
+from fedloom.clients.data.listing import held
+from fedloom.clients.networks import NETWORKS, Architecture, architecture_of
+from fedloom.clients.networks.base import SelfStarting
+from fedloom.clients.networks.head_view import BATCH, FEWEST
+from fedloom.clients.objectives import objective_of
+from fedloom.clients.protocol.packing import NONE
+from fedloom.clients.training.checks import check_sizes, check_training
+from fedloom.clients.training.schedules import schedule_of
+from fedloom.clients.training.torch_defaults import ordinary
+from fedloom.conf.errors import FailedError, UserError, plain
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import roster
+from fedloom.fusion.exact import ExactSumError, check_range
+from fedloom.server.evaluation.evaluator import RECOMPUTED, Evaluator, has_data, site_rows
+from fedloom.server.ledger import Ledger
+from fedloom.server.ledger.database import LEDGER, begun
+from fedloom.server.rounds.channel import ClientChannel
+from fedloom.server.rounds.loop import MOST_TOLD
+from fedloom.server.rounds.privacy import check_hidden, hidden
+from fedloom.server.rounds.schedules import check_asked
+from fedloom.server.run.final_evaluation import OWN, counted
+from fedloom.server.run.listener import Listener, Listeners
+from fedloom.server.run.resource_usage import Spent
+from fedloom.server.run.training_run import TrainingRun, open_ledger
+from fedloom.server.run_folder.folder import SUMMARY, RunFolder, refuse_existing
+from fedloom.server.run_folder.listing import FINISHED
+from fedloom.server.strategies import STRATEGIES, slots_of
+from fedloom.server.strategies.base import check_named
+from fedloom.server.unlearning.client_erasure import outstanding
+
+
+@held()
+def check(config: Config) -> None:
+    """Refuse what cannot work before anything is started: data, sites, method. Raises UserError."""
+    _check_method(config)
+    check_hidden(config)
+    if has_data(config):
+        site_sizes(config)
+    for one in [config, *(with_mode(config, mode) for mode in config.baselines)]:
+        objective_of(one)
+    architectures = {architecture_of(config, site) for site in roster(config)}
+    for architecture in architectures:
+        _check_start(architecture, config.federation.scale_bits)
+    check_training(config, architectures)
+    if has_data(config):
+        check_sizes(config)
+    if config.network:
+        NETWORKS.build(config.network, "network")  # no site may have it
+    STRATEGIES.build(config.strategy, "strategy").check(config)
+    slots_of(config)
+    if config.evaluation.statistics == RECOMPUTED and not config.data.validation:
+        raise UserError(f"evaluation.statistics={RECOMPUTED}: needs validation images; set data.validation above 0")
+    if config.evaluation.statistics == BATCH and config.evaluation.batch < FEWEST:
+        raise UserError(f"evaluation.batch: got {config.evaluation.batch}, statistics={BATCH} takes at least {FEWEST}")
+    check_asked(config)
+
+
+def _check_start(architecture: Architecture, bits: int) -> None:
+    """UserError for a network of the user's own that starts with what the exact sums cannot hold."""
+    network = architecture.build()
+    if isinstance(network, SelfStarting):
+        try:
+            check_range(network.state_dict(), bits)
+        except ExactSumError as error:
+            told = f"network: '{architecture.options['name']}': {error}, and cannot be summed"
+            raise UserError(f"{told}; register it with persistent=False if it is a constant, or scale it") from None
+
+
+def _check_method(config: Config) -> None:
+    """UserError for what cannot be summed, and for sums where nobody can add up."""
+    check_named(config)
+    if config.federation.partial_sums and config.engine.name == "flower":
+        raise UserError("federation.partial_sums: needs workers of this run's own (engine.name=ray); leave it off")
+    if config.federation.node_store and not (config.federation.partial_sums and config.engine.name == "ray"):
+        raise UserError("federation.node_store: nodes keep what their workers add up: takes federation.partial_sums=true "
+                        "and engine.name=ray")  # fmt: skip
+
+
+def with_mode(config: Config, mode: str) -> Config:
+    """The configuration of a baseline: the same experiment with another mode of the objective."""
+    own = {"initialisation": "own"} if mode == "independent" else {}
+    return dataclasses.replace(config, objective={**config.objective, "mode": mode, **own}, baselines=[])
+
+
+def run_experiment(grid: Grid, config: Config, listener: Listener, began: float | None = None) -> dict[str, Any]:
+    """Run an experiment over the grid, into the folder run.root/run.name; returns what summary.json holds.
+
+    An interruption (KeyboardInterrupt, SystemExit) or an error leaves a summary of status "interrupted" or "failed"
+    beside all that was committed; with run.resume it goes on from there. `began`: when (time.monotonic) what counts as its
+    time began; now, if not given.
+    """
+    began = time.monotonic() if began is None else began
+    refuse_existing(config)
+    check(config)
+    folder = RunFolder(Path(config.run.root) / config.run.name)
+    folder.open(config)
+    return work(grid, config, folder, listener, began)
+
+
+def work(grid: Grid, config: Config, folder: RunFolder, listener: Listener, began: float) -> dict[str, Any]:
+    """All that is not committed yet of an experiment whose folder is there."""
+    with ordinary():  # checks may have imported what sets something else
+        return _worked(grid, config, folder, listener, began)
+
+
+def _worked(grid: Grid, config: Config, folder: RunFolder, listener: Listener, began: float) -> dict[str, Any]:
+    spent = Spent(began, folder.summary())
+    summary = {**head(config), "status": "interrupted"}
+    with open_ledger(config, folder) as ledger:
+        if _untouched(ledger, folder):
+            return folder.summary()
+        folder.check(ledger.run().config)  # before anything is written
+        method: TrainingRun | None = None
+        try:
+            method = TrainingRun(config, folder, ledger, Evaluator(config))
+            advice = method.aggregation.strategy.warnings(config)
+            odd = remarks(config) if has_data(config) else []
+            for line in [*odd, *schedule_of(config.training).advice(config.rounds), *advice]:
+                listener.message(line)
+            federation, hearing = method.joined(grid), Listeners([spent, listener])
+            while "accuracy" not in summary or method.unlearning().under_way():  # requests may come while it is measured
+                method.train(federation, hearing)
+                listener.note("measuring on the test images")
+                began = time.monotonic()
+                summary |= method.measure()
+                if has_data(config):
+                    summary["classes"] = counted(config, method.aggregation.members())
+                listener.note(f"networks measured and sums checked in {time.monotonic() - began:.1f} s")
+                check_sums(folder.path, summary)
+                for mode in config.baselines:
+                    rows, there = _run_baseline(with_mode(config, mode), method, federation, listener)
+                    summary["accuracy"] |= rows
+                    for key, more in there.items():
+                        summary[key] = {**summary.get(key, {}), **more}
+            summary["status"] = "finished"
+        except Exception as error:
+            summary |= {"status": "failed", "error": plain(f"{type(error).__name__}: {error}")[:MOST_TOLD]}
+            raise
+        finally:
+            if ledger.in_place():
+                if method is not None and "accuracy" not in summary:
+                    with contextlib.suppress(Exception):  # the first error counts
+                        method.leave()
+                summary |= {**head(config, ledger), **spent.told()}
+                for request in ledger.waiting(applied=True):
+                    listener.message(f"request '{request.id}' ({', '.join(request.sites)}) waits; "
+                                     f"'fedloom resume {folder.path}' carries it out")  # fmt: skip
+                folder.write_summary(summary)
+                ledger.note(summary["status"], {"files": folder.results()})
+    listener.finished(summary)
+    return summary
+
+
+def check_sums(path: Path, found: Mapping[str, Any]) -> None:
+    """FailedError if one of the checks of what was measured does not hold."""
+    if failed := [name for name, holds in found["checks"].items() if not holds]:
+        raise FailedError(f"{path}: does not hold: {', '.join(failed)}; do not rely on its sums "
+                          f"('fedloom ledger {path} --check' says more)")  # fmt: skip
+
+
+def _untouched(ledger: Ledger, folder: RunFolder) -> bool:
+    """Whether the run is finished, nothing waits, and neither ledger nor files have changed since."""
+    last = deque(ledger.events(), maxlen=1)[0]
+    if ledger.waiting(applied=True) or outstanding(ledger):
+        return False
+    return last.kind == "finished" and SUMMARY in last.body["files"] and last.body["files"] == folder.results()
+
+
+def finished(config: Config) -> dict[str, Any]:
+    """The summary of the run that is to go on, where it is finished and there is nothing to do; empty otherwise."""
+    folder = RunFolder(Path(config.run.root) / config.run.name)
+    if not (config.run.resume and begun(folder.path / LEDGER) and folder.summary().get("status") == FINISHED):
+        return {}
+    with Ledger.open(folder.path) as ledger:
+        return folder.summary() if _untouched(ledger, folder) else {}
+
+
+Rows = dict[str, dict[str, float]]
+BY_METHOD = ("at_sites", "per_site", "recombination", "layer_selection")  # what a summary says of every method
+
+
+def _run_baseline(
+    config: Config, main: TrainingRun, federation: ClientChannel, listener: Listener
+) -> tuple[Rows, dict[str, Any]]:
+    """Run a baseline into a folder of its own; the accuracy of its aggregate under the name of its mode, and of further
+    networks that are no site's (without an aggregate: the mean of the sites' own); and what of it stands BY_METHOD."""
+    mode = config.objective["mode"]
+    with main.beside(config, f"baselines/{mode}") as method:
+        method.train(federation, listener)
+        found = method.measure()
+        check_sums(method.folder.path, found)
+        found["per_site"] = {f"{mode}: {role}" if role == OWN else mode: one for role, one in found["per_site"].items()}
+        method.folder.write_summary({**head(config, method.ledger), **found})
+        method.ledger.note("finished", {"files": method.folder.results()})
+    sites = {site.name for site in roster(config)}
+    there = {key: found[key] for key in BY_METHOD if key in found}
+    shared = [name for name in found["accuracy"] if name not in sites]
+    if shared:
+        rows = {f"{mode}: {name}" if place else mode: found["accuracy"][name] for place, name in enumerate(shared)}
+        return rows, there
+    return {mode: _mean(list(found["accuracy"].values()))}, there
+
+
+def _mean(accuracies: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Each over those that have it: a network may be read on some domains only."""
+    given = {key: [one[key] for one in accuracies if key in one] for each in accuracies for key in each}
+    return {key: sum(shares) / len(shares) for key, shares in given.items()}
+
+
+def head(config: Config, ledger: Ledger | None = None) -> dict[str, Any]:
+    """What a summary says before anything is measured; without the sites that the ledger has as forgotten."""
+    gone = {name for name, forgotten in ledger.sites().items() if forgotten} if ledger else set()
+    last = ledger.last_round() if ledger else None
+    return {
+        "experiment": config.experiment,
+        "method": "/".join(filter(None, (config.strategy["name"], objective_of(config).mode))),
+        "seed": config.seed,
+        "rounds": max(config.rounds, last.round) if last else config.rounds,
+        "engine": config.engine.name,
+        "sites": [row for row in site_rows(config) if row["name"] not in gone],
+        **({"unlearned": sorted(gone)} if gone else {}),
+        **({"privacy": ways} if (ways := hidden(config)) else {}),
+        **({"packed": config.federation.packed} if config.federation.packed != NONE else {}),
+    }

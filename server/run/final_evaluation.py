@@ -1,0 +1,175 @@
+"""What a method's networks come to at the end of a run: on every domain, and at single sites on their own test images."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedloom.clients.data import class_counts
+from fedloom.clients.data.listing import held
+from fedloom.clients.evaluation.accuracy import Score
+from fedloom.clients.networks import Architecture, Model, architecture_of
+from fedloom.clients.protocol.reply_checks import MOST_NAME
+from fedloom.conf.errors import UserError, plain
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import Site, roster
+from fedloom.server.rounds.schedules import looked_at
+from fedloom.server.rounds.view import Models, View
+from fedloom.server.run_folder.folder import AGGREGATE, is_file_name
+
+if TYPE_CHECKING:
+    from fedloom.server.run.training_run import TrainingRun
+
+QUESTION_BYTES = 64 * 2**20  # of networks that sites are sent in one question, about
+OWN = "own"  # in results by site: the sites' own networks, each at its site
+MOST_COUNTED = 1000  # sites whose images are counted by class
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of a network: `shares`, accuracy by domain and on the union; `sites`, how it does on each site's own test images."""
+
+    shares: dict[str, float]
+    sites: dict[str, Score]
+
+
+@dataclass
+class _Waiting:
+    """A network to be measured: where its accuracy goes under which name, who uses it, and as what."""
+
+    into: dict[str, dict[str, float]]
+    name: str
+    model: Model | None
+    users: Sequence[Site] = ()
+    role: str = OWN
+
+
+class Measured:
+    """What is found of a method's networks as they are looked at one by one; each is written into the run's folder.
+
+    Where sites measure them, several travel in one question. `sites`: those that are looked at one by one.
+    """
+
+    def __init__(self, method: "TrainingRun") -> None:
+        self.method, self.aggregate = method, method.aggregation.display_name
+        self.models = check_models(method.config, method.aggregation.models())
+        self.accuracy: dict[str, dict[str, float]] = {}
+        self.forgotten: dict[str, dict[str, float]] = {}
+        self.facts: dict[str, Any] = {}
+        self.at: dict[str, dict[str, Score]] = {}
+        view = method.aggregation.view()
+        there = set(looked_at(method.config, trained(view)))
+        self.sites = [site for site in view.sites if site.name in there]
+        self._waiting: list[_Waiting] = []
+        self._served: set[Architecture] = set()  # architectures whose first shared network was looked at
+
+    def network(self, name: str) -> None:
+        """Look at a network by its display name."""
+        model = self.method.evaluator.settled(self.models[name])
+        self.method.folder.write_network(AGGREGATE if name == self.aggregate else name, model, display_name=name)
+        own = [site for site in self.sites if site.name == name]
+        self.measure(self.accuracy, name, model, own or self._users(model.architecture), OWN if own else AGGREGATE)
+        self.facts |= model.facts
+
+    def site(self, site: Site) -> None:
+        """Look at a site's own network, and at the aggregate without it, if it is one of those to be looked at."""
+        if site not in self.sites:
+            return
+        if site.name in self.models:
+            self.network(site.name)
+        if (rest := self.method.aggregation.without([site.name])) is not None:
+            self.measure(self.forgotten, site.name, rest)
+
+    def measure(
+        self, into: dict[str, dict[str, float]], name: str, model: Model | None, users: Sequence[Site] = (), role: str = OWN
+    ) -> None:
+        """Have a model's accuracy put into a table under a name, at once or with others (`settle`)."""
+        self._waiting.append(_Waiting(into, name, model, users, role))
+        size = sum(tensor.nbytes for one in self._waiting if one.model is not None for tensor in one.model.state.values())
+        if self.method.config.evaluation.where == "server" or size > QUESTION_BYTES:
+            self.settle()
+
+    def settle(self) -> None:
+        """Measure what waits."""
+        waiting, self._waiting = self._waiting, []
+        found = self.method.scores([one.model for one in waiting], [one.users for one in waiting]) if waiting else []
+        for one, here in zip(waiting, found, strict=True):
+            one.into[one.name] = here.shares
+            self.at.setdefault(one.role, {}).update({name: each for name, each in here.sites.items() if each.images})
+
+    def per_site(self) -> dict[str, Any]:
+        """By role of the networks (aggregate, own) what was found at the sites, as a summary holds it."""
+        return {role: told(scores) for role in (AGGREGATE, OWN) if (scores := self.at.get(role))}
+
+    def _users(self, architecture: Architecture) -> list[Site]:
+        """Who would use a network that is no site's: the sites of its architecture, if it is the first such one."""
+        if architecture in self._served:
+            return []
+        self._served.add(architecture)
+        return [site for site in self.sites if architecture_of(self.method.config, site) == architecture]
+
+
+def trained(view: View) -> list[str]:
+    """The members that have trained, as the ledger says; where it says of none, all members."""
+    there: set[str] = {site.name for site in view.sites if view.last_put(site.name)}
+    for row in view.ledger.rounds():
+        record = row.record or {}
+        if row.round and not record.get("recalibrated"):
+            there |= set(record.get("bytes") or {}) - set(record.get("dropped") or {})
+    names = [site.name for site in view.sites]
+    return [name for name in names if name in there] or names
+
+
+def told(scores: Mapping[str, Score]) -> dict[str, Any]:
+    """Scores at sites: each, how they spread over the sites (every site counts the same), and by class over all images."""
+    shares = {name: one.right / one.images for name, one in scores.items()}
+    worst, best = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
+    values, classes = np.array(list(shares.values())), dict[int, tuple[int, int]]()
+    for one in scores.values():
+        for name, (right, images) in one.classes.items():
+            before = classes.get(name, (0, 0))
+            classes[name] = before[0] + right, before[1] + images
+    return {
+        "mean": float(values.mean()),
+        "deviation": float(values.std()),
+        "deciles": [float(one) for one in np.quantile(values, np.arange(1, 10) / 10)],
+        "worst": {"site": worst, "accuracy": shares[worst]},
+        "best": {"site": best, "accuracy": shares[best]},
+        "classes": {str(name): list(classes[name]) for name in sorted(classes)},
+        "sites": {name: {"accuracy": shares[name], "right": one.right, "images": one.images,
+                         "classes": {str(place): list(both) for place, both in one.classes.items()}}
+                  for name, one in scores.items()},
+    }  # fmt: skip
+
+
+@held()
+def counted(config: Config, sites: Sequence[Site]) -> dict[str, dict[str, int]]:
+    """By site its training images by class; of very many sites, of an even share of them."""
+    chosen = sites[:: -(-len(sites) // MOST_COUNTED)] if sites else []
+    return {site.name: {str(name): count for name, count in class_counts(config, site).items()} for site in chosen}
+
+
+def common_names(config: Config, said: Iterable[Sequence[str]]) -> dict[str, str]:
+    """By class number its name, where all are of one mind. `said`: by site or domain the names of its classes, in the order
+    of their numbers; none where they are numbers alone: those have the same classes if outputs are shared, else others."""
+    given = {tuple(names) for names in said}
+    if config.data.heads != "shared" and () in given:
+        return {}
+    places = range(max(map(len, given), default=0))
+    found = {place: {plain(names[place])[:MOST_NAME] for names in given if place < len(names)} for place in places}
+    return {str(place): names.pop() for place, names in found.items() if len(names) == 1}
+
+
+def check_models(config: Config, models: Any) -> Models:
+    """What a strategy gives as its models. UserError unless all are named as files can be: they are written (RunFolder)."""
+    told = f"strategy '{config.strategy['name']}': its models()"
+    if not isinstance(models, Models):
+        raise UserError(f"{told} must give a fedloom.server.strategies.Models, gave a {type(models).__name__}")
+    sites = {site.name for site in roster(config)}
+    for place, name in enumerate(models):
+        if name not in sites and not is_file_name(name):
+            raise UserError(f"{told} names a network {name!a}, which no file can be named; choose another name")
+        if place and name == AGGREGATE:
+            raise UserError(f"{told} names a network '{name}', as the first one's file is; choose another name")
+    return models

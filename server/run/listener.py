@@ -1,0 +1,106 @@
+"""What a run tells of itself while it goes on. All calls come from the main thread."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from fedloom.conf.formatting import count
+
+
+class Listener(Protocol):
+    """Whoever wants to know: a progress bar, a log, a test."""
+
+    def started(self, run: str, sites: int, rounds: int, note: str) -> None:
+        """A run (or one of its baselines, named in `run`) begins, or goes on; `note`: the folder that it is kept in."""
+
+    def round_started(self, round: int, asked: int) -> None:
+        """`asked` sites get their orders."""
+
+    def reply(self, site: str, ok: bool, reason: str) -> None:
+        """A site answered; if not ok, its reply was dropped for this reason."""
+
+    def round_done(self, record: dict[str, Any]) -> None:
+        """A round was committed; the record is its line of metrics.jsonl."""
+
+    def note(self, text: str) -> None:
+        """A line on how things go."""
+
+    def message(self, text: str) -> None:
+        """A line worth telling at any rate, such as a warning."""
+
+    def finished(self, summary: dict[str, Any]) -> None:
+        """The run is complete; the summary is that of summary.json."""
+
+
+class Silent(Listener):
+    """Nobody listens."""
+
+
+class Listeners:
+    """Several listeners. All hear of everything; then the first error that one of them raises is raised."""
+
+    def __init__(self, listeners: Sequence[Listener]) -> None:
+        self.listeners = list(listeners)
+
+    def _all(self, call: Callable[[Listener], None]) -> None:
+        errors: list[BaseException] = []
+        for each in self.listeners:
+            try:
+                call(each)
+            except BaseException as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def started(self, run: str, sites: int, rounds: int, note: str) -> None:
+        self._all(lambda each: each.started(run, sites, rounds, note))
+
+    def round_started(self, round: int, asked: int) -> None:
+        self._all(lambda each: each.round_started(round, asked))
+
+    def reply(self, site: str, ok: bool, reason: str) -> None:
+        self._all(lambda each: each.reply(site, ok, reason))
+
+    def round_done(self, record: dict[str, Any]) -> None:
+        self._all(lambda each: each.round_done(record))
+
+    def note(self, text: str) -> None:
+        self._all(lambda each: each.note(text))
+
+    def message(self, text: str) -> None:
+        self._all(lambda each: each.message(text))
+
+    def finished(self, summary: dict[str, Any]) -> None:
+        self._all(lambda each: each.finished(summary))
+
+
+class LogListener:
+    """Everything as log lines, for the ServerApp in a real federation."""
+
+    def __init__(self) -> None:
+        self.log = logging.getLogger("flwr")
+        self.rounds = 0
+
+    def started(self, run: str, sites: int, rounds: int, note: str) -> None:
+        self.rounds = rounds
+        self.log.info("%s: %s, %s %s", run, count(sites, "site"), count(rounds, "round"), note)
+
+    def round_started(self, round: int, asked: int) -> None:
+        self.log.info("round %d of %d: %s asked", round, self.rounds, count(asked, "site"))
+
+    def reply(self, site: str, ok: bool, reason: str) -> None:
+        """Dropped replies come as messages, too."""
+
+    def round_done(self, record: dict[str, Any]) -> None:
+        accuracy = " ".join(f"{name} {share:.1%}" for name, share in record.get("accuracy", {}).items())
+        replies = count(record["replies"], "reply", "replies")
+        self.log.info("round %d: %s, validation accuracy: %s", record["round"], replies, accuracy)
+
+    def note(self, text: str) -> None:
+        self.log.info("%s", text)
+
+    def message(self, text: str) -> None:
+        self.log.warning("%s", text)
+
+    def finished(self, summary: dict[str, Any]) -> None:
+        self.log.info("finished in %.1f s", summary["seconds"])

@@ -1,0 +1,269 @@
+"""One method of an experiment at work in a folder: its rounds, requests between them, the measurements at the end."""
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from flwr.serverapp import Grid
+
+from fedloom.clients.data import class_names, variant
+from fedloom.clients.data.listing import held
+from fedloom.clients.networks import Model
+from fedloom.clients.objectives import objective_of
+from fedloom.conf import to_json
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import PERSONAL, Site, roster
+from fedloom.server.evaluation.evaluator import Evaluator, has_data
+from fedloom.server.evaluation.per_client_metrics import at_sites, costs, different_networks
+from fedloom.server.ledger import Ledger, Request
+from fedloom.server.ledger.blobs import NodeLostError
+from fedloom.server.ledger.database import LEDGER, begun
+from fedloom.server.ledger.declared import declared_sums
+from fedloom.server.rounds.channel import ClientChannel
+from fedloom.server.rounds.loop import RoundLoop
+from fedloom.server.rounds.server_state import ServerState
+from fedloom.server.rounds.view import Setup
+from fedloom.server.run.final_evaluation import Found, Measured, check_models, common_names
+from fedloom.server.run.listener import Listener
+from fedloom.server.run_folder.folder import AGGREGATE, RunFolder
+from fedloom.server.run_folder.layout import RETRAINED
+from fedloom.server.strategies import slots_of
+from fedloom.server.unlearning.client_erasure import Erasure
+from fedloom.server.unlearning.requests import Unlearning
+
+
+@dataclass
+class TrainingRun:
+    """A method with its ledger, whose server this is: new, or as the last committed round left it."""
+
+    config: Config
+    folder: RunFolder
+    ledger: Ledger
+    evaluator: Evaluator
+    aggregation: ServerState = field(init=False)
+    loop: RoundLoop | None = None  # once it has trained
+    erasure: Erasure | None = None  # where nodes can be told to delete what they keep
+    request_id: str = ""  # the request of whose outcome the caller tells
+
+    def __post_init__(self) -> None:
+        self.folder.check(self.ledger.run().config)
+        self.aggregation = ServerState(Setup(self.config, self.sites(), self.folder.path, self.ledger, self.evaluator))
+        check_models(self.config, self.aggregation.models())
+
+    def sites(self) -> list[Site]:
+        """The sites that its ledger knows, forgotten ones included."""
+        known = self.ledger.sites()
+        return [site for site in roster(self.config) if site.name in known]
+
+    def unlearning(self) -> Unlearning:
+        """Requests to it."""
+        return Unlearning(self.config, self.folder.path, self.ledger, self.aggregation, self.evaluator,
+                          self.erasure)  # fmt: skip
+
+    @held()
+    def begin(self, federation: ClientChannel, listener: Listener) -> RoundLoop:
+        """Have the federation's sites at hand: from here on they can be asked, also to measure."""
+        self.loop = RoundLoop(self.config, self.ledger.run().run, federation, self.aggregation, self.evaluator, listener)
+        return self.loop
+
+    @property
+    def measured_by_sites(self) -> bool:
+        """Whether some of the accuracies can be told by the sites alone."""
+        return self.config.evaluation.where != "server" or self.aggregation.strategy.personal
+
+    def train(self, federation: ClientChannel, listener: Listener, rounds: int | None = None) -> None:
+        """All rounds that are not committed yet (`rounds`: until there are so many), and those that requests ask for.
+
+        Requests that came in are taken up between rounds: they may go back to an earlier one, or want further ones.
+        """
+        loop = self.begin(federation, listener)
+        if not federation.simulated:
+            self.erasure = Erasure(self.config, self.ledger, federation.grid, listener.message)
+        unlearning, wanted = self.unlearning(), loop.last if rounds is None else rounds
+        loop.on_masks_removed, loop.written = lambda: unlearning.lifted(listener.message), self.folder.append
+        loop.last = max(wanted, unlearning.goal())
+        unlearning.tidy()
+        unlearning.tell_sites()
+        if parts := federation.parts(self.ledger.run().run):
+            self.aggregation.attach(parts)
+            loop.heal(unlearning.last_round() + 1)
+        self._resumed(loop)
+        self._announce(loop)
+        while True:
+            before, announced = unlearning.last_round(), loop.last
+            changed = unlearning.take(
+                listener.message, lambda request: self.retrained(request, federation, listener), mine=self.request_id
+            )
+            last, loop.last = unlearning.last_round(), max(wanted, unlearning.goal())
+            if last < before:
+                self._resumed(loop)
+            if last >= loop.last:
+                self._bring_home(loop)
+                return
+            if changed or loop.last != announced:
+                self._announce(loop)
+            unlearning.tell_sites()
+            if unlearning.recalibrates(last + 1):
+                loop.recalibration(last + 1)
+            else:
+                loop.one(last + 1)
+
+    def _bring_home(self, loop: RoundLoop) -> None:
+        """Fetch all contributions that nodes keep: the run has ended, and they may go."""
+        begin, before, brought = time.monotonic(), loop.federation.received or 0, None
+        while brought is None:
+            try:
+                brought = self.aggregation.bring_home()
+            except NodeLostError:
+                loop.heal(loop.last)
+        if brought:
+            size, seconds = (loop.federation.received or 0) - before, time.monotonic() - begin
+            loop.listener.note(f"{brought} contributions ({size / 1e6:.3g} MB) fetched from nodes in {seconds:.1f} s")
+
+    @held()
+    def joined(self, grid: Grid) -> ClientChannel:
+        """The federation of its members, when all are there that are not to be forgotten. UserError names the missing."""
+        members, window = self.aggregation.members(), self.config.federation.window
+        if getattr(grid, "simulated", False):
+            federation = ClientChannel(grid, members, window)
+            federation.enrolment.simulate()
+        else:
+            federation = ClientChannel(grid, members, window, self.ledger)
+            leaving = {site for request in self.unlearning().under_way() for site in request.sites}
+            federation.join(self.config.federation.join_timeout, self.config.federation.min_sites, leaving)
+        return federation
+
+    def retrained(self, request: Request, federation: ClientChannel, listener: Listener) -> Model:
+        """A network trained from the start without a request's sites, in retrained/<request>, for as many rounds."""
+        listener.message(f"request '{request.id}': a network is trained without {', '.join(request.sites)}, to compare with")
+        with self.beside(self.config, f"{RETRAINED}/{request.id}", request.sites) as other:
+            other.train(federation, listener, self.unlearning().last_round())
+            return other.aggregation.aggregate()
+
+    @contextmanager
+    def beside(self, config: Config, name: str, without: Sequence[str] = ()) -> Iterator["TrainingRun"]:
+        """A further method with the same sites (but for some), in a folder of the run's: new, or as far as it came."""
+        folder = RunFolder(self.folder.path / name)
+        folder.open(dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True)))
+        there = [site.name for site in self.aggregation.members() if site.name not in without]
+        run = f"{self.ledger.run().run}-{name.replace('/', '-')}"
+        with open_ledger(config, folder, run, there) as ledger:
+            yield TrainingRun(config, folder, ledger, self.evaluator)
+
+    def _announce(self, loop: RoundLoop) -> None:
+        """Tell what is trained now: other sites than before, or up to another round."""
+        named = f" ({self.aggregation.display_name})" if self.aggregation.display_name else ""
+        run, sites = f"{self.config.run.name}{named}", len(self.aggregation.members())
+        loop.listener.started(run, sites, loop.last, str(self.folder.path))
+
+    def _resumed(self, loop: RoundLoop) -> None:
+        """Begin after the last committed round, to which a crash or a rollback has led."""
+        self.aggregation.abandon()
+        self.ledger.prune()
+        self.folder.sweep()
+        loop.questions.back = next(
+            reversed([each.body["round"] for each in self.ledger.events() if each.kind == "rolled back"]), -1
+        )
+        last = self.ledger.last_round()
+        if last is None or not last.round:
+            self.folder.write_metrics([])
+            return
+        self.ledger.note("resumed", {"round": last.round})
+        self.complete_metrics(loop.measured)
+        loop.listener.note(f"going on after round {last.round}")
+
+    def leave(self) -> None:
+        """Put what was committed on record, where a run ends before it is measured: its rounds, and the shared networks."""
+        self.aggregation.abandon()
+        self.complete_metrics()
+        models, sites = self.aggregation.models(), {site.name for site in self.aggregation.members()}
+        for name in models:
+            if name not in sites:
+                self.folder.write_network(AGGREGATE if name == self.aggregation.display_name else name, models[name],
+                                          display_name=name)  # fmt: skip
+
+    @held()
+    def complete_metrics(self, measured: Callable[[dict[str, Any]], dict[str, Any]] = lambda record: record) -> None:
+        """Give metrics.jsonl a line for each committed round and no other; `measured`: what the last one's lacks if torn."""
+        known, rows = self.folder.metrics(), [row for row in self.ledger.rounds() if row.round > 0]
+        records = {row.round: known.get(row.round) or row.record or {"round": row.round} for row in rows}
+        if rows and rows[-1].round not in known:
+            records[rows[-1].round] = measured(records[rows[-1].round])
+        self.folder.write_metrics(records.values())
+
+    def scores(self, models: Sequence[Model | None], users: Sequence[Sequence[Site]]) -> list[Found]:
+        """Of each model, or (None) of the sites' own, test accuracy by domain, and at its users on their own test images.
+
+        Empty where no site is there to measure it.
+        """
+        if self.config.evaluation.where == "server" and None not in models:
+            return [Found(self.evaluator.accuracy(model, "test"), self.evaluator.at_sites(model, sites))
+                    for model, sites in zip(models, users, strict=True) if model is not None]  # fmt: skip
+        if self.loop is None:
+            return [Found({}, {}) for _ in models]
+        measuring, found = self.loop.sites, self.loop.sites.scores(models, "test")
+        return [Found(measuring.shares(scores), {site.name: scores[site.name] for site in sites if site.name in scores})
+                for scores, sites in zip(found, users, strict=True)]  # fmt: skip
+
+    @held()
+    def measure(self) -> dict[str, Any]:
+        """Test accuracy of all the method's networks, and of the aggregate without each site; all networks are written.
+
+        Every contribution is read once, and checked against the sums.
+        """
+        aggregation, found = self.aggregation, Measured(self)
+        members = {site.name for site in aggregation.members()}
+        for name in found.models:
+            if name not in members:
+                found.network(name)
+        checks, again = aggregation.checks(found.site)
+        backwards: dict[str, dict[str, float]] = {}
+        if again is not None and found.aggregate:
+            found.measure(backwards, "", aggregation.aggregate(again))
+        if not found.models or aggregation.strategy.personal:
+            found.measure(found.accuracy, PERSONAL, None, found.sites)
+        found.settle()
+        return {
+            "aggregate": found.aggregate,
+            "accuracy": {name: shares for name, shares in found.accuracy.items() if shares},
+            "reversed": backwards.get("", {}),
+            "forgotten": found.forgotten,
+            "per_site": found.per_site(),
+            "digest": aggregation.digest(),
+            "checks": checks,
+            "traces": {one.location: one.reason for one in aggregation.residue()},
+            **self._of_different_networks(),
+            **aggregation.strategy.summary_entries(aggregation.view()),
+            **found.facts,
+            **({"class_names": names} if (names := self._class_names()) else {}),
+        }
+
+    def _class_names(self) -> dict[str, str]:
+        """What the classes of the members are called, by number; of sites that bring their own data as they enrolled."""
+        members = self.aggregation.members()
+        if has_data(self.config):
+            return common_names(self.config, map(class_names, {variant(site.spec): site.spec for site in members}.values()))
+        return common_names(self.config, self.loop.questions.enrolled_names(members) if self.loop else ())
+
+    def _of_different_networks(self) -> dict[str, Any]:
+        """Where sites have networks of their own architecture and the server has the images: what that gives and costs."""
+        sites = self.aggregation.members()
+        if self.config.evaluation.where != "server" or not different_networks(self.config, sites):
+            return {}
+        models, name = self.aggregation.models(), objective_of(self.config).mode
+        return {"at_sites": {name: at_sites(self.evaluator, sites, models)}, "costs": costs(self.evaluator, sites, models)}
+
+
+def open_ledger(config: Config, folder: RunFolder, run: str = "", sites: Sequence[str] = ()) -> Ledger:
+    """The ledger of a run: the one that is there, or a new one. Raises LedgerError if another server is at work on it."""
+    if begun(folder.path / LEDGER):
+        return Ledger.open(folder.path)
+    run = run or hashlib.sha256(f"{to_json(config)}{time.time_ns()}".encode()).hexdigest()[:16]
+    names = sites or [site.name for site in roster(config)]
+    slots = slots_of(config)
+    bits = config.federation.scale_bits
+    return Ledger.create(folder.path, run, folder.config(), bits, names, declared_sums(slots), list(slots))

@@ -1,0 +1,124 @@
+"""The folder of a run: what is written where, so that others can read it."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from fedloom.clients.networks import Model
+from fedloom.clients.storage.states import write_bytes, write_private_state, write_state
+from fedloom.conf import to_yaml
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config
+from fedloom.server.ledger.database import acquire
+from fedloom.server.run_folder.layout import CONFIG, METRICS, STATES, SUMMARY, is_left
+from fedloom.server.run_folder.listing import holds, read_config, read_metrics, read_summary, refuse_existing
+
+__all__ = ["CONFIG", "METRICS", "SUMMARY", "RunFolder", "holds", "is_file_name", "read_config", "refuse_existing"]
+
+AGGREGATE, LONGEST = "aggregate", 100  # a network's file, and bytes of the name of any
+
+
+def stored(config: Config) -> str:
+    """The text of config.yaml: the configuration, but for the order to overwrite or to resume."""
+    return to_yaml(dataclasses.replace(config, run=dataclasses.replace(config.run, overwrite=False, resume=False)))
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """runs/<name>/ with config.yaml, metrics.jsonl, summary.json, the ledger, states/ and, later, plots/ and report.html."""
+
+    path: Path
+
+    def open(self, config: Config) -> None:
+        """Make it, or leave it as it is if config.run.resume says so and it is there.
+
+        Raises UserError if a run of that name exists (unless run.overwrite), is another one than the one to resume, or
+        nothing can be written there.
+        """
+        refuse_existing(config, self.path)
+        if config.run.resume and self.path.exists():
+            return
+        new, old = (self.path.with_name(f".{self.path.name}.{what}-{os.getpid()}") for what in ("new", "old"))
+        try:
+            write_bytes(new / CONFIG, stored(config).encode())
+            (new / METRICS).touch()
+            if self.path.exists():
+                os.close(acquire(self.path))  # nobody is at work on it
+                self.path.rename(old)
+            new.rename(self.path)
+            shutil.rmtree(old, ignore_errors=True)
+        except OSError as error:
+            if config.run.resume and holds(self.path, config):  # another process has just made it
+                return
+            raise UserError(f"{self.path}: cannot be written ({error.strerror or error}); choose another run.root") from None
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+
+    def check(self, config: str) -> None:
+        """UserError unless config.yaml is this text, with which the run was begun."""
+        here, there = (text.splitlines() for text in (self.config(), config))
+        odd = next((pair for pair in zip_longest(here, there) if pair[0] != pair[1]), None)
+        if odd is not None:
+            now, then = (f"'{line.strip()}'" if line is not None else "nothing" for line in odd)
+            raise UserError(f"{self.path / CONFIG}: was changed after the run began: {now}, was {then}; undo that")
+
+    def config(self) -> str:
+        """The text of config.yaml; empty without one."""
+        path = self.path / CONFIG
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Add a line to metrics.jsonl."""
+        with (self.path / METRICS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def metrics(self) -> dict[int, dict[str, Any]]:
+        """The records in metrics.jsonl by round; a line that a crash tore is left out."""
+        return read_metrics(self.path)
+
+    def write_metrics(self, records: Iterable[dict[str, Any]]) -> None:
+        """Write metrics.jsonl anew."""
+        write_bytes(self.path / METRICS, "".join(json.dumps(record) + "\n" for record in records).encode())
+
+    def sweep(self) -> None:
+        """Remove temporary files that a crash left, and nothing else."""
+        for place in (self.path, self.path / STATES):
+            for path in place.glob(".*-*"):
+                if is_left(path.name) and path.is_file():
+                    path.unlink()
+
+    def results(self) -> dict[str, str]:
+        """The sha256 of the files that say what came out, by their path in the folder."""
+        names = [CONFIG, METRICS, SUMMARY, *(f"{STATES}/{path.name}" for path in (self.path / STATES).glob("*.safetensors"))]
+        files = {name: self.path / name for name in sorted(names)}
+        return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path.is_file()}
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Write summary.json."""
+        write_bytes(self.path / SUMMARY, json.dumps(summary, indent=2).encode())
+
+    def summary(self) -> dict[str, Any]:
+        """What write_summary wrote; empty if there is nothing that can be read."""
+        return read_summary(self.path)
+
+    def write_network(self, name: str, model: Model, **metadata: str) -> None:
+        """Write a network's final state to states/<name>.safetensors; the name is one of a file (`is_file_name`).
+
+        Nobody but the user may read what is not the aggregate: it may be one site's.
+        """
+        write = write_state if name == AGGREGATE else write_private_state
+        write(self.path / STATES / f"{name}.safetensors", model.state, network=model.architecture.network, **metadata)
+
+
+def is_file_name(name: object) -> bool:
+    """Whether a file in a folder can have this name: printable, short, no path and not hidden."""
+    if not isinstance(name, str) or not name.isprintable() or set(name) & {"/", "\\"}:
+        return False
+    return not name.startswith(".") and 0 < len(name.encode()) <= LONGEST

@@ -1,0 +1,71 @@
+"""What a run's folder holds: what fedloom writes into it, and what it does not, which is never deleted with it."""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
+LEDGER, SEAL, LOCK = "ledger.sqlite", "ledger.sha256", "ledger.lock"  # the lock is held by the run's server
+BASELINES, RETRAINED, CERTIFICATES = "baselines", "retrained", "certificates"
+STATES, SITES, STAGING, BLOBS = "states", "sites", "staging", "blobs"
+PLOTS, REPORT = "plots", "report.html"
+TRACKERS = ("csv", "mlruns", "tensorboard", "wandb")  # folders of the trackers that ship; others': their own name
+
+WRITTEN = frozenset(
+    {CONFIG, METRICS, SUMMARY, LEDGER, SEAL, LOCK, BASELINES, RETRAINED, CERTIFICATES, STATES, SITES, STAGING, BLOBS}
+    | {PLOTS, REPORT, *TRACKERS, *(f"{LEDGER}-{part}" for part in ("wal", "shm", "journal"))}
+)
+SUFFIXES = {STATES: (".safetensors",), PLOTS: (".png",), CERTIFICATES: (".json", ".html", ".sig")}  # of the files in them
+DESKTOPS = (".DS_Store", "Thumbs.db", "desktop.ini")
+_LEFT = re.compile(r"\..+-[0-9a-f]{32}")
+_TEMPORARY = re.compile(r"\.(?P<name>.+)(-[0-9a-f]{32}|\.new)")  # of an interrupted write
+
+
+def strange_in(path: Path, tree: Mapping[str, Any]) -> list[str]:
+    """The entries of a run's folder that fedloom does not write; `tree`: its config.yaml, which names trackers of others."""
+    own = WRITTEN | set(_trackers(tree))
+    found = [one.name for one in path.iterdir() if one.name not in own and not _passing(one.name)]
+    return sorted([*found, *_strange_inside(path)])
+
+
+def _strange_inside(path: Path) -> Iterator[str]:
+    """Of folders in which people keep things of their own beside a run's."""
+    for folder, suffixes in SUFFIXES.items():
+        for one in (path / folder).iterdir() if (path / folder).is_dir() else ():
+            passing = is_left(one.name) or one.name in DESKTOPS or one.is_symlink()
+            if not passing and (one.is_dir() or one.suffix not in suffixes):
+                yield f"{folder}/{one.name}"
+    for folder in (BASELINES, RETRAINED):
+        for run in (path / folder).iterdir() if (path / folder).is_dir() else ():
+            inside = strange_in(run, {}) if run.is_dir() else []
+            yield from (f"{folder}/{run.name}/{name}" for name in inside)
+
+
+def is_left(name: str) -> bool:
+    """Whether a file of that name is what an interrupted write left (clients.storage.states.write_bytes)."""
+    return bool(_LEFT.fullmatch(name))
+
+
+def is_begun(path: Path) -> bool:
+    """Whether the folder has some of what every run has beside its configuration."""
+    return any((path / name).is_file() for name in (LEDGER, METRICS, SUMMARY))
+
+
+def holds_only_config(path: Path) -> bool:
+    """Whether nothing but a configuration, and what an interrupted write left, is there."""
+    return all(one.name == CONFIG or _passing(one.name) for one in path.iterdir())
+
+
+def _passing(name: str) -> bool:
+    """Whether the name is of an interrupted write, or of what a desktop leaves wherever somebody looks."""
+    found = _TEMPORARY.fullmatch(name)
+    return name in DESKTOPS or bool(found and found["name"] in WRITTEN)
+
+
+def _trackers(tree: Mapping[str, Any]) -> Iterator[str]:
+    tracking = tree.get("tracking")
+    for entry in tracking if isinstance(tracking, list) else []:
+        name = entry.get("name") if isinstance(entry, dict) else entry
+        if isinstance(name, str):
+            yield name

@@ -1,0 +1,166 @@
+"""Folders of runs as they lie on the disk: what is one, how it stands. Read without torch: to list many is quick."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import portalocker
+import yaml
+
+from fedloom.conf.errors import UserError, plain
+from fedloom.conf.load import from_mapping
+from fedloom.conf.schema import Config, RunConfig
+from fedloom.conf.text_keys import keep_texts
+from fedloom.conf.yaml_text import read_yaml
+from fedloom.server.run_folder.layout import CONFIG, LEDGER, LOCK, METRICS, SUMMARY, holds_only_config, is_begun, strange_in
+
+KEYS = {"experiment", "seed", "rounds", "sites", "population", "network", "objective", "strategy", "baselines", "run",
+        "engine", "data", "training", "federation", "evaluation"}  # in every run's config.yaml, since version 1  # fmt: skip
+MOST_STRANGE = 5  # names that an error tells
+MOST_DEPTH = 4  # of folders within each other in which runs are looked for
+RUNNING, STOPPED, FINISHED = "running", "stopped", "finished"
+ENDED = (FINISHED, "failed", "interrupted")  # as a summary says it
+
+
+def is_run(path: Path) -> bool:
+    """Whether the folder is one of a run, by the keys of its config.yaml."""
+    return bool(_tree(path))
+
+
+def _tree(path: Path) -> dict[str, Any]:
+    """What a run's config.yaml holds; empty where there is none of a run."""
+    try:
+        tree = read_yaml((path / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError):
+        return {}
+    return tree if isinstance(tree, dict) and tree.keys() >= KEYS else {}
+
+
+def refuse_deleting(path: Path, *, to: str, alone: bool = False) -> None:
+    """UserError unless all that is in the folder is a run's. `to`: be what; `alone`: a configuration by itself is enough."""
+    if not (tree := _tree(path)):
+        raise UserError(f"{path} is no run of fedloom (by its {CONFIG}): it will not be {to}")
+    if strange := strange_in(path, tree):
+        more = f" and {len(strange) - MOST_STRANGE} more" if len(strange) > MOST_STRANGE else ""
+        told = ", ".join(plain(name) for name in strange[:MOST_STRANGE]) + more
+        raise UserError(f"{path} holds what fedloom does not write ({told}): it will not be {to}; move that away first")
+    if not is_begun(path) and not (alone and holds_only_config(path)):
+        raise UserError(f"{path} is no run of fedloom (without {LEDGER}, {METRICS}, {SUMMARY}): it will not be {to}")
+
+
+def runs_in(path: Path, depth: int = MOST_DEPTH) -> Iterator[Path]:
+    """The folder itself if it is a run's, else all runs' folders in it, by name; baselines are parts of their run."""
+    if is_run(path):
+        yield path
+    elif depth:
+        with contextlib.suppress(OSError):  # it cannot be read, or has just gone
+            for inner in sorted(path.iterdir()):
+                if inner.is_dir() and not inner.name.startswith("."):
+                    yield from runs_in(inner, depth - 1)
+
+
+def refuse_existing(config: Config, path: Path | None = None) -> None:
+    """UserError if a run of that name exists, unless it is the one to resume, or run.overwrite says that it may go."""
+    path = path or Path(config.run.root) / config.run.name
+    if not path.exists():
+        pass
+    elif config.run.resume:
+        _same_run(config, path)
+    elif not config.run.overwrite:
+        raise UserError(f"the run '{config.run.name}' exists ({path}): pass --overwrite, or another run.name=")
+    else:
+        refuse_deleting(path, to="overwritten", alone=True)
+
+
+def read_config(path: Path) -> Config:
+    """The configuration of the run in a folder, its place being where the folder is now. Raises UserError if it is none."""
+    if not is_run(path):
+        raise UserError(f"{path}: is no run of fedloom (no readable {CONFIG} in it); name the folder of a run")
+    try:
+        text = (path / CONFIG).read_text(encoding="utf-8")
+        config = from_mapping(read_yaml(text, lambda node: keep_texts(Config, node)))
+    except UserError as error:
+        raise UserError(f"{path / CONFIG}: {error}") from None
+    if path.name != (whole := path.resolve()).name:  # a link, or '.'
+        path = whole
+    where = dataclasses.replace(config.run, name=path.name, root=str(path.parent))
+    return dataclasses.replace(config, run=where)
+
+
+def read_metrics(path: Path) -> dict[int, dict[str, Any]]:
+    """The records in a run's metrics.jsonl by round; a line that a crash tore is left out."""
+    found, file = {}, path / METRICS
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []:
+        try:
+            record = json.loads(line)
+            found[int(record["round"])] = record
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return found
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """What a run's summary.json holds; empty if there is nothing that can be read."""
+    try:
+        found = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def busy(path: Path) -> bool:
+    """Whether a server is at work on the run in a folder. Changes nothing, and needs no permission to."""
+    try:
+        handle = os.open(path / LOCK, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        portalocker.lock(handle, portalocker.LockFlags.SHARED | portalocker.LockFlags.NON_BLOCKING)
+    except portalocker.AlreadyLocked:
+        return True
+    except (OSError, portalocker.LockException):  # a file system without locks
+        return False
+    finally:
+        os.close(handle)
+    return False
+
+
+def status(path: Path) -> str:
+    """How a run stands: running, finished, failed, interrupted, or stopped: by what left it no time to say so."""
+    if busy(path):
+        return RUNNING
+    told = read_summary(path).get("status")
+    return told if told in ENDED else STOPPED
+
+
+def waiting(path: Path) -> list[str]:
+    """The ids of the requests of a run that are not certified yet, oldest first; none where the ledger cannot be read."""
+    try:
+        uri = f"{(path / LEDGER).absolute().as_uri()}?mode=ro"
+        with contextlib.closing(sqlite3.connect(uri, uri=True)) as ledger:
+            rows = ledger.execute("SELECT id FROM requests WHERE state IN ('received', 'applied') ORDER BY rowid")
+            return [plain(str(id)) for (id,) in rows]
+    except sqlite3.Error:
+        return []
+
+
+def holds(path: Path, config: Config) -> bool:
+    """Whether the folder has a run of this configuration, wherever it was made and whatever keys came since."""
+    return is_run(path) and _same(read_config(path), config)
+
+
+def _same_run(config: Config, path: Path) -> None:
+    """UserError unless the folder holds a run of this configuration."""
+    if not _same(read_config(path), config):
+        raise UserError(f"{path}: was run with another configuration ({CONFIG}); only that one can be resumed")
+
+
+def _same(one: Config, other: Config) -> bool:
+    """Whether both describe the same run, wherever it is kept and whatever tracks it."""
+    here, there = (dataclasses.replace(config, run=RunConfig(), tracking=[]) for config in (one, other))
+    return here == there

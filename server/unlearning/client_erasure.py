@@ -1,0 +1,108 @@
+"""What forgotten sites themselves keep: their nodes are told to delete it, and the ledger notes what each says that it did.
+
+Of a real federation only: simulated sites keep their states in the run's folder. A node that is not there is told when it
+comes; until then its part of a request is outstanding, which the certificate says.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flwr.app import RecordDict
+from flwr.serverapp import Grid
+
+from fedloom.clients.protocol.messages import CONFIG, ERASE, ERASED, ORDER, TaskInstructions, config_digest, text_record
+from fedloom.clients.protocol.reply_checks import ReplyError, check_numbers
+from fedloom.clients.protocol.signatures import erased_words, fingerprint, verified_signature
+from fedloom.conf import to_json
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import Site, roster
+from fedloom.server.ledger import Ledger
+from fedloom.server.rounds.channel import ClientChannel
+
+AT_SITE = "erased at site"  # an event
+WAIT_SECONDS = 60.0  # for an answer
+
+
+def at_sites(ledger: Ledger, request: str, sites: Sequence[str]) -> dict[str, dict[str, Any] | None]:
+    """By site of a request that joined a federation: what its node says that it deleted, and when; None: outstanding.
+
+    With its signature, and its key, if it signs (clients.protocol.signatures).
+    """
+    kept = (*ERASED, "signature", "key")
+    said = {event.body["site"]: {**{key: event.body[key] for key in kept if key in event.body}, "time": event.time}
+            for event in ledger.events(AT_SITE) if event.body["request"] == request}  # fmt: skip
+    joined = ledger.bound()
+    return {site: said.get(site) for site in sites if site in joined}
+
+
+def outstanding(ledger: Ledger) -> dict[str, str]:
+    """Sites that are forgotten and whose nodes have not yet deleted what they keep, and by which request."""
+    gone = {site for site, forgotten in ledger.sites().items() if forgotten}
+    found: dict[str, str] = {}
+    for event in ledger.events("forgotten"):
+        if request := event.body.get("request"):
+            told = at_sites(ledger, request, event.body["sites"])
+            found |= {site: request for site, done in told.items() if done is None and site in gone}
+    return found
+
+
+@dataclass
+class Erasure:
+    """Tells the nodes of forgotten sites. `told`: for what the user should know."""
+
+    config: Config
+    ledger: Ledger
+    grid: Grid
+    told: Callable[[str], None]
+
+    def tell(self) -> Mapping[str, str]:
+        """Ask the nodes that are there; by site, the requests for which one has answered now."""
+        if not (waiting := outstanding(self.ledger)):
+            return {}
+        federation = self._reached(waiting)
+        there = [site for site in federation.sites if federation.enrolment.owns(site.name)]
+        done: dict[str, str] = {}
+        for reply in federation.ask(
+            ERASE, ((site, self._order(site, waiting[site.name])) for site in there), 1, WAIT_SECONDS
+        ):
+            try:
+                found = check_numbers(reply.content, list(ERASED)) if reply.content is not None else {}
+            except ReplyError as error:
+                self.told(f"{reply.site.name}: does not say what it deleted: {error}")
+                continue
+            if found:
+                self._note(reply.site.name, waiting[reply.site.name], found, reply.content)
+                done[reply.site.name] = waiting[reply.site.name]
+            else:
+                self.told(f"{reply.site.name}: its node did not delete what it keeps: {reply.reason}")
+        return done
+
+    def _reached(self, waiting: Mapping[str, str]) -> ClientChannel:
+        """The forgotten sites whose nodes are there, once these have said who they are."""
+        online, bound = set(self.grid.get_node_ids()), self.ledger.bound()
+        sites = [site for site in roster(self.config) if site.name in waiting and bound.get(site.name) in online]
+        federation = ClientChannel(self.grid, sites, 0, self.ledger)
+        if sites:
+            with contextlib.suppress(UserError):  # that one has not
+                federation.join(WAIT_SECONDS)
+        return federation
+
+    def _order(self, site: Site, request: str) -> RecordDict:
+        text = to_json(self.config)
+        order = TaskInstructions(
+            config=config_digest(text), run=self.ledger.run().run, site=site.index, round=1, rounds=1, base=0, members=1,
+            kind=ERASE, request=request,
+        )  # fmt: skip
+        return RecordDict({ORDER: order.record(), CONFIG: text_record(text)})
+
+    def _note(self, site: str, request: str, found: Mapping[str, float], content: RecordDict | None) -> None:
+        numbers = {name: max(0, int(found[name])) for name in ERASED}
+        words = erased_words(self.ledger.run().run, site, *(numbers[name] for name in ERASED), request=request)
+        signed = verified_signature(content, *words) if content is not None else {}
+        if signed and fingerprint(signed["key"]) != self.ledger.keys().get(site):
+            signed = {}  # of a key that is not the site's
+        self.ledger.note(AT_SITE, {"request": request, "site": site, **numbers, **signed})
+        self.told(f"{site}: deleted what it kept of the run: {numbers['files']} files, {numbers['bytes']:,} bytes")

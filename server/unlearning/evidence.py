@@ -1,0 +1,115 @@
+"""What is measured before and after sites are forgotten: the evidence of a certificate, each with its number of samples."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedloom.clients.data import Images, label, site_images, test_images
+from fedloom.clients.networks import Model, architecture_of
+from fedloom.clients.networks.initial import initial_state
+from fedloom.clients.training.learner import DivergedError
+from fedloom.conf.errors import UserError
+from fedloom.conf.progress import steps
+from fedloom.conf.randomness import torch_generator
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import Site, roster
+from fedloom.fusion.exact import digest
+from fedloom.server.evaluation.evaluator import Evaluator
+from fedloom.server.unlearning.attacks import disagreement, distance, membership, time_to_relearn
+
+MOST = 2000  # images on each side of a membership attack
+REGAIN = 0.9  # of the old accuracy
+STEPS = 300  # of relearning, at most
+
+
+class UnlearningEvaluation:
+    """Measures networks as to some sites. Where their images are not on this machine, it says so instead."""
+
+    def __init__(self, config: Config, evaluator: Evaluator, sites: Sequence[str]) -> None:
+        self.config, self.evaluator = config, evaluator
+        self.sites = [site for site in roster(config) if site.name in sites]
+
+    def of(self, model: Model | None) -> dict[str, Any]:
+        """Digest, test accuracy on every domain and, for each of the sites, membership attacks on its training images."""
+        if model is None:
+            return {
+                "accuracy": {},
+                "membership": {},
+                "not_measured": "the method has no aggregate; networks are the sites' own",
+            }
+        try:
+            accuracy = self.evaluator.accuracy(model, "test")
+            found: dict[str, Any] = {"network": digest(model.state), "accuracy": accuracy, "membership": {}}
+        except UserError as error:  # the images are the sites' own
+            return {"accuracy": {}, "membership": {}, "not_measured": str(error)}
+        for site in steps("membership attacks", self.sites):
+            found["membership"][site.name] = self._attacked(site, model)
+        return found
+
+    def report(self, before: dict[str, Any], model: Model | None, retrained: Model | None) -> dict[str, Any]:
+        """The evidence: before and after, the time to relearn, and the distance to a network retrained without the sites."""
+        after = self.of(model)
+        if model is None or "not_measured" in after:
+            return {"before": before, "after": after}
+        found = {"samples": self.samples(), "before": before, "after": after, "relearning": self._relearning(before, model)}
+        if retrained is not None:
+            found["retrained"] = {**self.of(retrained), "distance": distance(model.state, retrained.state),
+                                  "disagreement": self._disagreement(model, retrained)}  # fmt: skip
+        return found
+
+    def samples(self) -> dict[str, int]:
+        """Numbers of test images by domain."""
+        return {label(spec): len(test_images(self.config, spec)) for spec in self.evaluator.specs.values()}
+
+    def _loaded(self, model: Model, domain: str) -> nn.Module:
+        """The network in this state, as it is measured on a domain."""
+        return self.evaluator.head_view(self.evaluator.loaded(self.evaluator.settled(model)), domain)
+
+    def _attacked(self, site: Site, model: Model) -> dict[str, Any]:
+        try:
+            members, others = (_at_most(images, self.config.seed) for images in self._images(site))
+            attacks = membership(self._loaded(model, label(site.spec)), members, others, seed=self.config.seed)
+        except UserError as error:
+            return {"not_measured": str(error)}
+        return {name: asdict(attack) for name, attack in attacks.items()}
+
+    def _relearning(self, before: dict[str, Any], model: Model) -> dict[str, Any]:
+        """Steps until REGAIN of the old accuracy on a site's domain is back, from here and from a fresh start."""
+        found = {}
+        for site in steps("time to relearn", self.sites):
+            target = REGAIN * before.get("accuracy", {}).get(label(site.spec), float("nan"))
+            fresh = initial_state(self.config) if model.architecture == architecture_of(self.config) else {}
+            starts = {"forgotten": model, **({"fresh": replace(model, state=fresh)} if fresh else {})}
+            try:
+                train, test = self._images(site)
+                found[site.name] = {
+                    name: asdict(time_to_relearn(self._loaded(start, label(site.spec)), train, test, target,
+                                                 self.config.training, seed=self.config.seed, most=STEPS))
+                    for name, start in starts.items()
+                }  # fmt: skip
+            except (UserError, DivergedError) as error:
+                found[site.name] = {"not_measured": str(error)}
+        return found
+
+    def _disagreement(self, one: Model, other: Model) -> float:
+        """Share of all domains' test images that two networks put into different classes."""
+        twin = other.architecture.build().to(self.evaluator.device)
+        twin.load_state_dict(self.evaluator.settled(other).state)
+        apart, total = 0.0, 0
+        for domain in self.evaluator.specs:
+            images = self.evaluator.images(domain, "test")
+            share = disagreement(self._loaded(one, domain), self.evaluator.head_view(twin, domain), images)
+            apart, total = apart + share * len(images), total + len(images)
+        return apart / total
+
+    def _images(self, site: Site) -> tuple[Images, Images]:
+        """What the site trained on, and test images of its domain."""
+        return site_images(self.config, site), test_images(self.config, site.spec)
+
+
+def _at_most(images: Images, seed: int) -> Images:
+    order = torch.randperm(len(images), generator=torch_generator(seed, "membership", "sample"))[:MOST]
+    return Images(images.x[order], images.y[order])

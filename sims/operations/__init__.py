@@ -1,0 +1,1 @@
+"""What Fedloom does on request: simulate, resume, unlearn, compose, fuse, transfer, list, remove. No terminal needed."""

@@ -1,0 +1,113 @@
+"""The command `fedloom compose`: a network of some of a run's sites, made from what they contributed, without training."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedloom.clients.networks import Architecture, Model, NetworkName, save_network
+from fedloom.clients.storage.states import read_state
+from fedloom.conf.errors import UserError, unknown
+from fedloom.fusion.arithmetic import GRADIENTS, WEIGHTS, Alpha, check_shapes
+from fedloom.fusion.exact import ExactSumError, State, digest
+from fedloom.server.evaluation.evaluator import Evaluator
+from fedloom.server.ledger import Ledger
+from fedloom.server.rounds.server_state import ServerState
+from fedloom.server.run.training_run import TrainingRun
+from fedloom.server.run_folder.folder import RunFolder, read_config
+from fedloom.server.strategies import ArithmeticStrategy
+from fedloom.server.strategies.arithmetic import start_of
+from fedloom.sims.report.tables import Table, percent
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which sites, with which coefficients (empty: the run's own), combined how (empty: as the run does), in what network.
+
+    `start`: another network that the gradients are assigned to (None: theta_0), which needs `force`.
+    """
+
+    sites: Sequence[str]
+    coefficients: Sequence[float] = ()
+    how: str = ""
+    start: Path | None = None
+    force: bool = False
+    measure: bool = True
+
+
+def compose(run: Path, order: Order, out: Path) -> list[Table]:
+    """Write the network to `out`; what it is made of, and what it knows. Raises UserError for what cannot be done."""
+    _check(order, run, out)
+    config = read_config(run)
+    evaluator = Evaluator(config)
+    with Ledger.open(run, server=False) as ledger:
+        if ledger.last_round() is None:
+            raise UserError(f"{run}: nothing is committed yet; wait for the first round")
+        model, parts = ledger.steady(
+            lambda: _composed(TrainingRun(config, RunFolder(run), ledger, evaluator).aggregation, order)
+        )
+    model = evaluator.settled(model)
+    save_network(out, evaluator.loaded(model), name_of(model.architecture))
+    tables = [Table("Made of", ["site", "coefficient"], parts)]
+    if order.measure:
+        rows = [[domain, percent(share)] for domain, share in evaluator.accuracy(model, "test").items()]
+        tables.append(Table("Test accuracy", ["domain", "accuracy"], rows))
+    return tables
+
+
+def name_of(architecture: Architecture) -> NetworkName:
+    """What builds a network of this architecture again."""
+    options = architecture.options
+    name = options.pop("name")
+    return NetworkName(name, options, architecture.channels, architecture.size, architecture.classes)
+
+
+def check_out(out: Path, run: Path, option: str = "--out") -> None:
+    """UserError unless a file can go there: in a folder that is there, and is not the run's."""
+    if not out.parent.is_dir() or out.is_dir():
+        raise UserError(f"{option}: got {out}, takes the path of a file in a folder that is there")
+    if Path(os.path.realpath(run)) in Path(os.path.realpath(out)).parents:
+        raise UserError(f"{option}: got {out}, which is among the run's own files; take another folder")
+
+
+def _check(order: Order, run: Path, out: Path) -> None:
+    check_out(out, run)
+    if order.how and order.how not in (GRADIENTS, WEIGHTS):
+        raise unknown("--how", order.how, (GRADIENTS, WEIGHTS))
+    if order.coefficients and len(order.coefficients) != len(order.sites):
+        raise UserError(f"--coefficients: {len(order.coefficients)} for {len(order.sites)} sites; give one for each")
+
+
+def _composed(aggregation: ServerState, order: Order) -> tuple[Model, list[list[str]]]:
+    """The network, and rows of sites and coefficients."""
+    strategy, view = aggregation.strategy, aggregation.view().subset(order.sites)
+    if isinstance(strategy, ArithmeticStrategy):
+        given = dict(zip(order.sites, order.coefficients, strict=True)) if order.coefficients else {}
+        alphas: Mapping[str, Alpha] = given or (strategy.alphas(view) if view.whole else strategy.chosen(view))
+        rows = [[name, f"{alpha:g}" if isinstance(alpha, float) else "by layer"] for name, alpha in alphas.items()]
+        try:
+            state = strategy.compose(view, alphas, order.how, _start(aggregation, order))
+        except ExactSumError as error:
+            raise UserError(f"{order.start}: {error}") from None
+        return Model(view.architecture(), state), rows
+    if order.coefficients or order.how or order.start:
+        raise UserError("--coefficients, --how and --start are for runs of the strategy arithmetic; leave them out")
+    if not aggregation.slots.totals or not aggregation.display_name:
+        raise UserError("this run's method keeps no contributions of its sites: nothing can be composed from it")
+    if aggregation.config.federation.secure_aggregation and {site.name for site in aggregation.members()} - {*order.sites}:
+        raise UserError("--sites: under masks nobody can read what some of the sites gave; name all that take part")
+    return aggregation.aggregate(view), [[name, "1"] for name in order.sites]
+
+
+def _start(aggregation: ServerState, order: Order) -> State | None:
+    """The other network to assign to. UserError for another shape, and for one that is not theta_0 unless forced."""
+    if order.start is None:
+        return None
+    given, theta = read_state(order.start), start_of(aggregation.view())
+    check_shapes(theta, given, str(order.start))
+    given = {name: tensor.to(theta[name].dtype) for name, tensor in given.items()}
+    here, theirs = digest(given), digest(theta)
+    if here != theirs and not order.force:
+        digests = f"digest {here[:12]}, theirs is {theirs[:12]}"
+        raise UserError(f"{order.start}: is not the network that the sites started from ({digests}); --force assigns to it")
+    return given

@@ -1,0 +1,121 @@
+"""The keys of a configuration: what each takes, its default and its meaning; the options of what it names."""
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args, get_origin
+
+from fedloom.clients.networks import NETWORKS
+from fedloom.clients.objectives import OBJECTIVES, Objective
+from fedloom.clients.training.optimizers import OPTIMIZERS
+from fedloom.clients.training.schedules import SCHEDULES
+from fedloom.conf.errors import UserError, unknown
+from fedloom.conf.load import to_yaml
+from fedloom.conf.registry import Registry
+from fedloom.conf.schema import Config, SiteConfig
+from fedloom.conf.suggestions import by_word
+from fedloom.conf.typed import takes
+from fedloom.server.strategies import STRATEGIES
+from fedloom.sims.report.tables import Table
+from fedloom.sims.tracking import TRACKERS
+
+NAMED: Mapping[str, Registry[Any]] = {
+    "network": NETWORKS, "objective": OBJECTIVES, "strategy": STRATEGIES,
+    "training.optimizer": OPTIMIZERS, "training.schedule": SCHEDULES,
+    "tracking": TRACKERS,
+}  # fmt: skip
+SHOWN = ("network", "objective", "strategy")  # with all of their options
+NO_MODE = Objective.__dataclass_fields__["mode"]  # of objectives that say nothing of modes
+COLUMNS = ["key", "takes", "default", "meaning"]
+
+
+def with_options(config: Config) -> str:
+    """The configuration as YAML, with all options of its network, objective and strategy; those of one's own as given."""
+    sections = {name: _filled(NAMED[name], getattr(config, name), name) for name in SHOWN}
+    return to_yaml(dataclasses.replace(config, **sections))
+
+
+def _filled(registry: Registry[Any], section: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if not section or not registry.shipped(str(section.get("name"))):
+        return dict(section)
+    return {"name": section["name"], **dataclasses.asdict(registry.build(section, where))}
+
+
+def table(section: str = "") -> Table:
+    """The keys of a section (`training`, `strategy.cla_ot`, `sites.partition`); none named: of all of them. UserError."""
+    if above := next((name for name in NAMED if f"{section}.".startswith(f"{name}.")), ""):
+        return _named(section, NAMED[above], section.removeprefix(above).removeprefix("."))
+    schema: Any = Config
+    for place, part in enumerate(parts := section.split(".") if section else []):
+        schema = _inside(schema, part, ".".join(parts[: place + 1]))
+    return Table(section, COLUMNS, list(_rows(schema)), _deeper(section, schema))
+
+
+def _deeper(section: str, schema: Any) -> str:
+    """Which of the keys have keys, or names with options, of their own."""
+    above = f"{section}." if section else ""
+    inner = [field.name for field in dataclasses.fields(schema) if _section(field) or above + field.name in NAMED]
+    return f"fedloom options KEY lists more of {', '.join(above + name for name in inner)}" if inner else ""
+
+
+def _named(section: str, registry: Registry[Any], rest: str) -> Table:
+    """The names that a registry has, or the options of one of them."""
+    if not rest:
+        told = f"fedloom options {section}.NAME lists its options"
+        return Table(section, ["name", "what it is"], [[name, _about(registry, name)] for name in registry.names()], told)
+    if ":" in rest:  # of one's own, or of another package
+        return Table(section, COLUMNS, list(_parameters(registry.find(rest))))
+    name, *parts = rest.split(".")
+    schema = registry.get(name)
+    for place, part in enumerate(parts):
+        schema = _inside(schema, part, section.removesuffix(".".join(parts)) + ".".join(parts[: place + 1]))
+    return Table(section, COLUMNS, list(_rows(schema)))
+
+
+def _parameters(found: Any) -> Iterator[list[str]]:
+    """What a class or function of elsewhere takes, as its own signature has it."""
+    if dataclasses.is_dataclass(found):
+        yield from _rows(found)
+        return
+    for one in inspect.signature(found).parameters.values():
+        default = "" if one.default is one.empty else repr(one.default)
+        yield [one.name, "" if one.annotation is one.empty else inspect.formatannotation(one.annotation), default, ""]
+
+
+def _about(registry: Registry[Any], name: str) -> str:
+    if not registry.shipped(name):
+        return "of an installed package"
+    return " ".join((registry.find(name).__doc__ or "").partition("\n\n")[0].split())
+
+
+def _section(field: dataclasses.Field[Any]) -> Any:
+    """The dataclass of a field that is a section, or a list of them; None for other fields."""
+    if field.name == "sites" and field.type is not int:  # trackers have a number
+        return SiteConfig
+    entry = next(iter(get_args(field.type)), None) if get_origin(field.type) is list else field.type
+    return entry if dataclasses.is_dataclass(entry) else None
+
+
+def _inside(schema: Any, part: str, where: str) -> Any:
+    sections = {field.name: inner for field in dataclasses.fields(schema) if (inner := _section(field))}
+    above = (*SHOWN, "tracking") if schema is Config else ()
+    if part not in sections and not (sections or above):
+        raise UserError(f"{where}: is no section; 'fedloom options {where.rpartition('.')[0]}' lists the keys above it")
+    if part not in sections and schema is Config and (near := by_word(part)) not in {"", part}:
+        lists = near if near in NAMED else near.rpartition(".")[0].replace(".0", "") or near
+        raise UserError(f"unknown section '{part}'; did you mean '{near}'? 'fedloom options {lists}' tells of it")
+    if part not in sections:
+        raise unknown("section", where, [*sections, *above])
+    return sections[part]
+
+
+def _rows(schema: Any) -> Iterator[list[str]]:
+    for field in dataclasses.fields(schema):
+        if field is NO_MODE:
+            continue
+        if _section(field):
+            yield [field.name, "a section", "", field.metadata["help"]]
+            continue
+        given = field.default_factory() if field.default is dataclasses.MISSING else field.default  # type: ignore[misc]
+        yield [field.name, takes(field), json.dumps(given, default=str), str(field.metadata.get("help", ""))]

@@ -1,0 +1,140 @@
+"""A whole simulation: engine, experiment, plots and report."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedloom.clients.data import absolute
+from fedloom.clients.data.domains import data_folder
+from fedloom.clients.data.listing import of_run
+from fedloom.clients.training.torch_defaults import ordinary
+from fedloom.conf.errors import UserError
+from fedloom.conf.formatting import count
+from fedloom.conf.progress import under_way
+from fedloom.conf.schema import Config, SiteConfig
+from fedloom.server.ledger.database import refuse_busy
+from fedloom.server.run.experiment import check, finished, run_experiment
+from fedloom.server.run.listener import Listener, Listeners
+from fedloom.server.run_folder.folder import RunFolder, holds, refuse_existing
+from fedloom.server.run_folder.layout import REPORT
+from fedloom.server.strategies.defaults import with_default_objective
+from fedloom.sims.engines import open_engine, refuse_engine
+from fedloom.sims.engines.share import WHOLE, Share
+from fedloom.sims.progress.listeners import QuietListener, listener_for
+from fedloom.sims.report.certificates import write_pages
+from fedloom.sims.report.report import write_report
+from fedloom.sims.tracking import Tracking, refuse_trackers
+
+
+def simulate(
+    config: Config,
+    *,
+    quiet: bool = False,
+    json_output: bool = False,
+    listener: QuietListener | None = None,
+    listeners: Sequence[Listener] = (),
+    share: Share = WHOLE,
+    began: float | None = None,
+) -> dict[str, Any]:
+    """Run the experiment on its engine and write its report; returns what summary.json holds.
+
+    `listener`: who is told how it goes, instead of the terminal. `listeners`: who hears of it beside that and the
+    configuration's trackers; what they raise ends the run. `share`: of the machine, where several runs go on at once.
+    `began`: when (time.monotonic) what counts as the run's time began; now, if not given.
+    Raises UserError before anything is started if something about the configuration, the data or the folder cannot work.
+    """
+    began = time.monotonic() if began is None else began
+    config = absolute_paths(with_default_objective(config))
+    folder = Path(config.run.root) / config.run.name
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(of_run())
+        stack.enter_context(ordinary())
+        shown = stack.enter_context(listener or listener_for(quiet, json_output=json_output))
+        with under_way("looking at configuration and data"):
+            refuse(config)
+        listening = Listeners([shown, stack.enter_context(Tracking(config, shown.message)), *listeners])
+        done = finished(config)
+        summary = done or _carried_out(config, share, listening, began)
+        write_pages(folder)
+        report = folder / REPORT if done and (folder / REPORT).is_file() else write_report(folder)
+        if done:
+            listening.note(f"{folder}: is finished, after {count(done['rounds'], 'round')}; nothing is left to do")
+        listening.note(f"report: {report}")
+    return summary
+
+
+def _carried_out(config: Config, share: Share, listening: Listener, began: float) -> dict[str, Any]:
+    with open_engine(config, share) as grid:
+        listening.note(grid.describe())
+        return run_experiment(grid, config, listening, began)
+
+
+def refuse(config: Config) -> None:
+    """UserError for all that can be known before anything is started: folder, engine, data, method."""
+    refuse_engine(config)
+    refuse_existing(config)
+    refuse_busy(Path(config.run.root) / config.run.name)
+    check(config)
+    _check_engine(config)
+    refuse_trackers(config)
+
+
+def simulate_once(config: Config, *, quiet: bool = False) -> dict[str, Any]:
+    """The summary of a finished run of this very configuration if there is one; otherwise run it, from the start.
+
+    Raises UserError, as simulate does, if a run of that name but of another configuration exists.
+    """
+    folder, config = Path(config.run.root) / config.run.name, with_default_objective(config)
+    if holds(folder, absolute_paths(config)):
+        summary = RunFolder(folder).summary()
+        if summary.get("status") == "finished":
+            return summary
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, overwrite=True))
+    return simulate(config, quiet=quiet)
+
+
+def _check_engine(config: Config) -> None:
+    """UserError for options that exclude each other, or a data folder to send that is not there, read by a site or not."""
+    engine, folder = config.engine, data_folder(config.data)
+    if engine.device == "cuda" and engine.name != "flower" and not engine.address and not torch.cuda.is_available():
+        raise UserError("engine.device: got cuda, and this machine has no GPU that torch can use; take auto or cpu")
+    if engine.name == "ray":
+        _check_gpus(config)
+    if engine.compile and engine.vectorise > 1:
+        raise UserError("engine.compile: sites trained as one (engine.vectorise) cannot be compiled; choose one of the two")
+    if engine.name == "ray" and engine.address and engine.ship_data and not folder.is_dir():
+        raise UserError(
+            f"engine.ship_data: there is no data folder {folder} to send; set data.root (or FEDLOOM_DATA) to it, "
+            "or leave engine.ship_data out"
+        )
+
+
+def _check_gpus(config: Config) -> None:
+    with contextlib.suppress(ImportError):  # without Ray its engine says so itself
+        from fedloom.sims.engines.gpu_room import refuse_gpus
+
+        refuse_gpus(config.engine)
+
+
+def absolute_paths(config: Config) -> Config:
+    """The configuration with paths that mean the same in every worker, wherever that was started: data.root, domains."""
+    root = str(Path(config.data.root).resolve()) if config.data.root else ""
+    data = dataclasses.replace(config.data, root=root)
+    return dataclasses.replace(config, data=data, sites=_placed(config.sites), population=_placed(config.population))
+
+
+def _placed(entries: Any) -> Any:
+    """The list of entries with absolute paths in their domains; a number of sites as it is."""
+    if not isinstance(entries, list):
+        return entries
+    return [
+        dataclasses.replace(entry, domain=absolute(entry.domain))
+        if isinstance(entry, SiteConfig)
+        else {**entry, "domain": absolute(str(entry["domain"]))}
+        for entry in entries
+    ]

@@ -1,0 +1,142 @@
+"""What `fedloom heads` and `fedloom transfer-head` do: the matrix of a run, and one pair of it as a network."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from fedloom.clients.data import class_things, label
+from fedloom.clients.networks import Architecture, Model, architecture_of, save_network
+from fedloom.clients.objectives.components.sharing import EXTRACTOR, HEAD
+from fedloom.conf.errors import UserError, unknown
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import Site, roster
+from fedloom.fusion.exact import State
+from fedloom.server.evaluation.evaluator import RECOMPUTED, Evaluator, has_data
+from fedloom.server.ledger import Ledger
+from fedloom.server.rounds.server_state import ServerState
+from fedloom.server.rounds.view import View
+from fedloom.server.run.training_run import TrainingRun
+from fedloom.server.run_folder.folder import RunFolder, read_config
+from fedloom.server.strategies.components.classes import Kinds
+from fedloom.server.strategies.components.recombination import Recombining
+from fedloom.sims.operations.compose import check_out, name_of
+from fedloom.sims.report.canvas import save
+from fedloom.sims.report.forgotten import forgotten_sites
+from fedloom.sims.report.heads import exchanges, heads_figure, heads_table, matrix_table
+from fedloom.sims.report.tables import Cell, Table, homes, percent
+
+STATISTICS = {
+    "batch": "measured with each batch's own statistics; those in the file are of the site's own network",
+    "running": "measured with the stored ones, which are of other features than the head now gets",
+    RECOMPUTED: "measured with statistics made anew, as are those in the file",
+}
+
+
+def measured(run: Path, png: Path | None = None) -> list[Table]:
+    """The matrix of each method of a run and what they say together; `png`: heat maps into this file. UserError where
+    nothing was measured."""
+    if png:
+        check_out(png, run, "--png")
+        if png.suffix.lower() != ".png":
+            raise UserError(f"--png: got {png}, takes the name of a file that ends in .png")
+    read_config(run)
+    summary = RunFolder(run).summary()
+    summary = {**summary, "unlearned": [one.site for one in forgotten_sites(run, summary)]}
+    try:
+        found, where = exchanges(summary), homes(summary)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(f"{run}: the run's results are damaged ({error!r}); run the experiment again") from None
+    if not found:
+        raise UserError(f"{run}: no heads were measured on others' extractors; finished runs of head_transfer have that")
+    if png and (figure := heads_figure(found, where)):
+        save(figure, png)
+    return [*(matrix_table(one, where) for one in found), heads_table(found)]
+
+
+def transfer(run: Path, giver: str, taker: str, out: Path) -> Table:
+    """Write the network of `taker`'s extractor with `giver`'s head; what it is, and how good it was measured to be.
+
+    UserError for a run of another method, for sites that are unknown, forgotten or did not publish, and if `out` is there.
+    """
+    check_out(out, run)
+    if out.exists():
+        raise UserError(f"--out: {out} is there already; take another file")
+    config = read_config(run)
+    sites = {site.name: site for site in roster(config)}
+    for option, name in (("--from", giver), ("--to", taker)):
+        if name not in sites:
+            raise unknown(option, name, sites)
+    evaluator = Evaluator(config)
+    with Ledger.open(run, server=False) as ledger:
+        if ledger.last_round() is None:
+            raise UserError(f"{run}: nothing is committed yet; wait for the first round")
+        model, rows = ledger.steady(
+            lambda: _pair(TrainingRun(config, RunFolder(run), ledger, evaluator).aggregation, sites[giver], sites[taker])
+        )
+    if has_data(config):
+        model = evaluator.settled(model)
+    save_network(out, evaluator.loaded(model), name_of(model.architecture))
+    if any(name.endswith("running_mean") for name in model.state):
+        rows.append(["BatchNorm's statistics", STATISTICS[config.evaluation.statistics]])
+    return Table("Recombined", ["what", ""], rows)
+
+
+def recombined(extractor: State, head: State, architecture: Architecture, told: str) -> State:
+    """The state of a network of this architecture. UserError, beginning with `told`, naming shapes that do not fit."""
+    state = {**extractor, **head}
+    wanted = architecture.build().state_dict()
+    for name in {**wanted, **state}:
+        one, other = (_shape(each, name) for each in (state, wanted))
+        if one != other:
+            raise UserError(f"{told}: '{name}' is {one}, the network takes {other}")
+    return {name: state[name] for name in wanted}
+
+
+def _pair(aggregation: ServerState, giver: Site, taker: Site) -> tuple[Model, list[list[Cell]]]:
+    """The network, and rows of a table on it."""
+    view, config, strategy = aggregation.view(), aggregation.config, aggregation.strategy
+    if not isinstance(strategy, Recombining):
+        name = config.strategy["name"]
+        raise UserError(f"strategy '{name}' keeps no catalogue of components; takes a run of head_transfer")
+    head = _published(strategy, view, giver, HEAD)
+    extractor = _published(strategy, view, taker, EXTRACTOR)
+    architecture = replace(architecture_of(config, taker), classes=architecture_of(config, giver).classes)
+    told = f"{giver.name}'s head does not fit {taker.name}'s extractor"
+    model = Model(architecture, recombined(extractor, head, architecture, told), (label(taker.spec),))
+    rows: list[list[Cell]] = [
+        ["extractor", f"{taker.name} ({label(taker.spec)})"],
+        ["head", f"{giver.name} ({label(giver.spec)})"],
+        ["its classes", _classes(config, giver)],
+    ]
+    return model, [*rows, *_scores(strategy, view, giver.name, taker.name)]
+
+
+def _published(strategy: Recombining, view: View, site: Site, prefix: str) -> State:
+    part = strategy.component(view, site.name, prefix)
+    if not part:
+        raise UserError(f"site '{site.name}' did not publish its {prefix[:-1]} (objective.publish says what sites publish)")
+    return part
+
+
+def _classes(config: Config, site: Site) -> str:
+    """The names of the classes that a head knows, numbers where they have none."""
+    said = {site.name: class_things(site.spec) if has_data(config) else ()}
+    names = Kinds.of(config, [site], said, ()).names[site.name]
+    return ", ".join(name for name in names if name is not None)
+
+
+def _scores(strategy: Recombining, view: View, giver: str, taker: str) -> list[list[Cell]]:
+    """How good the pair was measured to be, and the extractor with its own head."""
+    at = f"on {taker}'s test images of the head's classes"
+    for one in exchanges(strategy.summary_entries(view)):
+        if (pair := one.of(taker, giver)) is not None:
+            rows: list[list[Cell]] = [["accuracy", f"{percent(pair)} {at}"]]
+            if taker != giver:
+                rows.append(["with its own head", f"{percent(one.of(taker, taker))} {at}"])
+            return rows
+    return [["accuracy", f"was not measured in this run: {taker} answered no question on {giver}'s head"]]
+
+
+def _shape(state: Mapping[str, object], name: str) -> str:
+    shape = getattr(state.get(name), "shape", None)
+    return "missing" if shape is None else " x ".join(map(str, shape)) or "one number"

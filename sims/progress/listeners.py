@@ -1,0 +1,276 @@
+"""What a user sees while a run goes on: a live line in a terminal, plain lines in a log, or only what is worth telling.
+
+All three are listeners as the server's round loop calls them, and context managers that leave the terminal in order.
+"""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table as Grid
+from rich.text import Text
+
+from fedloom.conf.formatting import count
+from fedloom.conf.progress import heard
+from fedloom.server.run_folder import results_schema as recorded
+from fedloom.sims.progress.memory import tree_bytes
+from fedloom.sims.progress.output import lenient
+from fedloom.sims.report.results import result_tables
+from fedloom.sims.report.tables import clean, percent
+
+REFRESHES_PER_SECOND = 4
+MEMORY_SECONDS = 2.0
+TOLD_SECONDS, AGAIN_SECONDS = 2.0, 10.0  # plain lines tell of a longer step after so long, and then now and then
+
+
+class QuietListener:
+    """Tells only messages; the base of the others."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._hears = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        self._hears.enter_context(heard(self.step))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._hears.close()
+        self.close()
+
+    def close(self) -> None:
+        """Gives the terminal back; may be called twice."""
+
+    def started(self, run: str, sites: int, rounds: int, note: str) -> None:
+        """A run begins, or goes on."""
+
+    def round_started(self, round: int, asked: int) -> None:
+        """`asked` sites are asked in this round."""
+
+    def reply(self, site: str, ok: bool, reason: str) -> None:
+        """A site answered, or failed with a reason. Called up to 10,000 times a round: it has to be cheap."""
+
+    def round_done(self, record: dict[str, Any]) -> None:
+        """The round is committed; `record` is its line in metrics.jsonl."""
+
+    def step(self, what: str, done: int, of: int) -> None:
+        """Of a longer piece of work between rounds, `done` of `of` parts (0: nobody knows) are done. Has to be cheap."""
+
+    def note(self, text: str) -> None:
+        """A line on how things go."""
+
+    def message(self, text: str) -> None:
+        """A line worth telling at any rate."""
+        self._say(text)
+
+    def finished(self, summary: dict[str, Any]) -> None:
+        """The run ended; `summary` is what summary.json holds."""
+
+    def _say(self, text: str) -> None:
+        self.console.print(clean(text), markup=False, highlight=False, soft_wrap=True)
+
+
+class PlainListener(QuietListener):
+    """Plain lines, one per round, for logs and pipes."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(console)
+        self._clock, self._what, self._due = clock, "", 0.0
+
+    def step(self, what: str, done: int, of: int) -> None:
+        if what != self._what or not done:
+            self._what, self._due = what, self._clock() + TOLD_SECONDS
+        elif self._clock() >= self._due and done != of:
+            self._due = self._clock() + AGAIN_SECONDS
+            self._say(_step_text(what, done, of))
+
+    def note(self, text: str) -> None:
+        self._say(text)
+
+    def started(self, run: str, sites: int, rounds: int, note: str) -> None:
+        self._rounds = rounds
+        self._say(_opening(run, sites, rounds, note))
+
+    def round_done(self, record: dict[str, Any]) -> None:
+        parts = [f"round {record['round']}/{self._rounds}", f"{record.get('seconds', 0):.1f} s"]
+        parts += [count(record.get("replies", 0), "reply", "replies")]
+        dropped, loss, union = len(record.get("dropped") or {}), record.get("train_loss"), _union(record)
+        parts += [f"{dropped} dropped"] if dropped else []
+        parts += [traffic] if (traffic := traffic_of(record)) else []
+        parts += [f"train loss {loss:.4g}"] if loss is not None else []
+        parts += [f"validation accuracy {percent(union)}"] if union is not None else []
+        self._say(", ".join(parts))
+
+    def finished(self, summary: dict[str, Any]) -> None:
+        self._say(_ending(summary))
+        for table in result_tables(summary):
+            self.console.print("\n" + table.plain(), end="", markup=False, highlight=False, soft_wrap=True)
+        self.console.print()
+
+
+class RichListener(QuietListener):
+    """One live line: run, bar, round, sites of this round, validation accuracy, time left.
+
+    The listener's calls only set counters; the line is made of them by the display's own thread, a few times a second.
+    """
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(console)
+        self._clock = clock
+        self._live: Live | None = None
+        self._begin("", 0)
+
+    def _begin(self, run: str, rounds: int) -> None:
+        self._run, self._rounds, self._round, self._done = run, rounds, 0, 0
+        self._asked, self._heard, self._failed = 0, set[str](), set[str]()
+        self._accuracy: float | None = None
+        self._step = ""
+        self._replies, self._memory, self._looked = 0, 0, 0.0
+        self._since, self._first = self._clock(), 0.0
+
+    def started(self, run: str, sites: int, rounds: int, note: str) -> None:
+        self.close()
+        self._begin(run, rounds)
+        self._say(_opening(run, sites, rounds, note))
+        self._show()
+
+    def _show(self) -> None:
+        self._live = Live(
+            console=self.console,
+            get_renderable=self.line,
+            refresh_per_second=REFRESHES_PER_SECOND,
+            transient=True,
+            redirect_stdout=not self.console.stderr,  # JSON may be on its way to stdout
+        )
+        self._live.start()
+
+    def step(self, what: str, done: int, of: int) -> None:
+        self._step = "" if done == of else _step_text(what, done, of)
+        if self._step and self._live is None:
+            self._show()
+
+    def note(self, text: str) -> None:
+        self._say(text)
+
+    def round_started(self, round: int, asked: int) -> None:
+        if not self._round:  # the first round of this process: a run that goes on does not start at 1
+            self._done, self._first, self._since = round - 1, float(round - 1), self._clock()
+        self._round, self._step = round, ""
+        self._ask(asked)
+
+    def _ask(self, asked: int) -> None:
+        self._asked, self._heard, self._failed = asked, set(), set()
+
+    def reply(self, site: str, ok: bool, reason: str) -> None:
+        self._replies += 1
+        if site in self._heard:  # a round may ask several questions
+            self._heard = set()
+        self._heard.add(site)
+        if not ok:
+            self._failed.add(site)
+
+    def round_done(self, record: dict[str, Any]) -> None:
+        self._done = record["round"]
+        self._ask(0)
+        union = _union(record)
+        self._accuracy = self._accuracy if union is None else union
+
+    def finished(self, summary: dict[str, Any]) -> None:
+        self.close()
+        self._say(_ending(summary))
+        for table in result_tables(summary):
+            self.console.print(table.rich())
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def line(self) -> Grid:
+        """What the display shows now."""
+        done = len(self._heard)
+        sites = f"sites {done}/{self._asked} ({self._asked - done} running)" if self._asked else ""
+        parts = [f"round {max(self._round, self._done)}/{self._rounds}", sites] if self._rounds else []
+        parts += [self._step]
+        parts += [f"{len(self._failed)} failed"] if self._failed else []
+        parts += [f"validation {percent(self._accuracy)}"] if self._accuracy is not None else []
+        parts += [self._load()]
+        parts += [_left(self._clock() - self._since, self._fraction(), self._first / max(1, self._rounds))]
+        grid = Grid.grid(padding=(0, 1))
+        grid.add_column(no_wrap=True)
+        grid.add_column(width=24)
+        grid.add_column(no_wrap=True)
+        bar = ProgressBar(total=1.0, completed=self._fraction(), width=24)
+        grid.add_row(Text(clean(self._run), style="bold"), bar, Text(", ".join(filter(None, parts))))
+        return grid
+
+    def _load(self) -> str:
+        """Answers per second since the run began, and the memory of all its processes, looked up now and then."""
+        now = self._clock()
+        if now - self._looked > MEMORY_SECONDS:
+            self._memory, self._looked = tree_bytes(), now
+        seconds = now - self._since
+        speed = f"{self._replies / seconds:.3g} tasks/s, " if self._replies and seconds > 0 else ""
+        return f"{speed}{self._memory / 2**30:.1f} GiB"
+
+    def _fraction(self) -> float:
+        """Of all rounds, what is done: whole rounds, and of the present one the sites that answered."""
+        part = len(self._heard) / self._asked if self._asked else 0.0
+        return min(1.0, (self._done + min(part, 1.0)) / max(1, self._rounds))
+
+
+def listener_for(quiet: bool, console: Console | None = None, json_output: bool = False) -> QuietListener:
+    """The listener that fits: quiet if asked for, live in a terminal, plain lines elsewhere.
+
+    With `json_output` everything goes to stderr, so that stdout holds just JSON; a given `console` is used as it is.
+    """
+    console = console or Console(stderr=json_output, file=lenient(sys.stderr if json_output else sys.stdout))
+    if quiet:
+        return QuietListener(console)
+    return RichListener(console) if console.is_terminal and not console.is_dumb_terminal else PlainListener(console)
+
+
+def _opening(run: str, sites: int, rounds: int, note: str) -> str:
+    return f"{run}: {size_of(sites, rounds)}" + (f" ({note})" if note else "")
+
+
+def size_of(sites: int, rounds: int) -> str:
+    """How much a run is."""
+    return f"{count(sites, 'site')}, {count(rounds, 'round')}"
+
+
+def traffic_of(record: dict[str, Any]) -> str:
+    """What went to the sites in a round, and came from them."""
+    sent, received = recorded.traffic_of(record)
+    return f"{sent / 1e6:.3g} MB sent, {received / 1e6:.3g} MB received" if record.get("bytes") else ""
+
+
+def _step_text(what: str, done: int, of: int) -> str:
+    if of == 1:  # its parts cannot be counted
+        return what
+    return f"{what}: {done} of {of}" if of else f"{what}: {done}"
+
+
+def _ending(summary: dict[str, Any]) -> str:
+    start = summary.get("resources", {}).get("start_up")
+    told = f"{summary.get('status', 'finished')} after {summary.get('seconds', 0):.1f} s"
+    return told if start is None else f"{told} (start-up {start:.1f} s)"
+
+
+def _union(record: dict[str, Any]) -> float | None:
+    return (record.get("accuracy") or {}).get("union")
+
+
+def _left(seconds: float, fraction: float, start: float) -> str:
+    """The time left, at the speed so far; empty while nothing is known."""
+    if fraction <= start:
+        return ""
+    rest = round(seconds * (1 - fraction) / (fraction - start))
+    hours, minutes = divmod(rest // 60, 60)
+    return f"{hours}:{minutes:02d}:{rest % 60:02d} left" if hours else f"{minutes}:{rest % 60:02d} left"

@@ -1,0 +1,224 @@
+"""Runs in processes of their own, so many at a time; a process runs one after another.
+
+It keeps to its part of the machine, and is in a group of its own: Ctrl-C means the parent, which ends them all.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+
+from fedloom.conf import machine
+from fedloom.conf.load import to_json
+from fedloom.sims.engines.share import Share
+from fedloom.sims.progress.listeners import QuietListener
+from fedloom.sims.sweeps.display import Display
+from fedloom.sims.sweeps.events import FAILED, FINISHED, repeat
+from fedloom.sims.sweeps.outcome import Outcome, failed, finished, looked_at
+from fedloom.sims.sweeps.plan import Planned
+
+START = "from fedloom.sims.sweeps.worker_process import main; main()"
+GRACE = 15.0  # seconds in which an interrupted run puts its folder in order and ends its Ray
+POLL = 0.2
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+LOST = "its process ended ({}); was there memory enough? Its folder keeps what was committed"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a process has of the machine: cores and GPUs by their numbers, and its share of the rest."""
+
+    cores: Sequence[int]
+    gpus: Sequence[str]
+    share: Share
+
+
+def parts(runs: int, cores: Sequence[int], gpus: Sequence[str]) -> list[Part]:
+    """The machine divided among so many runs. Every core and GPU is somebody's; where they are too few they are shared."""
+    on_gpu = max(1, -(-runs // max(1, len(gpus))))
+    share = Share(runs, on_gpu if gpus else 1)
+    return [Part(_dealt(cores, place, runs), _dealt(gpus, place, runs), share) for place in range(runs)]
+
+
+def _dealt(things: Sequence[Any], place: int, runs: int) -> Sequence[Any]:
+    """The things of one of so many: neighbours, and all of them where there is one run."""
+    if len(things) < runs:
+        return [things[place % len(things)]] if things else []
+    return things[place * len(things) // runs : (place + 1) * len(things) // runs]
+
+
+def this_machine() -> tuple[list[int], list[str]]:
+    """The cores and GPUs that this process may use."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    seen = [name for name in os.environ.get(VISIBLE, "").split(",") if name]
+    return cores[: machine.cores()], seen or [str(number) for number in range(torch.cuda.device_count())]
+
+
+class WorkerProcess:
+    """One process, and the run that it is at."""
+
+    def __init__(
+        self, part: Part, told: Callable[["WorkerProcess", str | None], None], said: Callable[["WorkerProcess", str], None]
+    ) -> None:
+        self.part = part
+        self.task: Planned | None = None
+        self.listener: QuietListener | None = None
+        given = [str(part.share.runs), str(part.share.on_gpu), ",".join(map(str, part.cores))]
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", START, *given],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            env=_environment(part),
+            start_new_session=True,
+        )
+        for stream, heard in ((self._process.stdout, told), (self._process.stderr, said)):
+            threading.Thread(target=self._hear, args=[stream, heard], daemon=True).start()
+
+    def _hear(self, stream: Any, heard: Callable[["WorkerProcess", Any], None]) -> None:
+        for line in stream:
+            heard(self, line)
+        if stream is self._process.stdout:
+            heard(self, None)
+
+    def give(self, task: Planned, listener: QuietListener) -> None:
+        """Start a run; what happens is heard."""
+        self.task, self.listener = task, listener
+        self._send(to_json(task.config, tracking=True) + "\n")
+
+    def _send(self, text: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # its end is heard, too
+            self._process.stdin.write(text)
+            self._process.stdin.flush()
+
+    def let_go(self) -> None:
+        """There is nothing more to run."""
+        assert self._process.stdin is not None
+        self.task = None
+        self._process.stdin.close()
+
+    def stop(self) -> None:
+        """Interrupt it."""
+        if self._process.poll() is None:
+            self._process.terminate()
+
+    def wait(self, until: float) -> None:
+        """Until it has ended; by force when the time is up."""
+        try:
+            self._process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        """End it and what is in its group by force."""
+        with contextlib.suppress(ProcessLookupError):
+            if hasattr(os, "killpg"):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            else:
+                self._process.kill()
+        self._process.wait()
+
+    def ending(self) -> str:
+        """How it ended, in words."""
+        code = self._process.wait()
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def _environment(part: Part) -> dict[str, str]:
+    """Ours, with the folders that we import from, and the GPUs that are the process's own."""
+    folders = os.pathsep.join(os.path.abspath(path) for path in sys.path)
+    gpus = {VISIBLE: ",".join(part.gpus)} if part.gpus and part.share.runs > 1 else {}
+    return {**os.environ, **gpus, "PYTHONPATH": folders}
+
+
+class WorkerPool:
+    """All processes; `run` has them carry out every task. Ended in any case when it returns or raises."""
+
+    def __init__(self, number: int, display: Display) -> None:
+        self._parts, self._display = parts(number, *this_machine()), display
+        self._events: SimpleQueue[tuple[WorkerProcess, str | None]] = SimpleQueue()
+        self._lanes: list[WorkerProcess] = []
+        self._waiting: deque[Planned] = deque()
+        self._outcomes: dict[str, Outcome] = {}
+
+    def run(self, tasks: Sequence[Planned]) -> dict[str, Outcome]:
+        """What became of each, by its name."""
+        self._waiting.extend(tasks)
+        try:
+            for part in self._parts[: len(tasks)]:
+                self._open(part)
+            while len(self._outcomes) < len(tasks):
+                try:
+                    self._take(*self._events.get(timeout=POLL))
+                except Empty:
+                    continue
+        finally:
+            self._end()
+        return self._outcomes
+
+    def _open(self, part: Part) -> None:
+        lane = WorkerProcess(part, lambda lane, line: self._events.put((lane, line)), self._say)
+        self._lanes.append(lane)
+        self._next(lane)
+
+    def _next(self, lane: WorkerProcess) -> None:
+        while self._waiting:
+            task = looked_at(planned := self._waiting.popleft())
+            if isinstance(task, Planned):
+                lane.give(task, self._display.begin(task.name))
+                return
+            self._settle(task, planned)
+        lane.let_go()
+
+    def _take(self, lane: WorkerProcess, line: str | None) -> None:
+        """Deal with what a process tells: None is its end."""
+        task = lane.task
+        if task is None or lane.listener is None:
+            return
+        if line is None:
+            self._settle(failed(task, LOST.format(lane.ending())), task)
+            lane.task = None
+            if self._waiting:
+                self._open(lane.part)
+            return
+        event = json.loads(line)
+        if event[0] not in (FINISHED, FAILED):
+            repeat(event, lane.listener)
+            return
+        self._settle(finished(task) if event[0] == FINISHED else failed(task, event[1]), task)
+        self._next(lane)
+
+    def _settle(self, outcome: Outcome, task: Planned) -> None:
+        self._outcomes[task.name] = outcome
+        self._display.end(task.name, outcome)
+
+    def _say(self, lane: WorkerProcess, line: str) -> None:
+        self._display.say(lane.task.name if lane.task else "", line)
+
+    def _end(self) -> None:
+        """End them all: those at work are interrupted, and get some time to put their folders in order."""
+        for lane in self._lanes:
+            if lane.task is not None:
+                lane.stop()
+        until = time.monotonic() + GRACE
+        try:
+            for lane in self._lanes:
+                lane.wait(until)
+        except KeyboardInterrupt:  # a second one
+            for lane in self._lanes:
+                lane.kill()
+            raise
