@@ -105,7 +105,7 @@ def _learn(jobs: Sequence[Job], sessions: Sequence[Functional]) -> Tensor:
     of_each = vmap(sessions[0].loss_of)
 
     def loss(images: Tensor, labels: Tensor) -> Tensor:
-        drawn = tuple(_stack(parts) for parts in zip(*(session.draw() for session in sessions), strict=True))
+        drawn = tuple(_stack(parts) for parts in zip(*(session.per_step_inputs() for session in sessions), strict=True))
         return of_each(stacked, drawn, images, labels)
 
     losses = descend(list(stacked.values()), loss, _stacked_batches(jobs), first.config.training, clip_each)
