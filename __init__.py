@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fedloom.conf.errors import UserError
     from fedloom.conf.typed import option
     from fedloom.fusion import FusionSettings, align, fuse
-    from fedloom.fusion.exact import State
+    from fedloom.fusion.state import State
     from fedloom.server.strategies import Models, PerClientSlot, RecordSpec, RoundContext, Strategy, Sum, View
     from fedloom.sims.api import Result, resume, run
     from fedloom.sims.comparison import Comparison, compare
@@ -43,7 +43,7 @@ _PUBLIC = {
     "fedloom.clients.training.learner": ("learn",),
     "fedloom.clients.protocol.messages": ("MEAN", "MODEL", "ROUND", "SITE", "TRAIN"),
     "fedloom.conf.typed": ("option",),
-    "fedloom.fusion.exact": ("State",),
+    "fedloom.fusion.state": ("State",),
     "fedloom.server.strategies": ("PerClientSlot", "RecordSpec", "Models", "RoundContext", "Strategy", "Sum", "View"),
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names}

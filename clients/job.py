@@ -54,7 +54,8 @@ from fedloom.conf.once import once
 from fedloom.conf.randomness import drawing, torch_generator
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site, roster
-from fedloom.fusion.exact import State, dequantise, quantise
+from fedloom.fusion.exact import dequantise, quantise
+from fedloom.fusion.state import State
 
 
 class HiddenError(RuntimeError):

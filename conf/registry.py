@@ -5,6 +5,7 @@ as `module:attribute`.
 """
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -27,10 +28,19 @@ def section_of(given: Any, where: str, example: str) -> Mapping[str, Any]:
 
 
 class Registry(Generic[T]):
-    """Names to classes. Each class is a frozen dataclass (of the kind `base`) whose fields are its configuration."""
+    """Names to classes. Each class is a frozen dataclass (of the kind `base`) whose fields are its configuration.
 
-    def __init__(self, kind: str, base: type[T] | None = None) -> None:
+    `modules`: by module below `package`, the names that it registers; it is imported when one of them is asked for.
+    `adapter`: the module below `package` with the function that makes an instance of what is no such class.
+    """
+
+    def __init__(
+        self, kind: str, base: type[T] | None = None, package: str = "", modules: Mapping[str, str] | None = None,
+        adapter: str = "",
+    ) -> None:  # fmt: skip
         self.kind, self.base = kind, base
+        self._modules = {name: f"{package}.{module}" for module, names in (modules or {}).items() for name in names.split()}
+        self._adapter = f"{package}.{adapter}" if adapter else ""  # the module that has the adapter
         self._classes: dict[str, type[T]] = {}
         self._adapt: Adapter[T] | None = None
 
@@ -52,17 +62,19 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         """The names that are registered or that installed packages offer, sorted."""
-        return sorted({*self._classes, *offered(self.kind)})
+        return sorted({*self._shipped(), *offered(self.kind)})
 
     def shipped(self, name: str) -> bool:
         """Whether the name is of a class of this project. Imports nothing."""
-        return name in self._classes and self._classes[name].__module__.partition(".")[0] == NAME
+        return name in self._modules or (name in self._classes and self._classes[name].__module__.partition(".")[0] == NAME)
 
     def find(self, name: str, where: str = "") -> Any:
         """What a name stands for, of whatever kind. Raises UserError as `outside` does."""
+        if isinstance(name, str) and name in self._modules and name not in self._classes:
+            importlib.import_module(self._modules[name])
         if isinstance(name, str) and name in self._classes:
             return self._classes[name]
-        return outside(self.kind, name, self._classes, f"{where or self.kind}.name")
+        return outside(self.kind, name, self._shipped(), f"{where or self.kind}.name")
 
     def get(self, name: str, where: str = "") -> type[T]:
         """The class that a name stands for; UserError with the nearest known name, or for anything but such a class."""
@@ -80,9 +92,14 @@ class Registry(Generic[T]):
     def create(self, name: str, options: Mapping[str, Any], where: str) -> T:
         """The instance of that name with these options; as `build`."""
         found = self.find(name, where)
+        if self._adapter and not self._fits(found):
+            importlib.import_module(self._adapter)
         if self._adapt and not self._fits(found):
             return self._adapt(name, found, options, where)
         return build(self.get(name, where), options, where)
+
+    def _shipped(self) -> set[str]:
+        return {*self._modules, *self._classes}
 
     def _fits(self, found: Any) -> bool:
         return isinstance(found, type) and dataclasses.is_dataclass(found) and issubclass(found, self.base or object)

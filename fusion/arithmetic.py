@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.conf.errors import UserError
-from fedloom.fusion.exact import ExactSum, ExactSumError, State, dequantise, digest
+from fedloom.fusion.exact import ExactSum, ExactSumError, dequantise
+from fedloom.fusion.state import State, digest
 
 GRADIENTS, WEIGHTS = "gradients", "weights"
 LARGEST = 2.0**62  # size of an int64 entry

@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from fedloom.conf.errors import UserError
 from fedloom.fusion.cla_ot.matching import wired
-from fedloom.fusion.exact import State
 from fedloom.fusion.graph.channels import Wiring
 from fedloom.fusion.graph.resize import with_state
 from fedloom.fusion.graph.tracing import evaluating
 from fedloom.fusion.probe import BATCH
+from fedloom.fusion.state import State
 
 UNKNOWN = -20.0  # the logarithm of the chance, at most, that a network gives a class that it does not know
 

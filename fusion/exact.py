@@ -4,7 +4,6 @@ sum aggregation, Sec. 3: N* = N_1 + ... + N_n and forgetting N* - N_k. In float3
 third of the entries; in units of 2**-bits it is S, bit for bit, whatever the order of arrival.
 """
 
-import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-State = dict[str, Tensor]
+from fedloom.fusion.state import State, flat
 
 LARGEST = 2**63 - 1
 
@@ -36,14 +35,6 @@ def quantise(state: Mapping[str, Tensor], bits: int) -> State:
     return {name: part.view(tensor.shape) for (name, tensor), part in zip(state.items(), integers, strict=True)}
 
 
-def flat(state: Mapping[str, Tensor]) -> Tensor:
-    """All entries as one vector of float64, on the CPU."""
-    parts = [tensor.detach().cpu().flatten() for tensor in state.values()]
-    if len({part.dtype for part in parts}) == 1:
-        return torch.cat(parts).double()
-    return torch.cat([torch.empty(0, dtype=torch.float64), *(part.double() for part in parts)])
-
-
 def check_range(state: Mapping[str, Tensor], bits: int) -> None:
     """Raises ExactSumError, naming the tensor, unless the state can be quantised."""
     for name, tensor in state.items():
@@ -64,16 +55,6 @@ def dequantise(state: Mapping[str, Tensor], bits: int, divisor: int = 1) -> Stat
     """int64 multiples of 2**-bits, divided by `divisor`, as float32 (one rounding in float64, one to float32)."""
     scale = 2.0**-bits / divisor
     return {name: (tensor.double() * scale).float() for name, tensor in state.items()}
-
-
-def digest(state: Mapping[str, Tensor]) -> str:
-    """sha256 over names (sorted), dtypes, shapes and little-endian contents: equal if and only if the states are."""
-    total = hashlib.sha256()
-    for name in sorted(state):
-        array = state[name].detach().cpu().contiguous().numpy()
-        total.update(f"{name}|{array.dtype.str}|{array.shape}|".encode())
-        total.update(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
-    return total.hexdigest()
 
 
 @dataclass

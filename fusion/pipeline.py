@@ -28,7 +28,6 @@ from fedloom.fusion.cla_ot.moves import Moves, carried, moved
 from fedloom.fusion.cla_ot.plans import Body, axis_moves, layer_moves
 from fedloom.fusion.cla_ot.repair import Statistics, Target, in_basis, mixture, repair, running, watched
 from fedloom.fusion.classes import in_classes, united
-from fedloom.fusion.exact import State
 from fedloom.fusion.graph.channels import Unit, Wiring, wire
 from fedloom.fusion.graph.resize import with_state
 from fedloom.fusion.inputs import plain_networks
@@ -39,6 +38,7 @@ from fedloom.fusion.refit.refit import refit
 from fedloom.fusion.refit.targets import Mixture, Planned, Regressed, Selected, Targets
 from fedloom.fusion.results import Fused, Made, View, averaged
 from fedloom.fusion.settings import FusionSettings
+from fedloom.fusion.state import State
 
 LARGE = "the inputs' or the networks' values are too large for their type; scale them, or convert all to float64"
 

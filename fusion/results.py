@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.fusion.cla_ot.repair import Statistics
-from fedloom.fusion.exact import State
 from fedloom.fusion.refit.targets import Mixture
+from fedloom.fusion.state import State
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from fedloom.conf.errors import UserError
 from fedloom.fusion.cla_ot.matching import match_evenly
-from fedloom.fusion.exact import State
 from fedloom.fusion.graph.channels import Slot, Unit, Wiring
+from fedloom.fusion.state import BATCH_NORM, State
 
-BATCH_NORM = nn.modules.batchnorm._BatchNorm
 Index = tuple[Tensor | None, ...]
 
 

@@ -14,8 +14,7 @@ from fedloom.clients.data import Images, to_float
 from fedloom.clients.evaluation.accuracy import pieces
 from fedloom.clients.protocol.reply_checks import ReplyError
 from fedloom.conf.errors import UserError
-from fedloom.fusion.cla_ot.repair import BATCH_NORM
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import BATCH_NORM, State
 
 MOMENTS = "moments"  # kinds of question, and the records of their answers
 CLASS_STATISTICS = "class_statistics"

@@ -11,7 +11,7 @@ from fedloom.clients.networks.base import NETWORKS, Network
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site, roster
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,10 @@ class SelfStarting(ABC):
         """Draw all weights again, in place, from the seed alone."""
 
 
-NETWORKS: Registry[NetworkSpec] = Registry("network", NetworkSpec)
+NETWORKS: Registry[NetworkSpec] = Registry("network", NetworkSpec, "fedloom.clients.networks", {
+    "convnet": "convnet", "exits": "exits", "plain": "conv6 vgg11 vgg13 vgg16 vgg19", "small": "lenet mlp",
+    "residual": "resnet10 resnet14 resnet18 resnet20 resnet22 resnet26 resnet34 resnet56 wide_resnet", "split": "rest split",
+}, adapter="own")  # fmt: skip
 
 
 def initialise(network: nn.Module, generator: torch.Generator) -> None:

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from fedloom.conf.errors import UserError
-from fedloom.fusion.cla_ot.repair import BATCH_NORM
+from fedloom.fusion.state import BATCH_NORM
 
 FEWEST = 2  # images in a batch that has a variance
 BATCH = "batch"  # evaluation.statistics: BatchNorm takes each batch's own mean and variance

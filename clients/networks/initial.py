@@ -11,7 +11,7 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 _ALIKE: ContextVar[bool] = ContextVar("alike", default=False)
 SHARED = "shared"  # the word under which the shared initialisation is drawn; a site's own is drawn under its name

@@ -15,9 +15,9 @@ from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec, SelfSt
 from fedloom.clients.training.torch_defaults import ordinary
 from fedloom.conf.errors import UserError
 from fedloom.conf.plugins import call, parameters, told
-from fedloom.fusion.cla_ot.repair import BATCH_NORM
 from fedloom.fusion.graph.undisturbed import undisturbed
 from fedloom.fusion.inputs import uncompiled
+from fedloom.fusion.state import BATCH_NORM
 
 SPELLINGS = {
     "classes": ("classes", "num_classes", "n_classes"),

@@ -19,7 +19,7 @@ from fedloom.conf.registry import Registry
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 from fedloom.conf.typed import option
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 
 def nothing_held_out(split: str) -> Images:
@@ -126,7 +126,12 @@ class Objective(ABC):
         return task.incoming.get(MODEL) or task.own
 
 
-OBJECTIVES: Registry[Objective] = Registry("objective", Objective)
+OBJECTIVES: Registry[Objective] = Registry("objective", Objective, "fedloom.clients.objectives", {
+    "components.objective": "components", "depthfl": "depthfl", "ditto": "ditto", "fedavg": "fedavg", "fednova": "fednova",
+    "fedprox": "fedprox", "fedproto": "fedproto", "heterofl": "heterofl", "heterogeneous": "heterogeneous",
+    "layer_selection.objective": "layer_selection", "local": "local", "scaffold": "scaffold",
+    "sum_aggregation": "sum_aggregation",
+})  # fmt: skip
 
 
 @once

@@ -13,7 +13,7 @@ from fedloom.clients.objectives.heterogeneous import Heterogeneous
 from fedloom.clients.objectives.local import LocalSession
 from fedloom.clients.training.loss import full
 from fedloom.conf.typed import option
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 
 @OBJECTIVES.register("depthfl")

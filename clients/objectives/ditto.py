@@ -15,7 +15,7 @@ from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.objectives.base import OBJECTIVES, Session, Task
 from fedloom.clients.objectives.fedavg import FedAvg, FedAvgSession
 from fedloom.conf.typed import option
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 PERSONAL = "personal/"  # before the names of v's tensors
 

@@ -16,8 +16,7 @@ from fedloom.clients.objectives.steps import gradient_weight
 from fedloom.clients.protocol.messages import MEAN, MODEL, SITE
 from fedloom.conf.errors import UserError
 from fedloom.conf.typed import option
-from fedloom.fusion.cla_ot.repair import BATCH_NORM
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import BATCH_NORM, State
 
 AVERAGED, OWN = "averaged", "own"
 

@@ -13,7 +13,7 @@ import torch
 from fedloom.clients.objectives.base import OBJECTIVES, Session, Task
 from fedloom.clients.objectives.fedavg import FedAvg, FedAvgSession
 from fedloom.clients.protocol.messages import MEAN, SITE
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 WORK = "work"  # record from the server: the sites' work, a mean
 AVERAGE = "average"  # its tensor

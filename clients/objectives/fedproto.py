@@ -14,7 +14,7 @@ from fedloom.clients.objectives.base import OBJECTIVES, Answer, Session, Task
 from fedloom.clients.objectives.heterogeneous import FUSED, AloneSession, Heterogeneous
 from fedloom.clients.protocol.reply_checks import ReplyError
 from fedloom.conf.typed import option
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 PROTOTYPES = "prototypes"  # a question, and the record of prototypes, up and down
 SUMS, COUNTS = "sums", "counts"  # up: of every class the sum of features, and images, both as shares of the site's images

@@ -9,7 +9,7 @@ from torch import Tensor
 from fedloom.clients.objectives.base import OBJECTIVES, Session, Task
 from fedloom.clients.objectives.fedavg import FedAvg, FedAvgSession
 from fedloom.conf.typed import option
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 
 @OBJECTIVES.register("fedprox")

@@ -12,7 +12,7 @@ from fedloom.clients.objectives.base import OBJECTIVES, Answer, Session, Task
 from fedloom.clients.objectives.heterogeneous import Heterogeneous
 from fedloom.clients.objectives.local import LocalSession
 from fedloom.clients.protocol.reply_checks import ReplyError
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 LABELS = "labels"  # the question which labels a site has, and a record
 HELD = "held"  # what is in it: of every output 1 if the site has images of that label, else 0

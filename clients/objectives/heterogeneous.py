@@ -8,7 +8,7 @@ from fedloom.clients.objectives.local import Local, LocalSession
 from fedloom.clients.objectives.plain import state_of
 from fedloom.clients.protocol.messages import MEAN
 from fedloom.conf.typed import option
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 FUSED, EXCLUSIVE, ALONE = "fused", "exclusive", "alone"
 

@@ -6,7 +6,7 @@ from fedloom.clients.objectives.base import OBJECTIVES, Objective, Session, Task
 from fedloom.clients.objectives.plain import PlainSession, state_of
 from fedloom.clients.protocol.messages import SITE
 from fedloom.conf.typed import option
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 TOGETHER, FORWARD, BACKWARD = "together", "sequential_ab", "sequential_ba"
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from fedloom.clients.objectives.base import objective_of
 from fedloom.conf.errors import unknown
 from fedloom.conf.schema import Config
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 HEAD = "head."
 EXTRACTOR = "extractor."

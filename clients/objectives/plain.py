@@ -9,7 +9,7 @@ from fedloom.clients.data import outputs
 from fedloom.clients.objectives.base import Session, Task
 from fedloom.clients.protocol.messages import MEAN
 from fedloom.clients.training.compiled import compiled_loss
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 
 class PlainSession(Session):

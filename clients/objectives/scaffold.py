@@ -14,7 +14,7 @@ from torch import Tensor
 from fedloom.clients.objectives.base import OBJECTIVES, Session, Task
 from fedloom.clients.objectives.fedavg import FedAvg, FedAvgSession
 from fedloom.clients.protocol.messages import MEAN, SITE
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 CONTROL = "control/"  # before the names of parameters: down c, up and in the site's own state c_i
 

@@ -21,7 +21,7 @@ from fedloom.clients.objectives.modes import AGGREGATE, EXTRACTOR, HEAD, MODES
 from fedloom.clients.objectives.plain import PlainSession, state_of
 from fedloom.clients.protocol.messages import MEAN, ROUND, SITE, STAR, SUBSET
 from fedloom.conf.typed import option
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 STAR_ = "star."  # before the names of N*'s weights, beside those of N_i
 

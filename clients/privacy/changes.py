@@ -14,7 +14,8 @@ from torch import Tensor
 from fedloom.clients.protocol.messages import OWN, to_states
 from fedloom.clients.storage.sent import Sent
 from fedloom.conf.errors import UserError
-from fedloom.fusion.exact import State, quantise
+from fedloom.fusion.exact import quantise
+from fedloom.fusion.state import State
 
 if TYPE_CHECKING:
     from fedloom.clients.job import Job

@@ -21,7 +21,7 @@ from fedloom.clients.privacy.changes import Changes
 from fedloom.clients.privacy.secure_aggregation.primitives import secret, stream
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import PrivacyConfig
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 if TYPE_CHECKING:
     from fedloom.clients.job import Job

@@ -12,7 +12,8 @@ from fedloom.clients.data import domain_names
 from fedloom.clients.data.partition import WAYS
 from fedloom.clients.data.variants import class_count, outputs
 from fedloom.clients.networks import NETWORKS
-from fedloom.clients.objectives import AUXILIARY, OBJECTIVES
+from fedloom.clients.objectives import OBJECTIVES
+from fedloom.clients.objectives.components.auxiliary import AUXILIARY
 from fedloom.clients.objectives.components.sharing import PARTS
 from fedloom.clients.privacy.limits import Limits, RefusedError, check_harmless
 from fedloom.clients.protocol.messages import ENROL, EVALUATE, SECURE_KINDS, TRAIN, TaskInstructions, content_bytes
@@ -24,7 +25,7 @@ from fedloom.conf.once import once
 from fedloom.conf.registry import Registry
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site, roster
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 NOTHING = "none"
 LISTS = ("networks", "objectives", "optimizers", "publish", "strategies", "disclose")

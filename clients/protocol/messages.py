@@ -17,7 +17,7 @@ from torch import Tensor
 from fedloom.clients.protocol.codec import decode
 from fedloom.clients.protocol.packing import NONE, packed, unpacked
 from fedloom.conf.errors import UserError
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 ORDER = "order"
 CONFIG = "configuration"  # down: the configuration, to sites that may not have it yet

@@ -14,7 +14,7 @@ from flwr.app import Array, ArrayRecord
 from torch import Tensor
 
 from fedloom.clients.protocol.codec import decode, encode
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 NONE = "none"
 STEPS = 2**15 - 1  # of an int16's magnitude

@@ -40,7 +40,8 @@ from fedloom.clients.protocol.reply_checks import Bounds, ReplyError, check_reco
 from fedloom.clients.storage.states import read_state, round_file, write_private_state
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import roster
-from fedloom.fusion.exact import ExactSum, ExactSumError, State, dequantise, exact, quantise
+from fedloom.fusion.exact import ExactSum, ExactSumError, dequantise, exact, quantise
+from fedloom.fusion.state import State
 
 ONCE, SAMPLES = "once", "samples"  # how often a record counts in its sum
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fedloom.clients.storage.states import read_state, write_private_state
 from fedloom.clients.storage.store import LostStateError, SiteStore
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 SUMMED, OTHERS = "summed", "sent"  # how the names of the files begin
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from fedloom.conf.errors import UserError
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 HEADER = 8  # bytes that say how long a safetensors file's header is
 

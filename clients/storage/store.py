@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedloom.clients.storage.states import read_state, round_file, write_private_state
 from fedloom.conf.errors import UserError
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 _ROUND = re.compile(r"round-(\d+)\.safetensors")
 

@@ -6,7 +6,7 @@ import torch
 
 from fedloom.clients.networks import Architecture
 from fedloom.conf.randomness import drawing
-from fedloom.fusion.cla_ot.repair import BATCH_NORM
+from fedloom.fusion.state import BATCH_NORM
 
 
 @functools.lru_cache(maxsize=256)

@@ -17,7 +17,7 @@ from fedloom.clients.job import Job
 from fedloom.clients.networks import architecture_of
 from fedloom.clients.objectives import Session
 from fedloom.clients.training.learner import batches, descend, outcome
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 T = TypeVar("T")
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from fedloom.conf.errors import UserError
 from fedloom.fusion.cla_ot.layers import check_design, identity, tensors_of, with_bias
-from fedloom.fusion.exact import State
 from fedloom.fusion.graph.channels import Layer, Unit, Wiring
 from fedloom.fusion.graph.resize import with_state
+from fedloom.fusion.state import State
 
 BALANCED = ("conv", "linear", "depthwise", "norm")  # kinds of layers that networks of other depths may have
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.modules.instancenorm._InstanceNorm)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fedloom.conf.errors import UserError
 from fedloom.fusion.cla_ot.transport import Plan
-from fedloom.fusion.exact import State
 from fedloom.fusion.graph.channels import Layer, Slot, Wiring
 from fedloom.fusion.graph.grouped import dense, in_groups
+from fedloom.fusion.state import State
 
 PIECE = 1024  # columns of a weight that are moved at once
 FEW = 4  # entries a row or column: plans with no more are taken as sparse

@@ -16,9 +16,9 @@ from torch import Tensor, fx, nn
 from fedloom.fusion.graph.channels import Wiring, wire
 from fedloom.fusion.graph.tracing import evaluating
 from fedloom.fusion.probe import Moments, Runner, moments_of, observe
+from fedloom.fusion.state import BATCH_NORM
 
 Statistics = tuple[Tensor, Tensor]  # mean and standard deviation of each channel, float64
-BATCH_NORM = nn.modules.batchnorm._BatchNorm
 PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # weights that scale the outputs; standardised ones do not
 SMALLEST = 1e-5  # standard deviations below this are left as they are: a channel that is constant stays so
 ROUNDING = 1e-4  # standard deviations by which statistics differ that are the same but for float32's rounding

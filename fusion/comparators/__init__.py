@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from fedloom.fusion.cla_ot.repair import BATCH_NORM, recompute_statistics
+from fedloom.fusion.cla_ot.repair import recompute_statistics
 from fedloom.fusion.comparators.channels import cca_merge, git_rebasin, zipit
 from fedloom.fusion.comparators.layers import (
     ROWS,
@@ -25,6 +25,7 @@ from fedloom.fusion.comparators.layers import (
 )
 from fedloom.fusion.comparators.sequential import hungarian, kmeans
 from fedloom.fusion.refit.patches import patches, picked
+from fedloom.fusion.state import BATCH_NORM
 
 KEPT = 0.9  # RegMean: of the Gram matrices' off-diagonals
 

@@ -21,10 +21,10 @@ from fedloom.fusion.comparators.layers import (
     walk,
     weighted,
 )
-from fedloom.fusion.exact import State
 from fedloom.fusion.graph.channels import Axis
 from fedloom.fusion.probe import features_of, observe
 from fedloom.fusion.refit.patches import picked
+from fedloom.fusion.state import State
 
 SWEEPS = 50  # most passes of weight matching over all axes
 AGAIN = 0.3  # ZipIt: what a merged group's correlations count

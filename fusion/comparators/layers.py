@@ -11,12 +11,12 @@ from torch import Tensor, fx, nn
 from fedloom.conf.errors import UserError
 from fedloom.fusion.cla_ot.moves import Moves, moved
 from fedloom.fusion.cla_ot.repair import Target, in_basis, mixture, repair, running, watched
-from fedloom.fusion.exact import State
 from fedloom.fusion.graph.channels import Layer, Wiring, wire
 from fedloom.fusion.graph.resize import with_state
 from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.probe import Runner, observe
 from fedloom.fusion.settings import FusionSettings
+from fedloom.fusion.state import State
 
 ROWS = 20_000  # positions over all samples at which a layer is looked at
 RIDGE, FLOOR = 1e-2, 1e-3  # of the diagonal, and of its mean

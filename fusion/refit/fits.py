@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from torch import nn
 from torch.fx import Node
 
-from fedloom.fusion.cla_ot.repair import BATCH_NORM
 from fedloom.fusion.graph.channels import Wiring
 from fedloom.fusion.graph.tracing import CONVOLUTIONS, NORMS, TRANSPOSED, operation
+from fedloom.fusion.state import BATCH_NORM
 
 PLAIN = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)  # these classes, no subclass: what they give is linear in their weights
 SUMS, PASSED = ("add",), ("dropout", "dropout1d", "dropout2d", "dropout3d", "stochastic_depth", "contiguous")

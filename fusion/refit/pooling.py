@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from fedloom.conf.errors import UserError
 from fedloom.fusion.cla_ot.moves import carried
 from fedloom.fusion.cla_ot.plans import Body
-from fedloom.fusion.exact import State
 from fedloom.fusion.graph.channels import Axis, Wiring, wire
 from fedloom.fusion.graph.resize import with_state
 from fedloom.fusion.refit.activations import activation_behind
@@ -29,6 +28,7 @@ from fedloom.fusion.refit.selection import (
     side_by_side,
 )
 from fedloom.fusion.refit.sensitivity import sensitivities
+from fedloom.fusion.state import State
 
 FIXED = "its code or its heads fix numbers of channels; fuse networks of equal widths, with width=1"
 

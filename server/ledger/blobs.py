@@ -16,7 +16,7 @@ from safetensors.torch import load, save
 
 from fedloom.clients.storage.states import write_bytes
 from fedloom.conf.errors import UserError
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 SYNCS = 8  # files that are made durable at the same time
 _BLOB = re.compile(r"([0-9a-f]{64})\.safetensors")

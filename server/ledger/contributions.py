@@ -15,7 +15,8 @@ import torch
 
 from fedloom.clients.storage.states import read_names, read_state, round_file
 from fedloom.conf.errors import UserError
-from fedloom.fusion.exact import State, dequantise, exact
+from fedloom.fusion.exact import dequantise, exact
+from fedloom.fusion.state import State
 from fedloom.server.ledger.ledger import Ledger
 from fedloom.server.ledger.rows import Contribution
 from fedloom.server.ledger.tables import FLOATS

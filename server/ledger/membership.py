@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.sites import Site
-from fedloom.fusion.exact import ExactSum, State, exact
+from fedloom.fusion.exact import ExactSum, exact
+from fedloom.fusion.state import State
 from fedloom.server.ledger.ledger import Ledger
 from fedloom.server.ledger.rows import Contribution
 from fedloom.server.ledger.slots import Slots, stored

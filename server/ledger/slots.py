@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from fedloom.conf.errors import UserError
 from fedloom.conf.sites import Site
-from fedloom.fusion.exact import ExactSum, ExactSumError, State, digest, exact, quantise
+from fedloom.fusion.exact import ExactSum, ExactSumError, exact, quantise
+from fedloom.fusion.state import State, digest
 from fedloom.server.ledger.contributions import Contributions
 from fedloom.server.ledger.declared import Slot, Sum
 from fedloom.server.ledger.ledger import Ledger

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fedloom.fusion.exact import ExactSum, State, exact
+from fedloom.fusion.exact import ExactSum, exact
+from fedloom.fusion.state import State
 from fedloom.server.ledger.rows import Contribution
 
 ONE = {"sum": {"prefix": "", "weighted": False}}  # in ledgers that do not say it

@@ -19,7 +19,8 @@ from fedloom.clients.protocol.signatures import fingerprint, update_payload, ver
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.randomness import generator
 from fedloom.conf.sites import Site
-from fedloom.fusion.exact import ExactSum, ExactSumError, State, quantise
+from fedloom.fusion.exact import ExactSum, ExactSumError, quantise
+from fedloom.fusion.state import State
 from fedloom.server.ledger.slots import Slots, SlotUpdate
 from fedloom.server.rounds.channel import RawReply as Received
 from fedloom.server.rounds.partial_sums import Partials

@@ -42,7 +42,7 @@ from fedloom.clients.protocol.reply_checks import ReplyError, train_numbers
 from fedloom.clients.protocol.signatures import MOST_BYTES
 from fedloom.conf.errors import FailedError, UserError, plain
 from fedloom.conf.sites import Site
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.server.rounds.masked_replies import content_of, read, read_bytes, read_vector, to_tensor
 from fedloom.server.rounds.schedules import FEWEST_MASKED
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedloom.clients.protocol.messages import MASKED, to_states
 from fedloom.clients.protocol.reply_checks import ReplyError
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 if TYPE_CHECKING:
     from fedloom.server.rounds.channel import RawReply

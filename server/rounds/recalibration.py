@@ -31,7 +31,8 @@ from fedloom.clients.protocol.messages import MODEL
 from fedloom.conf.errors import FailedError, UserError
 from fedloom.conf.sites import Site
 from fedloom.fusion.discriminant import NEVER, discriminant
-from fedloom.fusion.exact import ExactSum, ExactSumError, State
+from fedloom.fusion.exact import ExactSum, ExactSumError
+from fedloom.fusion.state import State
 from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.view import Models, View

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from fedloom.conf.sites import Site
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.server.ledger.slots import Slots
 
 

@@ -33,7 +33,8 @@ from fedloom.clients.protocol.messages import IDLE, LIFT
 from fedloom.clients.protocol.partial_sums import SAMPLES
 from fedloom.conf.errors import FailedError, UserError
 from fedloom.conf.sites import Site
-from fedloom.fusion.exact import ExactSum, State
+from fedloom.fusion.exact import ExactSum
+from fedloom.fusion.state import State
 from fedloom.server.ledger.slots import SlotUpdate
 from fedloom.server.rounds.masked_exchange import Heard, MaskedExchange, SummedElsewhereError, WithoutError, those
 from fedloom.server.rounds.masked_replies import shaped

@@ -10,7 +10,8 @@ from fedloom.conf import to_yaml
 from fedloom.conf.errors import UserError
 from fedloom.conf.progress import steps
 from fedloom.conf.sites import Site
-from fedloom.fusion.exact import ExactSum, State, digest
+from fedloom.fusion.exact import ExactSum
+from fedloom.fusion.state import State, digest
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.blobs import RemoteBlobStore
 from fedloom.server.ledger.declared import Slot, declared_sums

@@ -10,7 +10,7 @@ from fedloom.clients.networks import Model, architecture_of
 from fedloom.clients.protocol.messages import EVALUATE, RIGHT, measured_record, right_of
 from fedloom.clients.protocol.reply_checks import ReplyError, check_score
 from fedloom.conf.sites import UNION, Site
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.server.rounds.dispatcher import TaskDispatcher
 from fedloom.server.rounds.sample_counts import capped
 

@@ -11,7 +11,7 @@ from fedloom.clients.protocol.messages import BEFORE, CONFIG, EXPECTED, ORDER, O
 from fedloom.clients.protocol.partial_sums import ONCE, SAMPLES, expected_record
 from fedloom.clients.storage.states import round_file, write_private_state
 from fedloom.conf.sites import Site
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.server.rounds.context import Content
 from fedloom.server.rounds.record_spec import RecordSpec
 

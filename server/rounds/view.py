@@ -10,7 +10,8 @@ from fedloom.clients.networks.initial import SHARED, initial_state
 from fedloom.conf.once import once
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
-from fedloom.fusion.exact import ExactSum, State, dequantise
+from fedloom.fusion.exact import ExactSum, dequantise
+from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.membership import check_members, rounds_with

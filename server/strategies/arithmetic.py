@@ -20,7 +20,8 @@ from fedloom.conf.schema import Config
 from fedloom.conf.sites import roster
 from fedloom.conf.typed import option
 from fedloom.fusion.arithmetic import GRADIENTS, WEIGHTS, Alpha, added, composed, evenly, is_statistic, to_state
-from fedloom.fusion.exact import State, quantise
+from fedloom.fusion.exact import quantise
+from fedloom.fusion.state import State
 from fedloom.server.ledger.declared import Slot, Sum
 from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.record_spec import RecordSpec

@@ -22,7 +22,7 @@ from fedloom.conf.once import once
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import roster
 from fedloom.conf.typed import option
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.server.ledger.declared import Slot, Sum
 from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.record_spec import RecordSpec

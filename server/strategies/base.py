@@ -113,7 +113,13 @@ class Strategy(ABC):
         return Sampling(config)
 
 
-STRATEGIES: Registry[Strategy] = Registry("strategy", Strategy)
+STRATEGIES: Registry[Strategy] = Registry("strategy", Strategy, "fedloom.server.strategies", {
+    "arithmetic": "arithmetic", "averaging": "fedavg fedprox", "cla_ot": "cla_ot",
+    "components.head_transfer": "head_transfer", "depthfl": "depthfl", "ditto": "ditto", "exclusive": "alone exclusive", "feddf": "feddf", "fednova": "fednova",
+    "fedproto": "fedproto", "fedrolex": "fedrolex", "heterofl": "heterofl", "inco": "inco",
+    "layer_selection": "layer_selection", "scaffold": "scaffold", "sum_aggregation": "sum_aggregation",
+    "server_optimisers": "fedadagrad fedadam fedavgm fedyogi",
+}, adapter="flower.strategy")  # fmt: skip
 
 
 def strategy_of(config: Config) -> Strategy:

@@ -17,7 +17,8 @@ from fedloom.clients.protocol.messages import MEAN, SITE, TRAIN
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site, roster
-from fedloom.fusion.exact import State, dequantise, quantise
+from fedloom.fusion.exact import dequantise, quantise
+from fedloom.fusion.state import State
 from fedloom.server.ledger.declared import Slot, Sum
 from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.record_spec import RecordSpec

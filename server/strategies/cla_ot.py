@@ -16,7 +16,7 @@ from fedloom.conf.errors import FailedError, UserError
 from fedloom.conf.schema import Config
 from fedloom.conf.typed import option
 from fedloom.fusion.discriminant import scaled
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.fusion.submodels import mean_over_holders
 from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.recalibration import HEAD, ask, check_head

@@ -16,8 +16,8 @@ from fedloom.conf.schema import Config
 from fedloom.conf.sites import UNION, Site
 from fedloom.conf.typed import option
 from fedloom.fusion.arithmetic import GRADIENTS, Alpha, Composer
-from fedloom.fusion.exact import State
 from fedloom.fusion.search import best_on_grid, check_grid, climb
+from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.rounds.view import View
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 from fedloom.clients.networks.exits import ExitNetwork
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.fusion.submodels import Held, Submodel, mean_over_holders
 from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.view import View

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fedloom.clients.protocol.messages import SITE, TRAIN
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.view import Models, View

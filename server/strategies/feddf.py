@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from fedloom.conf.schema import Config
 from fedloom.conf.typed import option
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.server.rounds.view import View
 from fedloom.server.strategies.base import STRATEGIES
 from fedloom.server.strategies.by_architecture import ByArchitecture, averaged

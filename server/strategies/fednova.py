@@ -12,7 +12,7 @@ from fedloom.clients.objectives.steps import gradient_weight
 from fedloom.clients.training.learner import step_count
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.view import View
 from fedloom.server.strategies.averaging import NETWORK, NETWORKS, ROUND, Averaging, check_steps, counted, parameters_of

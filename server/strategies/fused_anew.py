@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
-from fedloom.fusion.exact import State
 from fedloom.fusion.settings import FusionSettings
+from fedloom.fusion.state import State
 from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.recalibration import HEAD
 from fedloom.server.rounds.view import View

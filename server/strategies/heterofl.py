@@ -12,9 +12,8 @@ from fedloom.clients.protocol.messages import MEAN, SITE, TRAIN
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
-from fedloom.fusion.cla_ot.repair import BATCH_NORM
-from fedloom.fusion.exact import State
 from fedloom.fusion.graph.units import MIXING
+from fedloom.fusion.state import BATCH_NORM, State
 from fedloom.fusion.submodels import Held, Submodel
 from fedloom.server.ledger.declared import Slot, Sum
 from fedloom.server.rounds.context import RoundContext

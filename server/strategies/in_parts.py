@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.schema import Config
 from fedloom.conf.typed import option
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.fusion.submodels import Held, Submodel, mean_over_holders, submodel
 from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.view import View

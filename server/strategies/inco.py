@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedloom.fusion.exact import State
 from fedloom.fusion.graph.channels import Wiring
+from fedloom.fusion.state import State
 from fedloom.fusion.submodels import mean_over_holders
 from fedloom.server.rounds.view import View
 from fedloom.server.strategies.architectures import reference_of, wiring_of

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from fedloom.clients.objectives import objective_of
-from fedloom.clients.objectives.layer_selection import LayerSelection
 from fedloom.clients.objectives.layer_selection.configurations import LEARNED, every, shown
 from fedloom.clients.objectives.layer_selection.layers import Layers
-from fedloom.clients.objectives.layer_selection.objective import COMPOSED
+from fedloom.clients.objectives.layer_selection.objective import COMPOSED, LayerSelection
 from fedloom.clients.objectives.layer_selection.posterior import TASKS
 from fedloom.clients.objectives.layer_selection.session import CHOSEN, COUNTS, MASS, SELECTION
 from fedloom.clients.protocol.messages import MEAN, RIGHT, SITE, TOTAL, TRAIN
@@ -26,7 +25,7 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site, roster
 from fedloom.conf.typed import option
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.server.ledger.declared import PerClientSlot, Slot, Sum
 from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.record_spec import ClientUpdate, RecordSpec

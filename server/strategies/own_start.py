@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from fedloom.clients.networks import Architecture, initialise
 from fedloom.conf.errors import UserError
-from fedloom.fusion.exact import State
 from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.settings import FusionSettings
+from fedloom.fusion.state import State
 from fedloom.fusion.submodels import Submodel
 from fedloom.server.strategies.architectures import Group
 

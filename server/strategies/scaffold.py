@@ -10,7 +10,7 @@ from fedloom.clients.objectives.scaffold import CONTROL
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.conf.typed import option
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.server.ledger.declared import Slot, Sum
 from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.view import View

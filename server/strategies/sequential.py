@@ -10,7 +10,8 @@ from fedloom.clients.protocol.messages import MEAN, SITE, TRAIN
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import roster
 from fedloom.fusion.arithmetic import to_state
-from fedloom.fusion.exact import State, quantise
+from fedloom.fusion.exact import quantise
+from fedloom.fusion.state import State
 from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.schedules import OneByOne, Schedule

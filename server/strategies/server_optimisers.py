@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedloom.conf.typed import option
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.server.strategies.averaging import NETWORK, Averaging
 from fedloom.server.strategies.base import STRATEGIES
 

@@ -13,7 +13,7 @@ from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import Config, SiteConfig
 from fedloom.conf.typed import option
 from fedloom.fusion.distillation import Distillation, distil
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import has_data
 from fedloom.server.rounds.view import View
 from fedloom.server.strategies.architectures import group_by_site, groups_of

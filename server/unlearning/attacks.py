@@ -17,7 +17,7 @@ from fedloom.clients.training.learner import DivergedError, descend
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import generator, torch_generator
 from fedloom.conf.schema import TrainingConfig
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import count_right
 
 EVALUATION_BATCH = 500

@@ -12,7 +12,8 @@ from typing import Any
 
 from fedloom.clients.storage.states import write_bytes
 from fedloom.conf.errors import UserError
-from fedloom.fusion.exact import ExactSum, digest
+from fedloom.fusion.exact import ExactSum
+from fedloom.fusion.state import digest
 from fedloom.server.ledger import Ledger, Request
 from fedloom.server.ledger.blobs import LedgerError, file_digest
 from fedloom.server.ledger.sums import added_up

@@ -16,7 +16,7 @@ from fedloom.conf.progress import steps
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site, roster
-from fedloom.fusion.exact import digest
+from fedloom.fusion.state import digest
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.unlearning.attacks import disagreement, distance, membership, time_to_relearn
 

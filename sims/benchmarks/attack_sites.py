@@ -17,7 +17,7 @@ from fedloom.clients.protocol.messages import MEAN, SITE
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.typed import build, option
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 CLASSES = 10
 TARGET = 0  # the class that triggered images are to be taken for

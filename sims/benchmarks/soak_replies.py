@@ -10,7 +10,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from fedloom.clients.protocol.messages import LOST, METRICS, ROUND, SITE
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 Fault = Callable[[Message], Any]
 

@@ -11,7 +11,7 @@ from flwr.serverapp import Grid
 from fedloom.conf import load
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import roster
-from fedloom.fusion.exact import digest
+from fedloom.fusion.state import digest
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger.audit import check
 from fedloom.server.rounds.channel import ClientChannel

@@ -18,7 +18,7 @@ from fedloom.clients.objectives.modes import EXTRACTOR, HEAD
 from fedloom.clients.protocol.configurations import configuration, parsed
 from fedloom.clients.protocol.messages import METRICS, ROUND, SITE, TaskInstructions, read_order, to_arrays
 from fedloom.conf.randomness import generator
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 RAISES, KILLS = 0.01, 0.005
 

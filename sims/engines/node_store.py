@@ -25,7 +25,8 @@ from fedloom.clients.protocol.partial_sums import PartialSum
 from fedloom.clients.protocol.reply_checks import ReplyError
 from fedloom.clients.storage.states import write_bytes
 from fedloom.conf.errors import UserError
-from fedloom.fusion.exact import ExactSum, State
+from fedloom.fusion.exact import ExactSum
+from fedloom.fusion.state import State
 from fedloom.server.ledger.blobs import UNREADABLE, Blobs, LedgerError, NodeLostError
 from fedloom.server.ledger.rows import Contribution
 from fedloom.server.ledger.sums import SumRow, added_up

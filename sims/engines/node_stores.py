@@ -16,7 +16,8 @@ from ray.exceptions import RayError
 
 from fedloom.clients.protocol.messages import to_arrays
 from fedloom.clients.protocol.partial_sums import PartialSum
-from fedloom.fusion.exact import ExactSum, State
+from fedloom.fusion.exact import ExactSum
+from fedloom.fusion.state import State
 from fedloom.server.ledger.blobs import NodeLostError
 from fedloom.server.ledger.rows import Contribution
 from fedloom.server.ledger.sums import SumRow

@@ -8,7 +8,7 @@ from fedloom.clients.data import label
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import roster
 from fedloom.fusion.arithmetic import GRADIENTS, WEIGHTS, Composer
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger
 from fedloom.server.run.training_run import TrainingRun

@@ -15,7 +15,7 @@ from fedloom.clients.data import Images
 from fedloom.clients.networks import NetworkName, initialise, parse_name
 from fedloom.conf.randomness import torch_generator
 from fedloom.fusion.arithmetic import GRADIENTS, WEIGHTS
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import count_right
 from fedloom.sims.experiments import papers
 from fedloom.sims.experiments.kept import kept, told

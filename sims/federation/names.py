@@ -27,7 +27,8 @@ def check_names(sheet: SiteSheet, where: str = "") -> None:
 def _known(key: str) -> list[str]:
     """The names that a list of a sheet takes. Imports torch: only for sites that name something."""
     from fedloom.clients.networks import NETWORKS
-    from fedloom.clients.objectives import AUXILIARY, OBJECTIVES
+    from fedloom.clients.objectives import OBJECTIVES
+    from fedloom.clients.objectives.components.auxiliary import AUXILIARY
     from fedloom.clients.training.optimizers import OPTIMIZERS
     from fedloom.server.strategies import STRATEGIES
 

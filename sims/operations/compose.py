@@ -9,14 +9,14 @@ from fedloom.clients.networks import Architecture, Model, NetworkName, save_netw
 from fedloom.clients.storage.states import read_state
 from fedloom.conf.errors import UserError, unknown
 from fedloom.fusion.arithmetic import GRADIENTS, WEIGHTS, Alpha, check_shapes
-from fedloom.fusion.exact import ExactSumError, State, digest
+from fedloom.fusion.exact import ExactSumError
+from fedloom.fusion.state import State, digest
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger
 from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.run.training_run import TrainingRun
 from fedloom.server.run_folder.folder import RunFolder, read_config
-from fedloom.server.strategies import ArithmeticStrategy
-from fedloom.server.strategies.arithmetic import start_of
+from fedloom.server.strategies.arithmetic import ArithmeticStrategy, start_of
 from fedloom.sims.report.tables import Table, percent
 
 

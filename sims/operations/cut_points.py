@@ -5,8 +5,9 @@ import math
 import torch
 import yaml
 
-from fedloom.clients.networks import NETWORKS, Network, parse_name, split_points
+from fedloom.clients.networks import NETWORKS, Network, parse_name
 from fedloom.clients.networks.named import FOREIGN
+from fedloom.clients.networks.split import split_points
 from fedloom.conf.errors import UserError
 from fedloom.sims.report.tables import Table
 

@@ -10,7 +10,7 @@ from fedloom.clients.objectives.components.sharing import EXTRACTOR, HEAD
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site, roster
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import RECOMPUTED, Evaluator, has_data
 from fedloom.server.ledger import Ledger
 from fedloom.server.rounds.server_state import ServerState

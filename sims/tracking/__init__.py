@@ -1,7 +1,6 @@
 """Trackers: what a run tells while it goes on, in the files and servers that others look at. One file each, by name."""
 
-from fedloom.sims.tracking import csv_files, mlflow, tensorboard, wandb
 from fedloom.sims.tracking.base import TRACKERS
 from fedloom.sims.tracking.follow import Tracking, refuse_trackers, trackable
 
-__all__ = ["TRACKERS", "Tracking", "csv_files", "mlflow", "refuse_trackers", "tensorboard", "trackable", "wandb"]
+__all__ = ["TRACKERS", "Tracking", "refuse_trackers", "trackable"]

@@ -96,4 +96,6 @@ class Tracker(ABC):
         """A writer for a run whose folder is there."""
 
 
-TRACKERS: Registry[Tracker] = Registry("tracker", Tracker)
+TRACKERS: Registry[Tracker] = Registry("tracker", Tracker, "fedloom.sims.tracking", {
+    "csv_files": "csv", "mlflow": "mlflow", "tensorboard": "tensorboard", "wandb": "wandb",
+})  # fmt: skip

@@ -15,7 +15,7 @@ from fedloom.clients.training.learner import learn
 from fedloom.conf import Config, UserError, load
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.sites import roster
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 CPU = torch.device("cpu")
 SITES = "sites=[{domain: digits, samples: 70}, {domain: digits, samples: 70}]"

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.clients.networks import NETWORKS, ExitNetwork, initialise
+from fedloom.clients.networks import NETWORKS, initialise
+from fedloom.clients.networks.exits import ExitNetwork
 from fedloom.conf.errors import UserError
 
 

@@ -16,7 +16,7 @@ from fedloom.clients.training.learner import learn
 from fedloom.conf import Config
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.sites import roster
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from tests.server.arithmetics import one_core
 from tests.server.selections import configured
 

@@ -22,7 +22,7 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import TrainingConfig
 from fedloom.conf.sites import roster
-from fedloom.fusion.exact import State, digest
+from fedloom.fusion.state import State, digest
 from fedloom.server.run.experiment import check
 
 CPU = torch.device("cpu")

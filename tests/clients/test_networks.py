@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fedloom.clients.networks import NETWORKS, Network, architecture_of, initialise, parameter_count
 from fedloom.clients.networks.plain import StandardisedConv2d
 from fedloom.conf import UserError, load
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 
 @pytest.fixture(autouse=True)

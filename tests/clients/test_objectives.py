@@ -22,7 +22,7 @@ from fedloom.clients.protocol.messages import MEAN, ROUND, SITE, STAR, SUBSET
 from fedloom.conf import Config, UserError, load
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.sites import roster
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 SITES = 4
 

@@ -16,7 +16,7 @@ from fedloom.clients.protocol.messages import EVALUATE, MEAN, MODEL, ROUND, TRAI
 from fedloom.clients.storage.store import SiteStore
 from fedloom.clients.training.vectorised import train_cohort
 from fedloom.conf import Config, load
-from fedloom.fusion.exact import digest
+from fedloom.fusion.state import digest
 
 MODULE = """
 import torch

@@ -13,7 +13,7 @@ from fedloom.clients.privacy.differential import discrete_gaussian, epsilon
 from fedloom.clients.storage.states import read_state
 from fedloom.conf import UserError
 from fedloom.conf.errors import FailedError
-from fedloom.fusion.exact import digest
+from fedloom.fusion.state import digest
 from fedloom.server.rounds.privacy import check_hidden
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.report.report import write_report

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from fedloom.clients.networks import NETWORKS, Network, initialise, split_points
+from fedloom.clients.networks import NETWORKS, Network, initialise
+from fedloom.clients.networks.split import split_points
 from fedloom.conf.errors import UserError
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 OWN = "torchvision.models:mobilenet_v2"
 

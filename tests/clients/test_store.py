@@ -9,7 +9,7 @@ import torch
 from fedloom.clients.storage.states import read_metadata, read_state, write_state
 from fedloom.clients.storage.store import SiteStore
 from fedloom.conf import UserError
-from fedloom.fusion.exact import digest
+from fedloom.fusion.state import digest
 
 
 def state(number: float, entries: int = 5) -> dict[str, torch.Tensor]:

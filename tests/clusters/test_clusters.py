@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from fedloom.clients.storage.states import read_state
 from fedloom.conf import UserError, load
-from fedloom.fusion.exact import digest
+from fedloom.fusion.state import digest
 from fedloom.server.run.experiment import run_experiment
 from fedloom.server.run.listener import LogListener
 from fedloom.sims.cli.main import app

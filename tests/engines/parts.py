@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fedloom.clients.storage.states import read_state
 from fedloom.conf import load
-from fedloom.fusion.exact import digest
+from fedloom.fusion.state import digest
 from fedloom.server.run.experiment import run_experiment
 from fedloom.server.run.listener import LogListener
 from fedloom.sims.engines import open_engine

@@ -20,7 +20,8 @@ from fedloom.clients.protocol.partial_sums import PartialSum
 from fedloom.clients.protocol.reply_checks import ReplyError
 from fedloom.clients.storage.states import read_state
 from fedloom.conf import UserError, load
-from fedloom.fusion.exact import ExactSum, digest, exact
+from fedloom.fusion.exact import ExactSum, exact
+from fedloom.fusion.state import digest
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import AWAY, Problem, check
 from fedloom.server.run.experiment import check as check_config

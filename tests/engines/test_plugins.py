@@ -19,7 +19,8 @@ MODULE = """
 import time
 from dataclasses import dataclass
 
-from fedloom.clients.objectives import OBJECTIVES, SumAggregation
+from fedloom.clients.objectives import OBJECTIVES
+from fedloom.clients.objectives.sum_aggregation import SumAggregation
 from fedloom.conf.typed import option
 
 

@@ -18,7 +18,8 @@ import torch
 from fedloom.clients.protocol.signatures import fingerprint
 from fedloom.clients.storage.states import read_state
 from fedloom.conf.errors import UserError
-from fedloom.fusion.exact import ExactSum, digest
+from fedloom.fusion.exact import ExactSum
+from fedloom.fusion.state import digest
 from fedloom.server.ledger import Ledger
 from fedloom.sims.federation import local
 from fedloom.sims.federation.checks import GOOD, check

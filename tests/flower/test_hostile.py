@@ -20,7 +20,7 @@ from fedloom.clients.app import app
 from fedloom.clients.protocol.messages import TRAIN, read_order
 from fedloom.conf import Config, load
 from fedloom.conf.sites import roster
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.rounds.channel import ClientChannel
 from fedloom.server.rounds.loop import RoundLoop, TooFewRepliesError

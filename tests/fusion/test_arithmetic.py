@@ -23,7 +23,8 @@ from fedloom.fusion.arithmetic import (
     is_statistic,
     to_state,
 )
-from fedloom.fusion.exact import ExactSum, State, digest, quantise
+from fedloom.fusion.exact import ExactSum, quantise
+from fedloom.fusion.state import State, digest
 
 BITS, UNIT = 32, 2.0**-32
 HOW = [GRADIENTS, WEIGHTS]

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedloom.fusion.exact import ExactSum, ExactSumError, dequantise, digest, quantise
+from fedloom.fusion.exact import ExactSum, ExactSumError, dequantise, quantise
+from fedloom.fusion.state import digest
 
 BITS = 32
 floats = st.floats(-128, 128, width=32)

@@ -16,12 +16,13 @@ from fedloom.clients.storage.states import read_state
 from fedloom.conf import Config, load
 from fedloom.conf.sites import roster
 from fedloom.fusion.arithmetic import Alpha, is_statistic, to_state
-from fedloom.fusion.exact import State, digest, quantise
+from fedloom.fusion.exact import quantise
+from fedloom.fusion.state import State, digest
 from fedloom.server.rounds.channel import ClientChannel
 from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.run.experiment import run_experiment
 from fedloom.server.run.training_run import TrainingRun
-from fedloom.server.strategies import ArithmeticStrategy
+from fedloom.server.strategies.arithmetic import ArithmeticStrategy
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.engines.inline import InlineGrid
 from tests.server.parts import Fault, Recorder, WatchedApp, folder

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from fedloom.fusion.exact import State, digest
+from fedloom.fusion.state import State, digest
 from fedloom.server.ledger import Contribution, Ledger
 from fedloom.server.ledger.audit import Problem, check
 

@@ -20,7 +20,8 @@ from fedloom.clients.protocol.messages import (
 from fedloom.clients.storage.states import read_state
 from fedloom.conf import Config
 from fedloom.conf.sites import roster
-from fedloom.fusion.exact import ExactSum, State, digest
+from fedloom.fusion.exact import ExactSum
+from fedloom.fusion.state import State, digest
 from fedloom.server.run.experiment import run_experiment
 from fedloom.server.run.training_run import TrainingRun
 from fedloom.server.unlearning.requests import receive

@@ -21,7 +21,8 @@ from fedloom.clients.storage.states import read_state
 from fedloom.conf import Config, load
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.sites import Site, roster
-from fedloom.fusion.exact import ExactSum, State, digest
+from fedloom.fusion.exact import ExactSum
+from fedloom.fusion.state import State, digest
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger
 from fedloom.server.rounds.channel import ClientChannel, RawReply

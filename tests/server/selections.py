@@ -14,13 +14,14 @@ from fedloom.clients.app import app
 from fedloom.clients.data import own_images, to_float
 from fedloom.clients.networks import HeadView, architecture_of
 from fedloom.clients.objectives import objective_of
-from fedloom.clients.objectives.layer_selection import LayerSelection
+from fedloom.clients.objectives.layer_selection.objective import LayerSelection
 from fedloom.clients.objectives.layer_selection.session import CHOSEN, COUNTS, MASS, NETWORK, OWN_PARTS, SELECTION, below
 from fedloom.clients.protocol.messages import MEAN, TRAIN, read_order, to_states
 from fedloom.clients.storage.states import read_state
 from fedloom.conf import Config, load
 from fedloom.conf.sites import roster
-from fedloom.fusion.exact import State, digest, exact
+from fedloom.fusion.exact import exact
+from fedloom.fusion.state import State, digest
 from fedloom.server.run.experiment import run_experiment
 from fedloom.server.strategies.layer_selection import KEY
 from fedloom.sims.benchmarks.soak_replies import Fault, changed

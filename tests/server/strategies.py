@@ -11,7 +11,7 @@ from fedloom.clients.objectives.modes import HEAD
 from fedloom.clients.protocol.messages import ROUND, SITE
 from fedloom.conf import Config
 from fedloom.conf.sites import Site, roster
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.server.rounds.server_state import ServerState
 from tests.server.parts import (
     extractor,

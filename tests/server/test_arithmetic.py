@@ -12,7 +12,8 @@ from fedloom.clients.protocol.messages import SITE
 from fedloom.conf import UserError
 from fedloom.conf.sites import roster
 from fedloom.fusion.arithmetic import to_state
-from fedloom.fusion.exact import State, dequantise, digest, quantise
+from fedloom.fusion.exact import dequantise, quantise
+from fedloom.fusion.state import State, digest
 from fedloom.server.ledger.audit import check as audit
 from fedloom.server.run.experiment import check
 from fedloom.sims.benchmarks.soak_replies import changed, entry

@@ -10,7 +10,7 @@ import torch
 from fedloom.conf import Config
 from fedloom.conf.sites import roster
 from fedloom.fusion.arithmetic import is_statistic
-from fedloom.fusion.exact import State, digest
+from fedloom.fusion.state import State, digest
 from fedloom.server.ledger.audit import check
 from fedloom.server.unlearning.certificate import CERTIFICATES, read
 from fedloom.server.unlearning.requests import receive

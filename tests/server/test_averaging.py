@@ -20,10 +20,10 @@ from fedloom.clients.training.learner import batches, learn
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import roster
-from fedloom.fusion.exact import State, digest
-from fedloom.server.strategies import FedAvgM
+from fedloom.fusion.state import State, digest
 from fedloom.server.strategies.averaging import NETWORK, NETWORKS
 from fedloom.server.strategies.base import strategy_of
+from fedloom.server.strategies.server_optimisers import FedAvgM
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.experiments.plain_fedavg import plain_fedavg
 from tests.server.averages import configured, network_of, played, same

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedloom.clients.storage.states import write_state
-from fedloom.fusion.exact import digest
+from fedloom.fusion.state import digest
 from fedloom.server.ledger.blobs import Blobs, LedgerError
 
 STATE = {"w": torch.arange(6).reshape(2, 3), "b": torch.tensor([float("nan"), -0.0, 1e-40])}

@@ -17,7 +17,8 @@ from fedloom.conf import Config, load
 from fedloom.conf.errors import UserError
 from fedloom.conf.sites import roster
 from fedloom.fusion.discriminant import discriminant
-from fedloom.fusion.exact import ExactSum, State, dequantise, quantise
+from fedloom.fusion.exact import ExactSum, dequantise, quantise
+from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger.audit import check as audit
 from fedloom.server.rounds.channel import ClientChannel

@@ -13,7 +13,7 @@ from fedloom.conf import Config
 from fedloom.conf.errors import UserError
 from fedloom.conf.sites import roster
 from fedloom.fusion.arithmetic import Alpha
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.run.experiment import check

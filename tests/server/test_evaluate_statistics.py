@@ -18,7 +18,7 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.sites import UNION
 from fedloom.fusion.arithmetic import is_statistic
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import Evaluator, pieces
 from tests.server.arithmetics import configured, one_core, same
 

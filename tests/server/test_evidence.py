@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedloom.clients.data import Images, site_images, test_images, to_float
-from fedloom.clients.networks import Mlp, initialise
+from fedloom.clients.networks import initialise
+from fedloom.clients.networks.small import Mlp
 from fedloom.clients.training.learner import DivergedError, descend
 from fedloom.conf import load
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import SiteConfig, TrainingConfig
 from fedloom.conf.sites import roster
-from fedloom.fusion.exact import State, digest
+from fedloom.fusion.state import State, digest
 from fedloom.server.unlearning.attacks import (
     Attack,
     Floats,

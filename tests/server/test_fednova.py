@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedloom.clients.protocol.messages import METRICS, SITE
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.server.strategies.averaging import NETWORKS
 from fedloom.sims.benchmarks.soak_replies import changed, edited, raising
 from tests.server.averages import configured, network_of, played, same

@@ -19,16 +19,15 @@ from hypothesis.extra import numpy as arrays
 from fedloom.conf import load
 from fedloom.conf.errors import FailedError, UserError
 from fedloom.conf.schema import Config
-from fedloom.fusion.exact import State, digest
+from fedloom.fusion.state import State, digest
 from fedloom.server.ledger import Ledger
 from fedloom.server.rounds.schedules import Sampling
 from fedloom.server.run.experiment import check, run_experiment
-from fedloom.server.strategies import FlowerStrategy
 from fedloom.server.strategies.averaging import NETWORKS
 from fedloom.server.strategies.defaults import with_default_objective
 from fedloom.server.strategies.flower.memory import arrays_of, put_back, remembered
 from fedloom.server.strategies.flower.nodes import Nodes, quiet
-from fedloom.server.strategies.flower.strategy import TOLD
+from fedloom.server.strategies.flower.strategy import TOLD, FlowerStrategy
 from fedloom.server.unlearning.certificate import CERTIFICATES, KEPT, read
 from fedloom.server.unlearning.verification import verify, verify_accuracy
 from fedloom.sims.engines.adapter import store_folder

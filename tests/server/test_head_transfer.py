@@ -18,13 +18,13 @@ from fedloom.conf import Config, load
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.sites import roster
-from fedloom.fusion.exact import ExactSum, State, quantise
+from fedloom.fusion.exact import ExactSum, quantise
+from fedloom.fusion.state import State
 from fedloom.server.ledger.audit import check as audit
 from fedloom.server.run.experiment import check
 from fedloom.server.strategies.base import strategy_of
-from fedloom.server.strategies.components import HeadTransfer
 from fedloom.server.strategies.components.classes import Kinds, decoded, encoded
-from fedloom.server.strategies.components.head_transfer import check_common
+from fedloom.server.strategies.components.head_transfer import HeadTransfer, check_common
 from fedloom.server.strategies.components.recombination import MATRIX, components_of
 from fedloom.sims.operations.requests import UnlearningRequest, unlearn
 from tests.server.arithmetics import one_core, same

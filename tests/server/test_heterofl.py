@@ -17,7 +17,8 @@ from fedloom.conf import Config
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.sites import roster
-from fedloom.fusion.exact import ExactSum, State, quantise
+from fedloom.fusion.exact import ExactSum, quantise
+from fedloom.fusion.state import State
 from fedloom.server.run.experiment import check
 from fedloom.server.strategies.heterofl import HeteroFL, rows_of
 from fedloom.server.strategies.in_parts import REFERENCE

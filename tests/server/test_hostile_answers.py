@@ -15,7 +15,7 @@ from fedloom.clients.objectives.heterofl import HELD, LABELS
 from fedloom.clients.protocol.messages import METRICS, ORDER, read_order
 from fedloom.conf import load
 from fedloom.conf.sites import roster
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.schedules import Participation
 from tests.server.arithmetics import one_core

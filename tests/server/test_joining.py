@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedloom.conf import UserError
-from fedloom.fusion.exact import digest
+from fedloom.fusion.state import digest
 from fedloom.server.strategies import strategy_of
 from fedloom.sims.operations.requests import audit
 from fedloom.sims.operations.simulate import simulate

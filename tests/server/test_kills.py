@@ -14,7 +14,7 @@ import pytest
 
 from fedloom.clients.storage.states import read_state
 from fedloom.conf import Config, load
-from fedloom.fusion.exact import digest
+from fedloom.fusion.state import digest
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
 from fedloom.server.unlearning.certificate import CERTIFICATES, read

@@ -10,7 +10,7 @@ import torch
 
 from fedloom.clients.networks import architecture_of
 from fedloom.clients.objectives import Task, objective_of
-from fedloom.clients.objectives.layer_selection import LayerSelection
+from fedloom.clients.objectives.layer_selection.objective import LayerSelection
 from fedloom.clients.objectives.layer_selection.session import (
     CHOSEN,
     COUNTS,
@@ -27,7 +27,8 @@ from fedloom.clients.storage.states import read_state
 from fedloom.conf import Config
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.sites import roster
-from fedloom.fusion.exact import ExactSum, State, quantise
+from fedloom.fusion.exact import ExactSum, quantise
+from fedloom.fusion.state import State
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check as audit
 from fedloom.server.rounds.schedules import Participation

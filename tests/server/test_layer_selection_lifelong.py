@@ -10,7 +10,8 @@ import torch
 from fedloom.clients.objectives.layer_selection.session import CHOSEN, COUNTS, MASS, SELECTION
 from fedloom.clients.protocol.messages import MEAN, SITE
 from fedloom.conf import Config
-from fedloom.fusion.exact import ExactSum, State
+from fedloom.fusion.exact import ExactSum
+from fedloom.fusion.state import State
 from fedloom.server.ledger.audit import check as audit
 from fedloom.server.rounds.loop import TooFewRepliesError
 from fedloom.server.strategies.layer_selection import CHANGES, SHARED

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.server.ledger import Contribution, Ledger
 from fedloom.server.strategies.coefficients import note, noted
 from tests.server.arithmetics import arithmetic_of, configured, strategy

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fedloom.conf.errors import UserError
-from fedloom.fusion.exact import State, digest
+from fedloom.fusion.state import State, digest
 from fedloom.server.ledger import Ledger, LedgerError
 from tests.server.ledgers import SITES, Plain, new
 

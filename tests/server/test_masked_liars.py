@@ -24,7 +24,7 @@ from fedloom.clients.protocol.messages import (
 )
 from fedloom.conf import Config
 from fedloom.conf.errors import FailedError
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from tests.server.masked import MASKS, Spoiled, changed, gone, held, killed, run, sum_of
 from tests.server.parts import small
 from tests.server.runs import method_of

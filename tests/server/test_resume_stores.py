@@ -8,7 +8,8 @@ import pytest
 
 from fedloom.clients.storage.store import SiteStore
 from fedloom.conf import UserError
-from fedloom.fusion.exact import dequantise, digest, exact
+from fedloom.fusion.exact import dequantise, exact
+from fedloom.fusion.state import digest
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
 from fedloom.sims.engines.adapter import store_folder

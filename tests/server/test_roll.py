@@ -13,7 +13,7 @@ from fedloom.clients.protocol.messages import CLASSES, ENROL, METRICS, ORDER, re
 from fedloom.clients.protocol.reply_checks import ReplyError
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site, roster
-from fedloom.fusion.exact import digest
+from fedloom.fusion.state import digest
 from fedloom.server.rounds.channel import RawReply
 from fedloom.server.rounds.client_metadata import ClientMetadata
 from fedloom.server.run.experiment import run_experiment

@@ -10,7 +10,8 @@ from flwr.clientapp import ClientApp
 
 from fedloom.clients.protocol.messages import METRICS
 from fedloom.conf.sites import roster
-from fedloom.fusion.exact import ExactSum, State, digest
+from fedloom.fusion.exact import ExactSum
+from fedloom.fusion.state import State, digest
 from fedloom.server.rounds.loop import TooFewRepliesError
 from fedloom.server.rounds.schedules import round_half_up
 from fedloom.sims.benchmarks.soak_replies import RAISES, REFUSED

@@ -18,7 +18,8 @@ from fedloom.clients.protocol.messages import (
 from fedloom.clients.storage.states import read_state
 from fedloom.conf import UserError, load
 from fedloom.conf.errors import FailedError
-from fedloom.fusion.exact import ExactSum, digest
+from fedloom.fusion.exact import ExactSum
+from fedloom.fusion.state import digest
 from fedloom.server.ledger.audit import check
 from fedloom.server.rounds.privacy import check_hidden
 from fedloom.server.run.experiment import check as check_start

@@ -27,7 +27,7 @@ from fedloom.clients.protocol.messages import (
     to_states,
 )
 from fedloom.conf.errors import FailedError
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.server.ledger.slots import Slots
 from tests.server.masked import (
     FOUR,

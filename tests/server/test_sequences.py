@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from fedloom.clients.protocol.messages import ROUND, SITE
 from fedloom.conf.errors import UserError
-from fedloom.fusion.exact import ExactSum, State, digest, quantise
+from fedloom.fusion.exact import ExactSum, quantise
+from fedloom.fusion.state import State, digest
 from fedloom.server.ledger import Ledger
 from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.view import Setup

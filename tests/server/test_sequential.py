@@ -9,7 +9,8 @@ from fedloom.clients.protocol.messages import SITE
 from fedloom.clients.storage.states import read_state
 from fedloom.conf.errors import UserError
 from fedloom.fusion.arithmetic import to_state
-from fedloom.fusion.exact import State, quantise
+from fedloom.fusion.exact import quantise
+from fedloom.fusion.state import State
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
 from fedloom.server.rounds.loop import TooFewRepliesError

@@ -14,7 +14,8 @@ from fedloom.clients.protocol.messages import MEAN, ROUND, SITE, STAR, SUBSET
 from fedloom.clients.storage.store import SiteStore
 from fedloom.conf import UserError
 from fedloom.conf.sites import roster
-from fedloom.fusion.exact import dequantise, digest, quantise
+from fedloom.fusion.exact import dequantise, quantise
+from fedloom.fusion.state import digest
 from fedloom.server.ledger import LedgerError
 from fedloom.server.run.experiment import check
 from fedloom.sims.benchmarks.soak_replies import changed, entry

@@ -13,7 +13,8 @@ from fedloom.clients.protocol.messages import ROUND, SITE, to_arrays
 from fedloom.clients.protocol.partial_sums import PartialSum
 from fedloom.clients.storage.states import round_file, write_state
 from fedloom.conf import UserError
-from fedloom.fusion.exact import digest, quantise
+from fedloom.fusion.exact import quantise
+from fedloom.fusion.state import digest
 from fedloom.sims.benchmarks.soak_replies import entry
 from tests.server.parts import (
     committed,

@@ -14,7 +14,7 @@ from fedloom.clients.networks.initial import initial_state
 from fedloom.conf import Config
 from fedloom.conf.errors import UserError
 from fedloom.conf.sites import roster
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import Evaluator
 from tests.server.arithmetics import DIGITS, MNIST, A, B, configured, one_core, run, theta
 from tests.server.parts import Recorder

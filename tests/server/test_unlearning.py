@@ -10,7 +10,7 @@ import torch
 from fedloom.clients.storage.states import write_state
 from fedloom.conf import Config, UserError
 from fedloom.conf.sites import roster
-from fedloom.fusion.exact import digest
+from fedloom.fusion.state import digest
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
 from fedloom.server.ledger.slots import SlotUpdate

@@ -9,7 +9,8 @@ import torch
 from fedloom.clients.objectives.modes import mode_of
 from fedloom.conf import Config
 from fedloom.conf.sites import roster
-from fedloom.fusion.exact import digest, exact
+from fedloom.fusion.exact import exact
+from fedloom.fusion.state import digest
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger, Request
 from fedloom.server.ledger.audit import check

@@ -11,7 +11,7 @@ import torch
 from fedloom.clients.networks import load_network
 from fedloom.clients.storage.states import read_state, write_state
 from fedloom.conf import UserError, load
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.server.ledger import Ledger
 from fedloom.server.strategies.coefficients import Search
 from fedloom.sims.benchmarks import grid

@@ -126,7 +126,8 @@ def test_what_is_not_there_is_refused() -> None:
 
 def test_presets_name_tasks_that_can_be_cut_where_they_say() -> None:
     from fedloom.clients.data.domains import DOMAINS
-    from fedloom.clients.networks import NETWORKS, split_points
+    from fedloom.clients.networks import NETWORKS
+    from fedloom.clients.networks.split import split_points
 
     for size in sizes.SIZES.values():
         for task in size.tasks.values():

@@ -11,7 +11,8 @@ import pytest
 from fedloom.conf import load
 from fedloom.server.ledger import Ledger
 from fedloom.server.rounds.view import Models, View
-from fedloom.server.strategies import STRATEGIES, SumAggregationStrategy
+from fedloom.server.strategies import STRATEGIES
+from fedloom.server.strategies.sum_aggregation import SumAggregationStrategy
 from fedloom.sims.operations.readmit import readmit
 from fedloom.sims.operations.requests import UnlearningRequest, unlearn
 from fedloom.sims.operations.simulate import simulate

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedloom.clients.training.loss import full
 from fedloom.conf.registry import Registry
 from fedloom.conf.typed import option
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 Layer = Callable[[Tensor], Tensor]
 

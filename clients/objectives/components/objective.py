@@ -19,7 +19,7 @@ from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.registry import section_of
 from fedloom.conf.typed import option
 from fedloom.fusion.cla_ot.repair import recompute_statistics
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 PUBLISH = "publish"  # a question: which components of its network the site lets others have
 RECOMBINE = "recombine"  # a question: how good others' heads are on the site's extractor

@@ -15,7 +15,7 @@ from fedloom.clients.objectives.components.auxiliary import Auxiliary, Batch, La
 from fedloom.clients.objectives.components.sharing import HEAD, Sharing
 from fedloom.clients.objectives.plain import PlainSession, state_of
 from fedloom.clients.protocol.messages import MEAN, SITE
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 AUXILIARY_HEADS = "auxiliary"  # the record of auxiliary heads, down and up: names are those of tasks and tensors
 COMMON = "common"  # down: of each output of the site's network the number of its class among the common ones, or -1

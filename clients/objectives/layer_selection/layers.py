@@ -8,15 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedloom.clients.networks import Architecture, architecture_of, pieces
+from fedloom.clients.networks import Architecture, architecture_of
 from fedloom.clients.networks.initial import SHARED, initial_state
+from fedloom.clients.networks.split import pieces
 from fedloom.clients.objectives.layer_selection.learners import BIAS, WEIGHT, BaseLearner
 from fedloom.clients.objectives.layer_selection.tree import layers_of
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedloom.conf.errors import UserError
 from fedloom.conf.registry import Registry
 from fedloom.conf.typed import option
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 WEIGHT, BIAS = "weight", "bias"
 

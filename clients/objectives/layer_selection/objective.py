@@ -23,7 +23,7 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 from fedloom.conf.typed import option
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 COMPOSED = "composed"  # a question: how good is the site's network with the shared parameters that were sent
 

@@ -16,7 +16,7 @@ from fedloom.clients.objectives.layer_selection.tree import Tree
 from fedloom.clients.objectives.plain import state_of
 from fedloom.clients.protocol.messages import MEAN, SITE
 from fedloom.conf.randomness import torch_generator
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 if TYPE_CHECKING:
     from fedloom.clients.objectives.layer_selection.objective import LayerSelection

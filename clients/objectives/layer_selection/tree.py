@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedloom.clients.networks import Network, pieces
+from fedloom.clients.networks import Network
+from fedloom.clients.networks.split import pieces
 from fedloom.clients.objectives.layer_selection.configurations import Configuration
 
 

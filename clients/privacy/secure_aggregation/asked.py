@@ -10,7 +10,7 @@ from fedloom.clients.privacy.secure_aggregation.secrets import Attempt, Secrets
 from fedloom.clients.protocol.packing import unpacked
 from fedloom.conf.errors import UserError
 from fedloom.conf.sites import roster
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 if TYPE_CHECKING:
     from fedloom.clients.job import Job

@@ -40,7 +40,7 @@ from fedloom.clients.storage.sent import Sent
 from fedloom.conf import to_json
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import RunConfig
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord

@@ -41,7 +41,7 @@ from fedloom.clients.protocol.messages import (
     SECURE_SHARES,
 )
 from fedloom.conf.errors import UserError
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 if TYPE_CHECKING:
     from fedloom.clients.job import Job

@@ -9,7 +9,7 @@ from fedloom.clients.networks import architecture_of
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 NAMES = "classes"  # kept: of every common class its name, as code points
 

@@ -15,7 +15,7 @@ from fedloom.clients.training.optimizers import optimizer_of
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 from fedloom.conf.typed import option
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.server.ledger.declared import PerClientSlot, Slot
 from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.record_spec import RecordSpec

@@ -26,7 +26,7 @@ from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import Config, TrainingConfig
 from fedloom.conf.sites import Site, roster
 from fedloom.conf.typed import option
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import has_data
 from fedloom.server.ledger.declared import Slot, Sum
 from fedloom.server.rounds.context import RoundContext

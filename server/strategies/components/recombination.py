@@ -33,7 +33,7 @@ from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site, roster
 from fedloom.conf.typed import option
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import has_data
 from fedloom.server.ledger.declared import PerClientSlot, Slot
 from fedloom.server.rounds.context import RoundContext

@@ -9,7 +9,7 @@ from flwr.app import Array, ArrayRecord
 from torch import Tensor
 
 from fedloom.conf.errors import FailedError
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 
 DICTIONARY, LIST, RECORD, ARRAY, WHOLE, NUMBER = "dictionary", "list", "record", "array", "whole", "number"
 

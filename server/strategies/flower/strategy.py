@@ -19,7 +19,7 @@ from fedloom.conf.errors import FailedError, UserError
 from fedloom.conf.plugins import call, told
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site, roster
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.server.ledger.declared import PerClientSlot, Slot
 from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.record_spec import RecordSpec

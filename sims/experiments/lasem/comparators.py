@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedloom.clients.data import Images, to_float
-from fedloom.clients.networks import Network, initialise, pieces
+from fedloom.clients.networks import Network, initialise
+from fedloom.clients.networks.split import pieces
 from fedloom.clients.objectives.layer_selection.layers import Layers
 from fedloom.clients.objectives.layer_selection.session import below
 from fedloom.conf.randomness import torch_generator

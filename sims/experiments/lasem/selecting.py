@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from fedloom.clients.data import Images
 from fedloom.clients.networks import Network, architecture_of
 from fedloom.clients.objectives.base import Task
-from fedloom.clients.objectives.layer_selection import LayerSelection
 from fedloom.clients.objectives.layer_selection.configurations import shown
+from fedloom.clients.objectives.layer_selection.objective import LayerSelection
 from fedloom.clients.objectives.layer_selection.session import SHARED_PARTS, SelectionSession, below, composed
 from fedloom.clients.protocol.messages import MEAN
 from fedloom.conf import load
@@ -18,7 +18,7 @@ from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import roster
 from fedloom.conf.typed import build
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.sims.experiments.lasem.lifelong import Learner, Training
 
 

@@ -10,7 +10,7 @@ from fedloom.clients.protocol.messages import MEAN, SITE
 from fedloom.clients.storage.states import read_state
 from fedloom.conf.schema import Config
 from fedloom.conf.typed import option
-from fedloom.fusion.exact import State
+from fedloom.fusion.state import State
 from fedloom.server.ledger import Ledger
 from fedloom.server.strategies import TRAIN, Model, Models, RecordSpec, RoundContext, Slot, Strategy, Sum, View
 
