@@ -11,6 +11,9 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.plugins import told
 from fedloom.conf.registry import Registry
 
+EXTRACTOR, HEAD = "extractor.", "head."  # what the names of a state's tensors begin with
+PARTS = {"extractor": EXTRACTOR, "head": HEAD}
+
 
 class Network(nn.Module):
     """extractor, then head: [n, c, h, w] images to [n, classes] logits.

@@ -4,13 +4,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fedloom.clients.networks.base import EXTRACTOR, HEAD
 from fedloom.clients.objectives.base import objective_of
 from fedloom.conf.errors import unknown
 from fedloom.conf.schema import Config
 from fedloom.fusion.state import State
 
-HEAD = "head."
-EXTRACTOR = "extractor."
 AGGREGATE = "aggregate"  # an initialisation: at the aggregate of the sites that have trained
 
 

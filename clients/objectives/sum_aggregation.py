@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fedloom.clients.networks.base import EXTRACTOR, HEAD
 from fedloom.clients.networks.initial import SHARED, initial_state
 from fedloom.clients.objectives.base import OBJECTIVES, Objective, Session, Task
-from fedloom.clients.objectives.modes import AGGREGATE, EXTRACTOR, HEAD, MODES
+from fedloom.clients.objectives.modes import AGGREGATE, MODES
 from fedloom.clients.objectives.plain import PlainSession, state_of
 from fedloom.clients.protocol.messages import MEAN, ROUND, SITE, STAR, SUBSET
 from fedloom.conf.typed import option

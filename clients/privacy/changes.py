@@ -6,20 +6,17 @@ a session says to begin at the server's must be there, to the bit: a server may 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from fedloom.clients.job import Job
+from fedloom.clients.objectives import Session
 from fedloom.clients.protocol.messages import OWN, to_states
 from fedloom.clients.storage.sent import Sent
 from fedloom.conf.errors import UserError
 from fedloom.fusion.exact import quantise
 from fedloom.fusion.state import State
-
-if TYPE_CHECKING:
-    from fedloom.clients.job import Job
-    from fedloom.clients.objectives import Session
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ class Changes:
         return [self.moved[record][name] for record in sorted(self.moved) for name in sorted(self.moved[record])]
 
 
-def changes(job: "Job", session: "Session", start: Mapping[str, State], given: Mapping[str, State]) -> Changes:
+def changes(job: Job, session: Session, start: Mapping[str, State], given: Mapping[str, State]) -> Changes:
     """The change of what a session sends. `start`: what it would send without training.
 
     Raises LostStateError if what the site sent last is not in its store, UserError if a record that should begin at what the
@@ -84,7 +81,7 @@ def _same(sent: Tensor, one: Tensor) -> bool:
     return sent.shape == one.shape and torch.equal(sent.to(one.dtype), one.cpu())
 
 
-def keep_sent(job: "Job", changed: Changes, sent: Mapping[str, State]) -> None:
+def keep_sent(job: Job, changed: Changes, sent: Mapping[str, State]) -> None:
     """Save what the next round's records begin at. `sent`: the records as the server will add them up, int64."""
     order, store = job.order, Sent(job.store)
     names = changed.kept | ({order.slot} if order.secure else set())  # masked contributions are changes of the last one

@@ -10,21 +10,18 @@ Noise is drawn from the operating system's secrets, never from the run's seed.
 import functools
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedloom.clients.job import Job
 from fedloom.clients.privacy.changes import Changes
 from fedloom.clients.privacy.secure_aggregation.primitives import secret, stream
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import PrivacyConfig
 from fedloom.fusion.state import State
-
-if TYPE_CHECKING:
-    from fedloom.clients.job import Job
 
 LEAST_PART = 2.0  # units, of a site's part: the sum of such parts differs from a discrete Gaussian by less than 1e-16
 LEAST_DEVIATION = 0.02  # exp(-1 / (2 * 0.02**2)) is below 1e-500
@@ -78,7 +75,7 @@ def epsilon(times: Mapping[float, int], delta: float) -> float:
     return _epsilon(tuple(sorted(times.items())), delta)
 
 
-def spend(job: "Job") -> float:
+def spend(job: Job) -> float:
     """Note one more round of this site, in whatever run; the epsilon of all of them. UserError if that is too much."""
     privacy, own = job.config.privacy, job.policy.epsilon
 

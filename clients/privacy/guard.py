@@ -7,15 +7,11 @@ the site's own log.
 import logging
 import re
 
-from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
-from flwr.clientapp.typing import ClientAppCallable
+from flwr.app import ConfigRecord, Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
 
-from fedloom.clients.privacy.memory import SummedBeforeError
-from fedloom.clients.privacy.secure_aggregation.site import BlamedError
-from fedloom.clients.protocol.configurations import UnknownConfigurationError
+from fedloom.clients.protocol.failures import BlamedError, LostStateError, SummedBeforeError, UnknownConfigurationError
 from fedloom.clients.protocol.messages import BLAMED, LOST, SUMMED_BEFORE, UNKNOWN
-from fedloom.clients.storage.store import LostStateError
 from fedloom.clients.training.learner import DivergedError
 from fedloom.conf.errors import UserError
 from fedloom.conf.plugins import place_of
@@ -27,14 +23,6 @@ _OPTION = re.compile(
     r"(?:[^:]{0,120}: )?((?:run|engine|data|training|federation|privacy|evaluation|network|objective|strategy|sites|seed"
     r"|order)(?:\.\w+|\[\d+\])*): "
 )
-
-
-def guard(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """A Flower mod: the app's reply, or one that says what kind of thing failed."""
-    try:
-        return call_next(message, context)
-    except (Exception, SystemExit) as error:  # a site's own code may call exit
-        return failed(error, message, full=bool(context.node_config.get(SIMULATED)))
 
 
 def failed(error: BaseException, message: Message, full: bool) -> Message:

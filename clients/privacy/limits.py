@@ -6,17 +6,13 @@ from dataclasses import dataclass
 import torch
 
 from fedloom.clients.networks import Architecture, architecture_of, network_text
+from fedloom.clients.protocol.failures import RefusedError
 from fedloom.clients.training.learner import step_count
-from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 
 FLIPS = ("RandomHorizontalFlip", "RandomVerticalFlip")
 MOST_OPTIONS = 4000  # letters of a network's options: a list of thousands of layers takes minutes to look at
-
-
-class RefusedError(UserError):
-    """The server wants what this site's policy does not allow."""
 
 
 @dataclass(frozen=True)

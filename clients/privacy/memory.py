@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedloom.clients.privacy.sketch import ALIKE, Sketch, likeness, packed, unpacked
+from fedloom.clients.protocol.failures import SummedBeforeError
 from fedloom.conf.errors import UserError
 
 FILE = "memory.sqlite"
@@ -26,14 +27,6 @@ create index if not exists sums_of on sums (site);
 create table if not exists keys (site text primary key, key blob);
 create table if not exists begun (site text, run text, round integer, primary key (site, run));
 """
-
-
-class SummedBeforeError(UserError):
-    """The site's training of this round was summed over other sites already; with other batches it may be summed again."""
-
-    def __init__(self, text: str, round: int) -> None:
-        super().__init__(text)
-        self.round = round
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from fedloom.clients.data import domain_names
 from fedloom.clients.data.partition import WAYS
 from fedloom.clients.data.variants import class_count, outputs
 from fedloom.clients.networks import NETWORKS
+from fedloom.clients.networks.base import PARTS
 from fedloom.clients.objectives import OBJECTIVES
-from fedloom.clients.objectives.components.auxiliary import AUXILIARY
-from fedloom.clients.objectives.components.sharing import PARTS
-from fedloom.clients.privacy.limits import Limits, RefusedError, check_harmless
+from fedloom.clients.privacy.limits import Limits, check_harmless
+from fedloom.clients.protocol.failures import RefusedError
 from fedloom.clients.protocol.messages import ENROL, EVALUATE, SECURE_KINDS, TRAIN, TaskInstructions, content_bytes
 from fedloom.clients.protocol.signatures import Identity
 from fedloom.clients.training.optimizers import OPTIMIZERS, optimizer_section
@@ -225,7 +225,7 @@ class Policy:
 def _inside(section: Mapping[str, Any], where: str, registry: Registry[Any]) -> Iterator[tuple[str, Registry[Any], Any]]:
     """The names that the sections inside a section give: the dotted key, what kind of thing it names, and the name."""
     for key, item in section.items():
-        kind = AUXILIARY if key == "auxiliary" else registry
+        kind = _auxiliary() if key == "auxiliary" else registry
         for place, one in enumerate(item) if isinstance(item, list | tuple) else [("", item)]:
             path = f"{where}.{key}" + (f"[{place}]" if place != "" else "")
             if isinstance(one, Mapping) and "name" in one:
@@ -233,6 +233,12 @@ def _inside(section: Mapping[str, Any], where: str, registry: Registry[Any]) -> 
                 yield from _inside(one, path, kind)
             elif key == "auxiliary":
                 yield path, kind, one
+
+
+def _auxiliary() -> Registry[Any]:
+    from fedloom.clients.objectives.components.auxiliary import AUXILIARY
+
+    return AUXILIARY
 
 
 def _number(node_config: Mapping[str, Any], key: str, default: float, most: float = math.inf) -> float:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from flwr.app import RecordDict
 
+from fedloom.clients.protocol.failures import UnknownConfigurationError
 from fedloom.clients.protocol.messages import config_digest, read_config_record
 from fedloom.clients.storage.states import write_bytes
 from fedloom.conf import Config, from_json
@@ -22,14 +23,6 @@ _TEXTS: OrderedDict[str, str] = OrderedDict()
 def parsed(text: str, run: str = "") -> Config:
     """The configuration that a text holds, the same object within a run: what depends on a run's data is kept with it."""
     return from_json(text)
-
-
-class UnknownConfigurationError(LookupError):
-    """The site has no configuration of the digest that an order names; the server sends it when it hears of this."""
-
-    def __init__(self, digest: str) -> None:
-        super().__init__(f"no configuration {digest}")
-        self.digest = digest
 
 
 def configuration(digest: str, content: RecordDict, store: Path | None) -> str:

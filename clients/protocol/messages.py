@@ -66,6 +66,7 @@ MASKED = "masked"  # up: the tensor, int64 [n], of each record of a masked reply
 LIFT = "secure_lift"  # down: of sites that leave, the rounds whose masks this site has in common with them
 UNKNOWN = "unknown"  # up, alone: the site has no configuration of that digest
 SITE = "site"  # up: what the server keeps for this site and can subtract
+COMPONENTS = "components"  # up: parts of its network that the site publishes
 ROUND = "round"  # up: what is averaged over the replies of this round and kept for no site
 
 

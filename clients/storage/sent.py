@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedloom.clients.protocol.failures import LostStateError
 from fedloom.clients.storage.states import read_state, write_private_state
-from fedloom.clients.storage.store import LostStateError, SiteStore
+from fedloom.clients.storage.store import SiteStore
 from fedloom.fusion.state import State
 
 SUMMED, OTHERS = "summed", "sent"  # how the names of the files begin

@@ -11,19 +11,11 @@ from pathlib import Path
 
 from torch import Tensor
 
+from fedloom.clients.protocol.failures import LostStateError
 from fedloom.clients.storage.states import read_state, round_file, write_private_state
-from fedloom.conf.errors import UserError
 from fedloom.fusion.state import State
 
 _ROUND = re.compile(r"round-(\d+)\.safetensors")
-
-
-class LostStateError(UserError):
-    """The site has no state of the round that it should go on from."""
-
-    def __init__(self, text: str, round: int) -> None:
-        super().__init__(text)
-        self.round = round
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from fedloom.clients.job import Job
 from fedloom.clients.networks import architecture_of
 from fedloom.clients.objectives import Session
 from fedloom.clients.training.learner import batches, descend, outcome
+from fedloom.clients.work import protection_of, session_of, started, train, update
 from fedloom.fusion.state import State
 
 T = TypeVar("T")
@@ -57,7 +58,7 @@ def same_shape(jobs: Sequence[Job], most: int) -> list[list[int]]:
 
 
 def train_cohort(jobs: Sequence[Job]) -> list[RecordDict | Exception]:
-    """The replies of jobs of one shape (same_shape), as Job.train gives them, agreeing up to rounding; all saved.
+    """The replies of jobs of one shape (same_shape), as clients.work.train gives them, agreeing up to rounding; all saved.
 
     In the place of a site that fails is its exception; the others are not touched by it. A job that is the only one, or
     whose session is not Functional or trains in stages, is trained alone; so are all whose network vmap refuses, such as one
@@ -65,14 +66,14 @@ def train_cohort(jobs: Sequence[Job]) -> list[RecordDict | Exception]:
     """
     torch.set_num_threads(jobs[0].config.engine.threads)
     if len(jobs) == 1:
-        return [_attempt(jobs[0].train)]
-    opened = [_attempt(job.session) for job in jobs]
-    starts = [None if isinstance(session, Exception) else job.started(session)
+        return [_attempt(train, jobs[0])]
+    opened = [_attempt(session_of, job) for job in jobs]
+    starts = [None if isinstance(session, Exception) else started(job, session)
               for job, session in zip(jobs, opened, strict=True)]  # fmt: skip
     pairs = [(job, session) for job, session in zip(jobs, opened, strict=True) if _stackable(session)]
     found = _attempt(_learn, *zip(*pairs, strict=True)) if pairs else torch.empty(0, 0)
     if isinstance(found, Exception):  # each will say so itself
-        return [_attempt(job.train) for job in jobs]
+        return [_attempt(train, job) for job in jobs]
     losses = iter(found.T)  # one row per stacked site
     replies: list[RecordDict | Exception] = []
     for place, (job, session) in enumerate(zip(jobs, opened, strict=True)):
@@ -81,7 +82,7 @@ def train_cohort(jobs: Sequence[Job]) -> list[RecordDict | Exception]:
         elif _stackable(session):
             replies.append(_attempt(_close, job, session, next(losses), starts[place]))
         else:
-            replies.append(_attempt(job.train))
+            replies.append(_attempt(train, job))
     return replies
 
 
@@ -94,7 +95,7 @@ def _stackable(session: object) -> TypeGuard[Functional]:
 
 
 def _close(job: Job, session: Session, losses: Tensor, start: Mapping[str, State] | None) -> RecordDict:
-    return job.reply(session, outcome(losses, len(job.images()), job.site, job.order.round), start)
+    return update(job, session, outcome(losses, len(job.images()), job.site, job.order.round), start, protection_of(job))
 
 
 def _learn(jobs: Sequence[Job], sessions: Sequence[Functional]) -> Tensor:

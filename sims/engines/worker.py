@@ -122,7 +122,7 @@ class Worker:
 
     def _as_one(self, call: int, asked: Mapping[int, tuple[Message, Context]]) -> list[Message]:
         """Train sites of one shape together; whatever is no train message is answered in turn."""
-        from fedloom.clients.reading import moment, read_job
+        from fedloom.clients.job import moment, read_job
         from fedloom.clients.training.vectorised import same_shape, train_cohort
 
         messages = [message for message, _ in asked.values()]

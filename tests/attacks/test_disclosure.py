@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from fedloom.clients.app import app
+from fedloom.clients.job import alone
 from fedloom.clients.privacy.differential import discrete_gaussian, epsilon
-from fedloom.clients.privacy.limits import RefusedError
 from fedloom.clients.privacy.memory import Memory
 from fedloom.clients.privacy.policy import Policy
+from fedloom.clients.protocol.failures import RefusedError
 from fedloom.clients.protocol.messages import EVALUATE, MEAN, METRICS, MODEL, ROUND, SITE, TRAIN
 from fedloom.clients.protocol.partial_sums import ONCE
-from fedloom.clients.reading import alone
 from fedloom.conf import UserError, load
 from fedloom.conf.sites import roster
 from fedloom.server.run.experiment import run_experiment

@@ -11,11 +11,11 @@ from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
 from fedloom.clients.app import app
-from fedloom.clients.job import Job
+from fedloom.clients.job import Job, read_job
 from fedloom.clients.objectives import Session
 from fedloom.clients.protocol.messages import METRICS, SUBSET, TRAIN, read_order, to_states
-from fedloom.clients.reading import read_job
 from fedloom.clients.storage.states import read_state, write_state
+from fedloom.clients.training import vectorised
 from fedloom.clients.training.learner import DivergedError, clip_all
 from fedloom.clients.training.vectorised import clip_each, same_shape, train_cohort
 from fedloom.conf import UserError, load
@@ -202,8 +202,8 @@ class Opaque(Session):
 
 def test_a_session_that_cannot_be_stacked_is_trained_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run = Run(tmp_path)
-    made = Job.session
-    monkeypatch.setattr(Job, "session", lambda job, network=None: Opaque(made(job, network)))
+    made = vectorised.session_of
+    monkeypatch.setattr(vectorised, "session_of", lambda job: Opaque(made(job)))
     for site, reply in enumerate(train_cohort(run.jobs(1))):
         assert_same_reply(reply, run.alone(1, site))
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from flwr.app import Message, RecordDict
 
+from fedloom.clients.job import read_job
 from fedloom.clients.protocol.messages import CONFIG, ORDER, TaskInstructions, config_digest, text_record
-from fedloom.clients.reading import read_job
 from fedloom.conf import load, to_json
 from fedloom.sims.engines.adapter import site_context, take_identity
 

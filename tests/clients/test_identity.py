@@ -9,7 +9,8 @@ from flwr.app import ConfigRecord, MetricRecord, RecordDict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedloom.clients.privacy.policy import Policy, RefusedError
+from fedloom.clients.privacy.policy import Policy
+from fedloom.clients.protocol.failures import RefusedError
 from fedloom.clients.protocol.messages import TRAIN, TaskInstructions, to_arrays
 from fedloom.clients.protocol.signatures import SIGNED, Identity, fingerprint, is_signed, update_payload, verified_signature
 from fedloom.conf.errors import UserError

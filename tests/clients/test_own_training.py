@@ -9,12 +9,12 @@ import torch
 from flwr.app import RecordDict
 from torch import Tensor
 
-from fedloom.clients.job import Job, scratch_model
-from fedloom.clients.networks import architecture_of
+from fedloom.clients.job import Job
 from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.protocol.messages import EVALUATE, MEAN, MODEL, ROUND, TRAIN, TaskInstructions, to_arrays, to_states
 from fedloom.clients.storage.store import SiteStore
 from fedloom.clients.training.vectorised import train_cohort
+from fedloom.clients.work import respond, scratch_model
 from fedloom.conf import Config, load
 from fedloom.fusion.state import digest
 
@@ -62,17 +62,17 @@ def start(config: Config) -> dict[str, Tensor]:
 
 
 def trained(one: Job) -> dict[str, Tensor]:
-    return to_states(one.answer())[ROUND]
+    return to_states(respond(one))[ROUND]
 
 
 @pytest.mark.parametrize("statistics", ["running", "batch"])
 def test_training_is_in_training_mode_before_and_after_a_measurement(tmp_path: Path, statistics: str):
     words = [f"evaluation.statistics={statistics}"]
     first = trained(one := job(tmp_path, "norms", *words))
-    bench = scratch_model(one.config, architecture_of(one.config, one.site))
+    bench = scratch_model(one)
     assert all(module.training for module in bench.modules())
     assert not torch.equal(first["extractor.2.running_mean"], start(one.config)["extractor.2.running_mean"])
-    job(tmp_path, "norms", *words, measured=True).answer()
+    respond(job(tmp_path, "norms", *words, measured=True))
     assert digest(trained(job(tmp_path, "norms", *words))) == digest(first)
 
 
@@ -98,7 +98,7 @@ def test_sites_that_vmap_cannot_train_as_one_are_trained_alone_to_the_same_bits(
 def test_frozen_layers_stay_and_the_others_are_trained(tmp_path: Path, mode: str):
     jobs = [job(tmp_path, "frozen", f"objective.mode={mode}", site=site) for site in (0, 1)]
     begin, cohort = start(jobs[0].config), train_cohort(jobs)
-    for reply in [*(one.answer() for one in jobs), *cohort]:
+    for reply in [*(respond(one) for one in jobs), *cohort]:
         assert isinstance(reply, RecordDict), reply
         end = {name: tensor for state in to_states(reply).values() for name, tensor in state.items()}
         assert torch.equal(end["extractor.1.weight"], begin["extractor.1.weight"])

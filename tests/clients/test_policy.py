@@ -16,7 +16,8 @@ from fedloom.clients.data import label, num_classes, site_images
 from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.privacy.guard import told_outside
 from fedloom.clients.privacy.limits import Limits
-from fedloom.clients.privacy.policy import Policy, RefusedError, followed
+from fedloom.clients.privacy.policy import Policy, followed
+from fedloom.clients.protocol.failures import RefusedError
 from fedloom.clients.protocol.messages import (
     CONFIG,
     MEAN,

@@ -9,10 +9,10 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord
 from flwr.clientapp import ClientApp
 
 from fedloom.clients.app import app
-from fedloom.clients.objectives.components.objective import COMPONENTS, PUBLISH, RECOMBINE
+from fedloom.clients.objectives.components.objective import PUBLISH, RECOMBINE
 from fedloom.clients.objectives.fedproto import COUNTS, PROTOTYPES, SUMS
 from fedloom.clients.objectives.heterofl import HELD, LABELS
-from fedloom.clients.protocol.messages import METRICS, ORDER, read_order
+from fedloom.clients.protocol.messages import COMPONENTS, METRICS, ORDER, read_order
 from fedloom.conf import load
 from fedloom.conf.sites import roster
 from fedloom.fusion.state import State

@@ -5,14 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 
-from fedloom.clients.app import app, identify
+from fedloom.clients import work
+from fedloom.clients.app import app
 from fedloom.clients.evaluation.accuracy import Score
-from fedloom.clients.privacy.guard import guard
-from fedloom.clients.protocol.messages import BY_CLASS, LOST, METRICS, ORDER, OWN, RIGHT, ROUND, SITE, TOTAL, read_order
+from fedloom.clients.job import Job
+from fedloom.clients.protocol.messages import BY_CLASS, LOST, METRICS, ORDER, OWN, RIGHT, ROUND, SITE, TOTAL
 from fedloom.clients.protocol.reply_checks import ReplyError, check_score
+from fedloom.clients.work import train
 from fedloom.conf import UserError, load
 from fedloom.server.rounds.nodes import InMemoryBindings
 from fedloom.server.strategies.defaults import with_default_objective
@@ -65,27 +66,19 @@ def test_what_steers_a_terminal_reaches_neither_records_nor_listeners(tmp_path: 
     assert all(text.isprintable() for text in run.listener.messages)
 
 
-def test_a_site_whose_code_leaves_is_dropped(tmp_path: Path):
+def test_a_site_whose_code_leaves_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Once the run ended there, with exit code 0."""
-    run = set_up(small(tmp_path, "rounds=1", samples=20), LeavingApp(mods=[guard])).all_rounds()
+
+    def leave(job: Job) -> RecordDict:
+        if job.order.site == 1:
+            raise SystemExit(0)
+        return train(job)
+
+    monkeypatch.setattr(work, "train", leave)
+    run = set_up(small(tmp_path, "rounds=1", samples=20), app).all_rounds()
     dropped = run.listener.records[0]["dropped"]
     assert dropped.keys() == {"site-0001"}
     assert re.fullmatch(r"SystemExit: 0 \(test_hostile_replies\.py, line \d+, in leave\)", dropped["site-0001"])
-
-
-class LeavingApp(ClientApp):
-    """The real ClientApp; the second site's own code calls exit."""
-
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
-        self.train()(self.leave)
-        self.query()(identify)
-
-    @staticmethod
-    def leave(message: Message, context: Context) -> Message:
-        if read_order(message.content).site == 1:
-            raise SystemExit(0)
-        return app(message, context)
 
 
 def test_what_a_site_measures_is_whole_numbers_of_no_more_images_than_there_are():

@@ -9,12 +9,13 @@ import torch
 from fedloom.clients.data import Images, outputs, to_float
 from fedloom.clients.evaluation.accuracy import pieces
 from fedloom.clients.networks import HeadView, Network, architecture_of
+from fedloom.clients.networks.base import HEAD, PARTS
 from fedloom.clients.objectives.base import OBJECTIVES, Answer, Objective, Session, Task
 from fedloom.clients.objectives.components.auxiliary import AUXILIARY, Auxiliary
 from fedloom.clients.objectives.components.session import CompatibleSession, SharedParts, head_of, of
-from fedloom.clients.objectives.components.sharing import COMPATIBLE, HEAD, PARTS, SHARING, Sharing
+from fedloom.clients.objectives.components.sharing import COMPATIBLE, SHARING, Sharing
 from fedloom.clients.objectives.fedproto import COUNTS, PROTOTYPES, SUMS
-from fedloom.clients.protocol.messages import MODEL, TOTAL, right_of
+from fedloom.clients.protocol.messages import COMPONENTS, MODEL, TOTAL, right_of
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.registry import section_of
 from fedloom.conf.typed import option
@@ -23,7 +24,6 @@ from fedloom.fusion.state import State
 
 PUBLISH = "publish"  # a question: which components of its network the site lets others have
 RECOMBINE = "recombine"  # a question: how good others' heads are on the site's extractor
-COMPONENTS = "components"  # up: what is published, by the names of the network's tensors
 KINDS = "kinds/"  # down, before a head's number: OUTPUTS of it and LABELS of the site, each the number of its class
 OUTPUTS, LABELS = "outputs", "labels"
 

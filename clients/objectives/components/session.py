@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedloom.clients.networks import Architecture, architecture_of
+from fedloom.clients.networks.base import HEAD
 from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.objectives.base import Task
 from fedloom.clients.objectives.components.auxiliary import Auxiliary, Batch, Layer
-from fedloom.clients.objectives.components.sharing import HEAD, Sharing
+from fedloom.clients.objectives.components.sharing import Sharing
 from fedloom.clients.objectives.plain import PlainSession, state_of
 from fedloom.clients.protocol.messages import MEAN, SITE
 from fedloom.fusion.state import State

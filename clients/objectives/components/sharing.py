@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 
+from fedloom.clients.networks.base import EXTRACTOR, HEAD
 from fedloom.clients.objectives.base import objective_of
 from fedloom.conf.schema import Config
 from fedloom.fusion.state import State
 
-EXTRACTOR, HEAD = "extractor.", "head."
-PARTS = {"extractor": EXTRACTOR, "head": HEAD}  # components, and what the names of their tensors begin with
 COMPATIBLE, ALONE = "compatible", "alone"
 
 

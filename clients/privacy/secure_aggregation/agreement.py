@@ -4,8 +4,7 @@ A site signs a list if every site in it trained by the same as itself. It takes 
 as must answer have signed the same list (Bonawitz et al. 2017, the consistency check against an active server).
 """
 
-from typing import TYPE_CHECKING
-
+from fedloom.clients.job import Job
 from fedloom.clients.objectives import Answer
 from fedloom.clients.privacy.memory import Disclosure
 from fedloom.clients.privacy.secure_aggregation.asked import attempt_of, check_enough, incoming, to_tensor
@@ -24,11 +23,8 @@ from fedloom.clients.privacy.sketch import unpacked
 from fedloom.clients.protocol.messages import SECURE_CONFIRM, SECURE_TRAINED, SECURE_UNMASK
 from fedloom.conf.errors import UserError
 
-if TYPE_CHECKING:
-    from fedloom.clients.job import Job
 
-
-def confirm(job: "Job") -> Answer:
+def confirm(job: Job) -> Answer:
     """Sign which sites' contributions count (1) and which dropped out (0).
 
     One list in an attempt, of sites that have signed the same training: of one that trained otherwise, the server may know
@@ -56,7 +52,7 @@ def confirm(job: "Job") -> Answer:
     return Answer({SECURE_CONFIRM: {"signature": to_tensor(signature(bytes.fromhex(attempt.signing), _statement(attempt)))}})
 
 
-def _check_trained(job: "Job", attempt: Attempt, counted: list[str]) -> None:
+def _check_trained(job: Job, attempt: Attempt, counted: list[str]) -> None:
     """UserError unless all sites that count have signed the same training as this one, and those that go on from the same
     round, that they have agreed on the same in it: of one that was prepared otherwise, the server may know what it gave."""
     mine, bases = job.site.name, attempt.bases
@@ -71,7 +67,7 @@ def _check_trained(job: "Job", attempt: Attempt, counted: list[str]) -> None:
             raise UserError(f"secure aggregation: {name} has not signed that it goes on from the same as this site")
 
 
-def unmask(job: "Job") -> Answer:
+def unmask(job: Job) -> Answer:
     """Shares of each site's secret: of those whose contribution counts, of the mask that is theirs alone; of those that
     dropped out, of their common masks. Once in an attempt, if enough sites have signed the same list as this one.
     """
@@ -103,7 +99,7 @@ def _statement(attempt: Attempt) -> bytes:
     return counted_words(attempt.id, attempt.statement, attempt.counted)
 
 
-def _disclosure(job: "Job", attempt: Attempt, counted: list[str]) -> Disclosure:
+def _disclosure(job: Job, attempt: Attempt, counted: list[str]) -> Disclosure:
     bases, mine = attempt.bases, attempt.bases[job.site.name]
     beside = [name for name in counted if bases[name] == mine]
     first = not any(bases[name] for name in counted)

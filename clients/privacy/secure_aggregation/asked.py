@@ -1,30 +1,27 @@
 """What a question of secure aggregation brings to a site, and what the question is about."""
 
 import json
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from fedloom.clients.job import Job
 from fedloom.clients.privacy.secure_aggregation.secrets import Attempt, Secrets
+from fedloom.clients.protocol.messages import TaskInstructions
 from fedloom.clients.protocol.packing import unpacked
 from fedloom.conf.errors import UserError
 from fedloom.conf.sites import roster
 from fedloom.fusion.state import State
 
-if TYPE_CHECKING:
-    from fedloom.clients.job import Job
-    from fedloom.clients.protocol.messages import TaskInstructions
-
 MOST_SITES = 1000  # of one secure sum: every two of them agree on a mask
 
 
-def state_of(job: "Job", record: str) -> State:
+def state_of(job: Job, record: str) -> State:
     """The state that the message has in one record; empty if it has none."""
     return unpacked(job.content.array_records[record]) if record in job.content.array_records else {}
 
 
-def incoming(job: "Job", record: str, size: int = 0) -> dict[str, bytes]:
+def incoming(job: Job, record: str, size: int = 0) -> dict[str, bytes]:
     """Bytes by name of a site, as the server passes them on. UserError for what cannot be that."""
     found = state_of(job, record)
     known = {site.name for site in roster(job.config)}
@@ -41,12 +38,12 @@ def check_enough(attempt: Attempt, sites: int) -> None:
         raise UserError(f"secure aggregation: {sites} sites are too few; {max(2, attempt.threshold)} must take part")
 
 
-def words(job: "Job") -> tuple[str, str, str]:
+def words(job: Job) -> tuple[str, str, str]:
     """What keys of an attempt are derived for: run, round and attempt."""
     return job.order.run, str(job.order.round), job.order.secure
 
 
-def attempt_of(job: "Job") -> Attempt:
+def attempt_of(job: Job) -> Attempt:
     """The attempt that an order goes on with. UserError if it is another one, or one that was begun by another order."""
     attempt = Secrets(job.store).attempt(attempt_id(job))
     if attempt.order != fixed(job.order):
@@ -55,14 +52,14 @@ def attempt_of(job: "Job") -> Attempt:
     return attempt
 
 
-def attempt_id(job: "Job") -> str:
+def attempt_id(job: Job) -> str:
     """The attempt that an order names. UserError if it names none."""
     if not job.order.secure:
         raise UserError("order.secure: names no attempt at a round")
     return job.order.secure
 
 
-def fixed(order: "TaskInstructions") -> str:
+def fixed(order: TaskInstructions) -> str:
     """What is the same in all steps of an attempt: what was checked in one step holds in the next."""
     return json.dumps([order.config, order.run, order.site, order.round, order.rounds, order.members])
 

@@ -9,12 +9,15 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
+from flwr.app import ArrayRecord
 from torch import Tensor
 
+from fedloom.clients.job import Job
+from fedloom.clients.privacy.changes import Changes
 from fedloom.clients.privacy.secure_aggregation.asked import to_tensor, words
+from fedloom.clients.privacy.secure_aggregation.opening import Ready
 from fedloom.clients.privacy.secure_aggregation.primitives import (
     agreed,
     check_room,
@@ -42,18 +45,14 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.schema import RunConfig
 from fedloom.fusion.state import State
 
-if TYPE_CHECKING:
-    from flwr.app import ArrayRecord
-
-    from fedloom.clients.job import Job
-    from fedloom.clients.privacy.changes import Changes
-
 LARGEST_START = 1024  # of a weight that is sent: float32 has steps of 6e-5 beside it
 DEFAULT_WEIGHT = 1e4  # of a configuration that sets no largest_weight
 OWN_AFFAIR = (SECURE_SHARES, LIFT)  # records of an order that differ from site to site
 
 
-def masked(job: "Job", whole: Mapping[str, State], changed: "Changes", steps: int) -> "dict[str, ArrayRecord]":
+def masked(
+    job: Job, ready: Ready, sketch_key: bytes, whole: Mapping[str, State], changed: Changes, steps: int
+) -> dict[str, ArrayRecord]:
     """What a site sends of a round's records: of each a vector, int64, that looks random; only the sum over sites does not.
 
     Of the contribution that the server keeps it is the change since the last one that counted. Masks that this site has in
@@ -62,7 +61,7 @@ def masked(job: "Job", whole: Mapping[str, State], changed: "Changes", steps: in
     that trained by the same are summed. `whole`: the records, int64. `changed`: the change of the round, before noise.
     `steps`: of the optimiser. Where a privacy budget bounds what sums tell, no sketches are kept.
     """
-    secrets, order, ready, charged = Secrets(job.store), job.order, job.ready, job.charged
+    secrets, order, charged = Secrets(job.store), job.order, job.charged
     attempt, lifts = ready.attempt, ready.lifts
     if attempt.sent:
         raise UserError("secure aggregation: this attempt's contribution was sent")
@@ -70,7 +69,7 @@ def masked(job: "Job", whole: Mapping[str, State], changed: "Changes", steps: in
     common = {name: agreed(bytes.fromhex(attempt.pair), attempt.keys(name).pair, *words(job)) for name in attempt.held}
     found, moved = {}, dict[str, Sketch]()
     if not charged:
-        seen, moved = _sketches(job, secrets, changed)
+        seen, moved = _sketches(job, sketch_key, secrets, changed)
         attempt.sketches = packed(seen)
     for record in order.sums:
         vector = flat(whole[record])
@@ -94,7 +93,7 @@ def masked(job: "Job", whole: Mapping[str, State], changed: "Changes", steps: in
     return found
 
 
-def _check_records(job: "Job", whole: Mapping[str, State], changed: "Changes") -> None:
+def _check_records(job: Job, whole: Mapping[str, State], changed: Changes) -> None:
     """UserError unless all records are summed at once: sums of the same that differ by records are two equations. And for
     weights beside which a site's moves are rounded: the rounding would make what is repeated look new."""
     if job.order.sums.keys() != whole.keys():
@@ -109,7 +108,7 @@ def _check_records(job: "Job", whole: Mapping[str, State], changed: "Changes") -
                         "be rounded beside them")  # fmt: skip
 
 
-def _replaced(job: "Job", now: State) -> State:
+def _replaced(job: Job, now: State) -> State:
     """The contribution that this one replaces. UserError if it has other tensors."""
     before = Sent(job.store).summed(job.order.base)
     if {name: one.shape for name, one in before.items()} != {name: one.shape for name, one in now.items()}:
@@ -125,7 +124,7 @@ def _signed(attempt: Attempt, history: bytes) -> State:
     return {"digest": to_tensor(digest), "history": to_tensor(history), **signatures}
 
 
-def _sketches(job: "Job", secrets: Secrets, changed: "Changes") -> tuple[dict[str, Sketch], dict[str, Sketch]]:
+def _sketches(job: Job, key: bytes, secrets: Secrets, changed: Changes) -> tuple[dict[str, Sketch], dict[str, Sketch]]:
     """Sketches of what the server does not know of this site's part of each record that is summed, before noise; and of how
     far the records moved that begin at what it has sent.
 
@@ -138,7 +137,7 @@ def _sketches(job: "Job", secrets: Secrets, changed: "Changes") -> tuple[dict[st
     for record, state in changed.moved.items():
         replaces, known = record == order.slot and order.base > 0, changed.is_known(record)
         rest = state if known or replaces else whole[record]
-        each = {f"{record}/{name}": one for name, one in sketches(rest, job.sketch_key).items()}
+        each = {f"{record}/{name}": one for name, one in sketches(rest, key).items()}
         if replaces and known and not each.keys() <= before.keys():
             raise UserError(f"order.slot: '{record}' is not the record that it replaces")
         found |= {name: one - before[name] if replaces and known else one for name, one in each.items()}
@@ -146,18 +145,18 @@ def _sketches(job: "Job", secrets: Secrets, changed: "Changes") -> tuple[dict[st
     return found, moved
 
 
-def _configured(job: "Job") -> str:
+def _configured(job: Job) -> str:
     """A digest of the configuration, but for what is the same for all sites whatever it is: the run's name and length."""
     return config_digest(to_json(replace(job.config, run=RunConfig(), rounds=1)))
 
 
-def noise_share(job: "Job") -> float:
+def noise_share(job: Job, ready: Ready) -> float:
     """Of the variance of noise in the sum, what a site adds so that it is there if as few sites count as may.
 
     A site with a budget of its own relies on the noise of sites alone whose keys it knows, and on nobody's where its
     contribution stays in the sum: in later rounds without it, the others' noise is drawn anew and can be averaged away.
     """
-    attempt = job.ready.attempt
+    attempt = ready.attempt
     known = len(attempt.peers.keys() & job.policy.identity.known().keys())
     if job.policy.epsilon and not job.simulated and (known < attempt.threshold or job.order.slot):
         return 1.0
@@ -169,7 +168,7 @@ def flat(state: State) -> Tensor:
     return torch.cat([torch.empty(0, dtype=torch.int64), *(state[name].flatten() for name in sorted(state))])
 
 
-def bounded(job: "Job", changed: "Changes", given: Mapping[str, State]) -> "Changes":
+def bounded(job: Job, changed: Changes, given: Mapping[str, State]) -> Changes:
     """The change with no entry beyond federation.largest_weight: whether a sum fits must not depend on the site's images.
 
     Where the server knows the start, the move is cut: of a network that it sends just below the limit, all that is cut
@@ -184,13 +183,13 @@ def bounded(job: "Job", changed: "Changes", given: Mapping[str, State]) -> "Chan
     return replace(changed, moved=moved)
 
 
-def _most(job: "Job") -> int:
+def _most(job: Job) -> int:
     """federation.largest_weight, or DEFAULT_WEIGHT, in units of 2**-scale_bits."""
     federation = job.config.federation
     return math.ceil((federation.largest_weight or DEFAULT_WEIGHT) * 2.0**federation.scale_bits)
 
 
-def _check_room(job: "Job", vector: Tensor, begin: State, times: int) -> None:
+def _check_room(job: Job, vector: Tensor, begin: State, times: int) -> None:
     """UserError unless `times` vectors of `bounded` records add up in 64 bits. `begin`: where they began, if it is known."""
     most = _most(job) + max((int(one.abs().max()) for one in begin.values() if one.numel()), default=0)
     if job.config.privacy.noise and vector.numel():
@@ -198,7 +197,7 @@ def _check_room(job: "Job", vector: Tensor, begin: State, times: int) -> None:
     check_room(most, times)
 
 
-def _trained(job: "Job", steps: int) -> str:
+def _trained(job: Job, steps: int) -> str:
     """A digest of what determined the training of all sites of the round: the order, the configuration, what was sent.
 
     In a real federation the number of steps, too: an extractor that does not move in the first step would be moved by those
@@ -211,7 +210,7 @@ def _trained(job: "Job", steps: int) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _lifted(job: "Job", lifts: Mapping[str, list[int]], record: str, size: int) -> Tensor:
+def _lifted(job: Job, lifts: Mapping[str, list[int]], record: str, size: int) -> Tensor:
     """The masks that this site's contribution has in common with sites that leave, from the rounds that count."""
     total, kept = torch.zeros(size, dtype=torch.int64), Secrets(job.store).masks() if lifts else {}
     for name, rounds in lifts.items():

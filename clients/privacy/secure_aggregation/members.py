@@ -4,17 +4,14 @@ The server names the sites of a round. If it may name two, one of which is its o
 """
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 from fedloom.clients.data import label
+from fedloom.clients.job import Job
 from fedloom.clients.networks import network_text
 from fedloom.clients.privacy.policy import Policy
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site, roster
-
-if TYPE_CHECKING:
-    from fedloom.clients.job import Job
 
 ALWAYS, USUALLY = 2, 3  # fewest members of a sum: whatever a policy says, and where it knows no keys and says nothing
 
@@ -27,7 +24,7 @@ def fewest(policy: Policy) -> int:
     return max(ALWAYS, known // 2 + 1) if known else USUALLY
 
 
-def check_alike(job: "Job", names: Collection[str]) -> None:
+def check_alike(job: Job, names: Collection[str]) -> None:
     """UserError unless these sites train the same network in the same way, by the configuration that all of them have.
 
     Otherwise the server may know what the others give: their network is dead, or their classes have outputs of their own.

@@ -2,20 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
+from fedloom.clients.job import Job
 from fedloom.clients.privacy.secure_aggregation.asked import attempt_of, check_enough, state_of
 from fedloom.clients.privacy.secure_aggregation.secrets import Agreed, Attempt, Secrets
 from fedloom.clients.privacy.secure_aggregation.site import opened
+from fedloom.clients.protocol.failures import LostStateError
 from fedloom.clients.protocol.messages import BASES, LIFT
 from fedloom.clients.protocol.partial_sums import ONCE
-from fedloom.clients.storage.store import LostStateError
 from fedloom.conf.errors import UserError
-
-if TYPE_CHECKING:
-    from fedloom.clients.job import Job
 
 LEAST_BITS = 20  # of scale_bits: coarser units would make what is repeated look new
 
@@ -32,7 +29,7 @@ class Ready:
     bases: dict[str, int]
 
 
-def ready(job: "Job") -> Ready:
+def ready(job: Job) -> Ready:
     """UserError, or BlamedError for wrong shares, for an order that this site does not train by."""
     attempt = attempt_of(job)
     _check_sums(job)
@@ -41,7 +38,7 @@ def ready(job: "Job") -> Ready:
     return Ready(attempt, _agreed_base(job), _lifts(job), _bases(job, attempt))
 
 
-def _check_sums(job: "Job") -> None:
+def _check_sums(job: Job) -> None:
     """UserError unless each site counts once: two sums of the same that differ by weights are two equations."""
     order, bits = job.order, job.config.federation.scale_bits
     if {*order.sums.values()} != {ONCE}:
@@ -52,7 +49,7 @@ def _check_sums(job: "Job") -> None:
         raise UserError(f"federation.scale_bits: got {bits}, and masked sums of real sites take at least {LEAST_BITS}")
 
 
-def _agreed_base(job: "Job") -> Agreed:
+def _agreed_base(job: Job) -> Agreed:
     """What the sites have agreed on in the round that this one goes on from.
 
     UserError for a round whose list this site has not signed: only there all that count trained by the same. With a budget
@@ -73,7 +70,7 @@ def _agreed_base(job: "Job") -> Agreed:
     return found
 
 
-def _lifts(job: "Job") -> dict[str, list[int]]:
+def _lifts(job: Job) -> dict[str, list[int]]:
     """By name of a site that leaves, the rounds of the masks that this one has in common with it."""
     found = state_of(job, LIFT)
     most = len(Secrets(job.store).masks()) if found else 0
@@ -87,7 +84,7 @@ def _lifts(job: "Job") -> dict[str, list[int]]:
     return lifts
 
 
-def _bases(job: "Job", attempt: Attempt) -> dict[str, int]:
+def _bases(job: Job, attempt: Attempt) -> dict[str, int]:
     """By name of a site of this attempt, the round that it goes on from, as the server tells all of them."""
     found = state_of(job, BASES)
     here = attempt.held.keys() | {job.site.name}

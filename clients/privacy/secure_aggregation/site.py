@@ -8,8 +8,8 @@ its common masks (it dropped out). Wrong shares are known by their hashes.
 """
 
 import hashlib
-from typing import TYPE_CHECKING
 
+from fedloom.clients.job import Job
 from fedloom.clients.objectives import Answer
 from fedloom.clients.privacy.secure_aggregation.asked import (
     attempt_id,
@@ -35,6 +35,7 @@ from fedloom.clients.privacy.secure_aggregation.primitives import (
     unseal,
 )
 from fedloom.clients.privacy.secure_aggregation.secrets import Attempt, Secrets
+from fedloom.clients.protocol.failures import BlamedError
 from fedloom.clients.protocol.messages import (
     COMMITMENTS,
     SECURE_KEYS,
@@ -43,19 +44,8 @@ from fedloom.clients.protocol.messages import (
 from fedloom.conf.errors import UserError
 from fedloom.fusion.state import State
 
-if TYPE_CHECKING:
-    from fedloom.clients.job import Job
 
-
-class BlamedError(UserError):
-    """A site's shares for this one cannot be used."""
-
-    def __init__(self, site: str, why: str) -> None:
-        super().__init__(f"secure aggregation: {site}'s shares cannot be used: {why}")
-        self.site = site
-
-
-def keys(job: "Job") -> Answer:
+def keys(job: Job) -> Answer:
     """Begin an attempt: draw four secrets; the answer has the public keys (128 bytes) and a signature of them."""
     attempt = Attempt.begin(attempt_id(job), fixed(job.order))
     Secrets(job.store).save(attempt)
@@ -65,7 +55,7 @@ def keys(job: "Job") -> Answer:
     )
 
 
-def shares(job: "Job") -> Answer:
+def shares(job: Job) -> Answer:
     """Hear of every site's keys; share out two secrets among all, each share sealed for the site that it is for.
 
     The answer has the sealed shares, and for the server the commitments to all of them, in the order of the sites' names.
@@ -91,7 +81,7 @@ def shares(job: "Job") -> Answer:
     return Answer(_dealt(job, attempt, secrets))
 
 
-def _check_signed(job: "Job", name: str, keys: bytes) -> None:
+def _check_signed(job: Job, name: str, keys: bytes) -> None:
     """BlamedError for keys that the site of this name has not signed."""
     try:
         job.policy.identity.check(name, _claim(job, name, keys[:PUBLIC]), keys[PUBLIC:])
@@ -101,7 +91,7 @@ def _check_signed(job: "Job", name: str, keys: bytes) -> None:
         raise BlamedError(name, str(error)) from None
 
 
-def _dealt(job: "Job", attempt: Attempt, secrets: Secrets) -> dict[str, State]:
+def _dealt(job: Job, attempt: Attempt, secrets: Secrets) -> dict[str, State]:
     """Two secrets as sealed shares, with the commitments to all shares; this site's own share is saved."""
     two, count, mine = (bytes.fromhex(attempt.own), bytes.fromhex(attempt.pair)), len(attempt.peers), job.site.name
     own, pair = (shared_out(one, attempt.threshold, count) for one in two)
@@ -117,18 +107,18 @@ def _dealt(job: "Job", attempt: Attempt, secrets: Secrets) -> dict[str, State]:
     return {SECURE_SHARES: sealed, COMMITMENTS: committed}
 
 
-def _channel(job: "Job", attempt: Attempt, other: str, sender: str, receiver: str) -> bytes:
+def _channel(job: Job, attempt: Attempt, other: str, sender: str, receiver: str) -> bytes:
     """The key with which one site seals shares for another."""
     return agreed(bytes.fromhex(attempt.channel), attempt.keys(other).channel, *words(job), sender, receiver)
 
 
-def _about(job: "Job", attempt: Attempt) -> str:
+def _about(job: Job, attempt: Attempt) -> str:
     """What shares are sealed with, beside who is to read them: whoever heard of other sites or keys cannot open them."""
     told = hashlib.sha256("\n".join(f"{name} {one}" for name, one in sorted(attempt.peers.items())).encode())
     return "\n".join((*words(job), told.hexdigest()))
 
 
-def opened(job: "Job", attempt: Attempt) -> dict[str, str]:
+def opened(job: Job, attempt: Attempt) -> dict[str, str]:
     """Others' shares for this site, of both of their secrets, as hex. UserError unless all who sealed them heard of the same
     sites as this one: of sites that know of others, a server could ask for the other secret. BlamedError for shares that
     are not those that the server has commitments to (64 bytes behind what is sealed).
@@ -147,6 +137,6 @@ def opened(job: "Job", attempt: Attempt) -> dict[str, str]:
     return found
 
 
-def _claim(job: "Job", name: str, public: bytes) -> bytes:
+def _claim(job: Job, name: str, public: bytes) -> bytes:
     """What a site signs: these are its keys in this attempt."""
     return "\n".join((*words(job), name, public.hex())).encode()

@@ -17,7 +17,6 @@ from fedloom.clients.data import class_things, label
 from fedloom.clients.networks import Architecture, Model, architecture_of
 from fedloom.clients.objectives import objective_of
 from fedloom.clients.objectives.components.objective import (
-    COMPONENTS,
     KINDS,
     LABELS,
     OUTPUTS,
@@ -27,7 +26,7 @@ from fedloom.clients.objectives.components.objective import (
 )
 from fedloom.clients.objectives.components.session import class_tensors, of
 from fedloom.clients.objectives.components.sharing import ALONE, EXTRACTOR, HEAD
-from fedloom.clients.protocol.messages import MODEL, TOTAL, right_of
+from fedloom.clients.protocol.messages import COMPONENTS, MODEL, TOTAL, right_of
 from fedloom.clients.protocol.reply_checks import ReplyError, can_be
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.schema import Config

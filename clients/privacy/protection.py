@@ -1,0 +1,68 @@
+"""What hides a site's contribution before it leaves: noise, masks or both."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flwr.app import ArrayRecord
+
+from fedloom.clients.job import Job
+from fedloom.clients.objectives import Session
+from fedloom.clients.privacy.changes import changes, keep_sent
+from fedloom.clients.privacy.differential import private, spend
+from fedloom.clients.privacy.secure_aggregation.contribution import bounded, masked, noise_share
+from fedloom.clients.privacy.secure_aggregation.opening import Ready, ready
+from fedloom.clients.protocol.messages import to_arrays
+from fedloom.fusion.exact import dequantise, quantise
+from fedloom.fusion.state import State
+
+
+@dataclass(frozen=True, eq=False)
+class Protection:
+    """The protection of one job's contribution."""
+
+    job: Job
+
+    @functools.cached_property
+    def cost(self) -> float:
+        """What the site's privacy has cost with this round, which is charged when this is asked first."""
+        return spend(self.job)
+
+    @functools.cached_property
+    def ready(self) -> Ready:
+        """A masked order whose shares are opened."""
+        return ready(self.job)
+
+    @functools.cached_property
+    def sketch_key(self) -> bytes:
+        """What sketches depend on; that a masked round begins is noted when this is asked first."""
+        return self.job.memory.begin(self.job.order.run, self.job.order.round)
+
+    def begin(self) -> None:
+        """Check the order, and charge its cost, before anything is tried: that it fails tells something, too."""
+        if self.job.order.secure:
+            _ = self.ready, self.sketch_key
+        if self.job.config.privacy.noise:
+            _ = self.cost
+
+    def hidden(
+        self, session: Session, given: dict[str, State], start: Mapping[str, State], steps: int
+    ) -> tuple[dict[str, ArrayRecord], dict[str, float]]:
+        """The records with noise, or under masks, or both; and what the noise has cost. `start`: `given` before training."""
+        job, privacy, bits = self.job, self.job.config.privacy, self.job.config.federation.scale_bits
+        changed = changes(job, session, start, given)
+        cost = {"epsilon": self.cost} if privacy.noise else {}
+        if privacy.noise:
+            whole = private(changed, bits, privacy, noise_share(job, self.ready) if job.order.secure else 1.0)
+        else:
+            changed = bounded(job, changed, given)
+            whole = changed.whole()
+        if job.order.secure:
+            key = b"" if job.charged else self.sketch_key
+            sent = masked(job, self.ready, key, whole, changed, steps)
+        else:
+            floats = {record: dequantise(state, bits) for record, state in whole.items()}
+            sent = {record: to_arrays(state, job.config.federation.packed) for record, state in floats.items()}
+            whole = {record: quantise(state, bits) for record, state in floats.items()}
+        keep_sent(job, changed, whole)
+        return sent, cost

@@ -1,0 +1,316 @@
+"""What a site does with a message: it trains, or answers a question. Start reading at `answer`."""
+
+import contextlib
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+
+from fedloom.clients.data import Images, class_names, class_things, outputs, own_images, site_size
+from fedloom.clients.data.own import left_out
+from fedloom.clients.evaluation.accuracy import Score, score, score_numbers
+from fedloom.clients.evaluation.statistics import CLASS_STATISTICS, MOMENTS, class_statistics, moments
+from fedloom.clients.job import Job, alone, asked_site, moment, read_job, store_of
+from fedloom.clients.networks import Architecture, HeadView, Network, architecture_of
+from fedloom.clients.networks.initial import alike
+from fedloom.clients.objectives import Answer, Session, Task, objective_of
+from fedloom.clients.privacy.guard import LOG, SIMULATED, failed
+from fedloom.clients.privacy.policy import Policy
+from fedloom.clients.protocol.configurations import configuration, parsed
+from fedloom.clients.protocol.failures import BlamedError, LostStateError, RefusedError
+from fedloom.clients.protocol.messages import (
+    BASES,
+    BEFORE,
+    CLASSES,
+    COMPONENTS,
+    ENROL,
+    ERASE,
+    ERASED,
+    EVALUATE,
+    IDLE,
+    LIFT,
+    MEAN,
+    METRICS,
+    MODEL,
+    OWN,
+    PROTOCOL,
+    SECURE_KINDS,
+    SECURE_SHARES,
+    TRAIN,
+    WHO,
+    read_order,
+    right_of,
+    to_arrays,
+    to_states,
+)
+from fedloom.clients.protocol.packing import NONE, as_sent
+from fedloom.clients.protocol.signatures import SIGNED, erased_words, update_payload
+from fedloom.clients.storage.store import SiteStore
+from fedloom.clients.training.device import pick_device
+from fedloom.clients.training.learner import Outcome, learn
+from fedloom.conf.errors import UserError
+from fedloom.conf.once import once
+from fedloom.conf.randomness import drawing, torch_generator
+from fedloom.conf.schema import Config
+from fedloom.fusion.state import State
+
+if TYPE_CHECKING:
+    from fedloom.clients.privacy.protection import Protection
+
+
+class HiddenError(RuntimeError):
+    """Something failed at a site that hides what it trains: the kind of failure would tell of its images."""
+
+    def __init__(self) -> None:
+        super().__init__("it failed; a site that hides what it trains says no more")
+
+
+def answer(message: Message, context: Context) -> Message:
+    """One question to this site. To train: load the own state, train, save it, answer with the contribution."""
+    try:
+        with alone(context):
+            if (done := erased(message, context)) is not None:
+                return Message(done, reply_to=message)
+            with moment(message):
+                job = read_job(message, context)
+                torch.set_num_threads(job.config.engine.threads)
+                return Message(respond(job), reply_to=message)
+    except (Exception, SystemExit) as error:  # a site's own code may call exit
+        return failed(error, message, full=bool(context.node_config.get(SIMULATED)))
+
+
+def respond(job: Job) -> RecordDict:
+    """What the site says to a job's message."""
+    return train(job) if job.order.kind == TRAIN else answer_question(job)
+
+
+def identify(message: Message, context: Context) -> Message:
+    """Answer the site's name (node-config `site`) or its place (node-config `partition-id`), and the protocol's version."""
+    who = {key: str(context.node_config[key]) for key in ("site", "partition-id") if key in context.node_config}
+    if not who:
+        error = UserError("node-config has neither site nor partition-id: start the node with one of them")
+        return failed(error, message, full=bool(context.node_config.get(SIMULATED)))
+    return Message(RecordDict({WHO: ConfigRecord({**who, "protocol": PROTOCOL})}), reply_to=message)
+
+
+def erased(message: Message, context: Context) -> RecordDict | None:
+    """What a site of a real federation says that it deleted, if that is what the message wants; whatever its policy is."""
+    order = read_order(message.content)
+    if order.kind != ERASE:
+        return None
+    if context.node_config.get(SIMULATED):
+        raise UserError("order.kind: simulated sites keep nothing of their own to erase")
+    root = store_of(context)
+    name = asked_site(order, parsed(configuration(order.config, message.content, root))).name
+    numbers = SiteStore(root, order.run, name).erase()
+    reply = RecordDict({METRICS: MetricRecord(dict(zip(ERASED, numbers, strict=True)))})
+    if word := Policy.of(context.node_config).identity.sign(*erased_words(order.run, name, *numbers, order.request)):
+        reply[SIGNED] = word
+    return reply
+
+
+# Training
+
+
+def train(job: Job) -> RecordDict:
+    """The whole of a round, this site alone."""
+    images = job.images()
+    job.policy.limits.check_images(len(images), job.config, job.site)
+    protection = protection_of(job)
+    if protection:
+        protection.begin()
+    try:
+        with alike() if job.order.secure and not job.simulated else contextlib.nullcontext():
+            return _trained(job, images, protection)
+    except (BlamedError, LostStateError, RefusedError):  # the server is to hear of these
+        raise
+    except Exception as error:
+        if job.simulated or not job.policy.hides(job.config):
+            raise
+        raise HiddenError from error
+
+
+def _trained(job: Job, images: Images, protection: "Protection | None") -> RecordDict:
+    order, least, task = job.order, job.policy.limits.batch, task_of(job, scratch_model(job))
+    begin, session = task.generator.get_state(), objective_of(job.config).session(task)
+    start = started(job, session)
+    if order.secure and order.again == IDLE:
+        return update(job, session, Outcome(math.nan, len(images)), start, protection)
+    job.policy.limits.check_images(len(session.training_images(images)), job.config, job.site)
+    outcome = learn(session, images, job.config, job.site, order.round, job.device, order.words, least)
+    if job.masks_alone and (outcome.drew or not torch.equal(task.generator.get_state(), begin)):
+        raise RefusedError("objective: it or the network draws at random (Dropout, say), by the run's seed and the "
+                           "site's name: a seed can be chosen so that one image of one site counts alone; leave that "
+                           "out under masks, or set privacy.noise and the site's own epsilon")  # fmt: skip
+    return update(job, session, outcome, start, protection)
+
+
+def task_of(job: Job, network: Network | None = None) -> Task:
+    """What the job's objective has at hand, in `network` or a new one, which is in training mode."""
+    order, config, site = job.order, job.config, job.site
+    incoming = to_states(job.content)
+    lost = incoming.pop(OWN, None)
+    for record in (SECURE_SHARES, LIFT, BASES, BEFORE):
+        incoming.pop(record, None)
+
+    def load_local_state() -> State | None:
+        if lost is not None:  # a site that lost its own begins at its contribution, with what all share
+            return {**incoming.get(MEAN, {}), **lost}
+        return job.store.load(order.base) if order.base else None
+
+    return Task(
+        config=config,
+        site=site,
+        round=order.round,
+        members=order.members,
+        network=(network or architecture_of(config, site).build().to(job.device)).train(),
+        incoming=incoming,
+        load_local_state=load_local_state,
+        generator=torch_generator(config.seed, site.name, *order.words, "objective"),
+        held_out=lambda split: own_images(config, job.policy.source(config, site), split),
+    )
+
+
+def session_of(job: Job) -> Session:
+    """The objective at work on the job: the own state loaded, nothing trained yet."""
+    return objective_of(job.config).session(task_of(job))
+
+
+def protection_of(job: Job) -> "Protection | None":
+    """What hides the job's contribution; None: nothing."""
+    if not (job.config.privacy.noise or job.order.secure):
+        return None
+    from fedloom.clients.privacy.protection import Protection  # cryptography and accounting: only where they are asked for
+
+    return Protection(job)
+
+
+def started(job: Job, session: Session) -> dict[str, State] | None:
+    """What a session would send without training, where privacy or masks count the change of a round; else None."""
+    if not (job.config.privacy.noise or job.order.secure):
+        return None
+    records = session.contribution()
+    return {record: {name: one.detach().clone() for name, one in state.items()} for record, state in records.items()}
+
+
+def update(
+    job: Job, session: Session, outcome: Outcome, start: Mapping[str, State] | None, protection: "Protection | None"
+) -> RecordDict:
+    """Save the trained session's own state; what goes to the server. `start`: `started`, before training."""
+    local, packing = session.local_state(), job.config.federation.packed
+    given, numbers = session.contribution(), dict[str, float | int](samples=outcome.samples)
+    if job.tells_scores and math.isfinite(outcome.loss):
+        numbers["loss"] = outcome.loss
+    if start is None or protection is None:
+        sent = {name: to_arrays(state, packing) for name, state in given.items()}
+        local = as_sent(local, given, sent) if local is not None and packing != NONE else local
+    else:
+        sent, cost = protection.hidden(session, given, start, outcome.steps)
+        numbers |= cost
+    if local is not None:
+        job.store.save(job.order.round, job.order.base, local)
+    reply = RecordDict({**sent})
+    reply[METRICS] = MetricRecord({**numbers})
+    if word := job.policy.identity.sign(*update_payload(job.order.run, job.site.name, job.order.round, reply)):
+        reply[SIGNED] = word
+    return reply
+
+
+@once
+def _scratch(config: Config) -> dict[Architecture, Network]:
+    return {}
+
+
+def scratch_model(job: Job) -> Network:
+    """A network that this process trains one site after the other in; every session loads all of its weights first."""
+    known, architecture = _scratch(job.config), architecture_of(job.config, job.site)
+    if architecture not in known:
+        known[architecture] = architecture.build().to(pick_device(job.config.engine.device))
+    return known[architecture]
+
+
+# Questions
+
+
+def answer_question(job: Job) -> RecordDict:
+    """What the site says to a question."""
+    source, classes = job.policy.source(job.config, job.site), None
+    if job.order.kind in SECURE_KINDS:
+        from fedloom.clients.privacy.secure_aggregation.answers import ANSWERS
+
+        found = ANSWERS[job.order.kind](job)
+    elif job.order.kind == ENROL:
+        found = Answer(metrics={"samples": site_size(job.config, source)})
+        if line := left_out(source.spec.domain):
+            LOG.warning(line)
+        classes = ConfigRecord({"names": list(class_names(source.spec)), "things": list(class_things(source.spec))})
+    else:
+        words = job.site.name, str(job.order.round), job.order.kind
+        with drawing(torch_generator(job.config.seed, *words).initial_seed(), job.device):
+            found = ANSWERERS.get(job.order.kind, _asked)(job)
+    reply = RecordDict({name: to_arrays(state) for name, state in found.records.items()})
+    reply[METRICS] = MetricRecord({**found.metrics})
+    if classes is not None:
+        reply[CLASSES] = classes
+    return reply
+
+
+def _asked(job: Job) -> Answer:
+    """What the objective says to a question of its method; components only as far as the site's policy lets them go."""
+    task = task_of(job, scratch_model(job))
+    found = objective_of(job.config).answer(job.order.kind, task, job.images())
+    if COMPONENTS in found.records:
+        found.records[COMPONENTS] = job.policy.filter_published(found.records[COMPONENTS])
+        if job.order.base != job.order.round and task.own is not None:  # what is put counts as of this round
+            job.store.save(job.order.round, job.order.base, task.own)
+    return found
+
+
+def _measured(job: Job) -> Answer:
+    """Right answers on the site's own images: of each network that was sent, or of the site's own."""
+    if job.order.split not in ("validation", "test"):
+        raise UserError("order.split: takes validation or test")
+    images = own_images(job.config, job.policy.source(job.config, job.site), job.order.split)
+    sent = {name: record for name, record in job.content.array_records.items() if name.startswith(MODEL)}
+    each = {name: replace(job, content=RecordDict({MODEL: record})) for name, record in sent.items()} or {MODEL: job}
+    by_class = job.simulated or (job.config.evaluation.classes and job.policy.tells_classes(job.config))
+    return Answer(metrics=score_numbers({right_of(name): _score(one, images) for name, one in each.items()}, len(images),
+                                        by_class))  # fmt: skip
+
+
+def _score(job: Job, images: Images) -> Score:
+    """How many of the images the network MODEL, or else the site's own, classifies rightly."""
+    task = task_of(job, scratch_model(job))
+    state = objective_of(job.config).network(task, job.images())
+    if state is None:
+        raise UserError(f"{job.site.name}: has no network of its own yet; it has not trained")
+    task.network.load_state_dict(state)
+    view = HeadView(task.network, outputs(job.config, job.site.spec), job.config.evaluation.statistics).eval()
+    try:
+        return score(view, images, job.config.evaluation.batch, job.device)
+    finally:
+        view.train()  # the next site trains in it
+
+
+def _statistics(job: Job) -> Answer:
+    """Statistics of the network that was sent, on the site's training images."""
+    task, images, batch = task_of(job, scratch_model(job)), job.images(), job.config.evaluation.batch
+    if (state := task.incoming.get(MODEL)) is None:
+        raise UserError(f"order.kind: '{job.order.kind}' needs a network, and none was sent")
+    task.network.load_state_dict(state)
+    task.network.eval()
+    try:
+        if job.order.kind == MOMENTS:
+            found = moments(task.network, images, batch, job.device)
+        else:
+            first = outputs(job.config, job.site.spec).start
+            found = class_statistics(task.network, images, first, batch, job.device)
+    finally:
+        task.network.train()  # the next site trains in it
+    return Answer({job.order.kind: found}, {"samples": len(images)})
+
+
+ANSWERERS = {EVALUATE: _measured, MOMENTS: _statistics, CLASS_STATISTICS: _statistics}

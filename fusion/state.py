@@ -1,0 +1,29 @@
+"""States: the tensors of a network by name, their digest, and the layers that keep running statistics among them."""
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+State = dict[str, Tensor]
+
+BATCH_NORM = nn.modules.batchnorm._BatchNorm  # of one, two or three dimensions
+
+
+def flat(state: Mapping[str, Tensor]) -> Tensor:
+    """All entries as one vector of float64, on the CPU."""
+    parts = [tensor.detach().cpu().flatten() for tensor in state.values()]
+    if len({part.dtype for part in parts}) == 1:
+        return torch.cat(parts).double()
+    return torch.cat([torch.empty(0, dtype=torch.float64), *(part.double() for part in parts)])
+
+
+def digest(state: Mapping[str, Tensor]) -> str:
+    """sha256 over names (sorted), dtypes, shapes and little-endian contents: equal if and only if the states are."""
+    total = hashlib.sha256()
+    for name in sorted(state):
+        array = state[name].detach().cpu().contiguous().numpy()
+        total.update(f"{name}|{array.dtype.str}|{array.shape}|".encode())
+        total.update(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
+    return total.hexdigest()
