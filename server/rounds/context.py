@@ -6,14 +6,14 @@ Nothing that a round does is valid before the loop commits it; a round that fail
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from flwr.app import RecordDict
 from torch import Tensor
 
 from fedloom.clients.protocol.messages import TRAIN, to_states
-from fedloom.clients.protocol.partial_sums import SAMPLES
+from fedloom.clients.protocol.partial_sums import SAMPLES, PartialSum
 from fedloom.clients.protocol.reply_checks import Bounds, ReplyError, asked_numbers, check_record, train_numbers
 from fedloom.clients.protocol.signatures import fingerprint, update_payload, verified_signature
 from fedloom.conf.errors import UserError, unknown
@@ -22,41 +22,58 @@ from fedloom.conf.sites import Site
 from fedloom.fusion.exact import ExactSum, ExactSumError, quantise
 from fedloom.fusion.state import State
 from fedloom.server.ledger.slots import Slots, SlotUpdate
-from fedloom.server.rounds.channel import RawReply as Received
-from fedloom.server.rounds.partial_sums import Partials
+from fedloom.server.rounds.channel import RawReply
 from fedloom.server.rounds.privacy import refuse_hidden
 from fedloom.server.rounds.record_spec import ClientUpdate, RecordSpec
 from fedloom.server.rounds.schedules import Participation
-from fedloom.server.rounds.secure_aggregation import SecureAggregation
 from fedloom.server.rounds.view import Setup, View, own
 
 Content = Mapping[str, State] | Callable[[Site], Mapping[str, State]]  # states by record name; for all, or of each site
 
 
-class RoundTransport(Protocol):
-    """How questions reach the sites of a run (server.rounds.dispatcher)."""
+class Gathering(Protocol):
+    """A question whose replies are added up and put where they go (server.rounds.secure_aggregation)."""
+
+    def gather(self, kind: str, content: Content, asked: Sequence[Site]) -> dict[str, State]:
+        """Ask; the means over the replies, by record name."""
+        ...
+
+
+class Adding(Protocol):
+    """The sums that workers hand over in the place of replies (server.rounds.partial_sums)."""
+
+    def add(self, partial: PartialSum, reply: ClientUpdate) -> None:
+        """Take in the sum that a site's reply is in, unless it is in already. Raises ReplyError."""
+        ...
+
+    def fetched(self) -> Iterator[tuple[ClientUpdate, str]]:
+        """The replies whose sums nodes keep: with why they do not count, or nothing."""
+        ...
+
+
+class Transport(Protocol):
+    """How questions reach the sites of a run (server.rounds.transport)."""
 
     run: str
-    last: int
+    length: int
 
     def ask(
-        self,
-        kind: str,
-        run: "RoundContext",
-        sites: Sequence[Site],
-        content: Content,
+        self, kind: str, context: "RoundContext", sites: Sequence[Site], content: Content,
         expected: Mapping[str, RecordSpec] | None,
-    ) -> Iterator[Received]:
+    ) -> Iterator[RawReply]:  # fmt: skip
         """Every site's answer, or why there is none. `expected`: records that may be added up on the way."""
+        ...
+
+    def masked(self, context: "RoundContext", expected: Mapping[str, RecordSpec]) -> Gathering:
+        """A question whose replies are added up without being read."""
+        ...
+
+    def partials(self, context: "RoundContext", means: dict[str, ExactSum], expected: Mapping[str, RecordSpec]) -> Adding:
+        """The sums that workers hand over in the place of replies."""
         ...
 
     def bounds(self, site: Site) -> Bounds:
         """How large what the site sends may be."""
-        ...
-
-    @property
-    def length(self) -> int:
-        """Of how many rounds the run is to the sites."""
         ...
 
     def images(self, site: Site) -> int:
@@ -75,7 +92,7 @@ class RoundTransport(Protocol):
         """Tell the user something."""
         ...
 
-    def enough(self, kind: str, run: "RoundContext", replies: int) -> None:
+    def enough(self, kind: str, context: "RoundContext", replies: int) -> None:
         """Raises TooFewRepliesError if a question has too few good replies."""
         ...
 
@@ -83,13 +100,11 @@ class RoundTransport(Protocol):
 class RoundContext(View):
     """A round under way. What it reads is what was committed, with what it has put and kept itself."""
 
-    def __init__(
-        self, setup: Setup, slots: Slots, participation: Participation, number: int, exchange: RoundTransport
-    ) -> None:
+    def __init__(self, setup: Setup, slots: Slots, participation: Participation, number: int, transport: Transport) -> None:
         super().__init__(setup, slots)
         self.clipped: dict[str, dict[str, float]] = {}  # by site and record: how far what was scaled back had moved
         self.participants, self.site_round, self.number = participation.sites, participation.round, number
-        self._exchange = exchange
+        self._transport = transport
         self.losses: list[float] = []  # of the sites that tell theirs
         self.replies = 0  # of sites that have trained
         self.epsilon: dict[str, float] = {}  # what its rounds have cost each site, by its own word
@@ -100,6 +115,8 @@ class RoundContext(View):
         self.again = 0  # which draw of the round's batches it is, under masks
         self.masked: list[str] = []  # the sites whose masked contributions count
         self.leaving: list[str] = []  # sites to be forgotten, whose masks are taken out of the others' contributions
+        self.recalibrated = False  # nobody trained; sites told of the aggregates
+        self.record: dict[str, Any] = {}  # once it is committed: its line in metrics.jsonl
         self._left: list[tuple[str, int]] = []  # questions whose replies were not all heard, and how many were
 
     def rng(self, purpose: str) -> np.random.Generator:
@@ -109,15 +126,15 @@ class RoundContext(View):
     @property
     def length(self) -> int:
         """Of how many rounds the run is to the sites, whose learning rate follows it."""
-        return self._exchange.length
+        return self._transport.length
 
     def images(self, site: Site) -> int:
         """How many training images a site has, by the configuration or as it says; 0 if nobody knows."""
-        return self._exchange.images(site)
+        return self._transport.images(site)
 
     def class_names(self, sites: Sequence[Site]) -> dict[str, tuple[str, ...]]:
         """By site, the names of its classes 0, 1, ... as the site says them; none if they are numbers."""
-        return self._exchange.class_names(sites)
+        return self._transport.class_names(sites)
 
     def ask(
         self, kind: str, content: Content, expected: Mapping[str, RecordSpec] | Callable[[Site], Mapping[str, RecordSpec]],
@@ -133,7 +150,7 @@ class RoundContext(View):
         asked, replies = self.participants if sites is None else sites, 0
         if kind == TRAIN:
             refuse_hidden(self.config)
-        for received in self._exchange.ask(kind, self, asked, content, None):
+        for received in self._transport.ask(kind, self, asked, content, None):
             try:
                 wanted = expected(received.site) if callable(expected) else expected
                 reply = self._checked(kind, received, wanted, metrics)
@@ -152,12 +169,12 @@ class RoundContext(View):
                 self._puts = outer
             replies += self._take(kind, reply, mine)
         if needed:
-            self._exchange.enough(kind, self, replies)
+            self._transport.enough(kind, self, replies)
 
     def close(self) -> None:
         """At the end of a round: TooFewRepliesError if a question that was left early had too few replies."""
         for kind, replies in self._left:
-            self._exchange.enough(kind, self, replies)
+            self._transport.enough(kind, self, replies)
 
     def _take(self, kind: str, reply: ClientUpdate, puts: list[SlotUpdate]) -> int:
         """Take over what was put while the reply was at hand: all or, if a sum cannot take it, nothing; 1 or 0 replies."""
@@ -179,10 +196,10 @@ class RoundContext(View):
         """
         asked, replies = self.participants if sites is None else sites, 0
         if self.config.federation.secure_aggregation:
-            return SecureAggregation(self, self._exchange, expected).gather(kind, content, asked)
+            return self._transport.masked(self, expected).gather(kind, content, asked)
         means = {record: ExactSum(self.bits) for record, one in expected.items() if one.mean}
-        partials = Partials(self, self._exchange.run, means, expected)
-        for received in self._exchange.ask(kind, self, asked, content, expected):
+        partials = self._transport.partials(self, means, expected)
+        for received in self._transport.ask(kind, self, asked, content, expected):
             try:
                 reply = self._checked(kind, received, expected if received.partial is None else {})
                 if received.partial is not None:
@@ -201,7 +218,7 @@ class RoundContext(View):
             else:
                 replies += 1
                 self._took(kind, reply)
-        self._exchange.enough(kind, self, replies)
+        self._transport.enough(kind, self, replies)
         return {record: one.mean() for record, one in means.items() if one.addends}
 
     def put(self, slot: str, site: Site, state: State, samples: int = 0) -> None:
@@ -230,12 +247,12 @@ class RoundContext(View):
         self.slots.keep(name, own(dict(state)))
 
     def _checked(
-        self, kind: str, received: Received, expected: Mapping[str, RecordSpec], metrics: Sequence[str] = ()
+        self, kind: str, received: RawReply, expected: Mapping[str, RecordSpec], metrics: Sequence[str] = ()
     ) -> ClientUpdate:
         """The reply, if it holds what is expected. Raises ReplyError."""
         if received.content is None:
             raise ReplyError(received.reason)
-        site, bounds = received.site, self._exchange.bounds(received.site)
+        site, bounds = received.site, self._transport.bounds(received.site)
         if kind == TRAIN:
             numbers = train_numbers(received.content, bounds, hidden=bool(self.config.privacy.noise))
             self.countersigned(site.name, received.content)
@@ -282,7 +299,7 @@ class RoundContext(View):
             self.took(reply.site.name, reply.metrics)
         if reply.clipped:
             self.clipped[reply.site.name] = {**self.clipped.get(reply.site.name, {}), **reply.clipped}
-        self._exchange.replied(reply.site, "")
+        self._transport.replied(reply.site, "")
 
     @functools.cached_property
     def _keys(self) -> dict[str, str]:
@@ -290,7 +307,7 @@ class RoundContext(View):
 
     def countersigned(self, site: str, content: RecordDict) -> None:
         """Keep the site's signature of what it sent, if it signs."""
-        words = update_payload(self._exchange.run, site, self.site_round, content)
+        words = update_payload(self._transport.run, site, self.site_round, content)
         signed = verified_signature(content, *words)
         if signed and fingerprint(signed["key"]) == self._keys.get(site):
             self.signed[site] = {"sha256": str(words[-1]), **signed}
@@ -305,4 +322,4 @@ class RoundContext(View):
             self.epsilon[site] = numbers["epsilon"]
 
     def _drop(self, site: Site, reason: str) -> None:
-        self._exchange.replied(site, reason)
+        self._transport.replied(site, reason)

@@ -7,7 +7,6 @@ that count; shares with which masks come off. Every site commits to its shares, 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -43,12 +42,10 @@ from fedloom.clients.protocol.signatures import MOST_BYTES
 from fedloom.conf.errors import FailedError, UserError, plain
 from fedloom.conf.sites import Site
 from fedloom.fusion.state import State
+from fedloom.server.rounds.context import Content, RoundContext, Transport
 from fedloom.server.rounds.masked_replies import content_of, read, read_bytes, read_vector, to_tensor
+from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.schedules import FEWEST_MASKED
-
-if TYPE_CHECKING:
-    from fedloom.server.rounds.context import Content, RoundContext, RoundTransport
-    from fedloom.server.rounds.record_spec import RecordSpec
 
 DIGEST = 32  # bytes
 MOST_REASON = 300  # characters of why a site failed
@@ -115,16 +112,16 @@ class MaskedExchange:
     FailedError if the contributions that came cannot do; nothing is told then.
     """
 
-    run: "RoundContext"
-    exchange: "RoundTransport"
-    expected: "Mapping[str, RecordSpec]"
+    run: RoundContext
+    transport: Transport
+    expected: Mapping[str, RecordSpec]
     heard: Heard
     lifts: Callable[[Site], Mapping[str, State]]
     check: Callable[[], None]
     _failed: str = ""  # the first site that did, and why
     _shapes: dict[tuple[str, str], Mapping[str, Tensor]] = field(default_factory=dict, init=False)
 
-    def carry_out(self, kind: str, content: "Content", asked: Sequence[Site]) -> None:
+    def carry_out(self, kind: str, content: Content, asked: Sequence[Site]) -> None:
         """Hear all that it takes to read the sum. FailedError if too few answer."""
         self._keys(asked)
         self._shares(those(asked, self.heard.keys))
@@ -173,7 +170,7 @@ class MaskedExchange:
         self._check_blamed(asked)
         self._enough(SECURE_SHARES, asked, self.heard.sealed)
 
-    def _contributions(self, kind: str, content: "Content", asked: Sequence[Site]) -> None:
+    def _contributions(self, kind: str, content: Content, asked: Sequence[Site]) -> None:
         place, slots = places(self.heard.keys), self.run.slots
         bases = {name: torch.tensor([slots.base(name)]) for name in self.heard.sealed}
 
@@ -186,12 +183,12 @@ class MaskedExchange:
             given = content(site) if callable(content) else content
             return {**given, SECURE_SHARES: shares, BASES: bases, **self.lifts(site)}
 
-        for received in self.exchange.ask(kind, self.run, asked, sent, self.expected):
+        for received in self.transport.ask(kind, self.run, asked, sent, self.expected):
             site = received.site
             try:
                 states = read(received)
                 self._check_blame(site, content_of(received).config_records.get(BLAMED))
-                bounds = replace(self.exchange.bounds(site), counted=0)  # it weighs nothing: each site counts once
+                bounds = replace(self.transport.bounds(site), counted=0)  # it weighs nothing: each site counts once
                 numbers = train_numbers(content_of(received), bounds, hidden=True)
                 self.run.countersigned(site.name, content_of(received))
                 trained = Trained.read(self.heard, site.name, states.get(SECURE_TRAINED, {}))
@@ -281,10 +278,10 @@ class MaskedExchange:
         return self.heard.commitments[name][kind][KEY * (place - 1) : KEY * place]
 
     def _ask(
-        self, kind: str, asked: Sequence[Site], sent: "Content", take: Callable[[Site, Mapping[str, State]], None]
+        self, kind: str, asked: Sequence[Site], sent: Content, take: Callable[[Site, Mapping[str, State]], None]
     ) -> None:
         """Have each readable answer taken in; sites whose answer is not are dropped."""
-        for received in self.exchange.ask(kind, self.run, asked, sent, None):
+        for received in self.transport.ask(kind, self.run, asked, sent, None):
             try:
                 answer = read(received)
                 if SUMMED_BEFORE in content_of(received).config_records:
@@ -298,7 +295,7 @@ class MaskedExchange:
     def drop(self, site: Site, reason: str) -> None:
         """Leave a site's answer out, and tell why."""
         self._failed = self._failed or f" (first failure: {site.name}: {plain(reason)[:MOST_REASON]})"
-        self.exchange.replied(site, reason)
+        self.transport.replied(site, reason)
 
     def _enough(self, kind: str, asked: Sequence[Site], answers: Collection[str]) -> None:
         if len(answers) < (needed := self.threshold):

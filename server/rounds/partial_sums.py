@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from flwr.app import RecordDict
 
@@ -13,10 +12,8 @@ from fedloom.clients.protocol.reply_checks import ReplyError, check_record
 from fedloom.conf.errors import FailedError
 from fedloom.fusion.exact import ExactSum, ExactSumError
 from fedloom.server.ledger.blobs import NodeLostError
-
-if TYPE_CHECKING:
-    from fedloom.server.rounds.context import RoundContext
-    from fedloom.server.rounds.record_spec import ClientUpdate, RecordSpec
+from fedloom.server.rounds.context import RoundContext
+from fedloom.server.rounds.record_spec import ClientUpdate, RecordSpec
 
 NODES = 16  # that are asked for their sums at once
 
@@ -28,15 +25,15 @@ class Partials:
     Those that nodes keep wait until all replies are there: then each node is asked for one sum (`fetched`).
     """
 
-    run: "RoundContext"
+    run: RoundContext
     name: str
     means: dict[str, ExactSum]
-    expected: "Mapping[str, RecordSpec]"
+    expected: Mapping[str, RecordSpec]
     _found: dict[frozenset[str], str] = field(default_factory=dict)  # why each was refused; empty: it was not
     _there: dict[str, dict[frozenset[str], PartialSum]] = field(default_factory=dict)  # by node
-    _waiting: dict[str, list["ClientUpdate"]] = field(default_factory=dict)
+    _waiting: dict[str, list[ClientUpdate]] = field(default_factory=dict)
 
-    def add(self, partial: PartialSum, reply: "ClientUpdate") -> None:
+    def add(self, partial: PartialSum, reply: ClientUpdate) -> None:
         """Take in the sum that a site's reply is in, unless it is in already. Raises ReplyError.
 
         FailedError if it is not the sum of this reply: then nobody knows what it is.
@@ -58,7 +55,7 @@ class Partials:
         if reason := self._found[partial.messages]:
             raise ReplyError(reason)
 
-    def fetched(self) -> Iterator[tuple["ClientUpdate", str]]:
+    def fetched(self) -> Iterator[tuple[ClientUpdate, str]]:
         """The replies whose sums nodes keep, now that each node gives one sum: with why they do not count, or nothing."""
         parts = self.run.ledger.blobs.elsewhere
         if parts is None or not self._there:

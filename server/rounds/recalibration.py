@@ -10,7 +10,7 @@ Each network is asked of the sites that have its architecture. Where the inputs 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -34,11 +34,11 @@ from fedloom.fusion.discriminant import NEVER, discriminant
 from fedloom.fusion.exact import ExactSum, ExactSumError
 from fedloom.fusion.state import State
 from fedloom.server.rounds.context import RoundContext
+from fedloom.server.rounds.recalibrated import KEPT, aggregates, holders
 from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.view import Models, View
 
 HEAD = "head.weight", "head.bias"
-KEPT = "recalibrated."  # before the network's name: what is kept of it
 
 
 @dataclass(frozen=True)
@@ -101,36 +101,6 @@ def check_head(name: str, architecture: Architecture) -> None:
     """UserError, naming the network, if its head cannot be replaced by a discriminant."""
     if linear_head(architecture.build()) is None:
         raise UserError(f"the head of '{name}' is not one linear layer with a bias")
-
-
-def holders(view: View, sites: Sequence[Site], architecture: Architecture) -> list[Site]:
-    """Those of the sites whose network has this architecture."""
-    return [site for site in sites if view.architecture(site) == architecture]
-
-
-def aggregates(view: View, models: Models) -> list[str]:
-    """The names of the networks that are no site's own."""
-    sites = {site.name for site in view.setup.sites}
-    return [name for name in models if name not in sites]
-
-
-def recalibrated(view: View, models: Models) -> Models:
-    """The models, with what is kept of their recalibration, if the view is of all sites."""
-    kept = {name[len(KEPT) :]: parts for name, parts in view.slots.keeps().items() if name.startswith(KEPT) and parts}
-    if not kept or not view.whole:
-        return models
-    return Models({name: (lambda name=name: _with(models[name], kept.get(name, {}))) for name in models})
-
-
-def end(run: RoundContext) -> None:
-    """What was recalibrated is so no more."""
-    for name, parts in run.slots.keeps().items():
-        if name.startswith(KEPT) and parts:
-            run.save_server_state(name, {})
-
-
-def _with(model: Model, parts: Mapping[str, torch.Tensor]) -> Model:
-    return replace(model, state={**model.state, **parts}) if parts else model
 
 
 def _told(run: RoundContext, model: Model, answered: set[str]) -> tuple[State, ExactSum]:

@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -36,13 +35,11 @@ from fedloom.conf.sites import Site
 from fedloom.fusion.exact import ExactSum
 from fedloom.fusion.state import State
 from fedloom.server.ledger.slots import SlotUpdate
+from fedloom.server.rounds.context import Content, RoundContext, Transport
 from fedloom.server.rounds.masked_exchange import Heard, MaskedExchange, SummedElsewhereError, WithoutError, those
 from fedloom.server.rounds.masked_replies import shaped
 from fedloom.server.rounds.masks import partners, rounds_together
-
-if TYPE_CHECKING:
-    from fedloom.server.rounds.context import Content, RoundContext, RoundTransport
-    from fedloom.server.rounds.record_spec import RecordSpec
+from fedloom.server.rounds.record_spec import RecordSpec
 
 MOST_DRAWS = 3  # of a round's batches
 
@@ -51,9 +48,9 @@ MOST_DRAWS = 3  # of a round's batches
 class SecureAggregation:
     """One question whose replies are added up without being read."""
 
-    run: "RoundContext"
-    exchange: "RoundTransport"
-    expected: "Mapping[str, RecordSpec]"
+    run: RoundContext
+    transport: Transport
+    expected: Mapping[str, RecordSpec]
 
     def __post_init__(self) -> None:
         if odd := next((record for record, one in self.expected.items() if one.mean == SAMPLES), ""):
@@ -63,7 +60,7 @@ class SecureAggregation:
         self.together = rounds_together(self.run.ledger) if self.run.leaving else {}
         self.heard = Heard("")
 
-    def gather(self, kind: str, content: "Content", asked: Sequence[Site]) -> dict[str, State]:
+    def gather(self, kind: str, content: Content, asked: Sequence[Site]) -> dict[str, State]:
         """Ask; put every sum where it goes; the means over the replies, by record name. FailedError if too few answer.
 
         A round begins again without sites whose shares are wrong or that are silent, and with other batches where sites
@@ -81,7 +78,7 @@ class SecureAggregation:
                 asked = [site for site in asked if site.name not in error.sites]
                 if len(asked) < needed or not error.sites:  # else liars could leave out one honest site after the other
                     raise
-                self.exchange.message(f"{error}: the round begins again without {', '.join(error.sites)}")
+                self.transport.message(f"{error}: the round begins again without {', '.join(error.sites)}")
             except SummedElsewhereError:
                 if self.run.again == IDLE or ((draws := draws + 1) >= MOST_DRAWS and not self.run.leaving):
                     raise
@@ -92,12 +89,12 @@ class SecureAggregation:
         self._count(asked)
         return means
 
-    def _attempt(self, kind: str, content: "Content", asked: Sequence[Site]) -> None:
+    def _attempt(self, kind: str, content: Content, asked: Sequence[Site]) -> None:
         self.heard, self._rebuilt = Heard(uuid.uuid4().hex), {}
         self.run.attempt = self.heard.id
         try:
             ways = self._lifts, self._check_partners
-            self._talk = MaskedExchange(self.run, self.exchange, self.expected, self.heard, *ways)
+            self._talk = MaskedExchange(self.run, self.transport, self.expected, self.heard, *ways)
             self._talk.carry_out(kind, content, asked)
         finally:
             self.run.attempt = ""
@@ -113,7 +110,7 @@ class SecureAggregation:
 
     def _bare(self, name: str, vectors: Mapping[str, Tensor]) -> None:
         """Take a site's own mask off, and those that it has in common with sites that dropped out, in place."""
-        keys, words = self.heard.keys, (self.exchange.run, str(self.run.site_round), self.heard.id)
+        keys, words = self.heard.keys, (self.transport.run, str(self.run.site_round), self.heard.id)
         own = self._secret(name, "its own mask", lambda secret: commitment(secret) == keys[name].own)
         off = [(-1, own)]
         for gone in sorted(self.heard.sealed.keys() - self.heard.vectors.keys()):
@@ -182,7 +179,7 @@ class SecureAggregation:
             self.run.took(name, numbers)
         self.run.masked = sorted(self.heard.vectors)
         for site in those(asked, self.heard.vectors):
-            self.exchange.replied(site, "")
+            self.transport.replied(site, "")
 
     # Sites that leave
 

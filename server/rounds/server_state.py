@@ -18,21 +18,30 @@ from fedloom.server.ledger.declared import Slot, declared_sums
 from fedloom.server.ledger.membership import Membership
 from fedloom.server.ledger.slots import Slots
 from fedloom.server.rounds.channel import RawReply
-from fedloom.server.rounds.context import RoundContext, RoundTransport
+from fedloom.server.rounds.context import Adding, Gathering, RoundContext, Transport
 from fedloom.server.rounds.privacy import hidden
-from fedloom.server.rounds.recalibration import check, end, recalibrated
+from fedloom.server.rounds.recalibrated import end, recalibrated
+from fedloom.server.rounds.recalibration import check
 from fedloom.server.rounds.schedules import Participation
 from fedloom.server.rounds.view import Models, Setup, View
 from fedloom.server.strategies import ResidualInfluence, slots_of, strategy_of
 
 
 class NullTransport:
-    """The exchange of a run in which nobody can be asked: before the first round, and when sites are forgotten."""
+    """Of a run in which nobody can be asked: before the first round, and when sites are forgotten."""
 
-    run, last, length = "", 0, 0
+    run, length = "", 0
 
-    def ask(self, kind: str, run: RoundContext, sites: Sequence[Site], content: Any, expected: Any) -> Iterator[RawReply]:
+    def ask(
+        self, kind: str, context: RoundContext, sites: Sequence[Site], content: Any, expected: Any
+    ) -> Iterator[RawReply]:
         raise UserError(f"'{kind}': sites can be asked in a round only")
+
+    def masked(self, context: RoundContext, expected: Any) -> Gathering:
+        raise UserError("sites can be asked in a round only")
+
+    def partials(self, context: RoundContext, means: Any, expected: Any) -> Adding:
+        raise UserError("sites can be asked in a round only")
 
     def images(self, site: Site) -> int:
         return 0
@@ -47,7 +56,7 @@ class NullTransport:
 
     def message(self, text: str) -> None: ...
 
-    def enough(self, kind: str, run: RoundContext, replies: int) -> None: ...
+    def enough(self, kind: str, context: RoundContext, replies: int) -> None: ...
 
 
 class ServerState:
@@ -87,11 +96,11 @@ class ServerState:
         return View(self.setup, self.slots)
 
     def run(
-        self, number: int = 0, participation: Participation | None = None, exchange: RoundTransport | None = None
+        self, number: int = 0, participation: Participation | None = None, transport: Transport | None = None
     ) -> RoundContext:
         """What a round has at hand; by default one in which nobody can be asked."""
         participation = participation or Participation([], number)
-        return RoundContext(self.setup, self.slots, participation, number, exchange or NullTransport())
+        return RoundContext(self.setup, self.slots, participation, number, transport or NullTransport())
 
     # Rounds
 

@@ -11,8 +11,9 @@ from fedloom.clients.protocol.messages import EVALUATE, RIGHT, measured_record, 
 from fedloom.clients.protocol.reply_checks import ReplyError, check_score
 from fedloom.conf.sites import UNION, Site
 from fedloom.fusion.state import State
-from fedloom.server.rounds.dispatcher import TaskDispatcher
 from fedloom.server.rounds.sample_counts import capped
+from fedloom.server.rounds.task_messages import Asking
+from fedloom.server.rounds.transport import RoundTransport
 
 
 @dataclass
@@ -22,7 +23,7 @@ class SiteEvaluation:
     `beside`: by record name, what the method sends with the question for sites' own networks.
     """
 
-    questions: TaskDispatcher
+    transport: RoundTransport
     sites: Callable[[], list[Site]]
     round: Callable[[], int]
     beside: Callable[[], Mapping[str, State]] = dict
@@ -59,7 +60,7 @@ class SiteEvaluation:
             return {**beside, **{measured_record(place): model.state for place, model in chosen if model is not None}}
 
         number = max(1, self.round())
-        for reply in self.questions.ask(EVALUATE, number, number, asked, content, split=split):
+        for reply in self.transport.question(Asking(EVALUATE, number, number, split), asked, content):
             for place in sent[reply.site.name]:
                 name = RIGHT if models[place] is None else right_of(measured_record(place))
                 if reply.content is None:
@@ -74,7 +75,7 @@ class SiteEvaluation:
         """
         tally: dict[str, tuple[float, float]] = {}
         said = {name: one.images for name, one in scores.items() if one.images}
-        counted = said if self.questions.federation.simulated else capped(said)
+        counted = said if self.transport.channel.simulated else capped(said)
         for site in self.sites():
             if site.name in counted:
                 one, share = scores[site.name], counted[site.name] / scores[site.name].images
@@ -88,5 +89,5 @@ class SiteEvaluation:
         """Whether the site's network is of the model's architecture, and its domain one that the model is read on."""
         if model is None:
             return True
-        same = architecture_of(self.questions.config, site) == model.architecture
+        same = architecture_of(self.transport.config, site) == model.architecture
         return same and (model.domains is None or label(site.spec) in model.domains)

@@ -3,20 +3,19 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from flwr.app import ArrayRecord, RecordDict
 
 from fedloom.clients.protocol.messages import BEFORE, CONFIG, EXPECTED, ORDER, OWN, TRAIN, TaskInstructions, to_arrays
 from fedloom.clients.protocol.partial_sums import ONCE, SAMPLES, expected_record
 from fedloom.clients.storage.states import round_file, write_private_state
+from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 from fedloom.fusion.state import State
 from fedloom.server.rounds.context import Content
 from fedloom.server.rounds.record_spec import RecordSpec
-
-if TYPE_CHECKING:
-    from fedloom.server.rounds.dispatcher import TaskDispatcher
+from fedloom.server.rounds.server_state import ServerState
 
 START = "start"  # what a site that enters a sum starts from: file, or place in an order
 
@@ -33,63 +32,89 @@ class _Before:
     record: ArrayRecord | None = None
 
 
+@dataclass(frozen=True)
+class Asking:
+    """One question. `number`: of the round; `site_round`: the same to the sites. `split`: of images to measure on.
+
+    `trained`: sites that have trained in this very round: their own state is that after it. `attempt`: at secure
+    aggregation. `again`: which draw of the round's batches.
+    """
+
+    kind: str
+    number: int
+    site_round: int
+    split: str = ""
+    trained: Collection[str] = ()
+    attempt: str = ""
+    again: int = 0
+
+
+class Sender(Protocol):
+    """Of which run an order is (server.rounds.transport.RoundTransport)."""
+
+    config: Config
+    run: str
+    length: int
+    digest: str
+    text: ArrayRecord
+    state: ServerState
+
+    def needs_configuration(self, site: Site) -> bool:
+        """Whether the configuration goes with the site's order."""
+        ...
+
+
 @dataclass
 class TaskMessages:
     """One question to many sites: records that they share are one object, which engines ship once."""
 
-    questions: "TaskDispatcher"
-    kind: str
-    number: int
-    site_round: int
+    sender: Sender
+    asking: Asking
     content: Content
     expected: Mapping[str, RecordSpec]
-    split: str
-    trained: Collection[str]  # sites that have trained in this very round: their own state is that after it
-    attempt: str  # at secure aggregation
-    again: int  # which draw of the round's batches
     _arrays: dict[int, tuple[State, ArrayRecord]] = field(default_factory=dict)  # by the state's identity
     _files: dict[int, tuple[State, Path]] = field(default_factory=dict)
     _common: dict[str, ArrayRecord] | None = None
     _first: tuple[str, ArrayRecord | None] = ("", None)  # the contribution that was sent last, and its digest
 
     def __post_init__(self) -> None:
-        config, slots = self.questions.config, self.questions.aggregation.slots
-        summed = (config.federation.partial_sums or bool(self.attempt)) and bool(self.expected)
+        config, slots = self.sender.config, self.sender.state.slots
+        summed = (config.federation.partial_sums or bool(self.asking.attempt)) and bool(self.expected)
         told = summed or bool(config.privacy.noise)
         self.slot = next((record for record, one in self.expected.items() if one.slot), "") if told else ""
         weighted = {record for record, one in self.expected.items() if one.slot and slots.weighted(one.slot)}
         counted = {record: SAMPLES if record in weighted else one.mean or ONCE for record, one in self.expected.items()}
         self.sums = counted if summed else {}
-        self.staging = str(slots.contributions.staging.resolve()) if summed and not self.attempt else ""
+        self.staging = str(slots.contributions.staging.resolve()) if summed and not self.asking.attempt else ""
         self.members = len(slots.members)
         likes = {record: one.like for record, one in self.expected.items() if one.like is not None}
         self.apart = bool(self.staging) and slots.ledger.blobs.elsewhere is not None
-        self.likes = {EXPECTED: expected_record(likes)} if summed and not self.attempt else {}
+        self.likes = {EXPECTED: expected_record(likes)} if summed and not self.asking.attempt else {}
 
     def order(self, site: Site, lost: bool) -> RecordDict:
         """The site's order with all that goes with it; `lost`: it has no state of its own any more."""
-        asking, aggregation = self.questions, self.questions.aggregation
-        own = aggregation.restart(site) if lost else None
+        sender, asking = self.sender, self.asking
+        own = sender.state.restart(site) if lost else None
         before = self._before(site) if self.slot and self.staging else _Before()
         order = TaskInstructions(
-            config=asking.digest, run=asking.run, site=site.index, round=self.site_round, rounds=asking.rounds,
-            base=0 if lost and own is None else self._base(site), members=self.members, kind=self.kind,
-            split=self.split, sums=self.sums, slot=self.slot, ledger=self.staging,
-            before=before.where, holder=before.holder, weight=before.weight, secure=self.attempt,
-            again=self.again,
+            config=sender.digest, run=sender.run, site=site.index, round=asking.site_round, rounds=sender.length,
+            base=0 if lost and own is None else self._base(site), members=self.members, kind=asking.kind,
+            split=asking.split, sums=self.sums, slot=self.slot, ledger=self.staging,
+            before=before.where, holder=before.holder, weight=before.weight, secure=asking.attempt,
+            again=asking.again,
         )  # fmt: skip
         records: dict[str, Any] = {ORDER: order.record(), **self._records(site), **self.likes}
         if own is not None:
             records[OWN] = to_arrays(own)
         if before.record is not None:
             records[BEFORE] = before.record
-        if asking.needs_configuration(site):
-            records[CONFIG] = asking.text
+        if sender.needs_configuration(site):
+            records[CONFIG] = sender.text
         return RecordDict(records)
 
     def _before(self, site: Site) -> "_Before":
         """What a worker is to find of the site in the sum; of one that enters it, what it starts from."""
-        slots, blobs = self.questions.aggregation.slots, self.questions.aggregation.ledger.blobs
+        slots, blobs = self.sender.state.slots, self.sender.state.ledger.blobs
         expected, file = self.expected[self.slot], slots.contributions.file(site.name)
         if file is None:
             return self._entering(expected.first(site.name)) if expected.first else _Before()
@@ -104,8 +129,8 @@ class TaskMessages:
         if self.apart:
             return _Before(START, record=self._shared(start))
         if id(start) not in self._files:
-            staging = self.questions.aggregation.slots.contributions.staging
-            path = round_file(staging, f"{START}-{len(self._files)}", self.number)
+            staging = self.sender.state.slots.contributions.staging
+            path = round_file(staging, f"{START}-{len(self._files)}", self.asking.number)
             write_private_state(path, start)
             self._files[id(start)] = start, path
         return _Before(str(self._files[id(start)][1].resolve()))
@@ -114,16 +139,16 @@ class TaskMessages:
         """A contribution that the server has: one record for all sites that gave the same, as all do at first."""
         known, record = self._first
         if record is None or known != digest:
-            record = to_arrays(self.questions.aggregation.ledger.blobs.get(digest))
+            record = to_arrays(self.sender.state.ledger.blobs.get(digest))
             self._first = digest, record
         return record
 
     def _base(self, site: Site) -> int:
         """The round after which the site's own state is valid."""
-        if self.kind != TRAIN and site.name in self.trained:
-            return self.site_round
-        base = self.questions.aggregation.slots.base(site.name)
-        return self.questions.aggregation.schedule.site_round(base) if base else 0
+        if self.asking.kind != TRAIN and site.name in self.asking.trained:
+            return self.asking.site_round
+        base = self.sender.state.slots.base(site.name)
+        return self.sender.state.schedule.site_round(base) if base else 0
 
     def _records(self, site: Site) -> dict[str, ArrayRecord]:
         if not callable(self.content):

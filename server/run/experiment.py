@@ -28,9 +28,9 @@ from fedloom.server.evaluation.evaluator import RECOMPUTED, Evaluator, has_data,
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.database import LEDGER, begun
 from fedloom.server.rounds.channel import ClientChannel
-from fedloom.server.rounds.loop import MOST_TOLD
 from fedloom.server.rounds.privacy import check_hidden, hidden
 from fedloom.server.rounds.schedules import check_asked
+from fedloom.server.rounds.transport import MOST_REASON
 from fedloom.server.run.final_evaluation import OWN, counted
 from fedloom.server.run.listener import Listener, Listeners
 from fedloom.server.run.resource_usage import Spent
@@ -126,7 +126,7 @@ def _worked(grid: Grid, config: Config, folder: RunFolder, listener: Listener, b
         method: TrainingRun | None = None
         try:
             method = TrainingRun(config, folder, ledger, Evaluator(config))
-            advice = method.aggregation.strategy.warnings(config)
+            advice = method.state.strategy.warnings(config)
             odd = remarks(config) if has_data(config) else []
             for line in [*odd, *schedule_of(config.training).advice(config.rounds), *advice]:
                 listener.message(line)
@@ -137,7 +137,7 @@ def _worked(grid: Grid, config: Config, folder: RunFolder, listener: Listener, b
                 began = time.monotonic()
                 summary |= method.measure()
                 if has_data(config):
-                    summary["classes"] = counted(config, method.aggregation.members())
+                    summary["classes"] = counted(config, method.state.members())
                 listener.note(f"networks measured and sums checked in {time.monotonic() - began:.1f} s")
                 check_sums(folder.path, summary)
                 for mode in config.baselines:
@@ -147,7 +147,7 @@ def _worked(grid: Grid, config: Config, folder: RunFolder, listener: Listener, b
                         summary[key] = {**summary.get(key, {}), **more}
             summary["status"] = "finished"
         except Exception as error:
-            summary |= {"status": "failed", "error": plain(f"{type(error).__name__}: {error}")[:MOST_TOLD]}
+            summary |= {"status": "failed", "error": plain(f"{type(error).__name__}: {error}")[:MOST_REASON]}
             raise
         finally:
             if ledger.in_place():

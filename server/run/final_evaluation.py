@@ -52,13 +52,13 @@ class Measured:
     """
 
     def __init__(self, method: "TrainingRun") -> None:
-        self.method, self.aggregate = method, method.aggregation.display_name
-        self.models = check_models(method.config, method.aggregation.models())
+        self.method, self.aggregate = method, method.state.display_name
+        self.models = check_models(method.config, method.state.models())
         self.accuracy: dict[str, dict[str, float]] = {}
         self.forgotten: dict[str, dict[str, float]] = {}
         self.facts: dict[str, Any] = {}
         self.at: dict[str, dict[str, Score]] = {}
-        view = method.aggregation.view()
+        view = method.state.view()
         there = set(looked_at(method.config, trained(view)))
         self.sites = [site for site in view.sites if site.name in there]
         self._waiting: list[_Waiting] = []
@@ -78,7 +78,7 @@ class Measured:
             return
         if site.name in self.models:
             self.network(site.name)
-        if (rest := self.method.aggregation.without([site.name])) is not None:
+        if (rest := self.method.state.without([site.name])) is not None:
             self.measure(self.forgotten, site.name, rest)
 
     def measure(

@@ -35,6 +35,8 @@ from fedloom.server.strategies import slots_of
 from fedloom.server.unlearning.client_erasure import Erasure
 from fedloom.server.unlearning.requests import Unlearning
 
+ATTEMPTS = 3  # at a round in which nodes of the cluster are lost
+
 
 @dataclass
 class TrainingRun:
@@ -44,15 +46,15 @@ class TrainingRun:
     folder: RunFolder
     ledger: Ledger
     evaluator: Evaluator
-    aggregation: ServerState = field(init=False)
+    state: ServerState = field(init=False)
     loop: RoundLoop | None = None  # once it has trained
     erasure: Erasure | None = None  # where nodes can be told to delete what they keep
     request_id: str = ""  # the request of whose outcome the caller tells
 
     def __post_init__(self) -> None:
         self.folder.check(self.ledger.run().config)
-        self.aggregation = ServerState(Setup(self.config, self.sites(), self.folder.path, self.ledger, self.evaluator))
-        check_models(self.config, self.aggregation.models())
+        self.state = ServerState(Setup(self.config, self.sites(), self.folder.path, self.ledger, self.evaluator))
+        check_models(self.config, self.state.models())
 
     def sites(self) -> list[Site]:
         """The sites that its ledger knows, forgotten ones included."""
@@ -61,42 +63,42 @@ class TrainingRun:
 
     def unlearning(self) -> Unlearning:
         """Requests to it."""
-        return Unlearning(self.config, self.folder.path, self.ledger, self.aggregation, self.evaluator,
+        return Unlearning(self.config, self.folder.path, self.ledger, self.state, self.evaluator,
                           self.erasure)  # fmt: skip
 
     @held()
-    def begin(self, federation: ClientChannel, listener: Listener) -> RoundLoop:
+    def begin(self, channel: ClientChannel, listener: Listener) -> RoundLoop:
         """Have the federation's sites at hand: from here on they can be asked, also to measure."""
-        self.loop = RoundLoop(self.config, self.ledger.run().run, federation, self.aggregation, self.evaluator, listener)
+        self.loop = RoundLoop(self.config, self.ledger.run().run, channel, self.state, self.evaluator, listener)
         return self.loop
 
     @property
     def measured_by_sites(self) -> bool:
         """Whether some of the accuracies can be told by the sites alone."""
-        return self.config.evaluation.where != "server" or self.aggregation.strategy.personal
+        return self.config.evaluation.where != "server" or self.state.strategy.personal
 
-    def train(self, federation: ClientChannel, listener: Listener, rounds: int | None = None) -> None:
+    def train(self, channel: ClientChannel, listener: Listener, rounds: int | None = None) -> None:
         """All rounds that are not committed yet (`rounds`: until there are so many), and those that requests ask for.
 
         Requests that came in are taken up between rounds: they may go back to an earlier one, or want further ones.
         """
-        loop = self.begin(federation, listener)
-        if not federation.simulated:
-            self.erasure = Erasure(self.config, self.ledger, federation.grid, listener.message)
+        loop = self.begin(channel, listener)
+        if not channel.simulated:
+            self.erasure = Erasure(self.config, self.ledger, channel.grid, listener.message)
         unlearning, wanted = self.unlearning(), loop.last if rounds is None else rounds
         loop.on_masks_removed, loop.written = lambda: unlearning.lifted(listener.message), self.folder.append
         loop.last = max(wanted, unlearning.goal())
         unlearning.tidy()
         unlearning.tell_sites()
-        if parts := federation.parts(self.ledger.run().run):
-            self.aggregation.attach(parts)
+        if parts := channel.parts(self.ledger.run().run):
+            self.state.attach(parts)
             loop.heal(unlearning.last_round() + 1)
         self._resumed(loop)
         self._announce(loop)
         while True:
             before, announced = unlearning.last_round(), loop.last
             changed = unlearning.take(
-                listener.message, lambda request: self.retrained(request, federation, listener), mine=self.request_id
+                listener.message, lambda request: self.retrained(request, channel, listener), mine=self.request_id
             )
             last, loop.last = unlearning.last_round(), max(wanted, unlearning.goal())
             if last < before:
@@ -108,64 +110,64 @@ class TrainingRun:
                 self._announce(loop)
             unlearning.tell_sites()
             if unlearning.recalibrates(last + 1):
-                loop.recalibration(last + 1)
+                recalibration_round(loop, last + 1)
             else:
-                loop.one(last + 1)
+                one_round(loop, last + 1)
 
     def _bring_home(self, loop: RoundLoop) -> None:
         """Fetch all contributions that nodes keep: the run has ended, and they may go."""
-        begin, before, brought = time.monotonic(), loop.federation.received or 0, None
+        begin, before, brought = time.monotonic(), loop.channel.received or 0, None
         while brought is None:
             try:
-                brought = self.aggregation.bring_home()
+                brought = self.state.bring_home()
             except NodeLostError:
                 loop.heal(loop.last)
         if brought:
-            size, seconds = (loop.federation.received or 0) - before, time.monotonic() - begin
+            size, seconds = (loop.channel.received or 0) - before, time.monotonic() - begin
             loop.listener.note(f"{brought} contributions ({size / 1e6:.3g} MB) fetched from nodes in {seconds:.1f} s")
 
     @held()
     def joined(self, grid: Grid) -> ClientChannel:
         """The federation of its members, when all are there that are not to be forgotten. UserError names the missing."""
-        members, window = self.aggregation.members(), self.config.federation.window
+        members, window = self.state.members(), self.config.federation.window
         if getattr(grid, "simulated", False):
-            federation = ClientChannel(grid, members, window)
-            federation.enrolment.simulate()
+            channel = ClientChannel(grid, members, window)
+            channel.enrolment.simulate()
         else:
-            federation = ClientChannel(grid, members, window, self.ledger)
+            channel = ClientChannel(grid, members, window, self.ledger)
             leaving = {site for request in self.unlearning().under_way() for site in request.sites}
-            federation.join(self.config.federation.join_timeout, self.config.federation.min_sites, leaving)
-        return federation
+            channel.join(self.config.federation.join_timeout, self.config.federation.min_sites, leaving)
+        return channel
 
-    def retrained(self, request: Request, federation: ClientChannel, listener: Listener) -> Model:
+    def retrained(self, request: Request, channel: ClientChannel, listener: Listener) -> Model:
         """A network trained from the start without a request's sites, in retrained/<request>, for as many rounds."""
         listener.message(f"request '{request.id}': a network is trained without {', '.join(request.sites)}, to compare with")
         with self.beside(self.config, f"{RETRAINED}/{request.id}", request.sites) as other:
-            other.train(federation, listener, self.unlearning().last_round())
-            return other.aggregation.aggregate()
+            other.train(channel, listener, self.unlearning().last_round())
+            return other.state.aggregate()
 
     @contextmanager
     def beside(self, config: Config, name: str, without: Sequence[str] = ()) -> Iterator["TrainingRun"]:
         """A further method with the same sites (but for some), in a folder of the run's: new, or as far as it came."""
         folder = RunFolder(self.folder.path / name)
         folder.open(dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True)))
-        there = [site.name for site in self.aggregation.members() if site.name not in without]
+        there = [site.name for site in self.state.members() if site.name not in without]
         run = f"{self.ledger.run().run}-{name.replace('/', '-')}"
         with open_ledger(config, folder, run, there) as ledger:
             yield TrainingRun(config, folder, ledger, self.evaluator)
 
     def _announce(self, loop: RoundLoop) -> None:
         """Tell what is trained now: other sites than before, or up to another round."""
-        named = f" ({self.aggregation.display_name})" if self.aggregation.display_name else ""
-        run, sites = f"{self.config.run.name}{named}", len(self.aggregation.members())
+        named = f" ({self.state.display_name})" if self.state.display_name else ""
+        run, sites = f"{self.config.run.name}{named}", len(self.state.members())
         loop.listener.started(run, sites, loop.last, str(self.folder.path))
 
     def _resumed(self, loop: RoundLoop) -> None:
         """Begin after the last committed round, to which a crash or a rollback has led."""
-        self.aggregation.abandon()
+        self.state.abandon()
         self.ledger.prune()
         self.folder.sweep()
-        loop.questions.back = next(
+        loop.transport.back = next(
             reversed([each.body["round"] for each in self.ledger.events() if each.kind == "rolled back"]), -1
         )
         last = self.ledger.last_round()
@@ -178,12 +180,12 @@ class TrainingRun:
 
     def leave(self) -> None:
         """Put what was committed on record, where a run ends before it is measured: its rounds, and the shared networks."""
-        self.aggregation.abandon()
+        self.state.abandon()
         self.complete_metrics()
-        models, sites = self.aggregation.models(), {site.name for site in self.aggregation.members()}
+        models, sites = self.state.models(), {site.name for site in self.state.members()}
         for name in models:
             if name not in sites:
-                self.folder.write_network(AGGREGATE if name == self.aggregation.display_name else name, models[name],
+                self.folder.write_network(AGGREGATE if name == self.state.display_name else name, models[name],
                                           display_name=name)  # fmt: skip
 
     @held()
@@ -215,16 +217,16 @@ class TrainingRun:
 
         Every contribution is read once, and checked against the sums.
         """
-        aggregation, found = self.aggregation, Measured(self)
-        members = {site.name for site in aggregation.members()}
+        state, found = self.state, Measured(self)
+        members = {site.name for site in state.members()}
         for name in found.models:
             if name not in members:
                 found.network(name)
-        checks, again = aggregation.checks(found.site)
+        checks, again = state.checks(found.site)
         backwards: dict[str, dict[str, float]] = {}
         if again is not None and found.aggregate:
-            found.measure(backwards, "", aggregation.aggregate(again))
-        if not found.models or aggregation.strategy.personal:
+            found.measure(backwards, "", state.aggregate(again))
+        if not found.models or state.strategy.personal:
             found.measure(found.accuracy, PERSONAL, None, found.sites)
         found.settle()
         return {
@@ -233,29 +235,62 @@ class TrainingRun:
             "reversed": backwards.get("", {}),
             "forgotten": found.forgotten,
             "per_site": found.per_site(),
-            "digest": aggregation.digest(),
+            "digest": state.digest(),
             "checks": checks,
-            "traces": {one.location: one.reason for one in aggregation.residue()},
+            "traces": {one.location: one.reason for one in state.residue()},
             **self._of_different_networks(),
-            **aggregation.strategy.summary_entries(aggregation.view()),
+            **state.strategy.summary_entries(state.view()),
             **found.facts,
             **({"class_names": names} if (names := self._class_names()) else {}),
         }
 
     def _class_names(self) -> dict[str, str]:
         """What the classes of the members are called, by number; of sites that bring their own data as they enrolled."""
-        members = self.aggregation.members()
+        members = self.state.members()
         if has_data(self.config):
             return common_names(self.config, map(class_names, {variant(site.spec): site.spec for site in members}.values()))
-        return common_names(self.config, self.loop.questions.enrolled_names(members) if self.loop else ())
+        return common_names(self.config, self.loop.transport.participants.enrolled_names(members) if self.loop else ())
 
     def _of_different_networks(self) -> dict[str, Any]:
         """Where sites have networks of their own architecture and the server has the images: what that gives and costs."""
-        sites = self.aggregation.members()
+        sites = self.state.members()
         if self.config.evaluation.where != "server" or not different_networks(self.config, sites):
             return {}
-        models, name = self.aggregation.models(), objective_of(self.config).mode
+        models, name = self.state.models(), objective_of(self.config).mode
         return {"at_sites": {name: at_sites(self.evaluator, sites, models)}, "costs": costs(self.evaluator, sites, models)}
+
+
+def one_round(loop: RoundLoop, number: int) -> dict[str, Any]:
+    """A round of the strategy, committed; its record. Raises TooFewRepliesError, and then nothing is committed."""
+    for attempt in range(ATTEMPTS + 1):
+        try:
+            with loop.round(number) as context:
+                loop.state.strategy.round(context)
+            return context.record
+        except NodeLostError as error:  # with a contribution that it took to ask; without it, nothing has happened
+            if attempt == ATTEMPTS:
+                raise
+            loop.listener.message(f"round {number}: {error}; it begins again")
+    raise AssertionError
+
+
+def all_rounds(loop: RoundLoop) -> Iterator[dict[str, Any]]:
+    """All rounds, one after the other; yields each one's record (a line of metrics.jsonl)."""
+    for number in range(1, loop.last + 1):
+        yield one_round(loop, number)
+
+
+def recalibration_round(loop: RoundLoop, number: int) -> dict[str, Any]:
+    """A round in which sites do not train but tell of the aggregates (server.rounds.recalibration). FailedError."""
+    from fedloom.server.rounds.recalibration import recalibrate  # closed forms: only where they are asked for
+
+    with loop.round(number, recalibration=True) as context:
+        state = loop.state
+        told = recalibrate(context, state.models(context), state.strategy.heads_share_basis(context))
+        context.replies, context.recalibrated = told.replies, True
+    for name, why in told.left.items():
+        loop.listener.message(f"round {number}: {name} stays as it is: {why}")
+    return context.record
 
 
 def open_ledger(config: Config, folder: RunFolder, run: str = "", sites: Sequence[str] = ()) -> Ledger:

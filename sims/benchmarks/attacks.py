@@ -23,7 +23,7 @@ from fedloom.conf import Config
 from fedloom.conf.load import load_text
 from fedloom.conf.sites import roster
 from fedloom.server.evaluation.evaluator import Evaluator
-from fedloom.server.rounds.loop import TooFewRepliesError
+from fedloom.server.rounds.transport import TooFewRepliesError
 from fedloom.server.run.experiment import check, open_ledger
 from fedloom.server.run.listener import Silent
 from fedloom.server.run.training_run import TrainingRun
@@ -105,11 +105,11 @@ def bench() -> tuple[Table, list[dict[str, Any]]]:
 def run(attack: Attack, bounds: Mapping[str, float], seed: int, gone: Sequence[str] = ()) -> Found:
     """Train the federation under the attack, without the sites that are `gone`; measure it, and what forgetting leaves."""
     with tempfile.TemporaryDirectory() as folder, trained(attack, bounds, seed, Path(folder), gone) as method:
-        view, rounds = method.aggregation.view(), list(method.folder.metrics().values())
-        shares = {"": measured(method.evaluator, method.aggregation.aggregate())}
+        view, rounds = method.state.view(), list(method.folder.metrics().values())
+        shares = {"": measured(method.evaluator, method.state.aggregate())}
         for site in (HOSTILE, COLLUDING):
             if site in attack.roles and site not in gone:
-                shares[site] = measured(method.evaluator, method.aggregation.aggregate(view.without([site])))
+                shares[site] = measured(method.evaluator, method.state.aggregate(view.without([site])))
     told = {
         kind: sum(HOSTILE in one.get(kind, {}) for one in rounds) / max(1, len(rounds)) for kind in ("dropped", "clipped")
     }

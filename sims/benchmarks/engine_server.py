@@ -19,6 +19,7 @@ from fedloom.server.rounds.loop import RoundLoop
 from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.view import Setup
 from fedloom.server.run.listener import LogListener
+from fedloom.server.run.training_run import one_round
 from fedloom.sims.benchmarks.engine_job import Job
 
 TIMEOUT = 600.0
@@ -51,7 +52,7 @@ def training_rounds(job: Job, grid: Grid) -> Iterator[float | str]:
     aggregation = ServerState(Setup(config, sites, job.folder))
     loop = RoundLoop(config, "bench", federation, aggregation, Evaluator(config), LogListener())
     for round in itertools.count(1):
-        record = loop.one(round)
+        record = one_round(loop, round)
         reasons = list(record["dropped"].values())
         yield f"{len(reasons)} replies failed: {reasons[0]}" if reasons else record["seconds"]
 

@@ -13,6 +13,7 @@ from flwr.serverapp import Grid
 from fedloom.conf import load
 from fedloom.conf.schema import Config
 from fedloom.server.run.listener import Silent
+from fedloom.server.run.training_run import all_rounds
 from fedloom.sims.benchmarks import untrained
 from fedloom.sims.benchmarks.soak_run import begun, left_by
 from fedloom.sims.engines import ray
@@ -50,6 +51,6 @@ def run(config: Config, grid: Grid) -> dict[str, Any]:
     """All rounds on a grid."""
     begin = time.monotonic()
     loop = begun(config, grid, Silent())
-    failed = {(record["round"], site) for record in loop.rounds() for site in record["dropped"]}
+    failed = {(record["round"], site) for record in all_rounds(loop) for site in record["dropped"]}
     left = left_by(loop)
     return {"seconds": time.monotonic() - begin, "failed": len(failed), "digest": left.sums[-1]}

@@ -23,6 +23,7 @@ from fedloom.server.rounds.loop import RoundLoop
 from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.view import Setup
 from fedloom.server.run.listener import LogListener
+from fedloom.server.run.training_run import one_round
 from fedloom.sims.engines import open_engine
 from fedloom.sims.federation import local, sheets
 from fedloom.sims.federation.plan import CONNECTION, SERVER, Plan, sites_of, write_plan
@@ -99,7 +100,7 @@ def ours(config: Config, folder: Path) -> list[float]:
         federation.join(config.federation.join_timeout)
         aggregation = ServerState(Setup(config, roster(config), folder))
         loop = RoundLoop(config, folder.name, federation, aggregation, Evaluator(config), LogListener())
-        records = [loop.one(round) for round in range(1, ROUNDS + 1)]
+        records = [one_round(loop, round) for round in range(1, ROUNDS + 1)]
         aggregation.ledger.close()
     if dropped := next((record["dropped"] for record in records if record["dropped"]), None):
         raise FailedError(f"a round lost a site, and does not count: {dropped}")

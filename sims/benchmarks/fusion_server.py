@@ -46,14 +46,14 @@ def measure(start: str) -> dict[str, Any]:
         with open_ledger(config, folder) as ledger:
             method = TrainingRun(config, folder, ledger, Evaluator(config))
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-            run, groups = method.aggregation.run(1), group_by_site(config)
+            run, groups = method.state.run(1), group_by_site(config)
             begin = time.perf_counter()
             for site in roster(config):
                 run.put(groups[site.name].name, site, initial_state(config, site.name, site), SAMPLES)
             put = time.perf_counter()
-            method.aggregation.strategy.recompute_derived(run)
+            method.state.strategy.recompute_derived(run)
             settled = time.perf_counter()
-            method.aggregation.commit(1, {})
+            method.state.commit(1, {})
             seconds = {"put": put - begin, "settle": settled - put, "commit": time.perf_counter() - settled}
     return {"start": start, **seconds, "mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before}
 

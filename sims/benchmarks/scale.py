@@ -22,7 +22,7 @@ from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.rounds.loop import RoundLoop
 from fedloom.server.run.experiment import check, open_ledger
 from fedloom.server.run.listener import LogListener
-from fedloom.server.run.training_run import TrainingRun
+from fedloom.server.run.training_run import TrainingRun, one_round
 from fedloom.server.run_folder.folder import RunFolder
 from fedloom.sims.benchmarks import scale_nodes, untrained
 from fedloom.sims.engines.inline import InlineGrid
@@ -83,16 +83,16 @@ def one(sites: int, asked: int, folder: Path, begun: float) -> dict[str, Any]:
     with open_ledger(config, place) as ledger:
         method = TrainingRun(config, place, ledger, Evaluator(config))
         federation = method.joined(grid)
-        loop = RoundLoop(config, "scale", federation, method.aggregation, method.evaluator, LogListener())
+        loop = RoundLoop(config, "scale", federation, method.state, method.evaluator, LogListener())
         startup = time.time() - begun
         seconds, memory, received = [], [], []
         for number in range(1, ROUNDS + 1):
             before, begin = client.seconds, time.perf_counter()
-            record = loop.one(number)
+            record = one_round(loop, number)
             received.append(sum(up for _, up in record["bytes"].values()))
             seconds.append(time.perf_counter() - begin - (client.seconds - before))
             memory.append(own_bytes(os.getpid()))
-        network = sum(tensor.nbytes for tensor in method.aggregation.aggregate().state.values())
+        network = sum(tensor.nbytes for tensor in method.state.aggregate().state.values())
         kept = sum(path.stat().st_size for path in (place.path / "blobs").iterdir())
         contributors = len({one.blob for one in ledger.all_latest().values()})
     return {"sites": sites, "asked": asked, "startup_s": startup, "server_s": sorted(seconds)[len(seconds) // 2],

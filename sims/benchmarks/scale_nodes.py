@@ -24,7 +24,7 @@ from fedloom.server.ledger.blobs import Blobs
 from fedloom.server.rounds.loop import RoundLoop
 from fedloom.server.run.experiment import open_ledger
 from fedloom.server.run.listener import LogListener
-from fedloom.server.run.training_run import TrainingRun
+from fedloom.server.run.training_run import TrainingRun, one_round
 from fedloom.server.run_folder.folder import RunFolder
 from fedloom.sims.report.tables import Table
 
@@ -75,12 +75,12 @@ def _rounds(sites: int, asked: int, words: list[str], folder: Path) -> dict[str,
         with open_ledger(config, place) as ledger:
             method = TrainingRun(config, place, ledger, Evaluator(config))
             federation = method.joined(grid)
-            method.aggregation.attach(federation.parts(ledger.run().run))
-            loop = RoundLoop(config, ledger.run().run, federation, method.aggregation, method.evaluator, LogListener())
+            method.state.attach(federation.parts(ledger.run().run))
+            loop = RoundLoop(config, ledger.run().run, federation, method.state, method.evaluator, LogListener())
             received, seconds = [0], 0.0
             for number in range(1, ROUNDS + 1):
                 begin = time.perf_counter()
-                loop.one(number)
+                one_round(loop, number)
                 seconds = time.perf_counter() - begin
                 received.append(grid.received)
     finally:

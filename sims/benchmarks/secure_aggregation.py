@@ -35,11 +35,11 @@ def bench() -> tuple[Table, list[dict[str, Any]]]:
             for way, (config, method) in ways.items():
                 taken = _seconds(config, method, number)
                 seconds[way] += [taken] if number > 1 else []  # the first warms up
-        same = ways["plain"][1].aggregation.digest() == ways["masked"][1].aggregation.digest()
+        same = ways["plain"][1].state.digest() == ways["masked"][1].state.digest()
         config, method = ways["masked"]
         receive(method.ledger, "bench", [roster(config)[0].name], "", {})
         forgetting = _seconds(config, method, ROUNDS + 1)
-        size = sum(tensor.nbytes for tensor in method.aggregation.aggregate().state.values()) / 1e6
+        size = sum(tensor.nbytes for tensor in method.state.aggregate().state.values()) / 1e6
         for _, each in ways.values():
             each.ledger.close()
     plain, masked = (statistics.median(seconds[way]) for way in ways)

@@ -16,6 +16,7 @@ from fedloom.server.rounds.loop import RoundLoop
 from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.view import Setup
 from fedloom.server.run.listener import LogListener
+from fedloom.server.run.training_run import all_rounds
 from fedloom.sims.benchmarks import untrained
 from fedloom.sims.engines.inline import InlineGrid
 from fedloom.sims.report.tables import Table
@@ -47,7 +48,7 @@ def one(sites: int, folder: Path) -> dict[str, float]:
     loop = RoundLoop(config, "memory", federation, aggregation, Evaluator(config), LogListener())
     size = sum(tensor.numel() * tensor.element_size() for tensor in aggregation.aggregate().state.values())
     start = peak_rss()
-    list(loop.rounds())
+    list(all_rounds(loop))
     return {"sites": sites, "state_mb": size / MIB, "start_mb": start / MIB, "peak_mb": peak_rss() / MIB}
 
 

@@ -15,10 +15,12 @@ from fedloom.fusion.state import digest
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger.audit import check
 from fedloom.server.rounds.channel import ClientChannel
-from fedloom.server.rounds.loop import RoundLoop, TooFewRepliesError
+from fedloom.server.rounds.loop import RoundLoop
 from fedloom.server.rounds.server_state import ServerState
+from fedloom.server.rounds.transport import TooFewRepliesError
 from fedloom.server.rounds.view import Setup
 from fedloom.server.run.listener import Listener, Silent
+from fedloom.server.run.training_run import all_rounds, one_round
 from fedloom.server.run_folder.folder import RunFolder
 from fedloom.sims.benchmarks.soak_app import Replay
 from fedloom.sims.benchmarks.soak_nodes import Machines
@@ -76,7 +78,7 @@ def over_ray(plan: Plan, root: Path, partial_sums: bool, node_store: bool = Fals
                 dropped[record["round"]] = {places[name]: reason for name, reason in record["dropped"].items()}
                 processes.sample()
             seconds, kept = time.monotonic() - begin, _kept(grid)
-            loop.aggregation.bring_home()
+            loop.state.bring_home()
         finally:
             grid.close()
     finally:
@@ -89,7 +91,7 @@ def replay(plan: Plan, root: Path, dropped: Dropped) -> Left:
     """The same on the inline engine, where exactly these sites fail and nothing else goes wrong."""
     config = configured(plan, root, "", False)
     loop = begun(config, InlineGrid(plan.sites, store_folder(config), Replay(dropped)), Silent())
-    for _ in loop.rounds():
+    for _ in all_rounds(loop):
         pass
     return left_by(loop)
 
@@ -121,7 +123,7 @@ def every_round(loop: RoundLoop, repeated: list[int]) -> Iterator[dict[str, Any]
     for round in range(1, loop.last + 1):
         while True:
             try:
-                yield loop.one(round)
+                yield one_round(loop, round)
                 break
             except TooFewRepliesError:
                 repeated.append(round)
@@ -131,7 +133,7 @@ def every_round(loop: RoundLoop, repeated: list[int]) -> Iterator[dict[str, Any]
 
 def left_by(loop: RoundLoop) -> Left:
     """What a run leaves that has ended; its ledger is closed, and read again from disk."""
-    aggregation = loop.aggregation
+    aggregation = loop.state
     sums = [row.digest["sum"] for row in aggregation.ledger.rounds()]
     network, checks = digest(aggregation.aggregate().state), aggregation.checks()[0]
     aggregation.ledger.close()

@@ -39,16 +39,17 @@ def site_context(index: int, sites: int, store: str) -> Context:
 def answer(app: ClientApp, message: Message, context: Context) -> Message:
     """The app's reply; an error message if it raises or returns nothing."""
     try:
-        reply = app(message, context)
-        if isinstance(reply, Message) and reply.metadata.reply_to_message_id == message.metadata.message_id:
-            return reply
-        kind = type(reply).__name__
-        reason = f"the ClientApp returned {kind}, " + (
-            "which answers another one" if isinstance(reply, Message) else "not a Message"
-        )
+        return checked_reply(message, app(message, context))
     except Exception as error:
-        reason = told(error)
-    return failure(message, reason)
+        return failure(message, told(error))
+
+
+def checked_reply(message: Message, reply: object) -> Message:
+    """What an app returned; an error message if it does not answer `message`."""
+    if isinstance(reply, Message) and reply.metadata.reply_to_message_id == message.metadata.message_id:
+        return reply
+    what = "which answers another one" if isinstance(reply, Message) else "not a Message"
+    return failure(message, f"the ClientApp returned {type(reply).__name__}, {what}")
 
 
 def told(error: Exception) -> str:
@@ -78,7 +79,7 @@ class LocalGrid(Grid):
         """Take a message over; its id is set."""
 
     @abstractmethod
-    def collect(self, wanted: set[str]) -> list[Message]:
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         """Replies to these message ids; waits for a moment if there are none."""
 
     @abstractmethod
@@ -127,14 +128,11 @@ class LocalGrid(Grid):
             self.submit(message)
         return ids
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        return self.collect(set(message_ids))
-
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         pending, replies = set(self.push_messages(messages)), []
         deadline = None if timeout is None else time.monotonic() + timeout
         while pending and (deadline is None or time.monotonic() < deadline):
-            for reply in self.collect(pending):
+            for reply in self.pull_messages(pending):
                 pending.discard(reply.metadata.reply_to_message_id)
                 replies.append(reply)
         self.cancel(pending)

@@ -10,7 +10,7 @@ from flwr.clientapp import ClientApp
 from fedloom.clients.app import app
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import roster
-from fedloom.sims.engines.adapter import LocalGrid, answer, store_folder
+from fedloom.sims.engines.adapter import LocalGrid, checked_reply, failure, store_folder, told
 from fedloom.sims.engines.share import WHOLE, Share
 
 
@@ -25,12 +25,19 @@ class InlineGrid(LocalGrid):
     def submit(self, message: Message) -> None:
         self._queue.append(message)
 
-    def collect(self, wanted: set[str]) -> list[Message]:
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        wanted = set(message_ids)
         for message in self._queue:
             if message.metadata.message_id in wanted:
                 self._queue.remove(message)
-                return [answer(self._app, message, self.context(message))]
+                return [self._answer(message)]
         return []
+
+    def _answer(self, message: Message) -> Message:
+        try:
+            return checked_reply(message, self._app(message, self.context(message)))
+        except Exception as error:
+            return failure(message, told(error))
 
     def cancel(self, message_ids: Iterable[str]) -> None:
         gone = set(message_ids)

@@ -71,9 +71,9 @@ class RayGrid(LocalGrid):
         self._pool.dispatch()
         return ids
 
-    def collect(self, wanted: set[str]) -> list[Message]:
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         replies, sums = [], {}
-        for key, outcome in self._pool.take(wanted, WAIT_SECONDS):
+        for key, outcome in self._pool.take(set(message_ids), WAIT_SECONDS):
             message, reply = self._messages.pop(key), outcome.reply
             self._received += 0 if isinstance(reply, str) else size(reply)
             replies.append(failure(message, reply) if isinstance(reply, str) else unpack(reply))

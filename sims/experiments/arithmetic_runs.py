@@ -36,7 +36,7 @@ class Networks:
         """Those of a finished run."""
         folder = RunFolder(Path(config.run.root) / config.run.name)
         with Ledger.open(folder.path, server=False) as ledger:
-            aggregation = TrainingRun(config, folder, ledger, evaluator := Evaluator(config)).aggregation
+            aggregation = TrainingRun(config, folder, ledger, evaluator := Evaluator(config)).state
             models = aggregation.models()
             ends = [models[site.name].state for site in roster(config)]
             start = start_of(aggregation.view())

@@ -43,9 +43,7 @@ def compose(run: Path, order: Order, out: Path) -> list[Table]:
     with Ledger.open(run, server=False) as ledger:
         if ledger.last_round() is None:
             raise UserError(f"{run}: nothing is committed yet; wait for the first round")
-        model, parts = ledger.steady(
-            lambda: _composed(TrainingRun(config, RunFolder(run), ledger, evaluator).aggregation, order)
-        )
+        model, parts = ledger.steady(lambda: _composed(TrainingRun(config, RunFolder(run), ledger, evaluator).state, order))
     model = evaluator.settled(model)
     save_network(out, evaluator.loaded(model), name_of(model.architecture))
     tables = [Table("Made of", ["site", "coefficient"], parts)]

@@ -24,10 +24,10 @@ def readmit(path: Path, sites: Sequence[str], node: int | None = None) -> str:
         for request in ledger.waiting(applied=True):
             if under_way := set(sites) & set(request.sites):
                 raise UserError(f"request '{request.id}' is not done with '{min(under_way)}' yet: resume the run first")
-        method.aggregation.readmit(sites)
-        view = method.aggregation.view()
+        method.state.readmit(sites)
+        view = method.state.view()
         summed = all(any(view.has(slot, site) for slot in view.slots.declared) for site in sites)
-        left = max(0, method.aggregation.length(config.rounds) - method.unlearning().last_round())
+        left = max(0, method.state.length(config.rounds) - method.unlearning().last_round())
     rounds = f"'fedloom resume' trains the {left} rounds left" if left else "no round is left that would train them"
     begins = "from the initial network on, which is in the sum" if summed else "as sites that have given nothing yet"
     return f"{', '.join(sites)} may take part again, {begins}; {rounds}"

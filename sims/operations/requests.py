@@ -152,7 +152,7 @@ def verify_certificate(
 
 def _accuracy_now(config: Config, path: Path, ledger: Ledger) -> dict[str, float]:
     evaluator = Evaluator(config)
-    model = ledger.steady(lambda: TrainingRun(config, RunFolder(path), ledger, evaluator).aggregation.aggregate())
+    model = ledger.steady(lambda: TrainingRun(config, RunFolder(path), ledger, evaluator).state.aggregate())
     return evaluator.accuracy(model, "test")
 
 
@@ -301,7 +301,7 @@ def _measure_again(method: TrainingRun, listener: Listener) -> None:
     old = {"status": "interrupted", "seconds": 0.0, **sound_summary(method.folder.path)}
     gone = {*BY_METHOD, "class_names"}  # they tell of sites that are gone
     old = {key: one for key, one in old.items() if key not in gone}
-    members = {site.name for site in method.aggregation.members()}
+    members = {site.name for site in method.state.members()}
     if counts := old.get("classes"):
         old["classes"] = {site: one for site, one in counts.items() if site in members}
     listener.note("measuring on the test images")

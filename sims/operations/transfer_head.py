@@ -71,7 +71,7 @@ def transfer(run: Path, giver: str, taker: str, out: Path) -> Table:
         if ledger.last_round() is None:
             raise UserError(f"{run}: nothing is committed yet; wait for the first round")
         model, rows = ledger.steady(
-            lambda: _pair(TrainingRun(config, RunFolder(run), ledger, evaluator).aggregation, sites[giver], sites[taker])
+            lambda: _pair(TrainingRun(config, RunFolder(run), ledger, evaluator).state, sites[giver], sites[taker])
         )
     if has_data(config):
         model = evaluator.settled(model)

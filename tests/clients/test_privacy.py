@@ -79,9 +79,9 @@ def test_what_is_sent_is_noised_and_told(tmp_path: Path, masks: str) -> None:
     told = run(config)
     run(plain)
     with method_of(config) as method, method_of(plain) as without:
-        assert method.aggregation.digest() != without.aggregation.digest()
-        assert all(method.aggregation.checks()[0].values())
-        assert method.aggregation.digest()["sum"] == held(config, others())  # the sum of what was sent
+        assert method.state.digest() != without.state.digest()
+        assert all(method.state.checks()[0].values())
+        assert method.state.digest()["sum"] == held(config, others())  # the sum of what was sent
         assert [record["epsilon"] for record in told.records] == [
             dict.fromkeys(others(), epsilon({1.0: times}, 1e-5)) for times in (1, 2)
         ]
@@ -90,7 +90,7 @@ def test_what_is_sent_is_noised_and_told(tmp_path: Path, masks: str) -> None:
     again = configured(tmp_path, *NOISE, word, name="again")
     run(again)
     with method_of(config) as first, method_of(again) as second:
-        assert first.aggregation.digest() != second.aggregation.digest()  # not drawn from the run's seed
+        assert first.state.digest() != second.state.digest()  # not drawn from the run's seed
 
 
 def test_the_report_tells_what_was_hidden_and_what_it_cost(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_noise_and_clipping_have_the_size_that_is_accounted_for(tmp_path: Path, 
     config = configured(tmp_path, "privacy.clip=0.001", "privacy.noise=50.0", word, "rounds=1")
     run(config)
     with method_of(config) as method:
-        start = method.aggregation.run().initial()
+        start = method.state.run().initial()
         for site in others():
             sent = read_state(max(store_folder(config).glob(f"*/{site}/summed-*.safetensors")))
             moved = torch.cat([(one.double() * 2.0**-32 - start[name].double()).flatten() for name, one in sent.items()])
@@ -140,5 +140,5 @@ def test_plain_runs_are_what_they_were(tmp_path: Path) -> None:
     assert isinstance(run(one), Recorder)
     run(two)
     with method_of(one) as first, method_of(two) as second:
-        assert digest(first.aggregation.aggregate().state) == digest(second.aggregation.aggregate().state)
+        assert digest(first.state.aggregate().state) == digest(second.state.aggregate().state)
         assert not any("epsilon" in (event.body.get("record") or {}) for event in first.ledger.events())

@@ -23,8 +23,9 @@ from fedloom.conf.sites import roster
 from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.rounds.channel import ClientChannel
-from fedloom.server.rounds.loop import RoundLoop, TooFewRepliesError
+from fedloom.server.rounds.loop import RoundLoop
 from fedloom.server.rounds.schedules import Participation
+from fedloom.server.rounds.transport import TooFewRepliesError
 from fedloom.server.run.experiment import run_experiment
 from fedloom.sims.engines import flower
 from fedloom.sims.engines.inline import InlineGrid
@@ -142,11 +143,11 @@ class Liar:
     def told(self, lie: Lie) -> tuple[int, dict[str, str]]:
         """Ask it; how many replies counted, and why others did not. Nothing of it stays."""
         self.lie, site = lie, roster(self.config)[-1]
-        self.loop._dropped = {}
-        run = self.loop.aggregation.run(1, Participation([site], 1), self.loop)
+        self.loop.transport.dropped = {}
+        run = self.loop.state.run(1, Participation([site], 1), self.loop.transport)
         with contextlib.suppress(TooFewRepliesError):
-            self.loop.aggregation.strategy.round(run)
-        return len(run.losses), self.loop._dropped
+            self.loop.state.strategy.round(run)
+        return len(run.losses), self.loop.transport.dropped
 
     def answer(self, home: Path) -> None:
         """What its thread does."""
@@ -185,7 +186,7 @@ def liar(machines: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
 @settings(max_examples=LIES, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 def test_no_lie_ends_a_run_or_enters_the_sum_unseen(liar: Liar, lie: Lie):
     """Each is refused, with its site's name and a reason, or harmless: the sum is that of the contributions."""
-    aggregation = liar.loop.aggregation
+    aggregation = liar.loop.state
     counted, dropped = liar.told(lie)
     if counted:
         assert not dropped and sum_of_contributions(aggregation) == aggregation.digest()["sum"]

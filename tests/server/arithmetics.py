@@ -103,7 +103,7 @@ def resumed(config: Config, client: NotingApp | None = None) -> Done:
 @contextmanager
 def arithmetic_of(config: Config) -> Iterator[ServerState]:
     with method_of(config) as method:
-        yield method.aggregation
+        yield method.state
 
 
 def strategy(aggregate: ServerState) -> ArithmeticStrategy:

@@ -91,7 +91,7 @@ def run(config: Config, client: ClientApp | None = None) -> Recorder:
 def sum_of(config: Config) -> str:
     """The digest of the server's sum."""
     with method_of(config) as method:
-        return method.aggregation.digest()["sum"]
+        return method.state.digest()["sum"]
 
 
 def held(config: Config, sites: Sequence[str], prefix: str = "extractor.") -> str:

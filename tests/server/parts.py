@@ -28,8 +28,9 @@ from fedloom.server.ledger import Ledger
 from fedloom.server.rounds.channel import ClientChannel, RawReply
 from fedloom.server.rounds.loop import RoundLoop
 from fedloom.server.rounds.schedules import Participation
-from fedloom.server.rounds.server_state import ServerState
+from fedloom.server.rounds.server_state import NullTransport, ServerState
 from fedloom.server.rounds.view import Setup
+from fedloom.server.run.training_run import all_rounds
 from fedloom.sims.benchmarks.soak_replies import Fault
 from fedloom.sims.engines.adapter import FIRST_NODE, store_folder
 from fedloom.sims.engines.inline import InlineGrid
@@ -101,10 +102,10 @@ class WatchedApp(ClientApp):
 class LastFirstGrid(InlineGrid):
     """The inline engine, but the message that was pushed last is carried out first."""
 
-    def collect(self, wanted: set[str]) -> list[Message]:
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         self._queue.reverse()
         try:
-            return super().collect(wanted)
+            return super().pull_messages(message_ids)
         finally:
             self._queue.reverse()
 
@@ -142,7 +143,7 @@ class Run:
 
     def all_rounds(self) -> "Run":
         """Run all rounds."""
-        list(self.loop.rounds())
+        list(all_rounds(self.loop))
         return self
 
 
@@ -174,8 +175,8 @@ def started(config: Config, only: Iterable[str] | None = None, at: Path | None =
 
 
 @dataclass
-class Given:
-    """An exchange whose sites have answered already: these replies arrive, in this order, at the first question of a round.
+class Given(NullTransport):
+    """A transport whose sites have answered already: these replies arrive, in this order, at the first question of a round.
 
     `dropped`: why replies did not count, by site.
     """
@@ -183,17 +184,13 @@ class Given:
     replies: list[RawReply]
     limits: Bounds = FREE
     run: str = "run"
-    last: int = 99
     length: int = 99
     dropped: dict[str, str] = field(default_factory=dict)
     sent: dict[str, State] = field(default_factory=dict)
 
-    def ask(self, kind: str, run: Any, sites: Any, content: Any, expected: Any) -> Iterator[RawReply]:
+    def ask(self, kind: str, context: Any, sites: Any, content: Any, expected: Any) -> Iterator[RawReply]:
         self.sent = self.sent or dict(content)
         yield from self.replies
-
-    def images(self, site: Site) -> int:
-        return 0
 
     def class_names(self, sites: Any) -> dict[str, tuple[str, ...]]:
         return {site.name: class_things(site.spec) for site in sites}
@@ -201,13 +198,9 @@ class Given:
     def bounds(self, site: Site) -> Bounds:
         return self.limits
 
-    def message(self, text: str) -> None: ...
-
     def replied(self, site: Site, reason: str) -> None:
         if reason:
             self.dropped[site.name] = reason
-
-    def enough(self, kind: str, run: Any, replies: int) -> None: ...
 
 
 def given(site: Site, records: Mapping[str, State], samples: int = 10, loss: float = 1.0) -> RawReply:

@@ -135,7 +135,7 @@ def accuracy_of(done: Done, place: int, shared: State, round: int = 2) -> float:
 def left(config: Config) -> dict[str, Any]:
     """All that a run leaves, but for times: what sites gave, what all share, metrics, what the summary says of layers."""
     with method_of(config) as method:
-        view = method.aggregation.view()
+        view = method.state.view()
         gave = {site: method.ledger.history(site) for site in method.ledger.sites()}
         kept = {name: digest(exact(state, view.bits)) for name, state in view.slots.keeps().items()}
     summary = json.loads((folder(config) / "summary.json").read_text())

@@ -66,7 +66,7 @@ def forget(config: Config, sites: list[str], id: str = "r1", **options: Any) -> 
     with method_of(config) as method:
         unlearning = method.unlearning()
         done = fulfil(unlearning, receive(method.ledger, id, sites, "", options))
-        left = method.aggregation.aggregate().state
+        left = method.state.aggregate().state
     assert check(folder(config)) == []
     return done, left
 
@@ -119,9 +119,9 @@ def test_a_rollback_and_its_rounds_again_are_those_of_a_run_that_never_had_the_s
         method.unlearning().apply(receive(method.ledger, "r1", ["two"], "", {"rollback": True}))
         last = method.ledger.last_round()
         assert last is not None and last.round == 0
-        assert same(method.aggregation.aggregate().state, theta(config))
+        assert same(method.state.aggregate().state, theta(config))
         client = train(method)
-        left = method.aggregation.aggregate().state
+        left = method.state.aggregate().state
     done = read(folder(config) / CERTIFICATES / "r1.json")
     assert [(order.round, order.site) for order in client.orders] == [(1, 0), (1, 2), (2, 0), (2, 2)]
     assert same(left, never(tmp_path, ["one", "three"], "rounds=2"))
@@ -146,7 +146,7 @@ def test_a_readmitted_site_adds_nothing_until_it_has_trained_and_is_asked_again(
     config = copied(finished.config, tmp_path)
     _, left = forget(config, ["two"])
     with method_of(config) as method:
-        aggregate = method.aggregation
+        aggregate = method.state
         aggregate.readmit(["two"])
         assert [site.name for site in aggregate.members()] == list(SITES)
         back = aggregate.aggregate().state
@@ -181,10 +181,10 @@ def test_coefficients_are_searched_anew_for_other_sites_even_if_the_sum_is_the_s
         site.name for place, site in enumerate(roster(config)) if place not in {order.site for order in done.client.orders}
     ]
     with method_of(config) as method:
-        before = method.aggregation.digest()
+        before = method.state.digest()
         fulfil(method.unlearning(), receive(method.ledger, "r1", idle[:1], "", {}))
-        assert method.aggregation.digest() == before
-        assert set(alphas_of(method.aggregation)) == set(SITES) - {idle[0]}
-        method.aggregation.readmit(idle[:1])
-        assert set(alphas_of(method.aggregation)) == set(SITES)
+        assert method.state.digest() == before
+        assert set(alphas_of(method.state)) == set(SITES) - {idle[0]}
+        method.state.readmit(idle[:1])
+        assert set(alphas_of(method.state)) == set(SITES)
     assert verdicts(config) == {"match", "mismatch"}  # it takes part again

@@ -271,7 +271,7 @@ def test_after_further_rounds_the_sum_then_is_not_checkable(certified: tuple[Con
 def test_a_site_that_was_readmitted_is_a_mismatch(certified: tuple[Config, dict[str, Any]]):
     config, _ = certified
     with method_of(config) as method:
-        method.aggregation.readmit([ONE])
+        method.state.readmit([ONE])
     wrong = {finding.what: finding.told for finding in findings(config) if finding.verdict == "mismatch"}
     assert {f"{ONE} takes no part", f"nothing is kept of {ONE} here"} <= wrong.keys()
     assert wrong[f"{ONE} takes no part"] == "it was readmitted since, as the ledger says"
@@ -282,7 +282,7 @@ def test_certifying_does_not_erase_a_site_that_was_readmitted_meanwhile(finished
     with method_of(config) as method:
         unlearning = method.unlearning()
         request = unlearning.apply(asked(unlearning, "r1", [ONE]))
-        method.aggregation.readmit([ONE])
+        method.state.readmit([ONE])
         store = folder(config) / "sites" / "run" / ONE
         store.mkdir(parents=True, exist_ok=True)
         unlearning.certify(request)

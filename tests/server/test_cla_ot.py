@@ -90,24 +90,24 @@ def test_all_architectures_start_as_one_function(tmp_path):
     with method_of(configured(tmp_path)) as method:
         evaluator, answers = Evaluator(method.config), []
         for group in groups_of(method.config):
-            network = evaluator.loaded(method.aggregation.models()[group.name])
+            network = evaluator.loaded(method.state.models()[group.name])
             answers.append(network(torch.rand(9, 1, 8, 8, generator=torch.Generator().manual_seed(0))))
     assert all(torch.allclose(one, answers[0], atol=1e-6) for one in answers)
 
 
 def test_forgetting_leaves_the_sum_that_never_held_the_site(done, tmp_path):
     with method_of(copied(done.config, tmp_path)) as method:
-        slots, other = method.aggregation.slots, method.aggregation.slots.total(DEEP).copy()
-        before = method.aggregation.models()[SHALLOW].state
-        method.aggregation.forget(["site-0000"], {}, None)
+        slots, other = method.state.slots, method.state.slots.total(DEEP).copy()
+        before = method.state.models()[SHALLOW].state
+        method.state.forget(["site-0000"], {}, None)
         left, never = slots.total(SHALLOW), ExactSum(slots.bits)
         never.add(quantise(slots.contributions.floats("site-0003", SHALLOW), slots.bits), times=90)
         assert same(left.totals, never.totals) and left.addends == 90
         assert same(slots.total(DEEP).totals, other.totals)
-        after = method.aggregation.models()
+        after = method.state.models()
         assert "site-0000" not in after and not same(after[SHALLOW].state, before)
         with pytest.raises(UserError, match="unknown site 'site-0000'"):
-            method.aggregation.view().without(["site-0000"])
+            method.state.view().without(["site-0000"])
 
 
 def test_an_architecture_whose_sites_are_all_forgotten_leaves_an_empty_sum_and_comes_back(done, tmp_path):
@@ -117,11 +117,11 @@ def test_an_architecture_whose_sites_are_all_forgotten_leaves_an_empty_sum_and_c
             unlearning = method.unlearning()
             request = unlearning.apply(receive(method.ledger, f"r{place}", names, "", {}))
             assert unlearning.certify(request)["request"] == f"r{place}"
-        slots = method.aggregation.slots
+        slots = method.state.slots
         assert not slots.total(SHALLOW).totals and not slots.total(DEEP).totals
         assert audit(folder(config)) == []
-        assert {"site-0001", SHALLOW, DEEP, MIDDLE} == set(method.aggregation.models())
-        method.aggregation.readmit(["site-0000"])
+        assert {"site-0001", SHALLOW, DEEP, MIDDLE} == set(method.state.models())
+        method.state.readmit(["site-0000"])
         federation = ClientChannel(InlineGrid(5, store_folder(config), app), roster(config), 0)
         federation.join(5.0)
         method.train(federation, Recorder(), rounds=4)
@@ -130,10 +130,10 @@ def test_an_architecture_whose_sites_are_all_forgotten_leaves_an_empty_sum_and_c
 
 def test_the_networks_without_a_site_are_those_after_it_is_forgotten(done, tmp_path):
     with method_of(copied(done.config, tmp_path)) as method:
-        view = method.aggregation.view().without(["site-0002", "site-0004"])
-        asked = {name: model.state for name, model in method.aggregation.models(view).items() if name in (SHALLOW, DEEP)}
-        method.aggregation.forget(["site-0002", "site-0004"], {}, None)
-        found = method.aggregation.models()
+        view = method.state.view().without(["site-0002", "site-0004"])
+        asked = {name: model.state for name, model in method.state.models(view).items() if name in (SHALLOW, DEEP)}
+        method.state.forget(["site-0002", "site-0004"], {}, None)
+        found = method.state.models()
         assert all(same(found[name].state, state) for name, state in asked.items())
 
 
@@ -148,7 +148,7 @@ def test_with_one_architecture_it_is_fedavg_bit_for_bit(tmp_path, strategy):
 
 def test_a_share_of_the_sites_counts_when_it_is_asked(tmp_path):
     with method_of(run(configured(tmp_path, "federation.fraction=0.4", "rounds=4")).config) as method:
-        view = method.aggregation.view()
+        view = method.state.view()
         rounds = {site.name: view.last_put(site.name) for site in view.sites}
         last = [name for name, number in rounds.items() if number == max(rounds.values())]
         assert 0 < len(last) < 5
@@ -160,7 +160,7 @@ def test_a_share_of_the_sites_counts_when_it_is_asked(tmp_path):
 
 def test_mixing_with_its_own_mean(done, tmp_path):
     with method_of(copied(done.config, tmp_path)) as method:
-        view, own = method.aggregation.view(), {one.group.name: one.state for one in averaged(method.aggregation.view())}
+        view, own = method.state.view(), {one.group.name: one.state for one in averaged(method.state.view())}
         whole, half, none = (ClaOt(server_mix=share).combined(view) for share in (1.0, 0.5, 0.0))
     name = "extractor.1.weight"
     assert torch.equal(none[SHALLOW][name], own[SHALLOW][name])
@@ -170,8 +170,8 @@ def test_mixing_with_its_own_mean(done, tmp_path):
 def test_a_map_says_which_layers_correspond(tmp_path):
     config = configured(tmp_path, f"strategy.maps={{{MIDDLE}: [0, 2, 3]}}")
     with method_of(config) as method:
-        assert isinstance(method.aggregation.strategy, ClaOt)
-        part = method.aggregation.strategy.parts(config)[MIDDLE]
+        assert isinstance(method.state.strategy, ClaOt)
+        part = method.state.strategy.parts(config)[MIDDLE]
     assert part.places["extractor.3.weight"][0] == "extractor.5.weight" and "extractor.3.weight" in part.neutral
 
 
@@ -215,7 +215,7 @@ def test_between_fusions_every_architecture_goes_on_from_its_own_mean(tmp_path):
         federation.join(5.0)
         for number in (1, 2, 3):
             method.train(federation, Recorder(), rounds=number)
-            view, found = method.aggregation.view(), method.aggregation.models()
+            view, found = method.state.view(), method.state.models()
             own = exclusive.combined(view)
             assert isinstance(strategy, ClaOt)
             part = strategy.parts(rare)[SHALLOW].taken(found[DEEP].state)
@@ -229,8 +229,8 @@ def test_recalibration_asks_every_architecture_of_its_sites_and_the_sums_stay(do
     given = done.config if shared else run(configured(tmp_path / "run", "strategy.name=exclusive")).config
     config, gone = copied(given, tmp_path / "a"), ["site-0000", "site-0001"]
     with method_of(copied(given, tmp_path / "b")) as plain:
-        plain.aggregation.forget(gone, {})
-        digest, before, members = plain.aggregation.digest(), plain.aggregation.models(), plain.aggregation.members()
+        plain.state.forget(gone, {})
+        digest, before, members = plain.state.digest(), plain.state.models(), plain.state.members()
         told, states = {}, {name: before[name].state for name in (SHALLOW, MIDDLE, DEEP)}
         for name in (SHALLOW, DEEP):
             images = [site_images(config, site) for site in members if group_by_site(config)[site.name].name == name]
@@ -243,10 +243,10 @@ def test_recalibration_asks_every_architecture_of_its_sites_and_the_sums_stay(do
         federation = ClientChannel(InlineGrid(5, store_folder(config), app), roster(config), 0)
         federation.join(5.0)
         method.train(federation, listener, rounds=0)
-        assert method.aggregation.digest() == digest and audit(folder(config)) == []
-        models = method.aggregation.models()
+        assert method.state.digest() == digest and audit(folder(config)) == []
+        models = method.state.models()
         assert same(models[MIDDLE].state, states[MIDDLE])  # its only site is forgotten
-        first = method.aggregation.view().initial(site=roster(config)[1])
+        first = method.state.view().initial(site=roster(config)[1])
         assert same(states[MIDDLE], dequantise(quantise(first, 32), 32)) == (not shared)  # nothing of it is left
         for name in told:
             sums = [told[SHALLOW], told[DEEP]] if shared else [told[name]]
@@ -268,9 +268,9 @@ def test_training_at_the_server_changes_what_all_go_on_from(done, tmp_path, weig
     accuracy = [one.summary["accuracy"][DEEP]["union"] for one in (trained, plain)]
     assert accuracy[0] > accuracy[1]
     with method_of(copied(trained.config, tmp_path / "copy")) as method:
-        asked = method.aggregation.models(method.aggregation.view().without(["site-0002"]))[DEEP].state
-        method.aggregation.forget(["site-0002"], {}, None)
-        assert same(method.aggregation.models()[DEEP].state, asked)
+        asked = method.state.models(method.state.view().without(["site-0002"]))[DEEP].state
+        method.state.forget(["site-0002"], {}, None)
+        assert same(method.state.models()[DEEP].state, asked)
 
 
 def test_every_round_tells_the_accuracy_of_all_architectures(done):
@@ -284,13 +284,13 @@ def test_layers_that_forgotten_sites_alone_had_are_as_at_the_start(tmp_path):
     with method_of(config) as method:
         strategy = strategy_of(config)
         assert isinstance(strategy, ClaOt)
-        parts, view = strategy.parts(config), method.aggregation.view()
+        parts, view = strategy.parts(config), method.state.view()
         held = {name for group in (SHALLOW, MIDDLE) for name, _ in parts[group].places.values()}
-        first, before = strategy.first_reference(view), method.aggregation.models()[DEEP].state
+        first, before = strategy.first_reference(view), method.state.models()[DEEP].state
         alone = {name for name in first if name not in held}
         assert alone and not any(torch.equal(before[name], first[name]) for name in alone if "weight" in name)
-        method.aggregation.forget(["site-0002", "site-0004"], {})
-        after = method.aggregation.models()[DEEP].state
+        method.state.forget(["site-0002", "site-0004"], {})
+        after = method.state.models()[DEEP].state
         assert all(torch.equal(after[name], first[name]) for name in alone)
         assert not any(torch.equal(after[name], first[name]) for name in held if "weight" in name)
 
@@ -300,7 +300,7 @@ def test_when_all_that_trained_are_forgotten_networks_are_as_at_the_start(tmp_pa
     config = configured(tmp_path, f"strategy.fusion={fusion}", "strategy.probe.samples=20", "rounds=1")
     run(config)
     with method_of(config) as method:
-        aggregation, strategy = method.aggregation, ClaOt()
+        aggregation, strategy = method.state, ClaOt()
         first = strategy.first_reference(aggregation.view())
         aggregation.forget([f"site-000{place}" for place in (0, 1, 2, 3)], {})
         aggregation.readmit(["site-0000"])

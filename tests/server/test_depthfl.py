@@ -50,8 +50,8 @@ def test_every_depth_is_shown_the_deepest_first_and_all_sums_hold(done):
 
 def test_a_parameter_is_the_mean_over_the_sites_that_hold_it(done):
     with method_of(done.config) as method:
-        view = method.aggregation.view()
-        whole, models = view.server_state(REFERENCE), method.aggregation.models()
+        view = method.state.view()
+        whole, models = view.server_state(REFERENCE), method.state.models()
         names = {"site-0000": "exits-1", "site-0001": "exits-2", "site-0002": "exits-3", "site-0003": "exits-3"}
         put = {site: view.contribution(name, site) for site, name in names.items()}
     for name, tensor in whole.items():
@@ -73,12 +73,12 @@ def test_with_one_depth_and_one_classifier_it_is_fedavg_bit_for_bit(tmp_path):
 
 def test_forgetting_leaves_the_sum_that_never_held_the_site(done, tmp_path):
     with method_of(copied(done.config, tmp_path)) as method:
-        slots = method.aggregation.slots
-        method.aggregation.forget(["site-0002"], {}, None)
+        slots = method.state.slots
+        method.state.forget(["site-0002"], {}, None)
         never = ExactSum(slots.bits)
         never.add(quantise(slots.contributions.floats("site-0003", "exits-3"), slots.bits), times=90)
         assert same(slots.total("exits-3").totals, never.totals) and slots.total("exits-3").addends == 90
-        left = method.aggregation.view().server_state(REFERENCE)
+        left = method.state.view().server_state(REFERENCE)
         assert torch.equal(left["head.2.weight"], slots.contributions.floats("site-0003", "exits-3")["head.2.weight"])
 
 
@@ -116,6 +116,6 @@ def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, words, tol
 
 def test_recalibration_is_refused_with_the_network_s_name(done):
     with method_of(done.config) as method, pytest.raises(UserError) as refused:
-        method.aggregation.check_recalibration(["site-0001"])
+        method.state.check_recalibration(["site-0001"])
     told = "recalibration: the head of 'exits-3' is not one linear layer with a bias; ask without --recalibrate"
     assert str(refused.value) == told

@@ -14,6 +14,7 @@ from fedloom.conf.sites import roster
 from fedloom.server.ledger import Ledger
 from fedloom.server.rounds.channel import ClientChannel
 from fedloom.server.rounds.nodes import InMemoryBindings
+from fedloom.server.run.training_run import one_round
 from fedloom.sims.engines.adapter import FIRST_NODE, store_folder
 from fedloom.sims.engines.inline import InlineGrid
 from fedloom.sims.federation.plan import Plan, write_plan
@@ -92,7 +93,7 @@ def test_a_name_whose_holder_is_gone_is_taken_but_what_the_site_gave_is_not(tmp_
 def test_who_came_first_is_kept_by_the_ledger_and_counts_after_a_restart(tmp_path: Path):
     config = small(tmp_path, NAMES, "rounds=2")
     run = set_up(config)
-    run.loop.one(1)
+    one_round(run.loop, 1)
     ledger = run.aggregate.ledger
     first = ClientChannel(Nodes(config, {A: "north", B: "south"}), roster(config), 32, ledger)
     first.join(0.0)

@@ -72,7 +72,7 @@ def test_a_prototype_is_the_mean_feature_over_all_sites_images_of_the_class(done
         labels.append(images.y)
     seen, y = torch.cat(features), torch.cat(labels)
     with method_of(done.config) as method:
-        found = FedProto().prototypes(method.aggregation.view())[PROTOTYPES]
+        found = FedProto().prototypes(method.state.view())[PROTOTYPES]
     for label in range(10):
         mine = seen[y == label]
         assert bool(found[KNOWN][label]) == bool(len(mine))
@@ -126,8 +126,8 @@ def test_before_there_are_prototypes_and_without_weight_it_is_training_alone(don
 
 def test_forgetting_leaves_the_sums_that_never_held_the_site(done, tmp_path):
     with method_of(copied(done.config, tmp_path)) as method:
-        slots = method.aggregation.slots
-        method.aggregation.forget(["site-0000"], {}, None)
+        slots = method.state.slots
+        method.state.forget(["site-0000"], {}, None)
         never = ExactSum(slots.bits)
         never.add(quantise(slots.contributions.floats("site-0001", PROTOTYPES), slots.bits), times=90)
         assert same(slots.total(PROTOTYPES).totals, never.totals) and slots.total(PROTOTYPES).addends == 90

@@ -23,6 +23,7 @@ from fedloom.fusion.state import State, digest
 from fedloom.server.ledger import Ledger
 from fedloom.server.rounds.schedules import Sampling
 from fedloom.server.run.experiment import check, run_experiment
+from fedloom.server.run.training_run import one_round
 from fedloom.server.strategies.averaging import NETWORKS
 from fedloom.server.strategies.defaults import with_default_objective
 from fedloom.server.strategies.flower.memory import arrays_of, put_back, remembered
@@ -80,7 +81,7 @@ def test_the_network_is_what_flowers_own_loop_makes_of_the_same_replies(tmp_path
     inner = run.aggregate.strategy.fresh()  # type: ignore[attr-defined]
     arrays = arrays_of(run.aggregate.view().initial())
     for number in (1, 2):
-        run.loop.one(number)
+        one_round(run.loop, number)
         with quiet():
             inner.configure_train(number, arrays, ConfigRecord(), Nodes(run.aggregate.members()))
             made, _ = inner.aggregate_train(number, replies_of(run))
@@ -92,9 +93,9 @@ def test_the_network_is_what_flowers_own_loop_makes_of_the_same_replies(tmp_path
 @pytest.mark.parametrize("name", REMEMBERING)
 def test_what_a_strategy_remembers_survives_a_resumption_with_the_same_bits(tmp_path: Path, name: str):
     whole, cut = begun(tmp_path / "whole", name).all_rounds(), begun(tmp_path / "cut", name)
-    cut.loop.one(1)
+    one_round(cut.loop, 1)
     cut.aggregate.slots.reload()
-    cut.loop.one(2)
+    one_round(cut.loop, 2)
     assert digest(network_of(cut)) == digest(network_of(whole))
     kept = cut.aggregate.view().server_state("memory")
     assert any(path.split("/")[0] in ("m_t", "momentum_vector", "v_t") for path in kept)
@@ -103,7 +104,7 @@ def test_what_a_strategy_remembers_survives_a_resumption_with_the_same_bits(tmp_
 @pytest.mark.parametrize("name", ["FedAvg", "FedMedian", "FedAdam"])
 def test_a_forgotten_sites_last_round_is_aggregated_again_without_it(tmp_path: Path, name: str):
     run = begun(tmp_path, name)
-    run.loop.one(1)
+    one_round(run.loop, 1)
     run.aggregate.forget(["site-0003"], {})
     inner = run.aggregate.strategy.fresh()  # type: ignore[attr-defined]
     start = arrays_of(run.aggregate.view().initial())
@@ -112,7 +113,7 @@ def test_a_forgotten_sites_last_round_is_aggregated_again_without_it(tmp_path: P
     assert len(run.aggregate.members()) == 3
     assert all(torch.equal(one, torch.from_numpy(made[key].numpy()).float()) for key, one in network_of(run).items())
     assert not run.aggregate.residue(["site-0003"])
-    run.loop.one(2)
+    one_round(run.loop, 2)
     assert "earlier" in run.aggregate.strategy.warnings(run.config)[0] and run.aggregate.residue()
 
 
@@ -120,12 +121,12 @@ def test_a_request_is_fulfilled_in_a_process_that_has_sent_no_messages(tmp_path:
     config = configured(tmp_path, "FedAdam")
     run_experiment(InlineGrid(4, store_folder(config)), config, Recorder())
     with method_of(config) as method:
-        before = digest(method.aggregation.aggregate().state)
+        before = digest(method.state.aggregate().state)
     words = ["unlearn", str(folder(config)), "site-0000", "--request-id", "r", "--quiet"]
     done = subprocess.run([sys.executable, "-m", "fedloom.sims.cli", *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "request 'r' verified" in done.stdout, done.stderr
     with method_of(config) as method:
-        assert digest(method.aggregation.aggregate().state) != before
+        assert digest(method.state.aggregate().state) != before
     written = read(file := folder(config) / CERTIFICATES / "r.json")
     assert written["exact"]["statement"] == KEPT and not written["exact"]["tensors"]
     with Ledger.open(folder(config), server=False) as ledger:

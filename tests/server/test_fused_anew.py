@@ -14,6 +14,7 @@ from fedloom.conf.sites import roster
 from fedloom.fusion import pipeline as fusing
 from fedloom.fusion.pipeline import fuse
 from fedloom.server.run.experiment import check, run_experiment
+from fedloom.server.run.training_run import one_round
 from fedloom.server.strategies.architectures import groups_of
 from fedloom.server.strategies.base import strategy_of
 from fedloom.server.strategies.by_architecture import averaged, kept
@@ -88,9 +89,9 @@ def test_layers_are_compared_and_channels_transported_by_the_papers_method_alone
     """In the second round, when every site goes on from a fused network."""
     config = configured(tmp_path, "rounds=1", "training.epochs=1", "strategy.probe.samples=20", *overrides)
     played = set_up(config, WatchedApp(RAISES, place=0, rounds=[]))
-    played.loop.one(1)
+    one_round(played.loop, 1)
     counted = Counted(monkeypatch)
-    played.loop.one(2)
+    one_round(played.loop, 2)
     assert (counted.plans > 0) == transported
     assert (counted.comparisons > 0) == ("strategy.fusion=parts" not in overrides)
 
@@ -99,7 +100,7 @@ def test_the_first_round_is_one_fusion_of_the_sites_own_networks_by_algorithm_2(
     config = configured(tmp_path, "rounds=1")
     run(config)
     with method_of(config) as method:
-        models, probe = method.aggregation.models(), anew(config).options.probe.read(method.aggregation.view(), "probe")
+        models, probe = method.state.models(), anew(config).options.probe.read(method.state.view(), "probe")
         own = [models[site.name] for site in roster(config)]
         networks = [network_of(model.architecture, model.state) for model in own]
         settings = SETTINGS[CLA_OT]
@@ -115,7 +116,7 @@ def test_the_first_round_is_one_fusion_of_the_sites_own_networks_by_algorithm_2(
 def test_forgetting_in_a_fusing_round_is_the_fusion_of_what_is_left(done, tmp_path):
     config = copied(done[0], tmp_path)
     with method_of(config) as method:
-        aggregation = method.aggregation
+        aggregation = method.state
         without, probe = (
             aggregation.view().without(["site-0001"]),
             anew(config).options.probe.read(aggregation.view(), "probe"),
@@ -135,7 +136,7 @@ def test_a_round_that_does_not_fuse_leaves_each_architecture_its_own_mean(tmp_pa
     config = configured(tmp_path, "rounds=4", "training.epochs=1", "strategy.every=4")
     played = set_up(config, WatchedApp(RAISES, place=0, rounds=[]))
     for number in (1, 2):
-        played.loop.one(number)
+        one_round(played.loop, number)
     view = played.aggregate.view()
     assert all(same(view.server_state(kept(one.group.name)), one.state) for one in averaged(view))
 
@@ -146,7 +147,7 @@ def test_half_of_the_mix_is_the_mean_of_the_fused_network_and_the_architectures_
         config = configured(tmp_path / str(share), "training.epochs=1", f"strategy.server_mix={share}")
         played = set_up(config, WatchedApp(RAISES, place=0, rounds=[]))
         for number in (1, 2):
-            played.loop.one(number)
+            one_round(played.loop, number)
         states[share] = played.aggregate.view().server_state(kept(DEEP))
     for name, tensor in states[0.5].items():
         assert torch.allclose(tensor, (states[0.0][name] + states[1.0][name]) / 2, atol=1e-6)
@@ -157,8 +158,8 @@ def test_a_site_that_is_missing_in_the_first_round_joins_with_the_fused_network(
     config = configured(tmp_path, "training.epochs=1")
     played = set_up(config, WatchedApp(RAISES, place=place, rounds=[1]))
     name = f"site-000{place}"
-    assert list(played.loop.one(1)["dropped"]) == [name]
-    assert played.loop.one(2)["dropped"] == {}
+    assert list(one_round(played.loop, 1)["dropped"]) == [name]
+    assert one_round(played.loop, 2)["dropped"] == {}
     view = played.aggregate.view()
     assert {view.last_put(site.name) for site in view.sites} == {2} and all(played.aggregate.checks()[0].values())
 
@@ -167,8 +168,8 @@ def test_a_network_that_was_trained_apart_and_not_heard_of_since_is_fused_as_its
     """The site is missing in the second round: its network has no channel in common with its architecture's."""
     config = configured(tmp_path, "training.epochs=1")
     played = set_up(config, WatchedApp(RAISES, place=0, rounds=[2]))
-    played.loop.one(1)
-    played.loop.one(2)
+    one_round(played.loop, 1)
+    one_round(played.loop, 2)
     view, strategy = played.aggregate.view(), anew(config)
     probe = strategy.options.probe.read(view, "probe")
     rest = view.subset(["site-0001", "site-0002", "site-0003"])

@@ -77,8 +77,8 @@ def test_the_summary_tells_every_pair_and_what_travels(done):
 
 def test_what_is_published_is_the_sites_network_and_its_own_pair_is_its_accuracy(done):
     with method_of(done.config) as method:
-        models = method.aggregation.models()
-        assert list(models) == ["site-0000", "site-0001"] and method.aggregation.display_name == ""
+        models = method.state.models()
+        assert list(models) == ["site-0000", "site-0001"] and method.state.display_name == ""
         for place, name in enumerate(models):
             assert same(models[name].state, own_state(done.config, place))
             own = done.summary["recombination"]["compatible"]["accuracy"][place][place]
@@ -88,7 +88,7 @@ def test_what_is_published_is_the_sites_network_and_its_own_pair_is_its_accuracy
 
 def test_auxiliary_heads_are_the_mean_over_sites(done):
     with method_of(done.config) as method:
-        view = method.aggregation.view()
+        view = method.state.view()
         states = [view.contribution("auxiliary", site.name) for site in view.sites]
         for name, tensor in view.server_state("heads").items():
             torch.testing.assert_close(tensor.double(), (states[0][name].double() + states[1][name].double()) / 2, atol=0.51
@@ -99,12 +99,12 @@ def test_forgetting_leaves_the_sum_that_never_held_the_site_and_no_component_of_
     config = copied(done.config, tmp_path)
     unlearn(folder(config), UnlearningRequest(["site-0000"], id="r1"), quiet=True)
     with method_of(config) as method:
-        slots, view = method.aggregation.slots, method.aggregation.view()
+        slots, view = method.state.slots, method.state.view()
         never = ExactSum(slots.bits)
         never.add(quantise(slots.contributions.floats("site-0001", "auxiliary"), slots.bits))
         assert same(slots.total("auxiliary").totals, never.totals)
-        assert list(method.aggregation.models()) == ["site-0001"]
-        strategy = method.aggregation.strategy
+        assert list(method.state.models()) == ["site-0001"]
+        strategy = method.state.strategy
         assert isinstance(strategy, HeadTransfer)
         with pytest.raises(UserError, match="site 'site-0000' has no components in the catalogue: it was forgotten"):
             strategy.component(view, "site-0000", "head.")
@@ -134,7 +134,7 @@ def test_private_sites_and_single_parts_stay_out_of_the_catalogue(tmp_path):
 def test_incremental_sites_leave_frozen_heads_and_earlier_sites_as_they_were(tmp_path):
     done = run(configured(tmp_path, "strategy.scheme=incremental", "rounds=1"))
     with method_of(done.config) as method:
-        view = method.aggregation.view()
+        view = method.state.view()
         assert view.round == 2 and view.last_put("site-0000") == 2  # it published after the last round
         assert view.has("auxiliary", "site-0000") and not view.has("auxiliary", "site-0001")
         assert same(quantise(view.server_state("heads"), view.bits), view.integers("auxiliary", "site-0000"))
@@ -145,8 +145,8 @@ def test_heads_begin_again_when_those_that_trained_them_are_forgotten(tmp_path):
     done = run(configured(tmp_path, "strategy.scheme=incremental", "rounds=1"))
     fresh = run(configured(tmp_path / "fresh", "training.rate=0", "rounds=1"))
     with method_of(done.config) as method, method_of(fresh.config) as other:
-        method.aggregation.forget(["site-0000"], {}, None)
-        found, start = method.aggregation.view().server_state("heads"), other.aggregation.view().server_state("heads")
+        method.state.forget(["site-0000"], {}, None)
+        found, start = method.state.view().server_state("heads"), other.state.view().server_state("heads")
         assert all(torch.equal(found[name], start[name]) for name in found if name.endswith((".weight", ".bias")))
 
 
@@ -164,7 +164,7 @@ def test_sites_that_were_not_asked_in_the_last_round_publish_and_go_on_from_wher
     [found] = done.summary["recombination"].values()
     assert len(found["sites"]) >= 3 and all(done.summary["accuracy"].values())
     with method_of(done.config) as method:
-        view = method.aggregation.view()
+        view = method.state.view()
         early = [site for site in view.sites if view.has("trained", site.name)
                  and float(view.contribution("trained", site.name)["round"]) < 3]  # fmt: skip
         assert early and all(view.last_put(site.name) == 3 for site in early)
@@ -245,7 +245,7 @@ def test_frozen_heads_are_not_trained_and_not_sent(tmp_path):
 def test_rivals_average_their_part_alone_and_all_pairs_are_measured(tmp_path, mode, travels):
     done = run(configured(tmp_path, f"objective.mode={mode}"))
     with method_of(done.config) as method:
-        view = method.aggregation.view()
+        view = method.state.view()
         mean = view.mean("parts")
         assert mean and all(name.startswith(travels) for name in mean)
         assert all(done.summary["checks"].values())
@@ -267,13 +267,13 @@ def test_fedrep_trains_the_head_first_and_then_the_extractor(tmp_path):
 def test_fedgh_trains_the_servers_head_on_the_mean_features_of_the_sites(tmp_path):
     done = run(configured(tmp_path, "objective.mode=fedgh"))
     with method_of(done.config) as method:
-        view = method.aggregation.view()
+        view = method.state.view()
         given, images = view.contribution("prototypes", "site-0000"), site_images(done.config, roster(done.config)[0])
         counts = torch.bincount(images.y, minlength=10) / len(images)
         torch.testing.assert_close(given["counts"], counts.float())
         before = view.server_state("head")
-        method.aggregation.forget(["site-0001"], {}, None)
-        after = method.aggregation.view().server_state("head")
+        method.state.forget(["site-0001"], {}, None)
+        after = method.state.view().server_state("head")
         assert before.keys() == after.keys() and not same(before, after)
 
 
@@ -299,7 +299,7 @@ def test_tasks_of_other_classes_learn_and_are_read_on_those_in_common(tmp_path):
     )
     done = run(configured(tmp_path, "data.heads=own", sites=sites))
     with method_of(done.config) as method:
-        view = method.aggregation.view()
+        view = method.state.view()
         assert decoded(view.server_state("classes")) == ["2", "3", "4"]
         images = view.server_state(MATRIX)["images"]
         assert int(images[0, 0]) > int(images[0, 1]) > 0

@@ -69,7 +69,7 @@ def test_with_one_architecture_and_all_labels_it_is_fedavg_bit_for_bit(tmp_path)
 
 def test_every_coordinate_is_the_mean_over_the_sites_that_hold_it(done):
     with method_of(done.config) as method:
-        view = method.aggregation.view()
+        view = method.state.view()
         whole = view.server_state(REFERENCE)["extractor.3.weight"].double()
         parts = {site: state["extractor.3.weight"] for site, state in networks(view).items()}
     inside = {site: tensor[:2, :3] for site, tensor in parts.items()}
@@ -82,7 +82,7 @@ def test_every_coordinate_is_the_mean_over_the_sites_that_hold_it(done):
 def test_of_the_last_layer_a_row_is_the_mean_over_the_sites_with_its_label(done):
     low, high, both = ("site-0000", "site-0001"), ("site-0002", "site-0003"), tuple(WEIGHTS)
     with method_of(done.config) as method:
-        view = method.aggregation.view()
+        view = method.state.view()
         bias = {site: state["head.bias"] for site, state in networks(view).items()}
         whole, start = view.server_state(REFERENCE)["head.bias"].double(), view.initial()["head.bias"].double()
         weight = {site: state["head.weight"] for site, state in networks(view).items()}
@@ -95,13 +95,13 @@ def test_of_the_last_layer_a_row_is_the_mean_over_the_sites_with_its_label(done)
 
 def test_forgetting_leaves_the_sums_that_never_held_the_site(done, tmp_path):
     with method_of(copied(done.config, tmp_path)) as method:
-        slots = method.aggregation.slots
-        method.aggregation.forget(["site-0000"], {}, None)
+        slots = method.state.slots
+        method.state.forget(["site-0000"], {}, None)
         for slot in (WIDE, rows_of(WIDE)):
             never = ExactSum(slots.bits)
             never.add(quantise(slots.contributions.floats("site-0002", slot), slots.bits), times=40)
             assert same(slots.total(slot).totals, never.totals) and slots.total(slot).addends == 40
-        left = method.aggregation.view().server_state(REFERENCE)["head.bias"]
+        left = method.state.view().server_state(REFERENCE)["head.bias"]
         only = slots.contributions.floats("site-0001", NARROW)["head.bias"]
         torch.testing.assert_close(left[:3], only[:3], atol=1e-6, rtol=1e-5)
 

@@ -16,6 +16,7 @@ from fedloom.clients.protocol.reply_checks import ReplyError, check_score
 from fedloom.clients.work import train
 from fedloom.conf import UserError, load
 from fedloom.server.rounds.nodes import InMemoryBindings
+from fedloom.server.run.training_run import one_round
 from fedloom.server.strategies.defaults import with_default_objective
 from fedloom.sims.benchmarks.soak_replies import ANSI, LAYER, LOST_STATE, PARTIALS, REFUSED, changed, edited, entry, raising
 from tests.server.parts import WatchedApp, set_up, small, sum_of_contributions
@@ -185,17 +186,17 @@ def test_a_contribution_goes_to_nobody_but_its_own_node(tmp_path: Path):
 
     client = Spy(forget, place=1, rounds=(2, 3))
     run = set_up(small(tmp_path, "rounds=2", samples=20), client)
-    run.loop.one(1)
-    run.loop.federation.enrolment.bindings = InMemoryBindings(
+    one_round(run.loop, 1)
+    run.loop.channel.enrolment.bindings = InMemoryBindings(
         {"site-0000": 2, "site-0001": 77}
     )  # another node gave what is there
-    record = run.loop.one(2)
+    record = one_round(run.loop, 2)
     assert not any(OWN in records for records in sent)
     reason = record["dropped"]["site-0001"]
     assert "node 3 is not sent what node 77 gave" in reason
     assert "site-0001 --node ID' says which one is the site now, of those that claim it: 3)" in reason
     # once the operator says so, it is
-    run.loop.federation.enrolment.bindings = InMemoryBindings({"site-0001": 3})
-    run.loop.one(3)
+    run.loop.channel.enrolment.bindings = InMemoryBindings({"site-0001": 3})
+    one_round(run.loop, 3)
     assert any("round 3" in text and "it begins again at its contribution" in text for text in run.listener.messages)
     assert sum(OWN in records for records in sent) == 1

@@ -75,7 +75,7 @@ def test_forgetting_and_coming_back_are_exact(tmp_path: Path, initialisation: st
     config = small(tmp_path, *words, sites=6, samples=20)
     simulate(config, quiet=True)
     with method_of(config) as method:
-        aggregate = method.aggregation
+        aggregate = method.state
         there = [site.name for site in aggregate.members() if aggregate.slots.has("sum", site.name)]
         never = next(site.name for site in aggregate.members() if site.name not in there)
         before = aggregate.digest()["sum"]

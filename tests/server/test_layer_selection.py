@@ -95,7 +95,7 @@ def exact_mean(puts: list[tuple[State, int]], bits: int) -> State:
 def test_shared_layers_are_the_mean_by_images_and_belief_bit_for_bit(done: Done) -> None:
     replies = [done.client.of(place, 2)[1] for place in range(3)]
     with method_of(done.config) as method:
-        view = method.aggregation.view()
+        view = method.state.view()
         expected = exact_mean([(put_of(one), images) for one, images in zip(replies, (60, 50, 40), strict=True)], view.bits)
         assert same(view.server_state(SHARED), expected)
     plain = sum(masses(one)[LAYERS[0]] * images for one, images in zip(replies, (60, 50, 40), strict=True))
@@ -116,7 +116,7 @@ def test_every_site_is_sent_what_all_share_and_nothing_of_its_own_network_leaves
 
 def test_accuracies_are_those_of_the_sites_networks_with_the_layers_that_they_chose(done: Done) -> None:
     with method_of(done.config) as method:
-        shared = method.aggregation.view().server_state(SHARED)
+        shared = method.state.view().server_state(SHARED)
     last = [row[-1] for row in found(done)["accuracy"]]
     assert last == [pytest.approx(accuracy_of(done, place, shared)) for place in range(3)]
     said = done.summary["accuracy"]["personal"]  # which once were those before the last mean
@@ -199,7 +199,7 @@ def test_forgetting_leaves_the_sum_that_never_held_the_site_and_erases_its_progr
     config = copied(done.config, tmp_path)
     unlearn(folder(config), UnlearningRequest([A], id="r1"), quiet=True)
     with method_of(config) as method:
-        view, strategy = method.aggregation.view(), method.aggregation.strategy
+        view, strategy = method.state.view(), method.state.strategy
         puts = [(put_of(done.client.of(place, 2)[1]), images) for place, images in ((1, 50), (2, 40))]
         never = ExactSum(view.bits)
         for state, images in puts:
@@ -221,7 +221,7 @@ def test_forgetting_leaves_the_sum_that_never_held_the_site_and_erases_its_progr
 def test_after_one_round_there_is_no_residue(tmp_path: Path) -> None:
     one = run(configured(tmp_path, "rounds=1"))
     with method_of(one.config) as method:
-        assert method.aggregation.residue([A]) == []
+        assert method.state.residue([A]) == []
 
 
 def test_a_layer_that_the_forgotten_site_alone_shared_begins_again(tmp_path: Path) -> None:
@@ -231,9 +231,9 @@ def test_a_layer_that_the_forgotten_site_alone_shared_begins_again(tmp_path: Pat
     done = run(configured(tmp_path, tasks=TASKS[:2]), both)
     with method_of(done.config) as method:
         start = done.client.of(0, 1)[0][MEAN]
-        before = method.aggregation.view().server_state(SHARED)
-        method.aggregation.forget([A], {}, None)
-        after = method.aggregation.view().server_state(SHARED)
+        before = method.state.view().server_state(SHARED)
+        method.state.forget([A], {}, None)
+        after = method.state.view().server_state(SHARED)
         own = done.client.of(1, 2)[1][SITE]
         for part in ("weight", "bias"):
             name, other = (f"{layer}.{part}" for layer in LAYERS)
@@ -245,20 +245,20 @@ def test_when_all_that_trained_are_forgotten_nothing_is_left_but_the_start(tmp_p
     done = run(configured(tmp_path, "federation.fraction=0.5", "rounds=1", "objective.prior=tasks", tasks=TASKS[:2]))
     [(place, _)] = done.client.orders
     with method_of(done.config) as method:
-        before = method.aggregation.view().server_state(SHARED)
-        method.aggregation.forget([(A, B)[place]], {}, None)
-        view = method.aggregation.view()
+        before = method.state.view().server_state(SHARED)
+        method.state.forget([(A, B)[place]], {}, None)
+        view = method.state.view()
         assert same(view.server_state(SHARED), done.client.of(place, 1)[0][MEAN]) and not same(
             before, view.server_state(SHARED)
         )
-        [facts] = method.aggregation.strategy.summary_entries(view)["layer_selection"].values()
+        [facts] = method.state.strategy.summary_entries(view)["layer_selection"].values()
         assert facts["sites"] == facts["accuracy"] == []
 
 
 def test_one_site_alone_is_a_federation_too(tmp_path: Path) -> None:
     done = run(configured(tmp_path, tasks=TASKS[:1]))
     with method_of(done.config) as method:
-        own, shared = done.client.of(0, 2)[1][SITE], method.aggregation.view().server_state(SHARED)
+        own, shared = done.client.of(0, 2)[1][SITE], method.state.view().server_state(SHARED)
         assert all(torch.allclose(shared[name], one, atol=1e-6) for name, one in own.items())
 
 
@@ -279,7 +279,7 @@ def test_with_the_prior_of_all_tasks_a_site_hears_the_counts_of_all_others(tmp_p
         sent = done.client.of(place, 2)[0][COUNTS][COUNTS]
         assert torch.equal(sent.long(), sum(counts) - counts[place])
     with method_of(done.config) as method:
-        shared = method.aggregation.view().server_state(SHARED)
+        shared = method.state.view().server_state(SHARED)
     assert [row[-1] for row in found(done)["accuracy"]] == [
         pytest.approx(accuracy_of(done, place, shared)) for place in range(3)
     ]
@@ -296,7 +296,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(done: Done, tmp_path: P
 def test_where_some_sites_are_asked_those_asked_last_count(tmp_path: Path) -> None:
     done = run(configured(tmp_path, "federation.fraction=0.5", "rounds=3"))
     with method_of(done.config) as method:
-        view = method.aggregation.view()
+        view = method.state.view()
         last = [place for place, round in done.client.orders if round == 3]
         assert len(last) == 2 and len({place for place, _ in done.client.orders}) == 3
         puts = [(put_of(done.client.of(place, 3)[1]), (60, 50, 40)[place]) for place in last]

@@ -13,7 +13,7 @@ from fedloom.conf import Config
 from fedloom.fusion.exact import ExactSum
 from fedloom.fusion.state import State
 from fedloom.server.ledger.audit import check as audit
-from fedloom.server.rounds.loop import TooFewRepliesError
+from fedloom.server.rounds.transport import TooFewRepliesError
 from fedloom.server.strategies.layer_selection import CHANGES, SHARED
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.operations.requests import UnlearningRequest, unlearn
@@ -89,7 +89,7 @@ def test_layers_that_a_task_did_not_choose_go_back_at_its_end(done: Done) -> Non
 def test_what_is_shared_is_the_start_and_the_sum_of_all_changes(done: Done) -> None:
     start = done.client.of(0, 1)[0][MEAN]
     with method_of(done.config) as method:
-        view, total = method.aggregation.view(), ExactSum(32)
+        view, total = method.state.view(), ExactSum(32)
         for site in (A, B, C):
             total.add(view.integers(CHANGES, site))
         expected = {name: start[name] + one for name, one in total.total().items()}
@@ -103,22 +103,22 @@ def test_forgetting_subtracts_the_change_and_nothing_else(done: Done, tmp_path: 
     config, start = copied(done.config, tmp_path), done.client.of(0, 1)[0][MEAN]
     unlearn(folder(config), UnlearningRequest([A], id="r1"), quiet=True)
     with method_of(config) as method:
-        view, total = method.aggregation.view(), ExactSum(32)
+        view, total = method.state.view(), ExactSum(32)
         with method_of(done.config) as before:
             for site in (B, C):
-                total.add(before.aggregation.view().integers(CHANGES, site))
+                total.add(before.state.view().integers(CHANGES, site))
         assert same(view.slots.total(CHANGES).totals, total.totals)
         assert same(view.server_state(SHARED), {name: start[name] + one for name, one in total.total().items()})
-        [facts] = method.aggregation.strategy.summary_entries(view)["layer_selection"].values()
+        [facts] = method.state.strategy.summary_entries(view)["layer_selection"].values()
         assert facts["sites"] == [B, C] and facts["own"] == [[3, 4], [5, 6]]
-        residue, _ = method.aggregation.residue([A])
+        residue, _ = method.state.residue([A])
         assert "other sites' own layers" in residue.location
     assert not audit(folder(config))
 
 
 def test_tasks_of_long_ago_are_measured_with_what_is_shared_now(done: Done) -> None:
     with method_of(done.config) as method:
-        shared = method.aggregation.view().server_state(SHARED)
+        shared = method.state.view().server_state(SHARED)
     rows = found(done)["accuracy"]
     assert [[one is None for one in row] for row in rows] == [[round < start for round in range(6)] for start in (0, 2, 4)]
     assert [row[-1] for row in rows] == [pytest.approx(accuracy_of(done, place, shared)) for place in range(3)]
@@ -183,7 +183,7 @@ def test_a_task_that_comes_back_goes_on_with_its_own_parameters(tmp_path: Path) 
     assert int(own_state(done, 0)[COUNTS].sum()) == 4 * 6
     assert found(done)["own"] == [[1, 6]] and found(done)["sites"] == [A]
     with method_of(config) as method:
-        view = method.aggregation.view()
+        view = method.state.view()
         chosen = client.replied[-1][SELECTION][CHOSEN].tolist()
         for layer, bit in zip(LAYERS, chosen, strict=True):
             name = f"{layer}.weight"
@@ -206,7 +206,7 @@ def test_a_task_that_is_readmitted_has_its_turn(tmp_path: Path) -> None:
         run(config, client, Stopper(3))
     unlearn(folder(config), UnlearningRequest([B], id="r1"), quiet=True)
     with method_of(to_resume(config)) as method:
-        method.aggregation.readmit([B])
+        method.state.readmit([B])
     done = run(to_resume(config), client)
     assert client.orders == [(0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (2, 2)]
     assert found(done)["sites"] == [A, B, C] and int(own_state(done, 1)[COUNTS].sum()) == 6

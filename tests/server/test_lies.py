@@ -13,8 +13,8 @@ from hypothesis import given, settings
 
 from fedloom.clients.protocol.messages import TRAIN
 from fedloom.server.flower.grid import received
-from fedloom.server.rounds.loop import TooFewRepliesError
 from fedloom.server.rounds.schedules import Participation
+from fedloom.server.rounds.transport import TooFewRepliesError
 from fedloom.sims.engines.inline import InlineGrid
 from tests.flower.lies import Lie, lies
 from tests.flower.speaker import Node
@@ -42,9 +42,9 @@ class LyingGrid(InlineGrid):
 
     lie: Lie
 
-    def collect(self, wanted: set[str]) -> list[Message]:
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         if not self._queue or self._queue[0].metadata.message_type != TRAIN:
-            return super().collect(wanted)
+            return super().pull_messages(message_ids)
         box = Box()
         self.lie(box, self._queue.popleft())
         return [box.came]
@@ -62,15 +62,15 @@ def test_no_lie_ends_a_run_or_enters_the_sum_unseen(run: Run, lie: Lie):
     """Each is refused, with its site's name and a reason, or harmless: the sum is that of the contributions."""
     aggregation, loop, site = run.aggregate, run.loop, run.aggregate.setup.sites[LIAR]
     assert isinstance(run.grid, LyingGrid)
-    run.grid.lie, loop._dropped, before = lie, {}, aggregation.digest()
+    run.grid.lie, loop.transport.dropped, before = lie, {}, aggregation.digest()
     other = contribution(aggregation, "site-0000")
-    round = aggregation.run(1, Participation([site], 1), loop)
+    round = aggregation.run(1, Participation([site], 1), loop.transport)
     with contextlib.suppress(TooFewRepliesError):
         aggregation.strategy.round(round)
     if round.losses:
-        assert not loop._dropped and sum_of_contributions(aggregation) == aggregation.digest()["sum"]
+        assert not loop.transport.dropped and sum_of_contributions(aggregation) == aggregation.digest()["sum"]
     else:
-        assert list(loop._dropped) == [site.name] and loop._dropped[site.name].isprintable()
+        assert list(loop.transport.dropped) == [site.name] and loop.transport.dropped[site.name].isprintable()
         assert aggregation.digest() == before
     assert all(bool((contribution(aggregation, "site-0000")[name] == tensor).all()) for name, tensor in other.items())
     aggregation.abandon()

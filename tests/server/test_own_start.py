@@ -18,6 +18,7 @@ from fedloom.fusion.discriminant import discriminant, scaled
 from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.settings import FusionSettings
 from fedloom.server.run.experiment import check, run_experiment
+from fedloom.server.run.training_run import one_round
 from fedloom.server.strategies.architectures import groups_of, reference_of
 from fedloom.server.strategies.base import strategy_of as any_strategy_of
 from fedloom.server.strategies.by_architecture import kept
@@ -67,25 +68,25 @@ def test_the_first_round_is_one_fusion_of_networks_trained_apart(done):
     own = [accuracy[site.name] for site in roster(config)]
     assert accuracy[DEEP] > sum(own) / len(own) > 0.2 and accuracy[SHALLOW] > sum(own) / len(own)
     with method_of(config) as method:
-        states = [method.aggregation.models()[f"site-000{k}"].state for k in (1, 3)]
-        starts = [method.aggregation.view().initial(site.name, site) for site in roster(config)]
+        states = [method.state.models()[f"site-000{k}"].state for k in (1, 3)]
+        starts = [method.state.view().initial(site.name, site) for site in roster(config)]
     assert not same(states[0], states[1]) and len({float(start["head.weight"].sum()) for start in starts}) == 4
 
 
 def test_forgetting_fuses_again_what_never_held_the_site(done, tmp_path):
     with method_of(copied(done[0], tmp_path)) as method:
-        asked = method.aggregation.models(method.aggregation.view().without(["site-0001"]))
+        asked = method.state.models(method.state.view().without(["site-0001"]))
         wanted = {name: asked[name].state for name in (SHALLOW, DEEP)}
-        method.aggregation.forget(["site-0001"], {})
-        models = method.aggregation.models()
+        method.state.forget(["site-0001"], {})
+        models = method.state.models()
         assert all(same(models[name].state, state) for name, state in wanted.items())
-        assert not method.aggregation.residue(["site-0001"])  # nobody had heard of it
+        assert not method.state.residue(["site-0001"])  # nobody had heard of it
 
 
 def test_without_any_network_of_the_reference_the_others_make_one(done, tmp_path):
     with method_of(copied(done[0], tmp_path)) as method:
-        method.aggregation.forget(["site-0001", "site-0003"], {})
-        found = method.aggregation.models()
+        method.state.forget(["site-0001", "site-0003"], {})
+        found = method.state.models()
         assert set(found) == {SHALLOW, DEEP, "site-0000", "site-0002"}
         accuracy = method.evaluator.accuracy(found[DEEP], "test")["union"]
         assert accuracy > 0.5 * method.evaluator.accuracy(found["site-0000"], "test")["union"]
@@ -95,7 +96,7 @@ def test_without_a_probe_heads_follow_from_what_the_sites_of_each_architecture_t
     config = configured(tmp_path, "strategy.probe.samples=0", "strategy.recalibrate=true", "training.epochs=3")
     run(config)
     with method_of(config) as method:
-        models, view = method.aggregation.models(), method.aggregation.view()
+        models, view = method.state.models(), method.state.view()
         for group in groups_of(config):
             state, first = models[group.name].state, view.initial(site=group.site)["head.weight"]
             images = [site_images(config, site) for site in roster(config) if site.name in group.sites]
@@ -105,19 +106,19 @@ def test_without_a_probe_heads_follow_from_what_the_sites_of_each_architecture_t
             assert torch.allclose(state["head.weight"].double(), weight, rtol=1e-2, atol=1e-3)
             assert torch.allclose(state["head.bias"].double(), bias, rtol=1e-2, atol=1e-3)
         accuracy = method.evaluator.accuracy(models[DEEP], "test")["union"]
-        method.aggregation.forget(["site-0002"], {})
-        assert method.evaluator.accuracy(method.aggregation.models()[DEEP], "test")["union"] < 0.5 * accuracy
+        method.state.forget(["site-0002"], {})
+        assert method.evaluator.accuracy(method.state.models()[DEEP], "test")["union"] < 0.5 * accuracy
 
 
 def test_later_rounds_go_on_in_the_common_basis(tmp_path):
     config = configured(tmp_path, "rounds=3", "training.epochs=2")
     run(config)
     with method_of(config) as method:
-        view = method.aggregation.view()
+        view = method.state.view()
         parts = strategy_of(config).parts(config)
         whole = view.server_state(REFERENCE)
         assert all(same(model.state, parts[name].taken(whole))
-                   for name, model in method.aggregation.models().items() if name in parts)  # fmt: skip
+                   for name, model in method.state.models().items() if name in parts)  # fmt: skip
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -126,10 +127,10 @@ def test_a_site_that_is_missing_when_all_are_fused_joins_the_next_round(tmp_path
     config = configured(tmp_path, "rounds=2", "training.epochs=1")
     played = set_up(config, WatchedApp(RAISES, place=place, rounds=[1]))
     name = f"site-000{place}"
-    assert list(played.loop.one(1)["dropped"]) == [name] and played.aggregate.view().last_put(name) == 0
+    assert list(one_round(played.loop, 1)["dropped"]) == [name] and played.aggregate.view().last_put(name) == 0
     group = next(group for group in groups_of(config) if name in group.sites)
     sent = played.aggregate.view().server_state(kept(group.name))
-    assert played.loop.one(2)["dropped"] == {}
+    assert one_round(played.loop, 2)["dropped"] == {}
     view = played.aggregate.view()
     assert {view.last_put(site.name) for site in view.sites} == {2} and all(played.aggregate.checks()[0].values())
     trained = view.contribution(group.name, name)
@@ -138,7 +139,7 @@ def test_a_site_that_is_missing_when_all_are_fused_joins_the_next_round(tmp_path
 
 def test_one_network_fused_alone_is_itself(done):
     with method_of(done[0]) as method:
-        model, before = method.aggregation.models()["site-0003"], method.aggregation.view().server_state(REFERENCE)
+        model, before = method.state.models()["site-0003"], method.state.view().server_state(REFERENCE)
         reference = reference_of(done[0]).architecture
         assert model.architecture == reference
         alone = fused_apart(reference, iter([Apart(reference, model.state, 3.0)]), before, torch.rand(9, 1, 8, 8))
@@ -148,7 +149,7 @@ def test_one_network_fused_alone_is_itself(done):
 def test_parts_of_the_same_widths_keep_their_function_in_the_basis_of_the_reference(done):
     config, probe = done[0], probe_of(200)
     with method_of(config) as method:
-        reference, view = reference_of(config).architecture, method.aggregation.view()
+        reference, view = reference_of(config).architecture, method.state.view()
         whole, part = view.server_state(REFERENCE), strategy_of(config).parts(config)[SHALLOW]
         group = next(group for group in groups_of(config) if group.name == SHALLOW)
         apart = [Apart(group.architecture, view.contribution(SHALLOW, "site-0000"), 1.0)]
@@ -165,7 +166,7 @@ def test_narrower_parts_do_what_the_reference_does_better_for_the_refit(tmp_path
     config, probe = configured(tmp_path, "training.epochs=10", sites=sites), probe_of(200)
     run(config)
     with method_of(config) as method:
-        reference, whole = reference_of(config).architecture, method.aggregation.view().server_state(REFERENCE)
+        reference, whole = reference_of(config).architecture, method.state.view().server_state(REFERENCE)
         group = next(group for group in groups_of(config) if group.architecture != reference)
         part = strategy_of(config).parts(config)[group.name]
         loaded, goal = method.evaluator.loaded, method.evaluator.loaded(Model(reference, whole))(probe).detach()

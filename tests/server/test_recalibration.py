@@ -66,22 +66,22 @@ def last_record(config: Config) -> dict[str, Any]:
 def test_the_head_is_the_discriminant_of_the_others_images_and_the_sums_stay(finished: Config, tmp_path: Path):
     config = copied(finished, tmp_path / "a")
     with method_of(copied(finished, tmp_path / "b")) as plain:
-        plain.aggregation.forget([ONE], {})
-        digest, model = plain.aggregation.digest(), plain.aggregation.aggregate()
+        plain.state.forget([ONE], {})
+        digest, model = plain.state.digest(), plain.state.aggregate()
         network = plain.evaluator.loaded(model)
-        images = [site_images(config, site) for site in plain.aggregation.members()]
+        images = [site_images(config, site) for site in plain.state.members()]
         whole = Images(torch.cat([one.x for one in images]), torch.cat([one.y for one in images]))
         found = class_statistics(network, whole, 0, 500, CPU)
     recalibrated(config)
     with method_of(config) as method:
-        assert method.aggregation.digest() == digest and check(folder(config)) == []
-        state = method.aggregation.aggregate().state
+        assert method.state.digest() == digest and check(folder(config)) == []
+        state = method.state.aggregate().state
         weight, bias = discriminant(found[COUNT], found[SUM], found[SQUARE])
         assert torch.allclose(state["head.weight"].double(), weight, rtol=1e-3, atol=1e-3)
         assert torch.allclose(state["head.bias"].double(), bias, rtol=1e-3, atol=1e-3)
         assert same({k: v for k, v in state.items() if not k.startswith("head.")},
                     {k: v for k, v in model.state.items() if not k.startswith("head.")})  # fmt: skip
-        rest = method.aggregation.without(["site-0000"])
+        rest = method.state.without(["site-0000"])
         assert rest is not None and torch.equal(rest.state["head.bias"], model.state["head.bias"])
     assert last_record(config)["recalibrated"] and last_record(config)["replies"] == SITES - 1
 
@@ -89,11 +89,11 @@ def test_the_head_is_the_discriminant_of_the_others_images_and_the_sums_stay(fin
 def test_the_next_round_and_a_readmission_end_it(finished: Config, tmp_path: Path):
     config = recalibrated(copied(finished, tmp_path))
     with method_of(config) as method:
-        head = method.aggregation.aggregate().state["head.weight"]
-        method.aggregation.readmit([ONE])
-        assert not torch.equal(method.aggregation.aggregate().state["head.weight"], head)
-        shared = method.aggregation.view().server_state("shared")["head.weight"]
-        assert torch.equal(method.aggregation.aggregate().state["head.weight"], shared)
+        head = method.state.aggregate().state["head.weight"]
+        method.state.readmit([ONE])
+        assert not torch.equal(method.state.aggregate().state["head.weight"], head)
+        shared = method.state.view().server_state("shared")["head.weight"]
+        assert torch.equal(method.state.aggregate().state["head.weight"], shared)
 
 
 def test_statistics_of_several_sites_are_those_of_all_images(finished: Config):

@@ -52,7 +52,7 @@ def test_its_baselines_bring_no_architectures_together(tmp_path):
 
 def test_inco_changes_the_layers_that_not_all_have_and_no_others(tmp_path):
     with method_of(run(configured(tmp_path, "strategy={name: inco}", "rounds=1")).config) as method:
-        view, strategy = method.aggregation.view(), method.aggregation.strategy
+        view, strategy = method.state.view(), method.state.strategy
         assert isinstance(strategy, InCo)
         means = {one.group.name: one for one in averaged(view)}
         whole = view.server_state(REFERENCE)
@@ -80,7 +80,7 @@ def test_fedrolex_gives_every_channel_its_turn(tmp_path):
         tmp_path, "strategy={name: fedrolex}", "network={name: mlp, widths: [6, 4]}", "rounds=3", sites=WIDTHS
     )
     with method_of(config) as method:
-        strategy = method.aggregation.strategy
+        strategy = method.state.strategy
         assert isinstance(strategy, FedRolex)
         indices = [strategy.parts(config, strategy.turn(number))["mlp-3-2"].places["extractor.1.weight"][1][0]
                    for number in range(1, 7)]  # fmt: skip
@@ -88,9 +88,9 @@ def test_fedrolex_gives_every_channel_its_turn(tmp_path):
     assert seen[0] == {5, 0, 1} and set.union(*seen) == set(range(6)) and all(len(one) == 3 for one in seen)
     found = run(replace(config, run=replace(config.run, name="trained")))
     with method_of(found.config) as method:
-        before = method.aggregation.models()["mlp-3-2"].state
+        before = method.state.models()["mlp-3-2"].state
         part = FedRolex().parts(config, 4)["mlp-3-2"]
-        assert same(before, part.taken(method.aggregation.view().server_state(REFERENCE)))
+        assert same(before, part.taken(method.state.view().server_state(REFERENCE)))
 
 
 @pytest.mark.parametrize(("words", "told"), [

@@ -106,21 +106,21 @@ def test_a_site_that_boasts_does_not_become_the_mean_and_can_be_forgotten(tmp_pa
     config, messages = boasted(tmp_path)
     assert any("site-0001 says that it has 2147483647 images, many more than the others; " in told for told in messages)
     with method_of(config) as method:
-        weights = [method.aggregation.slots.weight("networks", site.name) for site in roster(config)]
+        weights = [method.state.slots.weight("networks", site.name) for site in roster(config)]
         assert weights[1] == 10 * weights[0] == 10 * weights[2]
-        assert all(method.aggregation.checks()[0].values())
-        method.aggregation.forget(["site-0001"], {})
-        assert all(method.aggregation.checks()[0].values()) and method.aggregation.slots.total("networks").addends > 0
+        assert all(method.state.checks()[0].values())
+        method.state.forget(["site-0001"], {})
+        assert all(method.state.checks()[0].values()) and method.state.slots.total("networks").addends > 0
 
 
 def test_the_operator_may_let_a_site_count_as_it_says_and_it_can_still_be_forgotten(tmp_path: Path):
     config, _ = boasted(tmp_path, "federation.most_samples=2147483647")
     with method_of(config) as method:
-        assert method.aggregation.slots.weight("networks", "site-0001") == 2**31 - 1
-        assert all(method.aggregation.checks()[0].values())
-        rest = method.aggregation.slots.sum_of("networks", ["site-0000", "site-0002"])
-        method.aggregation.forget(["site-0001"], {})
-        assert digest(method.aggregation.slots.total("networks").totals) == digest(rest.totals)
+        assert method.state.slots.weight("networks", "site-0001") == 2**31 - 1
+        assert all(method.state.checks()[0].values())
+        rest = method.state.slots.sum_of("networks", ["site-0000", "site-0002"])
+        method.state.forget(["site-0001"], {})
+        assert digest(method.state.slots.total("networks").totals) == digest(rest.totals)
 
 
 class Confused(ClientApp):

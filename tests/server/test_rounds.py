@@ -12,8 +12,9 @@ from fedloom.clients.protocol.messages import METRICS
 from fedloom.conf.sites import roster
 from fedloom.fusion.exact import ExactSum
 from fedloom.fusion.state import State, digest
-from fedloom.server.rounds.loop import TooFewRepliesError
 from fedloom.server.rounds.schedules import round_half_up
+from fedloom.server.rounds.transport import TooFewRepliesError
+from fedloom.server.run.training_run import one_round
 from fedloom.sims.benchmarks.soak_replies import RAISES, REFUSED
 from fedloom.sims.engines.inline import InlineGrid
 from tests.server.parts import (
@@ -36,7 +37,7 @@ def healthy(tmp_path_factory) -> list[dict[str, State]]:
     run = set_up(small(tmp_path_factory.mktemp("healthy"), "rounds=3", "evaluation.every=3", sites=3, samples=20))
     kept = []
     for round in (1, 2):
-        run.loop.one(round)
+        one_round(run.loop, round)
         kept.append({site.name: run.aggregate.slots.contribution("sum", site.name) for site in run.aggregate.setup.sites})
     return kept
 
@@ -46,8 +47,8 @@ def test_a_faulty_site_is_dropped_with_its_reason_and_keeps_its_old_contribution
     fault, reason = REFUSED[what]
     client = WatchedApp(fault, place=1, rounds=(2,))
     run = set_up(small(tmp_path, "rounds=3", "evaluation.every=3", sites=3, samples=20), client)
-    run.loop.one(1)
-    record = run.loop.one(2)
+    one_round(run.loop, 1)
+    record = one_round(run.loop, 2)
     assert record["replies"] == 2
     assert list(record["dropped"]) == ["site-0001"]
     assert reason in record["dropped"]["site-0001"]
@@ -65,7 +66,7 @@ def test_a_faulty_site_is_dropped_with_its_reason_and_keeps_its_old_contribution
         expected.add(contribution)
     assert run.aggregate.digest()["sum"] == digest(expected.totals)
     # and when it works again, it goes on from the round that counted
-    assert run.loop.one(3)["dropped"] == {}
+    assert one_round(run.loop, 3)["dropped"] == {}
     assert [(order.round, order.base) for order in client.orders if order.site == 1] == [(1, 0), (2, 1), (3, 1)]
     assert run.aggregate.digest()["sum"] == sum_of_contributions(run.aggregate)
 
@@ -78,12 +79,12 @@ def test_too_few_replies_end_the_run_and_nothing_is_committed(tmp_path: Path):
     client = WatchedApp(RAISES, place=1, rounds=(2,))
     config = small(tmp_path, "federation.min_replies=3", sites=3, samples=20)
     run = set_up(config, client)
-    run.loop.one(1)
+    one_round(run.loop, 1)
     before, kept = run.aggregate.digest(), on_disk(run.aggregate)
     first = r"first failure: site-0001: RuntimeError: first line the disk is on fire"
     line = rf"round 2: 2 good replies, federation\.min_replies=3 \({first}\)"
     with pytest.raises(TooFewRepliesError, match=line):
-        run.loop.one(2)
+        one_round(run.loop, 2)
     assert run.aggregate.digest() == before
     assert committed(run.aggregate) == {key: kept[key] for key in ("rounds", "history", "events")}
     run.aggregate.ledger.prune()
@@ -91,7 +92,7 @@ def test_too_few_replies_end_the_run_and_nothing_is_committed(tmp_path: Path):
     assert len(run.listener.records) == 1
     # the round can be repeated, with the result that it would have had
     client.rounds = set()
-    run.loop.one(2)
+    one_round(run.loop, 2)
     smooth = set_up(small(tmp_path / "smooth", sites=3, samples=20)).all_rounds()
     assert run.aggregate.digest() == smooth.aggregate.digest()
     assert digest(run.aggregate.aggregate().state) == digest(smooth.aggregate.aggregate().state)

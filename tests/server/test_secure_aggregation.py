@@ -59,10 +59,10 @@ def test_the_sums_are_those_that_can_be_read(tmp_path: Path, words: tuple[str, .
     run(plain)
     run(masked)
     with method_of(plain) as first, method_of(masked) as second:
-        assert first.aggregation.digest() == second.aggregation.digest()
+        assert first.state.digest() == second.state.digest()
         for one in (first, second):
-            assert all(one.aggregation.checks()[0].values())
-        states = [digest(one.aggregation.aggregate().state) for one in (first, second)]
+            assert all(one.state.checks()[0].values())
+        states = [digest(one.state.aggregate().state) for one in (first, second)]
         assert states[0] == states[1]
     assert check(folder(masked)) == []
 
@@ -79,9 +79,9 @@ def test_neither_messages_nor_the_ledger_hold_what_a_site_gave(tmp_path: Path) -
             assert vector.mean() > 2.0**61 and set(reply.content.array_records) == {SITE, "round", SECURE_TRAINED}
     with method_of(config) as method:
         for site in own:
-            kept = torch.cat([tensor.flatten() for tensor in method.aggregation.slots.contribution("sum", site).values()])
+            kept = torch.cat([tensor.flatten() for tensor in method.state.slots.contribution("sum", site).values()])
             assert kept.double().abs().mean() > 2.0**61
-        assert list(method.aggregation.models()) == ["sum"] and method.aggregation.without([ONE]) is None
+        assert list(method.state.models()) == ["sum"] and method.state.without([ONE]) is None
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -92,13 +92,13 @@ def test_whoever_drops_out_is_not_in_the_sum(tmp_path: Path, stage: str) -> None
     with method_of(config) as method:
         event = next(event for event in method.ledger.events() if event.kind == "round" and event.body["round"] == 1)
         assert event.body["record"]["masked"]["sites"] == counts
-        total, initial = ExactSum(32), method.aggregation.view()
+        total, initial = ExactSum(32), method.state.view()
         for name in counts:
             state = read_state(max(store_folder(config).glob(f"*/{name}/summed-*.safetensors")))
             total.add({key: one for key, one in state.items() if key.startswith("extractor.")})
         for name in set(others()) - set(counts):
             total.add(initial.slots.summed("sum", initial.integers("sum", name)))
-        assert method.aggregation.digest()["sum"] == digest(total.totals)
+        assert method.state.digest()["sum"] == digest(total.totals)
     assert told.records[0]["replies"] == len(counts)
 
 
@@ -120,21 +120,21 @@ def test_forgetting_leaves_the_sum_of_what_the_others_hold(tmp_path: Path) -> No
     with method_of(config) as method:
         forget(method, config, [TWO], "first", client)
         assert 2 not in {site for _, site, _ in client.replies}
-        assert method.aggregation.digest()["sum"] == held(config, others(TWO))
+        assert method.state.digest()["sum"] == held(config, others(TWO))
         before = method.unlearning().last_round()
         listener = forget(method, config, [ONE, FOUR], "second")
         assert listener.announced[-1] == listener.records[-1]["round"] == before + 1  # once told as round 3 of 2
         assert "the server never read one alone" in read(folder(config) / CERTIFICATES / "second.json")["not_exact"]["masks"]
-        assert method.aggregation.digest()["sum"] == held(config, others(ONE, TWO, FOUR))
-        assert all(method.aggregation.checks()[0].values())
+        assert method.state.digest()["sum"] == held(config, others(ONE, TWO, FOUR))
+        assert all(method.state.checks()[0].values())
         assert [one.state for one in map(method.ledger.request, ("first", "second")) if one] == ["verified"] * 2
-        method.aggregation.readmit([ONE])
+        method.state.readmit([ONE])
         further = method.unlearning().last_round() + 1
         grid = InlineGrid(SITES, store_folder(config), Spoiled())
         method.train(method.joined(grid), Recorder(), rounds=further)
-        assert method.aggregation.digest()["sum"] == held(config, others(TWO, FOUR))
+        assert method.state.digest()["sum"] == held(config, others(TWO, FOUR))
         forget(method, config, [ONE], "third")
-        assert method.aggregation.digest()["sum"] == held(config, others(ONE, TWO, FOUR))
+        assert method.state.digest()["sum"] == held(config, others(ONE, TWO, FOUR))
     assert check(folder(config)) == []
 
 
@@ -146,26 +146,26 @@ def test_a_crash_between_masks_and_forgetting_is_made_up_for(tmp_path: Path, mon
         with pytest.raises(InterruptedError):
             forget(method, config, [TWO], "first")
     with method_of(config) as method:
-        assert TWO in {site.name for site in method.aggregation.members()}
-        assert method.aggregation.digest()["sum"] == held(config, others(TWO))
+        assert TWO in {site.name for site in method.state.members()}
+        assert method.state.digest()["sum"] == held(config, others(TWO))
         forget(method, config, [TWO], "first")
-        assert method.aggregation.digest()["sum"] == held(config, others(TWO))
-        assert TWO not in {site.name for site in method.aggregation.members()}
+        assert method.state.digest()["sum"] == held(config, others(TWO))
+        assert TWO not in {site.name for site in method.state.members()}
 
 
 def test_who_holds_masks_must_be_there_or_leave_too(tmp_path: Path) -> None:
     config = configured(tmp_path, MASKS[1])
     run(config)
     with method_of(config) as method:
-        before = method.aggregation.digest()
+        before = method.state.digest()
         with pytest.raises(
             FailedError, match=f"{ONE} did not answer, and it alone can take out its masks in common with {TWO}"
         ):
             forget(method, config, [TWO], "first", Spoiled(gone, [TRAIN]))
-        assert method.aggregation.digest() == before
+        assert method.state.digest() == before
         method.ledger.set_request("first", "refused", {})
         forget(method, config, [ONE, TWO], "both", Spoiled(gone, [TRAIN]))
-        assert method.aggregation.digest()["sum"] == held(config, others(ONE, TWO))
+        assert method.state.digest()["sum"] == held(config, others(ONE, TWO))
 
 
 def test_a_site_that_lost_its_store_is_dropped_until_it_is_readmitted(tmp_path: Path) -> None:
@@ -178,9 +178,9 @@ def test_a_site_that_lost_its_store_is_dropped_until_it_is_readmitted(tmp_path: 
         assert "its own state is lost" in listener.records[0]["dropped"][TWO]
         assert "forget it, then readmit it" in listener.records[0]["dropped"][TWO]
         forget(method, config, [TWO], "first")
-        method.aggregation.readmit([TWO])
+        method.state.readmit([TWO])
         method.train(method.joined(grid), listener, rounds=4)
-        assert method.aggregation.digest()["sum"] == held(config, others())
+        assert method.state.digest()["sum"] == held(config, others())
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_requests_that_together_would_leave_one_site_are_taken_one_after_the_oth
         assert "request 'second' waits until site-0000, site-0001 are forgotten" in " ".join(told.messages)
         states = {id: request.state for id in ("first", "second") if (request := method.ledger.request(id))}
         assert states == {"first": "verified", "second": "refused"}
-        assert method.aggregation.digest()["sum"] == held(config, others("site-0000", ONE))
+        assert method.state.digest()["sum"] == held(config, others("site-0000", ONE))
 
 
 def test_what_some_sites_gave_cannot_be_composed(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_what_sites_tell_of_their_images_is_not_asked_of_those_that_hide_it(tmp_
     config = configured(tmp_path, MASKS[1], "rounds=1")
     run(config)
     with method_of(config) as method, pytest.raises(UserError, match="recalibration: reads what each site tells"):
-        method.aggregation.check_recalibration([ONE])
+        method.state.check_recalibration([ONE])
 
 
 def test_going_back_to_a_round_under_masks_is_refused(tmp_path: Path) -> None:
@@ -245,10 +245,10 @@ def test_going_back_to_a_round_under_masks_is_refused(tmp_path: Path) -> None:
         first = {site: min(one.round for one in method.ledger.history(site) if one.round) for site in others()}
         late = [site for site, round in first.items() if round > 1]
         early = next(site for site, round in first.items() if round == 1)
-        method.aggregation.check_forgetting([early], rollback=True)
+        method.state.check_forgetting([early], rollback=True)
         for site in late:
             with pytest.raises(UserError, match="--rollback: under masks"):
-                method.aggregation.check_forgetting([site], rollback=True)
+                method.state.check_forgetting([site], rollback=True)
 
 
 def test_as_many_sites_are_asked_as_masks_take(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from fedloom.fusion.exact import quantise
 from fedloom.fusion.state import State
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
-from fedloom.server.rounds.loop import TooFewRepliesError
+from fedloom.server.rounds.transport import TooFewRepliesError
 from fedloom.server.unlearning.requests import receive
 from fedloom.sims.benchmarks.soak_replies import changed, entry
 from tests.server.arithmetics import BITS, A, B, Done, NotingApp, configured, method_of, one_core, resumed, run, same, theta
@@ -101,14 +101,14 @@ def done_rounds(done: Done) -> list[dict]:
 
 def test_forgetting_is_refused_and_nothing_changes(done: Done):
     with method_of(done.config) as method:
-        before = method.aggregation.digest()
+        before = method.state.digest()
         with pytest.raises(UserError, match="no site's part can be subtracted; train again without it"):
             receive(method.ledger, "r1", [B], "", {})
         with pytest.raises(UserError, match=r"keeps no contributions: .*train again without it"):
-            method.aggregation.forget([A], {})
+            method.state.forget([A], {})
         assert method.ledger.waiting() == []
-        assert method.aggregation.digest() == before
-        assert method.aggregation.without([A]) is None
+        assert method.state.digest() == before
+        assert method.state.without([A]) is None
 
 
 def test_a_reply_with_a_fault_stops_the_run_which_then_goes_on_with_the_same_bits(done: Done, tmp_path: Path):

@@ -8,7 +8,7 @@ import pytest
 
 from fedloom.conf import UserError, load
 from fedloom.server.ledger.audit import check
-from fedloom.server.rounds.loop import TooFewRepliesError
+from fedloom.server.rounds.transport import TooFewRepliesError
 from fedloom.sims.operations.requests import UnlearningRequest, unlearn
 from fedloom.sims.operations.simulate import simulate
 from tests.server import slot_methods

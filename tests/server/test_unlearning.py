@@ -16,6 +16,7 @@ from fedloom.server.ledger.audit import check
 from fedloom.server.ledger.slots import SlotUpdate
 from fedloom.server.rounds.channel import ClientChannel
 from fedloom.server.rounds.loop import RoundLoop
+from fedloom.server.run.training_run import one_round
 from fedloom.server.unlearning.certificate import CERTIFICATES
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.engines.inline import InlineGrid
@@ -100,17 +101,17 @@ def test_forgotten_sites_are_not_asked_until_they_are_readmitted(finished: Confi
         fulfil(unlearning, asked(unlearning, "r1", [ONE]))
         further(method, config, 3, client)
         assert [(order.site, order.round, order.members) for order in client.orders] == [(s, 3, 3) for s in (0, 2, 3)]
-        method.aggregation.readmit([ONE])
-        initial = method.aggregation.slots.contribution("sum", ONE)
+        method.state.readmit([ONE])
+        initial = method.state.slots.contribution("sum", ONE)
         fresh = started(config, at=tmp_path / "fresh")
         assert digest(initial) == digest(fresh.slots.contribution("sum", ONE))
-        assert added_up(method) == method.aggregation.digest()["sum"]
+        assert added_up(method) == method.state.digest()["sum"]
         client.orders.clear()
         further(method, config, 4, client)
         assert [order.site for order in client.orders] == [0, 1, 2, 3]
         assert [order.base for order in client.orders] == [3, 0, 3, 3]
         assert method.ledger.history(ONE)[-1].round == 4
-        assert added_up(method) == method.aggregation.digest()["sum"]
+        assert added_up(method) == method.state.digest()["sum"]
     assert check(folder(config)) == []
 
 
@@ -148,7 +149,7 @@ def test_fedavg_cannot_subtract_and_says_so(tmp_path: Path):
             asked(method.unlearning(), "r1", [ONE])
         assert method.ledger.waiting() == []
         with pytest.raises(UserError, match="keeps no contributions"):
-            method.aggregation.forget([ONE], {})
+            method.state.forget([ONE], {})
 
 
 def test_the_same_request_again_changes_nothing(finished: Config, tmp_path: Path):
@@ -175,7 +176,7 @@ def test_a_forgotten_site_leaves_no_trace_in_the_rounds_that_follow(tmp_path: Pa
     for name in ("one", "other"):
         config = configured(tmp_path / name, "training.rate=0.01")
         with method_of(config) as method:
-            aggregate = method.aggregation
+            aggregate = method.state
             if name == "other":
                 state = {key: tensor + 1 for key, tensor in aggregate.slots.contribution("sum", ONE).items()}
                 aggregate.slots.put([SlotUpdate("sum", ONE, state, 1)], 1)
@@ -184,6 +185,6 @@ def test_a_forgotten_site_leaves_no_trace_in_the_rounds_that_follow(tmp_path: Pa
             federation = ClientChannel(InlineGrid(SITES, store_folder(config)), roster(config), 0)
             federation.join(5.0)
             loop = RoundLoop(config, "run", federation, aggregate, method.evaluator, Recorder())
-            loop.one(2)
+            one_round(loop, 2)
             sums.append((aggregate.digest(), digest(aggregate.slots.kept["shared"])))
     assert sums[0] == sums[1]

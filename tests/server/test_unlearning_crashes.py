@@ -132,10 +132,10 @@ def test_rolling_back_past_a_readmission_is_refused(finished: Config, tmp_path: 
     with method_of(config) as method:
         fulfil(method.unlearning(), asked(method.unlearning(), "r1", [ONE, TWO]))
         for site, rounds in ((TWO, 3), (ONE, 4)):
-            method.aggregation.readmit([site])
+            method.state.readmit([site])
             further(method, config, rounds, WatchedApp())
         with pytest.raises(UserError, match="a site was readmitted after round 2, which is not in its sum"):
-            method.aggregation.check_forgetting([TWO], rollback=True)
+            method.state.check_forgetting([TWO], rollback=True)
         with pytest.raises(UserError, match="after round 1 is not kept"):
             method.ledger.check_roll_back(1)
         method.ledger.check_roll_back(4)

@@ -48,12 +48,12 @@ def test_a_certificate_is_verified_beside_a_server_that_commits_meanwhile(
 
         def late(ledger: Ledger) -> dict[str, ExactSum]:
             monkeypatch.undo()
-            method.aggregation.forget([TWO], {})
+            method.state.forget([TWO], {})
             return sums_of(ledger)
 
         monkeypatch.setattr("fedloom.server.unlearning.verification.sums_of", late)
         assert verdicts(config) == {"match", "not checkable"}
-        assert len(method.aggregation.members()) == SITES - 2
+        assert len(method.state.members()) == SITES - 2
 
 
 class Asking(Recorder):

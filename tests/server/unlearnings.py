@@ -72,8 +72,8 @@ def forget(config: Config, *requests: list[str]) -> str:
         unlearning = method.unlearning()
         for sites in requests:
             fulfil(unlearning, asked(unlearning, "-".join(sites), sites))
-        assert added_up(method) == method.aggregation.digest()["sum"]
-        assert {site.name for site in method.aggregation.members()} == method.ledger.all_latest().keys()
+        assert added_up(method) == method.state.digest()["sum"]
+        assert {site.name for site in method.state.members()} == method.ledger.all_latest().keys()
     assert check(folder(config)) == []
     with Ledger.open(folder(config), server=False) as ledger:
         last = ledger.last_round()

@@ -16,6 +16,7 @@ from fedloom.conf.errors import UserError
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
 from fedloom.server.rounds.loop import RoundLoop
+from fedloom.server.run import training_run
 from fedloom.server.unlearning.requests import receive
 from fedloom.sims.operations.run_list import rows_of, table
 from tests.server.runs import method_of
@@ -138,7 +139,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(root: str, tmp_path:
 
 
 def test_an_interrupted_run_keeps_its_rounds_and_is_resumed(root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    whole = RoundLoop.one
+    whole = training_run.one_round
 
     def interrupted(loop: RoundLoop, round: int) -> dict:
         if round == 3:
@@ -147,7 +148,7 @@ def test_an_interrupted_run_keeps_its_rounds_and_is_resumed(root: str, tmp_path:
         return whole(loop, round)
 
     with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
-        broken.setattr(RoundLoop, "one", interrupted)
+        broken.setattr(training_run, "one_round", interrupted)
         run(TREE, "run.name=stopped", "rounds=5", root)
     stopped = Result(tmp_path / "user/stopped")
     assert stopped.summary["status"] == "interrupted" and len(stopped.metrics) == 2
@@ -168,7 +169,7 @@ def test_what_is_committed_is_on_record_whatever_a_callback_raises(root: str, st
     assert [record["round"] for record in stopped.metrics] == [1, 2] and "accuracy" in stopped.metrics[1]
     network = stopped.network.state_dict()
     with method_of(stopped.config) as method:
-        state = method.aggregation.aggregate().state
+        state = method.state.aggregate().state
     assert all(torch.equal(network[name], tensor) for name, tensor in state.items())
     [table] = (stopped.folder / "csv").rglob("rounds.csv")
     assert len(table.read_text().splitlines()) == 3

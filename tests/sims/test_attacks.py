@@ -43,7 +43,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 def moved(attack: Attack, folder: Path) -> dict[str, torch.Tensor]:
     """How far each site's contribution is from the network that all begin with."""
     with attacks.trained(attack, FREE, 0, folder) as method:
-        view, first = method.aggregation.view(), method.aggregation.view().initial()
+        view, first = method.state.view(), method.state.view().initial()
         each = {site.name: view.contribution("sum", site.name) for site in view.sites}
     return {site: torch.cat([(state[name] - first[name]).flatten() for name in state]) for site, state in each.items()}
 
@@ -85,7 +85,7 @@ def test_colluding_sites_are_forgotten_one_by_one_and_can_be_left_out():
 def test_success_is_measured_on_triggered_images_of_other_classes_alone(tmp_path: Path):
     """By a network that says TARGET to all: all of them are taken for it, and clean images of that class are right."""
     with attacks.trained(ATTACKS["none"], FREE, 0, tmp_path) as method:
-        model = method.aggregation.aggregate()
+        model = method.state.aggregate()
         biased = {name: torch.zeros_like(tensor) for name, tensor in model.state.items()}
         biased["head.bias"][TARGET] = 1.0
         found = measured(method.evaluator, Model(model.architecture, biased))

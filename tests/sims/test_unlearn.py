@@ -162,8 +162,9 @@ def test_a_request_before_the_first_contribution_waits_and_one_to_a_method_that_
 
 def test_retraining_that_was_killed_goes_on(fedloom: Command, run: Path, monkeypatch: pytest.MonkeyPatch):
     from fedloom.server.rounds.loop import RoundLoop
+    from fedloom.server.run import training_run
 
-    whole = RoundLoop.one
+    whole = training_run.one_round
 
     def killed(loop: RoundLoop, round: int) -> dict:
         if round == 2:
@@ -171,7 +172,7 @@ def test_retraining_that_was_killed_goes_on(fedloom: Command, run: Path, monkeyp
         return whole(loop, round)
 
     with monkeypatch.context() as broken:
-        broken.setattr(RoundLoop, "one", killed)
+        broken.setattr(training_run, "one_round", killed)
         assert fedloom("unlearn", run, ONE, "--request-id", "r1", "--retrain").code == 130
     with Ledger.open(run / "retrained/r1", server=False) as ledger:
         assert [row.round for row in ledger.rounds()] == [0, 1]

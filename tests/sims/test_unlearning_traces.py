@@ -66,7 +66,7 @@ def test_the_replay_moves_every_site_as_far_as_the_ledger_says_it_had(tmp_path: 
             for site, given in new.items():
                 ends = then.blobs.get(old[site][round - 1].blob), now.blobs.get(given[round - 1].blob)
                 if round == 1:
-                    begun = [first.method.aggregation.view().initial()] * 2
+                    begun = [first.method.state.view().initial()] * 2
                 lengths = [{name: float(torch.dist(end[name], start[name])) for name in end}
                            for end, start in zip(ends, begun, strict=True)]  # fmt: skip
                 assert lengths[0] == pytest.approx(lengths[1], rel=1e-3, abs=1e-5)

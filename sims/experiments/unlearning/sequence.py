@@ -36,7 +36,7 @@ def left(method: str, seed: int) -> list[dict[str, dict[str, float]]]:
             looker, gone = Looker(config, run.train().method.evaluator), [LEAVING[:number] for number in range(4)]
             found = [{"subtract": sides(looker, run.model(), [])}]
             for names in gone[1:]:
-                run.method.aggregation.forget([names[-1]], {})
+                run.method.state.forget([names[-1]], {})
                 found.append({"subtract": sides(looker, run.model(), names)})
         for names, one in zip(gone[1:], found[1:], strict=True):
             with opened(configured(method, seed, folder / f"without-{len(names)}"), names) as run:

@@ -23,7 +23,7 @@ from fedloom.conf.sites import roster
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.run.experiment import check, open_ledger
 from fedloom.server.run.listener import Silent
-from fedloom.server.run.training_run import TrainingRun
+from fedloom.server.run.training_run import TrainingRun, recalibration_round
 from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.unlearning.attacks import Floats
 from fedloom.server.unlearning.likelihood import Mask, confidence
@@ -107,14 +107,14 @@ class Shadow:
 
     def model(self, without: Sequence[str] = ()) -> Model:
         """The aggregate, less the contributions of some sites."""
-        view = self.method.aggregation.view()
-        return self.method.aggregation.aggregate(view.without(without) if without else view)
+        view = self.method.state.view()
+        return self.method.state.aggregate(view.without(without) if without else view)
 
     def recalibrated(self) -> Model:
         """The aggregate with a head in closed form, of sums that its sites tell (server.rounds.recalibration)."""
         assert self.method.loop is not None
         begin = time.perf_counter()
-        self.method.loop.recalibration(self.method.loop.last + 1)
+        recalibration_round(self.method.loop, self.method.loop.last + 1)
         self.seconds += time.perf_counter() - begin
         return self.model()
 

@@ -71,7 +71,7 @@ def shadow(method: str, seed: int) -> dict[str, Any]:
             models = {"before": (run.model(), run.seconds), "subtract": (run.model([LEAVER]), 0.0)}
             if method == "averaging":
                 models["replay"] = _without(configured(method, seed, folder / "replay", changes=_replay(folder / "run")))
-            run.method.aggregation.forget([LEAVER], {})
+            run.method.state.forget([LEAVER], {})
             for way in FURTHER_WAYS[method]:
                 models |= way(run, seed, folder)
         for name, prefix in (("retrained", "kept"), ("again", "twin")):

@@ -1,0 +1,97 @@
+"""Who can take part: how many images each site has and counts by, of which classes, and which sites fit together.
+
+The configuration says so where the server has the data; sites of a real federation say it themselves when they enrol.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from fedloom.clients.data import class_things, site_sizes
+from fedloom.clients.protocol.reply_checks import Bounds, ReplyError
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import Site
+from fedloom.server.evaluation.evaluator import has_data
+from fedloom.server.rounds.channel import RawReply
+from fedloom.server.rounds.client_metadata import ClientMetadata
+
+
+@dataclass
+class Participants:
+    """`enrolling`: asks sites to enrol. `message`: tells the user something."""
+
+    config: Config
+    simulated: bool
+    enrolling: Callable[[Sequence[Site]], Iterator[RawReply]]
+    message: Callable[[str], None]
+    _said: ClientMetadata = field(default_factory=ClientMetadata)
+    _told: set[tuple[str, str]] = field(default_factory=set)  # of which sites the user has heard what
+
+    @property
+    def server_has_data(self) -> bool:
+        """Whether the configuration says what the sites have."""
+        return self.simulated or has_data(self.config)
+
+    def bounds(self, site: Site) -> Bounds:
+        """How large what the site sends may be. ReplyError if it did not enrol: nobody knows then."""
+        if self.server_has_data:
+            return Bounds.of(self.config.federation, self.samples(site))
+        return replace(Bounds.of(self.config.federation, self._said.images(site.name)), counted=self.samples(site))
+
+    def samples(self, site: Site) -> int:
+        """How many training images of the site count: by the configuration, or as the site says if the server has no data.
+
+        Then federation.most_samples limits them, or else what the other sites say. ReplyError if it has not said so.
+        """
+        if self.server_has_data:
+            return site_sizes(self.config)[site.index]
+        said, most = self._said.images(site.name), self.config.federation.most_samples
+        counted = min(said, most) if most else self._said.counted(site.name)
+        if counted < said and (site.name, "size") not in self._told:
+            self._told.add((site.name, "size"))
+            self.message(f"{site.name} says that it has {said} images, many more than the others; {counted} count "
+                         "(federation.most_samples sets another limit)")  # fmt: skip
+        return counted
+
+    def images(self, site: Site) -> int:
+        """The same; 0 if the site did not enrol."""
+        try:
+            return self.samples(site)
+        except ReplyError:
+            return 0
+
+    def class_names(self, sites: Sequence[Site]) -> dict[str, tuple[str, ...]]:
+        """By site, the names of its classes 0, 1, ...; none if they are numbers. Sites that did not enrol are left out."""
+        if self.server_has_data:
+            return {site.name: class_things(site.spec) for site in sites}
+        self._hear(sites)
+        asked = {site.name for site in sites}
+        return {site: names for site, names in self._said.names().items() if site in asked}
+
+    def enrolled_names(self, sites: Sequence[Site]) -> list[tuple[str, ...]]:
+        """What sites that enrolled call their classes, of those that fit; nobody is asked."""
+        said, unlike = self._said.class_names(), self._unlike()
+        return [said[site.name] for site in sites if site.name in said and site.name not in unlike]
+
+    def enrol(self, sites: Sequence[Site]) -> list[Site]:
+        """Where the server has no data: hear from sites that have not said so how many images they have; those that fit."""
+        self._hear(sites)
+        return self.fitting(sites)
+
+    def fitting(self, sites: Sequence[Site]) -> list[Site]:
+        """The sites that fit. Where all share their outputs, one whose classes bear other names than at most of the sites
+        that enrolled does not: what it learns of a class would be taken for another one.
+        """
+        unlike = self._unlike()
+        for site in sites:
+            if site.name in unlike and (site.name, "unlike") not in self._told:
+                self.message(f"{site.name} is not asked: {unlike[site.name]}, and data.heads=shared")
+                self._told.add((site.name, "unlike"))
+        return [site for site in sites if site.name not in unlike]
+
+    def _unlike(self) -> dict[str, str]:
+        return self._said.unlike() if self.config.data.heads == "shared" else {}
+
+    def _hear(self, sites: Sequence[Site]) -> None:
+        new = [site for site in sites if not (self.server_has_data or self._said.has(site.name))]
+        for reply in self.enrolling(new) if new else ():
+            self._said.take(reply)
