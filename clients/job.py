@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import portalocker
 import torch
@@ -12,7 +13,6 @@ from flwr.app import Context, Message, RecordDict
 from fedloom.clients.data import Images, site_images
 from fedloom.clients.data.listing import at_round
 from fedloom.clients.privacy.guard import SIMULATED
-from fedloom.clients.privacy.memory import Memory
 from fedloom.clients.privacy.policy import Policy, followed
 from fedloom.clients.protocol.configurations import configuration, parsed
 from fedloom.clients.protocol.messages import BEFORE, ENROL, OWN, SUBSET, TaskInstructions, read_order
@@ -23,6 +23,9 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.once import once
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site, roster
+
+if TYPE_CHECKING:
+    from fedloom.clients.privacy.memory import Memory
 
 LOCK = "site.lock"  # in a site's store
 MOST_LENGTHS = 16  # of runs whose configuration is kept
@@ -44,8 +47,10 @@ class Job:
     simulated: bool = True
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> "Memory":
         """What the site remembers over all runs."""
+        from fedloom.clients.privacy.memory import Memory  # a database: only where something is disclosed
+
         return Memory(self.store.root, self.site.name if self.simulated else "")
 
     @property

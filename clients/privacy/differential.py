@@ -89,12 +89,6 @@ def spend(job: Job) -> float:
     return epsilon(job.memory.spend(privacy.noise, check), privacy.delta)
 
 
-def check_privacy(privacy: PrivacyConfig) -> None:
-    """UserError for half a mechanism."""
-    if bool(privacy.noise) != bool(privacy.clip):
-        raise UserError("privacy: takes both privacy.clip and privacy.noise, or neither")
-
-
 @functools.lru_cache
 def _epsilon(times: tuple[tuple[float, int], ...], delta: float) -> float:
     import dp_accounting

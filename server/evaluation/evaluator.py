@@ -26,7 +26,6 @@ from fedloom.conf.errors import UserError, plain
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import UNION, Site, roster
-from fedloom.fusion.cla_ot.repair import recompute_statistics
 
 RECOMPUTED = "recomputed"
 
@@ -118,6 +117,8 @@ class Evaluator:
         """
         if self.config.evaluation.statistics != RECOMPUTED:
             return
+        from fedloom.fusion.cla_ot.repair import recompute_statistics  # all of fusion's graphs: only where it is asked for
+
         parts = [self.images(domain, "validation").x for domain in (self.specs if domains is None else domains)]
         fewest = min((len(part) for part in parts if len(part)), default=0)
         if not fewest:

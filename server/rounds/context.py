@@ -198,11 +198,12 @@ class RoundContext(View):
         if self.config.federation.secure_aggregation:
             return self._transport.masked(self, expected).gather(kind, content, asked)
         means = {record: ExactSum(self.bits) for record, one in expected.items() if one.mean}
-        partials = self._transport.partials(self, means, expected)
+        partials: Adding | None = None
         for received in self._transport.ask(kind, self, asked, content, expected):
             try:
                 reply = self._checked(kind, received, expected if received.partial is None else {})
                 if received.partial is not None:
+                    partials = partials or self._transport.partials(self, means, expected)
                     partials.add(received.partial, reply)
                 else:
                     self._put_all(reply, expected, means)
@@ -212,7 +213,7 @@ class RoundContext(View):
             if received.partial is None or not received.partial.node:
                 replies += 1
                 self._took(kind, reply)
-        for reply, reason in partials.fetched():
+        for reply, reason in partials.fetched() if partials else ():
             if reason:
                 self._drop(reply.site, reason)
             else:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fedloom.clients.privacy.differential import check_privacy
 from fedloom.clients.protocol.packing import NONE
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
@@ -14,7 +13,8 @@ from fedloom.server.ledger.declared import Slot, Sum
 def check_hidden(config: Config) -> None:
     """UserError for ways of hiding, packing, adding up and scaling that exclude each other."""
     federation = config.federation
-    check_privacy(config.privacy)
+    if bool(config.privacy.noise) != bool(config.privacy.clip):
+        raise UserError("privacy: takes both privacy.clip and privacy.noise, or neither")
     if federation.secure_aggregation and federation.partial_sums:
         raise UserError("federation.partial_sums: workers would read what sites give; not with secure_aggregation")
     if federation.secure_aggregation and federation.packed != NONE:

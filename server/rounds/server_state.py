@@ -21,7 +21,6 @@ from fedloom.server.rounds.channel import RawReply
 from fedloom.server.rounds.context import Adding, Gathering, RoundContext, Transport
 from fedloom.server.rounds.privacy import hidden
 from fedloom.server.rounds.recalibrated import end, recalibrated
-from fedloom.server.rounds.recalibration import check
 from fedloom.server.rounds.schedules import Participation
 from fedloom.server.rounds.view import Models, Setup, View
 from fedloom.server.strategies import ResidualInfluence, slots_of, strategy_of
@@ -161,6 +160,8 @@ class ServerState:
 
     def check_recalibration(self, names: Sequence[str]) -> None:
         """UserError if the aggregate without these sites cannot be recalibrated."""
+        from fedloom.server.rounds.recalibration import check  # closed forms: only where they are asked for
+
         if hidden(self.config):
             raise UserError("recalibration: reads what each site tells of its images, and this run hides that "
                             "(federation.secure_aggregation, privacy.noise); ask without --recalibrate")  # fmt: skip

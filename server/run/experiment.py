@@ -36,7 +36,7 @@ from fedloom.server.run.listener import Listener, Listeners
 from fedloom.server.run.resource_usage import Spent
 from fedloom.server.run.training_run import TrainingRun, open_ledger
 from fedloom.server.run_folder.folder import SUMMARY, RunFolder, refuse_existing
-from fedloom.server.run_folder.listing import FINISHED
+from fedloom.server.run_folder.layout import FINISHED
 from fedloom.server.strategies import STRATEGIES, slots_of
 from fedloom.server.strategies.base import check_named
 from fedloom.server.unlearning.client_erasure import outstanding

@@ -10,6 +10,7 @@ LEDGER, SEAL, LOCK = "ledger.sqlite", "ledger.sha256", "ledger.lock"  # the lock
 BASELINES, RETRAINED, CERTIFICATES = "baselines", "retrained", "certificates"
 STATES, SITES, STAGING, BLOBS = "states", "sites", "staging", "blobs"
 PLOTS, REPORT = "plots", "report.html"
+FINISHED = "finished"  # the status of a summary
 TRACKERS = ("csv", "mlruns", "tensorboard", "wandb")  # folders of the trackers that ship; others': their own name
 
 WRITTEN = frozenset(

@@ -17,13 +17,23 @@ from fedloom.conf.load import from_mapping
 from fedloom.conf.schema import Config, RunConfig
 from fedloom.conf.text_keys import keep_texts
 from fedloom.conf.yaml_text import read_yaml
-from fedloom.server.run_folder.layout import CONFIG, LEDGER, LOCK, METRICS, SUMMARY, holds_only_config, is_begun, strange_in
+from fedloom.server.run_folder.layout import (
+    CONFIG,
+    FINISHED,
+    LEDGER,
+    LOCK,
+    METRICS,
+    SUMMARY,
+    holds_only_config,
+    is_begun,
+    strange_in,
+)
 
 KEYS = {"experiment", "seed", "rounds", "sites", "population", "network", "objective", "strategy", "baselines", "run",
         "engine", "data", "training", "federation", "evaluation"}  # in every run's config.yaml, since version 1  # fmt: skip
 MOST_STRANGE = 5  # names that an error tells
 MOST_DEPTH = 4  # of folders within each other in which runs are looked for
-RUNNING, STOPPED, FINISHED = "running", "stopped", "finished"
+RUNNING, STOPPED = "running", "stopped"
 ENDED = (FINISHED, "failed", "interrupted")  # as a summary says it
 
 

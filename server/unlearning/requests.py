@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedloom.clients.networks import Model
 from fedloom.conf.errors import UserError, unknown
@@ -21,8 +21,9 @@ from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.run_folder.layout import BASELINES, RETRAINED, SITES, STAGING, STATES
 from fedloom.server.unlearning.certificate import certificate, check_sums, issue, reissue
 from fedloom.server.unlearning.client_erasure import Erasure
-from fedloom.server.unlearning.evidence import UnlearningEvaluation
-from fedloom.server.unlearning.scope import scope
+
+if TYPE_CHECKING:
+    from fedloom.server.unlearning.evidence import UnlearningEvaluation
 
 KIND = "unlearn"
 LEAVING = "leaving"  # an event: the sites of a request are forgotten in the next round (secure aggregation)
@@ -72,9 +73,11 @@ class Unlearning:
 
         `retrained`: a network that was trained without them, to compare with.
         """
+        from fedloom.server.unlearning.scope import scope
+
         self._erase(request)  # what was trained since
         self.ledger.prune()  # what a crash has left
-        evaluation = UnlearningEvaluation(self.config, self.evaluator, request.sites)
+        evaluation = self._evaluation(request)
         done = certificate(self.ledger, self.aggregation, request)
         done["evidence"] = evaluation.report((request.result or {})["evidence"], self._aggregate(), retrained)
         done["scope"] = scope(done["evidence"])
@@ -166,11 +169,16 @@ class Unlearning:
             if request.state == "applied":
                 self._erase(request)
 
+    def _evaluation(self, request: Request) -> "UnlearningEvaluation":
+        from fedloom.server.unlearning.evidence import UnlearningEvaluation  # attacks: only where a request is carried out
+
+        return UnlearningEvaluation(self.config, self.evaluator, request.sites)
+
     def _before(self, request: Request) -> dict[str, Any]:
         """What is known before anything is changed; of a request that was rolled back when it crashed, what was then."""
         if known := self._noted(request, "rolled back", LEAVING):
             return {**known, "round": self.last_round()} if not request.options.get("rollback") else known
-        evidence = UnlearningEvaluation(self.config, self.evaluator, request.sites).of(self._aggregate())
+        evidence = self._evaluation(request).of(self._aggregate())
         return {"digest_before": self.aggregation.digest(), "evidence": evidence, "round": self.last_round()}
 
     def _taken(self, request: Request, told: Callable[[str], None], mine: str) -> Request:

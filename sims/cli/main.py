@@ -69,15 +69,18 @@ def run(
     began, words = time.monotonic(), list(overrides or [])
     if "=" in experiment:  # fedloom run rounds=3: the default experiment
         words, experiment = [experiment, *words], "digits"
-    with waiting("reading the configuration", quiet):
-        from fedloom.sims.cli import many
-
     if seeds is not None or sweep:
+        with waiting("reading the configuration", quiet):
+            from fedloom.sims.cli import many
+
         order = many.Order(experiment, words, seeds, sweep or [], parallel, overwrite)
         raise typer.Exit(many.show(order) if show else many.run(order, quiet=quiet, as_json=as_json))
     if parallel > 1:
         raise UserError("--parallel: is for many runs; say which with --seeds 0,1,2 or --sweep key=value,value")
-    config = many.one_of_many(experiment, [*words, *(["run.overwrite=true"] if overwrite else [])])
+    with waiting("reading the configuration", quiet):
+        from fedloom.sims.operations.configured import configured
+
+    config = configured(experiment, [*words, *(["run.overwrite=true"] if overwrite else [])])
     if show:
         from fedloom.sims.operations.keys import with_options
 

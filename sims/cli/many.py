@@ -9,9 +9,7 @@ from typing import Any
 
 import typer
 
-from fedloom.conf import UserError, load
-from fedloom.conf.errors import plain
-from fedloom.conf.schema import Config
+from fedloom.conf import load
 from fedloom.server.strategies.defaults import with_default_objective
 from fedloom.sims.report.tables import Table, before_forgetting, percent
 from fedloom.sims.sweeps.outcome import KEPT, Outcome
@@ -36,19 +34,6 @@ class Order:
             self.words,
             read_sweep(self.seeds, self.sweep),
         )
-
-
-def one_of_many(experiment: str, words: Sequence[str]) -> Config:
-    """The configuration of a single run. UserError, which for several values says how each gets a run of its own."""
-    try:
-        return with_default_objective(load(experiment, words), words)
-    except UserError as error:
-        for key, _, values in (word.partition("=") for word in words):
-            if key == "seeds":
-                raise UserError(f"{key}: a run for each is made by --seeds {plain(values) or '0,1,2'}") from None
-            if "," in values and (str(error).startswith(f"{key}: got ") or f"'{values}'" in str(error)):
-                raise UserError(f"{error}; a run for each value: --sweep {plain(key)}={plain(values)}") from None
-        raise
 
 
 def show(order: Order) -> int:

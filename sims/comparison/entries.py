@@ -11,8 +11,8 @@ from typing import Any
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import roster
-from fedloom.server.run_folder.layout import BASELINES, METRICS
-from fedloom.server.run_folder.listing import FINISHED, is_run, read_config, runs_in, status
+from fedloom.server.run_folder.layout import BASELINES, FINISHED, METRICS
+from fedloom.server.run_folder.listing import is_run, read_config, runs_in, status
 from fedloom.server.run_folder.results_schema import checked_metrics, checked_summary, traffic_of
 from fedloom.sims.report.tables import accuracies, before_forgetting, has_aggregate
 

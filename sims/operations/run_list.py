@@ -8,8 +8,8 @@ from typing import Any
 from fedloom.conf.errors import UserError
 from fedloom.conf.formatting import count
 from fedloom.conf.yaml_text import read_yaml
-from fedloom.server.run_folder.layout import CONFIG
-from fedloom.server.run_folder.listing import FINISHED, runs_in, status, waiting
+from fedloom.server.run_folder.layout import CONFIG, FINISHED
+from fedloom.server.run_folder.listing import runs_in, status, waiting
 from fedloom.server.run_folder.results_schema import checked_metrics, checked_summary
 from fedloom.sims.report.tables import Cell, Table, before_forgetting, percent
 

@@ -28,7 +28,6 @@ from fedloom.sims.engines.share import WHOLE, Share
 from fedloom.sims.progress.listeners import QuietListener, listener_for
 from fedloom.sims.report.certificates import write_pages
 from fedloom.sims.report.report import write_report
-from fedloom.sims.tracking import Tracking, refuse_trackers
 
 
 def simulate(
@@ -57,7 +56,7 @@ def simulate(
         shown = stack.enter_context(listener or listener_for(quiet, json_output=json_output))
         with under_way("looking at configuration and data"):
             refuse(config)
-        listening = Listeners([shown, stack.enter_context(Tracking(config, shown.message)), *listeners])
+        listening = Listeners([shown, *_trackers(config, shown, stack), *listeners])
         done = finished(config)
         summary = done or _carried_out(config, share, listening, began)
         write_pages(folder)
@@ -66,6 +65,14 @@ def simulate(
             listening.note(f"{folder}: is finished, after {count(done['rounds'], 'round')}; nothing is left to do")
         listening.note(f"report: {report}")
     return summary
+
+
+def _trackers(config: Config, shown: QuietListener, stack: contextlib.ExitStack) -> list[Listener]:
+    if not config.tracking:
+        return []
+    from fedloom.sims.tracking import Tracking  # others' packages: only where they are asked for
+
+    return [stack.enter_context(Tracking(config, shown.message))]
 
 
 def _carried_out(config: Config, share: Share, listening: Listener, began: float) -> dict[str, Any]:
@@ -81,7 +88,10 @@ def refuse(config: Config) -> None:
     refuse_busy(Path(config.run.root) / config.run.name)
     check(config)
     _check_engine(config)
-    refuse_trackers(config)
+    if config.tracking:
+        from fedloom.sims.tracking import refuse_trackers
+
+        refuse_trackers(config)
 
 
 def simulate_once(config: Config, *, quiet: bool = False) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 unseen. (tests/flower sends some of them through a SuperLink.)"""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import pytest
 from flwr.app import Message
