@@ -1,14 +1,23 @@
-"""The images a process used last, bounded by their bytes: a site of 50 images and one of 50,000 are not alike."""
+"""What is kept of data: images in memory, and divisions of domains on disk."""
 
+import contextlib
+import io
+import os
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from pathlib import Path
 from threading import Lock
 
+import numpy as np
+
 from fedloom.clients.data.images import Images
+from fedloom.clients.data.sources import Positions
+from fedloom.clients.storage.states import write_bytes
 
 
 class ImageCache:
-    """Images by key, at most `limit` bytes in all (the newest one is kept whatever its size)."""
+    """The images a process used last, by key, at most `limit` bytes in all (the newest is kept whatever its size)."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -30,3 +39,26 @@ class ImageCache:
             while len(self._kept) > 1 and self.nbytes > self.limit:
                 self.nbytes -= self._kept.popitem(last=False)[1].nbytes
         return made
+
+
+def folder() -> Path:
+    """$XDG_CACHE_HOME/fedloom/divisions, usually in ~/.cache; may be deleted at any time."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedloom" / "divisions"
+
+
+def kept(key: str, make: Callable[[], tuple[Positions, ...]]) -> tuple[Positions, ...]:
+    """What `make` gives, from disk if it was made before under this key (a digest of everything it depends on).
+
+    So a worker need not import flwr_datasets (2 s, half a GiB) to look a division up.
+    """
+    path = folder() / f"{key}.npz"
+    missing_or_damaged = (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile)
+    with contextlib.suppress(*missing_or_damaged), np.load(path, allow_pickle=False) as file:
+        return tuple(np.split(file["positions"], file["starts"]))
+    parts = make()
+    buffer = io.BytesIO()
+    starts = np.cumsum([len(part) for part in parts])[:-1]
+    np.savez(buffer, positions=np.concatenate(parts), starts=starts)
+    with contextlib.suppress(OSError):  # nowhere to write: then it is made each time
+        write_bytes(path, buffer.getvalue())
+    return parts

@@ -11,9 +11,7 @@ import numpy as np
 
 from fedloom.clients.data import listing
 from fedloom.clients.data.arrays import Named, as_pixels, check_image, numbered
-from fedloom.clients.data.folders import SUFFIXES, read_folder
 from fedloom.clients.data.found import KINDS, Contents, Select, fitting, has_path, legible, origin, path_of, short, wrong
-from fedloom.clients.data.hugging_face import read_dataset
 from fedloom.clients.data.sources import OFFICIAL, WHOLE, Labels, Pixels, Positions
 from fedloom.conf.errors import UserError, plain
 from fedloom.conf.plugins import call, outside, parameters
@@ -64,6 +62,8 @@ def state_of(domain: str) -> str:
 def _counts(domain: str) -> listing.Counts:
     """Which of a folder's files the domain is read from, by their names."""
     if domain.startswith("images:"):
+        from fedloom.clients.data.folders import SUFFIXES
+
         return lambda name: Path(name).suffix.lower() in SUFFIXES
     return lambda name: not name.startswith("cache-")  # which the library of Hugging Face writes beside the others
 
@@ -195,4 +195,16 @@ def lookup(domain: str, known: Iterable[str] = ()) -> Any:
     return outside("domain", domain, [*known, *(f"{kind}:PATH" for kind in READERS)], "domain")
 
 
-READERS: dict[str, Callable[[Path, str], Contents]] = dict(zip(KINDS, (read_folder, _npz, read_dataset), strict=True))
+def _folder(path: Path, domain: str) -> Contents:
+    from fedloom.clients.data.folders import read_folder
+
+    return read_folder(path, domain)
+
+
+def _dataset(path: Path, domain: str) -> Contents:
+    from fedloom.clients.data.hugging_face import read_dataset
+
+    return read_dataset(path, domain)
+
+
+READERS: dict[str, Callable[[Path, str], Contents]] = dict(zip(KINDS, (_folder, _npz, _dataset), strict=True))

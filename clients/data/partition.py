@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedloom.clients.data.disk_cache import kept
+from fedloom.clients.data.cache import kept
 from fedloom.clients.data.sources import Labels, Positions
 from fedloom.conf.errors import UserError
 from fedloom.conf.plugins import call, outside, parameters

@@ -8,7 +8,6 @@ from torch.func import functional_call
 from fedloom.clients.data import outputs
 from fedloom.clients.objectives.base import Session, Task
 from fedloom.clients.protocol.messages import MEAN
-from fedloom.clients.training.compiled import compiled_loss
 from fedloom.fusion.state import State
 
 
@@ -48,6 +47,8 @@ class PlainSession(Session):
         """The loss of the network with these weights (its own where there is none) over the outputs of the site's domain."""
         config = self.task.config
         if config.engine.compile and len(images) == config.training.batch:
+            from fedloom.clients.training.compiled import compiled_loss  # torch's compiler: only where it is asked for
+
             smoothing = config.training.label_smoothing
             return compiled_loss(self.network, self.outputs.start, self.outputs.stop, smoothing)(weights, images, labels)
         return self.task.loss(self.scores(weights, images), labels)

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,11 @@ from fedloom.clients.training.augmentation import augmentation_of
 from fedloom.clients.training.min_batch_size import min_batch_size
 from fedloom.clients.training.optimizers import optimizer_of
 from fedloom.clients.training.schedules import schedule_of
+from fedloom.clients.training.session import Session
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import drawing, drawn, torch_generator
 from fedloom.conf.schema import Config, TrainingConfig
 from fedloom.conf.sites import Site
-
-if TYPE_CHECKING:
-    from fedloom.clients.objectives import Session
 
 
 class DivergedError(RuntimeError):
@@ -49,7 +47,7 @@ def rate_at(training: TrainingConfig, rounds: int, progress: float) -> float:
 
 
 def learn(
-    session: "Session", images: Images, config: Config, site: Site, round: int, device: torch.device,
+    session: Session, images: Images, config: Config, site: Site, round: int, device: torch.device,
     words: Sequence[str] = (), least: int = 0,
 ) -> Outcome:  # fmt: skip
     """Train for config.training.epochs or steps; all randomness from (seed, site, words). Raises DivergedError.

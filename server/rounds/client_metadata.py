@@ -1,6 +1,8 @@
 """What sites that bring their own data say when they enrol: how many training images they have, and of which classes."""
 
+from bisect import bisect_left
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fedloom.clients.data import differing
@@ -8,9 +10,9 @@ from fedloom.clients.protocol.messages import METRICS
 from fedloom.clients.protocol.reply_checks import ReplyError, read_names
 from fedloom.conf.errors import plain
 from fedloom.server.rounds.channel import RawReply
-from fedloom.server.rounds.sample_counts import capped
 
 MOST_IMAGES = 2**31 - 1
+MOST_TIMES = 10  # as many images as the median of the other sites: nobody can check what a site says, and it is a weight
 
 
 @dataclass
@@ -44,7 +46,7 @@ class ClientMetadata:
         return self._sizes[site]
 
     def counted(self, site: str) -> int:
-        """How many of a site's images count, beside what the others say (sample_counts). ReplyError as above."""
+        """How many of a site's images count, beside what the others say (capped). ReplyError as above."""
         self.images(site)
         if self._counted.keys() != self._sizes.keys():
             self._counted = capped(self._sizes)
@@ -79,3 +81,20 @@ def _read(reply: RawReply) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
     if not isinstance(images, int) or not 1 <= images <= MOST_IMAGES:
         raise ReplyError(f"it names no number of images from 1 to {MOST_IMAGES}")
     return images, read_names(reply.content), read_names(reply.content, "things")
+
+
+def capped(sizes: Mapping[str, int]) -> dict[str, int]:
+    """By site how many of its images count: at most MOST_TIMES the median of what the other sites say."""
+    ordered = sorted(sizes.values())
+    return {site: min(size, int(MOST_TIMES * _median_without(ordered, size))) if len(ordered) > 1 else size
+            for site, size in sizes.items()}  # fmt: skip
+
+
+def _median_without(ordered: Sequence[int], size: int) -> float:
+    """The median of sizes, in their order, without one that is this large."""
+    gone, rest = bisect_left(ordered, size), len(ordered) - 1
+
+    def at(place: int) -> int:
+        return ordered[place + (place >= gone)]
+
+    return (at((rest - 1) // 2) + at(rest // 2)) / 2

@@ -1,10 +1,11 @@
 """One round of any strategy: who takes part, the strategy's questions, commit, evaluate."""
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,10 +24,12 @@ from fedloom.server.rounds.masks import RECORD, partners, rounds_together
 from fedloom.server.rounds.recalibrated import aggregates, end
 from fedloom.server.rounds.schedules import Participation
 from fedloom.server.rounds.server_state import ServerState
-from fedloom.server.rounds.site_evaluation import SiteEvaluation
 from fedloom.server.rounds.transport import RoundTransport
 from fedloom.server.run.listener import Listener
 from fedloom.server.run_folder.results_schema import RECEIVED
+
+if TYPE_CHECKING:
+    from fedloom.server.rounds.site_evaluation import SiteEvaluation
 
 
 @dataclass
@@ -50,18 +53,23 @@ class RoundLoop:
     written: Callable[[dict[str, Any]], None] = lambda record: None
     last: int = field(init=False)
     transport: RoundTransport = field(init=False)
-    sites: SiteEvaluation = field(init=False)
 
     def __post_init__(self) -> None:
         self.last = self.state.length(self.config.rounds)
         self.transport = RoundTransport(self.config, self.run, self.channel, self.state, self.listener, self.config.rounds)
-        self.sites = SiteEvaluation(
+        torch.set_num_threads(self.config.engine.threads)  # the cores are the sites', and torch's idle threads spin
+
+    @functools.cached_property
+    def sites(self) -> "SiteEvaluation":
+        """What has the sites measure networks on their own images."""
+        from fedloom.server.rounds.site_evaluation import SiteEvaluation
+
+        return SiteEvaluation(
             self.transport,
             lambda: self.transport.participants.fitting(self.state.members()),
             lambda: self.state.view().round,
             lambda: self.state.strategy.measured_with(self.state.view()),
         )
-        torch.set_num_threads(self.config.engine.threads)  # the cores are the sites', and torch's idle threads spin
 
     @contextlib.contextmanager
     def round(self, number: int, recalibration: bool = False) -> Iterator[RoundContext]:

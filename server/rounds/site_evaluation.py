@@ -11,7 +11,7 @@ from fedloom.clients.protocol.messages import EVALUATE, RIGHT, measured_record, 
 from fedloom.clients.protocol.reply_checks import ReplyError, check_score
 from fedloom.conf.sites import UNION, Site
 from fedloom.fusion.state import State
-from fedloom.server.rounds.sample_counts import capped
+from fedloom.server.rounds.client_metadata import capped
 from fedloom.server.rounds.task_messages import Asking
 from fedloom.server.rounds.transport import RoundTransport
 
@@ -71,7 +71,7 @@ class SiteEvaluation:
     def shares(self, scores: Mapping[str, Score]) -> dict[str, float]:
         """The fraction of right answers for each domain, and of all together; nothing where there are no images.
 
-        A site of a real federation that says many more images than the others counts less (server.rounds.sample_counts).
+        A site of a real federation that says many more images than the others counts less (client_metadata.capped).
         """
         tally: dict[str, tuple[float, float]] = {}
         said = {name: one.images for name, one in scores.items() if one.images}

@@ -1,8 +1,8 @@
 """What a method's networks come to at the end of a run: on every domain, and at single sites on their own test images."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,12 +14,11 @@ from fedloom.clients.protocol.reply_checks import MOST_NAME
 from fedloom.conf.errors import UserError, plain
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site, roster
+from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.rounds.schedules import looked_at
+from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.view import Models, View
-from fedloom.server.run_folder.folder import AGGREGATE, is_file_name
-
-if TYPE_CHECKING:
-    from fedloom.server.run.training_run import TrainingRun
+from fedloom.server.run_folder.folder import AGGREGATE, RunFolder, is_file_name
 
 QUESTION_BYTES = 64 * 2**20  # of networks that sites are sent in one question, about
 OWN = "own"  # in results by site: the sites' own networks, each at its site
@@ -32,6 +31,9 @@ class Found:
 
     shares: dict[str, float]
     sites: dict[str, Score]
+
+
+Scoring = Callable[[Sequence[Model | None], Sequence[Sequence[Site]]], list[Found]]
 
 
 @dataclass
@@ -48,26 +50,28 @@ class _Waiting:
 class Measured:
     """What is found of a method's networks as they are looked at one by one; each is written into the run's folder.
 
-    Where sites measure them, several travel in one question. `sites`: those that are looked at one by one.
+    Where sites measure them, several travel in one question. `scores`: how models do at their users (TrainingRun.scores).
+    `sites`: those that are looked at one by one.
     """
 
-    def __init__(self, method: "TrainingRun") -> None:
-        self.method, self.aggregate = method, method.state.display_name
-        self.models = check_models(method.config, method.state.models())
+    def __init__(self, state: ServerState, folder: RunFolder, evaluator: Evaluator, scores: Scoring) -> None:
+        self.state, self.folder, self.evaluator, self._scores = state, folder, evaluator, scores
+        self.config, self.aggregate = state.config, state.display_name
+        self.models = check_models(self.config, state.models())
         self.accuracy: dict[str, dict[str, float]] = {}
         self.forgotten: dict[str, dict[str, float]] = {}
         self.facts: dict[str, Any] = {}
         self.at: dict[str, dict[str, Score]] = {}
-        view = method.state.view()
-        there = set(looked_at(method.config, trained(view)))
+        view = state.view()
+        there = set(looked_at(self.config, trained(view)))
         self.sites = [site for site in view.sites if site.name in there]
         self._waiting: list[_Waiting] = []
         self._served: set[Architecture] = set()  # architectures whose first shared network was looked at
 
     def network(self, name: str) -> None:
         """Look at a network by its display name."""
-        model = self.method.evaluator.settled(self.models[name])
-        self.method.folder.write_network(AGGREGATE if name == self.aggregate else name, model, display_name=name)
+        model = self.evaluator.settled(self.models[name])
+        self.folder.write_network(AGGREGATE if name == self.aggregate else name, model, display_name=name)
         own = [site for site in self.sites if site.name == name]
         self.measure(self.accuracy, name, model, own or self._users(model.architecture), OWN if own else AGGREGATE)
         self.facts |= model.facts
@@ -78,7 +82,7 @@ class Measured:
             return
         if site.name in self.models:
             self.network(site.name)
-        if (rest := self.method.state.without([site.name])) is not None:
+        if (rest := self.state.without([site.name])) is not None:
             self.measure(self.forgotten, site.name, rest)
 
     def measure(
@@ -87,13 +91,13 @@ class Measured:
         """Have a model's accuracy put into a table under a name, at once or with others (`settle`)."""
         self._waiting.append(_Waiting(into, name, model, users, role))
         size = sum(tensor.nbytes for one in self._waiting if one.model is not None for tensor in one.model.state.values())
-        if self.method.config.evaluation.where == "server" or size > QUESTION_BYTES:
+        if self.config.evaluation.where == "server" or size > QUESTION_BYTES:
             self.settle()
 
     def settle(self) -> None:
         """Measure what waits."""
         waiting, self._waiting = self._waiting, []
-        found = self.method.scores([one.model for one in waiting], [one.users for one in waiting]) if waiting else []
+        found = self._scores([one.model for one in waiting], [one.users for one in waiting]) if waiting else []
         for one, here in zip(waiting, found, strict=True):
             one.into[one.name] = here.shares
             self.at.setdefault(one.role, {}).update({name: each for name, each in here.sites.items() if each.images})
@@ -107,7 +111,7 @@ class Measured:
         if architecture in self._served:
             return []
         self._served.add(architecture)
-        return [site for site in self.sites if architecture_of(self.method.config, site) == architecture]
+        return [site for site in self.sites if architecture_of(self.config, site) == architecture]
 
 
 def trained(view: View) -> list[str]:

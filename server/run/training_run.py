@@ -217,7 +217,7 @@ class TrainingRun:
 
         Every contribution is read once, and checked against the sums.
         """
-        state, found = self.state, Measured(self)
+        state, found = self.state, Measured(self.state, self.folder, self.evaluator, self.scores)
         members = {site.name for site in state.members()}
         for name in found.models:
             if name not in members:

@@ -7,21 +7,21 @@ brings their channels into one basis by exact optimal transport, and averages. `
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.fusion.settings import FusionSettings
 from fedloom.fusion.state import State
+from fedloom.fusion.submodels import Submodel
 from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.recalibration import HEAD
 from fedloom.server.rounds.view import View
 from fedloom.server.strategies.architectures import group_by_site, groups_of, reference_of
 from fedloom.server.strategies.by_architecture import ByArchitecture, averaged, cast, counted, has, kept
 from fedloom.server.strategies.own_start import Apart, check_fusing, fused_apart
-
-if TYPE_CHECKING:
-    from fedloom.server.strategies.cla_ot import ClaOt
+from fedloom.server.strategies.public import PublicImages
+from fedloom.server.strategies.server_training import ServerTraining
 
 OWN = "own"
 PARTS, CLA_OT, REFIT = "parts", "cla_ot", "refit"
@@ -30,11 +30,32 @@ ACTIVATIONS, LACKING = "activations", 0.3  # as the options are by default
 PROBE, SERVER = "strategy.probe", "strategy.server.images"
 
 
+class FusionOptions(Protocol):
+    """Of the options of `cla_ot`, and of what follows from them, what a fusion without a common basis needs."""
+
+    @property
+    def reference(self) -> str: ...
+    @property
+    def fusion(self) -> str: ...
+    @property
+    def basis(self) -> str: ...
+    @property
+    def start(self) -> str: ...
+    @property
+    def probe(self) -> PublicImages: ...
+    @property
+    def server(self) -> ServerTraining: ...
+    def round(self, run: RoundContext) -> None: ...
+    def first_reference(self, view: View) -> State: ...
+    def parts(self, config: Config) -> Mapping[str, Submodel]: ...
+    def mix(self, view: View) -> float: ...
+
+
 @dataclass(frozen=True)
 class FusedAnew(ByArchitecture):
     """`cla_ot` with a fusion that needs no common basis; `options`: the strategy's."""
 
-    options: "ClaOt"
+    options: FusionOptions
 
     @property
     def reference_name(self) -> str:

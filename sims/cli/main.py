@@ -2,6 +2,7 @@
 
 import _thread
 import contextlib
+import importlib
 import inspect
 import json
 import os
@@ -9,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -17,9 +19,8 @@ import click
 import typer
 
 from fedloom.conf import UserError
-from fedloom.conf.errors import FailedError, of_files
+from fedloom.conf.errors import FailedError, of_files, unknown
 from fedloom.sims.cli import about, cluster, federation, heads, networks, requests, runs
-from fedloom.sims.cli.lazy import named
 from fedloom.sims.cli.options import Json, Quiet
 from fedloom.sims.ending import Ending
 from fedloom.sims.progress.output import fault, make_lenient
@@ -117,7 +118,7 @@ def reproduce(
     from fedloom.sims.experiments import MODULES
 
     asked = [*(overrides or []), *([f"tables={table}"] if table else [])]
-    folder = named("reproduction", what, MODULES, "reproduce")(preset, seeds, asked, quiet=quiet)
+    folder = _named("reproduction", what, MODULES, "reproduce")(preset, seeds, asked, quiet=quiet)
     typer.echo((folder / "tables.md").read_text(encoding="utf-8"))
     typer.echo(f"written: {folder}/tables.md and {folder}/report.html")
 
@@ -132,7 +133,7 @@ def bench(
     """Measure time or memory on this machine."""
     from fedloom.sims.benchmarks import MODULES
 
-    measure = named("benchmark", what, MODULES, "bench")
+    measure = _named("benchmark", what, MODULES, "bench")
     given = {"quick": quick, "out": out}
     tables, rows = measure(**{name: given[name] for name in inspect.signature(measure).parameters if name in given})
     for table in [tables] if isinstance(tables, Table) else tables:
@@ -148,6 +149,13 @@ app.add_typer(heads.app)
 app.add_typer(runs.app)
 app.add_typer(federation.app, name="federation")
 app.add_typer(cluster.app, name="cluster")
+
+
+def _named(kind: str, name: str, modules: Mapping[str, str], function: str) -> Callable[..., Any]:
+    """The function of the module that `modules` files under `name`; UserError with the nearest name otherwise."""
+    if name not in modules:
+        raise unknown(kind, name, modules)
+    return getattr(importlib.import_module(modules[name]), function)
 
 
 def main() -> NoReturn:

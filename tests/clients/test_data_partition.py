@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.clients.data.disk_cache import folder
+from fedloom.clients.data.cache import folder
 from fedloom.clients.data.partition import WAYS, divide, sizes
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import generator

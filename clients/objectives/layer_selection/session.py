@@ -1,7 +1,6 @@
 """A site that learns which layers to share while it trains (LASEM, Algorithm 1)."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +9,7 @@ from fedloom.clients.data import Images, outputs, to_float
 from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.objectives.base import Session, Task
 from fedloom.clients.objectives.layer_selection.configurations import LEARNED, Configuration
+from fedloom.clients.objectives.layer_selection.options import SelectionOptions
 from fedloom.clients.objectives.layer_selection.posterior import LIKELIHOODS, PRIORS, TASKS, Belief, shares
 from fedloom.clients.objectives.layer_selection.search import Pace, Step
 from fedloom.clients.objectives.layer_selection.tree import Tree
@@ -17,9 +17,6 @@ from fedloom.clients.objectives.plain import state_of
 from fedloom.clients.protocol.messages import MEAN, SITE
 from fedloom.conf.randomness import torch_generator
 from fedloom.fusion.state import State
-
-if TYPE_CHECKING:
-    from fedloom.clients.objectives.layer_selection.objective import LayerSelection
 
 SELECTION = "selection"  # up: what the site found
 MASS = "mass"  # [groups]: how probable it was of each group to be shared, the mean over the round's steps
@@ -32,7 +29,7 @@ NETWORK, OWN_PARTS, SHARED_PARTS = "network/", "own/", "shared/"  # in a site's 
 class SelectionSession(Session):
     """The site's own layers, what it adds to shared ones, and its copy of what all share."""
 
-    def __init__(self, objective: "LayerSelection", task: Task) -> None:
+    def __init__(self, objective: SelectionOptions, task: Task) -> None:
         self.objective, self.task = objective, task
         self.outputs, self.layers = outputs(task.config, task.site.spec), objective.layers_of(task.config, task.site)
         stored = task.own or {}
@@ -100,7 +97,7 @@ class SelectionSession(Session):
         }
 
 
-def belief_of(objective: "LayerSelection", groups: int, stored: State, others: Mapping[str, Tensor], round: int) -> Belief:
+def belief_of(objective: SelectionOptions, groups: int, stored: State, others: Mapping[str, Tensor], round: int) -> Belief:
     """A site's belief as it was stored, or the uniform one; of a configuration that is given, or warms up in this round (and
     has never trained otherwise), the fixed one."""
     warms_up = round <= objective.warm_up and not has_begun(stored)
@@ -125,7 +122,7 @@ def has_begun(stored: State) -> bool:
     return found is not None and bool(found.any())
 
 
-def composed(objective: "LayerSelection", task: Task, shared: Mapping[str, Tensor]) -> tuple[State, Configuration] | None:
+def composed(objective: SelectionOptions, task: Task, shared: Mapping[str, Tensor]) -> tuple[State, Configuration] | None:
     """The site's network under the configuration that it uses, with these shared parameters (none: those it trained last).
 
     None if the site has not trained yet.
