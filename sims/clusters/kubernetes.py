@@ -68,7 +68,7 @@ def pod(job: ClusterJob, pods: Pods, name: str) -> dict[str, Any]:
         "name": name,
         "image": job.nodes.image,
         "workingDir": WORK,
-        "env": [{"name": key, "option": text} for key, text in environment.items()],
+        "env": [{"name": key, "value": text} for key, text in environment.items()],
         "resources": {"requests": room, "limits": dict(room)},
         "volumeMounts": [{"name": "work", "mountPath": WORK}],
     }

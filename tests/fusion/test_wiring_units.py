@@ -38,11 +38,11 @@ def test_shared_layers_and_mobile_blocks():
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.initial_contribution, self.again, self.last = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+            self.first, self.again, self.last = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2)
             self.alias = self.again
 
         def forward(self, x: Tensor, scale: float = 2.0, plain: bool = True) -> Tensor:
-            x = self.again(self.initial_contribution(x).tanh()).tanh()
+            x = self.again(self.first(x).tanh()).tanh()
             return self.last(self.alias(x).tanh() * scale) if plain else x
 
     wiring = check(Twice(), torch.randn(3, 4))

@@ -161,8 +161,10 @@ def test_a_run_lives_on_when_a_key_of_the_configuration_is_added(left: Path, tmp
     later.mkdir()
     schema_file = copy_package(later) / "conf" / "schema.py"
     schema = schema_file.read_text()
-    schema = schema.replace("class EngineConfig:\n", 'class EngineConfig:\n    novelty: bool = value(True, "comes later")\n')
-    schema_file.write_text(schema + '    novelty: int = value(3, "comes later")\n')
+    schema = schema.replace(
+        "class EngineConfig:\n", 'class EngineConfig:\n    novelty: bool = option(True, "comes later")\n'
+    )
+    schema_file.write_text(schema + '    novelty: int = option(3, "comes later")\n')
     paths = os.pathsep.join([str(later), str(REPOSITORY)])
     words, env = [sys.executable, "-c", TOMORROW, str(left)], {**os.environ, "PYTHONPATH": paths}
     done = subprocess.run(words, env=env, cwd=tmp_path, text=True, capture_output=True)

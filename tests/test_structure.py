@@ -1,0 +1,62 @@
+"""How the code hangs together: floors, no circles, a short way to the gradient, READMEs that list every file."""
+
+import graphlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import grimp
+import pytest
+
+HOME = Path(__file__).resolve().parents[1]
+FLOORS = ("conf", "fusion", "clients", "server", "sims")  # from the ground up
+MOST_ON_STACK, MOST_MODULES = 10, 180
+AT_ROOTS = {"clients": {"app.py", "job.py", "work.py"}, "server": {"app.py"}}
+
+
+@pytest.fixture(scope="module")
+def imports() -> dict[str, set[str]]:
+    """By module what it imports, for types too."""
+    graph = grimp.build_graph("fedloom", cache_dir=None)
+    return {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+
+
+def test_no_floor_imports_a_higher_one(imports: dict[str, set[str]]) -> None:
+    def floor(module: str) -> int:
+        parts = module.split(".")
+        return FLOORS.index(parts[1]) if len(parts) > 1 else len(FLOORS)  # the package itself is the API, above all
+
+    assert [(module, one) for module, found in imports.items() for one in found if floor(one) > floor(module)] == []
+
+
+def test_there_are_no_circles(imports: dict[str, set[str]]) -> None:
+    tuple(graphlib.TopologicalSorter(imports).static_order())  # raises CycleError, which names one
+
+
+@pytest.mark.parametrize("folder", sorted(AT_ROOTS))
+def test_few_files_are_at_the_roots(folder: str) -> None:
+    assert {path.name for path in (HOME / folder).glob("*.py")} - {"__init__.py"} <= AT_ROOTS[folder]
+
+
+def test_the_way_to_the_gradient_is_short(tmp_path: Path) -> None:
+    words = ["run", "digits", "engine.name=inline", "rounds=1", "training.steps=1", f"run.root={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, HOME / "tests/structure.py", *words], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found["stack"]) <= MOST_ON_STACK, found["stack"]
+    assert len(found["modules"]) <= MOST_MODULES, found["modules"]
+
+
+@pytest.mark.parametrize(
+    "readme",
+    sorted(path for floor in FLOORS for path in (HOME / floor).rglob("README.md")),
+    ids=lambda path: str(path.parent.relative_to(HOME)),
+)
+def test_every_readme_lists_the_files_beside_it(readme: Path) -> None:
+    text = readme.read_text(encoding="utf-8")
+    beside = {path.name for path in readme.parent.glob("*.py")} - {"__init__.py", "__main__.py"}
+    rooms = {f"{path.parent.name}/" for path in readme.parent.glob("*/__init__.py")}
+    assert sorted(name for name in beside | rooms if f"`{name}`" not in text and f"[{name}]" not in text) == []
