@@ -22,7 +22,7 @@ from fedloom.clients.training.torch_defaults import ordinary
 from fedloom.conf.errors import UserError
 from fedloom.conf.once import once
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import Site, roster
+from fedloom.conf.sites import Site
 
 if TYPE_CHECKING:
     from fedloom.clients.privacy.memory import Memory
@@ -71,7 +71,7 @@ class Job:
     @property
     def site(self) -> Site:
         """Who is asked."""
-        return roster(self.config)[self.order.site]
+        return self.config.roster[self.order.site]
 
     @property
     def device(self) -> torch.device:
@@ -108,7 +108,7 @@ def read_job(message: Message, context: Context) -> Job:
 
 def asked_site(order: TaskInstructions, config: Config) -> Site:
     """The site that an order is for. UserError for one that the configuration has not."""
-    sites = roster(config)
+    sites = config.roster
     if not 0 <= order.site < len(sites):
         raise UserError(f"order.site: is no place among the configuration's {len(sites)} sites")
     return sites[order.site]

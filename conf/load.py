@@ -13,7 +13,6 @@ from omegaconf.errors import OmegaConfBaseException
 from fedloom.conf.errors import UserError, plain, unknown
 from fedloom.conf.schema import Config
 from fedloom.conf.shorthand import expand_shorthand, opened_at
-from fedloom.conf.sites import roster
 from fedloom.conf.suggestions import with_suggestion
 from fedloom.conf.text_keys import keep_texts, keep_texts_at, values_kept_at
 from fedloom.conf.typed import UnknownKeyError, at_home, build, checked
@@ -192,7 +191,7 @@ def from_mapping(tree: Mapping[str, Any]) -> Config:
         config = at_home(_built(filled))
         if not _names_a_folder(config.run.name):
             raise UserError(f"run.name: got '{_short(config.run.name)}', takes a plain folder name (run.root says where)")
-        roster(config)
+        _ = config.roster  # names what is wrong with it
     except UnknownKeyError as error:
         raise with_suggestion(error) from None
     return config

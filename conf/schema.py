@@ -1,12 +1,13 @@
 """The configuration of an experiment, as frozen dataclasses. Every field says what it takes."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
+from fedloom.conf.sites import Site, SiteConfig, roster
 from fedloom.conf.typed import option
 
 MOST_ROUNDS = 999_999
-MOST_SITES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -57,45 +58,6 @@ class DataConfig:
     validation: float = option(0.1, "share of a domain's training images held out to watch and choose by", low=0.0, high=0.5)
     validation_limit: int = option(1000, "most validation images of a domain", low=1)
     test_limit: int = option(0, "most test images of a domain; 0: all", low=0)
-
-
-@dataclass(frozen=True)
-class PartitionConfig:
-    """How sites that share one domain divide its training images."""
-
-    name: str = option("iid", "iid, dirichlet, classes, size, or an outside package's: an entry point, module:attribute")
-    alpha: float = option(0.5, "dirichlet: smaller is more unequal", low=1e-3)
-    classes_per_site: int = option(2, "classes: how many a site sees", low=1)
-    growth: float = option(1.0, "size: site k of n gets a share growing as (k + 1) ** growth", low=0.0)
-    min_samples: int = option(10, "fewest training images a site may end up with", low=1)
-    options: dict[str, Any] = option({}, "of an outside package's way to divide")
-
-
-@dataclass(frozen=True)
-class SiteConfig:
-    """A site, or several equal ones: a domain, how its images are changed, how many of them."""
-
-    domain: str = option(
-        "", "a domain by name (fedloom doctor lists them), or images:, npz:, dataset:PATH, or module:attribute"
-    )
-    label: str = option("", "name of this domain in tables; empty: made from the domain and its changes")
-    name: str = option("", "the site's name; empty: site-0000, site-0001, ... by place")
-    count: int = option(1, "how many sites share this domain (divided by `partition`)", low=1, high=MOST_SITES)
-    samples: int = option(
-        0, "training images of each of the `count` sites, not of all together; 0: all that its part has", low=0
-    )
-    rotation: float = option(0.0, "degrees, counter-clockwise", low=-360.0, high=360.0)
-    invert: bool = option(False, "black becomes white")
-    flip: bool = option(False, "random horizontal flips while training")
-    classes: list[int] = option([], "only these classes; empty: all", low=0)
-    relabel: bool = option(False, "count the classes from 0 again, in ascending order")
-    network: dict[str, Any] = option(
-        {}, "the site's own network: name and options; empty: the configuration's `network`", named=True
-    )
-    networks: list[dict[str, Any]] = option(
-        [], "networks of the entry's sites, dealt out in turn; instead of `network`", named=True
-    )
-    partition: PartitionConfig = option(PartitionConfig, "how the sites of this entry divide the domain")
 
 
 @dataclass(frozen=True)
@@ -228,3 +190,8 @@ class Config:
     tracking: list[Any] = option(
         [], "trackers that are told of each round: tensorboard, mlflow, wandb, csv; {name: ...}: options"
     )
+
+    @functools.cached_property
+    def roster(self) -> list[Site]:
+        """All sites, in order. Raises UserError for no sites, a double name or a `sites` of another kind."""
+        return roster(self.sites, self.population)

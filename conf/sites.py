@@ -1,4 +1,4 @@
-"""From the keys `sites` and `population` to the roster: the named sites, in the order of the configuration."""
+"""Sites: what a configuration says of them, and the roster that follows, the named sites in order."""
 
 import dataclasses
 from collections import Counter
@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedloom.conf.errors import UserError
-from fedloom.conf.once import once
-from fedloom.conf.schema import MOST_SITES, Config, SiteConfig
-from fedloom.conf.typed import build_many
+from fedloom.conf.typed import build_many, option
 
+MOST_SITES = 1_000_000
 METHOD_NAMES = {"sum", "star", "composed", "half", "mean", "fused"}
 MODE_NAMES = {"exact", "regularised", "independent", "fedavg", "together", "sequential_ab", "sequential_ba",
               "exclusive", "alone"}  # fmt: skip
@@ -18,6 +17,45 @@ PERSONAL = "personal"  # the display name of the sites' own networks, each measu
 RESULT_NAMES = {"aggregate", PERSONAL} | METHOD_NAMES | MODE_NAMES  # of tables and files, beside the sites' own
 UNION = "union"  # the display name of all domains together
 MOST_NAME_BYTES = 100  # folders are made of a site's name
+
+
+@dataclass(frozen=True)
+class PartitionConfig:
+    """How sites that share one domain divide its training images."""
+
+    name: str = option("iid", "iid, dirichlet, classes, size, or an outside package's: an entry point, module:attribute")
+    alpha: float = option(0.5, "dirichlet: smaller is more unequal", low=1e-3)
+    classes_per_site: int = option(2, "classes: how many a site sees", low=1)
+    growth: float = option(1.0, "size: site k of n gets a share growing as (k + 1) ** growth", low=0.0)
+    min_samples: int = option(10, "fewest training images a site may end up with", low=1)
+    options: dict[str, Any] = option({}, "of an outside package's way to divide")
+
+
+@dataclass(frozen=True)
+class SiteConfig:
+    """A site, or several equal ones: a domain, how its images are changed, how many of them."""
+
+    domain: str = option(
+        "", "a domain by name (fedloom doctor lists them), or images:, npz:, dataset:PATH, or module:attribute"
+    )
+    label: str = option("", "name of this domain in tables; empty: made from the domain and its changes")
+    name: str = option("", "the site's name; empty: site-0000, site-0001, ... by place")
+    count: int = option(1, "how many sites share this domain (divided by `partition`)", low=1, high=MOST_SITES)
+    samples: int = option(
+        0, "training images of each of the `count` sites, not of all together; 0: all that its part has", low=0
+    )
+    rotation: float = option(0.0, "degrees, counter-clockwise", low=-360.0, high=360.0)
+    invert: bool = option(False, "black becomes white")
+    flip: bool = option(False, "random horizontal flips while training")
+    classes: list[int] = option([], "only these classes; empty: all", low=0)
+    relabel: bool = option(False, "count the classes from 0 again, in ascending order")
+    network: dict[str, Any] = option(
+        {}, "the site's own network: name and options; empty: the configuration's `network`", named=True
+    )
+    networks: list[dict[str, Any]] = option(
+        [], "networks of the entry's sites, dealt out in turn; instead of `network`", named=True
+    )
+    partition: PartitionConfig = option(PartitionConfig, "how the sites of this entry divide the domain")
 
 
 @dataclass(frozen=True)
@@ -47,9 +85,9 @@ def parse_entries(given: Any) -> list[SiteConfig]:
     return entries
 
 
-def _dealt(config: Config) -> list[SiteConfig]:
+def _dealt(number: int, population: list[SiteConfig]) -> list[SiteConfig]:
     """The population's entries with the counts that `sites` (a number) gives them; order: round robin."""
-    number, entries = config.sites, parse_entries(config.population)
+    entries = parse_entries(population)
     if not entries:
         raise UserError("sites: a number needs `population`, the list of domains that the sites are dealt out over")
     return [
@@ -57,16 +95,15 @@ def _dealt(config: Config) -> list[SiteConfig]:
     ]
 
 
-@once
-def roster(config: Config) -> list[Site]:
-    """All sites, in order. Raises UserError for no sites, a double name or a `sites` of another kind."""
-    if isinstance(config.sites, bool) or not isinstance(config.sites, int | list):
-        raise UserError(f"sites: got {config.sites!r}, takes a number or a list of sites")
-    by_rule = isinstance(config.sites, int)
-    if (number := config.sites if isinstance(config.sites, int) else len(config.sites)) < 1:
-        raise UserError(f"sites: got {config.sites}, takes at least 1")
+def roster(given: Any, population: list[SiteConfig]) -> list[Site]:
+    """All sites of the keys `sites` (`given`) and `population`, in order. UserError for what makes none."""
+    if isinstance(given, bool) or not isinstance(given, int | list):
+        raise UserError(f"sites: got {given!r}, takes a number or a list of sites")
+    by_rule = isinstance(given, int)
+    if (number := given if isinstance(given, int) else len(given)) < 1:
+        raise UserError(f"sites: got {given}, takes at least 1")
     _check_number(number)
-    entries = _dealt(config) if by_rule else parse_entries(config.sites)
+    entries = _dealt(given, population) if isinstance(given, int) else parse_entries(given)
     _check_number(sum(entry.count for entry in entries))
     shares = [(entry, part) for entry in entries for part in range(entry.count)]
     if by_rule:  # in turn: first every entry's first site, then every entry's second one

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any, get_args, get_origin
 
 from fedloom.conf.errors import UserError
-from fedloom.conf.schema import Config, SiteConfig
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import SiteConfig
 from fedloom.conf.typed import UnknownKeyError
 
 WORDS = {

@@ -19,7 +19,6 @@ from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.load import load_text
 from fedloom.conf.plain_values import plain_value
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import roster
 from fedloom.conf.yaml_text import write_yaml
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger
@@ -256,7 +255,7 @@ class Networks(Mapping[str, nn.Module]):
     def __getitem__(self, name: str) -> nn.Module:
         if name not in self._files:
             raise KeyError(str(unknown("network", name, self._files)))
-        site = next((site for site in roster(self._config) if site.name == name), None)
+        site = next((site for site in self._config.roster if site.name == name), None)
         with ordinary():
             return load_network(self._files[name], name_of(architecture_of(self._config, site)))[0]
 

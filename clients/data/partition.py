@@ -13,7 +13,7 @@ from fedloom.clients.data.sources import Labels, Positions
 from fedloom.conf.errors import UserError
 from fedloom.conf.plugins import call, outside, parameters
 from fedloom.conf.randomness import generator
-from fedloom.conf.schema import PartitionConfig
+from fedloom.conf.sites import PartitionConfig
 
 VERSION = 1  # of the ways below; a new one makes kept divisions invalid
 

@@ -20,8 +20,8 @@ from fedloom.clients.data.variants import Variant, check_shared, domains_of, lab
 from fedloom.conf.errors import UserError
 from fedloom.conf.once import once_while
 from fedloom.conf.randomness import generator, torch_generator
-from fedloom.conf.schema import Config, DataConfig, PartitionConfig, SiteConfig
-from fedloom.conf.sites import Site, roster
+from fedloom.conf.schema import Config, DataConfig
+from fedloom.conf.sites import PartitionConfig, Site, SiteConfig
 
 CACHE = ImageCache(limit=512 * 2**20)
 
@@ -86,7 +86,7 @@ def site_sizes(config: Config) -> list[int]:
     check_shared(config)
     for domain in domains_of(config):
         check_files(domain)
-    sizes = [_share(config, site)[2] for site in roster(config)]
+    sizes = [_share(config, site)[2] for site in config.roster]
     for domain in domains_of(config):
         looks(locate(domain, config.data))
     return sizes

@@ -10,8 +10,8 @@ from fedloom.clients.data.listing import held
 from fedloom.clients.data.own import state_of
 from fedloom.conf.errors import UserError
 from fedloom.conf.once import once, once_while
-from fedloom.conf.schema import Config, SiteConfig
-from fedloom.conf.sites import UNION, roster
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import UNION, SiteConfig
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def domain_specs(config: Config) -> dict[str, SiteConfig]:
     Raises UserError if a label would stand for two variants.
     """
     specs: dict[str, SiteConfig] = {}
-    for site in roster(config):
+    for site in config.roster:
         if label(site.spec) == UNION:
             raise UserError(
                 f"{site.name}: its domain's label '{UNION}' stands for all domains together; give it another one"
@@ -138,7 +138,7 @@ def outputs(config: Config, spec: SiteConfig) -> slice:
 @once
 def domains_of(config: Config) -> tuple[str, ...]:
     """The domains of the sites, each once."""
-    return tuple(dict.fromkeys(site.spec.domain for site in roster(config)))
+    return tuple(dict.fromkeys(site.spec.domain for site in config.roster))
 
 
 def _states(config: Config) -> tuple[str, ...]:

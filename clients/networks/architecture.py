@@ -10,7 +10,7 @@ from fedloom.clients.data import class_count, label, num_classes
 from fedloom.clients.networks.base import NETWORKS, Network
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import Site, roster
+from fedloom.conf.sites import Site
 from fedloom.fusion.state import State
 
 
@@ -75,7 +75,7 @@ def _own(site: Site) -> dict[str, Any]:
 
 def common_architecture(config: Config) -> Architecture:
     """The architecture that all sites share. UserError naming a site whose own is another one."""
-    sites = roster(config)
+    sites = config.roster
     first = architecture_of(config, sites[0])
     for site in sites:
         if architecture_of(config, site) != first:

@@ -24,7 +24,7 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.once import once
 from fedloom.conf.registry import Registry
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import Site, roster
+from fedloom.conf.sites import Site
 from fedloom.fusion.state import State
 
 NOTHING = "none"
@@ -151,7 +151,7 @@ class Policy:
         Raises RefusedError, before anything is imported or opened, for names that this policy does not allow. Domains of
         any names are allowed where nobody looks them up: shared heads of data.classes outputs, own data at this site.
         """
-        sites = roster(config)
+        sites = config.roster
         if not 0 <= place < len(sites):
             raise UserError(f"order.site: is no place among the configuration's {len(sites)} sites")
         site = sites[place]

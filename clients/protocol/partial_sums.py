@@ -39,7 +39,6 @@ from fedloom.clients.protocol.messages import (
 from fedloom.clients.protocol.reply_checks import Bounds, ReplyError, check_record, train_numbers
 from fedloom.clients.storage.states import read_state, round_file, write_private_state
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import roster
 from fedloom.fusion.exact import ExactSum, ExactSumError, dequantise, exact, quantise
 from fedloom.fusion.state import State
 
@@ -133,7 +132,7 @@ class _Sums:
 
     def add(self, order: TaskInstructions, message: Message, content: RecordDict) -> None:
         """Add one site's records and write what the server keeps of it. Raises ExactSumError or ReplyError."""
-        site = roster(self.config)[order.site]
+        site = self.config.roster[order.site]
         with at_round(order.run, order.round):
             bounds = Bounds.of(self.config.federation, site_size(self.config, site))
         samples = int(train_numbers(content, bounds, hidden=bool(self.config.privacy.noise))["samples"])

@@ -14,7 +14,6 @@ from fedloom.clients.training.schedules import schedule_of
 from fedloom.conf.errors import UserError
 from fedloom.conf.plugins import told
 from fedloom.conf.schema import Config, EngineConfig, TrainingConfig
-from fedloom.conf.sites import roster
 
 
 def check_training(config: Config, architectures: Iterable[Architecture]) -> None:
@@ -33,7 +32,7 @@ def check_training(config: Config, architectures: Iterable[Architecture]) -> Non
 
 def check_sizes(config: Config) -> None:
     """UserError for a site of whose images no batch is one that its network can train on. Reads labels."""
-    for site, size in zip(roster(config), site_sizes(config), strict=True):
+    for site, size in zip(config.roster, site_sizes(config), strict=True):
         check_batches(size, config, site)
 
 

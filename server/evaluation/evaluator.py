@@ -25,7 +25,7 @@ from fedloom.conf import machine
 from fedloom.conf.errors import UserError, plain
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import UNION, Site, roster
+from fedloom.conf.sites import UNION, Site
 
 RECOMPUTED = "recomputed"
 
@@ -144,8 +144,8 @@ def has_data(config: Config) -> bool:
 
 def site_rows(config: Config) -> list[dict[str, object]]:
     """The `sites` of summary.json: name, domain (its label), number of training images."""
-    sizes = site_sizes(config) if has_data(config) else ["at the site"] * len(roster(config))
-    sites = zip(roster(config), sizes, strict=True)
+    sizes = site_sizes(config) if has_data(config) else ["at the site"] * len(config.roster)
+    sites = zip(config.roster, sizes, strict=True)
     return [{"name": site.name, "domain": label(site.spec), "samples": size} for site, size in sites]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import generator
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import Site, roster
+from fedloom.conf.sites import Site
 
 FEWEST_MASKED = 2  # sites among which masks cancel
 
@@ -78,7 +78,7 @@ def sample_size(config: Config, members: int) -> int:
 
 def check_asked(config: Config) -> None:
     """UserError if a round asks fewer sites than masks take, or than federation.min_replies."""
-    federation, sites = config.federation, len(roster(config))
+    federation, sites = config.federation, len(config.roster)
     if federation.secure_aggregation and sites < FEWEST_MASKED:
         raise UserError("federation.secure_aggregation: a sum of one site is what it gave; take more sites")
     if federation.secure_aggregation and round_half_up(federation.fraction * sites) < FEWEST_MASKED:

@@ -22,7 +22,6 @@ from fedloom.clients.training.schedules import schedule_of
 from fedloom.clients.training.torch_defaults import ordinary
 from fedloom.conf.errors import FailedError, UserError, plain
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import roster
 from fedloom.fusion.exact import ExactSumError, check_range
 from fedloom.server.evaluation.evaluator import RECOMPUTED, Evaluator, has_data, site_rows
 from fedloom.server.ledger import Ledger
@@ -51,7 +50,7 @@ def check(config: Config) -> None:
         site_sizes(config)
     for one in [config, *(with_mode(config, mode) for mode in config.baselines)]:
         objective_of(one)
-    architectures = {architecture_of(config, site) for site in roster(config)}
+    architectures = {architecture_of(config, site) for site in config.roster}
     for architecture in architectures:
         _check_start(architecture, config.federation.scale_bits)
     check_training(config, architectures)
@@ -205,7 +204,7 @@ def _run_baseline(
         found["per_site"] = {f"{mode}: {role}" if role == OWN else mode: one for role, one in found["per_site"].items()}
         method.folder.write_summary({**head(config, method.ledger), **found})
         method.ledger.note("finished", {"files": method.folder.results()})
-    sites = {site.name for site in roster(config)}
+    sites = {site.name for site in config.roster}
     there = {key: found[key] for key in BY_METHOD if key in found}
     shared = [name for name in found["accuracy"] if name not in sites]
     if shared:

@@ -13,7 +13,7 @@ from fedloom.clients.networks import Architecture, Model, architecture_of
 from fedloom.clients.protocol.reply_checks import MOST_NAME
 from fedloom.conf.errors import UserError, plain
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import Site, roster
+from fedloom.conf.sites import Site
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.rounds.schedules import looked_at
 from fedloom.server.rounds.server_state import ServerState
@@ -170,7 +170,7 @@ def check_models(config: Config, models: Any) -> Models:
     told = f"strategy '{config.strategy['name']}': its models()"
     if not isinstance(models, Models):
         raise UserError(f"{told} must give a fedloom.server.strategies.Models, gave a {type(models).__name__}")
-    sites = {site.name for site in roster(config)}
+    sites = {site.name for site in config.roster}
     for place, name in enumerate(models):
         if name not in sites and not is_file_name(name):
             raise UserError(f"{told} names a network {name!a}, which no file can be named; choose another name")

@@ -16,7 +16,7 @@ from fedloom.clients.networks import Model
 from fedloom.clients.objectives import objective_of
 from fedloom.conf import to_json
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import PERSONAL, Site, roster
+from fedloom.conf.sites import PERSONAL, Site
 from fedloom.server.evaluation.evaluator import Evaluator, has_data
 from fedloom.server.evaluation.per_client_metrics import at_sites, costs, different_networks
 from fedloom.server.ledger import Ledger, Request
@@ -59,7 +59,7 @@ class TrainingRun:
     def sites(self) -> list[Site]:
         """The sites that its ledger knows, forgotten ones included."""
         known = self.ledger.sites()
-        return [site for site in roster(self.config) if site.name in known]
+        return [site for site in self.config.roster if site.name in known]
 
     def unlearning(self) -> Unlearning:
         """Requests to it."""
@@ -298,7 +298,7 @@ def open_ledger(config: Config, folder: RunFolder, run: str = "", sites: Sequenc
     if begun(folder.path / LEDGER):
         return Ledger.open(folder.path)
     run = run or hashlib.sha256(f"{to_json(config)}{time.time_ns()}".encode()).hexdigest()[:16]
-    names = sites or [site.name for site in roster(config)]
+    names = sites or [site.name for site in config.roster]
     slots = slots_of(config)
     bits = config.federation.scale_bits
     return Ledger.create(folder.path, run, folder.config(), bits, names, declared_sums(slots), list(slots))

@@ -11,7 +11,7 @@ from fedloom.clients.networks import Architecture, architecture_of, initialise
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.once import once
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import Site, roster
+from fedloom.conf.sites import Site
 from fedloom.fusion.graph.channels import Wiring, wire
 
 
@@ -29,7 +29,7 @@ class Group:
 def groups_of(config: Config) -> tuple[Group, ...]:
     """The architectures of a run, in the order in which the roster names them."""
     sites: dict[Architecture, list[Site]] = {}
-    for site in roster(config):
+    for site in config.roster:
         sites.setdefault(architecture_of(config, site), []).append(site)
     names = _names(list(sites))
     return tuple(Group(name, architecture, frozenset(site.name for site in members), members[0])

@@ -17,7 +17,6 @@ from fedloom.clients.objectives.local import TOGETHER
 from fedloom.clients.protocol.messages import MEAN, SITE, TRAIN
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import roster
 from fedloom.conf.typed import option
 from fedloom.fusion.arithmetic import GRADIENTS, WEIGHTS, Alpha, added, composed, evenly, is_statistic, to_state
 from fedloom.fusion.exact import quantise
@@ -143,7 +142,7 @@ class ArithmeticStrategy(Strategy):
 
     def check(self, config: Config) -> None:
         """UserError for a coefficient of an unknown site or that is no number, and for options that do not fit."""
-        sites = [site.name for site in roster(config)]
+        sites = [site.name for site in config.roster]
         check_given(self.coefficients, sites)
         check_objective(config, "local")
         common_architecture(config)

@@ -20,7 +20,6 @@ from fedloom.clients.protocol.messages import MEAN, SITE, TRAIN
 from fedloom.conf.errors import UserError
 from fedloom.conf.once import once
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import roster
 from fedloom.conf.typed import option
 from fedloom.fusion.state import State
 from fedloom.server.ledger.declared import Slot, Sum
@@ -190,7 +189,7 @@ def parameters_of(config: Config) -> frozenset[str]:
 
 def differing_classes(config: Config) -> bool:
     """Whether the configuration says that sites have very different shares of the classes."""
-    specs = [(site.spec, site.parts) for site in roster(config)]
+    specs = [(site.spec, site.parts) for site in config.roster]
     uneven = any(parts > 1 and (spec.partition.name == "classes" or
                                 (spec.partition.name == "dirichlet" and spec.partition.alpha < UNEVEN))
                  for spec, parts in specs)  # fmt: skip

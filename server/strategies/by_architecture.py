@@ -16,7 +16,7 @@ from fedloom.clients.objectives.heterogeneous import ALONE, EXCLUSIVE
 from fedloom.clients.protocol.messages import MEAN, SITE, TRAIN
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import Site, roster
+from fedloom.conf.sites import Site
 from fedloom.fusion.exact import dequantise, quantise
 from fedloom.fusion.state import State
 from fedloom.server.ledger.declared import Slot, Sum
@@ -50,7 +50,7 @@ class ByArchitecture(Strategy):
         """UserError for another objective, and for a site that has the name of an architecture."""
         check_objective(config, "heterogeneous")
         groups = [group.name for group in groups_of(config)]
-        if odd := next((site.name for site in roster(config) if site.name in groups), ""):
+        if odd := next((site.name for site in config.roster if site.name in groups), ""):
             raise UserError(f"sites: '{odd}' is the name of an architecture in the results; give the site another one")
 
     def slots(self, config: Config) -> Mapping[str, Slot]:

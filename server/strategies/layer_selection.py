@@ -23,7 +23,7 @@ from fedloom.clients.protocol.reply_checks import ReplyError, can_be
 from fedloom.clients.training.learner import step_count
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import Site, roster
+from fedloom.conf.sites import Site
 from fedloom.conf.typed import option
 from fedloom.fusion.state import State
 from fedloom.server.ledger.declared import PerClientSlot, Slot, Sum
@@ -78,7 +78,7 @@ class LayerSelectionStrategy(Strategy):
         if self.arrival == TOGETHER and config.federation.scale_bits < FEWEST_BITS:
             told = f"got {config.federation.scale_bits}, layers times masses down to 2^-16 take at least {FEWEST_BITS}"
             raise UserError(f"federation.scale_bits: {told}")
-        objective, sites = _objective(config), roster(config)
+        objective, sites = _objective(config), config.roster
         first = objective.layers_of(config, sites[0])
         objective.way  # noqa: B018 # whose options are checked
         objective.fixed(objective.configurations(len(first.groups)))
@@ -106,7 +106,7 @@ class LayerSelectionStrategy(Strategy):
 
     def schedule(self, config: Config) -> Schedule:
         """Everyone, or all rounds of one site after all of another."""
-        return InTurn(roster(config), config.rounds) if self.arrival == LIFELONG else Sampling(config)
+        return InTurn(config.roster, config.rounds) if self.arrival == LIFELONG else Sampling(config)
 
     def begin(self, run: RoundContext) -> None:
         """The shared parameters as the seed draws them."""
@@ -136,7 +136,7 @@ class LayerSelectionStrategy(Strategy):
         with is erased."""
         run.save_server_state(SHARED, self.shared(run, None if run.participants else _start(run)))
         if PROGRESS in run.slots.keeps():
-            here = torch.zeros(len(roster(run.config)), dtype=torch.bool)
+            here = torch.zeros(len(run.config.roster), dtype=torch.bool)
             here[[site.index for site in run.sites]] = True
             run.save_server_state(PROGRESS, {name: _only(table, here) for name, table in run.server_state(PROGRESS).items()})
 
@@ -179,7 +179,7 @@ class LayerSelectionStrategy(Strategy):
             "accuracy": [_accuracies(table, site.index) for site in here],
             "own": self._own_rounds(view, here),
             "bytes": sum(one.nbytes for one in view.server_state(SHARED).values()),
-            "fedavg_bytes": sum(one.nbytes for one in view.initial(site=roster(view.config)[0]).values()),
+            "fedavg_bytes": sum(one.nbytes for one in view.initial(site=view.config.roster[0]).values()),
         }
         return {KEY: {_objective(view.config).mode: found}}
 
@@ -222,7 +222,7 @@ class LayerSelectionStrategy(Strategy):
 
     def _note(self, run: RoundContext, masses: Mapping[str, Tensor]) -> None:
         """Add a round to PROGRESS, with what sites say of their networks where that is due."""
-        size = len(roster(run.config))
+        size = len(run.config.roster)
         table = torch.full((size, len(_layers(run).groups)), -1.0)
         for site in run.sites:
             table[site.index] = masses.get(site.name, table[site.index])
@@ -255,7 +255,7 @@ def _objective(config: Config) -> LayerSelection:
 
 
 def _layers(view: View) -> Layers:
-    return _objective(view.config).layers_of(view.config, roster(view.config)[0])
+    return _objective(view.config).layers_of(view.config, view.config.roster[0])
 
 
 def _configurations(view: View) -> list[Any]:
@@ -264,7 +264,7 @@ def _configurations(view: View) -> list[Any]:
 
 def _start(view: View) -> State:
     """What is shared, as the seed draws it."""
-    return representable(_layers(view).shared(view.config, roster(view.config)[0]), view.bits)
+    return representable(_layers(view).shared(view.config, view.config.roster[0]), view.bits)
 
 
 def _shapes(state: State) -> dict[str, str]:

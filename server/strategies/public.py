@@ -8,7 +8,8 @@ from torch import Tensor
 from fedloom.clients.data import Images, to_float, validation_images
 from fedloom.clients.data.domains import locate
 from fedloom.conf.errors import UserError
-from fedloom.conf.schema import Config, SiteConfig
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import SiteConfig
 from fedloom.conf.typed import option
 from fedloom.server.rounds.view import View
 

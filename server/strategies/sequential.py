@@ -8,7 +8,6 @@ from fedloom.clients.objectives import objective_of
 from fedloom.clients.objectives.local import FORWARD
 from fedloom.clients.protocol.messages import MEAN, SITE, TRAIN
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import roster
 from fedloom.fusion.arithmetic import to_state
 from fedloom.fusion.exact import quantise
 from fedloom.fusion.state import State
@@ -27,7 +26,7 @@ class Sequential(Strategy):
 
     def schedule(self, config: Config) -> Schedule:
         """In the roster's order, or against it."""
-        sites = roster(config)
+        sites = config.roster
         return OneByOne(sites if objective_of(config).mode == FORWARD else sites[::-1], config.rounds)
 
     def begin(self, run: RoundContext) -> None:

@@ -10,7 +10,8 @@ from fedloom.clients.data import class_count, class_things, differing, domain_sp
 from fedloom.clients.networks import Model
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import torch_generator
-from fedloom.conf.schema import Config, SiteConfig
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import SiteConfig
 from fedloom.conf.typed import option
 from fedloom.fusion.distillation import Distillation, distil
 from fedloom.fusion.state import State

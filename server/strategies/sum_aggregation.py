@@ -18,7 +18,6 @@ from fedloom.clients.protocol.messages import MEAN, ROUND, SITE, STAR, SUBSET, T
 from fedloom.clients.protocol.partial_sums import ONCE, SAMPLES
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import roster
 from fedloom.conf.typed import option
 from fedloom.fusion.exact import dequantise, quantise
 from fedloom.fusion.state import State
@@ -78,7 +77,7 @@ class SumAggregationStrategy(Strategy):
 
     def warnings(self, config: Config) -> Sequence[str]:
         """That a sum over many sites moves slowly where few of them are asked."""
-        mode, sites = mode_of(config), len(roster(config))
+        mode, sites = mode_of(config), len(config.roster)
         if not mode.sums or (asked := sample_size(config, sites)) > LOW * sites:
             return ()
         told = f"federation.fraction={config.federation.fraction:g}: {asked} of {sites} sites are asked in a round, and"

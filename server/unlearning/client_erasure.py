@@ -18,7 +18,7 @@ from fedloom.clients.protocol.signatures import erased_words, fingerprint, verif
 from fedloom.conf import to_json
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import Site, roster
+from fedloom.conf.sites import Site
 from fedloom.server.ledger import Ledger
 from fedloom.server.rounds.channel import ClientChannel
 
@@ -83,7 +83,7 @@ class Erasure:
     def _reached(self, waiting: Mapping[str, str]) -> ClientChannel:
         """The forgotten sites whose nodes are there, once these have said who they are."""
         online, bound = set(self.grid.get_node_ids()), self.ledger.bound()
-        sites = [site for site in roster(self.config) if site.name in waiting and bound.get(site.name) in online]
+        sites = [site for site in self.config.roster if site.name in waiting and bound.get(site.name) in online]
         federation = ClientChannel(self.grid, sites, 0, self.ledger)
         if sites:
             with contextlib.suppress(UserError):  # that one has not

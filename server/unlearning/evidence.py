@@ -15,7 +15,7 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.progress import steps
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import Site, roster
+from fedloom.conf.sites import Site
 from fedloom.fusion.state import digest
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.unlearning.attacks import disagreement, distance, membership, time_to_relearn
@@ -30,7 +30,7 @@ class UnlearningEvaluation:
 
     def __init__(self, config: Config, evaluator: Evaluator, sites: Sequence[str]) -> None:
         self.config, self.evaluator = config, evaluator
-        self.sites = [site for site in roster(config) if site.name in sites]
+        self.sites = [site for site in config.roster if site.name in sites]
 
     def of(self, model: Model | None) -> dict[str, Any]:
         """Digest, test accuracy on every domain and, for each of the sites, membership attacks on its training images."""

@@ -21,7 +21,6 @@ from fedloom.clients.evaluation.accuracy import count_right
 from fedloom.clients.networks import Model
 from fedloom.conf import Config
 from fedloom.conf.load import load_text
-from fedloom.conf.sites import roster
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.rounds.transport import TooFewRepliesError
 from fedloom.server.run.experiment import check, open_ledger
@@ -127,11 +126,11 @@ def trained(
     check(config)
     place = RunFolder(folder / config.run.name)
     place.open(config)
-    there = [site.name for site in roster(config) if site.name not in gone]
+    there = [site.name for site in config.roster if site.name not in gone]
     with open_ledger(config, place, "attacks", there) as ledger:
         method = TrainingRun(config, place, ledger, Evaluator(config))
         with contextlib.suppress(TooFewRepliesError):
-            method.train(method.joined(InlineGrid(len(roster(config)), folder / "stores")), Silent())
+            method.train(method.joined(InlineGrid(len(config.roster), folder / "stores")), Silent())
         yield method
 
 

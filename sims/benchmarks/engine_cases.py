@@ -6,7 +6,6 @@ from pathlib import Path
 from fedloom.clients.data.domains import locate
 from fedloom.conf import UserError, load
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import roster
 
 DIRECT = ("inline", "ray")
 FLOWER = (*DIRECT, "stock")
@@ -70,7 +69,7 @@ def _training_config(case: Case, words: list[str]) -> Config:
 
 def domains(case: Case) -> list[str]:
     """The domains that the case's sites hold."""
-    return sorted({site.spec.domain for site in roster(case.config(Path()))})
+    return sorted({site.spec.domain for site in case.config(Path()).roster})
 
 
 CONFIGS = {"messages": _messages_config, "training": _training_config}

@@ -16,7 +16,7 @@ from fedloom.clients.networks import Network, architecture_of
 from fedloom.clients.networks.initial import initial_state
 from fedloom.conf import from_json, to_json
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import Site, roster
+from fedloom.conf.sites import Site
 from fedloom.sims.benchmarks.engine_cases import LOOPS
 from fedloom.sims.benchmarks.engine_job import Job
 
@@ -69,4 +69,4 @@ def _prepared(text: str) -> tuple[Config, list[Site], Network]:
     """What every task of this process needs."""
     config = from_json(text)
     torch.set_num_threads(config.engine.threads)
-    return config, roster(config), architecture_of(config).build()
+    return config, config.roster, architecture_of(config).build()

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from fedloom.conf.sites import roster
 from fedloom.sims.benchmarks.engine_cases import LOOPS, VARIANTS
 from fedloom.sims.benchmarks.engine_job import Job, keep, read_job
 from fedloom.sims.benchmarks.engine_loop import loop_rounds
@@ -33,7 +32,7 @@ def _inline(job: Job) -> LocalGrid:
     from fedloom.sims.engines.inline import InlineGrid
 
     module, _, attribute = CLIENTS[job.case.kind].partition(":")
-    return InlineGrid(len(roster(job.config())), job.folder, getattr(importlib.import_module(module), attribute))
+    return InlineGrid(len(job.config().roster), job.folder, getattr(importlib.import_module(module), attribute))
 
 
 def _ray(job: Job) -> LocalGrid:

@@ -12,7 +12,6 @@ from flwr.app import ArrayRecord, RecordDict
 from flwr.serverapp import Grid
 
 from fedloom.clients.protocol.messages import TRAIN
-from fedloom.conf.sites import roster
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.rounds.channel import ClientChannel
 from fedloom.server.rounds.loop import RoundLoop
@@ -28,7 +27,7 @@ POLL_SECONDS = 0.05
 
 def message_rounds(job: Job, grid: Grid) -> Iterator[float | str]:
     """Send one shared record to the asked sites, take back what they send: from the first push to the last reply."""
-    case, sites = job.case, roster(job.config())
+    case, sites = job.case, job.config().roster
     nodes = dict(zip((site.name for site in sites), _all_nodes(grid, len(sites)), strict=True))
     federation = ClientChannel(grid, sites, case.window)
     federation.nodes.update(nodes)
@@ -45,7 +44,7 @@ def message_rounds(job: Job, grid: Grid) -> Iterator[float | str]:
 def training_rounds(job: Job, grid: Grid) -> Iterator[float | str]:
     """The project's own round loop, without evaluation: planning, folding and committing count."""
     config = job.config()
-    sites = roster(config)
+    sites = config.roster
     _all_nodes(grid, len(sites))
     federation = ClientChannel(grid, sites, config.federation.window)
     federation.join(TIMEOUT)

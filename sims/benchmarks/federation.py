@@ -16,7 +16,6 @@ from fedloom.clients.data import site_images
 from fedloom.conf import load
 from fedloom.conf.errors import FailedError
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import roster
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.rounds.channel import ClientChannel
 from fedloom.server.rounds.loop import RoundLoop
@@ -53,7 +52,7 @@ def bench(quick: bool = False) -> tuple[Table, list[dict[str, Any]]]:
         root = Path(temporary)
         config, folder = configured(root), root / "federation"
         write_data(config, root)
-        sites = [{"name": site.name, "domain": f"npz:{root / site.name}.npz", "apps": "any"} for site in roster(config)]
+        sites = [{"name": site.name, "domain": f"npz:{root / site.name}.npz", "apps": "any"} for site in config.roster]
         write_plan(Plan(port=free_port(), sites=sites), folder)
         try:
             local.up(folder, SITES, tls=True)
@@ -87,7 +86,7 @@ def configured(root: Path) -> Config:
 
 def write_data(config: Config, root: Path) -> None:
     """The sites' images as files that both apps read."""
-    for site in roster(config):
+    for site in config.roster:
         images = site_images(config, site)
         x, y = images.x[:, 0].numpy(), images.y.numpy()
         np.savez(root / f"{site.name}.npz", x_train=x, y_train=y, x_test=x[:1], y_test=y[:1])
@@ -96,9 +95,9 @@ def write_data(config: Config, root: Path) -> None:
 def ours(config: Config, folder: Path) -> list[float]:
     """Seconds of rounds of this project's loop: asking, checking, adding up, committing."""
     with open_engine(config) as grid:
-        federation = ClientChannel(grid, roster(config), config.federation.window)
+        federation = ClientChannel(grid, config.roster, config.federation.window)
         federation.join(config.federation.join_timeout)
-        aggregation = ServerState(Setup(config, roster(config), folder))
+        aggregation = ServerState(Setup(config, config.roster, folder))
         loop = RoundLoop(config, folder.name, federation, aggregation, Evaluator(config), LogListener())
         records = [one_round(loop, round) for round in range(1, ROUNDS + 1)]
         aggregation.ledger.close()

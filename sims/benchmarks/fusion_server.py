@@ -13,7 +13,6 @@ import torch
 
 from fedloom.clients.networks.initial import initial_state
 from fedloom.conf import Config, load
-from fedloom.conf.sites import roster
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.run.experiment import open_ledger
 from fedloom.server.run.training_run import TrainingRun
@@ -48,7 +47,7 @@ def measure(start: str) -> dict[str, Any]:
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
             run, groups = method.state.run(1), group_by_site(config)
             begin = time.perf_counter()
-            for site in roster(config):
+            for site in config.roster:
                 run.put(groups[site.name].name, site, initial_state(config, site.name, site), SAMPLES)
             put = time.perf_counter()
             method.state.strategy.recompute_derived(run)

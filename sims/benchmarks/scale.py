@@ -17,7 +17,6 @@ from flwr.clientapp import ClientApp
 
 from fedloom.clients.protocol.messages import ORDER
 from fedloom.conf import load
-from fedloom.conf.sites import roster
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.rounds.loop import RoundLoop
 from fedloom.server.run.experiment import check, open_ledger
@@ -77,7 +76,7 @@ def one(sites: int, asked: int, folder: Path, begun: float) -> dict[str, Any]:
     config = load(str(scale_nodes.written(sites, asked, ROUNDS, folder)))
     check(config)
     client = TimedApp()
-    grid = InlineGrid(len(roster(config)), folder / "stores", client)
+    grid = InlineGrid(len(config.roster), folder / "stores", client)
     place = RunFolder(Path(config.run.root) / config.run.name)
     place.open(config)
     with open_ledger(config, place) as ledger:

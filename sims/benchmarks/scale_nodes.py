@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from fedloom.conf import load
-from fedloom.conf.sites import roster
 from fedloom.fusion.exact import ExactSum, quantise
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger.blobs import Blobs
@@ -85,7 +84,7 @@ def _rounds(sites: int, asked: int, words: list[str], folder: Path) -> dict[str,
                 received.append(grid.received)
     finally:
         grid.close()
-    return {"roster": len(roster(config)), "received_mb": (received[-1] - received[-2]) / 1e6, "round_s": seconds}
+    return {"roster": len(config.roster), "received_mb": (received[-1] - received[-2]) / 1e6, "round_s": seconds}
 
 
 def written(sites: int, asked: int, rounds: int, folder: Path) -> Path:

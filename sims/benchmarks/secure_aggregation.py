@@ -9,7 +9,6 @@ from typing import Any
 from fedloom.clients.app import app
 from fedloom.conf import load
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import roster
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.run.listener import Silent
 from fedloom.server.run.training_run import TrainingRun, open_ledger
@@ -37,7 +36,7 @@ def bench() -> tuple[Table, list[dict[str, Any]]]:
                 seconds[way] += [taken] if number > 1 else []  # the first warms up
         same = ways["plain"][1].state.digest() == ways["masked"][1].state.digest()
         config, method = ways["masked"]
-        receive(method.ledger, "bench", [roster(config)[0].name], "", {})
+        receive(method.ledger, "bench", [config.roster[0].name], "", {})
         forgetting = _seconds(config, method, ROUNDS + 1)
         size = sum(tensor.nbytes for tensor in method.state.aggregate().state.values()) / 1e6
         for _, each in ways.values():

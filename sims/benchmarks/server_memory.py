@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.conf import load
-from fedloom.conf.sites import roster
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.rounds.channel import ClientChannel
 from fedloom.server.rounds.loop import RoundLoop
@@ -42,9 +41,9 @@ def one(sites: int, folder: Path) -> dict[str, float]:
     overrides = [entry, f"rounds={ROUNDS}", "network.width=3.75", "federation.window=8", f"run.root={folder}"]
     config = load("digits", ["engine.name=inline", *overrides])
     grid = InlineGrid(sites, folder, untrained.app)
-    federation = ClientChannel(grid, roster(config), config.federation.window)
+    federation = ClientChannel(grid, config.roster, config.federation.window)
     federation.join(10.0)
-    aggregation = ServerState(Setup(config, roster(config), folder))
+    aggregation = ServerState(Setup(config, config.roster, folder))
     loop = RoundLoop(config, "memory", federation, aggregation, Evaluator(config), LogListener())
     size = sum(tensor.numel() * tensor.element_size() for tensor in aggregation.aggregate().state.values())
     start = peak_rss()

@@ -11,7 +11,6 @@ from flwr.clientapp import ClientApp
 from fedloom.clients.app import app as real
 from fedloom.clients.protocol.configurations import configuration, parsed
 from fedloom.clients.protocol.messages import OWN, TRAIN, TaskInstructions, read_order
-from fedloom.conf.sites import roster
 from fedloom.sims.benchmarks import untrained
 from fedloom.sims.benchmarks.soak_plan import LOST_ONCE, LOST_TWICE, SLOW_SECONDS, plan_of
 from fedloom.sims.benchmarks.soak_replies import LOST_STATE, PARTIALS, REFUSED, Fault
@@ -30,7 +29,7 @@ def train(message: Message, context: Context) -> Message:
     """The shifted initial network, after and with what the plan says."""
     order = read_order(message.content)
     config = parsed(configuration(order.config, message.content, None))
-    plan = plan_of(len(roster(config)), config.rounds)
+    plan = plan_of(len(config.roster), config.rounds)
     if event := plan.event(order.site, order.round):
         _EVENTS[event]()
     reply = Message(untrained.contribution(order, message.content), reply_to=message)

@@ -10,7 +10,6 @@ from flwr.serverapp import Grid
 
 from fedloom.conf import load
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import roster
 from fedloom.fusion.state import digest
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger.audit import check
@@ -73,7 +72,7 @@ def over_ray(plan: Plan, root: Path, partial_sums: bool, node_store: bool = Fals
         try:
             begin, dropped = time.monotonic(), {}
             loop = begun(config, grid, machines)
-            places = {site.name: site.index for site in roster(config)}
+            places = {site.name: site.index for site in config.roster}
             for record in every_round(loop, repeated := []):
                 dropped[record["round"]] = {places[name]: reason for name, reason in record["dropped"].items()}
                 processes.sample()
@@ -109,7 +108,7 @@ def configured(plan: Plan, root: Path, address: str, partial_sums: bool, kept: P
 
 def begun(config: Config, grid: Grid, listener: Listener) -> RoundLoop:
     """All of a run before its first round."""
-    sites, folder = roster(config), Path(config.run.root) / config.run.name
+    sites, folder = config.roster, Path(config.run.root) / config.run.name
     RunFolder(folder).open(config)
     federation = ClientChannel(grid, sites, config.federation.window)
     federation.join(config.federation.join_timeout)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.conf import load
-from fedloom.conf.sites import roster
 from fedloom.server.ledger.membership import Membership
 from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.view import Setup
@@ -38,9 +37,9 @@ def measure(sites: int, width: float, folder: Path) -> dict[str, float]:
     """Seconds of the subtraction, of the commit, and of both."""
     entry = f"sites=[{{domain: digits, count: {sites}, partition: {{min_samples: 1}}}}]"
     config = load("digits", [entry, f"network.width={width}", "objective.initialisation=own", f"run.root={folder}"])
-    aggregation = ServerState(Setup(config, roster(config), folder))
+    aggregation = ServerState(Setup(config, config.roster, folder))
     size = sum(tensor.numel() * tensor.element_size() for tensor in aggregation.aggregate().state.values())
-    parts = [removal(aggregation, site.name) for site in roster(config)[:REPEATS]]
+    parts = [removal(aggregation, site.name) for site in config.roster[:REPEATS]]
     aggregation.ledger.close()
     subtract, commit, total = map(statistics.median, zip(*((*both, sum(both)) for both in parts), strict=True))
     return {"state_mb": size / 2**20, "subtract_s": subtract, "commit_s": commit, "total_s": total}

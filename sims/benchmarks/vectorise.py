@@ -15,7 +15,6 @@ from fedloom.clients.protocol.messages import MEAN, TaskInstructions, config_dig
 from fedloom.clients.storage.store import SiteStore
 from fedloom.clients.training.vectorised import train_cohort
 from fedloom.conf import Config, load, to_json
-from fedloom.conf.sites import roster
 from fedloom.sims.report.tables import Table
 
 COHORTS = (1, 2, 5, 10, 20)
@@ -57,7 +56,7 @@ def one(device: str, network: str, sites: int) -> dict[str, Any]:
 
 
 def _jobs(config: Config, folder: Path) -> list[Job]:
-    digest, sites = config_digest(to_json(config)), roster(config)
+    digest, sites = config_digest(to_json(config)), config.roster
     content = RecordDict({MEAN: to_arrays(initial_state(config))})
     orders = [
         TaskInstructions(digest, "vectorise", site.index, round=1, rounds=config.rounds, base=0, members=len(sites))

@@ -10,7 +10,6 @@ from typing import Any
 
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import roster
 from fedloom.server.run_folder.layout import BASELINES, FINISHED, METRICS
 from fedloom.server.run_folder.listing import is_run, read_config, runs_in, status
 from fedloom.server.run_folder.results_schema import checked_metrics, checked_summary, traffic_of
@@ -54,7 +53,7 @@ class Entry:
         """What makes the test images, and the classes to tell apart, what they are."""
         data, evaluation = self.config.data, self.config.evaluation
         variants = {(one.domain, one.rotation, one.invert, tuple(one.classes), one.relabel)
-                    for one in (site.spec for site in roster(self.config))}  # fmt: skip
+                    for one in (site.spec for site in self.config.roster)}  # fmt: skip
         own = {"sites": self.everything["sites"]} if evaluation.where == "sites" else {}
         return {"domains": sorted(variants), "data.heads": data.heads, "data.classes": data.classes,
                 "data.test_limit": data.test_limit, "evaluation.where": evaluation.where, **own}  # fmt: skip

@@ -9,7 +9,6 @@ from flwr.clientapp import ClientApp
 
 from fedloom.clients.app import app
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import roster
 from fedloom.sims.engines.adapter import LocalGrid, checked_reply, failure, store_folder, told
 from fedloom.sims.engines.share import WHOLE, Share
 
@@ -49,4 +48,4 @@ class InlineGrid(LocalGrid):
 
 def start(config: Config, share: Share = WHOLE) -> InlineGrid:
     """The engine for a configuration; it takes one core whatever its share."""
-    return InlineGrid(len(roster(config)), store_folder(config))
+    return InlineGrid(len(config.roster), store_folder(config))

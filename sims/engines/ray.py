@@ -31,7 +31,6 @@ from fedloom.conf.package import NAME, copy_package, present_name
 from fedloom.conf.plugins import is_reference
 from fedloom.conf.progress import under_way
 from fedloom.conf.schema import Config, DataConfig, EngineConfig
-from fedloom.conf.sites import roster
 from fedloom.sims.engines.adapter import FIRST_NODE, LocalGrid, failure, store_folder
 from fedloom.sims.engines.codec import SharedRecords, pack, size, sum_size, unpack, unpack_sum
 from fedloom.sims.engines.gpu_room import refuse_full, refuse_gpus
@@ -118,7 +117,7 @@ def start(config: Config, app: str = CLIENT_APP, combine: str = COMBINE, share: 
 
     Without an address, a Ray that this process has started before is used, and kept. `combine` is for partial sums.
     """
-    engine, sites, store, plugins = config.engine, len(roster(config)), store_folder(config), plugins_of(config)
+    engine, sites, store, plugins = config.engine, len(config.roster), store_folder(config), plugins_of(config)
     own = not ray.is_initialized()
     refuse_gpus(engine)
     workers = _begun(config, sites, share) if own else _kept(engine, sites)
@@ -160,7 +159,7 @@ def plugins_of(config: Config) -> tuple[str, ...]:
 
 def _modules(config: Config) -> Iterator[tuple[str, str]]:
     """What the configuration names and the module that it is from: networks, objective, domains, ways to divide."""
-    specs = [site.spec for site in roster(config)]
+    specs = [site.spec for site in config.roster]
     sections = [config.network, *(spec.network for spec in specs)]
     names = {
         ("network", NETWORKS.find): {section.get("name") for section in sections},

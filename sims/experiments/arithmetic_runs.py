@@ -6,7 +6,6 @@ from pathlib import Path
 
 from fedloom.clients.data import label
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import roster
 from fedloom.fusion.arithmetic import GRADIENTS, WEIGHTS, Composer
 from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import Evaluator
@@ -38,9 +37,9 @@ class Networks:
         with Ledger.open(folder.path, server=False) as ledger:
             aggregation = TrainingRun(config, folder, ledger, evaluator := Evaluator(config)).state
             models = aggregation.models()
-            ends = [models[site.name].state for site in roster(config)]
+            ends = [models[site.name].state for site in config.roster]
             start = start_of(aggregation.view())
-        return cls(evaluator, start, ends, [label(site.spec) for site in roster(config)])
+        return cls(evaluator, start, ends, [label(site.spec) for site in config.roster])
 
     def measured(self, composer: Composer, alphas: Sequence[float], split: str, most: int) -> list[float]:
         """Accuracy of a combination on the two domains."""

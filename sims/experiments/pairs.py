@@ -19,8 +19,8 @@ from fedloom.clients.training.device import pick_device
 from fedloom.clients.training.learner import descend
 from fedloom.conf import load
 from fedloom.conf.randomness import torch_generator
-from fedloom.conf.schema import Config, SiteConfig, TrainingConfig
-from fedloom.conf.sites import Site, roster
+from fedloom.conf.schema import Config, TrainingConfig
+from fedloom.conf.sites import Site, SiteConfig
 from fedloom.server.evaluation.evaluator import all_cores, count_right
 
 EVALUATION_BATCH = 500
@@ -59,7 +59,7 @@ class Task:
 
     def site(self) -> Site:
         """Whose images the training images are."""
-        return roster(self.config())[0]
+        return self.config().roster[0]
 
     def selected(self, whole: Images) -> Images:
         """Those of the site's images that are trained on."""
@@ -93,7 +93,7 @@ class Share(Task):
 
     def site(self) -> Site:
         """Whose images the training images are."""
-        return roster(self.config())[self.part]
+        return self.config().roster[self.part]
 
 
 @dataclass(frozen=True)

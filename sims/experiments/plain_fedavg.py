@@ -17,7 +17,6 @@ from fedloom.clients.training.optimizers import optimizer_section
 from fedloom.clients.training.schedules import schedule_section
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import roster
 
 State = dict[str, Tensor]
 LEFT_OUT = {
@@ -44,7 +43,7 @@ def plain_fedavg(config: Config, seed: int) -> tuple[State, float]:
     check_plain(config)
     torch.manual_seed(seed)
     network, state = architecture_of(config).build(), initial_state(config)
-    parts = [site_images(config, site) for site in roster(config)]
+    parts = [site_images(config, site) for site in config.roster]
     data = [TensorDataset(to_float(part.x), part.y) for part in parts]
     total = sum(len(part) for part in data)
     for _ in range(config.rounds):
@@ -72,7 +71,7 @@ def check_plain(config: Config) -> None:
     for key, section in given.items():
         if any(TAKEN[key].get(option) != one for option, one in section.items()):
             raise _refused(key, dict(section))
-    for site in roster(config):
+    for site in config.roster:
         if site.spec.flip or architecture_of(config, site) != architecture_of(config):
             raise _refused("sites", f"flip or a network of its own for {site.name}")
 

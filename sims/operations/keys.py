@@ -13,7 +13,8 @@ from fedloom.clients.training.schedules import SCHEDULES
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.load import to_yaml
 from fedloom.conf.registry import Registry
-from fedloom.conf.schema import Config, SiteConfig
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import SiteConfig
 from fedloom.conf.suggestions import by_word
 from fedloom.conf.typed import takes
 from fedloom.server.strategies import STRATEGIES

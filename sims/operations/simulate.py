@@ -16,7 +16,8 @@ from fedloom.clients.training.torch_defaults import ordinary
 from fedloom.conf.errors import UserError
 from fedloom.conf.formatting import count
 from fedloom.conf.progress import under_way
-from fedloom.conf.schema import Config, SiteConfig
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import SiteConfig
 from fedloom.server.ledger.database import refuse_busy
 from fedloom.server.run.experiment import check, finished, run_experiment
 from fedloom.server.run.listener import Listener, Listeners

@@ -9,7 +9,7 @@ from fedloom.clients.networks import Architecture, Model, architecture_of, save_
 from fedloom.clients.objectives.components.sharing import EXTRACTOR, HEAD
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import Site, roster
+from fedloom.conf.sites import Site
 from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import RECOMPUTED, Evaluator, has_data
 from fedloom.server.ledger import Ledger
@@ -62,7 +62,7 @@ def transfer(run: Path, giver: str, taker: str, out: Path) -> Table:
     if out.exists():
         raise UserError(f"--out: {out} is there already; take another file")
     config = read_config(run)
-    sites = {site.name: site for site in roster(config)}
+    sites = {site.name: site for site in config.roster}
     for option, name in (("--from", giver), ("--to", taker)):
         if name not in sites:
             raise unknown(option, name, sites)

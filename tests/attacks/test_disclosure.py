@@ -19,7 +19,6 @@ from fedloom.clients.protocol.failures import RefusedError
 from fedloom.clients.protocol.messages import EVALUATE, MEAN, METRICS, MODEL, ROUND, SITE, TRAIN
 from fedloom.clients.protocol.partial_sums import ONCE
 from fedloom.conf import UserError, load
-from fedloom.conf.sites import roster
 from fedloom.server.run.experiment import run_experiment
 from fedloom.sims.engines.adapter import site_context, store_folder
 from fedloom.sims.engines.inline import InlineGrid
@@ -95,15 +94,15 @@ DEEP = f"{{name: mlp, widths: {[1] * 3000}}}"
 def test_a_network_of_thousands_of_layers_is_not_looked_at(words: tuple[str, ...]) -> None:
     config = load("digits", [*WORDS, *words])
     with pytest.raises(RefusedError, match=r"network: its options have 9[0-9]{3} letters, and a site takes at most 4000"):
-        Policy.of({}).limits.check(config, roster(config)[0])
+        Policy.of({}).limits.check(config, config.roster[0])
 
 
 def test_limits_are_the_sites_own(tmp_path: Path) -> None:
     config = load("digits", [*WORDS, "training.steps=11"])
     for name, limit in {"max_steps": 10, "max_parameters": 0.0001, "min_batch": 33}.items():
         with pytest.raises(RefusedError, match=name):
-            Policy.of({name: limit}).limits.check(config, roster(config)[0])
-    Policy.of({"max_steps": 0, "max_parameters": 0}).limits.check(config, roster(config)[0])
+            Policy.of({name: limit}).limits.check(config, config.roster[0])
+    Policy.of({"max_steps": 0, "max_parameters": 0}).limits.check(config, config.roster[0])
     for name, wrong in {"max_steps": -1, "min_members": 1.5, "min_known": True, "min_batch": "x"}.items():
         with pytest.raises(UserError, match=f"{name}: got .*, takes a whole number from 0 on"):
             Policy.of({name: wrong})

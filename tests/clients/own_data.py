@@ -10,7 +10,6 @@ from fedloom.clients import data
 from fedloom.clients.data.images import Images
 from fedloom.conf import Config
 from fedloom.conf.load import from_mapping
-from fedloom.conf.sites import roster
 
 COLOURS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
 
@@ -21,7 +20,7 @@ def config(*sites: dict[str, Any], grey: bool = False, size: int = 6, **more: An
 
 def images(domain: str, **more: Any) -> Images:
     settings = config({"domain": domain}, **more)
-    return data.site_images(settings, roster(settings)[0])
+    return data.site_images(settings, settings.roster[0])
 
 
 def colours(root: Path, count: int, size: int = 6, suffix: str = ".png") -> Path:

@@ -12,7 +12,6 @@ from fedloom.clients.training.learner import batches
 from fedloom.conf import Config, UserError, load
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import TrainingConfig
-from fedloom.conf.sites import roster
 
 CPU = torch.device("cpu")
 SHIFTED = "training.augment=[{name: RandomCrop, size: 8, padding: 2}, RandomHorizontalFlip]"
@@ -24,7 +23,7 @@ def configured(*words: str) -> Config:
 
 def seen(config: Config, round: int = 1, site: int = 0) -> Tensor:
     """All images that a site trains on in a round, in the order of its steps."""
-    one = roster(config)[site]
+    one = config.roster[site]
     return torch.cat([images for _, images, _ in batches(site_images(config, one), config, one, round, CPU)])
 
 

@@ -14,7 +14,6 @@ from fedloom.clients.training.compiled import compiled_loss
 from fedloom.clients.training.learner import learn
 from fedloom.conf import Config, UserError, load
 from fedloom.conf.randomness import torch_generator
-from fedloom.conf.sites import roster
 from fedloom.fusion.state import State
 
 CPU = torch.device("cpu")
@@ -32,7 +31,7 @@ def network() -> Network:
 
 def trained(config: Config) -> State:
     """All that site 0 keeps after one round."""
-    site, start = roster(config)[0], state_of(network())
+    site, start = config.roster[0], state_of(network())
     task = Task(
         config=config,
         site=site,

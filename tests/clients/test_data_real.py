@@ -11,8 +11,8 @@ from fedloom.clients import data
 from fedloom.clients.data.domains import locate
 from fedloom.clients.data.splits import split
 from fedloom.conf.load import from_mapping
-from fedloom.conf.schema import Config, DataConfig, SiteConfig
-from fedloom.conf.sites import roster
+from fedloom.conf.schema import Config, DataConfig
+from fedloom.conf.sites import SiteConfig
 from tests.data_folder import FOLDER
 
 DATA = DataConfig(root=str(FOLDER))
@@ -95,13 +95,13 @@ def test_sites_of_several_domains() -> None:
         test_limit=100,
     )
     assert data.site_sizes(settings) == [50, 50, 50, 60, 40, 1294]
-    for site in roster(settings):
+    for site in settings.roster:
         images = data.site_images(settings, site)
         assert images.x.shape[1:] == (3, 20, 20) and images.x.dtype == torch.uint8 and images.x.float().std() > 10
     for label, spec in data.domain_specs(settings).items():
         assert len(data.test_images(settings, spec)) == 100, label
     assert data.num_classes(settings) == 100
-    assert data.site_images(settings, roster(settings)[4]).y.unique().tolist() == [97, 99]
+    assert data.site_images(settings, settings.roster[4]).y.unique().tolist() == [97, 99]
 
 
 @pytest.mark.parametrize("name", ["iid", "classes", "size"])
@@ -110,7 +110,7 @@ def test_ten_thousand_sites(name: str) -> None:
     settings = config({"domain": "mnist", "count": 10000, "partition": partition})
     sizes = data.site_sizes(settings)
     assert len(sizes) == 10000 and min(sizes) >= 1 and sum(sizes) == 59000
-    site = roster(settings)[1234]
+    site = settings.roster[1234]
     assert len(data.site_images(settings, site)) == sizes[1234]
 
 

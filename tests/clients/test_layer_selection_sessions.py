@@ -15,7 +15,6 @@ from fedloom.clients.protocol.messages import MEAN
 from fedloom.clients.training.learner import learn
 from fedloom.conf import Config
 from fedloom.conf.randomness import torch_generator
-from fedloom.conf.sites import roster
 from fedloom.fusion.state import State
 from tests.server.arithmetics import one_core
 from tests.server.selections import configured
@@ -30,7 +29,7 @@ def _one_core() -> Iterator[None]:
 
 
 def session_of(config: Config, round: int, stored: State | None = None, shared: State | None = None) -> SelectionSession:
-    site = roster(config)[0]
+    site = config.roster[0]
     incoming = {MEAN: shared} if shared else {}
     network = architecture_of(config, site).build().train()
     draw = torch_generator(0, "test", str(round))
@@ -47,7 +46,7 @@ def trained(session: SelectionSession, round: int) -> SelectionSession:
 
 def test_layers_of_ones_own_start_where_the_warm_up_ends(tmp_path: Path):
     config = configured(tmp_path, "objective.warm_up=1", "training.rate=0.1")
-    drawn = initial_state(config, roster(config)[0].name, roster(config)[0])
+    drawn = initial_state(config, config.roster[0].name, config.roster[0])
     first = trained(session_of(config, 1), 1)
     assert first.contribution()[SELECTION][MASS].tolist() == first.contribution()[SELECTION][CHOSEN].tolist() == [1.0, 1.0]
     after, elsewhere = first.local_state(), {name: one.detach() + 1.0 for name, one in first.shared.items()}
@@ -79,14 +78,14 @@ def test_a_given_configuration_warms_up_as_a_learned_one_does(tmp_path: Path):
 
 def test_without_a_warm_up_own_layers_start_as_the_sites_name_draws_them(tmp_path: Path):
     config = configured(tmp_path)
-    session, drawn = session_of(config, 1), initial_state(config, "site-0000", roster(config)[0])
+    session, drawn = session_of(config, 1), initial_state(config, "site-0000", config.roster[0])
     assert torch.equal(session.network.state_dict()[LAYER], drawn[LAYER])
     assert not torch.equal(session.shared[LAYER], drawn[LAYER])
 
 
 def test_images_for_the_expectation_step_are_never_trained_on_and_stay_the_same(tmp_path: Path):
     config = configured(tmp_path, "objective.held_out=0.25", "objective.m_steps=2")
-    images = site_images(config, roster(config)[0])
+    images = site_images(config, config.roster[0])
     session, other = session_of(config, 1), session_of(config, 2)
     kept, again = session.training_images(images), other.training_images(images)
     assert session.evidence is not None and other.evidence is not None
@@ -104,7 +103,7 @@ def test_images_for_the_expectation_step_are_never_trained_on_and_stay_the_same(
 def test_the_posterior_is_that_of_the_images_held_out(search: str, tmp_path: Path):
     words = ["objective.held_out=0.25", f"objective.search={{name: {search}}}", "objective.likelihood=joint"]
     config = configured(tmp_path, *words)
-    images = site_images(config, roster(config)[0])
+    images = site_images(config, config.roster[0])
     session = session_of(config, 1)
     kept = session.training_images(images)
     assert session.evidence is not None

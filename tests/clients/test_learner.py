@@ -21,7 +21,6 @@ from fedloom.conf import Config, load
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import TrainingConfig
-from fedloom.conf.sites import roster
 from fedloom.fusion.state import State, digest
 from fedloom.server.run.experiment import check
 
@@ -40,7 +39,7 @@ def configured(*overrides: str) -> Config:
 
 def session(config: Config, index: int = 0, round: int = 1) -> Session:
     """FedAvg's session: one network, from the shared initialisation."""
-    site = roster(config)[index]
+    site = config.roster[index]
     task = Task(
         config=config,
         site=site,
@@ -56,7 +55,7 @@ def session(config: Config, index: int = 0, round: int = 1) -> Session:
 
 def learned(config: Config, round: int = 1, images: Images | None = None) -> tuple[Outcome, State]:
     """What site 0 makes of the shared initialisation in one round, on its own images or on those given."""
-    site, at_work = roster(config)[0], session(config, round=round)
+    site, at_work = config.roster[0], session(config, round=round)
     outcome = learn(at_work, images or site_images(config, site), config, site, round, CPU)
     return outcome, at_work.contribution()[ROUND]
 
@@ -85,7 +84,7 @@ class Watched(Session):
 
 
 def watched(config: Config, round: int = 1) -> tuple[Watched, Images]:
-    site, at_work = roster(config)[0], Watched(session(config))
+    site, at_work = config.roster[0], Watched(session(config))
     images = site_images(config, site)
     learn(at_work, images, config, site, round, CPU)
     return at_work, images
@@ -119,7 +118,7 @@ def test_the_order_of_images_depends_on_the_seed_the_round_and_the_site():
     first = torch.cat(watched(config)[0].labels)
     assert torch.equal(torch.cat(watched(config)[0].labels), first)
     assert not torch.equal(torch.cat(watched(config, round=2)[0].labels), first)
-    site, images = roster(config)[0], site_images(config, roster(config)[0])
+    site, images = config.roster[0], site_images(config, config.roster[0])
     for other, named in [(configured("seed=1"), site), (config, dataclasses.replace(site, name="site-0001"))]:
         at_work = Watched(session(config))
         learn(at_work, images, other, named, 1, CPU)
@@ -127,7 +126,7 @@ def test_the_order_of_images_depends_on_the_seed_the_round_and_the_site():
 
 
 def test_global_randomness_is_neither_used_nor_moved():
-    config, site = configured(), roster(configured())[0]
+    config, site = configured(), configured().roster[0]
     states = []
     for seed in (1, 2):
         at_work = session(config)
@@ -165,7 +164,7 @@ def mirrored(config: Config) -> tuple[int, int]:
 
 def test_steps_go_on_over_as_many_passes_as_they_need_and_are_whole_passes_otherwise():
     config = load("digits", ["training.batch=30", "training.epochs=2", "sites=[{domain: digits, samples: 70}]"])
-    site, images = roster(config)[0], site_images(config, roster(config)[0])
+    site, images = config.roster[0], site_images(config, config.roster[0])
 
     def sizes(steps: int) -> list[int]:
         training = dataclasses.replace(config.training, steps=steps)
@@ -182,7 +181,7 @@ REACHES_1 = ("network={name: resnet10, width: 0.1}", "data.size=8", "training.ba
 def test_a_last_batch_of_one_is_left_out_where_batchnorm_takes_two():
     def sizes(*words: str) -> list[int]:
         config = load("digits", ["sites=[{domain: digits, samples: 70}]", *REACHES_1, *words])
-        site, images = roster(config)[0], site_images(config, roster(config)[0])
+        site, images = config.roster[0], site_images(config, config.roster[0])
         return [len(labels) for _, _, labels in batches(images, config, site, 1, CPU)]
 
     assert sizes() == [23, 23, 23] * 2
@@ -191,7 +190,7 @@ def test_a_last_batch_of_one_is_left_out_where_batchnorm_takes_two():
     for fine in ("data.size=32", "network={name: resnet10, width: 0.1, norm: group}"):
         assert sizes(fine) == [23, 23, 23, 1] * 2
     config = load("digits", ["sites=[{domain: digits, samples: 70}]", *REACHES_1])
-    site = roster(config)[0]
+    site = config.roster[0]
     at_work = FedAvg().session(Task(config, site, 1, 1, architecture_of(config).build().train(),
                                     {MEAN: initial_state(config)}, lambda: None, torch.Generator()))  # fmt: skip
     assert learn(at_work, site_images(config, site), config, site, 1, CPU).samples == 70
@@ -219,7 +218,7 @@ def test_images_are_mirrored_only_where_the_site_asks_for_it():
 def test_the_rate_falls_within_a_round_and_ends_at_zero():
     """In the last round the last steps are nearly nothing: half of the steps move the weights by far more than half."""
     config = configured("training.momentum=0", "training.rate=0.1", "training.batch=7", "rounds=1")
-    images = site_images(config, roster(config)[0])
+    images = site_images(config, config.roster[0])
     at_work = session(config)
     trail: list[Tensor] = []
 
@@ -228,7 +227,7 @@ def test_the_rate_falls_within_a_round_and_ends_at_zero():
             trail.append(torch.cat([one.detach().flatten() for one in self.parameters()]))
             return super().loss(images, labels)
 
-    learn(Trail(at_work), images, config, roster(config)[0], 1, CPU)
+    learn(Trail(at_work), images, config, config.roster[0], 1, CPU)
     trail.append(torch.cat([one.detach().flatten() for one in at_work.parameters()]))
     steps = [float((after - before).norm()) for before, after in itertools.pairwise(trail)]
     assert len(steps) == 10
@@ -252,7 +251,7 @@ def test_divergence_names_the_site_the_round_and_the_option():
 
 def test_a_loss_that_is_no_single_number_is_refused():
     config = configured()
-    odd, images = session(config), site_images(config, roster(config)[0])
+    odd, images = session(config), site_images(config, config.roster[0])
     odd.loss = lambda images, labels: images.mean(dim=(1, 2, 3))  # type: ignore[method-assign]
     with pytest.raises(ValueError, match=r"^the loss of a batch has the shape \[32\], takes one number"):
-        learn(odd, images, config, roster(config)[0], 1, CPU)
+        learn(odd, images, config, config.roster[0], 1, CPU)

@@ -21,7 +21,6 @@ from fedloom.clients.objectives.sum_aggregation import ExactSession, Regularised
 from fedloom.clients.protocol.messages import MEAN, ROUND, SITE, STAR, SUBSET
 from fedloom.conf import Config, UserError, load
 from fedloom.conf.randomness import torch_generator
-from fedloom.conf.sites import roster
 from fedloom.fusion.state import State
 
 SITES = 4
@@ -53,7 +52,7 @@ def head(seed: int = 90) -> State:
 
 
 def opened(config: Config, incoming: dict[str, State], own: State | None = None, index: int = 0) -> Session:
-    site = roster(config)[index]
+    site = config.roster[index]
     task = Task(
         config=config,
         site=site,
@@ -70,7 +69,7 @@ def opened(config: Config, incoming: dict[str, State], own: State | None = None,
 @functools.cache
 def batch(n: int = 8) -> tuple[Tensor, Tensor]:
     config = configured("exact")
-    images = site_images(config, roster(config)[0])
+    images = site_images(config, config.roster[0])
     return to_float(images.x[:n]), images.y[:n]
 
 
@@ -143,7 +142,7 @@ def test_exact_the_aggregate_moves_by_exactly_the_step_of_the_own_network():
 @pytest.mark.parametrize("probability", [0.0, 0.5, 1.0])
 def test_exact_leave_one_out_views_are_used_as_often_as_told_evenly_and_never_ones_own(probability):
     mean, mine, *others = extractors(1, 2, 3, 4, 5)
-    names = [site.name for site in roster(configured("exact"))]
+    names = [site.name for site in configured("exact").roster]
     incoming = {MEAN: {**mean, **head()}, SUBSET + names[0]: mine}
     incoming |= {SUBSET + name: state for name, state in zip(names[1:], others, strict=True)}
     config, session = exact(f"objective.subset_probability={probability}", "objective.own_weight=0", incoming=incoming)

@@ -10,7 +10,6 @@ from PIL import Image
 
 from fedloom.clients import data
 from fedloom.conf import UserError
-from fedloom.conf.sites import roster
 from tests.clients.own_data import COLOURS, config, images, right
 
 
@@ -34,7 +33,7 @@ def test_npz_files_of_several_spellings_and_kinds_of_numbers(tmp_path: Path, for
 
 def test_labels_may_be_names_and_the_label_in_tables_is_the_files(tmp_path: Path):
     np.savez_compressed(tmp_path / "pets.v1.npz", x=np.zeros((30, 5, 7, 3), np.uint8), y=["dog", "cat", "axolotl"] * 10)
-    spec = roster(config({"domain": f"npz:{tmp_path}/pets.v1.npz"}))[0].spec
+    spec = config({"domain": f"npz:{tmp_path}/pets.v1.npz"}).roster[0].spec
     assert data.class_names(spec) == ("axolotl", "cat", "dog")
     assert data.label(spec) == "pets.v1"
 
@@ -43,7 +42,7 @@ def test_sites_of_one_domain_share_its_test_images_by_chance_in_whatever_order_t
     x, y = np.tile((np.arange(400) % 251).astype(np.uint8)[:, None, None], (4, 4)), np.arange(400) % 2
     np.savez(tmp_path / "in_turn.npz", x_train=x, y_train=y, x_test=x, y_test=y)
     settings = config({"domain": f"npz:{tmp_path}/in_turn.npz", "count": 2}, grey=True)
-    parts = [data.own_images(settings, site, "test") for site in roster(settings)]
+    parts = [data.own_images(settings, site, "test") for site in settings.roster]
     assert all(60 < int(part.y.sum()) < 140 for part in parts), "each has both classes"
     both = torch.cat([part.x[:, 0, 0, 0] for part in parts]).sort().values
     assert torch.equal(both, torch.from_numpy(x[:, 0, 0]).sort().values)
@@ -52,9 +51,9 @@ def test_sites_of_one_domain_share_its_test_images_by_chance_in_whatever_order_t
 def test_names_that_are_numbers_are_in_the_order_of_numbers(tmp_path: Path):
     np.savez(tmp_path / "mine.npz", x=np.zeros((33, 4, 4), np.uint8), y=[str(number) for number in range(11)] * 3)
     settings = config({"domain": f"npz:{tmp_path}/mine.npz"})
-    assert data.class_names(roster(settings)[0].spec) == tuple(map(str, range(11)))
+    assert data.class_names(settings.roster[0].spec) == tuple(map(str, range(11)))
     np.savez(tmp_path / "mixed.npz", x=np.zeros((9, 4, 4), np.uint8), y=["2", "10", "x"] * 3)
-    assert data.class_names(roster(config({"domain": f"npz:{tmp_path}/mixed.npz"}))[0].spec) == ("10", "2", "x")
+    assert data.class_names(config({"domain": f"npz:{tmp_path}/mixed.npz"}).roster[0].spec) == ("10", "2", "x")
 
 
 @pytest.mark.parametrize(
@@ -113,8 +112,8 @@ def test_a_data_set_on_disk_is_read_by_the_types_of_its_columns(tmp_path: Path, 
     whole.remove_columns("kind").save_to_disk(tmp_path / "none")
     for name, counts in {"whole": (43, 12), "split": (54, 30)}.items():
         settings = config({"domain": f"dataset:{tmp_path}/{name}"})
-        spec = roster(settings)[0].spec
-        found, test = data.site_images(settings, roster(settings)[0]), data.test_images(settings, spec)
+        spec = settings.roster[0].spec
+        found, test = data.site_images(settings, settings.roster[0]), data.test_images(settings, spec)
         assert (len(found), len(test)) == counts and right(found) and right(test)
         assert data.class_names(spec) == tuple(COLOURS) and data.label(spec) == name
     for name, message in {
@@ -137,9 +136,9 @@ def test_parts_of_a_data_set_whose_classes_are_named_in_another_order(tmp_path: 
 
     DatasetDict({"train": of(list(COLOURS)), "test": of([*reversed(COLOURS)])}).save_to_disk(tmp_path / "turned")
     settings = config({"domain": f"dataset:{tmp_path}/turned"})
-    spec = roster(settings)[0].spec
+    spec = settings.roster[0].spec
     assert data.class_names(spec) == tuple(COLOURS)
-    assert right(data.site_images(settings, roster(settings)[0])) and right(data.test_images(settings, spec))
+    assert right(data.site_images(settings, settings.roster[0])) and right(data.test_images(settings, spec))
 
 
 def test_a_data_set_of_plain_columns_is_read_by_their_names(tmp_path: Path):

@@ -10,7 +10,6 @@ import torch
 from fedloom.clients import data
 from fedloom.clients.data.listing import of_run
 from fedloom.conf import UserError
-from fedloom.conf.sites import roster
 from tests.clients.own_data import config, images
 
 MODULE = '''
@@ -102,7 +101,7 @@ def test_a_function_of_another_package_gives_images(package: str, name: str):
     found = images(domain, grey=True)
     assert len(found) == (43 if name in ("arrays", "batches", "samples") else 54)
     assert torch.equal(found.x[:, 0, 0, 0].long(), found.y * 100)
-    spec = roster(config({"domain": domain}))[0].spec
+    spec = config({"domain": domain}).roster[0].spec
     assert data.label(spec) == name
     expected = {"Set": ("none", "some", "much"), "samples": ("class 0", "class 1", "class 2")}
     assert data.class_names(spec) == expected.get(name, ())
@@ -110,9 +109,9 @@ def test_a_function_of_another_package_gives_images(package: str, name: str):
 
 def test_parts_that_name_their_classes_differently_have_those_of_both(package: str):
     settings = config({"domain": f"{package}:apart"}, grey=True)
-    spec = roster(settings)[0].spec
+    spec = settings.roster[0].spec
     assert data.class_names(spec) == ("a", "b", "c", "d") and data.num_classes(settings) == 4
-    found, test = data.site_images(settings, roster(settings)[0]), data.test_images(settings, spec)
+    found, test = data.site_images(settings, settings.roster[0]), data.test_images(settings, spec)
     assert torch.equal(found.x[:, 0, 0, 0].long(), (found.y - 1) * 100)
     assert torch.equal(test.x[:, 0, 0, 0].long(), torch.tensor([0, 100, 0, 200])[test.y])
 
@@ -143,7 +142,7 @@ def test_a_package_offers_a_domain_by_entry_point(package: str, tmp_path: Path):
     sys.path.append(str(tmp_path / "nowhere"))  # what is offered is looked up once for each search path
     try:
         assert data.num_classes(config({"domain": "threes"})) == 3
-        assert data.label(roster(config({"domain": "threes"}))[0].spec) == "threes"
+        assert data.label(config({"domain": "threes"}).roster[0].spec) == "threes"
         with pytest.raises(UserError, match=r"unknown domain 'threse'; did you mean 'threes'"):
             data.num_classes(config({"domain": "threse"}))
     finally:

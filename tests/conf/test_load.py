@@ -10,7 +10,6 @@ from fedloom.clients.protocol import messages
 from fedloom.conf import UserError, experiment_names, from_json, load, to_json, to_yaml
 from fedloom.conf.load import FOLDER, VERSION, experiment_lines, load_text
 from fedloom.conf.schema import MOST_ROUNDS
-from fedloom.conf.sites import roster
 from fedloom.conf.yaml_text import LONG, read_yaml
 
 
@@ -28,7 +27,7 @@ def test_every_shipped_experiment_loads_and_survives_the_journey():
 def test_overrides_reach_nested_keys_and_lists():
     config = load("digits", ["rounds=3", "engine.name=inline", "training.rate=0.5", "sites.1.samples=7", "run.name=x"])
     assert (config.rounds, config.engine.name, config.training.rate, config.run.name) == (3, "inline", 0.5, "x")
-    assert [site.spec.samples for site in roster(config)] == [0, 7]
+    assert [site.spec.samples for site in config.roster] == [0, 7]
 
 
 def test_show_is_yaml_that_loads_again(tmp_path: Path):
@@ -194,7 +193,7 @@ def test_missing_file():
 def test_a_number_of_sites_is_dealt_out_in_turn(tmp_path: Path):
     path = tmp_path / "n.yaml"
     path.write_text("sites: 5\npopulation: [{domain: a}, {domain: b}]\n")
-    sites = roster(load(str(path)))
+    sites = load(str(path)).roster
     assert [site.name for site in sites] == [f"site-000{i}" for i in range(5)]
     assert [(site.spec.domain, site.part, site.parts) for site in sites] == [
         ("a", 0, 3),

@@ -9,7 +9,6 @@ import pytest
 from fedloom.conf import UserError, to_yaml
 from fedloom.conf.load import from_json, load_text, read_values, to_json
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import roster
 from fedloom.conf.yaml_text import read_yaml, write_yaml
 from fedloom.server.run_folder.listing import read_config
 from fedloom.sims.api import config_of
@@ -30,10 +29,10 @@ def test_a_text_stays_as_it_is_written_however_it_is_given(text: str, tmp_path: 
         load_text(BASE, "mine", [f"run={{root: {text}}}"]).run.root,
         load_text(f"{BASE}presets: {{a: {{run: {{root: {text}}}}}}}", "mine", ["preset=a"]).run.root,
         config_of({**METHOD, "sites": [{"domain": "digits"}], "run": {"root": text}}, []).run.root,
-        roster(load_text(f"sites: [{{domain: digits, label: {text}}}]", "mine"))[0].spec.label,
-        roster(load_text(BASE, "mine", [f"sites.0.label={text}"]))[0].spec.label,
-        roster(load_text(BASE, "mine", [f"sites=[{{domain: digits, label: {text}}}]"]))[0].spec.label,
-        roster(load_text(f"sites: 1\npopulation: [{{domain: digits, label: {text}}}]", "mine"))[0].spec.label,
+        load_text(f"sites: [{{domain: digits, label: {text}}}]", "mine").roster[0].spec.label,
+        load_text(BASE, "mine", [f"sites.0.label={text}"]).roster[0].spec.label,
+        load_text(BASE, "mine", [f"sites=[{{domain: digits, label: {text}}}]"]).roster[0].spec.label,
+        load_text(f"sites: 1\npopulation: [{{domain: digits, label: {text}}}]", "mine").roster[0].spec.label,
         load_text(f"{BASE}baselines: [{text}]", "mine").baselines[0],
         read_values(f"sites.0.label={text},b")[1][0],
         read_values(f"sites.0.label=[{text},b]")[1][0],
@@ -95,8 +94,8 @@ def test_python_may_give_numbers_of_numpy_paths_and_tuples(tmp_path: Path):
     config = config_of({**METHOD, **given}, [])
     assert (config.rounds, config.training.rate, config.training.channels_last) == (7, 0.5, True)
     assert (config.run.root, config.run.name, config.data.root) == (str(tmp_path), "007", str(Path.home()))
-    assert roster(config)[0].spec.classes == [0, 1]
-    assert config_of({**METHOD, "sites": [roster(config)[0].spec]}, []).sites
+    assert config.roster[0].spec.classes == [0, 1]
+    assert config_of({**METHOD, "sites": [config.roster[0].spec]}, []).sites
 
 
 @pytest.mark.parametrize("given, message", [

@@ -24,7 +24,6 @@ from fedloom.clients.protocol.messages import (
     to_arrays,
 )
 from fedloom.conf import load, to_json
-from fedloom.conf.sites import roster
 from fedloom.server.rounds.channel import ClientChannel
 from fedloom.server.run.experiment import run_experiment
 from fedloom.server.run.listener import LogListener
@@ -104,12 +103,12 @@ def test_data_shipped_to_a_cluster_is_read_there(tmp_path: Path, cluster: Cluste
     config = load("digits", [*words, *there, f"run.root={tmp_path}"])
     with open_engine(config) as grid:
         data.rename(tmp_path / "elsewhere")
-        federation = ClientChannel(grid, roster(config), window=0)
+        federation = ClientChannel(grid, config.roster, window=0)
         federation.join(timeout=60)
         text, mean = to_json(config), to_arrays(initial_state(config))
         order = TaskInstructions(config_digest(text), "run", site=0, round=1, rounds=2, base=0, members=2).record()
         content = RecordDict({ORDER: order, MEAN: mean, CONFIG: text_record(text)})
-        replies = list(federation.ask(TRAIN, [(roster(config)[0], content)], 1, timeout=60))
+        replies = list(federation.ask(TRAIN, [(config.roster[0], content)], 1, timeout=60))
     assert [reply.reason for reply in replies] == [""]
 
 

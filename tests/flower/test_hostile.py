@@ -19,7 +19,6 @@ from hypothesis import HealthCheck, given, settings
 from fedloom.clients.app import app
 from fedloom.clients.protocol.messages import TRAIN, read_order
 from fedloom.conf import Config, load
-from fedloom.conf.sites import roster
 from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.rounds.channel import ClientChannel
@@ -142,7 +141,7 @@ class Liar:
 
     def told(self, lie: Lie) -> tuple[int, dict[str, str]]:
         """Ask it; how many replies counted, and why others did not. Nothing of it stays."""
-        self.lie, site = lie, roster(self.config)[-1]
+        self.lie, site = lie, self.config.roster[-1]
         self.loop.transport.dropped = {}
         run = self.loop.state.run(1, Participation([site], 1), self.loop.transport)
         with contextlib.suppress(TooFewRepliesError):
@@ -167,7 +166,7 @@ def liar(machines: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
                         "federation.timeout=20", "network={name: mlp, widths: [2]}")  # fmt: skip
     with contextlib.closing(flower.start(config)) as grid:
         grid.poll_seconds = 0.002
-        federation = ClientChannel(grid, roster(config), 0)
+        federation = ClientChannel(grid, config.roster, 0)
         aggregation = started(config)
         loop = RoundLoop(config, "run", federation, aggregation, Evaluator(config), Recorder())
         one = Liar(config, loop, aggregation.digest(), {name: contribution(aggregation, name) for name in NAMES[:-1]})

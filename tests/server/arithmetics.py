@@ -14,7 +14,6 @@ from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.protocol.messages import MEAN, SITE, TRAIN, to_states
 from fedloom.clients.storage.states import read_state
 from fedloom.conf import Config, load
-from fedloom.conf.sites import roster
 from fedloom.fusion.arithmetic import Alpha, is_statistic, to_state
 from fedloom.fusion.exact import quantise
 from fedloom.fusion.state import State, digest
@@ -92,7 +91,7 @@ class Done:
 
 def run(config: Config, client: NotingApp | None = None, listener: Recorder | None = None, grid: type = InlineGrid) -> Done:
     client = client or NotingApp()
-    engine = grid(len(roster(config)), store_folder(config), client)
+    engine = grid(len(config.roster), store_folder(config), client)
     return Done(config, client, run_experiment(engine, config, listener or Recorder()))
 
 
@@ -123,7 +122,7 @@ def alphas_of(aggregate: ServerState) -> dict[str, Alpha]:
 
 def train(method: TrainingRun, client: NotingApp | None = None) -> NotingApp:
     """All rounds of the method's configuration that are not committed yet."""
-    client, sites = client or NotingApp(), roster(method.config)
+    client, sites = client or NotingApp(), method.config.roster
     federation = ClientChannel(InlineGrid(len(sites), store_folder(method.config), client), sites, 0)
     federation.join(5.0)
     method.train(federation, Recorder())

@@ -19,7 +19,6 @@ from fedloom.clients.protocol.messages import (
 )
 from fedloom.clients.storage.states import read_state
 from fedloom.conf import Config
-from fedloom.conf.sites import roster
 from fedloom.fusion.exact import ExactSum
 from fedloom.fusion.state import State, digest
 from fedloom.server.run.experiment import run_experiment
@@ -83,7 +82,7 @@ def configured(root: Path, *words: str, name: str = "run") -> Config:
 
 def run(config: Config, client: ClientApp | None = None) -> Recorder:
     listener = Recorder()
-    grid = InlineGrid(len(roster(config)), store_folder(config), client or Spoiled())
+    grid = InlineGrid(len(config.roster), store_folder(config), client or Spoiled())
     run_experiment(grid, config, listener)
     return listener
 
@@ -107,7 +106,7 @@ def forget(method: TrainingRun, config: Config, sites: Sequence[str], id: str, c
     """Receive a request and fulfil it, with sites that are simulated anew."""
     listener = Recorder()
     receive(method.ledger, id, sites, "", {})
-    grid = InlineGrid(len(roster(config)), store_folder(config), client or Spoiled())
+    grid = InlineGrid(len(config.roster), store_folder(config), client or Spoiled())
     method.train(method.joined(grid), listener, rounds=method.unlearning().last_round())
     return listener
 

@@ -20,7 +20,7 @@ from fedloom.clients.protocol.reply_checks import FREE, Bounds
 from fedloom.clients.storage.states import read_state
 from fedloom.conf import Config, load
 from fedloom.conf.randomness import torch_generator
-from fedloom.conf.sites import Site, roster
+from fedloom.conf.sites import Site
 from fedloom.fusion.exact import ExactSum
 from fedloom.fusion.state import State, digest
 from fedloom.server.evaluation.evaluator import Evaluator
@@ -150,8 +150,8 @@ class Run:
 def set_up(config: Config, client: ClientApp = app, grid: type[InlineGrid] = InlineGrid) -> Run:
     """All of a run but its folder: real grid, federation, strategy, evaluator and round loop."""
     listener = Recorder()
-    engine = grid(len(roster(config)), store_folder(config), client)
-    federation = ClientChannel(engine, roster(config), config.federation.window)
+    engine = grid(len(config.roster), store_folder(config), client)
+    federation = ClientChannel(engine, config.roster, config.federation.window)
     federation.join(5.0)
     aggregate = started(config)
     loop = RoundLoop(config, "run", federation, aggregate, Evaluator(config), listener)
@@ -168,7 +168,7 @@ OPENED: list[Ledger] = []  # by `started`; closed after each test
 
 def started(config: Config, only: Iterable[str] | None = None, at: Path | None = None) -> ServerState:
     """The configured strategy, started for all sites of the roster, or for `only` those, with a new ledger."""
-    sites = [site for site in roster(config) if only is None or site.name in only]
+    sites = [site for site in config.roster if only is None or site.name in only]
     aggregate = ServerState(Setup(config, sites, at or folder(config)))
     OPENED.append(aggregate.ledger)
     return aggregate

@@ -19,7 +19,6 @@ from fedloom.clients.objectives.layer_selection.session import CHOSEN, COUNTS, M
 from fedloom.clients.protocol.messages import MEAN, TRAIN, read_order, to_states
 from fedloom.clients.storage.states import read_state
 from fedloom.conf import Config, load
-from fedloom.conf.sites import roster
 from fedloom.fusion.exact import exact
 from fedloom.fusion.state import State, digest
 from fedloom.server.run.experiment import run_experiment
@@ -93,7 +92,7 @@ def run(
     config: Config, client: Noting | None = None, listener: Recorder | None = None, grid: type[InlineGrid] = InlineGrid
 ) -> Done:
     client = client or Noting()
-    engine = grid(len(roster(config)), store_folder(config), client)
+    engine = grid(len(config.roster), store_folder(config), client)
     return Done(config, client, run_experiment(engine, config, listener or Recorder()))
 
 
@@ -109,7 +108,7 @@ def found(done: Done, mode: str = "learned") -> dict:
 
 def own_state(done: Done, place: int, round: int = 2) -> State:
     """What a site keeps of its own after a round of its own."""
-    name = f"{roster(done.config)[place].name}/round-{round:06d}.safetensors"
+    name = f"{done.config.roster[place].name}/round-{round:06d}.safetensors"
     [path] = [
         path for path in (folder(done.config) / "sites").glob(f"*/{name}") if "baselines" not in path.parent.parent.name
     ]
@@ -118,7 +117,7 @@ def own_state(done: Done, place: int, round: int = 2) -> State:
 
 def accuracy_of(done: Done, place: int, shared: State, round: int = 2) -> float:
     """On a site's own test images, of its own network with these parameters in the layers that it chose to share."""
-    config, site, state = done.config, roster(done.config)[place], own_state(done, place, round)
+    config, site, state = done.config, done.config.roster[place], own_state(done, place, round)
     objective = objective_of(config)
     assert isinstance(objective, LayerSelection)
     made = objective.layers_of(config, site).weights(shared, below(state, OWN_PARTS))

@@ -10,7 +10,7 @@ from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.objectives.modes import HEAD
 from fedloom.clients.protocol.messages import ROUND, SITE
 from fedloom.conf import Config
-from fedloom.conf.sites import Site, roster
+from fedloom.conf.sites import Site
 from fedloom.fusion.state import State
 from fedloom.server.rounds.server_state import ServerState
 from tests.server.parts import (
@@ -33,7 +33,7 @@ def many(root: Path, mode: str = "exact", *overrides: str) -> Config:
 @functools.cache
 def everyone() -> list[Site]:
     """The five sites; they are the same in all configurations here."""
-    return roster(many(Path()))
+    return many(Path()).roster
 
 
 @functools.cache

@@ -10,7 +10,6 @@ import torch
 from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.protocol.messages import SITE
 from fedloom.conf import UserError
-from fedloom.conf.sites import roster
 from fedloom.fusion.arithmetic import to_state
 from fedloom.fusion.exact import dequantise, quantise
 from fedloom.fusion.state import State, digest
@@ -81,7 +80,7 @@ def test_the_even_row_of_three_sites_is_called_mean(twice: Done):
 def test_the_rows_are_the_combinations_that_their_names_say(once: Done, twice: Done):
     for done, even in ((once, "half"), (twice, "mean")):
         start = {"start": theta(done.config)}
-        ends = {site.name: done.state(site.name) for site in roster(done.config)}
+        ends = {site.name: done.state(site.name) for site in done.config.roster}
         n, states = len(ends), start | ends
         assert close(done.state(even), weighted(states, dict.fromkeys(ends, 1 / n)))
         assert close(done.state("sum"), weighted(states, {**dict.fromkeys(ends, 1.0), "start": 1 - n}))
@@ -247,7 +246,7 @@ def test_a_reply_that_cannot_be_used_names_its_tensor_and_leaves_no_trace(once: 
     change, told = FAULTS[fault]
     config = configured(tmp_path)
     with arithmetic_of(config) as aggregate:
-        one, other = roster(config)
+        one, other = config.roster
         good = given(other, {SITE: once.client.replied[1]})
         dropped = staged(aggregate, 1, [good, given(one, {SITE: change(dict(once.client.replied[0]))})])
         assert re.search(told, dropped[A])

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from fedloom.conf import Config
-from fedloom.conf.sites import roster
 from fedloom.fusion.arithmetic import is_statistic
 from fedloom.fusion.state import State, digest
 from fedloom.server.ledger.audit import check
@@ -169,7 +168,7 @@ def test_the_summary_of_a_run_that_goes_on_leaves_the_forgotten_site_out(finishe
     assert list(found["accuracy"]) == ["composed", "half", "sum", "fused", "one", "three"]
     assert found["coefficients"] == {"one": 0.4, "three": 0.4}
     assert found["forgotten"].keys() == {"one", "three"}
-    assert len(roster(config)) == 3
+    assert len(config.roster) == 3
 
 
 def test_coefficients_are_searched_anew_for_other_sites_even_if_the_sum_is_the_same(tmp_path: Path):
@@ -178,7 +177,7 @@ def test_coefficients_are_searched_anew_for_other_sites_even_if_the_sum_is_the_s
     config = of(tmp_path, list(SITES), "federation.fraction=0.5", *search)
     done = run(config)
     idle = [
-        site.name for place, site in enumerate(roster(config)) if place not in {order.site for order in done.client.orders}
+        site.name for place, site in enumerate(config.roster) if place not in {order.site for order in done.client.orders}
     ]
     with method_of(config) as method:
         before = method.state.digest()

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import pytest
 
 from fedloom.clients.data import label, site_images, to_float
-from fedloom.conf.sites import roster
 from fedloom.server.evaluation.per_client_metrics import at_sites, class_counts, costs, different_networks
 from tests.server.arithmetics import one_core
 from tests.server.runs import method_of
@@ -36,7 +35,7 @@ def test_class_counts_add_up_to_the_accuracy(method):
 
 
 def test_own_lacking_and_union_are_what_they_say(method):
-    models, sites = method.aggregation.models(), roster(method.config)
+    models, sites = method.aggregation.models(), method.config.roster
     found = at_sites(method.evaluator, sites, models)
     own, lacking, union = [], [], []
     for site, name in zip(sites, (SHALLOW, DEEP), strict=True):
@@ -52,7 +51,7 @@ def test_own_lacking_and_union_are_what_they_say(method):
 
 
 def test_costs_count_parameters_bytes_and_the_ensemble(method):
-    models, sites = method.aggregation.models(), roster(method.config)
+    models, sites = method.aggregation.models(), method.config.roster
     found = costs(method.evaluator, sites, models)
     for name in (SHALLOW, DEEP):
         numbers = sum(tensor.numel() for tensor in models[name].state.values())
@@ -62,5 +61,5 @@ def test_costs_count_parameters_bytes_and_the_ensemble(method):
 
 
 def test_it_is_for_different_networks(method, tmp_path):
-    assert different_networks(method.config, roster(method.config))
-    assert not different_networks(method.config, roster(method.config)[1:])
+    assert different_networks(method.config, method.config.roster)
+    assert not different_networks(method.config, method.config.roster[1:])

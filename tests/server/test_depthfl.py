@@ -13,7 +13,6 @@ from fedloom.clients.objectives import Task, objective_of
 from fedloom.conf import Config
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import torch_generator
-from fedloom.conf.sites import roster
 from fedloom.fusion.exact import ExactSum, quantise
 from fedloom.fusion.state import State
 from fedloom.server.run.experiment import check
@@ -85,7 +84,7 @@ def test_forgetting_leaves_the_sum_that_never_held_the_site(done, tmp_path):
 @pytest.mark.parametrize("place", [0, 2])
 def test_the_loss_is_the_published_one(tmp_path, place):
     config = of_depths(tmp_path, "objective.weight=0.7")
-    site = roster(config)[place]
+    site = config.roster[place]
     network = architecture_of(config, site).build()
     state: State = {name: 0.3 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number))
                     for number, (name, tensor) in enumerate(network.state_dict().items())}  # fmt: skip

@@ -10,7 +10,6 @@ from flwr.clientapp import ClientApp
 
 from fedloom.clients.protocol.messages import QUERY
 from fedloom.conf import Config, UserError
-from fedloom.conf.sites import roster
 from fedloom.server.ledger import Ledger
 from fedloom.server.rounds.channel import ClientChannel
 from fedloom.server.rounds.nodes import InMemoryBindings
@@ -56,7 +55,7 @@ def federation(
     config: Config, names: Mapping[int, str], bound: Mapping[str, int] | None = None
 ) -> tuple[ClientChannel, Nodes]:
     grid, kept = Nodes(config, names), dict(bound or {})
-    return ClientChannel(grid, roster(config), 32, InMemoryBindings(kept)), grid
+    return ClientChannel(grid, config.roster, 32, InMemoryBindings(kept)), grid
 
 
 def test_a_name_that_is_taken_is_refused_and_both_nodes_are_named(tmp_path: Path):
@@ -95,11 +94,11 @@ def test_who_came_first_is_kept_by_the_ledger_and_counts_after_a_restart(tmp_pat
     run = set_up(config)
     one_round(run.loop, 1)
     ledger = run.aggregate.ledger
-    first = ClientChannel(Nodes(config, {A: "north", B: "south"}), roster(config), 32, ledger)
+    first = ClientChannel(Nodes(config, {A: "north", B: "south"}), config.roster, 32, ledger)
     first.join(0.0)
     assert ledger.bound() == {"north": A, "south": B}
     # a server that starts anew meets another node first
-    again = ClientChannel(Nodes(config, {B: "south", C: "north"}), roster(config), 32, ledger)
+    again = ClientChannel(Nodes(config, {B: "south", C: "north"}), config.roster, 32, ledger)
     again.join(0.0)
     assert again.nodes == {"north": C, "south": B}
     assert not again.enrolment.owns("north")

@@ -18,8 +18,8 @@ from fedloom.clients.training.learner import DivergedError, descend
 from fedloom.conf import load
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import torch_generator
-from fedloom.conf.schema import SiteConfig, TrainingConfig
-from fedloom.conf.sites import roster
+from fedloom.conf.schema import TrainingConfig
+from fedloom.conf.sites import SiteConfig
 from fedloom.fusion.state import State, digest
 from fedloom.server.unlearning.attacks import (
     Attack,
@@ -44,7 +44,7 @@ def digits(part: str) -> Images:
     config = load("digits", ["sites=[{domain: digits, count: 2, samples: 200}]", "data.size=8"])
     if part == "test":
         return test_images(config, SiteConfig(domain="digits"))
-    return site_images(config, roster(config)[["members", "strangers"].index(part)])
+    return site_images(config, config.roster[["members", "strangers"].index(part)])
 
 
 def shown(images: Images, count: int) -> Images:

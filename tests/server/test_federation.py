@@ -8,7 +8,6 @@ from flwr.clientapp import ClientApp
 
 from fedloom.clients.protocol.messages import CONFIG, ORDER, TRAIN, TaskInstructions, config_digest, text_record, to_arrays
 from fedloom.conf import Config, UserError, to_json
-from fedloom.conf.sites import roster
 from fedloom.server.rounds.channel import ClientChannel
 from fedloom.sims.engines.adapter import FIRST_NODE, store_folder
 from fedloom.sims.engines.inline import InlineGrid
@@ -34,7 +33,7 @@ def named(*configs: dict[str, str | int]) -> type[NamedGrid]:
 
 
 def federation(config: Config, grid: type[InlineGrid] = InlineGrid, nodes: int | None = None) -> ClientChannel:
-    sites = roster(config)
+    sites = config.roster
     return ClientChannel(grid(len(sites) if nodes is None else nodes, store_folder(config)), sites, window=32)
 
 
@@ -122,7 +121,7 @@ def test_a_restarted_node_takes_its_sites_place_under_its_new_id(tmp_path: Path)
 
 def orders(config: Config) -> list[tuple]:
     """The first round's orders to all sites."""
-    sites, text = roster(config), to_json(config)
+    sites, text = config.roster, to_json(config)
     sent = {name: to_arrays(state) for name, state in sent_in(started(config), 1).items()}
     same = {"config": config_digest(text), "run": "run", "round": 1, "rounds": 2, "base": 0, "members": len(sites)}
     return [
@@ -190,7 +189,7 @@ def test_a_node_that_answers_without_saying_who_it_is_is_told(tmp_path: Path):
     config = small(tmp_path, sites=1)
     mute = ClientApp()
     mute.query()(lambda message, context: Message(RecordDict(), reply_to=message))
-    found = ClientChannel(InlineGrid(1, store_folder(config), mute), roster(config), window=1)
+    found = ClientChannel(InlineGrid(1, store_folder(config), mute), config.roster, window=1)
     with pytest.raises(UserError, match="did not say which site it is"):
         found.join(0.0)
 

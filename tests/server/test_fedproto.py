@@ -17,7 +17,6 @@ from fedloom.clients.storage.states import read_state
 from fedloom.conf import Config
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import torch_generator
-from fedloom.conf.sites import roster
 from fedloom.fusion.exact import ExactSum, quantise
 from fedloom.fusion.state import State
 from fedloom.server.run.experiment import check
@@ -51,7 +50,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
 
 def own_network(config: Config, place: int) -> Network:
     """What a site keeps after the last round."""
-    site = roster(config)[place]
+    site = config.roster[place]
     [path] = list(folder(config).glob(f"sites/*/{site.name}/round-000003.safetensors"))
     network = architecture_of(config, site).build().eval()
     network.load_state_dict(read_state(path))
@@ -66,7 +65,7 @@ def test_networks_are_measured_at_their_sites_and_all_sums_hold(done):
 def test_a_prototype_is_the_mean_feature_over_all_sites_images_of_the_class(done):
     features, labels = [], []
     for place in (0, 1):
-        images = site_images(done.config, roster(done.config)[place])
+        images = site_images(done.config, done.config.roster[place])
         with torch.no_grad():
             features.append(own_network(done.config, place).extractor(to_float(images.x)))
         labels.append(images.y)
@@ -89,7 +88,7 @@ def test_no_weight_leaves_a_site(done):
 def opened(root: Path, given: State, *words: str) -> tuple[Network, torch.Tensor]:
     """A site's network, and its loss on five images."""
     config = of_prototypes(root, *words)
-    site = roster(config)[0]
+    site = config.roster[0]
     network = architecture_of(config, site).build()
     own = {name: 0.3 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(place))
            for place, (name, tensor) in enumerate(network.state_dict().items())}  # fmt: skip

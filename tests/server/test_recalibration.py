@@ -25,7 +25,6 @@ from fedloom.clients.networks import architecture_of, initialise
 from fedloom.clients.protocol.messages import METRICS, read_order, to_arrays, to_states
 from fedloom.clients.protocol.reply_checks import ReplyError
 from fedloom.conf import Config
-from fedloom.conf.sites import roster
 from fedloom.fusion.cla_ot.repair import recompute_statistics
 from fedloom.fusion.discriminant import discriminant
 from fedloom.server.ledger.audit import check
@@ -50,7 +49,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Config:
 def recalibrated(config: Config, client: ClientApp = app) -> Config:
     with method_of(config) as method:
         receive(method.ledger, "r1", [ONE], "", {"recalibrate": True})
-        federation = ClientChannel(InlineGrid(SITES, store_folder(config), client), roster(config), 0)
+        federation = ClientChannel(InlineGrid(SITES, store_folder(config), client), config.roster, 0)
         federation.join(5.0)
         method.train(federation, Recorder(), rounds=0)
         request = method.ledger.request("r1")
@@ -100,7 +99,7 @@ def test_statistics_of_several_sites_are_those_of_all_images(finished: Config):
     network = architecture_of(finished).build()
     initialise(network, torch.Generator().manual_seed(1))
     network.eval()
-    images = site_images(finished, roster(finished)[0])
+    images = site_images(finished, finished.roster[0])
     half = len(images) // 3
     parts = [Images(images.x[:half], images.y[:half]), Images(images.x[half:], images.y[half:])]
     whole, each = (
@@ -115,7 +114,7 @@ def test_statistics_of_several_sites_are_those_of_all_images(finished: Config):
 def test_moments_of_batchnorm_are_those_of_recomputing_and_leave_the_network(tmp_path: Path):
     config = configured(tmp_path, "network={name: conv6, norm: batch}", "objective={name: local}",
                         "strategy={name: arithmetic}")  # fmt: skip
-    network, images = architecture_of(config).build(), site_images(config, roster(config)[0])
+    network, images = architecture_of(config).build(), site_images(config, config.roster[0])
     initialise(network, torch.Generator().manual_seed(1))
     network.eval()
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}

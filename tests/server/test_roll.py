@@ -12,7 +12,7 @@ from fedloom.clients.app import app
 from fedloom.clients.protocol.messages import CLASSES, ENROL, METRICS, ORDER, read_order
 from fedloom.clients.protocol.reply_checks import ReplyError
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import Site, roster
+from fedloom.conf.sites import Site
 from fedloom.fusion.state import digest
 from fedloom.server.rounds.channel import RawReply
 from fedloom.server.rounds.client_metadata import ClientMetadata
@@ -97,7 +97,7 @@ def boasted(root: Path, *words: str) -> tuple[Config, list[str]]:
     listener = Recorder()
     config = federated(root, "strategy={name: fedavg}", "objective={name: fedavg}", "rounds=2", "run.name=boasted", *words)
     grid = OwnGrid(3, store_folder(config), Boasting())
-    grid.domains = tuple(folders(root / site.name, "cat", "dog", "owl") for site in roster(config))
+    grid.domains = tuple(folders(root / site.name, "cat", "dog", "owl") for site in config.roster)
     run_experiment(grid, config, listener)
     return config, listener.messages
 
@@ -106,7 +106,7 @@ def test_a_site_that_boasts_does_not_become_the_mean_and_can_be_forgotten(tmp_pa
     config, messages = boasted(tmp_path)
     assert any("site-0001 says that it has 2147483647 images, many more than the others; " in told for told in messages)
     with method_of(config) as method:
-        weights = [method.state.slots.weight("networks", site.name) for site in roster(config)]
+        weights = [method.state.slots.weight("networks", site.name) for site in config.roster]
         assert weights[1] == 10 * weights[0] == 10 * weights[2]
         assert all(method.state.checks()[0].values())
         method.state.forget(["site-0001"], {})
@@ -143,7 +143,7 @@ def test_its_replies_are_dropped_until_it_has(tmp_path: Path):
     config = federated(tmp_path, "rounds=2", "federation.min_replies=1")
     client = Confused()
     grid = OwnGrid(3, store_folder(config), client)
-    grid.domains = tuple(folders(tmp_path / site.name, "cat", "dog", "owl") for site in roster(config))
+    grid.domains = tuple(folders(tmp_path / site.name, "cat", "dog", "owl") for site in config.roster)
     run_experiment(grid, config, LogListener())
     assert sorted(client.asked) == [0, 1, 1, 2]
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

@@ -9,7 +9,6 @@ from flwr.app import MetricRecord
 from flwr.clientapp import ClientApp
 
 from fedloom.clients.protocol.messages import METRICS
-from fedloom.conf.sites import roster
 from fedloom.fusion.exact import ExactSum
 from fedloom.fusion.state import State, digest
 from fedloom.server.rounds.schedules import round_half_up
@@ -185,7 +184,7 @@ def test_every_order_says_run_round_base_and_members_and_goes_to_its_own_site(tm
     ]
     assert {(order.run, order.members) for order in client.orders} == {("run", 3)}
     assert {path.name for path in (folder(run.config) / "sites" / "run").iterdir()} == {
-        site.name for site in roster(run.config)
+        site.name for site in run.config.roster
     }
 
 

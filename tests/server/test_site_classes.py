@@ -10,7 +10,6 @@ from PIL import Image
 from fedloom.clients.data import num_classes, site_sizes
 from fedloom.clients.protocol.messages import WHO
 from fedloom.conf import Config, UserError, load
-from fedloom.conf.sites import roster
 from fedloom.server.rounds.channel import ClientChannel
 from fedloom.server.run.experiment import run_experiment
 from fedloom.server.run.listener import LogListener
@@ -61,7 +60,7 @@ def test_a_site_whose_classes_are_others_is_not_asked(tmp_path: Path, caplog: py
     assert (summary["status"], [site["samples"] for site in summary["sites"]]) == ("finished", ["at the site"] * 3)
     assert summary["class_names"] == {"0": "cat", "1": "dog", "2": "owl"}  # as those call them that take part
     stores = store_folder(config)
-    assert [bool(list(stores.rglob(f"{site.name}/*.safetensors"))) for site in roster(config)] == [True, False, True]
+    assert [bool(list(stores.rglob(f"{site.name}/*.safetensors"))) for site in config.roster] == [True, False, True]
 
 
 def test_domains_that_share_outputs_must_name_them_alike(tmp_path: Path):
@@ -100,6 +99,6 @@ def test_a_node_of_another_version_is_refused(tmp_path: Path):
         return Message(RecordDict({WHO: ConfigRecord({"partition-id": "0", "protocol": 0})}), reply_to=message)
 
     config = federated(tmp_path)
-    federation = ClientChannel(InlineGrid(3, store_folder(config), old), roster(config), window=32)
+    federation = ClientChannel(InlineGrid(3, store_folder(config), old), config.roster, window=32)
     with pytest.raises(UserError, match="another version of fedloom's messages; install the server's version there"):
         federation.join(0.1)

@@ -13,7 +13,6 @@ from fedloom.clients.objectives.modes import HEAD
 from fedloom.clients.protocol.messages import MEAN, ROUND, SITE, STAR, SUBSET
 from fedloom.clients.storage.store import SiteStore
 from fedloom.conf import UserError
-from fedloom.conf.sites import roster
 from fedloom.fusion.exact import dequantise, quantise
 from fedloom.fusion.state import digest
 from fedloom.server.ledger import LedgerError
@@ -162,7 +161,7 @@ def test_exact_the_mean_moves_by_the_mean_of_the_steps_of_two_real_sites(tmp_pat
     begin = run.aggregate.aggregate().state
     run.all_rounds()
     after = run.aggregate.aggregate().state
-    stores = [SiteStore(store_folder(config), "run", site.name) for site in roster(config)]
+    stores = [SiteStore(store_folder(config), "run", site.name) for site in config.roster]
     ends, start = [store.load(1) for store in stores], initial_state(config)
     assert not torch.equal(ends[0][LAYER], ends[1][LAYER])
     for name in extractor(begin):

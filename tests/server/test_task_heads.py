@@ -13,7 +13,6 @@ from fedloom.clients.networks import Model, architecture_of
 from fedloom.clients.networks.initial import initial_state
 from fedloom.conf import Config
 from fedloom.conf.errors import UserError
-from fedloom.conf.sites import roster
 from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import Evaluator
 from tests.server.arithmetics import DIGITS, MNIST, A, B, configured, one_core, run, theta
@@ -67,7 +66,7 @@ def test_relabelled_classes_count_from_0_in_ascending_order_whatever_the_order_g
     for heads in ("shared", "task"):
         before, after = of(heads, plain), of(heads, again)
         assert (num_classes(before), num_classes(after)) == (10, 2)
-        one, other = roster(before)[0], roster(after)[0]
+        one, other = before.roster[0], after.roster[0]
         assert class_count(other.spec) == 2
         pairs = [(site_images(before, one), site_images(after, other))]
         pairs += [(load(before, one.spec), load(after, other.spec)) for load in (validation_images, test_images)]
@@ -80,7 +79,7 @@ def test_relabelled_classes_count_from_0_in_ascending_order_whatever_the_order_g
 def test_without_classes_there_is_nothing_to_count_again():
     config = of("shared", "{domain: digits, samples: 100, relabel: true}")
     assert num_classes(config) == 10
-    assert set(site_images(config, roster(config)[0]).y.tolist()) == set(range(10))
+    assert set(site_images(config, config.roster[0]).y.tolist()) == set(range(10))
 
 
 def test_one_label_cannot_stand_for_classes_by_both_numbers():

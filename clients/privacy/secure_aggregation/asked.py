@@ -10,7 +10,6 @@ from fedloom.clients.privacy.secure_aggregation.secrets import Attempt, Secrets
 from fedloom.clients.protocol.messages import TaskInstructions
 from fedloom.clients.protocol.packing import unpacked
 from fedloom.conf.errors import UserError
-from fedloom.conf.sites import roster
 from fedloom.fusion.state import State
 
 MOST_SITES = 1000  # of one secure sum: every two of them agree on a mask
@@ -24,7 +23,7 @@ def state_of(job: Job, record: str) -> State:
 def incoming(job: Job, record: str, size: int = 0) -> dict[str, bytes]:
     """Bytes by name of a site, as the server passes them on. UserError for what cannot be that."""
     found = state_of(job, record)
-    known = {site.name for site in roster(job.config)}
+    known = {site.name for site in job.config.roster}
     good = found.keys() <= known and len(found) <= MOST_SITES and all(one.dtype == torch.uint8 for one in found.values())
     passed = {name: bytes(one.flatten().numpy()) for name, one in found.items()} if good else {}
     if not good or any(size and len(one) != size for one in passed.values()):

@@ -11,7 +11,7 @@ from fedloom.clients.networks import network_text
 from fedloom.clients.privacy.policy import Policy
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import Site, roster
+from fedloom.conf.sites import Site
 
 ALWAYS, USUALLY = 2, 3  # fewest members of a sum: whatever a policy says, and where it knows no keys and says nothing
 
@@ -31,7 +31,7 @@ def check_alike(job: Job, names: Collection[str]) -> None:
     """
     wanted, own = set(names), bool(job.policy.domain)
     mine = _manner(job.config, job.site, own)
-    sites = [site for site in roster(job.config) if site.name in wanted]
+    sites = [site for site in job.config.roster if site.name in wanted]
     if odd := sorted(site.name for site in sites if _manner(job.config, site, own) != mine):
         raise UserError(f"secure aggregation: {odd[0]} has another network or other outputs than this site, or changes its "
                         "images otherwise; give all sites of a masked sum the same, or leave out the masks")  # fmt: skip

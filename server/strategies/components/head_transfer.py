@@ -24,7 +24,7 @@ from fedloom.clients.training.optimizers import SGD, optimizer_of
 from fedloom.conf.errors import UserError, plain
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import Config, TrainingConfig
-from fedloom.conf.sites import Site, roster
+from fedloom.conf.sites import Site
 from fedloom.conf.typed import option
 from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import has_data
@@ -106,15 +106,15 @@ class HeadTransfer(Recombining):
 
     def _check_heads(self, config: Config) -> None:
         objective = components_of(config)
-        if self.scheme == INCREMENTAL and self.first_sites >= (count := len(roster(config))):
+        if self.scheme == INCREMENTAL and self.first_sites >= (count := len(config.roster)):
             raise UserError(f"strategy.first_sites: got {self.first_sites}, takes fewer than the {count} sites")
-        if objective.same_start and len({architecture_of(config, site) for site in roster(config)}) > 1:
+        if objective.same_start and len({architecture_of(config, site) for site in config.roster}) > 1:
             raise UserError("objective.same_start: takes one network for all sites; theirs differ")
-        for site in roster(config) if self.pretrained else ():
+        for site in config.roster if self.pretrained else ():
             self._start(config, site)
         check_pull(objective.pull, config.training)
         if has_data(config):
-            sites = roster(config)
+            sites = config.roster
             kinds = Kinds.of(config, sites, {site.name: class_things(site.spec) for site in sites}, self.alike)
             check_common(objective.tasks, kinds.common())
 

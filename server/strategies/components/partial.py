@@ -8,7 +8,6 @@ from fedloom.clients.objectives.components.sharing import EXTRACTOR, HEAD, Shari
 from fedloom.clients.protocol.messages import MEAN, SITE, TRAIN
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import roster
 from fedloom.fusion.state import State
 from fedloom.server.ledger.declared import Slot, Sum
 from fedloom.server.rounds.context import RoundContext
@@ -33,11 +32,11 @@ class PartialAveraging(Recombining):
         super().check(config)
         if HEAD in _sharing(config).averaged:
             check_outputs(config)
-        first = architecture_of(config, roster(config)[0])
-        for site in roster(config):
+        first = architecture_of(config, config.roster[0])
+        for site in config.roster:
             if EXTRACTOR in _sharing(config).averaged and architecture_of(config, site).network != first.network:
                 told = f"objective.mode={components_of(config).mode} averages extractors"
-                raise UserError(f"{told}, and {site.name}'s network is another one than {roster(config)[0].name}'s")
+                raise UserError(f"{told}, and {site.name}'s network is another one than {config.roster[0].name}'s")
 
     def begin(self, run: RoundContext) -> None:
         """The part that is averaged starts as the seed draws it."""

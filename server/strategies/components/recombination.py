@@ -30,7 +30,7 @@ from fedloom.clients.protocol.messages import COMPONENTS, MODEL, TOTAL, right_of
 from fedloom.clients.protocol.reply_checks import ReplyError, can_be
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import Site, roster
+from fedloom.conf.sites import Site
 from fedloom.conf.typed import option
 from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import has_data
@@ -65,7 +65,7 @@ class Recombining(Strategy):
         check_alike(self.alike)
         if config.data.heads == "task":
             raise UserError("data.heads: strategy head_transfer takes shared or own: a head has its own site's classes")
-        names = {site.name for site in roster(config)}
+        names = {site.name for site in config.roster}
         if odd := next((name for name in objective.private if name not in names), ""):
             raise UserError(f"objective.private: there is no site '{odd}'")
         objective.published("")
@@ -77,14 +77,14 @@ class Recombining(Strategy):
         found: list[str] = []
         if config.evaluation.statistics == "running" and any(
             name.endswith("running_mean")
-            for architecture in {architecture_of(config, site) for site in roster(config)}
+            for architecture in {architecture_of(config, site) for site in config.roster}
             for name in shapes(architecture)
         ):
             told = "stored statistics are of other features than an exchanged head gets, and spoil what is measured"
             source = "(32.4 % in Gygli et al. 2021, App. C.1)"
             found.append(f"evaluation.statistics=running: {told} {source}; take batch or recomputed")
         if self.alike and has_data(config):
-            sites = roster(config)
+            sites = config.roster
             known = Kinds.of(config, sites, {site.name: class_things(site.spec) for site in sites}, ()).all()
             odd = [name for group in self.alike for name in group if name not in known]
             found += [f"{unknown('class in strategy.alike', name, known)}; it changes nothing" for name in odd]
@@ -114,7 +114,7 @@ class Recombining(Strategy):
 
     def recombine(self, run: RoundContext) -> None:
         """Ask every site how good each published head is on its extractor."""
-        places = {site.name: site.index for site in roster(run.config)}
+        places = {site.name: site.index for site in run.config.roster}
         kinds = self.kinds(run)
         there = looked_at(run.config, [site for site in self.published(run) if site in kinds.names])
         heads = {site: part for site in there if (part := self.component(run, site, HEAD))}
@@ -143,7 +143,7 @@ class Recombining(Strategy):
         """What was measured with components of sites that are gone is erased."""
         if MATRIX not in run.slots.keeps():
             return
-        here = torch.zeros(len(roster(run.config)), dtype=torch.bool)
+        here = torch.zeros(len(run.config.roster), dtype=torch.bool)
         here[[site.index for site in run.sites]] = True
         run.save_server_state(
             MATRIX, {name: table * (here[:, None] & here[None, :]) for name, table in run.server_state(MATRIX).items()}
@@ -198,7 +198,7 @@ class Recombining(Strategy):
         """The part of a site's network that it published (prefix: EXTRACTOR or HEAD); empty if it did not. UserError for a
         site that is not in the catalogue."""
         if not view.has(COMPONENTS, site):
-            gone = site in {one.name for one in roster(view.config)} - {one.name for one in view.sites}
+            gone = site in {one.name for one in view.config.roster} - {one.name for one in view.sites}
             why = "it was forgotten, and its components are erased" if gone else "it published none"
             raise UserError(f"site '{site}' has no components in the catalogue: {why}")
         [one] = [one for one in view.sites if one.name == site]
@@ -226,7 +226,7 @@ def components_of(config: Config) -> Components:
 
 def check_parts(config: Config) -> None:
     """UserError, naming both sites, if their heads are of different kinds or take different features."""
-    sites = roster(config)
+    sites = config.roster
     shapes = {architecture: head_shapes(architecture) for architecture in {architecture_of(config, site) for site in sites}}
     first = sites[0]
     for site in sites[1:]:
@@ -294,8 +294,8 @@ def _bytes(state: State) -> int:
 
 def check_outputs(config: Config) -> None:
     """UserError, naming both sites, if heads that all sites are sent would be of different numbers of classes."""
-    first = roster(config)[0]
-    for site in roster(config):
+    first = config.roster[0]
+    for site in config.roster:
         has, other = architecture_of(config, site).classes, architecture_of(config, first).classes
         if has != other:
             told = f"{site.name}'s has {has} classes, {first.name}'s {other}"

@@ -18,7 +18,7 @@ from fedloom.clients.protocol.messages import MEAN, SITE, TRAIN
 from fedloom.conf.errors import FailedError, UserError
 from fedloom.conf.plugins import call, told
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import Site, roster
+from fedloom.conf.sites import Site
 from fedloom.fusion.state import State
 from fedloom.server.ledger.declared import PerClientSlot, Slot
 from fedloom.server.rounds.context import RoundContext
@@ -69,7 +69,7 @@ class FlowerStrategy(Strategy):
         check_objective(config, self.default_objective)
         common_architecture(config)
         self._check_options()
-        inner, sites = self.fresh(), len(roster(config))
+        inner, sites = self.fresh(), len(config.roster)
         for key in ("min_available_nodes", "min_train_nodes"):
             if getattr(inner, key, 0) > sites:
                 why = f"got {getattr(inner, key)}, there are {sites} sites, and it would wait for others"

@@ -15,7 +15,7 @@ from fedloom.clients.networks import HeadView, Network, architecture_of
 from fedloom.clients.storage.states import read_state
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import Site, roster
+from fedloom.conf.sites import Site
 
 MOST = 500  # test images of each domain whose features are compared
 MOST_PLACES = 50_000  # of images and their pixels, of these
@@ -23,7 +23,7 @@ MOST_PLACES = 50_000  # of images and their pixels, of these
 
 def looks(config: Config, folder: Path) -> dict[str, Any]:
     """The fields of Found that are no accuracies of pairs; nothing of a run of one site."""
-    sites = roster(config)
+    sites = config.roster
     networks = {site.name: _network(config, site, folder) for site in sites}
     if len(sites) < 2:
         return {"correlation": [], "permuted": 0.0}
@@ -75,7 +75,7 @@ def _missing(config: Config, networks: Mapping[str, Network]) -> dict[str, float
     that have the class. Empty where none lacks any or outputs are not the domain's classes."""
     own: list[float] = []
     exchanged: list[float] = []
-    sites = [site for site in roster(config) if not site.spec.relabel]
+    sites = [site for site in config.roster if not site.spec.relabel]
     for site in sites:
         images = test_images(config, dataclasses.replace(site.spec, classes=[]))
         has = set(site_images(config, site).y.unique().tolist())

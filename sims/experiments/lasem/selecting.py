@@ -16,7 +16,6 @@ from fedloom.clients.protocol.messages import MEAN
 from fedloom.conf import load
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import roster
 from fedloom.conf.typed import build
 from fedloom.fusion.state import State
 from fedloom.sims.experiments.lasem.lifelong import Learner, Training
@@ -35,7 +34,7 @@ class Selecting(Learner):
     """Layers that are shared follow from the task before; those that a task does not choose go back to what they were."""
 
     def __init__(self, options: Mapping[str, Any], config: Config) -> None:
-        self.objective, self.config, self.sites = build(LayerSelection, options, "objective"), config, roster(config)
+        self.objective, self.config, self.sites = build(LayerSelection, options, "objective"), config, config.roster
         self.layers = self.objective.layers_of(config, self.sites[0])
         self.shared = self.layers.shared(config, self.sites[0])
         self.stores: dict[int, State] = {}

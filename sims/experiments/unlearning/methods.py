@@ -11,7 +11,6 @@ from typing import Any
 from fedloom.clients.data import label
 from fedloom.conf import load
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import roster
 from fedloom.server.ledger import Ledger
 from fedloom.server.run_folder.folder import RunFolder, read_config
 from fedloom.sims.operations.requests import UnlearningRequest, unlearn
@@ -60,7 +59,7 @@ def measured(seed: int, overrides: Sequence[str], quiet: bool) -> dict[str, dict
             *([] if way.subsets else ["objective.subset_probability=0"]), *overrides,
         ])  # fmt: skip
         simulate_once(base, quiet=quiet)
-        site = roster(base)[seed % len(roster(base))].name
+        site = base.roster[seed % len(base.roster)].name
         done, seconds = _removed(base, site, name, way, quiet)
         evidence = done["evidence"]
         if "before" not in found:
@@ -93,7 +92,7 @@ def _copy(base: Config, name: str) -> Path:
 
 
 def _row(config: Config, site: str, stage: Mapping[str, Any], seconds: float) -> dict[str, float]:
-    (own,) = (label(each.spec) for each in roster(config) if each.name == site)
+    (own,) = (label(each.spec) for each in config.roster if each.name == site)
     retained = [share for domain, share in stage["accuracy"].items() if domain not in (own, "union")]
     attacks = stage["membership"][site]
     return {"forgotten": stage["accuracy"][own], "retained": statistics.mean(retained),

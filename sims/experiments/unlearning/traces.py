@@ -12,7 +12,6 @@ from fedloom.clients.data import site_images, test_images
 from fedloom.clients.networks import Model
 from fedloom.clients.storage.states import write_state
 from fedloom.conf import Config
-from fedloom.conf.sites import roster
 from fedloom.server.unlearning.attacks import distance, time_to_relearn
 from fedloom.server.unlearning.likelihood import Found, likelihood_ratio
 from fedloom.sims.experiments.kept import kept
@@ -132,7 +131,7 @@ def _look(looker: Looker, models: Models, name: str, seed: int) -> dict[str, Any
 
 def _steps(looker: Looker, model: Model, before: float, seed: int) -> int:
     """Steps on the site's own images until REGAIN of the old accuracy is back; MOST if it never is."""
-    site, config = roster(looker.config)[-1], looker.config
+    site, config = looker.config.roster[-1], looker.config
     test = test_images(config, site.spec)
     done = time_to_relearn(looker.evaluator.loaded(model), site_images(config, site), test, REGAIN * before,
                            config.training, seed=seed, most=MOST, every=EVERY)  # fmt: skip
