@@ -1,5 +1,6 @@
 """One message to a site, with all that the site has at hand for it: data alone. What is done with it: clients.work."""
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -12,15 +13,15 @@ from flwr.app import Context, Message, RecordDict
 
 from fedloom.clients.data import Images, site_images
 from fedloom.clients.data.listing import at_round
+from fedloom.clients.objectives import Experiment, resolve
 from fedloom.clients.privacy.guard import SIMULATED
-from fedloom.clients.privacy.policy import Policy, followed
+from fedloom.clients.privacy.policy import Policy
 from fedloom.clients.protocol.configurations import configuration, parsed
 from fedloom.clients.protocol.messages import BEFORE, ENROL, OWN, SUBSET, TaskInstructions, read_order
 from fedloom.clients.storage.store import SiteStore
 from fedloom.clients.training.device import memory_share, pick_device
 from fedloom.clients.training.torch_defaults import ordinary
 from fedloom.conf.errors import UserError
-from fedloom.conf.once import once
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from fedloom.clients.privacy.memory import Memory
 
 LOCK = "site.lock"  # in a site's store
-MOST_LENGTHS = 16  # of runs whose configuration is kept
+MOST_EXPERIMENTS = 16  # resolved, that a process holds
 STORE = "fedloom-store"  # folder, below where the site was started, if its node-config says nothing
 
 
@@ -40,11 +41,16 @@ class Job:
     """
 
     order: TaskInstructions
-    config: Config
+    experiment: Experiment
     store: SiteStore
     content: RecordDict
     policy: Policy = field(default_factory=Policy)
     simulated: bool = True
+
+    @property
+    def config(self) -> Config:
+        """The configuration, as the site follows it."""
+        return self.experiment.config
 
     @property
     def memory(self) -> "Memory":
@@ -95,15 +101,23 @@ def read_job(message: Message, context: Context) -> Job:
         raise UserError("order.secure: under masks nobody but the site has what it gave; takes no record of it")
     if order.secure and any(name.startswith(SUBSET) for name in message.content.array_records):
         raise UserError("order.secure: a record for single sites would have them train differently; takes none")
-    config = parsed(text, order.run)
-    config = config if simulated else followed(config, policy, order.site)
-    policy.check_privacy_budget(order, config)
+    experiment = _resolved(text, order.run, order.rounds, None if simulated else (policy, order.site))
+    policy.check_privacy_budget(order, experiment.config)
     if not simulated:
-        policy.check_question(order, config)
-    config = config if order.rounds == config.rounds else stretched(config, order.rounds)
-    policy = replace(policy, gpu=memory_share(config.engine)) if simulated else policy
-    store = SiteStore(root, order.run, asked_site(order, config).name)
-    return Job(order, config, store, message.content, policy, simulated)
+        policy.check_question(order, experiment.config)
+    policy = replace(policy, gpu=memory_share(experiment.config.engine)) if simulated else policy
+    store = SiteStore(root, order.run, asked_site(order, experiment.config).name)
+    return Job(order, experiment, store, message.content, policy, simulated)
+
+
+@functools.lru_cache(maxsize=MOST_EXPERIMENTS)
+def _resolved(text: str, run: str, rounds: int, follow: tuple[Policy, int] | None) -> Experiment:
+    """The configuration of a run of so many rounds, resolved. `follow`: a site's policy and its place."""
+    config = parsed(text, run)
+    if follow is not None:
+        policy, place = follow
+        config = policy.apply(config, place)
+    return resolve(config if rounds == config.rounds else replace(config, rounds=rounds))
 
 
 def asked_site(order: TaskInstructions, config: Config) -> Site:
@@ -137,16 +151,3 @@ def moment(message: Message) -> Iterator[None]:
     order = read_order(message.content)
     with ordinary(), at_round(order.run, order.round, afresh=order.kind == ENROL):
         yield
-
-
-def stretched(config: Config, rounds: int) -> Config:
-    """The same with another number of rounds, made once."""
-    known = _stretched(config)
-    if rounds not in known and len(known) >= MOST_LENGTHS:
-        known.clear()
-    return known.setdefault(rounds, replace(config, rounds=rounds))
-
-
-@once
-def _stretched(config: Config) -> dict[int, Config]:
-    return {}

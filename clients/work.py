@@ -1,6 +1,7 @@
 """What a site does with a message: it trains, or answers a question. Start reading at `answer`."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,9 +15,9 @@ from fedloom.clients.data.own import left_out
 from fedloom.clients.evaluation.accuracy import Score, score, score_numbers
 from fedloom.clients.evaluation.statistics import CLASS_STATISTICS, MOMENTS, class_statistics, moments
 from fedloom.clients.job import Job, alone, asked_site, moment, read_job, store_of
-from fedloom.clients.networks import Architecture, HeadView, Network, architecture_of
+from fedloom.clients.networks import Architecture, HeadView, Network
 from fedloom.clients.networks.initial import alike
-from fedloom.clients.objectives import Answer, Session, Task, objective_of
+from fedloom.clients.objectives import Answer, Experiment, Session, Task
 from fedloom.clients.privacy.guard import LOG, SIMULATED, failed
 from fedloom.clients.privacy.policy import Policy
 from fedloom.clients.protocol.configurations import configuration, parsed
@@ -52,13 +53,13 @@ from fedloom.clients.storage.store import SiteStore
 from fedloom.clients.training.device import pick_device
 from fedloom.clients.training.learner import Outcome, learn
 from fedloom.conf.errors import UserError
-from fedloom.conf.once import once
 from fedloom.conf.randomness import drawing, torch_generator
-from fedloom.conf.schema import Config
 from fedloom.fusion.state import State
 
 if TYPE_CHECKING:
     from fedloom.clients.privacy.protection import Protection
+
+MOST_SCRATCH = 32  # networks that a process holds to train sites in
 
 
 class HiddenError(RuntimeError):
@@ -118,7 +119,7 @@ def erased(message: Message, context: Context) -> RecordDict | None:
 def train(job: Job) -> RecordDict:
     """The whole of a round, this site alone."""
     images = job.images()
-    job.policy.limits.check_images(len(images), job.config, job.site)
+    job.policy.limits.check_images(len(images), job.experiment, job.site)
     protection = protection_of(job)
     if protection:
         protection.begin()
@@ -135,12 +136,12 @@ def train(job: Job) -> RecordDict:
 
 def _trained(job: Job, images: Images, protection: "Protection | None") -> RecordDict:
     order, least, task = job.order, job.policy.limits.batch, task_of(job, scratch_model(job))
-    begin, session = task.generator.get_state(), objective_of(job.config).session(task)
+    begin, session = task.generator.get_state(), job.experiment.objective.session(task)
     start = started(job, session)
     if order.secure and order.again == IDLE:
         return update(job, session, Outcome(math.nan, len(images)), start, protection)
-    job.policy.limits.check_images(len(session.training_images(images)), job.config, job.site)
-    outcome = learn(session, images, job.config, job.site, order.round, job.device, order.words, least)
+    job.policy.limits.check_images(len(session.training_images(images)), job.experiment, job.site)
+    outcome = learn(session, images, job.experiment, job.site, order.round, job.device, order.words, least)
     if job.masks_alone and (outcome.drew or not torch.equal(task.generator.get_state(), begin)):
         raise RefusedError("objective: it or the network draws at random (Dropout, say), by the run's seed and the "
                            "site's name: a seed can be chosen so that one image of one site counts alone; leave that "
@@ -162,11 +163,11 @@ def task_of(job: Job, network: Network | None = None) -> Task:
         return job.store.load(order.base) if order.base else None
 
     return Task(
-        config=config,
+        experiment=job.experiment,
         site=site,
         round=order.round,
         members=order.members,
-        network=(network or architecture_of(config, site).build().to(job.device)).train(),
+        network=(network or job.experiment.architecture(site).build().to(job.device)).train(),
         incoming=incoming,
         load_local_state=load_local_state,
         generator=torch_generator(config.seed, site.name, *order.words, "objective"),
@@ -176,7 +177,7 @@ def task_of(job: Job, network: Network | None = None) -> Task:
 
 def session_of(job: Job) -> Session:
     """The objective at work on the job: the own state loaded, nothing trained yet."""
-    return objective_of(job.config).session(task_of(job))
+    return job.experiment.objective.session(task_of(job))
 
 
 def protection_of(job: Job) -> "Protection | None":
@@ -219,17 +220,14 @@ def update(
     return reply
 
 
-@once
-def _scratch(config: Config) -> dict[Architecture, Network]:
-    return {}
-
-
 def scratch_model(job: Job) -> Network:
     """A network that this process trains one site after the other in; every session loads all of its weights first."""
-    known, architecture = _scratch(job.config), architecture_of(job.config, job.site)
-    if architecture not in known:
-        known[architecture] = architecture.build().to(pick_device(job.config.engine.device))
-    return known[architecture]
+    return _scratch(job.experiment, job.experiment.architecture(job.site))
+
+
+@functools.lru_cache(maxsize=MOST_SCRATCH)
+def _scratch(experiment: Experiment, architecture: Architecture) -> Network:
+    return architecture.build().to(pick_device(experiment.config.engine.device))
 
 
 # Questions
@@ -261,7 +259,7 @@ def answer_question(job: Job) -> RecordDict:
 def _asked(job: Job) -> Answer:
     """What the objective says to a question of its method; components only as far as the site's policy lets them go."""
     task = task_of(job, scratch_model(job))
-    found = objective_of(job.config).answer(job.order.kind, task, job.images())
+    found = job.experiment.objective.answer(job.order.kind, task, job.images())
     if COMPONENTS in found.records:
         found.records[COMPONENTS] = job.policy.filter_published(found.records[COMPONENTS])
         if job.order.base != job.order.round and task.own is not None:  # what is put counts as of this round
@@ -284,7 +282,7 @@ def _measured(job: Job) -> Answer:
 def _score(job: Job, images: Images) -> Score:
     """How many of the images the network MODEL, or else the site's own, classifies rightly."""
     task = task_of(job, scratch_model(job))
-    state = objective_of(job.config).network(task, job.images())
+    state = job.experiment.objective.network(task, job.images())
     if state is None:
         raise UserError(f"{job.site.name}: has no network of its own yet; it has not trained")
     task.network.load_state_dict(state)

@@ -195,3 +195,8 @@ class Config:
     def roster(self) -> list[Site]:
         """All sites, in order. Raises UserError for no sites, a double name or a `sites` of another kind."""
         return roster(self.sites, self.population)
+
+    @functools.cached_property
+    def domains(self) -> tuple[str, ...]:
+        """The domains of the sites, each once."""
+        return tuple(dict.fromkeys(site.spec.domain for site in self.roster))

@@ -13,12 +13,12 @@ from fedloom.clients.data.listing import held
 from fedloom.clients.data.looks import looks
 from fedloom.clients.data.own import check_files, left_out
 from fedloom.clients.data.partition import check_way, divide, divide_alike
+from fedloom.clients.data.remembered import while_same
 from fedloom.clients.data.sources import Labels, Positions
 from fedloom.clients.data.splits import Selection, Split, at_most, labels, of_classes, split
 from fedloom.clients.data.transforms import render
-from fedloom.clients.data.variants import Variant, check_shared, domains_of, label, variant
+from fedloom.clients.data.variants import Variant, check_shared, label, variant
 from fedloom.conf.errors import UserError
-from fedloom.conf.once import once_while
 from fedloom.conf.randomness import generator, torch_generator
 from fedloom.conf.schema import Config, DataConfig
 from fedloom.conf.sites import PartitionConfig, Site, SiteConfig
@@ -71,10 +71,10 @@ def _drawn(config: Config, site: Site, part: Selection, size: int) -> Selection:
 
 def _states(config: Config) -> tuple[str, ...]:
     """What changes with the files that the sites' images come from."""
-    return tuple(locate(domain, config.data).state for domain in domains_of(config))
+    return tuple(locate(domain, config.data).state for domain in config.domains)
 
 
-@once_while(_states)
+@while_same(_states)
 @held()
 def site_sizes(config: Config) -> list[int]:
     """The number of training images of each site, in the order of the roster. Reads labels, and whether images are whole.
@@ -84,10 +84,10 @@ def site_sizes(config: Config) -> list[int]:
     data.classes that are not the domains', an image file that cannot be read.
     """
     check_shared(config)
-    for domain in domains_of(config):
+    for domain in config.domains:
         check_files(domain)
     sizes = [_share(config, site)[2] for site in config.roster]
-    for domain in domains_of(config):
+    for domain in config.domains:
         looks(locate(domain, config.data))
     return sizes
 
@@ -95,7 +95,7 @@ def site_sizes(config: Config) -> list[int]:
 @held()
 def remarks(config: Config) -> list[str]:
     """Lines on what is at the domains' places and is not read, and on what is odd about their images."""
-    found = [(left_out(domain), looks(locate(domain, config.data))) for domain in domains_of(config)]
+    found = [(left_out(domain), looks(locate(domain, config.data))) for domain in config.domains]
     return [line for lines in found for line in lines if line]
 
 

@@ -8,8 +8,8 @@ from fedloom.clients.data.domains import DOMAINS, find
 from fedloom.clients.data.found import short
 from fedloom.clients.data.listing import held
 from fedloom.clients.data.own import state_of
+from fedloom.clients.data.remembered import while_same
 from fedloom.conf.errors import UserError
-from fedloom.conf.once import once, once_while
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import UNION, SiteConfig
 
@@ -135,20 +135,14 @@ def outputs(config: Config, spec: SiteConfig) -> slice:
     return _blocks(config)[label(spec)]
 
 
-@once
-def domains_of(config: Config) -> tuple[str, ...]:
-    """The domains of the sites, each once."""
-    return tuple(dict.fromkeys(site.spec.domain for site in config.roster))
-
-
 def _states(config: Config) -> tuple[str, ...]:
     """What changes with the domains' files; nothing where nobody here need know the domains."""
     if config.data.heads != "task" and config.data.classes:
         return ()
-    return tuple(state_of(domain) for domain in domains_of(config) if domain not in DOMAINS)
+    return tuple(state_of(domain) for domain in config.domains if domain not in DOMAINS)
 
 
-@once_while(_states)
+@while_same(_states)
 @held()
 def _blocks(config: Config) -> dict[str, slice]:
     specs = domain_specs(config)

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedloom.clients.data import class_count, label, num_classes
+from fedloom.clients.data import class_count, num_classes
 from fedloom.clients.networks.base import NETWORKS, Network
-from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 from fedloom.fusion.state import State
@@ -71,15 +70,3 @@ def _own(site: Site) -> dict[str, Any]:
     """What the configuration says of the site's own network."""
     several = site.spec.networks
     return several[site.part % len(several)] if several else site.spec.network
-
-
-def common_architecture(config: Config) -> Architecture:
-    """The architecture that all sites share. UserError naming a site whose own is another one."""
-    sites = config.roster
-    first = architecture_of(config, sites[0])
-    for site in sites:
-        if architecture_of(config, site) != first:
-            told = f"{site.name} ({label(site.spec)}): its network is another one than {sites[0].name}'s"
-            takes = "takes one network for all sites (cla_ot and its rivals take several)"
-            raise UserError(f"{told}; strategy '{config.strategy.get('name')}' {takes}")
-    return first

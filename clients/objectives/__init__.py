@@ -1,7 +1,7 @@
 """The sites' halves of methods: one file per method, found by name. All that a new one needs can be imported from here."""
 
 from fedloom.clients.data import Images, to_float
-from fedloom.clients.objectives.base import OBJECTIVES, Answer, Objective, Session, Task, objective_of
+from fedloom.clients.objectives.base import OBJECTIVES, Answer, Experiment, Objective, Session, Task, objective_of, resolve
 from fedloom.clients.objectives.plain import PlainSession, state_of
 from fedloom.clients.protocol.messages import MEAN, MODEL, ROUND, SITE, TRAIN
 from fedloom.conf.typed import option
@@ -15,6 +15,7 @@ __all__ = [
     "SITE",
     "TRAIN",
     "Answer",
+    "Experiment",
     "Images",
     "Objective",
     "PlainSession",
@@ -23,6 +24,7 @@ __all__ = [
     "Task",
     "objective_of",
     "option",
+    "resolve",
     "state_of",
     "to_float",
 ]

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fedloom.clients.data import Images
-from fedloom.clients.networks import Network
+from fedloom.clients.data import Images, label
+from fedloom.clients.networks import Architecture, Network, architecture_of
 from fedloom.clients.protocol.messages import MODEL
 from fedloom.clients.training.loss import task_loss
+from fedloom.clients.training.recipe import Recipe, recipe_of
 from fedloom.clients.training.session import Session
 from fedloom.conf.errors import UserError
-from fedloom.conf.once import once
 from fedloom.conf.registry import Registry
-from fedloom.conf.schema import Config
+from fedloom.conf.schema import Config, DataConfig, EngineConfig, EvaluationConfig, FederationConfig, PrivacyConfig
 from fedloom.conf.sites import Site
 from fedloom.conf.typed import option
 from fedloom.fusion.state import State
@@ -37,7 +37,7 @@ class Task:
     those of "validation" or "test".
     """
 
-    config: Config
+    experiment: "Experiment"
     site: Site
     round: int
     members: int
@@ -46,6 +46,16 @@ class Task:
     load_local_state: Callable[[], State | None]
     generator: torch.Generator
     held_out: Callable[[str], Images] = nothing_held_out
+
+    @property
+    def config(self) -> Config:
+        """The configuration."""
+        return self.experiment.config
+
+    @property
+    def architecture(self) -> Architecture:
+        """Of the site's network."""
+        return self.experiment.architecture(self.site)
 
     @functools.cached_property
     def own(self) -> State | None:
@@ -100,7 +110,90 @@ OBJECTIVES: Registry[Objective] = Registry("objective", Objective, "fedloom.clie
 })  # fmt: skip
 
 
-@once
+@dataclass(frozen=True, eq=False)
+class Experiment:
+    """A configuration, resolved: what it names is built once in each process, and handed down.
+
+    `config`: as it was written. Numbers and switches of its sections are here, too.
+    """
+
+    config: Config
+    objective: Objective
+    training: Recipe
+
+    @property
+    def seed(self) -> int:
+        """Of everything that is random."""
+        return self.config.seed
+
+    @property
+    def rounds(self) -> int:
+        """Federated rounds."""
+        return self.config.rounds
+
+    @property
+    def sites(self) -> list[Site]:
+        """All sites, in order."""
+        return self.config.roster
+
+    @property
+    def data(self) -> DataConfig:
+        """Where domains come from, and what every image becomes."""
+        return self.config.data
+
+    @property
+    def engine(self) -> EngineConfig:
+        """What carries messages."""
+        return self.config.engine
+
+    @property
+    def federation(self) -> FederationConfig:
+        """The round loop."""
+        return self.config.federation
+
+    @property
+    def privacy(self) -> PrivacyConfig:
+        """Differential privacy."""
+        return self.config.privacy
+
+    @property
+    def evaluation(self) -> EvaluationConfig:
+        """Measuring."""
+        return self.config.evaluation
+
+    @functools.cached_property
+    def _architectures(self) -> dict[int, Architecture]:
+        return {}
+
+    def architecture(self, site: Site | None = None) -> Architecture:
+        """The architecture of a site, or (None) that of the configuration's own `network`."""
+        key = -1 if site is None else site.index
+        if key not in self._architectures:
+            self._architectures[key] = architecture_of(self.config, site)
+        return self._architectures[key]
+
+    @property
+    def architectures(self) -> set[Architecture]:
+        """Those of all sites."""
+        return {self.architecture(site) for site in self.sites}
+
+    def common_architecture(self) -> Architecture:
+        """The architecture that all sites share. UserError naming a site whose own is another one."""
+        sites = self.sites
+        first = self.architecture(sites[0])
+        for site in sites:
+            if self.architecture(site) != first:
+                odd = f"{site.name} ({label(site.spec)}): its network is another one than {sites[0].name}'s"
+                takes = "takes one network for all sites (cla_ot and its rivals take several)"
+                raise UserError(f"{odd}; strategy '{self.config.strategy.get('name')}' {takes}")
+        return first
+
+
+def resolve(config: Config) -> Experiment:
+    """The configuration, resolved. UserError for unknown names and options."""
+    return Experiment(config, objective_of(config), recipe_of(config.training))
+
+
 def objective_of(config: Config) -> Objective:
     """The configured objective; UserError if there is no such objective or option."""
     return OBJECTIVES.build(config.objective, "objective")

@@ -76,7 +76,7 @@ class FedAvgSession(PlainSession):
 
     def effective_steps(self) -> float:
         """What the steps so far make of a gradient: the sum of the weights with which gradients enter the change."""
-        return gradient_weight(self.task.config.training, self.task.config.rounds, self.task.round, self.steps)
+        return gradient_weight(self.task.experiment.training, self.task.config.rounds, self.task.round, self.steps)
 
     def contribution(self) -> dict[str, State]:
         return {SITE: self.objective.shared(self.network, state_of(self.network))}

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from fedloom.clients.data import Images, outputs
-from fedloom.clients.networks import architecture_of
 from fedloom.clients.objectives.base import OBJECTIVES, Answer, Session, Task
 from fedloom.clients.objectives.heterogeneous import Heterogeneous
 from fedloom.clients.objectives.local import LocalSession
@@ -32,7 +31,7 @@ class HeteroFL(Heterogeneous):
         """LABELS: of which outputs the site has images."""
         if kind != LABELS:
             return super().answer(kind, task, images)
-        held = torch.zeros(architecture_of(task.config, task.site).classes)
+        held = torch.zeros(task.architecture.classes)
         held[outputs(task.config, task.site.spec).start + images.y.unique()] = 1.0
         return Answer({LABELS: {HELD: held}})
 

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedloom.clients.networks.base import EXTRACTOR, HEAD
-from fedloom.clients.objectives.base import objective_of
+from fedloom.clients.objectives.base import Objective
 from fedloom.conf.errors import unknown
-from fedloom.conf.schema import Config
 from fedloom.fusion.state import State
 
 AGGREGATE = "aggregate"  # an initialisation: at the aggregate of the sites that have trained
@@ -58,9 +57,8 @@ MODES = {
 }
 
 
-def mode_of(config: Config) -> Mode:
-    """The mode of a configuration's objective, which alone knows its default. UserError if that is no mode."""
-    name = objective_of(config).mode
-    if name not in MODES:
-        raise unknown("objective.mode", name, MODES)
-    return MODES[name]
+def mode_of(objective: Objective) -> Mode:
+    """The mode of an objective. UserError if it is none of these."""
+    if objective.mode not in MODES:
+        raise unknown("objective.mode", objective.mode, MODES)
+    return MODES[objective.mode]

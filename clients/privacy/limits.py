@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from fedloom.clients.networks import Architecture, architecture_of, network_text
+from fedloom.clients.objectives import Experiment
 from fedloom.clients.protocol.failures import RefusedError
 from fedloom.clients.training.learner import step_count
 from fedloom.conf.schema import Config
@@ -39,12 +40,12 @@ class Limits:
             raise RefusedError(f"network: has {size:.4g} million parameters, and this site takes at most "
                                f"{self.parameters:g} (site.yaml: max_parameters)")  # fmt: skip
 
-    def check_images(self, images: int, config: Config, site: Site) -> None:
+    def check_images(self, images: int, experiment: Experiment, site: Site) -> None:
         """RefusedError for a round with more steps on so many images than the site takes, or of too few images."""
         if images < self.batch:
             raise RefusedError(f"sites.samples: {images} training images, and this site trains on batches of at least "
                                f"{self.batch} (site.yaml: min_batch)")  # fmt: skip
-        self._check_steps(step_count(images, config, site), "training.epochs")
+        self._check_steps(step_count(images, experiment, site), "training.epochs")
 
     def _check_steps(self, steps: int, key: str) -> None:
         if self.steps and steps > self.steps:

@@ -21,7 +21,6 @@ from fedloom.clients.protocol.signatures import Identity
 from fedloom.clients.training.optimizers import OPTIMIZERS, optimizer_section
 from fedloom.clients.training.schedules import SCHEDULES, schedule_section
 from fedloom.conf.errors import UserError
-from fedloom.conf.once import once
 from fedloom.conf.registry import Registry
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
@@ -257,16 +256,3 @@ def _whole(node_config: Mapping[str, Any], key: str, default: int | None = None)
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name for part in text.split(",") if (name := part.strip()))
-
-
-def followed(config: Config, policy: Policy, place: int) -> Config:
-    """policy.follow(config, place), worked out once for each Config object."""
-    kept = _followed(config)
-    if (policy, place) not in kept:
-        kept[policy, place] = policy.apply(config, place)
-    return kept[policy, place]
-
-
-@once
-def _followed(config: Config) -> dict[tuple[Policy, int], Config]:
-    return {}

@@ -1,7 +1,5 @@
 """Augmentations of training images, by the names that torchvision.transforms.v2 has for them."""
 
-import functools
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -58,23 +56,18 @@ class Augmentation:
 
 def augmentation_of(training: TrainingConfig) -> Augmentation | None:
     """The configured augmentations; None: there are none. UserError for unknown names and options."""
-    return _built(json.dumps(training.augment)) if training.augment else None
+    return Augmentation(dict(_transforms(training.augment, WHERE))) if training.augment else None
 
 
-def check_augmentation(training: TrainingConfig, channels: int, size: int) -> None:
+def check_augmentation(augmentation: Augmentation | None, channels: int, size: int) -> None:
     """UserError for augmentations that fail on images [channels, size, size], or change their shape."""
-    if augmentation := augmentation_of(training):
+    if augmentation:
         generator = torch_generator(0, "augmentation", "trial")
         trial = torch.randint(256, (TRIALS, channels, size, size), generator=generator).to(torch.uint8)
         least, most = ((float(one) + 1.0) / 2.0 for one in augmentation(trial, generator).aminmax())
         if not (least >= -SLACK and most <= 1.0 + SLACK):
             raise UserError(f"{WHERE}: gives floats from {least:.3g} to {most:.3g}, takes them from 0 to 1: ToDtype with "
                             "scale: true, and no Normalize (networks get what is 0 to 1 as -1 to 1)")  # fmt: skip
-
-
-@functools.lru_cache(maxsize=64)
-def _built(given: str) -> Augmentation:
-    return Augmentation(dict(_transforms(json.loads(given), WHERE)))
 
 
 def _transforms(given: Any, where: str) -> list[tuple[str, Transform]]:

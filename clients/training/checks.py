@@ -7,33 +7,33 @@ from torch import Tensor
 
 from fedloom.clients.data import site_sizes
 from fedloom.clients.networks import Architecture
+from fedloom.clients.objectives import Experiment
 from fedloom.clients.training.augmentation import check_augmentation
 from fedloom.clients.training.learner import check_batches
-from fedloom.clients.training.optimizers import SGD, WHERE, Optimizer, optimizer_of, optimizer_section
-from fedloom.clients.training.schedules import schedule_of
+from fedloom.clients.training.optimizers import SGD, WHERE, Optimizer, optimizer_section
 from fedloom.conf.errors import UserError
 from fedloom.conf.plugins import told
-from fedloom.conf.schema import Config, EngineConfig, TrainingConfig
+from fedloom.conf.schema import EngineConfig, TrainingConfig
 
 
-def check_training(config: Config, architectures: Iterable[Architecture]) -> None:
-    """UserError for names and options that there are not, and for those that the networks or images do not take."""
-    training, optimizer = config.training, optimizer_of(config.training)
-    schedule_of(training)
+def check_training(experiment: Experiment, architectures: Iterable[Architecture]) -> None:
+    """UserError for options that the networks or images do not take."""
+    config, training, optimizer = experiment.config, experiment.config.training, experiment.training.optimizer
     if isinstance(optimizer, SGD):
         _step(optimizer, [torch.zeros(1)], training)
     else:
         _check_handed_on(training)
         for architecture in architectures:
             _try(optimizer, architecture, training)
-    check_augmentation(training, 1 if config.data.grey else 3, config.data.size)
+    check_augmentation(experiment.training.augmentation, 1 if config.data.grey else 3, config.data.size)
     _check_stacking(config.engine, training, optimizer)
 
 
-def check_sizes(config: Config) -> None:
+def check_sizes(experiment: Experiment) -> None:
     """UserError for a site of whose images no batch is one that its network can train on. Reads labels."""
+    config = experiment.config
     for site, size in zip(config.roster, site_sizes(config), strict=True):
-        check_batches(size, config, site)
+        check_batches(size, experiment, site)
 
 
 def _check_handed_on(training: TrainingConfig) -> None:

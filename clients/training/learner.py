@@ -12,15 +12,12 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from fedloom.clients.data import Images, random_flip, to_float
-from fedloom.clients.networks import architecture_of
-from fedloom.clients.training.augmentation import augmentation_of
+from fedloom.clients.objectives.base import Experiment
 from fedloom.clients.training.min_batch_size import min_batch_size
-from fedloom.clients.training.optimizers import optimizer_of
-from fedloom.clients.training.schedules import schedule_of
+from fedloom.clients.training.recipe import Recipe
 from fedloom.clients.training.session import Session
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import drawing, drawn, torch_generator
-from fedloom.conf.schema import Config, TrainingConfig
 from fedloom.conf.sites import Site
 
 
@@ -41,28 +38,26 @@ class Outcome:
     drew: bool = False
 
 
-def rate_at(training: TrainingConfig, rounds: int, progress: float) -> float:
-    """The learning rate after `progress` rounds (a fraction counts) of `rounds`."""
-    return schedule_of(training).rate(training.rate, progress, rounds)
-
-
 def learn(
-    session: Session, images: Images, config: Config, site: Site, round: int, device: torch.device,
+    session: Session, images: Images, experiment: Experiment, site: Site, round: int, device: torch.device,
     words: Sequence[str] = (), least: int = 0,
 ) -> Outcome:  # fmt: skip
-    """Train for config.training.epochs or steps; all randomness from (seed, site, words). Raises DivergedError.
+    """Train for training.epochs or steps; all randomness from (seed, site, words). Raises DivergedError.
 
     `words`: of the round's draw (Order.words); empty: the first one. `least`: fewest images of a batch; the last ones of a
     pass are left out if they are fewer.
     """
     images, words = session.training_images(images), words or (str(round),)
-    steps, number = batches(images, config, site, round, device, words, least), step_count(len(images), config, site, least)
+    steps, number = (
+        batches(images, experiment, site, round, device, words, least),
+        step_count(len(images), experiment, site, least),
+    )
     losses, done = [], 0
-    with drawing(torch_generator(config.seed, site.name, *words, "forward").initial_seed(), device):
+    with drawing(torch_generator(experiment.seed, site.name, *words, "forward").initial_seed(), device):
         begin = drawn(device)
         for end, parameters in session.stages():
             if count := int(end * number + 0.5) - done:
-                losses.append(descend(parameters, _one_number(session.loss), islice(steps, count), config.training))
+                losses.append(descend(parameters, _one_number(session.loss), islice(steps, count), experiment.training))
                 done += count
         drew = drawn(device) != begin
     return replace(outcome(torch.cat(losses), len(images), site, round), steps=done, drew=drew)
@@ -80,53 +75,61 @@ def _one_number(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, T
     return checked
 
 
-def step_count(images: int, config: Config, site: Site | None = None, least: int = 0) -> int:
+def step_count(images: int, experiment: Experiment, site: Site | None = None, least: int = 0) -> int:
     """How many steps a round has on so many images. `site`: whose network it is; None: the configuration's."""
-    return config.training.steps or config.training.epochs * batch_count(images, config, site, least)
+    training = experiment.training
+    return training.steps or training.epochs * batch_count(images, experiment, site, least)
 
 
-def batch_count(images: int, config: Config, site: Site | None = None, least: int = 0) -> int:
+def batch_count(images: int, experiment: Experiment, site: Site | None = None, least: int = 0) -> int:
     """How many batches a pass over so many images has. One of a single image is left out where the network takes two, and
     one of fewer than `least` behind others."""
-    whole, rest = divmod(images, config.training.batch)
+    whole, rest = divmod(images, experiment.training.batch)
     if whole and rest < least:
         return whole
-    if 1 in (rest, config.training.batch) and min_batch_size(architecture_of(config, site)) > 1:
-        return whole if config.training.batch > 1 else 0
+    if 1 in (rest, experiment.training.batch) and min_batch_size(experiment.architecture(site)) > 1:
+        return whole if experiment.training.batch > 1 else 0
     return whole + (rest > 0)
 
 
-def check_batches(images: int, config: Config, site: Site) -> None:
+def check_batches(images: int, experiment: Experiment, site: Site) -> None:
     """UserError if a site has no batch that its network can train on."""
-    if images and not batch_count(images, config, site):
-        key = "training.batch" if config.training.batch == 1 else "partition.min_samples"
-        raise UserError(f"{key}: {site.name} has {images} training images in batches of {config.training.batch}, "
+    batch = experiment.training.batch
+    if images and not batch_count(images, experiment, site):
+        key = "training.batch" if batch == 1 else "partition.min_samples"
+        raise UserError(f"{key}: {site.name} has {images} training images in batches of {batch}, "
                         "and BatchNorm in its network takes two at once; set it to 2 or more")  # fmt: skip
 
 
 def batches(
-    images: Images, config: Config, site: Site, round: int, device: torch.device, words: Sequence[str] = (), least: int = 0
+    images: Images,
+    experiment: Experiment,
+    site: Site,
+    round: int,
+    device: torch.device,
+    words: Sequence[str] = (),
+    least: int = 0,
 ) -> Iterator[tuple[float, Tensor, Tensor]]:
     """The steps of a round: learning rate, float32 images [b, c, h, w], int64 labels [b]. UserError if there are none."""
-    check_batches(len(images), config, site)
-    return _batches(images, config, site, round, device, words or (str(round),), least)
+    check_batches(len(images), experiment, site)
+    return _batches(images, experiment, site, round, device, words or (str(round),), least)
 
 
 def _batches(
-    images: Images, config: Config, site: Site, round: int, device: torch.device, words: Sequence[str], least: int
+    images: Images, experiment: Experiment, site: Site, round: int, device: torch.device, words: Sequence[str], least: int
 ) -> Iterator[tuple[float, Tensor, Tensor]]:
-    training = config.training
-    generator, draws = (torch_generator(config.seed, site.name, *words, purpose) for purpose in ("batches", "augment"))
-    augmentation = augmentation_of(training)
+    training, rounds = experiment.training, experiment.rounds
+    generator, draws = (torch_generator(experiment.seed, site.name, *words, purpose) for purpose in ("batches", "augment"))
+    augmentation = training.augmentation
     pixels, labels = images.x if augmentation else images.x.to(device), images.y.to(device)
-    number, each = (count(len(images), config, site, least) for count in (step_count, batch_count))
+    number, each = (count(len(images), experiment, site, least) for count in (step_count, batch_count))
     for step, batch in enumerate(islice(_drawn(len(images), training.batch, each, generator), number)):
         inputs = augmentation(pixels[batch], draws).to(device) if augmentation else to_float(pixels[batch])
         if site.spec.flip:
             inputs = random_flip(inputs, generator)
         if training.channels_last:
             inputs = inputs.clone(memory_format=torch.channels_last)
-        yield rate_at(training, config.rounds, round - 1 + step / number), inputs, labels[batch]
+        yield training.rate_at(rounds, round - 1 + step / number), inputs, labels[batch]
 
 
 def _drawn(images: int, batch: int, each: int, generator: torch.Generator) -> Iterator[Tensor]:
@@ -145,7 +148,7 @@ def descend(
     parameters: list[nn.Parameter],
     loss: Callable[[Tensor, Tensor], Tensor],
     steps: Iterable[tuple[float, Tensor, Tensor]],
-    training: TrainingConfig,
+    training: Recipe,
     clip: Callable[[Sequence[Tensor], float], list[Tensor]] = clip_all,
 ) -> Tensor:
     """The optimiser's steps on `loss`; the losses of all steps: [steps], or [steps, k] for a loss [k] of k sites.
@@ -154,7 +157,7 @@ def descend(
     training.precision=bf16 as well.
     """
     losses, moving = [], [cast("Tensor", one) for one in parameters if one.requires_grad]
-    step = optimizer_of(training).bind(moving, training)
+    step = training.optimizer.bind(moving, training)
     for rate, inputs, labels in steps:
         with _precise(training, inputs.device):
             value = loss(inputs, labels)
@@ -167,7 +170,7 @@ def descend(
     return torch.stack(losses)
 
 
-def _precise(training: TrainingConfig, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def _precise(training: Recipe, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Where training.precision says so, bfloat16 for what autocast deems fit for it: convolutions and matrix products."""
     if training.precision == "float32":
         return contextlib.nullcontext()

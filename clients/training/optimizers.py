@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import inspect
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -166,9 +165,4 @@ def optimizer_section(training: TrainingConfig) -> Mapping[str, Any]:
 
 def optimizer_of(training: TrainingConfig) -> Optimizer:
     """The configured optimiser; UserError if there is no such optimiser or option."""
-    return _built(json.dumps(optimizer_section(training), sort_keys=True))
-
-
-@functools.lru_cache(maxsize=64)
-def _built(section: str) -> Optimizer:
-    return OPTIMIZERS.build(json.loads(section), WHERE)
+    return OPTIMIZERS.build(optimizer_section(training), WHERE)

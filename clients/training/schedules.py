@@ -1,7 +1,5 @@
 """The learning rate over all rounds of a run, by name."""
 
-import functools
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -85,9 +83,4 @@ def schedule_section(training: TrainingConfig) -> Mapping[str, Any]:
 
 def schedule_of(training: TrainingConfig) -> Schedule:
     """The configured schedule; UserError if there is no such schedule or option."""
-    return _built(json.dumps(schedule_section(training), sort_keys=True))
-
-
-@functools.lru_cache(maxsize=64)
-def _built(section: str) -> Schedule:
-    return SCHEDULES.build(json.loads(section), WHERE)
+    return SCHEDULES.build(schedule_section(training), WHERE)

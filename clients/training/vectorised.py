@@ -14,7 +14,6 @@ from torch.func import vmap
 
 from fedloom.clients.data import outputs
 from fedloom.clients.job import Job
-from fedloom.clients.networks import architecture_of
 from fedloom.clients.objectives import Session
 from fedloom.clients.training.learner import batches, descend, outcome
 from fedloom.clients.work import protection_of, session_of, started, train, update
@@ -50,7 +49,7 @@ def same_shape(jobs: Sequence[Job], most: int) -> list[list[int]]:
         images = _attempt(job.images)
         alone = isinstance(images, Exception)  # it will say so when it is trained
         outs = () if alone else (outputs(job.config, job.site.spec).start, outputs(job.config, job.site.spec).stop)
-        order, architecture = job.order, architecture_of(job.config, job.site)
+        order, architecture = job.order, job.experiment.architecture(job.site)
         one = order.config, order.round, order.again, order.rounds, order.members, order.kind, architecture
         shape = place if alone or job.config.privacy.noise else (*one, len(images), outs)
         groups.setdefault(shape, []).append(place)
@@ -109,7 +108,7 @@ def _learn(jobs: Sequence[Job], sessions: Sequence[Functional]) -> Tensor:
         drawn = tuple(_stack(parts) for parts in zip(*(session.per_step_inputs() for session in sessions), strict=True))
         return of_each(stacked, drawn, images, labels)
 
-    losses = descend(list(stacked.values()), loss, _stacked_batches(jobs), first.config.training, clip_each)
+    losses = descend(list(stacked.values()), loss, _stacked_batches(jobs), first.experiment.training, clip_each)
     with torch.no_grad():
         for place, session in enumerate(sessions):
             for name, weight in session.weights().items():
@@ -119,7 +118,7 @@ def _learn(jobs: Sequence[Job], sessions: Sequence[Functional]) -> Tensor:
 
 def _stacked_batches(jobs: Sequence[Job]) -> Iterator[tuple[float, Tensor, Tensor]]:
     """The steps of all jobs: the learning rate that they share, images [k, b, c, h, w], labels [k, b]."""
-    streams = [batches(job.images(), job.config, job.site, job.order.round, job.device, job.order.words) for job in jobs]
+    streams = [batches(job.images(), job.experiment, job.site, job.order.round, job.device, job.order.words) for job in jobs]
     for steps in zip(*streams, strict=True):
         rates, images, labels = zip(*steps, strict=True)
         yield rates[0], torch.stack(images), torch.stack(labels)

@@ -62,11 +62,11 @@ class ServerState:
     """The server's state of one run: begun, or as its last committed round left it."""
 
     def __init__(self, setup: Setup) -> None:
-        self.setup, self.config = setup, setup.config
-        self.strategy = strategy_of(self.config)
-        self.schedule = self.strategy.schedule(self.config)
+        self.setup, self.experiment, self.config = setup, setup.experiment, setup.config
+        self.strategy = strategy_of(self.experiment)
+        self.schedule = self.strategy.schedule(self.experiment)
         bits, names = self.config.federation.scale_bits, [site.name for site in setup.sites]
-        declared = slots_of(self.config)
+        declared = slots_of(self.experiment)
         self.ledger = setup.ledger or Ledger.create(
             setup.folder, "", to_yaml(self.config), bits, names, declared_sums(declared), list(declared)
         )

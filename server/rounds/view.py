@@ -1,13 +1,14 @@
 """What a method sees of its slots: as they are, without some sites, or of some sites alone."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedloom.clients.networks import Architecture, Model, architecture_of
+from fedloom.clients.networks import Architecture, Model
 from fedloom.clients.networks.initial import SHARED, initial_state
-from fedloom.conf.once import once
+from fedloom.clients.objectives import Experiment
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 from fedloom.fusion.exact import ExactSum, dequantise
@@ -36,16 +37,21 @@ class Models(Mapping[str, Model]):
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run starts from: the configuration, all sites, the run's ledger (None: a new one in `folder`).
+    """What a run starts from: the configuration, resolved, all sites, the run's ledger (None: a new one in `folder`).
 
     `evaluator` measures combinations on validation images; None: a new one where one is needed.
     """
 
-    config: Config
+    experiment: Experiment
     sites: list[Site]
     folder: Path
     ledger: Ledger | None = None
     evaluator: Evaluator | None = None
+
+    @property
+    def config(self) -> Config:
+        """The configuration."""
+        return self.experiment.config
 
     def measuring(self) -> Evaluator:
         """The evaluator."""
@@ -61,7 +67,7 @@ class View:
     def __init__(
         self, setup: Setup, slots: Slots, names: Sequence[str] | None = None, totals: Mapping[str, ExactSum] | None = None
     ) -> None:
-        self.setup, self.config, self.slots = setup, setup.config, slots
+        self.setup, self.experiment, self.config, self.slots = setup, setup.experiment, setup.config, slots
         self._names, self._totals = None if names is None else frozenset(names), totals or {}
 
     @property
@@ -163,11 +169,11 @@ class View:
 
     def architecture(self, site: Site | None = None) -> Architecture:
         """A site's architecture, or (None) that of the configuration."""
-        return architecture_of(self.config, site)
+        return self.experiment.architecture(site)
 
     def initial(self, who: str = SHARED, site: Site | None = None) -> State:
         """The state that the seed draws under this name, of a site's architecture or the configuration's."""
-        return own(_theta(self.config)) if who == SHARED and site is None else initial_state(self.config, who, site)
+        return own(_theta(self.experiment)) if who == SHARED and site is None else initial_state(self.config, who, site)
 
     def note(self, kind: str, body: Mapping[str, Any]) -> None:
         """Note an event in the ledger, if this is its server."""
@@ -180,7 +186,7 @@ def own(state: State) -> State:
     return {name: tensor.clone() for name, tensor in state.items()}
 
 
-@once
-def _theta(config: Config) -> State:
+@functools.lru_cache(maxsize=4)
+def _theta(experiment: Experiment) -> State:
     """theta_0, drawn once."""
-    return initial_state(config)
+    return initial_state(experiment.config)

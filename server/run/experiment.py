@@ -12,13 +12,12 @@ from flwr.serverapp import Grid
 
 from fedloom.clients.data import remarks, site_sizes
 from fedloom.clients.data.listing import held
-from fedloom.clients.networks import NETWORKS, Architecture, architecture_of
+from fedloom.clients.networks import NETWORKS, Architecture
 from fedloom.clients.networks.base import SelfStarting
 from fedloom.clients.networks.head_view import BATCH, FEWEST
-from fedloom.clients.objectives import objective_of
+from fedloom.clients.objectives import objective_of, resolve
 from fedloom.clients.protocol.packing import NONE
 from fedloom.clients.training.checks import check_sizes, check_training
-from fedloom.clients.training.schedules import schedule_of
 from fedloom.clients.training.torch_defaults import ordinary
 from fedloom.conf.errors import FailedError, UserError, plain
 from fedloom.conf.schema import Config
@@ -48,18 +47,19 @@ def check(config: Config) -> None:
     check_hidden(config)
     if has_data(config):
         site_sizes(config)
-    for one in [config, *(with_mode(config, mode) for mode in config.baselines)]:
-        objective_of(one)
-    architectures = {architecture_of(config, site) for site in config.roster}
+    experiment = resolve(config)
+    for mode in config.baselines:
+        objective_of(with_mode(config, mode))
+    architectures = experiment.architectures
     for architecture in architectures:
         _check_start(architecture, config.federation.scale_bits)
-    check_training(config, architectures)
+    check_training(experiment, architectures)
     if has_data(config):
-        check_sizes(config)
+        check_sizes(experiment)
     if config.network:
         NETWORKS.build(config.network, "network")  # no site may have it
-    STRATEGIES.build(config.strategy, "strategy").check(config)
-    slots_of(config)
+    STRATEGIES.build(config.strategy, "strategy").check(experiment)
+    slots_of(experiment)
     if config.evaluation.statistics == RECOMPUTED and not config.data.validation:
         raise UserError(f"evaluation.statistics={RECOMPUTED}: needs validation images; set data.validation above 0")
     if config.evaluation.statistics == BATCH and config.evaluation.batch < FEWEST:
@@ -125,9 +125,9 @@ def _worked(grid: Grid, config: Config, folder: RunFolder, listener: Listener, b
         method: TrainingRun | None = None
         try:
             method = TrainingRun(config, folder, ledger, Evaluator(config))
-            advice = method.state.strategy.warnings(config)
+            advice = method.state.strategy.warnings(method.experiment)
             odd = remarks(config) if has_data(config) else []
-            for line in [*odd, *schedule_of(config.training).advice(config.rounds), *advice]:
+            for line in [*odd, *method.experiment.training.schedule.advice(config.rounds), *advice]:
                 listener.message(line)
             federation, hearing = method.joined(grid), Listeners([spent, listener])
             while "accuracy" not in summary or method.unlearning().under_way():  # requests may come while it is measured

@@ -13,7 +13,7 @@ from flwr.serverapp import Grid
 from fedloom.clients.data import class_names, variant
 from fedloom.clients.data.listing import held
 from fedloom.clients.networks import Model
-from fedloom.clients.objectives import objective_of
+from fedloom.clients.objectives import Experiment, resolve
 from fedloom.conf import to_json
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import PERSONAL, Site
@@ -46,6 +46,7 @@ class TrainingRun:
     folder: RunFolder
     ledger: Ledger
     evaluator: Evaluator
+    experiment: Experiment = field(init=False)
     state: ServerState = field(init=False)
     loop: RoundLoop | None = None  # once it has trained
     erasure: Erasure | None = None  # where nodes can be told to delete what they keep
@@ -53,7 +54,8 @@ class TrainingRun:
 
     def __post_init__(self) -> None:
         self.folder.check(self.ledger.run().config)
-        self.state = ServerState(Setup(self.config, self.sites(), self.folder.path, self.ledger, self.evaluator))
+        self.experiment = resolve(self.config)
+        self.state = ServerState(Setup(self.experiment, self.sites(), self.folder.path, self.ledger, self.evaluator))
         check_models(self.config, self.state.models())
 
     def sites(self) -> list[Site]:
@@ -256,7 +258,7 @@ class TrainingRun:
         sites = self.state.members()
         if self.config.evaluation.where != "server" or not different_networks(self.config, sites):
             return {}
-        models, name = self.state.models(), objective_of(self.config).mode
+        models, name = self.state.models(), self.experiment.objective.mode
         return {"at_sites": {name: at_sites(self.evaluator, sites, models)}, "costs": costs(self.evaluator, sites, models)}
 
 
@@ -299,6 +301,6 @@ def open_ledger(config: Config, folder: RunFolder, run: str = "", sites: Sequenc
         return Ledger.open(folder.path)
     run = run or hashlib.sha256(f"{to_json(config)}{time.time_ns()}".encode()).hexdigest()[:16]
     names = sites or [site.name for site in config.roster]
-    slots = slots_of(config)
+    slots = slots_of(resolve(config))
     bits = config.federation.scale_bits
     return Ledger.create(folder.path, run, folder.config(), bits, names, declared_sums(slots), list(slots))

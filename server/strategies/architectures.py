@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from fedloom.clients.networks import Architecture, architecture_of, initialise
+from fedloom.clients.networks import Architecture, initialise
+from fedloom.clients.objectives import Experiment
 from fedloom.conf.errors import UserError, unknown
-from fedloom.conf.once import once
-from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 from fedloom.fusion.graph.channels import Wiring, wire
+
+MOST_EXPERIMENTS = 16  # whose groups are held
 
 
 @dataclass(frozen=True)
@@ -25,29 +26,29 @@ class Group:
     site: Site  # one of them
 
 
-@once
-def groups_of(config: Config) -> tuple[Group, ...]:
+@functools.lru_cache(maxsize=MOST_EXPERIMENTS)
+def groups_of(experiment: Experiment) -> tuple[Group, ...]:
     """The architectures of a run, in the order in which the roster names them."""
     sites: dict[Architecture, list[Site]] = {}
-    for site in config.roster:
-        sites.setdefault(architecture_of(config, site), []).append(site)
+    for site in experiment.sites:
+        sites.setdefault(experiment.architecture(site), []).append(site)
     names = _names(list(sites))
     return tuple(Group(name, architecture, frozenset(site.name for site in members), members[0])
                  for name, (architecture, members) in zip(names, sites.items(), strict=True))  # fmt: skip
 
 
-@once
-def group_by_site(config: Config) -> dict[str, Group]:
+@functools.lru_cache(maxsize=MOST_EXPERIMENTS)
+def group_by_site(experiment: Experiment) -> dict[str, Group]:
     """The group of each site, by its name."""
-    return {site: group for group in groups_of(config) for site in group.sites}
+    return {site: group for group in groups_of(experiment) for site in group.sites}
 
 
-def reference_of(config: Config, name: str = "") -> Group:
+def reference_of(experiment: Experiment, name: str = "") -> Group:
     """The group of that name, or (empty) the one whose network has most layers, of these most parameters.
 
     UserError for a name that no architecture has.
     """
-    groups = {group.name: group for group in groups_of(config)}
+    groups = {group.name: group for group in groups_of(experiment)}
     if name and name not in groups:
         raise unknown("architecture", name, groups)
     return groups[name] if name else max(groups.values(), key=lambda group: size_of(group.architecture))

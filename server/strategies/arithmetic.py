@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from fedloom.clients.networks import Model, common_architecture
-from fedloom.clients.objectives import objective_of
+from fedloom.clients.networks import Model
+from fedloom.clients.objectives import Experiment
 from fedloom.clients.objectives.local import TOGETHER
 from fedloom.clients.protocol.messages import MEAN, SITE, TRAIN
 from fedloom.conf.errors import UserError
-from fedloom.conf.schema import Config
 from fedloom.conf.typed import option
 from fedloom.fusion.arithmetic import GRADIENTS, WEIGHTS, Alpha, added, composed, evenly, is_statistic, to_state
 from fedloom.fusion.exact import quantise
@@ -46,7 +45,7 @@ class ArithmeticStrategy(Strategy):
     coefficients: dict[str, Any] = option({}, "a site's name: its alpha")
     search: SearchOptions = option(SearchOptions, "choose the coefficients on validation images")
 
-    def slots(self, config: Config) -> Mapping[str, Slot]:
+    def slots(self, experiment: Experiment) -> Mapping[str, Slot]:
         """The sites' cumulative gradients."""
         return {GRADIENT: Sum()}
 
@@ -136,20 +135,20 @@ class ArithmeticStrategy(Strategy):
         why = "after round 1 they start from networks that held the forgotten sites' gradients"
         return [ResidualInfluence("other sites' gradients", why)]
 
-    def resolve(self, config: Config) -> Strategy:
+    def resolve(self, experiment: Experiment) -> Strategy:
         """Its baselines train one network at one site after the other."""
-        return self if objective_of(config).mode == TOGETHER else Sequential()
+        return self if experiment.objective.mode == TOGETHER else Sequential()
 
-    def check(self, config: Config) -> None:
+    def check(self, experiment: Experiment) -> None:
         """UserError for a coefficient of an unknown site or that is no number, and for options that do not fit."""
-        sites = [site.name for site in config.roster]
+        sites = [site.name for site in experiment.sites]
         check_given(self.coefficients, sites)
-        check_objective(config, "local")
-        common_architecture(config)
-        if config.federation.partial_sums:
+        check_objective(experiment, "local")
+        experiment.common_architecture()
+        if experiment.federation.partial_sums:
             raise UserError("federation.partial_sums: gradients are taken at the server; leave it off")
-        self.search.check(config, len(sites))
-        if config.engine.vectorise > 1 and counter(config):
+        self.search.check(experiment, len(sites))
+        if experiment.engine.vectorise > 1 and counter(experiment):
             raise UserError("engine.vectorise: BatchNorm's statistics cannot be trained as one; take 1, or norm=group")
 
 

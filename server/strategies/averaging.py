@@ -4,6 +4,7 @@ What is kept is what the last round began with; what the next one begins with fo
 (`after`). So the last step of the server is made again, without it, when a site is forgotten.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,15 +12,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedloom.clients.networks import Model, architecture_of, common_architecture
-from fedloom.clients.objectives import objective_of
+from fedloom.clients.networks import Model
+from fedloom.clients.objectives import Experiment
 from fedloom.clients.objectives.fedavg import OWN, norms
 from fedloom.clients.objectives.fedavg import FedAvg as FedAvgObjective
 from fedloom.clients.objectives.steps import momentum_of
 from fedloom.clients.protocol.messages import MEAN, SITE, TRAIN
 from fedloom.conf.errors import UserError
-from fedloom.conf.once import once
-from fedloom.conf.schema import Config
 from fedloom.conf.typed import option
 from fedloom.fusion.state import State
 from fedloom.server.ledger.declared import Slot, Sum
@@ -49,33 +48,33 @@ class Averaging(Strategy):
         "samples", "how sites count in the mean: by their images, or alike", choices=("samples", "equal")
     )
 
-    def slots(self, config: Config) -> Mapping[str, Slot]:
+    def slots(self, experiment: Experiment) -> Mapping[str, Slot]:
         """What the sites sent last: of the whole network all that is no whole number."""
         return {NETWORKS: Sum(weighted=self.weighting == "samples")}
 
-    def check(self, config: Config) -> None:
+    def check(self, experiment: Experiment) -> None:
         """UserError for another objective, for several architectures, and for weights that masks would have to hide."""
-        check_objective(config, self.default_objective)
-        needed = objective_of(config).requires_strategy  # type: ignore[attr-defined]
+        check_objective(experiment, self.default_objective)
+        needed = experiment.objective.requires_strategy  # type: ignore[attr-defined]
         if needed and not isinstance(self, STRATEGIES.get(needed)):
-            raise UserError(f"objective.name: sites of {config.objective['name']} need what strategy.name={needed} sends; "
-                            "take both")  # fmt: skip
-        common_architecture(config)
-        if config.federation.secure_aggregation and self.weighting == "samples":
+            name = experiment.config.objective["name"]
+            raise UserError(f"objective.name: sites of {name} need what strategy.name={needed} sends; take both")
+        experiment.common_architecture()
+        if experiment.federation.secure_aggregation and self.weighting == "samples":
             raise UserError("federation.secure_aggregation: sums under masks count no samples; set strategy.weighting=equal")
 
-    def warnings(self, config: Config) -> list[str]:
+    def warnings(self, experiment: Experiment) -> list[str]:
         """That an aggregate without BatchNorm is measured otherwise, and that a mean of BatchNorms may fit no site."""
-        if objective_of(config).batchnorm != OWN:  # type: ignore[attr-defined]
-            return [MEAN_OF_NORMS] if differing_classes(config) and norms(_network(config)) else []
-        if config.evaluation.where == "sites":
+        if experiment.objective.batchnorm != OWN:  # type: ignore[attr-defined]
+            return [MEAN_OF_NORMS] if differing_classes(experiment) and norms(_network(experiment)) else []
+        if experiment.evaluation.where == "sites":
             return []
         return ["objective.batchnorm=own: the aggregate's BatchNorm stays as it began; each site's network is measured "
                 "with evaluation.where=sites, the aggregate with evaluation.statistics=batch"]  # fmt: skip
 
     def begin(self, run: RoundContext) -> None:
         """The network starts at theta_0."""
-        parameters = parameters_of(run.config)
+        parameters = parameters_of(run.experiment)
         run.save_server_state(NETWORK, run.initial())
         for name in self.memory:
             run.save_server_state(
@@ -94,7 +93,7 @@ class Averaging(Strategy):
             run.save_server_state(name, state)
         run.save_server_state(ROUND, _number(run.number))
         sent = {**now[NETWORK], **self.extra_broadcast(run)}
-        own = now[NETWORK].keys() - shared(run.config, now[NETWORK]).keys()
+        own = now[NETWORK].keys() - shared(run.experiment, now[NETWORK]).keys()
         like = {name: one for name, one in sent.items() if name not in own}
         run.gather(TRAIN, {MEAN: sent, **self.extra_records(run)}, {SITE: RecordSpec(like, slot=NETWORKS)})
 
@@ -110,7 +109,7 @@ class Averaging(Strategy):
         """What the next round begins with, by name of what is kept."""
         last = {name: view.server_state(name) for name in (NETWORK, *self.memory)}
         total = counted(view).total(NETWORKS)
-        return self.step(last, total.mean(), parameters_of(view.config)) if total.addends else last
+        return self.step(last, total.mean(), parameters_of(view.experiment)) if total.addends else last
 
     def step(self, last: Mapping[str, State], mean: State, parameters: frozenset[str]) -> dict[str, State]:
         """What is kept after a round, of what it began with and the mean of what the sites sent. The network becomes it."""
@@ -157,39 +156,39 @@ def counted(view: View) -> View:
     return view if len(names) == len(view.sites) else view.subset(names)
 
 
-def check_steps(config: Config) -> None:
+def check_steps(experiment: Experiment) -> None:
     """UserError for sites whose change is no known sum of gradients: it is divided by the weights of that sum."""
-    name = config.strategy["name"]
-    if momentum_of(config.training) is None:
+    name = experiment.config.strategy["name"]
+    if momentum_of(experiment.training) is None:
         raise UserError(f"training.optimizer: strategy {name} takes sgd, with momentum or without (no dampening, nesterov "
                         "or maximize)")  # fmt: skip
-    if not config.training.rate:
+    if not experiment.training.rate:
         raise UserError(f"training.rate: got 0, strategy {name} takes more")
-    if config.training.clip:
+    if experiment.training.clip:
         raise UserError(f"training.clip: strategy {name} divides a site's change by the weights of its gradients, of which "
                         "clipped ones have others; set it to 0")  # fmt: skip
 
 
-def shared(config: Config, state: State) -> State:
+def shared(experiment: Experiment, state: State) -> State:
     """Of a network's state, what the sites average."""
-    objective = objective_of(config)
+    objective = experiment.objective
     assert isinstance(objective, FedAvgObjective)
-    return objective.shared(_network(config), state)
+    return objective.shared(_network(experiment), state)
 
 
-@once
-def _network(config: Config) -> nn.Module:
-    return architecture_of(config).build()
+@functools.lru_cache(maxsize=4)
+def _network(experiment: Experiment) -> nn.Module:
+    return experiment.architecture().build()
 
 
-@once
-def parameters_of(config: Config) -> frozenset[str]:
-    return frozenset(name for name, _ in _network(config).named_parameters())
+@functools.lru_cache(maxsize=4)
+def parameters_of(experiment: Experiment) -> frozenset[str]:
+    return frozenset(name for name, _ in _network(experiment).named_parameters())
 
 
-def differing_classes(config: Config) -> bool:
+def differing_classes(experiment: Experiment) -> bool:
     """Whether the configuration says that sites have very different shares of the classes."""
-    specs = [(site.spec, site.parts) for site in config.roster]
+    specs = [(site.spec, site.parts) for site in experiment.sites]
     uneven = any(parts > 1 and (spec.partition.name == "classes" or
                                 (spec.partition.name == "dirichlet" and spec.partition.alpha < UNEVEN))
                  for spec, parts in specs)  # fmt: skip

@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from fedloom.clients.networks import architecture_of
-from fedloom.clients.objectives import OBJECTIVES, objective_of
+from fedloom.clients.objectives import OBJECTIVES, Experiment
 from fedloom.conf.errors import UserError
 from fedloom.conf.registry import Registry
 from fedloom.conf.schema import Config
@@ -53,19 +52,19 @@ class Strategy(ABC):
         """Options of the sites' half that follow from those of this one."""
         return {}
 
-    def resolve(self, config: Config) -> "Strategy":
+    def resolve(self, experiment: Experiment) -> "Strategy":
         """What carries out the configured mode, where that is another strategy."""
         return self
 
-    def slots(self, config: Config) -> Mapping[str, Slot]:
+    def slots(self, experiment: Experiment) -> Mapping[str, Slot]:
         """What the sites put into, by name. A method without slots can forget nobody."""
         return {}
 
-    def check(self, config: Config) -> None:
+    def check(self, experiment: Experiment) -> None:
         """UserError for a configuration that the method cannot work with."""
         return
 
-    def warnings(self, config: Config) -> Sequence[str]:
+    def warnings(self, experiment: Experiment) -> Sequence[str]:
         """What to tell at the start of a run that works, but not as well as it could."""
         return ()
 
@@ -108,9 +107,9 @@ class Strategy(ABC):
         """By record name, what sites need of the server to measure networks that are their own."""
         return {}
 
-    def schedule(self, config: Config) -> Schedule:
+    def schedule(self, experiment: Experiment) -> Schedule:
         """Who takes part when."""
-        return Sampling(config)
+        return Sampling(experiment.config)
 
 
 STRATEGIES: Registry[Strategy] = Registry("strategy", Strategy, "fedloom.server.strategies", {
@@ -122,23 +121,23 @@ STRATEGIES: Registry[Strategy] = Registry("strategy", Strategy, "fedloom.server.
 }, adapter="flower.strategy")  # fmt: skip
 
 
-def strategy_of(config: Config) -> Strategy:
+def strategy_of(experiment: Experiment) -> Strategy:
     """The configured strategy. UserError if there is no such one, or an option does not fit."""
-    return STRATEGIES.build(config.strategy, "strategy").resolve(config)
+    return STRATEGIES.build(experiment.config.strategy, "strategy").resolve(experiment)
 
 
-def slots_of(config: Config) -> dict[str, Slot]:
+def slots_of(experiment: Experiment) -> dict[str, Slot]:
     """The slots that the configured strategy declares. UserError for odd ones, or ones that workers cannot add up."""
-    name, slots = config.strategy.get("name"), strategy_of(config).slots(config)
+    name, slots = experiment.config.strategy.get("name"), strategy_of(experiment).slots(experiment)
     if not isinstance(slots, Mapping) or not all(isinstance(slot, Sum | PerClientSlot) for slot in slots.values()):
         raise UserError(
             f"strategy '{name}': its slots() must give a dictionary of fedloom.server.strategies.Sum and PerClientSlot"
         )
     if odd := [slot for slot in slots if not isinstance(slot, str) or not PLAIN.fullmatch(slot)]:
         raise UserError(f"strategy '{name}': the slot {odd[0]!r} needs a name of letters, digits, '-', '_' and '.'")
-    if config.federation.secure_aggregation:
-        slots = masked(config, slots)
-    if config.federation.partial_sums and (
+    if experiment.federation.secure_aggregation:
+        slots = masked(experiment.config, slots)
+    if experiment.federation.partial_sums and (
         len(slots) > 1 or any(isinstance(slot, PerClientSlot) for slot in slots.values())
     ):
         raise UserError(f"federation.partial_sums: workers add up one sum alone; strategy '{name}' has other slots")
@@ -155,14 +154,14 @@ def check_named(config: Config) -> None:
                             f"{NO_SUMS[given]}")  # fmt: skip
 
 
-def check_objective(config: Config, name: str) -> None:
+def check_objective(experiment: Experiment, name: str) -> None:
     """UserError unless the sites' objective is the one of that name, or one that is made of it."""
-    if not isinstance(objective_of(config), OBJECTIVES.get(name)):
-        given, strategy = config.objective.get("name"), config.strategy.get("name")
+    if not isinstance(experiment.objective, OBJECTIVES.get(name)):
+        given, strategy = experiment.config.objective.get("name"), experiment.config.strategy.get("name")
         raise UserError(f"objective.name: got '{given}', strategy {strategy} takes {name}, or one that is made of it")
 
 
-def counter(config: Config) -> str:
+def counter(experiment: Experiment) -> str:
     """The first integer tensor of the configured network, which is a counter of BatchNorm's; empty if there is none."""
-    state = architecture_of(config).build().state_dict()
+    state = experiment.architecture().build().state_dict()
     return next((name for name, tensor in state.items() if tensor.dtype == torch.int64), "")

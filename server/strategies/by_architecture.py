@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fedloom.clients.networks import Model
-from fedloom.clients.objectives import objective_of
+from fedloom.clients.objectives import Experiment
 from fedloom.clients.objectives.heterogeneous import ALONE, EXCLUSIVE
 from fedloom.clients.protocol.messages import MEAN, SITE, TRAIN
 from fedloom.conf.errors import UserError
-from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 from fedloom.fusion.exact import dequantise, quantise
 from fedloom.fusion.state import State
@@ -42,20 +41,20 @@ class ByArchitecture(Strategy):
 
     default_objective: ClassVar[str] = "heterogeneous"
 
-    def resolve(self, config: Config) -> Strategy:
+    def resolve(self, experiment: Experiment) -> Strategy:
         """Itself, or the baseline."""
-        return baseline(config) or self
+        return baseline(experiment) or self
 
-    def check(self, config: Config) -> None:
+    def check(self, experiment: Experiment) -> None:
         """UserError for another objective, and for a site that has the name of an architecture."""
-        check_objective(config, "heterogeneous")
-        groups = [group.name for group in groups_of(config)]
-        if odd := next((site.name for site in config.roster if site.name in groups), ""):
+        check_objective(experiment, "heterogeneous")
+        groups = [group.name for group in groups_of(experiment)]
+        if odd := next((site.name for site in experiment.sites if site.name in groups), ""):
             raise UserError(f"sites: '{odd}' is the name of an architecture in the results; give the site another one")
 
-    def slots(self, config: Config) -> Mapping[str, Slot]:
+    def slots(self, experiment: Experiment) -> Mapping[str, Slot]:
         """The sites' networks, by architecture."""
-        return {group.name: Sum(weighted=True, resumable=True) for group in groups_of(config)}
+        return {group.name: Sum(weighted=True, resumable=True) for group in groups_of(experiment)}
 
     def begin(self, run: RoundContext) -> None:
         """What the networks of each architecture start from."""
@@ -64,8 +63,8 @@ class ByArchitecture(Strategy):
 
     def round(self, run: RoundContext) -> None:
         """Send every site its architecture's network; put what it makes of it."""
-        groups = group_by_site(run.config)
-        sent = {group.name: run.server_state(kept(group.name)) for group in groups_of(run.config)}
+        groups = group_by_site(run.experiment)
+        sent = {group.name: run.server_state(kept(group.name)) for group in groups_of(run.experiment)}
 
         def content(site: Site) -> dict[str, State]:
             return {MEAN: sent[groups[site.name].name]}
@@ -87,13 +86,13 @@ class ByArchitecture(Strategy):
             return Model(group.architecture, state or view.server_state(kept(group.name)))
 
         def own(site: Site) -> Model:
-            group = group_by_site(view.config)[site.name]
+            group = group_by_site(view.experiment)[site.name]
             return Model(
                 group.architecture, cast(view.contribution(group.name, site.name), view.server_state(kept(group.name)))
             )
 
-        first = reference_of(view.config, self.reference_name)
-        groups = [first, *(group for group in groups_of(view.config) if group is not first)]
+        first = reference_of(view.experiment, self.reference_name)
+        groups = [first, *(group for group in groups_of(view.experiment) if group is not first)]
         makers: dict[str, Callable[[], Model]] = {group.name: functools.partial(shared, group) for group in groups}
         return Models(makers | {site.name: functools.partial(own, site) for site in view.sites if has(view, site)})
 
@@ -104,7 +103,7 @@ class ByArchitecture(Strategy):
 
     def initial_states(self, run: RoundContext) -> Mapping[str, State]:
         """By architecture, what its first networks are."""
-        return {group.name: run.initial(site=group.site) for group in groups_of(run.config)}
+        return {group.name: run.initial(site=group.site) for group in groups_of(run.experiment)}
 
     @abstractmethod
     def combined(self, view: View) -> Mapping[str, State]:
@@ -113,7 +112,7 @@ class ByArchitecture(Strategy):
     def _combined(self, view: View) -> Mapping[str, State]:
         """The same; an architecture of which no site's network is left is what it was before all rounds."""
         found = dict(self.combined(view))
-        for group in groups_of(view.config):
+        for group in groups_of(view.experiment):
             if group.name not in found and not view.total(group.name).addends:
                 found[group.name] = _rounded(view.initial(site=group.site), view.bits)
         return found
@@ -126,9 +125,9 @@ class ByArchitecture(Strategy):
         return (ResidualInfluence("other sites' networks, of all architectures", why),)
 
 
-def baseline(config: Config) -> Strategy | None:
+def baseline(experiment: Experiment) -> Strategy | None:
     """The strategy of that name, if the objective's mode is one that brings no architectures together."""
-    mode = objective_of(config).mode
+    mode = experiment.objective.mode
     return STRATEGIES.get(mode)() if mode in (EXCLUSIVE, ALONE) else None
 
 
@@ -139,14 +138,14 @@ def kept(group: str) -> str:
 
 def has(view: View, site: Site) -> bool:
     """Whether a site has put its network."""
-    return view.has(group_by_site(view.config)[site.name].name, site.name)
+    return view.has(group_by_site(view.experiment)[site.name].name, site.name)
 
 
 def averaged(view: View, fresh: bool = False) -> list[Averaged]:
     """The mean of each architecture of which some site has trained: in the last round, if not all are asked in each, or
     `fresh` ones alone count."""
     those, found = counted(view, fresh), []
-    for group in groups_of(view.config):
+    for group in groups_of(view.experiment):
         total = those.total(group.name)
         if total.addends:
             state = cast(total.mean(), view.server_state(kept(group.name)))

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fedloom.clients.objectives import Experiment
 from fedloom.conf.errors import FailedError, UserError
-from fedloom.conf.schema import Config
 from fedloom.conf.typed import option
 from fedloom.fusion.discriminant import scaled
 from fedloom.fusion.state import State
@@ -85,30 +85,30 @@ class ClaOt(InParts):
     )
     server: ServerTraining = option(ServerTraining, "training at the server after a round")
 
-    def resolve(self, config: Config) -> Strategy:
+    def resolve(self, experiment: Experiment) -> Strategy:
         """Itself, the baseline, or the fusion that needs no common basis."""
-        found = super().resolve(config)
+        found = super().resolve(experiment)
         return FusedAnew(self) if found is self and self.fusion != PARTS else found
 
-    def check(self, config: Config) -> None:
+    def check(self, experiment: Experiment) -> None:
         """UserError for networks that cannot be fused, naming both, and where the server has no images that it needs."""
         if self.fusion == PARTS or self.start == SHARED:
-            super().check(config)
+            super().check(experiment)
         if self.fusion != PARTS:
-            FusedAnew(self).check(config)
+            FusedAnew(self).check(experiment)
             return
-        self.server.check(config, SERVER)
+        self.server.check(experiment, SERVER)
         if self.start == OWN:
             if self.probe.samples:
-                self.probe.check(config, PROBE)
+                self.probe.check(experiment, PROBE)
             settings = settings_for(bool(self.probe.samples))
-            check_fusing(reference_of(config, self.reference), groups_of(config), settings, "strategy.start=own")
-            self._check_heads(config)
+            check_fusing(reference_of(experiment, self.reference), groups_of(experiment), settings, "strategy.start=own")
+            self._check_heads(experiment)
 
     def first_reference(self, view: View) -> State:
         """Layers that not all have leave the function as it is."""
         state = super().first_reference(view)
-        for part in self.parts(view.config).values():
+        for part in self.parts(view.experiment).values():
             state |= {name: tensor.clone() for name, tensor in part.neutral.items()}
         return state
 
@@ -123,7 +123,7 @@ class ClaOt(InParts):
         """As all; networks that were just trained apart are set right by what their sites tell, if any tells it."""
         super().recompute_derived(run)
         if self.recalibrate and run.participants and self._first(run):
-            first = {group.name: run.initial(site=group.site)[HEAD[0]] for group in groups_of(run.config)}
+            first = {group.name: run.initial(site=group.site)[HEAD[0]] for group in groups_of(run.experiment)}
             with contextlib.suppress(FailedError):
                 for name, parts in ask(run, self.models(run), self.heads_share_basis(run), UNSEEN).parts.items():
                     run.save_server_state(
@@ -140,7 +140,7 @@ class ClaOt(InParts):
             return mean_over_holders(self.held(view, self.lacking), self.before(view))
         if common := [site.name for site in view.sites if view.last_put(site.name) > 1]:
             return mean_over_holders(self.held(view.subset(common), self.lacking), self.before(view))
-        reference = reference_of(view.config, self.reference).architecture
+        reference = reference_of(view.experiment, self.reference).architecture
         return fused_apart(reference, networks_of_sites(view), self.before(view), self._probe(view))
 
     def taken(self, view: View, whole: State) -> Mapping[str, State]:
@@ -149,18 +149,18 @@ class ClaOt(InParts):
 
     def _parts(self, view: View, whole: State) -> Mapping[str, State]:
         if self._first(view):
-            parts, probe = self.parts(view.config), self._probe(view)
-            reference = reference_of(view.config, self.reference).architecture
+            parts, probe = self.parts(view.experiment), self._probe(view)
+            reference = reference_of(view.experiment, self.reference).architecture
             return {group.name: part_of(group, parts[group.name], reference, whole, networks_of_sites(view), probe)
-                    for group in groups_of(view.config)}  # fmt: skip
+                    for group in groups_of(view.experiment)}  # fmt: skip
         found, mix = super().taken(view, whole), self.mix(view)
         if mix == 1.0:
             return found
         means = {one.group.name: one.state for one in averaged(view)}
         return {name: mixed(state, means[name], mix) if name in means else state for name, state in found.items()}
 
-    def _check_heads(self, config: Config) -> None:
-        for group in groups_of(config) if self.recalibrate else ():
+    def _check_heads(self, experiment: Experiment) -> None:
+        for group in groups_of(experiment) if self.recalibrate else ():
             try:
                 check_head(group.name, group.architecture)
             except UserError as error:

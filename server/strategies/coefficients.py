@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fedloom.clients.data import label
+from fedloom.clients.objectives import Experiment
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.progress import step
-from fedloom.conf.schema import Config
 from fedloom.conf.sites import UNION, Site
 from fedloom.conf.typed import option
 from fedloom.fusion.arithmetic import GRADIENTS, Alpha, Composer
@@ -43,9 +43,9 @@ class SearchOptions:
     evaluations: int = option(300, "powell: about so many combinations are measured", low=1)
     images: int = option(500, "most validation images of a domain that are looked at", low=10)
 
-    def check(self, config: Config, sites: int) -> None:
+    def check(self, experiment: Experiment, sites: int) -> None:
         """UserError for what cannot be searched."""
-        if self.by != NONE and not config.data.validation:
+        if self.by != NONE and not experiment.data.validation:
             raise UserError(f"strategy.search.by={self.by}: needs validation images; set data.validation above 0")
         if self.by == "grid":
             check_grid(self.steps or GRID, sites)

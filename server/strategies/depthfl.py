@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fedloom.clients.networks.exits import ExitNetwork
+from fedloom.clients.objectives import Experiment
 from fedloom.conf.errors import UserError
-from fedloom.conf.schema import Config
 from fedloom.fusion.state import State
 from fedloom.fusion.submodels import Held, Submodel, mean_over_holders
 from fedloom.server.rounds.context import RoundContext
@@ -25,44 +25,44 @@ class DepthFL(ByArchitecture):
 
     default_objective: ClassVar[str] = "depthfl"
 
-    def check(self, config: Config) -> None:
+    def check(self, experiment: Experiment) -> None:
         """UserError for another objective, for a network without exits, and for one that is no prefix of the deepest."""
-        check_objective(config, "depthfl")
-        super().check(config)
-        for group in groups_of(config):
+        check_objective(experiment, "depthfl")
+        super().check(experiment)
+        for group in groups_of(experiment):
             if not isinstance(group.architecture.build(), ExitNetwork):
                 takes = "{name: exits, of: NETWORK, after: BLOCKS, depth: HOW MANY}"
                 raise UserError(f"network: strategy depthfl takes {takes} at every site, got {group.name}")
-            _prefix(reference_of(config), group)
+            _prefix(reference_of(experiment), group)
 
     def initial_states(self, run: RoundContext) -> Mapping[str, State]:
         """Prefixes of the deepest network's first state."""
-        deepest = reference_of(run.config)
+        deepest = reference_of(run.experiment)
         run.save_server_state(REFERENCE, state := run.initial(site=deepest.site))
-        return {group.name: _prefix(deepest, group).taken(state) for group in groups_of(run.config)}
+        return {group.name: _prefix(deepest, group).taken(state) for group in groups_of(run.experiment)}
 
     def recompute_derived(self, run: RoundContext) -> None:
         """Keep the deepest network, and of it what every architecture goes on from."""
         run.save_server_state(REFERENCE, whole := self.whole(run))
-        for group in groups_of(run.config):
-            run.save_server_state(kept(group.name), _prefix(reference_of(run.config), group).taken(whole))
+        for group in groups_of(run.experiment):
+            run.save_server_state(kept(group.name), _prefix(reference_of(run.experiment), group).taken(whole))
 
     def combined(self, view: View) -> Mapping[str, State]:
-        whole, deepest = self.whole(view), reference_of(view.config)
-        return {group.name: _prefix(deepest, group).taken(whole) for group in groups_of(view.config)}
+        whole, deepest = self.whole(view), reference_of(view.experiment)
+        return {group.name: _prefix(deepest, group).taken(whole) for group in groups_of(view.experiment)}
 
     def whole(self, view: View) -> State:
         """The deepest network."""
-        deepest = reference_of(view.config)
+        deepest = reference_of(view.experiment)
         held = [Held(_prefix(deepest, one.group), one.state, one.weight) for one in averaged(view)]
         return mean_over_holders(held, _before(view))
 
 
 def _before(view: View) -> State:
     """What tensors are that nobody holds: as they were, or as at the start where no site is left that held them."""
-    deepest, whole = reference_of(view.config), view.server_state(REFERENCE)
-    left = [group for group in groups_of(view.config) if view.total(group.name).addends]
-    if len(left) == len(groups_of(view.config)):
+    deepest, whole = reference_of(view.experiment), view.server_state(REFERENCE)
+    left = [group for group in groups_of(view.experiment) if view.total(group.name).addends]
+    if len(left) == len(groups_of(view.experiment)):
         return whole
     held, first = {name for group in left for name in _prefix(deepest, group).places}, view.initial(site=deepest.site)
     return {name: tensor if name in held else first[name] for name, tensor in whole.items()}

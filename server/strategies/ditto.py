@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from fedloom.clients.objectives import Experiment
 from fedloom.conf.errors import UserError
-from fedloom.conf.schema import Config
 from fedloom.server.rounds.view import View
 from fedloom.server.strategies.averaging import Averaging
 from fedloom.server.strategies.base import STRATEGIES, ResidualInfluence
@@ -18,10 +18,10 @@ class Ditto(Averaging):
     default_objective: ClassVar[str] = "ditto"
     personal: ClassVar[bool] = True
 
-    def check(self, config: Config) -> None:
+    def check(self, experiment: Experiment) -> None:
         """UserError for gradients that are clipped: the norm would be that of both networks."""
-        super().check(config)
-        if config.training.clip:
+        super().check(experiment)
+        if experiment.training.clip:
             raise UserError(
                 "training.clip: strategy ditto trains two networks at once, whose gradients have one norm; set it to 0"
             )

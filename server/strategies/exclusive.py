@@ -42,7 +42,7 @@ class Alone(ByArchitecture):
 
 def ask_alone(run: RoundContext) -> None:
     """Send nothing; put what every site makes of a network of its own."""
-    groups = group_by_site(run.config)
-    like = {group.name: run.server_state(kept(group.name)) for group in groups_of(run.config)}
+    groups = group_by_site(run.experiment)
+    like = {group.name: run.server_state(kept(group.name)) for group in groups_of(run.experiment)}
     for reply in run.ask(TRAIN, {}, lambda site: {SITE: RecordSpec(like[groups[site.name].name], bounded=False)}):
         run.put(groups[reply.site.name].name, reply.site, reply[SITE], reply.samples)

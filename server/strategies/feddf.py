@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fedloom.conf.schema import Config
+from fedloom.clients.objectives import Experiment
 from fedloom.conf.typed import option
 from fedloom.fusion.state import State
 from fedloom.server.rounds.view import View
@@ -23,10 +23,10 @@ class FedDF(ByArchitecture):
     rate: float = option(1e-3, "learning rate at the start; it falls to 0 as half a cosine", low=0.0, high=1.0)
     batch: int = option(128, "images in each step", low=2)
 
-    def check(self, config: Config) -> None:
+    def check(self, experiment: Experiment) -> None:
         """UserError for an unknown public domain, and where the server has no images."""
-        super().check(config)
-        self.public.check(config, "strategy.public")
+        super().check(experiment)
+        self.public.check(experiment, "strategy.public")
 
     def combined(self, view: View) -> Mapping[str, State]:
         means = {one.group.name: one.state for one in averaged(view)}

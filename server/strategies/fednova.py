@@ -7,11 +7,11 @@ from typing import ClassVar
 
 import torch
 
+from fedloom.clients.objectives import Experiment
 from fedloom.clients.objectives.fednova import AVERAGE, WORK
 from fedloom.clients.objectives.steps import gradient_weight
 from fedloom.clients.training.learner import step_count
 from fedloom.conf.errors import UserError
-from fedloom.conf.schema import Config
 from fedloom.fusion.state import State
 from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.view import View
@@ -34,10 +34,10 @@ class FedNova(Averaging):
 
     default_objective: ClassVar[str] = "fednova"
 
-    def check(self, config: Config) -> None:
+    def check(self, experiment: Experiment) -> None:
         """UserError for sites whose steps are not of plain SGD."""
-        super().check(config)
-        check_steps(config)
+        super().check(experiment)
+        check_steps(experiment)
 
     def begin(self, run: RoundContext) -> None:
         """No work yet."""
@@ -47,14 +47,14 @@ class FedNova(Averaging):
     def extra_records(self, run: RoundContext) -> dict[str, State]:
         """The mean work of the sites that are asked."""
         samples = [images for site in run.participants if (images := run.images(site))]
-        told = _told(self._mean_work(run.config, run.length, run.number, samples), run.length)
+        told = _told(self._mean_work(run.experiment, run.length, run.number, samples), run.length)
         run.save_server_state(WORK, told)
         return {WORK: told}
 
     def next_state(self, view: View) -> dict[str, State]:
         """The mean of what the sites sent, or further on by their share of the work that they heard of."""
         begin, found, share = view.server_state(NETWORK), super().next_state(view)[NETWORK], self._share(view)
-        moved = {name: torch.lerp(begin[name], found[name], share) for name in parameters_of(view.config)}
+        moved = {name: torch.lerp(begin[name], found[name], share) for name in parameters_of(view.experiment)}
         return {NETWORK: {**found, **moved}}
 
     def _share(self, view: View) -> float:
@@ -68,12 +68,12 @@ class FedNova(Averaging):
         if not told[AVERAGE] or any(view.last_put(name) != last for name in names):
             return 1.0
         samples = [view.last_samples(name) for name in names]
-        return self._mean_work(view.config, int(told[ROUNDS]), last, samples) / float(told[AVERAGE]) if samples else 1.0
+        return self._mean_work(view.experiment, int(told[ROUNDS]), last, samples) / float(told[AVERAGE]) if samples else 1.0
 
-    def _mean_work(self, config: Config, rounds: int, round: int, samples: Sequence[int]) -> float:
+    def _mean_work(self, experiment: Experiment, rounds: int, round: int, samples: Sequence[int]) -> float:
         """tau_eff of sites with so many images, times the rate; 0 of none."""
-        steps = [step_count(images, config) for images in samples]
-        works = {number: gradient_weight(config.training, rounds, round, number) for number in set(steps)}
+        steps = [step_count(images, experiment) for images in samples]
+        works = {number: gradient_weight(experiment.training, rounds, round, number) for number in set(steps)}
         times = samples if self.weighting == "samples" else [1] * len(samples)
         parts = [number * works[each] for number, each in zip(times, steps, strict=True)]
         return math.fsum(parts) / sum(times) if parts else 0.0

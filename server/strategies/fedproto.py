@@ -7,10 +7,10 @@ from typing import ClassVar
 import torch
 
 from fedloom.clients.networks import Architecture
+from fedloom.clients.objectives import Experiment
 from fedloom.clients.objectives.fedproto import COUNTS, KNOWN, MEANS, PROTOTYPES, SUMS, check_prototypes
 from fedloom.clients.protocol.messages import TRAIN
 from fedloom.conf.errors import UserError
-from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 from fedloom.fusion.state import State
 from fedloom.server.ledger.declared import Slot, Sum
@@ -30,18 +30,18 @@ class FedProto(Strategy):
 
     default_objective: ClassVar[str] = "fedproto"
 
-    def resolve(self, config: Config) -> Strategy:
+    def resolve(self, experiment: Experiment) -> Strategy:
         """Itself, or a baseline."""
-        return baseline(config) or self
+        return baseline(experiment) or self
 
-    def slots(self, config: Config) -> dict[str, Slot]:
+    def slots(self, experiment: Experiment) -> dict[str, Slot]:
         """Sums over the sites' images, by class: features, and images."""
         return {PROTOTYPES: Sum(weighted=True)}
 
-    def check(self, config: Config) -> None:
+    def check(self, experiment: Experiment) -> None:
         """UserError for another objective, and for networks whose features, or classes, are not as many."""
-        check_objective(config, "fedproto")
-        first, *others = groups_of(config)
+        check_objective(experiment, "fedproto")
+        first, *others = groups_of(experiment)
         for one in others:
             if (ours := _shape(one.architecture)) != (theirs := _shape(first.architecture)):
                 told = f"{one.name} has {ours[0]} outputs of {ours[1]} features, {first.name} {theirs[0]} of {theirs[1]}"
@@ -52,7 +52,7 @@ class FedProto(Strategy):
 
     def round(self, run: RoundContext) -> None:
         """Send all prototypes; when the sites have trained, ask for theirs."""
-        classes, features = _shape(groups_of(run.config)[0].architecture)
+        classes, features = _shape(groups_of(run.experiment)[0].architecture)
         like = {SUMS: torch.zeros(classes, features), COUNTS: torch.zeros(classes)}
         samples = {reply.site.name: reply.samples for reply in run.ask(TRAIN, self.prototypes(run), {})}
         trained = [site for site in run.participants if site.name in samples]

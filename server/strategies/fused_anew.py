@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from fedloom.clients.objectives import Experiment
 from fedloom.conf.errors import UserError
-from fedloom.conf.schema import Config
 from fedloom.fusion.settings import FusionSettings
 from fedloom.fusion.state import State
 from fedloom.fusion.submodels import Submodel
@@ -47,7 +47,7 @@ class FusionOptions(Protocol):
     def server(self) -> ServerTraining: ...
     def round(self, run: RoundContext) -> None: ...
     def first_reference(self, view: View) -> State: ...
-    def parts(self, config: Config) -> Mapping[str, Submodel]: ...
+    def parts(self, experiment: Experiment) -> Mapping[str, Submodel]: ...
     def mix(self, view: View) -> float: ...
 
 
@@ -61,9 +61,9 @@ class FusedAnew(ByArchitecture):
     def reference_name(self) -> str:
         return self.options.reference
 
-    def check(self, config: Config) -> None:
+    def check(self, experiment: Experiment) -> None:
         """UserError for networks that cannot be fused into each other, and for a server without images."""
-        super().check(config)
+        super().check(experiment)
         fusion = self.options.fusion
         for key, usual in (("maps", {}), ("recalibrate", False), ("lacking", LACKING)):
             if getattr(self.options, key) != usual:
@@ -72,12 +72,12 @@ class FusedAnew(ByArchitecture):
             raise UserError(f"strategy.basis: needs strategy.fusion={CLA_OT}, got '{fusion}'; leave it out")
         if not self.options.probe.samples:
             raise UserError(f"{PROBE}.samples: got 0, and strategy.fusion={fusion} looks at images; takes 2 or more")
-        reference_of(config, self.options.reference)
-        self.options.probe.check(config, PROBE)
-        self.options.server.check(config, SERVER)
-        for group in groups_of(config):
+        reference_of(experiment, self.options.reference)
+        self.options.probe.check(experiment, PROBE)
+        self.options.server.check(experiment, SERVER)
+        for group in groups_of(experiment):
             try:
-                check_fusing(group, groups_of(config), self.settings, f"strategy.fusion={fusion}")
+                check_fusing(group, groups_of(experiment), self.settings, f"strategy.fusion={fusion}")
             except UserError as error:
                 raise UserError(
                     f"{error}; or set strategy.fusion={PARTS}, if each network is a part of the deepest"
@@ -99,9 +99,9 @@ class FusedAnew(ByArchitecture):
 
     def _starts(self, view: View) -> dict[str, State]:
         if self.options.start == OWN:
-            return {group.name: view.initial(site=group.site) for group in groups_of(view.config)}
+            return {group.name: view.initial(site=group.site) for group in groups_of(view.experiment)}
         whole = self.options.first_reference(view)
-        return {name: part.taken(whole) for name, part in self.options.parts(view.config).items()}
+        return {name: part.taken(whole) for name, part in self.options.parts(view.experiment).items()}
 
     def combined(self, view: View) -> Mapping[str, State]:
         """Every architecture's fused network, mixed with its own mean and trained further; between fusions its own mean."""
@@ -114,7 +114,7 @@ class FusedAnew(ByArchitecture):
 
     def _mixed(self, view: View, means: Mapping[str, State], mix: float) -> dict[str, State]:
         probe, found = self.options.probe.read(view, PROBE), {}
-        for group in groups_of(view.config):
+        for group in groups_of(view.experiment):
             before = means.get(group.name) or view.initial(site=group.site)  # of which the shape alone counts
             state = fused_apart(group.architecture, self._networks(view), before, probe, self.settings)
             if self.options.fusion == REFIT and HEAD[0] in state:
@@ -140,7 +140,7 @@ class FusedAnew(ByArchitecture):
 
 def networks_of_sites(view: View) -> Iterator[Apart]:
     """The sites' own networks, one after the other."""
-    groups = group_by_site(view.config)
+    groups = group_by_site(view.experiment)
     for site in view.sites:
         group = groups[site.name]
         if has(view, site):

@@ -7,10 +7,10 @@ from typing import ClassVar
 import torch
 
 from fedloom.clients.networks import Network
+from fedloom.clients.objectives import Experiment
 from fedloom.clients.objectives.heterofl import HELD, LABELS, RATES, check_labels
 from fedloom.clients.protocol.messages import MEAN, SITE, TRAIN
 from fedloom.conf.errors import UserError
-from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 from fedloom.fusion.graph.units import MIXING
 from fedloom.fusion.state import BATCH_NORM, State
@@ -38,24 +38,29 @@ class HeteroFL(InParts):
 
     default_objective: ClassVar[str] = "heterofl"
 
-    def check(self, config: Config) -> None:
+    def check(self, experiment: Experiment) -> None:
         """UserError for another objective, and for BatchNorm with running statistics, which HeteroFL does not use."""
-        check_objective(config, "heterofl")
-        super().check(config)
-        running = config.evaluation.statistics == "running"
-        if odd := next((one.name for one in groups_of(config) if running and _has_statistics(one.architecture.build())), ""):
+        check_objective(experiment, "heterofl")
+        super().check(experiment)
+        running = experiment.evaluation.statistics == "running"
+        if odd := next(
+            (one.name for one in groups_of(experiment) if running and _has_statistics(one.architecture.build())), ""
+        ):
             told = f"strategy heterofl trains {odd} without running statistics (static BatchNorm)"
             raise UserError(f"evaluation.statistics: got 'running', {told}; takes recomputed or batch")
 
-    def slots(self, config: Config) -> Mapping[str, Slot]:
+    def slots(self, experiment: Experiment) -> Mapping[str, Slot]:
         """The sites' networks and the rows that they hold, by architecture."""
-        rows = {rows_of(group.name): Sum(weighted=True) for group in groups_of(config)}
-        return {**super().slots(config), **rows}
+        rows = {rows_of(group.name): Sum(weighted=True) for group in groups_of(experiment)}
+        return {**super().slots(experiment), **rows}
 
     def round(self, run: RoundContext) -> None:
         """Send every site its part, with rates and labels; put what it makes of it, without rows that it does not hold."""
-        groups, rates = group_by_site(run.config), self._rates(run.config)
-        sent, labels = {group.name: run.server_state(kept(group.name)) for group in groups_of(run.config)}, self._labels(run)
+        groups, rates = group_by_site(run.experiment), self._rates(run.experiment)
+        sent, labels = (
+            {group.name: run.server_state(kept(group.name)) for group in groups_of(run.experiment)},
+            self._labels(run),
+        )
 
         def content(site: Site) -> dict[str, State]:
             group = groups[site.name].name
@@ -69,7 +74,7 @@ class HeteroFL(InParts):
 
     def held(self, view: View, lacking: float = 0.0) -> Sequence[Held]:
         """The means of all architectures as parts of the reference, with the shares of the sites that hold each row."""
-        parts, those = self.parts(view.config), counted(view)
+        parts, those = self.parts(view.experiment), counted(view)
         found = []
         for one in averaged(view):
             share = those.mean(rows_of(one.group.name))[HELD]
@@ -79,8 +84,8 @@ class HeteroFL(InParts):
 
     def _labels(self, run: RoundContext) -> dict[str, State]:
         """Which rows participants hold: as they said in their first round, or are asked now; of those that answer."""
-        groups, found = group_by_site(run.config), {}
-        like = {HELD: torch.zeros(reference_of(run.config, self.reference).architecture.classes)}
+        groups, found = group_by_site(run.experiment), {}
+        like = {HELD: torch.zeros(reference_of(run.experiment, self.reference).architecture.classes)}
         for site in run.participants:
             if run.has(slot := rows_of(groups[site.name].name), site.name):
                 found[site.name] = run.contribution(slot, site.name)
@@ -90,10 +95,10 @@ class HeteroFL(InParts):
             found[reply.site.name] = {HELD: reply[LABELS][HELD].float()}
         return found
 
-    def _rates(self, config: Config) -> dict[str, State]:
+    def _rates(self, experiment: Experiment) -> dict[str, State]:
         """By architecture, of the tensors of hidden layers with fewer channels than the reference's, the share of them."""
-        large = reference_of(config, self.reference)
-        return {group.name: _rates(large, group, self.parts(config)[group.name]) for group in groups_of(config)}
+        large = reference_of(experiment, self.reference)
+        return {group.name: _rates(large, group, self.parts(experiment)[group.name]) for group in groups_of(experiment)}
 
 
 def rows_of(group: str) -> str:

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from fedloom.clients.objectives import Experiment
 from fedloom.conf.errors import UserError, unknown
-from fedloom.conf.schema import Config
 from fedloom.conf.typed import option
 from fedloom.fusion.state import State
 from fedloom.fusion.submodels import Held, Submodel, mean_over_holders, submodel
@@ -33,25 +33,25 @@ class InParts(ByArchitecture):
     def reference_name(self) -> str:
         return self.reference
 
-    def check(self, config: Config) -> None:
+    def check(self, experiment: Experiment) -> None:
         """UserError for networks that are no parts of the reference, and for maps that are none."""
-        super().check(config)
-        groups = [group.name for group in groups_of(config)]
+        super().check(experiment)
+        groups = [group.name for group in groups_of(experiment)]
         for name in self.maps:
             if name not in groups:
                 raise unknown("architecture of strategy.maps", name, groups)
-        large = reference_of(config, self.reference)
-        for group in groups_of(config):
+        large = reference_of(experiment, self.reference)
+        for group in groups_of(experiment):
             try:
                 _part(large, group, self._map(group.name), 0)
             except UserError as error:
                 told = f"strategy.reference, of which all are parts: {large.name}, that of {large.site.name}"
                 raise UserError(f"{error} ({told}; {group.name}: of {group.site.name})") from None
 
-    def parts(self, config: Config, turn: int = 0) -> dict[str, Submodel]:
+    def parts(self, experiment: Experiment, turn: int = 0) -> dict[str, Submodel]:
         """Every architecture as a part of the reference, whose channels are turned round by so many places."""
-        large = reference_of(config, self.reference)
-        return {group.name: _part(large, group, self._map(group.name), turn) for group in groups_of(config)}
+        large = reference_of(experiment, self.reference)
+        return {group.name: _part(large, group, self._map(group.name), turn) for group in groups_of(experiment)}
 
     def turn(self, number: int) -> int:
         """By how many places the channels are turned round before a round's parts are taken."""
@@ -60,11 +60,11 @@ class InParts(ByArchitecture):
     def initial_states(self, run: RoundContext) -> Mapping[str, State]:
         """Parts of the reference's first network."""
         run.save_server_state(REFERENCE, state := self.first_reference(run))
-        return {name: part.taken(state) for name, part in self.parts(run.config, self.turn(1)).items()}
+        return {name: part.taken(state) for name, part in self.parts(run.experiment, self.turn(1)).items()}
 
     def first_reference(self, view: View) -> State:
         """The reference's first network."""
-        return view.initial(site=reference_of(view.config, self.reference).site)
+        return view.initial(site=reference_of(view.experiment, self.reference).site)
 
     def heads_share_basis(self, view: View) -> bool:
         """All lie in the reference."""
@@ -83,14 +83,14 @@ class InParts(ByArchitecture):
 
     def _whole(self, view: View) -> State:
         """The reference; where no site has put anything, or none is left that has, its first network."""
-        there = any(view.total(group.name).addends for group in groups_of(view.config))
+        there = any(view.total(group.name).addends for group in groups_of(view.experiment))
         return self.fused(view) if there else self.first_reference(view)
 
     def before(self, view: View) -> State:
         """What entries are that nobody holds in a round: as they were, but for those of architectures of which no site is
         left, which are as at the start."""
-        parts, whole = self.parts(view.config, self.turn(max(1, number_of(view)))), view.server_state(REFERENCE)
-        left = [group.name for group in groups_of(view.config) if view.total(group.name).addends]
+        parts, whole = self.parts(view.experiment, self.turn(max(1, number_of(view)))), view.server_state(REFERENCE)
+        left = [group.name for group in groups_of(view.experiment) if view.total(group.name).addends]
         if len(left) == len(parts):
             return whole
         return mean_over_holders(
@@ -103,12 +103,12 @@ class InParts(ByArchitecture):
 
     def held(self, view: View, lacking: float = 0.0) -> Sequence[Held]:
         """The means of all architectures as parts of the reference."""
-        parts = self.parts(view.config, self.turn(max(1, number_of(view))))
+        parts = self.parts(view.experiment, self.turn(max(1, number_of(view))))
         return [Held(parts[one.group.name], one.state, one.weight, lacking) for one in averaged(view, self.fresh)]
 
     def taken(self, view: View, whole: State) -> Mapping[str, State]:
         """What every architecture goes on from."""
-        parts = self.parts(view.config, self.turn(number_of(view) + 1))
+        parts = self.parts(view.experiment, self.turn(number_of(view) + 1))
         return {name: part.taken(whole) for name, part in parts.items()}
 
     def _map(self, name: str) -> tuple[int, ...] | None:

@@ -25,7 +25,7 @@ class InCo(InParts):
         held, before = self.held(view), self.before(view)
         mean = mean_over_holders(held, before)
         lacking = {name for one in held for name in one.submodel.neutral}
-        wiring = wiring_of(reference_of(view.config, self.reference).architecture)
+        wiring = wiring_of(reference_of(view.experiment, self.reference).architecture)
         new = dict(mean)
         for first, later in _alike(wiring, mean):
             if later in lacking or any(later not in _held(one.submodel.places) for one in held):

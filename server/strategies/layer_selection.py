@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.clients.objectives import objective_of
+from fedloom.clients.objectives import Experiment
 from fedloom.clients.objectives.layer_selection.configurations import LEARNED, every, shown
 from fedloom.clients.objectives.layer_selection.layers import Layers
 from fedloom.clients.objectives.layer_selection.objective import COMPOSED, LayerSelection
@@ -22,7 +22,6 @@ from fedloom.clients.protocol.messages import MEAN, RIGHT, SITE, TOTAL, TRAIN
 from fedloom.clients.protocol.reply_checks import ReplyError, can_be
 from fedloom.clients.training.learner import step_count
 from fedloom.conf.errors import UserError
-from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 from fedloom.conf.typed import option
 from fedloom.fusion.state import State
@@ -65,48 +64,52 @@ class LayerSelectionStrategy(Strategy):
         low=0,
     )
 
-    def slots(self, config: Config) -> Mapping[str, Slot]:
+    def slots(self, experiment: Experiment) -> Mapping[str, Slot]:
         """Together: masses x parameters and masses, one sum, weighted by images; lifelong: each site's changes."""
         own = {PARTS: Sum(weighted=True)} if self.arrival == TOGETHER else {CHANGES: Sum()}
-        others = {OTHERS: Sum()} if _objective(config).prior == TASKS else {}
+        others = {OTHERS: Sum()} if _objective(experiment).prior == TASKS else {}
         return {**own, **others, FOUND: PerClientSlot()}
 
-    def check(self, config: Config) -> None:
+    def check(self, experiment: Experiment) -> None:
         """UserError for sums too coarse for small masses, another objective, options that do not fit a site's network, and
         layers that are not alike."""
-        check_objective(config, "layer_selection")
-        if self.arrival == TOGETHER and config.federation.scale_bits < FEWEST_BITS:
-            told = f"got {config.federation.scale_bits}, layers times masses down to 2^-16 take at least {FEWEST_BITS}"
+        check_objective(experiment, "layer_selection")
+        if self.arrival == TOGETHER and experiment.federation.scale_bits < FEWEST_BITS:
+            told = f"got {experiment.federation.scale_bits}, layers times masses down to 2^-16 take at least {FEWEST_BITS}"
             raise UserError(f"federation.scale_bits: {told}")
-        objective, sites = _objective(config), config.roster
-        first = objective.layers_of(config, sites[0])
+        objective, sites = _objective(experiment), experiment.sites
+        first = objective.layers_of(experiment.config, sites[0])
         objective.way  # noqa: B018 # whose options are checked
         objective.fixed(objective.configurations(len(first.groups)))
-        for mode in config.baselines:
+        for mode in experiment.config.baselines:
             replace(objective, mode=mode).fixed(every(len(first.groups)))
-        shapes = _shapes(first.shared(config, sites[0]))
+        shapes = _shapes(first.shared(experiment.config, sites[0]))
         for site in sites[1:]:
-            other = _shapes(objective.layers_of(config, site).shared(config, site))
+            other = _shapes(objective.layers_of(experiment.config, site).shared(experiment.config, site))
             if odd := next((name for name in {**shapes, **other} if shapes.get(name) != other.get(name)), ""):
                 told = f"'{odd}' is {other.get(odd, 'none')} at {site.name} and {shapes.get(odd, 'none')} at {sites[0].name}"
                 raise UserError(f"network: strategy layer_selection takes alike layers to share; {told}")
-        if config.evaluation.statistics == "running" and any(first.has_statistics(config, site) for site in sites):
+        if experiment.evaluation.statistics == "running" and any(
+            first.has_statistics(experiment.config, site) for site in sites
+        ):
             told = "strategy layer_selection trains BatchNorm under many configurations at once"
             raise UserError(f"evaluation.statistics: got 'running', {told}; takes recomputed or batch")
 
-    def warnings(self, config: Config) -> Sequence[str]:
+    def warnings(self, experiment: Experiment) -> Sequence[str]:
         """That a certainty is for configurations that are given, and that nothing is selected while all warm up."""
-        objective, told = _objective(config), list[str]()
-        if objective.mode == LEARNED and objective.warm_up >= config.rounds:
-            told.append(f"objective.warm_up={objective.warm_up} leaves no round of {config.rounds} in which sites select")
-        if objective.certainty < 1.0 and objective.mode == LEARNED and not config.baselines:
+        objective, told = _objective(experiment), list[str]()
+        if objective.mode == LEARNED and objective.warm_up >= experiment.rounds:
+            told.append(
+                f"objective.warm_up={objective.warm_up} leaves no round of {experiment.rounds} in which sites select"
+            )
+        if objective.certainty < 1.0 and objective.mode == LEARNED and not experiment.config.baselines:
             told.append(f"objective.certainty={objective.certainty:g} is for a configuration that objective.mode gives; it "
                         "is learned, and the certainty has no effect")  # fmt: skip
         return told
 
-    def schedule(self, config: Config) -> Schedule:
+    def schedule(self, experiment: Experiment) -> Schedule:
         """Everyone, or all rounds of one site after all of another."""
-        return InTurn(config.roster, config.rounds) if self.arrival == LIFELONG else Sampling(config)
+        return InTurn(experiment.sites, experiment.rounds) if self.arrival == LIFELONG else Sampling(experiment.config)
 
     def begin(self, run: RoundContext) -> None:
         """The shared parameters as the seed draws them."""
@@ -181,7 +184,7 @@ class LayerSelectionStrategy(Strategy):
             "bytes": sum(one.nbytes for one in view.server_state(SHARED).values()),
             "fedavg_bytes": sum(one.nbytes for one in view.initial(site=view.config.roster[0]).values()),
         }
-        return {KEY: {_objective(view.config).mode: found}}
+        return {KEY: {_objective(view.experiment).mode: found}}
 
     def residue(self, view: View, names: Any = ()) -> tuple[ResidualInfluence, ...]:
         """What other sites trained after the forgotten ones had a share in what all share."""
@@ -203,13 +206,17 @@ class LayerSelectionStrategy(Strategy):
             run.put(PARTS, site, {**weighted, MASS: mass}, reply.samples)
         else:
             before = run.contribution(CHANGES, site.name) if run.has(CHANGES, site.name) else {}
-            further = run.number > self.schedule(run.config).length(run.config.rounds)  # for a request: each may be the last
+            further = run.number > self.schedule(run.experiment).length(
+                run.config.rounds
+            )  # for a request: each may be the last
             last = further or run.site_round >= run.config.rounds  # layers that are not chosen go back to what they were
             kept = {name: float(not last or found[CHOSEN][layers.group_of(name)] > 0) for name in shared}
             changes = {name: (one - shared[name] + before.get(name, 0.0)) * kept[name] for name, one in reply[SITE].items()}
             run.put(CHANGES, site, changes)
         if OTHERS in run.slots.declared:
-            most = run.number * step_count(reply.samples, run.config, reply.site)  # mini-batches that it can have counted
+            most = run.number * step_count(
+                reply.samples, run.experiment, reply.site
+            )  # mini-batches that it can have counted
             run.put(OTHERS, site, {COUNTS: _at_most(found[COUNTS], most).float()})
         run.put(FOUND, site, {CHOSEN: found[CHOSEN]})
 
@@ -227,7 +234,7 @@ class LayerSelectionStrategy(Strategy):
         for site in run.sites:
             table[site.index] = masses.get(site.name, table[site.index])
         right, images = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
-        length = self.schedule(run.config).length(run.config.rounds)
+        length = self.schedule(run.experiment).length(run.config.rounds)
         turn_ends = self.arrival == LIFELONG and run.site_round >= run.config.rounds
         if run.number >= length or (self.every and (turn_ends or run.number % self.every == 0)):
             shared, asked = self.shared(run), [site for site in run.sites if run.has(FOUND, site.name)]
@@ -248,23 +255,23 @@ class LayerSelectionStrategy(Strategy):
         return [[one[0] + 1, one[-1] + 1] if one else [] for one in rounds]
 
 
-def _objective(config: Config) -> LayerSelection:
-    found = objective_of(config)
+def _objective(experiment: Experiment) -> LayerSelection:
+    found = experiment.objective
     assert isinstance(found, LayerSelection)  # which `check` sees to
     return found
 
 
 def _layers(view: View) -> Layers:
-    return _objective(view.config).layers_of(view.config, view.config.roster[0])
+    return _objective(view.experiment).layers_of(view.experiment.config, view.config.roster[0])
 
 
 def _configurations(view: View) -> list[Any]:
-    return _objective(view.config).configurations(len(_layers(view).groups))
+    return _objective(view.experiment).configurations(len(_layers(view).groups))
 
 
 def _start(view: View) -> State:
     """What is shared, as the seed draws it."""
-    return representable(_layers(view).shared(view.config, view.config.roster[0]), view.bits)
+    return representable(_layers(view).shared(view.experiment.config, view.config.roster[0]), view.bits)
 
 
 def _shapes(state: State) -> dict[str, str]:

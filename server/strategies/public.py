@@ -7,8 +7,8 @@ from torch import Tensor
 
 from fedloom.clients.data import Images, to_float, validation_images
 from fedloom.clients.data.domains import locate
+from fedloom.clients.objectives import Experiment
 from fedloom.conf.errors import UserError
-from fedloom.conf.schema import Config
 from fedloom.conf.sites import SiteConfig
 from fedloom.conf.typed import option
 from fedloom.server.rounds.view import View
@@ -21,16 +21,16 @@ class PublicImages:
     domain: str = option("", "whose held-out images; empty: those of the run's domains, all of them together")
     samples: int = option(1000, "how many at most", low=0)
 
-    def check(self, config: Config, key: str) -> None:
+    def check(self, experiment: Experiment, key: str) -> None:
         """UserError, naming the option `key`, for a domain that is not here, and where the server has no images."""
         if self.samples < 2:
             raise UserError(f"{key}.samples: got {self.samples}, takes a number of at least 2")
         if self.domain:
             try:
-                locate(self.domain, config.data)
+                locate(self.domain, experiment.data)
             except UserError as error:
                 raise UserError(f"{key}.domain: {error}") from None
-        elif not config.data.validation:
+        elif not experiment.data.validation:
             raise UserError(f"{key}: needs held-out images; set data.validation above 0, or name a domain")
 
     def read(self, view: View, key: str) -> Tensor:
@@ -41,7 +41,7 @@ class PublicImages:
         """The same with their labels."""
         specs = [SiteConfig(domain=self.domain)] if self.domain else list(view.evaluator.specs.values())
         each = -(-self.samples // len(specs))
-        parts = [validation_images(view.config, spec) for spec in specs]
+        parts = [validation_images(view.experiment.config, spec) for spec in specs]
         x = torch.cat([part.x[:each] for part in parts])[: self.samples]
         y = torch.cat([part.y[:each] for part in parts])[: self.samples]
         if len(x) < 2:

@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import torch
 
+from fedloom.clients.objectives import Experiment
 from fedloom.clients.objectives.scaffold import CONTROL
 from fedloom.conf.errors import UserError
-from fedloom.conf.schema import Config
 from fedloom.conf.typed import option
 from fedloom.fusion.state import State
 from fedloom.server.ledger.declared import Slot, Sum
@@ -29,16 +29,16 @@ class Scaffold(Averaging):
     weighting: str = option("equal", "how sites count in both means: alike, or by images", choices=("samples", "equal"))
     rate: float = option(1.0, "of the server", low=0.0)
 
-    def slots(self, config: Config) -> Mapping[str, Slot]:
+    def slots(self, experiment: Experiment) -> Mapping[str, Slot]:
         """A site that lost its variate takes it from what it sent last."""
         return {NETWORKS: Sum(weighted=self.weighting == "samples", resumable=True)}
 
-    def check(self, config: Config) -> None:
+    def check(self, experiment: Experiment) -> None:
         """UserError for sites whose steps are not of plain SGD, and for variates that would not be the sites' own."""
-        super().check(config)
-        check_steps(config)
+        super().check(experiment)
+        check_steps(experiment)
         for section, key in (("federation", "clip_change"), ("privacy", "noise")):
-            if getattr(getattr(config, section), key):
+            if getattr(getattr(experiment, section), key):
                 raise UserError(f"{section}.{key}: what is scaled or noised of a variate is not what sites of scaffold "
                                 "correct by; set it to 0, or take strategy.name=fedavg")  # fmt: skip
 
@@ -49,7 +49,7 @@ class Scaffold(Averaging):
     def control(self, view: View) -> State:
         """c, by the names that it travels under. Of sites that have never trained no number of images is known: they count
         as the others do on average."""
-        parameters = parameters_of(view.config)
+        parameters = parameters_of(view.experiment)
         zeros = {CONTROL + name: torch.zeros_like(one) for name, one in view.initial().items() if name in parameters}
         here = [site for site in view.sites if view.has(NETWORKS, site.name)]
         if not here:

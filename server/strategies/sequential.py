@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedloom.clients.networks import Model
-from fedloom.clients.objectives import objective_of
+from fedloom.clients.objectives import Experiment
 from fedloom.clients.objectives.local import FORWARD
 from fedloom.clients.protocol.messages import MEAN, SITE, TRAIN
-from fedloom.conf.schema import Config
 from fedloom.fusion.arithmetic import to_state
 from fedloom.fusion.exact import quantise
 from fedloom.fusion.state import State
@@ -24,10 +23,10 @@ THETA = "shared"  # the ledger's name for the network's state
 class Sequential(Strategy):
     """All rounds of one site, then all of the next; a site's own rounds, batches and rates are as when it trains alone."""
 
-    def schedule(self, config: Config) -> Schedule:
+    def schedule(self, experiment: Experiment) -> Schedule:
         """In the roster's order, or against it."""
-        sites = config.roster
-        return OneByOne(sites if objective_of(config).mode == FORWARD else sites[::-1], config.rounds)
+        sites = experiment.sites
+        return OneByOne(sites if experiment.objective.mode == FORWARD else sites[::-1], experiment.rounds)
 
     def begin(self, run: RoundContext) -> None:
         """The network starts at theta_0."""
@@ -41,7 +40,7 @@ class Sequential(Strategy):
 
     def models(self, view: View) -> Models:
         """The network as the last site left it, under the mode's name."""
-        return Models({objective_of(view.config).mode: lambda: Model(view.architecture(), _network(view))})
+        return Models({view.experiment.objective.mode: lambda: Model(view.architecture(), _network(view))})
 
     def residue(self, view: View, names: Sequence[str] = ()) -> Sequence[ResidualInfluence]:
         """All of it."""

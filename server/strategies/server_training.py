@@ -8,9 +8,9 @@ from torch import Tensor
 
 from fedloom.clients.data import class_count, class_things, differing, domain_specs, label, to_float
 from fedloom.clients.networks import Model
+from fedloom.clients.objectives import Experiment
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import torch_generator
-from fedloom.conf.schema import Config
 from fedloom.conf.sites import SiteConfig
 from fedloom.conf.typed import option
 from fedloom.fusion.distillation import Distillation, distil
@@ -38,26 +38,26 @@ class ServerTraining:
     )
     images: PublicImages = option(PublicImages, "what is trained on")
 
-    def check(self, config: Config, key: str) -> None:
+    def check(self, experiment: Experiment, key: str) -> None:
         """UserError where it is wanted and the server has no images, or their labels are not those of the networks."""
         if not self.steps:
             return
-        self.images.check(config, key)
+        self.images.check(experiment, key)
         if self.weight < 1.0:
-            self._check_labels(config, key)
+            self._check_labels(experiment, key)
 
-    def _check_labels(self, config: Config, key: str) -> None:
-        if config.data.heads != "shared":
+    def _check_labels(self, experiment: Experiment, key: str) -> None:
+        if experiment.data.heads != "shared":
             raise UserError(
-                f"{key}: its labels are those of one output layer; data.heads={config.data.heads} takes weight=1"
+                f"{key}: its labels are those of one output layer; data.heads={experiment.data.heads} takes weight=1"
             )
-        classes, public = groups_of(config)[0].architecture.classes, SiteConfig(domain=self.images.domain)
+        classes, public = groups_of(experiment)[0].architecture.classes, SiteConfig(domain=self.images.domain)
         if not public.domain:
             return
         if (count := class_count(public)) != classes:
             told = f"'{public.domain}' has {count} classes and the networks have {classes} outputs"
             raise UserError(f"{key}.domain: {told}; its labels need as many, weight=1 needs none")
-        if told := _other_classes(config, public):
+        if told := _other_classes(experiment, public):
             raise UserError(f"{key}.domain: {told}; its labels need to be of the same classes, weight=1 needs none")
 
     def trained(self, view: View, states: Mapping[str, State], key: str) -> dict[str, State]:
@@ -71,7 +71,7 @@ class ServerTraining:
             mean_answers(view, images) if self.weight > 0.0 else torch.zeros(len(images), _outputs(view), device=device)
         )
         settings = Distillation(self.steps, self.rate, self.batch, self.temperature, self.weight)
-        for group in groups_of(view.config):
+        for group in groups_of(view.experiment):
             if group.name in states:
                 network = view.evaluator.loaded(Model(group.architecture, states[group.name]))
                 generator = torch_generator(view.config.seed, "distillation", group.name, str(view.round))
@@ -80,10 +80,10 @@ class ServerTraining:
         return found
 
 
-def _other_classes(config: Config, public: SiteConfig) -> str:
+def _other_classes(experiment: Experiment, public: SiteConfig) -> str:
     """In which class a public domain differs from those of all sites; empty if it does not, or nobody knows."""
     theirs, told = class_things(public), ""
-    for name, spec in domain_specs(config).items() if has_data(config) else ():
+    for name, spec in domain_specs(experiment.config).items() if has_data(experiment.config) else ():
         ours = class_things(spec)
         if (k := differing(ours, theirs)) is None:
             return ""
@@ -96,11 +96,11 @@ def mean_answers(view: View, images: Tensor) -> Tensor:
     """The mean logits [k, classes] of the sites' networks, one after the other."""
     total, sites = torch.zeros((), device=images.device), [site for site in view.sites if has(view, site)]
     for site in sites:
-        group = group_by_site(view.config)[site.name]
+        group = group_by_site(view.experiment)[site.name]
         state = cast(view.contribution(group.name, site.name), view.server_state(kept(group.name)))
         total = total + view.evaluator.loaded(Model(group.architecture, state))(images).double()
     return (total / len(sites)).float()
 
 
 def _outputs(view: View) -> int:
-    return groups_of(view.config)[0].architecture.classes
+    return groups_of(view.experiment)[0].architecture.classes

@@ -12,12 +12,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from fedloom.clients.networks import Model, common_architecture
+from fedloom.clients.networks import Model
+from fedloom.clients.objectives import Experiment
 from fedloom.clients.objectives.modes import AGGREGATE, EXTRACTOR, HEAD, Mode, mode_of
 from fedloom.clients.protocol.messages import MEAN, ROUND, SITE, STAR, SUBSET, TRAIN
 from fedloom.clients.protocol.partial_sums import ONCE, SAMPLES
 from fedloom.conf.errors import UserError
-from fedloom.conf.schema import Config
 from fedloom.conf.typed import option
 from fedloom.fusion.exact import dequantise, quantise
 from fedloom.fusion.state import State
@@ -50,41 +50,45 @@ class SumAggregationStrategy(Strategy):
         choices=(STAR_NORMS, SITE_NORMS),
     )
 
-    def slots(self, config: Config) -> Mapping[str, Slot]:
+    def slots(self, experiment: Experiment) -> Mapping[str, Slot]:
         """The sites' networks, of which the mode sums all layers or the convolutions (with norms=sites: norms, too)."""
-        mode = mode_of(config)
+        mode = mode_of(experiment.objective)
         summed = partial(_part, prefix=EXTRACTOR) if self.norms == SITE_NORMS else mode.summed_part
         return {NETWORKS: Sum(summed, resumable=True)} if mode.sums else {}
 
-    def check(self, config: Config) -> None:
+    def check(self, experiment: Experiment) -> None:
         """UserError for another objective or mode, and for networks with counters: their mean would be none."""
-        check_objective(config, "sum_aggregation")
-        if config.federation.secure_aggregation and mode_of(config).subsets and config.objective.get("subset_probability"):
+        check_objective(experiment, "sum_aggregation")
+        if (
+            experiment.federation.secure_aggregation
+            and mode_of(experiment.objective).subsets
+            and experiment.config.objective.get("subset_probability")
+        ):
             raise UserError("objective.subset_probability: means without one site need what it gave, which is hidden by "
                             "federation.secure_aggregation; set it to 0")  # fmt: skip
-        if config.federation.secure_aggregation and WEIGHTINGS[self.weighting] == SAMPLES:
+        if experiment.federation.secure_aggregation and WEIGHTINGS[self.weighting] == SAMPLES:
             raise UserError("federation.secure_aggregation: sums under masks count no samples; set strategy.weighting=equal")
-        if not mode_of(config).subsets and config.objective.get("initialisation") == AGGREGATE:
+        if not mode_of(experiment.objective).subsets and experiment.config.objective.get("initialisation") == AGGREGATE:
             raise UserError(f"objective.initialisation: {AGGREGATE} is for mode=exact alone; take shared or own")
-        if self.norms == SITE_NORMS and not mode_of(config).star:
+        if self.norms == SITE_NORMS and not mode_of(experiment.objective).star:
             raise UserError("strategy.norms: sites is for objective.mode=regularised alone; leave it out")
-        common_architecture(config)
-        if name := counter(config):
+        experiment.common_architecture()
+        if name := counter(experiment):
             if name.endswith(".num_batches_tracked"):
                 raise UserError(f"network.norm: the counter '{name}' cannot be averaged; take norm=group or norm=none")
             raise UserError(f"network: '{name}' holds whole numbers, which cannot be averaged; register it with "
                             "persistent=False if it is a constant")  # fmt: skip
 
-    def warnings(self, config: Config) -> Sequence[str]:
+    def warnings(self, experiment: Experiment) -> Sequence[str]:
         """That a sum over many sites moves slowly where few of them are asked."""
-        mode, sites = mode_of(config), len(config.roster)
-        if not mode.sums or (asked := sample_size(config, sites)) > LOW * sites:
+        mode, sites = mode_of(experiment.objective), len(experiment.sites)
+        if not mode.sums or (asked := sample_size(experiment.config, sites)) > LOW * sites:
             return ()
-        told = f"federation.fraction={config.federation.fraction:g}: {asked} of {sites} sites are asked in a round, and"
+        told = f"federation.fraction={experiment.federation.fraction:g}: {asked} of {sites} sites are asked in a round, and"
         more = "a larger fraction, or more rounds, may help"
         if mode.star:
             return (f"{told} sites that have not trained yet hold the sum back; {more}",)
-        if config.objective.get("initialisation") == AGGREGATE:
+        if experiment.config.objective.get("initialisation") == AGGREGATE:
             return ()
         slow = "the aggregate, the mean over all that have trained, moves slower than fedavg's"
         begin = f"objective.initialisation={AGGREGATE} (sites that join begin at it; more of a forgotten site then stays)"
@@ -95,7 +99,7 @@ class SumAggregationStrategy(Strategy):
 
         Where not all sites are asked in a round, it is empty: a site enters the sum with what it has trained first.
         """
-        mode, shared = mode_of(run.config), run.initial()
+        mode, shared = mode_of(run.experiment.objective), run.initial()
         if mode.sums and _all_begin(run):
             if _own_start(run):
                 for site in run.sites:
@@ -109,7 +113,7 @@ class SumAggregationStrategy(Strategy):
 
     def round(self, run: RoundContext) -> None:
         """Send the sites' mean (and N*); put each N_i that comes back; average the heads (and N*)."""
-        mode, shared = mode_of(run.config), run.server_state(SHARED)
+        mode, shared = mode_of(run.experiment.objective), run.server_state(SHARED)
         entering = [site.name for site in run.participants if mode.sums and not run.has(NETWORKS, site.name)]
         content = {MEAN: {**(_mean(run, entering) if mode.sums else shared), **_part(shared, HEAD)}}
         if mode.star:
@@ -123,7 +127,7 @@ class SumAggregationStrategy(Strategy):
 
     def models(self, view: View) -> Models:
         """The aggregate (the paper's sum with N*'s other weights, our mean, or the round average), N* and every N_i."""
-        mode, shared = mode_of(view.config), view.server_state(SHARED)
+        mode, shared = mode_of(view.experiment.objective), view.server_state(SHARED)
 
         def aggregate() -> State:
             if not mode.sums:
@@ -158,7 +162,7 @@ class SumAggregationStrategy(Strategy):
             ResidualInfluence("head", f"the shared head was {averaged} it"),
             ResidualInfluence("other sites' networks", others),
         ]
-        if mode_of(view.config).star:
+        if mode_of(view.experiment.objective).star:
             kept = f"they were {averaged} them, and the ledger keeps them"
             found.append(ResidualInfluence("N* and all tensors that are not summed", kept))
         return found
@@ -178,15 +182,15 @@ def _all_begin(view: View) -> bool:
     start = next(view.ledger.events("round"), None)
     if start is not None:
         return bool(start.body["contributions"])
-    everyone = sample_size(view.config, len(view.sites)) >= len(view.sites)
-    return mode_of(view.config).star or (everyone and _initialisation(view) != AGGREGATE)
+    everyone = sample_size(view.experiment.config, len(view.sites)) >= len(view.sites)
+    return mode_of(view.experiment.objective).star or (everyone and _initialisation(view) != AGGREGATE)
 
 
 def _start(view: View, site: str) -> State:
     """What a site starts from: its own initial network, the one that all share, or the aggregate."""
     if _initialisation(view) == AGGREGATE:
         return _mean(view)
-    return mode_of(view.config).site_part(view.initial(site) if _own_start(view) else view.initial())
+    return mode_of(view.experiment.objective).site_part(view.initial(site) if _own_start(view) else view.initial())
 
 
 def _starts(view: View) -> Callable[[str], State]:
@@ -199,7 +203,7 @@ def _starts(view: View) -> Callable[[str], State]:
 
 def _mean(view: View, entering: Sequence[str] = ()) -> State:
     """The mean over the sites in the sum and those that enter it, each as it starts; of none, what all start from."""
-    total, part = view.total(NETWORKS), mode_of(view.config).summed_part
+    total, part = view.total(NETWORKS), mode_of(view.experiment.objective).summed_part
     if total.addends and (not entering or _initialisation(view) == AGGREGATE):
         return total.mean()
     total = total.copy()
@@ -213,7 +217,7 @@ def _mean(view: View, entering: Sequence[str] = ()) -> State:
 
 def _initialisation(view: View) -> str:
     given = view.config.objective.get("initialisation", "shared")
-    return given if given != AGGREGATE or mode_of(view.config).subsets else "shared"
+    return given if given != AGGREGATE or mode_of(view.experiment.objective).subsets else "shared"
 
 
 def _own_start(view: View) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fedloom.clients.data import Images, to_float
 from fedloom.clients.training.learner import DivergedError, descend
+from fedloom.clients.training.recipe import recipe_of
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import generator, torch_generator
 from fedloom.conf.schema import TrainingConfig
@@ -182,7 +183,7 @@ def time_to_relearn(
     done, reached = 0, accuracy()
     if reached < target and most > 0:
         parameters = list(student.parameters())
-        losses = descend(parameters, lambda x, y: F.cross_entropy(student(x), y), lessons(), training)
+        losses = descend(parameters, lambda x, y: F.cross_entropy(student(x), y), lessons(), recipe_of(training))
         if not losses.isfinite().all():
             raise DivergedError(f"the loss is no longer finite while relearning; a smaller rate than {rate} may help")
     return Relearned(done if reached >= target else None, reached, target, len(train))

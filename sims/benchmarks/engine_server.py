@@ -11,6 +11,7 @@ import numpy as np
 from flwr.app import ArrayRecord, RecordDict
 from flwr.serverapp import Grid
 
+from fedloom.clients.objectives import resolve
 from fedloom.clients.protocol.messages import TRAIN
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.rounds.channel import ClientChannel
@@ -48,7 +49,7 @@ def training_rounds(job: Job, grid: Grid) -> Iterator[float | str]:
     _all_nodes(grid, len(sites))
     federation = ClientChannel(grid, sites, config.federation.window)
     federation.join(TIMEOUT)
-    aggregation = ServerState(Setup(config, sites, job.folder))
+    aggregation = ServerState(Setup(resolve(config), sites, job.folder))
     loop = RoundLoop(config, "bench", federation, aggregation, Evaluator(config), LogListener())
     for round in itertools.count(1):
         record = one_round(loop, round)

@@ -13,6 +13,7 @@ import numpy as np
 import tomli_w
 
 from fedloom.clients.data import site_images
+from fedloom.clients.objectives import resolve
 from fedloom.conf import load
 from fedloom.conf.errors import FailedError
 from fedloom.conf.schema import Config
@@ -97,7 +98,7 @@ def ours(config: Config, folder: Path) -> list[float]:
     with open_engine(config) as grid:
         federation = ClientChannel(grid, config.roster, config.federation.window)
         federation.join(config.federation.join_timeout)
-        aggregation = ServerState(Setup(config, config.roster, folder))
+        aggregation = ServerState(Setup(resolve(config), config.roster, folder))
         loop = RoundLoop(config, folder.name, federation, aggregation, Evaluator(config), LogListener())
         records = [one_round(loop, round) for round in range(1, ROUNDS + 1)]
         aggregation.ledger.close()

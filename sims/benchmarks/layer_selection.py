@@ -13,6 +13,7 @@ from fedloom.clients.data import Images
 from fedloom.clients.objectives.layer_selection.configurations import every
 from fedloom.clients.objectives.layer_selection.tree import Tree, operations
 from fedloom.clients.training.learner import descend
+from fedloom.clients.training.recipe import recipe_of
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import TrainingConfig
 from fedloom.sims.experiments.lasem.lifelong import Training
@@ -115,7 +116,7 @@ def _steps(training: Training, images: Tensor, labels: Tensor, number: int) -> f
     """Seconds of so many steps."""
     places = [torch.arange(step * BATCH, (step + 1) * BATCH) % IMAGES for step in range(number)]
     begin = time.perf_counter()
-    descend(training.parameters(), training.loss, [(RATE, images[one], labels[one]) for one in places], SETTINGS)
+    descend(training.parameters(), training.loss, [(RATE, images[one], labels[one]) for one in places], recipe_of(SETTINGS))
     return time.perf_counter() - begin
 
 

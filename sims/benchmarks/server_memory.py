@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from fedloom.clients.objectives import resolve
 from fedloom.conf import load
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.rounds.channel import ClientChannel
@@ -43,7 +44,7 @@ def one(sites: int, folder: Path) -> dict[str, float]:
     grid = InlineGrid(sites, folder, untrained.app)
     federation = ClientChannel(grid, config.roster, config.federation.window)
     federation.join(10.0)
-    aggregation = ServerState(Setup(config, config.roster, folder))
+    aggregation = ServerState(Setup(resolve(config), config.roster, folder))
     loop = RoundLoop(config, "memory", federation, aggregation, Evaluator(config), LogListener())
     size = sum(tensor.numel() * tensor.element_size() for tensor in aggregation.aggregate().state.values())
     start = peak_rss()

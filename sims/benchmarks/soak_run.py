@@ -8,6 +8,7 @@ from typing import Any
 
 from flwr.serverapp import Grid
 
+from fedloom.clients.objectives import resolve
 from fedloom.conf import load
 from fedloom.conf.schema import Config
 from fedloom.fusion.state import digest
@@ -112,7 +113,7 @@ def begun(config: Config, grid: Grid, listener: Listener) -> RoundLoop:
     RunFolder(folder).open(config)
     federation = ClientChannel(grid, sites, config.federation.window)
     federation.join(config.federation.join_timeout)
-    aggregation = ServerState(Setup(config, sites, folder))
+    aggregation = ServerState(Setup(resolve(config), sites, folder))
     aggregation.attach(federation.parts("faults"))
     return RoundLoop(config, "faults", federation, aggregation, Evaluator(config), listener)
 

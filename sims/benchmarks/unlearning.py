@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fedloom.clients.objectives import resolve
 from fedloom.conf import load
 from fedloom.server.ledger.membership import Membership
 from fedloom.server.rounds.server_state import ServerState
@@ -37,7 +38,7 @@ def measure(sites: int, width: float, folder: Path) -> dict[str, float]:
     """Seconds of the subtraction, of the commit, and of both."""
     entry = f"sites=[{{domain: digits, count: {sites}, partition: {{min_samples: 1}}}}]"
     config = load("digits", [entry, f"network.width={width}", "objective.initialisation=own", f"run.root={folder}"])
-    aggregation = ServerState(Setup(config, config.roster, folder))
+    aggregation = ServerState(Setup(resolve(config), config.roster, folder))
     size = sum(tensor.numel() * tensor.element_size() for tensor in aggregation.aggregate().state.values())
     parts = [removal(aggregation, site.name) for site in config.roster[:REPEATS]]
     aggregation.ledger.close()

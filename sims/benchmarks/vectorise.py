@@ -11,6 +11,7 @@ from flwr.app import RecordDict
 
 from fedloom.clients.job import Job
 from fedloom.clients.networks.initial import initial_state
+from fedloom.clients.objectives import resolve
 from fedloom.clients.protocol.messages import MEAN, TaskInstructions, config_digest, to_arrays
 from fedloom.clients.storage.store import SiteStore
 from fedloom.clients.training.vectorised import train_cohort
@@ -62,7 +63,7 @@ def _jobs(config: Config, folder: Path) -> list[Job]:
         TaskInstructions(digest, "vectorise", site.index, round=1, rounds=config.rounds, base=0, members=len(sites))
         for site in sites
     ]
-    return [Job(order, config, SiteStore(folder, "run", sites[order.site].name), content) for order in orders]
+    return [Job(order, resolve(config), SiteStore(folder, "run", sites[order.site].name), content) for order in orders]
 
 
 def _seconds(cohorts: list[list[Job]], clock: Callable[[], float]) -> float:

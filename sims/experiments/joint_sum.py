@@ -20,6 +20,7 @@ from fedloom.clients.data import Images, to_float
 from fedloom.clients.networks import NetworkName, initialise
 from fedloom.clients.networks.base import Network
 from fedloom.clients.training.learner import descend
+from fedloom.clients.training.recipe import recipe_of
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import TrainingConfig
 from fedloom.sims.experiments.kept import kept
@@ -119,7 +120,7 @@ def trained(setting: Setting) -> Joint | Apart:
     def loss(inputs: Tensor, labels: Tensor) -> Tensor:
         return together.loss(inputs.split(setting.batch), labels.split(setting.batch))
 
-    descend(list(together.parameters()), loss, _steps(setting, parts), training)
+    descend(list(together.parameters()), loss, _steps(setting, parts), recipe_of(training))
     return together
 
 

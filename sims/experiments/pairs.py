@@ -17,6 +17,7 @@ from fedloom.clients.data import Images, random_flip, site_images, test_images, 
 from fedloom.clients.networks import NetworkName, initialise, load_network, save_network
 from fedloom.clients.training.device import pick_device
 from fedloom.clients.training.learner import descend
+from fedloom.clients.training.recipe import recipe_of
 from fedloom.conf import load
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import Config, TrainingConfig
@@ -161,7 +162,7 @@ def train(network: nn.Module, task: Task, recipe: Recipe, *purpose: str, loss: L
     network.train()
     with placed(network) as device:
         steps = ((rate, x.to(device), y.to(device)) for rate, x, y in _steps(task, recipe, *purpose))
-        descend(list(network.parameters()), lambda x, y: loss(network, x, y), steps, training)
+        descend(list(network.parameters()), lambda x, y: loss(network, x, y), steps, recipe_of(training))
     network.train(was)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fedloom.clients.data import class_things, label
 from fedloom.clients.networks import Architecture, Model, architecture_of, save_network
+from fedloom.clients.objectives import resolve
 from fedloom.clients.objectives.components.sharing import EXTRACTOR, HEAD
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.schema import Config
@@ -121,7 +122,7 @@ def _published(strategy: Recombining, view: View, site: Site, prefix: str) -> St
 def _classes(config: Config, site: Site) -> str:
     """The names of the classes that a head knows, numbers where they have none."""
     said = {site.name: class_things(site.spec) if has_data(config) else ()}
-    names = Kinds.of(config, [site], said, ()).names[site.name]
+    names = Kinds.of(resolve(config), [site], said, ()).names[site.name]
     return ", ".join(name for name in names if name is not None)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fedloom.clients.data import site_images, to_float
+from fedloom.clients.objectives import resolve
 from fedloom.clients.training.augmentation import augmentation_of, check_augmentation
 from fedloom.clients.training.learner import batches
 from fedloom.conf import Config, UserError, load
@@ -24,7 +25,7 @@ def configured(*words: str) -> Config:
 def seen(config: Config, round: int = 1, site: int = 0) -> Tensor:
     """All images that a site trains on in a round, in the order of its steps."""
     one = config.roster[site]
-    return torch.cat([images for _, images, _ in batches(site_images(config, one), config, one, round, CPU)])
+    return torch.cat([images for _, images, _ in batches(site_images(config, one), resolve(config), one, round, CPU)])
 
 
 def augmented(images: Tensor, *augment: Any, seed: int = 0) -> Tensor:
@@ -106,5 +107,5 @@ def test_sections_inside_sections_and_torchvisions_own_kinds_of_options():
 )  # fmt: skip
 def test_what_cannot_be_done_to_the_images_is_told_in_one_line(augment: list[Any], line: str):
     with pytest.raises(UserError, match=line) as caught:
-        check_augmentation(TrainingConfig(augment=augment), 1, 8)
+        check_augmentation(augmentation_of(TrainingConfig(augment=augment)), 1, 8)
     assert "\n" not in str(caught.value)

@@ -8,7 +8,7 @@ from torch import nn
 
 from fedloom.clients.data import site_images
 from fedloom.clients.networks import Network, initialise
-from fedloom.clients.objectives import Task, objective_of, state_of
+from fedloom.clients.objectives import Task, objective_of, resolve, state_of
 from fedloom.clients.protocol.messages import MEAN
 from fedloom.clients.training.compiled import compiled_loss
 from fedloom.clients.training.learner import learn
@@ -33,7 +33,7 @@ def trained(config: Config) -> State:
     """All that site 0 keeps after one round."""
     site, start = config.roster[0], state_of(network())
     task = Task(
-        config=config,
+        experiment=resolve(config),
         site=site,
         round=1,
         members=2,
@@ -43,7 +43,7 @@ def trained(config: Config) -> State:
         generator=torch_generator(0, "objective"),
     )
     session = objective_of(config).session(task)
-    learn(session, site_images(config, site), config, site, 1, CPU)
+    learn(session, site_images(config, site), resolve(config), site, 1, CPU)
     state = session.local_state()
     assert state is not None
     return state

@@ -9,7 +9,7 @@ import torch
 from fedloom.clients.data import site_images, to_float
 from fedloom.clients.networks import architecture_of
 from fedloom.clients.networks.initial import initial_state
-from fedloom.clients.objectives import Task, objective_of
+from fedloom.clients.objectives import Task, objective_of, resolve
 from fedloom.clients.objectives.layer_selection.session import CHOSEN, COUNTS, MASS, SELECTION, SelectionSession
 from fedloom.clients.protocol.messages import MEAN
 from fedloom.clients.training.learner import learn
@@ -33,14 +33,14 @@ def session_of(config: Config, round: int, stored: State | None = None, shared: 
     incoming = {MEAN: shared} if shared else {}
     network = architecture_of(config, site).build().train()
     draw = torch_generator(0, "test", str(round))
-    found = objective_of(config).session(Task(config, site, round, 3, network, incoming, lambda: stored, draw))
+    found = objective_of(config).session(Task(resolve(config), site, round, 3, network, incoming, lambda: stored, draw))
     assert isinstance(found, SelectionSession)
     return found
 
 
 def trained(session: SelectionSession, round: int) -> SelectionSession:
     config, site = session.task.config, session.task.site
-    learn(session, site_images(config, site), config, site, round, torch.device("cpu"))
+    learn(session, site_images(config, site), resolve(config), site, round, torch.device("cpu"))
     return session
 
 

@@ -13,10 +13,11 @@ from torch import Tensor
 from fedloom.clients.data import Images, site_images, to_float
 from fedloom.clients.networks import architecture_of
 from fedloom.clients.networks.initial import initial_state
-from fedloom.clients.objectives import OBJECTIVES, Session, Task
+from fedloom.clients.objectives import OBJECTIVES, Session, Task, resolve
 from fedloom.clients.objectives.fedavg import FedAvg
 from fedloom.clients.protocol.messages import MEAN, ROUND
-from fedloom.clients.training.learner import DivergedError, Outcome, batches, learn, rate_at, step_count
+from fedloom.clients.training.learner import DivergedError, Outcome, batches, learn, step_count
+from fedloom.clients.training.recipe import recipe_of
 from fedloom.conf import Config, load
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import torch_generator
@@ -41,7 +42,7 @@ def session(config: Config, index: int = 0, round: int = 1) -> Session:
     """FedAvg's session: one network, from the shared initialisation."""
     site = config.roster[index]
     task = Task(
-        config=config,
+        experiment=resolve(config),
         site=site,
         round=round,
         members=2,
@@ -56,7 +57,7 @@ def session(config: Config, index: int = 0, round: int = 1) -> Session:
 def learned(config: Config, round: int = 1, images: Images | None = None) -> tuple[Outcome, State]:
     """What site 0 makes of the shared initialisation in one round, on its own images or on those given."""
     site, at_work = config.roster[0], session(config, round=round)
-    outcome = learn(at_work, images or site_images(config, site), config, site, round, CPU)
+    outcome = learn(at_work, images or site_images(config, site), resolve(config), site, round, CPU)
     return outcome, at_work.contribution()[ROUND]
 
 
@@ -86,25 +87,25 @@ class Watched(Session):
 def watched(config: Config, round: int = 1) -> tuple[Watched, Images]:
     site, at_work = config.roster[0], Watched(session(config))
     images = site_images(config, site)
-    learn(at_work, images, config, site, round, CPU)
+    learn(at_work, images, resolve(config), site, round, CPU)
     return at_work, images
 
 
 @given(st.integers(1, 1000), st.floats(1e-6, 10))
 def test_cosine_starts_at_the_rate_halves_it_in_the_middle_and_ends_at_zero(rounds, rate):
     training = TrainingConfig(rate=rate, schedule="cosine")
-    assert rate_at(training, rounds, 0) == rate
-    assert rate_at(training, rounds, rounds / 2) == pytest.approx(rate / 2)
-    assert rate_at(training, rounds, rounds) == pytest.approx(0, abs=1e-12)
-    assert rate_at(training, rounds, rounds + 5) == pytest.approx(0, abs=1e-12)  # and does not rise again
+    assert recipe_of(training).rate_at(rounds, 0) == rate
+    assert recipe_of(training).rate_at(rounds, rounds / 2) == pytest.approx(rate / 2)
+    assert recipe_of(training).rate_at(rounds, rounds) == pytest.approx(0, abs=1e-12)
+    assert recipe_of(training).rate_at(rounds, rounds + 5) == pytest.approx(0, abs=1e-12)  # and does not rise again
 
 
 @given(st.integers(1, 100), st.floats(0, 1), st.floats(0, 1))
 def test_cosine_never_rises_and_constant_never_moves(rounds, early, late):
     early, late = sorted((early * rounds, late * rounds))
     cosine, constant = TrainingConfig(rate=0.5, schedule="cosine"), TrainingConfig(rate=0.5, schedule="constant")
-    assert rate_at(cosine, rounds, early) >= rate_at(cosine, rounds, late) >= 0
-    assert rate_at(constant, rounds, late) == 0.5
+    assert recipe_of(cosine).rate_at(rounds, early) >= recipe_of(cosine).rate_at(rounds, late) >= 0
+    assert recipe_of(constant).rate_at(rounds, late) == 0.5
 
 
 def test_one_seed_gives_one_result_bit_for_bit():
@@ -121,7 +122,7 @@ def test_the_order_of_images_depends_on_the_seed_the_round_and_the_site():
     site, images = config.roster[0], site_images(config, config.roster[0])
     for other, named in [(configured("seed=1"), site), (config, dataclasses.replace(site, name="site-0001"))]:
         at_work = Watched(session(config))
-        learn(at_work, images, other, named, 1, CPU)
+        learn(at_work, images, resolve(other), named, 1, CPU)
         assert not torch.equal(torch.cat(at_work.labels), first)
 
 
@@ -132,7 +133,7 @@ def test_global_randomness_is_neither_used_nor_moved():
         at_work = session(config)
         torch.manual_seed(seed)
         before = torch.get_rng_state()
-        learn(at_work, site_images(config, site), config, site, 1, CPU)
+        learn(at_work, site_images(config, site), resolve(config), site, 1, CPU)
         assert torch.equal(torch.get_rng_state(), before)
         states.append(digest(at_work.contribution()[ROUND]))
     assert states[0] == states[1]
@@ -169,7 +170,7 @@ def test_steps_go_on_over_as_many_passes_as_they_need_and_are_whole_passes_other
     def sizes(steps: int) -> list[int]:
         training = dataclasses.replace(config.training, steps=steps)
         changed = dataclasses.replace(config, training=training)
-        return [len(labels) for _, _, labels in batches(images, changed, site, 1, CPU)]
+        return [len(labels) for _, _, labels in batches(images, resolve(changed), site, 1, CPU)]
 
     assert sizes(0) == sizes(6) == [30, 30, 10, 30, 30, 10]
     assert sizes(2) == [30, 30] and sizes(7) == [30, 30, 10, 30, 30, 10, 30]
@@ -182,7 +183,7 @@ def test_a_last_batch_of_one_is_left_out_where_batchnorm_takes_two():
     def sizes(*words: str) -> list[int]:
         config = load("digits", ["sites=[{domain: digits, samples: 70}]", *REACHES_1, *words])
         site, images = config.roster[0], site_images(config, config.roster[0])
-        return [len(labels) for _, _, labels in batches(images, config, site, 1, CPU)]
+        return [len(labels) for _, _, labels in batches(images, resolve(config), site, 1, CPU)]
 
     assert sizes() == [23, 23, 23] * 2
     assert sizes("training.steps=4") == [23, 23, 23, 23]
@@ -191,9 +192,9 @@ def test_a_last_batch_of_one_is_left_out_where_batchnorm_takes_two():
         assert sizes(fine) == [23, 23, 23, 1] * 2
     config = load("digits", ["sites=[{domain: digits, samples: 70}]", *REACHES_1])
     site = config.roster[0]
-    at_work = FedAvg().session(Task(config, site, 1, 1, architecture_of(config).build().train(),
+    at_work = FedAvg().session(Task(resolve(config), site, 1, 1, architecture_of(config).build().train(),
                                     {MEAN: initial_state(config)}, lambda: None, torch.Generator()))  # fmt: skip
-    assert learn(at_work, site_images(config, site), config, site, 1, CPU).samples == 70
+    assert learn(at_work, site_images(config, site), resolve(config), site, 1, CPU).samples == 70
     assert at_work.steps == step_count(70, config) == 6  # type: ignore[attr-defined]
 
 
@@ -227,7 +228,7 @@ def test_the_rate_falls_within_a_round_and_ends_at_zero():
             trail.append(torch.cat([one.detach().flatten() for one in self.parameters()]))
             return super().loss(images, labels)
 
-    learn(Trail(at_work), images, config, config.roster[0], 1, CPU)
+    learn(Trail(at_work), images, resolve(config), config.roster[0], 1, CPU)
     trail.append(torch.cat([one.detach().flatten() for one in at_work.parameters()]))
     steps = [float((after - before).norm()) for before, after in itertools.pairwise(trail)]
     assert len(steps) == 10
@@ -254,4 +255,4 @@ def test_a_loss_that_is_no_single_number_is_refused():
     odd, images = session(config), site_images(config, config.roster[0])
     odd.loss = lambda images, labels: images.mean(dim=(1, 2, 3))  # type: ignore[method-assign]
     with pytest.raises(ValueError, match=r"^the loss of a batch has the shape \[32\], takes one number"):
-        learn(odd, images, config, config.roster[0], 1, CPU)
+        learn(odd, images, resolve(config), config.roster[0], 1, CPU)

@@ -15,7 +15,7 @@ from torch import Tensor
 from fedloom.clients.data import site_images, to_float
 from fedloom.clients.networks import architecture_of
 from fedloom.clients.networks.initial import initial_state
-from fedloom.clients.objectives import OBJECTIVES, Session, Task
+from fedloom.clients.objectives import OBJECTIVES, Session, Task, resolve
 from fedloom.clients.objectives.plain import PlainSession
 from fedloom.clients.objectives.sum_aggregation import ExactSession, RegularisedSession
 from fedloom.clients.protocol.messages import MEAN, ROUND, SITE, STAR, SUBSET
@@ -54,7 +54,7 @@ def head(seed: int = 90) -> State:
 def opened(config: Config, incoming: dict[str, State], own: State | None = None, index: int = 0) -> Session:
     site = config.roster[index]
     task = Task(
-        config=config,
+        experiment=resolve(config),
         site=site,
         round=1,
         members=SITES,

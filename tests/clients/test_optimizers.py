@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedloom.clients.networks import architecture_of
+from fedloom.clients.objectives import resolve
 from fedloom.clients.training.checks import check_training
 from fedloom.clients.training.learner import descend
 from fedloom.clients.training.optimizers import OPTIMIZERS, SGD, optimizer_of
+from fedloom.clients.training.recipe import recipe_of
 from fedloom.conf import UserError, load
 from fedloom.conf.schema import TrainingConfig
 
@@ -96,7 +98,7 @@ def test_a_sites_descent_is_a_plain_loop_of_torch():
     theirs.load_state_dict(mine.state_dict())
     training = TrainingConfig(rate=0.01, optimizer={"name": "AdamW", "weight_decay": 0.1})
     steps = [(0.01 / (number + 1), images[number], labels[number]) for number in range(5)]
-    descend(list(mine.parameters()), lambda x, y: F.cross_entropy(mine(x), y), steps, training)
+    descend(list(mine.parameters()), lambda x, y: F.cross_entropy(mine(x), y), steps, recipe_of(training))
     optimiser = torch.optim.AdamW(theirs.parameters(), lr=0.01, weight_decay=0.1)
     for rate, x, y in steps:
         optimiser.param_groups[0]["lr"] = rate
@@ -154,7 +156,7 @@ def test_what_cannot_move_a_sites_network_is_told_in_one_line_before_the_run(opt
     config = load("digits", ["network.width=0.25", "data.size=8"])
     vars(config)["training"] = TrainingConfig(optimizer=optimizer)
     with pytest.raises(UserError, match=line) as caught:
-        check_training(config, [architecture_of(config)])
+        check_training(resolve(config), [architecture_of(config)])
     assert "\n" not in str(caught.value)
 
 
@@ -162,16 +164,16 @@ def test_options_of_sgd_are_not_lost_on_others_in_silence():
     for word in ("training.momentum=0.5", "training.weight_decay=0.1"):
         config = load("digits", [word, "training.optimizer.name=adamw"])
         with pytest.raises(UserError, match=r"is handed on to sgd alone; 'adamw' takes its options in training\.optimizer"):
-            check_training(config, [])
-    check_training(load("digits", ["training.momentum=0.5", "training.optimizer.nesterov=true"]), [])
+            check_training(resolve(config), [])
+    check_training(resolve(load("digits", ["training.momentum=0.5", "training.optimizer.nesterov=true"])), [])
 
 
 def test_sites_trained_as_one_take_optimisers_of_single_entries_only():
     with pytest.raises(UserError, match=r"engine\.vectorise: optimizer 'adafactor' may look at whole weights"):
-        check_training(load("digits", ["engine.vectorise=2", "training.optimizer=adafactor"]), [])
+        check_training(resolve(load("digits", ["engine.vectorise=2", "training.optimizer=adafactor"])), [])
     with pytest.raises(UserError, match=r"engine\.vectorise: sites trained as one have their own order of memory"):
-        check_training(load("digits", ["engine.vectorise=2", "training.channels_last=true"]), [])
-    check_training(load("digits", ["engine.vectorise=2", "training.optimizer=adamw"]), [])
+        check_training(resolve(load("digits", ["engine.vectorise=2", "training.channels_last=true"])), [])
+    check_training(resolve(load("digits", ["engine.vectorise=2", "training.optimizer=adamw"])), [])
 
 
 def test_the_default_does_not_import_torchs_compiler():

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedloom.clients.job import Job
 from fedloom.clients.networks.initial import initial_state
+from fedloom.clients.objectives import resolve
 from fedloom.clients.protocol.messages import EVALUATE, MEAN, MODEL, ROUND, TRAIN, TaskInstructions, to_arrays, to_states
 from fedloom.clients.storage.store import SiteStore
 from fedloom.clients.training.vectorised import train_cohort
@@ -54,7 +55,7 @@ def job(tmp_path: Path, name: str, *words: str, site: int = 0, measured: bool = 
     content = RecordDict({MODEL if measured else MEAN: to_arrays(start(config))})
     kind = EVALUATE if measured else TRAIN
     order = TaskInstructions(config="", run="run", site=site, round=1, rounds=2, base=0, members=2, kind=kind, split="test")
-    return Job(order, config, SiteStore(tmp_path / "sites", "run", f"site-{site:04d}"), content)
+    return Job(order, resolve(config), SiteStore(tmp_path / "sites", "run", f"site-{site:04d}"), content)
 
 
 def start(config: Config) -> dict[str, Tensor]:

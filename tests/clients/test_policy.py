@@ -16,7 +16,7 @@ from fedloom.clients.data import label, num_classes, site_images
 from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.privacy.guard import told_outside
 from fedloom.clients.privacy.limits import Limits
-from fedloom.clients.privacy.policy import Policy, followed
+from fedloom.clients.privacy.policy import Policy
 from fedloom.clients.protocol.failures import RefusedError
 from fedloom.clients.protocol.messages import (
     CONFIG,
@@ -112,11 +112,10 @@ def test_what_a_policy_names_may_come_from_outside():
 
 def test_no_server_says_where_a_sites_data_are_or_has_them_downloaded():
     config, policy = load("digits", [*WORDS, "data.root=/the/servers", "data.download=true"]), Policy(data="/the/sites")
-    here = followed(config, policy, 1)
+    here = policy.apply(config, 1)
     assert (here.data.root, here.data.download) == ("/the/sites", False)
-    assert followed(config, policy, 1) is here
     with pytest.raises(UserError, match=r"order\.site: is no place among the configuration's 2 sites"):
-        followed(config, policy, 2)
+        policy.apply(config, 2)
 
 
 def test_a_sites_own_domain_is_read_in_place_of_the_servers_and_is_not_divided():
@@ -140,7 +139,7 @@ def test_own_images_of_more_classes_than_the_network_has_outputs_are_refused():
 def test_names_of_domains_that_nobody_looks_up_are_the_federations_own_affair(trap: str):
     words = ["sites.0.domain='a_trap:images'", "sites.1.domain=hospital-b", "data.classes=12", "evaluation.where=sites"]
     config, own = load("digits", [*WORDS, *words]), Policy(domain="digits")
-    followed(config, own, 1)
+    own.apply(config, 1)
     assert (num_classes(config), label(config.roster[1].spec)) == (12, "hospital-b")
     assert len(site_images(config, own.source(config, config.roster[1]))) == 30
     with pytest.raises(RefusedError, match=r"sites\[1\]\.domain: 'hospital-b' is none of this project's"):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
-from fedloom.clients.training.learner import rate_at
+from fedloom.clients.training.recipe import recipe_of
 from fedloom.clients.training.schedules import SCHEDULES, schedule_of
 from fedloom.conf import UserError, load
 from fedloom.conf.schema import TrainingConfig
@@ -43,7 +43,7 @@ def of_torch(name: str, warm_up: int, start: float) -> list[float]:
 @pytest.mark.parametrize("warm_up", [0, 4])
 def test_at_the_beginning_of_each_round_the_rate_is_torchs(name: str, warm_up: int):
     training = TrainingConfig(rate=0.4, schedule={"name": name, "warm_up": warm_up, "start_factor": 0.25, **AFTER[name][0]})
-    ours = [rate_at(training, ROUNDS, float(progress)) for progress in range(ROUNDS)]
+    ours = [recipe_of(training).rate_at(ROUNDS, float(progress)) for progress in range(ROUNDS)]
     assert ours == pytest.approx(of_torch(name, warm_up, 0.25), rel=1e-6, abs=1e-9)
 
 
@@ -51,8 +51,8 @@ def test_at_the_beginning_of_each_round_the_rate_is_torchs(name: str, warm_up: i
 def test_names_alone_have_the_very_bits_that_they_always_had(rate: float, rounds: int, share: float):
     progress = share * rounds
     cosine = rate * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress / rounds)))
-    assert rate_at(TrainingConfig(rate=rate), rounds, progress) == cosine
-    assert rate_at(TrainingConfig(rate=rate, schedule="constant"), rounds, progress) == rate
+    assert recipe_of(TrainingConfig(rate=rate)).rate_at(rounds, progress) == cosine
+    assert recipe_of(TrainingConfig(rate=rate, schedule="constant")).rate_at(rounds, progress) == rate
 
 
 @given(st.sampled_from(sorted(AFTER)), st.floats(0.1, 10), st.integers(1, 30), st.floats(0, 1), st.floats(0, 1))
@@ -60,15 +60,23 @@ def test_warm_up_rises_to_the_rate_and_the_schedule_begins_then(
     name: str, warm_up: float, rounds: int, one: float, two: float
 ):
     training = TrainingConfig(rate=0.5, schedule={"name": name, "warm_up": warm_up})
-    early, late = (rate_at(training, rounds, share * warm_up * 0.999) for share in sorted((one, two)))
+    early, late = (recipe_of(training).rate_at(rounds, share * warm_up * 0.999) for share in sorted((one, two)))
     assert 0.05 <= early <= late <= 0.5
-    bare = rate_at(TrainingConfig(rate=0.5, schedule=name), 1, 0.0)
-    assert rate_at(training, rounds, warm_up) == (bare if rounds > warm_up or name != "cosine" else 0.0)
+    bare = recipe_of(TrainingConfig(rate=0.5, schedule=name)).rate_at(1, 0.0)
+    assert recipe_of(training).rate_at(rounds, warm_up) == (bare if rounds > warm_up or name != "cosine" else 0.0)
 
 
 def test_steps_stay_within_a_round_and_go_on_behind_the_last_one():
     training = TrainingConfig(rate=1.0, schedule={"name": "step", "every": 2, "gamma": 0.5})
-    assert [rate_at(training, 4, at) for at in (0.0, 1.99, 2.0, 3.5, 4.0, 9.0)] == [1.0, 1.0, 0.5, 0.5, 0.25, 0.0625]
+    recipe = recipe_of(training)
+    assert [recipe.rate_at(4, at) for at in (0.0, 1.99, 2.0, 3.5, 4.0, 9.0)] == [
+        1.0,
+        1.0,
+        0.5,
+        0.5,
+        0.25,
+        0.0625,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fedloom.clients.objectives.layer_selection.search import Exact, Sampled
 from fedloom.clients.training.learner import descend
 from fedloom.clients.training.loss import full, task_loss
+from fedloom.clients.training.recipe import recipe_of
 from fedloom.conf.schema import TrainingConfig
 from tests.clients.test_layer_selection import CHAIN, built, drawn, every, layers, step_of, uniform
 
@@ -56,7 +57,7 @@ def test_bf16_keeps_weights_and_gradients_in_float32_and_computes_in_less():
     ends = {}
     for precision in ("float32", "bf16"):
         network.load_state_dict(start)
-        losses = descend(list(network.parameters()), loss, steps, TrainingConfig(precision=precision))
+        losses = descend(list(network.parameters()), loss, steps, recipe_of(TrainingConfig(precision=precision)))
         ends[precision] = {name: one.clone() for name, one in network.state_dict().items()}
         assert losses.dtype == torch.float32
         assert {one.dtype for one in network.parameters()} == {torch.float32}

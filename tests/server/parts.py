@@ -14,6 +14,7 @@ from flwr.clientapp import ClientApp
 
 from fedloom.clients.app import app
 from fedloom.clients.data import class_things
+from fedloom.clients.objectives import resolve
 from fedloom.clients.objectives.modes import EXTRACTOR, mode_of
 from fedloom.clients.protocol.messages import METRICS, TRAIN, TaskInstructions, read_order, to_arrays
 from fedloom.clients.protocol.reply_checks import FREE, Bounds
@@ -169,7 +170,7 @@ OPENED: list[Ledger] = []  # by `started`; closed after each test
 def started(config: Config, only: Iterable[str] | None = None, at: Path | None = None) -> ServerState:
     """The configured strategy, started for all sites of the roster, or for `only` those, with a new ledger."""
     sites = [site for site in config.roster if only is None or site.name in only]
-    aggregate = ServerState(Setup(config, sites, at or folder(config)))
+    aggregate = ServerState(Setup(resolve(config), sites, at or folder(config)))
     OPENED.append(aggregate.ledger)
     return aggregate
 
@@ -261,7 +262,7 @@ def on_disk(aggregate: ServerState) -> dict[str, Any]:
 
 def sum_of_contributions(aggregate: ServerState) -> str:
     """The digest of the sum, added up afresh from what is kept for each site."""
-    total, mode = ExactSum(aggregate.slots.bits), mode_of(aggregate.config)
+    total, mode = ExactSum(aggregate.slots.bits), mode_of(aggregate.experiment.objective)
     for site in aggregate.members():
         if not aggregate.slots.has("sum", site.name):
             continue

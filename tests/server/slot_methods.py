@@ -41,7 +41,7 @@ class Enough(FedProx):
 
 @dataclass(frozen=True)
 class Second(FedProx):
-    def slots(self, config: Any) -> dict[str, Any]:
+    def slots(self, experiment: Any) -> dict[str, Any]:
         return {"networks": Sum(weighted=True), "n": Sum()}
 
     def round(self, run: RoundContext) -> None:
@@ -68,7 +68,7 @@ class Nested(FedProx):
 
 @dataclass(frozen=True)
 class Unequal(FedProx):
-    def slots(self, config: Any) -> dict[str, Any]:
+    def slots(self, experiment: Any) -> dict[str, Any]:
         return {"networks": Sum(weighted=True), "again": Sum(weighted=True)}
 
     def round(self, run: RoundContext) -> None:
@@ -96,11 +96,11 @@ class Unknown(FedProx):
 
 @dataclass(frozen=True)
 class Slashed(FedProx):
-    def slots(self, config: Any) -> dict[str, Any]:
+    def slots(self, experiment: Any) -> dict[str, Any]:
         return {"networks": Sum(weighted=True), "networks/x": Sum()}
 
 
 @dataclass(frozen=True)
 class NoSlots(FedProx):
-    def slots(self, config: Any) -> Any:
+    def slots(self, experiment: Any) -> Any:
         return ["networks"]

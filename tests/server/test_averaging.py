@@ -10,7 +10,7 @@ import torch
 from fedloom.clients.data import site_images
 from fedloom.clients.networks import Network, architecture_of
 from fedloom.clients.networks.initial import initial_state
-from fedloom.clients.objectives import Task
+from fedloom.clients.objectives import Task, resolve
 from fedloom.clients.objectives.ditto import personal
 from fedloom.clients.objectives.local import LocalSession
 from fedloom.clients.objectives.scaffold import CONTROL
@@ -111,8 +111,8 @@ def trained_alone(config: Config, place: int) -> State:
     images = site_images(config, site)
     for number in (1, 2):
         network = architecture_of(config).build()
-        task = Task(config, site, number, 3, network, {MEAN: state}, lambda: None, torch.Generator())
-        learn(session := LocalSession(task), images, config, site, number, torch.device("cpu"))
+        task = Task(resolve(config), site, number, 3, network, {MEAN: state}, lambda: None, torch.Generator())
+        learn(session := LocalSession(task), images, resolve(config), site, number, torch.device("cpu"))
         state = session.contribution()[SITE]
     return state
 
@@ -195,7 +195,7 @@ def test_a_mean_of_batchnorms_is_told_of_where_sites_have_different_classes(
     tmp_path: Path, sites: str, network: str, words: list[str], told: bool
 ):
     config = configured(tmp_path, "strategy.name=fedavg", *words, network=network, sites=sites)
-    advice = strategy_of(config).warnings(config)
+    advice = strategy_of(resolve(config)).warnings(resolve(config))
     assert any("compare network.norm=group" in line for line in advice) == told, advice
 
 
@@ -259,7 +259,7 @@ def test_fedavg_is_a_plain_loops_with_the_same_mini_batches(tmp_path: Path, monk
     def trained(network: Network, part: object, config: Config) -> None:
         site, number = next(turns)
         optimiser = torch.optim.SGD(network.parameters(), lr=config.training.rate)
-        for _, images, labels in batches(site_images(config, site), config, site, number, torch.device("cpu")):
+        for _, images, labels in batches(site_images(config, site), resolve(config), site, number, torch.device("cpu")):
             optimiser.zero_grad()
             torch.nn.functional.cross_entropy(network(images), labels).backward()
             optimiser.step()

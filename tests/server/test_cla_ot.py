@@ -12,6 +12,7 @@ import torch
 from fedloom.clients.app import app
 from fedloom.clients.data import Images, site_images
 from fedloom.clients.evaluation.statistics import COUNT, SQUARE, SUM, class_statistics
+from fedloom.clients.objectives import resolve
 from fedloom.clients.storage.states import read_state
 from fedloom.conf import Config, load
 from fedloom.conf.errors import UserError
@@ -170,7 +171,7 @@ def test_a_map_says_which_layers_correspond(tmp_path):
     config = configured(tmp_path, f"strategy.maps={{{MIDDLE}: [0, 2, 3]}}")
     with method_of(config) as method:
         assert isinstance(method.state.strategy, ClaOt)
-        part = method.state.strategy.parts(config)[MIDDLE]
+        part = method.state.strategy.parts(resolve(config))[MIDDLE]
     assert part.places["extractor.3.weight"][0] == "extractor.5.weight" and "extractor.3.weight" in part.neutral
 
 
@@ -208,7 +209,7 @@ def test_a_site_with_the_name_of_an_architecture_is_refused(tmp_path):
 
 def test_between_fusions_every_architecture_goes_on_from_its_own_mean(tmp_path):
     rare = configured(tmp_path, "rounds=3", "strategy.every=2")
-    strategy, exclusive = strategy_of(rare), Exclusive()
+    strategy, exclusive = strategy_of(resolve(rare)), Exclusive()
     with method_of(rare) as method:
         federation = ClientChannel(InlineGrid(5, store_folder(rare), app), rare.roster, 0)
         federation.join(5.0)
@@ -217,7 +218,7 @@ def test_between_fusions_every_architecture_goes_on_from_its_own_mean(tmp_path):
             view, found = method.state.view(), method.state.models()
             own = exclusive.combined(view)
             assert isinstance(strategy, ClaOt)
-            part = strategy.parts(rare)[SHALLOW].taken(found[DEEP].state)
+            part = strategy.parts(resolve(rare))[SHALLOW].taken(found[DEEP].state)
             assert same(found[SHALLOW].state, own[SHALLOW]) == (number == 1)
             assert same(found[SHALLOW].state, part) == (number > 1)  # the last one is fused, too
 
@@ -281,9 +282,9 @@ def test_layers_that_forgotten_sites_alone_had_are_as_at_the_start(tmp_path):
     config = configured(tmp_path, "strategy.lacking=0", "rounds=2")
     run(config)
     with method_of(config) as method:
-        strategy = strategy_of(config)
+        strategy = strategy_of(resolve(config))
         assert isinstance(strategy, ClaOt)
-        parts, view = strategy.parts(config), method.state.view()
+        parts, view = strategy.parts(resolve(config)), method.state.view()
         held = {name for group in (SHALLOW, MIDDLE) for name, _ in parts[group].places.values()}
         first, before = strategy.first_reference(view), method.state.models()[DEEP].state
         alone = {name for name in first if name not in held}
@@ -304,7 +305,7 @@ def test_when_all_that_trained_are_forgotten_networks_are_as_at_the_start(tmp_pa
         aggregation.forget([f"site-000{place}" for place in (0, 1, 2, 3)], {})
         aggregation.readmit(["site-0000"])
         aggregation.forget(["site-0004"], {})
-        models, parts = aggregation.models(), strategy.parts(config)
+        models, parts = aggregation.models(), strategy.parts(resolve(config))
         for group in groups_of(config):
             start = parts[group.name].taken(first)
             assert all(torch.allclose(models[group.name].state[name], one, atol=1e-6) for name, one in start.items())

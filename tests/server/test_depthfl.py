@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from fedloom.clients.networks import architecture_of
-from fedloom.clients.objectives import Task, objective_of
+from fedloom.clients.objectives import Task, objective_of, resolve
 from fedloom.conf import Config
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import torch_generator
@@ -88,7 +88,7 @@ def test_the_loss_is_the_published_one(tmp_path, place):
     network = architecture_of(config, site).build()
     state: State = {name: 0.3 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number))
                     for number, (name, tensor) in enumerate(network.state_dict().items())}  # fmt: skip
-    task = Task(config, site, 1, 4, network, {"mean": state}, lambda: None, torch_generator(0, "t"))
+    task = Task(resolve(config), site, 1, 4, network, {"mean": state}, lambda: None, torch_generator(0, "t"))
     images, labels = torch.rand(5, 1, 8, 8, generator=torch.Generator().manual_seed(7)), torch.tensor([0, 3, 9, 3, 1])
     got = objective_of(config).session(task).loss(images, labels)
     each = network(images, each=True)

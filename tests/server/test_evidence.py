@@ -15,6 +15,7 @@ from fedloom.clients.data import Images, site_images, test_images, to_float
 from fedloom.clients.networks import initialise
 from fedloom.clients.networks.small import Mlp
 from fedloom.clients.training.learner import DivergedError, descend
+from fedloom.clients.training.recipe import recipe_of
 from fedloom.conf import load
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import torch_generator
@@ -67,7 +68,7 @@ def trained(images: Images, steps: int) -> nn.Module:
     network = fresh()
     lessons = itertools.repeat((0.1, to_float(images.x), images.y), steps)
     training = TrainingConfig(momentum=0.9)
-    descend(list(network.parameters()), lambda x, y: F.cross_entropy(network(x), y), lessons, training)
+    descend(list(network.parameters()), lambda x, y: F.cross_entropy(network(x), y), lessons, recipe_of(training))
     return network
 
 

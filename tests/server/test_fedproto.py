@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from fedloom.clients.data import site_images, to_float
 from fedloom.clients.networks import Network, architecture_of
-from fedloom.clients.objectives import Task, objective_of
+from fedloom.clients.objectives import Task, objective_of, resolve
 from fedloom.clients.objectives.fedproto import COUNTS, KNOWN, MEANS, PROTOTYPES, SUMS
 from fedloom.clients.storage.states import read_state
 from fedloom.conf import Config
@@ -93,7 +93,9 @@ def opened(root: Path, given: State, *words: str) -> tuple[Network, torch.Tensor
     own = {name: 0.3 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(place))
            for place, (name, tensor) in enumerate(network.state_dict().items())}  # fmt: skip
     incoming = {PROTOTYPES: given} if given else {}
-    session = objective_of(config).session(Task(config, site, 1, 2, network, incoming, lambda: own, torch_generator(0, "t")))
+    session = objective_of(config).session(
+        Task(resolve(config), site, 1, 2, network, incoming, lambda: own, torch_generator(0, "t"))
+    )
     return network, session.loss(*batch())
 
 

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from fedloom.clients.objectives import resolve
 from fedloom.conf import load
 from fedloom.conf.errors import FailedError, UserError
 from fedloom.conf.schema import Config
@@ -114,7 +115,7 @@ def test_a_forgotten_sites_last_round_is_aggregated_again_without_it(tmp_path: P
     assert all(torch.equal(one, torch.from_numpy(made[key].numpy()).float()) for key, one in network_of(run).items())
     assert not run.aggregate.residue(["site-0003"])
     one_round(run.loop, 2)
-    assert "earlier" in run.aggregate.strategy.warnings(run.config)[0] and run.aggregate.residue()
+    assert "earlier" in run.aggregate.strategy.warnings(resolve(run.config))[0] and run.aggregate.residue()
 
 
 def test_a_request_is_fulfilled_in_a_process_that_has_sent_no_messages(tmp_path: Path):

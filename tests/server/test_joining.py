@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedloom.clients.objectives import resolve
 from fedloom.conf import UserError
 from fedloom.fusion.state import digest
 from fedloom.server.strategies import strategy_of
@@ -118,11 +119,11 @@ def test_masked_sums_are_those_that_can_be_read(tmp_path: Path):
 ])  # fmt: skip
 def test_a_low_fraction_is_told_of(tmp_path: Path, words: tuple[str, ...], told: str):
     config = small(tmp_path, *words, sites=6, samples=20)
-    lines = strategy_of(config).warnings(config)
+    lines = strategy_of(resolve(config)).warnings(resolve(config))
     assert bool(lines) == bool(told) and all(told in line and "2 of 6 sites" in line for line in lines)
 
 
 def test_only_exact_begins_at_the_aggregate(tmp_path: Path):
     config = small(tmp_path, "objective.mode=regularised", "objective.initialisation=aggregate")
     with pytest.raises(UserError, match="aggregate is for mode=exact alone; take shared or own"):
-        strategy_of(config).check(config)
+        strategy_of(resolve(config)).check(resolve(config))

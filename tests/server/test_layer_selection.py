@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fedloom.clients.networks import architecture_of
-from fedloom.clients.objectives import Task, objective_of
+from fedloom.clients.objectives import Task, objective_of, resolve
 from fedloom.clients.objectives.layer_selection.objective import LayerSelection
 from fedloom.clients.objectives.layer_selection.session import (
     CHOSEN,
@@ -131,7 +131,7 @@ def test_a_network_is_composed_as_its_site_chose_whatever_it_counted_itself(done
     site, objective = config.roster[0], objective_of(config)
     assert isinstance(objective, LayerSelection)
     network = architecture_of(config, site).build()
-    found = composed(objective, Task(config, site, 2, 3, network, {}, lambda: own, torch_generator(0, "t")), {})
+    found = composed(objective, Task(resolve(config), site, 2, 3, network, {}, lambda: own, torch_generator(0, "t")), {})
     assert found is not None and found[1] == (0, 1)
     for layer, kept in zip(LAYERS, (NETWORK, SHARED_PARTS), strict=True):
         assert torch.equal(found[0][f"{layer}.weight"], own[f"{kept}{layer}.weight"])
@@ -143,7 +143,7 @@ def test_a_site_goes_on_with_what_it_adds_to_shared_layers(tmp_path: Path) -> No
     network = architecture_of(config, site).build()
     session = (
         objective_of(config)
-        .session(Task(config, site, 2, 1, network, {}, lambda: own, torch_generator(0, "t")))
+        .session(Task(resolve(config), site, 2, 1, network, {}, lambda: own, torch_generator(0, "t")))
         .local_state()
     )
     assert session is not None

@@ -8,6 +8,7 @@ import pytest
 import torch
 from flwr.app import Context, Message
 
+from fedloom.clients.objectives import resolve
 from fedloom.clients.objectives.layer_selection.session import CHOSEN, COUNTS, MASS, SELECTION
 from fedloom.clients.protocol.messages import RIGHT, SITE, TOTAL, TRAIN, read_order
 from fedloom.conf.errors import UserError
@@ -121,7 +122,7 @@ def test_a_site_counts_no_more_than_it_can_have_seen(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, words: list[str], told: str) -> None:
     with pytest.raises(UserError, match=re.escape(told)) as caught:
         config = configured(tmp_path, *words)
-        strategy_of(config)
+        strategy_of(resolve(config))
         check(config)
     assert "\n" not in str(caught.value)
 
@@ -129,8 +130,8 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, words: list[str],
 def test_a_certainty_without_a_configuration_is_told(tmp_path: Path) -> None:
     """Once it was passed over in silence."""
     config = configured(tmp_path, "objective.certainty=0.5")
-    [told] = strategy_of(config).warnings(config)
+    [told] = strategy_of(resolve(config)).warnings(resolve(config))
     assert told.startswith("objective.certainty=0.5 is for a configuration")
     for words in (["objective.mode=all"], ["baselines=[all]"]):
         config = configured(tmp_path, "objective.certainty=0.5", *words)
-        assert not strategy_of(config).warnings(config)
+        assert not strategy_of(resolve(config)).warnings(resolve(config))

@@ -22,7 +22,7 @@ from fedloom.conf.typed import option
 @dataclass(frozen=True)
 class Own(Strategy):
     what: str = option("good", "what models() gives")
-    def slots(self, config): return {"networks": Sum()}
+    def slots(self, experiment): return {"networks": Sum()}
     def begin(self, run): run.put_all("networks", run.initial())
     def round(self, run): run.gather(TRAIN, {MEAN: run.mean("networks")}, {SITE: RecordSpec(slot="networks")})
     def models(self, view):

@@ -10,6 +10,7 @@ from fedloom.clients.app import app
 from fedloom.clients.data import Images, site_images
 from fedloom.clients.evaluation.statistics import COUNT, SQUARE, SUM, class_statistics
 from fedloom.clients.networks import Model
+from fedloom.clients.objectives import resolve
 from fedloom.conf import Config, load
 from fedloom.conf.errors import UserError
 from fedloom.fusion.cla_ot.transport import same_plan
@@ -114,7 +115,7 @@ def test_later_rounds_go_on_in_the_common_basis(tmp_path):
     run(config)
     with method_of(config) as method:
         view = method.state.view()
-        parts = strategy_of(config).parts(config)
+        parts = strategy_of(config).parts(resolve(config))
         whole = view.server_state(REFERENCE)
         assert all(same(model.state, parts[name].taken(whole))
                    for name, model in method.state.models().items() if name in parts)  # fmt: skip
@@ -165,9 +166,9 @@ def test_narrower_parts_do_what_the_reference_does_better_for_the_refit(tmp_path
     config, probe = configured(tmp_path, "training.epochs=10", sites=sites), probe_of(200)
     run(config)
     with method_of(config) as method:
-        reference, whole = reference_of(config).architecture, method.state.view().server_state(REFERENCE)
+        reference, whole = reference_of(resolve(config)).architecture, method.state.view().server_state(REFERENCE)
         group = next(group for group in groups_of(config) if group.architecture != reference)
-        part = strategy_of(config).parts(config)[group.name]
+        part = strategy_of(config).parts(resolve(config))[group.name]
         loaded, goal = method.evaluator.loaded, method.evaluator.loaded(Model(reference, whole))(probe).detach()
         errors = [(loaded(Model(group.architecture, state))(probe) - goal).square().mean().item()
                   for state in (part.taken(whole), part_of(group, part, reference, whole, [], probe))]  # fmt: skip
@@ -179,7 +180,7 @@ def probe_of(number: int) -> torch.Tensor:
 
 
 def strategy_of(config: Config) -> ClaOt:
-    found = any_strategy_of(config)
+    found = any_strategy_of(resolve(config))
     assert isinstance(found, ClaOt)
     return found
 

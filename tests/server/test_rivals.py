@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedloom.clients.objectives import resolve
 from fedloom.conf.errors import UserError
 from fedloom.server.run.experiment import check
 from fedloom.server.strategies.by_architecture import averaged
@@ -82,14 +83,14 @@ def test_fedrolex_gives_every_channel_its_turn(tmp_path):
     with method_of(config) as method:
         strategy = method.state.strategy
         assert isinstance(strategy, FedRolex)
-        indices = [strategy.parts(config, strategy.turn(number))["mlp-3-2"].places["extractor.1.weight"][1][0]
+        indices = [strategy.parts(resolve(config), strategy.turn(number))["mlp-3-2"].places["extractor.1.weight"][1][0]
                    for number in range(1, 7)]  # fmt: skip
     seen = [set(index.tolist()) for index in indices if index is not None]
     assert seen[0] == {5, 0, 1} and set.union(*seen) == set(range(6)) and all(len(one) == 3 for one in seen)
     found = run(replace(config, run=replace(config.run, name="trained")))
     with method_of(found.config) as method:
         before = method.state.models()["mlp-3-2"].state
-        part = FedRolex().parts(config, 4)["mlp-3-2"]
+        part = FedRolex().parts(resolve(config), 4)["mlp-3-2"]
         assert same(before, part.taken(method.state.view().server_state(REFERENCE)))
 
 

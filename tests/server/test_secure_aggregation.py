@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedloom.clients.objectives import resolve
 from fedloom.clients.protocol.messages import (
     MASKED,
     SECURE_KEYS,
@@ -196,8 +197,8 @@ def test_what_needs_to_read_contributions_is_refused(experiment: str, words: tup
     config = load(experiment, [MASKS[1], *words])
     with pytest.raises(UserError, match=told):
         check_hidden(config)
-        strategy_of(config).check(config)
-        slots_of(config)
+        strategy_of(resolve(config)).check(resolve(config))
+        slots_of(resolve(config))
 
 
 def test_the_sum_of_one_site_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from fedloom.clients.objectives import resolve
 from fedloom.clients.protocol.messages import ROUND, SITE
 from fedloom.conf.errors import UserError
 from fedloom.fusion.exact import ExactSum, quantise
@@ -69,7 +70,7 @@ def test_any_sequence_leaves_what_a_plain_model_says(memory: Path, sequence: lis
 def opened(folder: Path) -> ServerState:
     there = (folder / "ledger.sqlite").is_file()
     ledger = Ledger.open(folder) if there else Ledger.create(folder, "run", "", 32, NAMES)
-    return ServerState(Setup(CONFIG, SITES, folder, ledger))
+    return ServerState(Setup(resolve(CONFIG), SITES, folder, ledger))
 
 
 def crashed(aggregate: ServerState) -> ServerState:

@@ -53,7 +53,7 @@ def added_up(method: TrainingRun) -> str:
     """The digest of the remaining contributions' sum, added up by torch alone."""
     states = [exact(method.ledger.blobs.get(one.blob), 32) for one in method.ledger.all_latest().values()]
     whole = {name: sum((state[name] for state in states), torch.zeros((), dtype=torch.int64)) for name in states[0]}
-    return digest(mode_of(method.config).summed_part(whole))
+    return digest(mode_of(method.experiment.objective).summed_part(whole))
 
 
 def asked(unlearning: Unlearning, id: str, sites: list[str], reason: str = "") -> Request:

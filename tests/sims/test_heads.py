@@ -10,6 +10,7 @@ import torch
 from fedloom.clients.data import test_images as images_of
 from fedloom.clients.data import to_float
 from fedloom.clients.networks import Architecture, HeadView, load_network
+from fedloom.clients.objectives import resolve
 from fedloom.clients.storage.states import read_state
 from fedloom.conf import load
 from fedloom.conf.errors import UserError
@@ -184,7 +185,7 @@ def test_a_head_brings_its_own_classes_and_one_that_was_not_measured_says_so(
 )
 def test_stored_statistics_are_advised_against_where_there_are_some(words: list[str], warned: bool) -> None:
     config = load("components", [*SMALL, *words])
-    told = strategy_of(config).warnings(config)
+    told = strategy_of(resolve(config)).warnings(resolve(config))
     assert [line.startswith("evaluation.statistics=running: stored statistics") for line in told] == [True] * warned
 
 

@@ -8,7 +8,7 @@ import torch
 
 from fedloom.clients.data import Images, outputs, to_float
 from fedloom.clients.evaluation.accuracy import pieces
-from fedloom.clients.networks import HeadView, Network, architecture_of
+from fedloom.clients.networks import HeadView, Network
 from fedloom.clients.networks.base import HEAD, PARTS
 from fedloom.clients.objectives.base import OBJECTIVES, Answer, Objective, Session, Task
 from fedloom.clients.objectives.components.auxiliary import AUXILIARY, Auxiliary
@@ -84,7 +84,7 @@ class Components(Objective):
         from fedloom.clients.training.learner import learn  # which itself needs this package
 
         session = SharedParts(task, Sharing(stages=((1.0, self.sharing.fitted),)))
-        learn(session, images, task.config, task.site, task.round, task.device)
+        learn(session, images, task.experiment, task.site, task.round, task.device)
         return session.local_state()
 
     def answer(self, kind: str, task: Task, images: Images) -> Answer:
@@ -120,7 +120,7 @@ class Components(Objective):
     def _recombined(self, task: Task, images: Images) -> Answer:
         """Of each head the right answers among the site's test images of classes that the head knows, and their number."""
         test, found = task.held_out("test"), dict[str, int | float]()
-        own = architecture_of(task.config, task.site)
+        own = task.architecture
         for record in [name for name in task.incoming if name.startswith(f"{MODEL}/")]:
             number = record.removeprefix(f"{MODEL}/")
             kinds = task.incoming[KINDS + number]
@@ -131,7 +131,7 @@ class Components(Objective):
         return Answer(metrics=found)
 
     def _prototypes(self, task: Task, images: Images) -> Answer:
-        classes, first = architecture_of(task.config, task.site).classes, outputs(task.config, task.site.spec).start
+        classes, first = task.architecture.classes, outputs(task.config, task.site.spec).start
         total, counts = torch.zeros(()), torch.zeros(classes)
         with torch.no_grad():
             for pixels, labels in _batches(task, images):

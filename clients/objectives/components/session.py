@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedloom.clients.networks import Architecture, architecture_of
+from fedloom.clients.networks import Architecture
 from fedloom.clients.networks.base import HEAD
 from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.objectives.base import Task
@@ -72,7 +72,7 @@ class CompatibleSession(SharedParts):
         nothing = torch.full((self.outputs.stop,), -1)
         self.common = common.get(COMMON, nothing).to(task.device)
         self.frozen = FROZEN in task.incoming
-        own = architecture_of(task.config, task.site)
+        own = task.architecture
         self.heads = {name: head_of(own, one.outputs(int(common[NUMBER]))).to(task.device).train()
                       for name, one in tasks.items()}  # fmt: skip
         for name, head in self.heads.items():

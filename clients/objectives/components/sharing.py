@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from fedloom.clients.networks.base import EXTRACTOR, HEAD
-from fedloom.clients.objectives.base import objective_of
-from fedloom.conf.schema import Config
+from fedloom.clients.objectives.base import Objective
 from fedloom.fusion.state import State
 
 COMPATIBLE, ALONE = "compatible", "alone"
@@ -48,6 +47,6 @@ SHARING = {
 }
 
 
-def sharing_of(config: Config) -> Sharing:
-    """That of the configured objective's mode."""
-    return SHARING[objective_of(config).mode]
+def sharing_of(objective: Objective) -> Sharing:
+    """That of an objective's mode."""
+    return SHARING[objective.mode]

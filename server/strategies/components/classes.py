@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fedloom.clients.networks import architecture_of
+from fedloom.clients.objectives import Experiment
 from fedloom.conf.errors import UserError
-from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 from fedloom.fusion.state import State
 
@@ -22,11 +21,11 @@ class Kinds:
 
     @staticmethod
     def of(
-        config: Config, sites: Sequence[Site], said: Mapping[str, Sequence[str]], alike: Sequence[Sequence[str]]
+        experiment: Experiment, sites: Sequence[Site], said: Mapping[str, Sequence[str]], alike: Sequence[Sequence[str]]
     ) -> "Kinds":
         """`said`: by site the names of its classes 0, 1, ...; none: numbers. `alike`: names that stand for one class."""
         one_name = {name: group[0] for group in alike for name in group}
-        return Kinds({site.name: _named(config, site, said[site.name], one_name) for site in sites if site.name in said})
+        return Kinds({site.name: _named(experiment, site, said[site.name], one_name) for site in sites if site.name in said})
 
     def common(self) -> list[str]:
         """The names that all sites have, in the order of the first one."""
@@ -45,8 +44,8 @@ class Kinds:
         return list(dict.fromkeys(name for names in self.names.values() for name in names if name is not None))
 
 
-def _named(config: Config, site: Site, said: Sequence[str], one_name: Mapping[str, str]) -> list[str | None]:
-    spec, outputs = site.spec, architecture_of(config, site).classes
+def _named(experiment: Experiment, site: Site, said: Sequence[str], one_name: Mapping[str, str]) -> list[str | None]:
+    spec, outputs = site.spec, experiment.architecture(site).classes
     has = sorted(set(spec.classes)) if spec.classes else list(range(outputs))
     if spec.classes and spec.relabel:
         names: list[str | None] = [said[k] if k < len(said) else str(has[k]) for k in range(len(has))]

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
+from fedloom.clients.objectives import Experiment
 from fedloom.clients.objectives.components.session import of
 from fedloom.clients.objectives.components.sharing import HEAD
 from fedloom.clients.objectives.fedproto import COUNTS, PROTOTYPES, SUMS, check_prototypes
 from fedloom.clients.protocol.messages import MEAN, TRAIN
 from fedloom.clients.training.optimizers import optimizer_of
-from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 from fedloom.conf.typed import option
 from fedloom.fusion.state import State
@@ -32,14 +32,14 @@ class FedGH(Recombining):
 
     passes: int = option(10, "of the server over all mean features, each round", low=1)
 
-    def slots(self, config: Config) -> Mapping[str, Slot]:
+    def slots(self, experiment: Experiment) -> Mapping[str, Slot]:
         """The sites' mean features, each site's by themselves."""
-        return {PROTOTYPES: PerClientSlot(), **super().slots(config)}
+        return {PROTOTYPES: PerClientSlot(), **super().slots(experiment)}
 
-    def check(self, config: Config) -> None:
+    def check(self, experiment: Experiment) -> None:
         """UserError as for all, and if heads are of different numbers of classes."""
-        super().check(config)
-        check_outputs(config)
+        super().check(experiment)
+        check_outputs(experiment)
 
     def begin(self, run: RoundContext) -> None:
         """The head as the seed draws it."""

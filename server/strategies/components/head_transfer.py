@@ -14,7 +14,8 @@ from typing import ClassVar
 import torch
 
 from fedloom.clients.data import class_things
-from fedloom.clients.networks import architecture_of, initialise
+from fedloom.clients.networks import initialise
+from fedloom.clients.objectives import Experiment
 from fedloom.clients.objectives.components.auxiliary import Auxiliary
 from fedloom.clients.objectives.components.session import AUXILIARY_HEADS, COMMON, FROZEN, NUMBER, START, head_of
 from fedloom.clients.objectives.components.sharing import COMPATIBLE, EXTRACTOR
@@ -80,42 +81,42 @@ class HeadTransfer(Recombining):
     pretrained: list[str] = option([], "files of trained networks; sites start from their extractors, dealt out in turn")
     first_sites: int = option(1, "incremental: how many sites of the roster come first", low=1)
 
-    def resolve(self, config: Config) -> Strategy:
+    def resolve(self, experiment: Experiment) -> Strategy:
         """Itself, or what the objective's mode names."""
-        objective = components_of(config)
+        objective = components_of(experiment)
         if objective.mode == COMPATIBLE:
             return self
         kind = FedGH if objective.sharing.prototypes else PartialAveraging
         return kind(every=self.every, alike=self.alike)
 
-    def slots(self, config: Config) -> Mapping[str, Slot]:
+    def slots(self, experiment: Experiment) -> Mapping[str, Slot]:
         """The sites' copies of the auxiliary heads, each counting once; and the catalogue."""
-        return {MEAN_OF: Sum(), **super().slots(config)}
+        return {MEAN_OF: Sum(), **super().slots(experiment)}
 
-    def schedule(self, config: Config) -> Schedule:
-        return Arrival(config, self.first_sites) if self.scheme == INCREMENTAL else Sampling(config)
+    def schedule(self, experiment: Experiment) -> Schedule:
+        return Arrival(experiment.config, self.first_sites) if self.scheme == INCREMENTAL else Sampling(experiment.config)
 
-    def check(self, config: Config) -> None:
+    def check(self, experiment: Experiment) -> None:
         """UserError as for all, for unknown tasks, and for DCC without common classes where that is known; or as what is at
         work in its place."""
-        if (other := self.resolve(config)) is not self:
-            other.check(config)
+        if (other := self.resolve(experiment)) is not self:
+            other.check(experiment)
         else:
-            super().check(config)
-            self._check_heads(config)
+            super().check(experiment)
+            self._check_heads(experiment)
 
-    def _check_heads(self, config: Config) -> None:
-        objective = components_of(config)
-        if self.scheme == INCREMENTAL and self.first_sites >= (count := len(config.roster)):
+    def _check_heads(self, experiment: Experiment) -> None:
+        objective = components_of(experiment)
+        if self.scheme == INCREMENTAL and self.first_sites >= (count := len(experiment.sites)):
             raise UserError(f"strategy.first_sites: got {self.first_sites}, takes fewer than the {count} sites")
-        if objective.same_start and len({architecture_of(config, site) for site in config.roster}) > 1:
+        if objective.same_start and len({experiment.architecture(site) for site in experiment.sites}) > 1:
             raise UserError("objective.same_start: takes one network for all sites; theirs differ")
-        for site in config.roster if self.pretrained else ():
-            self._start(config, site)
-        check_pull(objective.pull, config.training)
-        if has_data(config):
-            sites = config.roster
-            kinds = Kinds.of(config, sites, {site.name: class_things(site.spec) for site in sites}, self.alike)
+        for site in experiment.sites if self.pretrained else ():
+            self._start(experiment, site)
+        check_pull(objective.pull, experiment.training)
+        if has_data(experiment.config):
+            sites = experiment.sites
+            kinds = Kinds.of(experiment, sites, {site.name: class_things(site.spec) for site in sites}, self.alike)
             check_common(objective.tasks, kinds.common())
 
     def begin(self, run: RoundContext) -> None:
@@ -130,7 +131,7 @@ class HeadTransfer(Recombining):
         frozen = {site.name for site in run.participants if self.scheme == INCREMENTAL and site.index >= self.first_sites}
 
         def content(site: Site) -> dict[str, State]:
-            start = {START: self._start(run.config, site)} if self.pretrained and not run.has(TRAINED, site.name) else {}
+            start = {START: self._start(run.experiment, site)} if self.pretrained and not run.has(TRAINED, site.name) else {}
             mark = {FROZEN: {FROZEN: torch.ones(1)}} if site.name in frozen else {}
             return {AUXILIARY_HEADS: heads, COMMON: commons[site.name], **mark, **start} if heads else start
 
@@ -153,12 +154,12 @@ class HeadTransfer(Recombining):
     def sent(self, view: View) -> State:
         return view.server_state(HEADS) if HEADS in view.slots.keeps() else {}
 
-    def _start(self, config: Config, site: Site) -> State:
+    def _start(self, experiment: Experiment, site: Site) -> State:
         """The extractor that a site starts from. UserError for a file that cannot be read or is another network's."""
         path = Path(self.pretrained[site.index % len(self.pretrained)]).expanduser()
         own = {
             name: one
-            for name, one in architecture_of(config, site).build().state_dict().items()
+            for name, one in experiment.architecture(site).build().state_dict().items()
             if name.startswith(EXTRACTOR)
         }
         given = read_state(path)
@@ -174,7 +175,7 @@ class HeadTransfer(Recombining):
         if NAMES in run.slots.keeps():
             return decoded(run.server_state(NAMES))
         found = kinds.common()
-        check_common(components_of(run.config).tasks, found)
+        check_common(components_of(run.experiment).tasks, found)
         run.save_server_state(NAMES, encoded(found))
         return found
 
@@ -188,7 +189,7 @@ class HeadTransfer(Recombining):
         """The auxiliary heads as the seed draws them."""
         architecture, heads = view.architecture(view.sites[0]), State()
         common = len(decoded(view.server_state(NAMES)))
-        for name, task in components_of(view.config).tasks.items():
+        for name, task in components_of(view.experiment).tasks.items():
             head = head_of(architecture, task.outputs(common))
             initialise(head, torch_generator(view.config.seed, "initialisation", "auxiliary", name))
             heads |= {f"{name}.{key}": tensor.detach() for key, tensor in head.state_dict().items()}

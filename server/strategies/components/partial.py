@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fedloom.clients.networks import architecture_of
+from fedloom.clients.objectives import Experiment
 from fedloom.clients.objectives.components.sharing import EXTRACTOR, HEAD, Sharing
 from fedloom.clients.protocol.messages import MEAN, SITE, TRAIN
 from fedloom.conf.errors import UserError
-from fedloom.conf.schema import Config
 from fedloom.fusion.state import State
 from fedloom.server.ledger.declared import Slot, Sum
 from fedloom.server.rounds.context import RoundContext
@@ -24,19 +23,23 @@ class PartialAveraging(Recombining):
     """The mean of one part over the sites, weighted by their images; which part, and in what order a site trains what, says
     the objective's mode (clients.objectives.components.sharing). Without such a part every site trains alone."""
 
-    def slots(self, config: Config) -> Mapping[str, Slot]:
-        return {SITES: Sum(weighted=True), **super().slots(config)} if _sharing(config).averaged else super().slots(config)
+    def slots(self, experiment: Experiment) -> Mapping[str, Slot]:
+        return (
+            {SITES: Sum(weighted=True), **super().slots(experiment)}
+            if _sharing(experiment).averaged
+            else super().slots(experiment)
+        )
 
-    def check(self, config: Config) -> None:
+    def check(self, experiment: Experiment) -> None:
         """UserError as for all, and if what is averaged is not alike."""
-        super().check(config)
-        if HEAD in _sharing(config).averaged:
-            check_outputs(config)
-        first = architecture_of(config, config.roster[0])
-        for site in config.roster:
-            if EXTRACTOR in _sharing(config).averaged and architecture_of(config, site).network != first.network:
-                told = f"objective.mode={components_of(config).mode} averages extractors"
-                raise UserError(f"{told}, and {site.name}'s network is another one than {config.roster[0].name}'s")
+        super().check(experiment)
+        if HEAD in _sharing(experiment).averaged:
+            check_outputs(experiment)
+        first = experiment.architecture(experiment.sites[0])
+        for site in experiment.sites:
+            if EXTRACTOR in _sharing(experiment).averaged and experiment.architecture(site).network != first.network:
+                told = f"objective.mode={components_of(experiment).mode} averages extractors"
+                raise UserError(f"{told}, and {site.name}'s network is another one than {experiment.sites[0].name}'s")
 
     def begin(self, run: RoundContext) -> None:
         """The part that is averaged starts as the seed draws it."""
@@ -59,8 +62,8 @@ class PartialAveraging(Recombining):
             run.save_server_state(SHARED, cast(counted(run).mean(SITES), run.server_state(SHARED)))
 
     def sent(self, view: View) -> State:
-        return _sharing(view.config).part(view.initial(site=view.sites[0]))
+        return _sharing(view.experiment).part(view.initial(site=view.sites[0]))
 
 
-def _sharing(config: Config) -> Sharing:
-    return components_of(config).sharing
+def _sharing(experiment: Experiment) -> Sharing:
+    return components_of(experiment).sharing

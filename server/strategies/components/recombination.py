@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fedloom.clients.data import class_things, label
-from fedloom.clients.networks import Architecture, Model, architecture_of
-from fedloom.clients.objectives import objective_of
+from fedloom.clients.networks import Architecture, Model
+from fedloom.clients.objectives import Experiment
 from fedloom.clients.objectives.components.objective import (
     KINDS,
     LABELS,
@@ -29,7 +29,6 @@ from fedloom.clients.objectives.components.sharing import ALONE, EXTRACTOR, HEAD
 from fedloom.clients.protocol.messages import COMPONENTS, MODEL, TOTAL, right_of
 from fedloom.clients.protocol.reply_checks import ReplyError, can_be
 from fedloom.conf.errors import UserError, unknown
-from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 from fedloom.conf.typed import option
 from fedloom.fusion.state import State
@@ -55,37 +54,37 @@ class Recombining(Strategy):
     every: int = option(0, "rounds from one measurement of all pairs to the next; 0: after the last one alone", low=0)
     alike: list[Any] = option([], "lists of names that different data sets have for one class: [[car, automobile], ...]")
 
-    def slots(self, config: Config) -> Mapping[str, Slot]:
+    def slots(self, experiment: Experiment) -> Mapping[str, Slot]:
         """What sites published, and that they trained."""
         return {COMPONENTS: PerClientSlot(), TRAINED: PerClientSlot()}
 
-    def check(self, config: Config) -> None:
+    def check(self, experiment: Experiment) -> None:
         """UserError for another objective, and for networks whose parts cannot be exchanged, naming both."""
-        objective = components_of(config)
+        objective = components_of(experiment)
         check_alike(self.alike)
-        if config.data.heads == "task":
+        if experiment.data.heads == "task":
             raise UserError("data.heads: strategy head_transfer takes shared or own: a head has its own site's classes")
-        names = {site.name for site in config.roster}
+        names = {site.name for site in experiment.sites}
         if odd := next((name for name in objective.private if name not in names), ""):
             raise UserError(f"objective.private: there is no site '{odd}'")
         objective.published("")
-        check_parts(config)
+        check_parts(experiment)
 
-    def warnings(self, config: Config) -> Sequence[str]:
+    def warnings(self, experiment: Experiment) -> Sequence[str]:
         """Not to measure with BatchNorm's stored statistics (Sec. C.1): they are of other features than a head then gets.
         And which names of `alike` no site's classes have, where they are known."""
         found: list[str] = []
-        if config.evaluation.statistics == "running" and any(
+        if experiment.evaluation.statistics == "running" and any(
             name.endswith("running_mean")
-            for architecture in {architecture_of(config, site) for site in config.roster}
+            for architecture in {experiment.architecture(site) for site in experiment.sites}
             for name in shapes(architecture)
         ):
             told = "stored statistics are of other features than an exchanged head gets, and spoil what is measured"
             source = "(32.4 % in Gygli et al. 2021, App. C.1)"
             found.append(f"evaluation.statistics=running: {told} {source}; take batch or recomputed")
-        if self.alike and has_data(config):
-            sites = config.roster
-            known = Kinds.of(config, sites, {site.name: class_things(site.spec) for site in sites}, ()).all()
+        if self.alike and has_data(experiment.config):
+            sites = experiment.sites
+            known = Kinds.of(experiment, sites, {site.name: class_things(site.spec) for site in sites}, ()).all()
             odd = [name for group in self.alike for name in group if name not in known]
             found += [f"{unknown('class in strategy.alike', name, known)}; it changes nothing" for name in odd]
         return found
@@ -93,7 +92,7 @@ class Recombining(Strategy):
     def round(self, run: RoundContext) -> None:
         """Training and, when it is due, what sites publish and how it fits together."""
         self.train(run)
-        length = self.schedule(run.config).length(run.config.rounds)
+        length = self.schedule(run.experiment).length(run.config.rounds)
         if run.number >= length or (self.every and run.number % self.every == 0):
             self.publish(run)
             self.recombine(run)
@@ -104,7 +103,7 @@ class Recombining(Strategy):
 
     def publish(self, run: RoundContext) -> None:
         """Ask for the components that sites let others have, and enter them into the catalogue."""
-        likes = {site.name: _published(run.config, site) for site in run.sites}
+        likes = {site.name: _published(run.experiment, site) for site in run.sites}
         asked = [site for site in self.networked(run) if likes[site.name]]
         expected = {site.name: RecordSpec(likes[site.name], bounded=False, whole=False, check=_whole_parts(likes[site.name]))
                     for site in asked}  # fmt: skip
@@ -116,9 +115,10 @@ class Recombining(Strategy):
         """Ask every site how good each published head is on its extractor."""
         places = {site.name: site.index for site in run.config.roster}
         kinds = self.kinds(run)
-        there = looked_at(run.config, [site for site in self.published(run) if site in kinds.names])
+        config = run.config
+        there = looked_at(config, [site for site in self.published(run) if site in kinds.names])
         heads = {site: part for site in there if (part := self.component(run, site, HEAD))}
-        extractors = looked_at(run.config, [site.name for site in self.networked(run) if site.name in kinds.names])
+        extractors = looked_at(config, [site.name for site in self.networked(run) if site.name in kinds.names])
         asked = [site for site in self.networked(run) if site.name in set(extractors)]
         if not heads or not asked:
             return
@@ -168,7 +168,7 @@ class Recombining(Strategy):
         table = view.server_state(MATRIX)
         places = [place for place in here if bool(table[IMAGES][place].any() or table[IMAGES][:, place].any())]
         cells = [[_share(table, row, column) for column in places] for row in places]
-        mode = components_of(view.config).mode
+        mode = components_of(view.experiment).mode
         return {
             "recombination": {mode: {"sites": [here[place] for place in places], "accuracy": cells, **self.traffic(view)}}
         }
@@ -184,7 +184,7 @@ class Recombining(Strategy):
 
     def kinds(self, run: RoundContext) -> Kinds:
         """The classes of all sites by name."""
-        return Kinds.of(run.config, run.sites, run.class_names(run.sites), self.alike)
+        return Kinds.of(run.experiment, run.sites, run.class_names(run.sites), self.alike)
 
     def networked(self, run: RoundContext) -> list[Site]:
         """The sites that have a network of their own."""
@@ -210,27 +210,29 @@ class Recombining(Strategy):
 
     def residue(self, view: View, names: Sequence[str] = ()) -> Sequence[ResidualInfluence]:
         """The other sites' networks, if anything was shared while the forgotten ones took part."""
-        if components_of(view.config).mode == ALONE or view.rounds_with(names) < 2:
+        if components_of(view.experiment).mode == ALONE or view.rounds_with(names) < 2:
             return ()
         why = "after round 1 they were trained with parts that the forgotten sites had a share in"
         return (ResidualInfluence("the other sites' networks and what they published", why),)
 
 
-def components_of(config: Config) -> Components:
+def components_of(experiment: Experiment) -> Components:
     """The configured objective."""
-    found = objective_of(config)
+    found = experiment.objective
     if not isinstance(found, Components):
-        raise UserError(f"objective.name: got '{config.objective.get('name')}', strategy head_transfer takes components")
+        raise UserError(
+            f"objective.name: got '{experiment.config.objective.get('name')}', strategy head_transfer takes components"
+        )
     return found
 
 
-def check_parts(config: Config) -> None:
+def check_parts(experiment: Experiment) -> None:
     """UserError, naming both sites, if their heads are of different kinds or take different features."""
-    sites = config.roster
-    shapes = {architecture: head_shapes(architecture) for architecture in {architecture_of(config, site) for site in sites}}
+    sites = experiment.sites
+    shapes = {architecture: head_shapes(architecture) for architecture in {experiment.architecture(site) for site in sites}}
     first = sites[0]
     for site in sites[1:]:
-        one, other = shapes[architecture_of(config, first)], shapes[architecture_of(config, site)]
+        one, other = shapes[experiment.architecture(first)], shapes[experiment.architecture(site)]
         if odd := next((name for name in {**one, **other} if one.get(name) != other.get(name)), ""):
             told = f"{site.name}'s head has '{odd}' {_told(other.get(odd))}, {first.name}'s {_told(one.get(odd))}"
             raise UserError(f"network: heads cannot be exchanged: {told}; give both one network.head (and network.channels)")
@@ -259,9 +261,9 @@ def _cast(view: View, site: Site) -> State:
     return cast(view.slots.contributions.floats(site.name, COMPONENTS), shapes(view.architecture(site)))
 
 
-def _published(config: Config, site: Site) -> State:
-    prefixes = components_of(config).published(site.name)
-    state = shapes(architecture_of(config, site))
+def _published(experiment: Experiment, site: Site) -> State:
+    prefixes = components_of(experiment).published(site.name)
+    state = shapes(experiment.architecture(site))
     return {name: tensor for name, tensor in state.items() if prefixes and name.startswith(prefixes)}
 
 
@@ -292,11 +294,11 @@ def _bytes(state: State) -> int:
     return sum(tensor.nbytes for tensor in state.values())
 
 
-def check_outputs(config: Config) -> None:
+def check_outputs(experiment: Experiment) -> None:
     """UserError, naming both sites, if heads that all sites are sent would be of different numbers of classes."""
-    first = config.roster[0]
-    for site in config.roster:
-        has, other = architecture_of(config, site).classes, architecture_of(config, first).classes
+    first = experiment.sites[0]
+    for site in experiment.sites:
+        has, other = experiment.architecture(site).classes, experiment.architecture(first).classes
         if has != other:
             told = f"{site.name}'s has {has} classes, {first.name}'s {other}"
-            raise UserError(f"objective.mode={components_of(config).mode} takes one head for all sites; {told}")
+            raise UserError(f"objective.mode={components_of(experiment).mode} takes one head for all sites; {told}")

@@ -13,11 +13,11 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import strategy as flower
 
-from fedloom.clients.networks import Model, common_architecture
+from fedloom.clients.networks import Model
+from fedloom.clients.objectives import Experiment
 from fedloom.clients.protocol.messages import MEAN, SITE, TRAIN
 from fedloom.conf.errors import FailedError, UserError
 from fedloom.conf.plugins import call, told
-from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 from fedloom.fusion.state import State
 from fedloom.server.ledger.declared import PerClientSlot, Slot
@@ -60,16 +60,16 @@ class FlowerStrategy(Strategy):
         """Options of the objective that follow from those of the strategy."""
         return {"mu": self.fresh().proximal_mu} if self.default_objective == "fedprox" else {}
 
-    def slots(self, config: Config) -> Mapping[str, Slot]:
+    def slots(self, experiment: Experiment) -> Mapping[str, Slot]:
         """What each site sent last; no sum."""
         return {NETWORKS: PerClientSlot()}
 
-    def check(self, config: Config) -> None:
+    def check(self, experiment: Experiment) -> None:
         """UserError for another sites' half, fewer sites than it waits for, numbers that nobody reports."""
-        check_objective(config, self.default_objective)
-        common_architecture(config)
+        check_objective(experiment, self.default_objective)
+        experiment.common_architecture()
         self._check_options()
-        inner, sites = self.fresh(), len(config.roster)
+        inner, sites = self.fresh(), len(experiment.sites)
         for key in ("min_available_nodes", "min_train_nodes"):
             if getattr(inner, key, 0) > sites:
                 why = f"got {getattr(inner, key)}, there are {sites} sites, and it would wait for others"
@@ -79,9 +79,9 @@ class FlowerStrategy(Strategy):
         if (key := getattr(inner, "weighted_by_key", SAMPLES)) not in (SAMPLES, LOSS):
             raise UserError(f"{self.where}.weighted_by_key: got '{key}', sites report {SAMPLES} and {LOSS}")
         for option, here in self.objective_defaults.items():
-            if config.objective.get(option, here) != here:
+            if experiment.config.objective.get(option, here) != here:
                 raise UserError(
-                    f"objective.{option}: got {config.objective[option]}, the strategy says {here}; leave it out"
+                    f"objective.{option}: got {experiment.config.objective[option]}, the strategy says {here}; leave it out"
                 )
 
     def _check_options(self) -> None:
@@ -90,7 +90,7 @@ class FlowerStrategy(Strategy):
                 raise UserError(f"{self.where}.{key}: got {option!r}, takes an object of Python, which no configuration "
                                 "holds; derive a strategy in a module of yours and name that")  # fmt: skip
 
-    def warnings(self, config: Config) -> Sequence[str]:
+    def warnings(self, experiment: Experiment) -> Sequence[str]:
         """What forgetting is with it."""
         ours = self.make.__name__.lower()
         instead = f"; strategy.name={ours} is ours, with exact sums" if ours in STRATEGIES.names() else ""
@@ -102,7 +102,7 @@ class FlowerStrategy(Strategy):
     def begin(self, run: RoundContext) -> None:
         """The network starts at theta_0."""
         run.save_server_state(NETWORK, run.initial())
-        run.save_server_state(ARRAYS, shared(run.config, run.initial()))
+        run.save_server_state(ARRAYS, shared(run.experiment, run.initial()))
         run.save_server_state(MEMORY, {})
         run.save_server_state(ROUND, {"number": torch.tensor(0)})
 
@@ -118,7 +118,7 @@ class FlowerStrategy(Strategy):
         run.save_server_state(ROUND, {"number": torch.tensor(run.number)})
         sent = {sites.sites[one.metadata.dst_node_id].name: self._sent(run, one) for one in messages}
         asked = [site for site in run.participants if site.name in sent]
-        like = shared(run.config, run.server_state(NETWORK))
+        like = shared(run.experiment, run.server_state(NETWORK))
         for reply in run.ask(TRAIN, lambda site: {MEAN: sent[site.name]}, {SITE: RecordSpec(like)}, asked):
             numbers = {TOLD + LOSS: torch.tensor(reply.metrics["loss"], dtype=torch.float32)}
             run.put(NETWORKS, reply.site, {**reply[SITE], **numbers}, reply.samples)

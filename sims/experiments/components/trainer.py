@@ -14,6 +14,7 @@ from fedloom.clients.data import Images, to_float
 from fedloom.clients.networks import NETWORKS, HeadView, Network, initialise
 from fedloom.clients.objectives.components.auxiliary import Batch, Rotations
 from fedloom.clients.training.learner import descend
+from fedloom.clients.training.recipe import recipe_of
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import TrainingConfig
 
@@ -40,8 +41,8 @@ def built(section: Mapping[str, Any], size: int, classes: int, *words: str | int
 
 def fit(parts: Sequence[nn.Module], loss: Loss, images: Images, plan: Plan, *words: Any) -> None:
     """Train these modules on batches of the images, drawn by these words; all others stay as they are."""
-    training = TrainingConfig(batch=BATCH, rate=plan.rate)
-    descend([one for part in parts for one in part.train().parameters()], loss, _steps(images, plan, *words), training)
+    recipe = recipe_of(TrainingConfig(batch=BATCH, rate=plan.rate))
+    descend([one for part in parts for one in part.train().parameters()], loss, _steps(images, plan, *words), recipe)
 
 
 def _steps(images: Images, plan: Plan, *words: Any) -> Iterator[tuple[float, Tensor, Tensor]]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fedloom.clients.data import Images, to_float
 from fedloom.clients.training.learner import descend
+from fedloom.clients.training.recipe import recipe_of
 from fedloom.conf.randomness import drawing, torch_generator
 from fedloom.conf.schema import TrainingConfig
 from fedloom.sims.experiments.lasem.tasks import Task
@@ -125,7 +126,7 @@ def met(learner: Learner, tasks: Sequence[Task], plan: Plan, seed: int) -> Outco
             steps = _steps(task.train, plan, range(epoch, min(epoch + plan.every, plan.epochs)), draw)
             begin = time.perf_counter()
             with drawing(torch_generator(seed, "forward", str(number), str(epoch)).initial_seed(), torch.device("cpu")):
-                descend(site.parameters(), site.loss, steps, training)
+                descend(site.parameters(), site.loss, steps, recipe_of(training))
             found.seconds += time.perf_counter() - begin
             if (now := accuracy(site.network(), task.validation)) > best:
                 best, peak = now, accuracy(site.network(), task.test)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fedloom.clients.data import Images
 from fedloom.clients.networks import Network, architecture_of
+from fedloom.clients.objectives import resolve
 from fedloom.clients.objectives.base import Task
 from fedloom.clients.objectives.layer_selection.configurations import shown
 from fedloom.clients.objectives.layer_selection.objective import LayerSelection
@@ -64,7 +65,9 @@ class Selecting(Learner):
         site, seed = self.sites[number], self.config.seed
         network = architecture_of(self.config, site).build().train()
         draw = torch_generator(seed, "selection", site.name)
-        return Task(self.config, site, 1, len(self.sites), network, {MEAN: shared} if shared else {}, lambda: stored, draw)
+        return Task(
+            resolve(self.config), site, 1, len(self.sites), network, {MEAN: shared} if shared else {}, lambda: stored, draw
+        )
 
     def put_together(self, number: int, stored: State, shared: State) -> tuple[Network, tuple[int, ...]]:
         """A task's network and its configuration, with these shared parameters (none: those that it ended with)."""

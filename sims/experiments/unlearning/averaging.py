@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
+from fedloom.clients.objectives import Experiment
 from fedloom.clients.protocol.messages import MEAN, SITE
 from fedloom.clients.storage.states import read_state
-from fedloom.conf.schema import Config
 from fedloom.conf.typed import option
 from fedloom.fusion.state import State
 from fedloom.server.ledger import Ledger
@@ -28,7 +28,7 @@ class Averaging(Strategy):
     start: str = option("", "file of the network to begin with, such as a run's states/aggregate.safetensors; empty: drawn")
     share: float = option(1.0, "of the way from the network that the seed draws to it", low=0.0, high=1.0)
 
-    def slots(self, config: Config) -> dict[str, Slot]:
+    def slots(self, experiment: Experiment) -> dict[str, Slot]:
         return {NETWORKS: Sum(weighted=True)}
 
     def begin(self, run: RoundContext) -> None:

@@ -18,7 +18,7 @@ class Body(Objective):
         return PartSession(task, BODY)
 
     def network(self, task: Task, images: Images) -> State:
-        learn(session := PartSession(task, "head."), images, task.config, task.site, task.round, task.device)
+        learn(session := PartSession(task, "head."), images, task.experiment, task.site, task.round, task.device)
         return state_of(session.network)
 
 
@@ -38,7 +38,7 @@ class PartSession(PlainSession):
 
 
 class FedBabu(Strategy):
-    def slots(self, config):
+    def slots(self, experiment):
         return {"bodies": Sum()}
 
     def begin(self, run: RoundContext) -> None:

@@ -31,7 +31,7 @@ class ProxSession(PlainSession):
 class FedProx(Strategy):
     """The mean of the sites' last networks, weighted by their numbers of images."""
 
-    def slots(self, config):
+    def slots(self, experiment):
         return {"networks": Sum(weighted=True)}
 
     def begin(self, run: RoundContext) -> None:

@@ -9,7 +9,7 @@ from fedloom.server.strategies import TRAIN, Model, Models, PerClientSlot, Recor
 class Median(Strategy):
     default_objective = "fedavg"
 
-    def slots(self, config):
+    def slots(self, experiment):
         return {"networks": PerClientSlot()}
 
     def begin(self, run: RoundContext) -> None:
