@@ -1,6 +1,6 @@
 """A name where a section with a name is meant: `strategy: fedavg` is `strategy: {name: fedavg}`.
 
-Sections with a name: dataclasses with such a field, and fields that say that they are `named` (conf.typed.value).
+Sections with a name: dataclasses with such a field, and fields that say that they are `named` (conf.typed.option).
 """
 
 import dataclasses

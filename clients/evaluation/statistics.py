@@ -1,4 +1,4 @@
-"""What a site tells of a network on its own images, so that the server can set it right: sums, of which no image follows.
+"""What a site tells of a network on its own images, so that the server can set it right: means, of which no image follows.
 
 All are means over the site's training images: those of several sites, weighted by their numbers of images, are those of all
 their images together.

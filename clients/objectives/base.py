@@ -32,9 +32,9 @@ class Task:
     """All that a site has at hand in one round.
 
     `members` is the number of sites in the aggregate. `network` is on the device to train on, its weights still to be
-    loaded. `incoming` are the records that the server sent, `stored` reads the site's own state after the round before.
-    `generator` is for the objective's own random choices. `held_out` gives the site's own images that it does not train on:
-    those of "validation" or "test".
+    loaded. `incoming` are the records that the server sent, `load_local_state` reads the site's own state after the round
+    before. `generator` is for the objective's own random choices. `held_out` gives the site's own images that it does not
+    train on: those of "validation" or "test".
     """
 
     experiment: "Experiment"
@@ -59,7 +59,7 @@ class Task:
 
     @functools.cached_property
     def own(self) -> State | None:
-        """The site's own state (Session.own) after the round before; None if it never trained. LostStateError if gone."""
+        """The site's own state after the round before; None if it never trained. Raises LostStateError if it is gone."""
         return self.load_local_state()
 
     def loss(self, scores: Tensor, labels: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """What a site has sent, as the server adds it up: kept in its own store, so that the next round can begin at it.
 
-The record that the server keeps for the site (Order.slot) has a file of its own; others share one.
+The record that the server keeps for the site (TaskInstructions.slot) has a file of its own; others share one.
 """
 
 from collections.abc import Mapping

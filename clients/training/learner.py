@@ -44,8 +44,8 @@ def learn(
 ) -> Outcome:  # fmt: skip
     """Train for training.epochs or steps; all randomness from (seed, site, words). Raises DivergedError.
 
-    `words`: of the round's draw (Order.words); empty: the first one. `least`: fewest images of a batch; the last ones of a
-    pass are left out if they are fewer.
+    `words`: of the round's draw (TaskInstructions.words); empty: the first one. `least`: fewest images of a batch; the last
+    ones of a pass are left out if they are fewer.
     """
     images, words = session.training_images(images), words or (str(round),)
     steps, number = (

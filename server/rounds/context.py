@@ -244,7 +244,7 @@ class RoundContext(View):
     def save_server_state(self, name: str, state: State) -> None:
         """Keep a state that belongs to no site, in place of that of its name."""
         if not isinstance(state, Mapping) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
-            raise UserError(f"keep('{name}', ...): takes a dictionary of tensors, got {type(state).__name__}")
+            raise UserError(f"save_server_state('{name}', ...): takes a dictionary of tensors, got {type(state).__name__}")
         self.slots.keep(name, own(dict(state)))
 
     def _checked(

@@ -60,7 +60,7 @@ def read_vector(state: State | None, record: str, like: Mapping[str, Tensor]) ->
 
 
 def shaped(vector: Tensor, like: Mapping[str, Tensor]) -> State:
-    """The inverse of clients.privacy.secure_aggregation.site.flat, for the shapes of `like`."""
+    """The inverse of clients.privacy.secure_aggregation.contribution.flat, for the shapes of `like`."""
     names = sorted(like)
     parts = vector.split([like[name].numel() for name in names])
     return {name: part.view(like[name].shape) for name, part in zip(names, parts, strict=True)}

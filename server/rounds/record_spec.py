@@ -14,8 +14,8 @@ from fedloom.server.ledger.slots import Slots
 class RecordSpec:
     """What a record of a reply must be. `like`: names, shapes and kinds of number; None: of what the site put into `slot`.
 
-    Where it goes, if `Run.gather` is to see to it: into a `slot`, or into a mean over the replies in which it counts ONCE or
-    as often as the site has SAMPLES. `bounded`: how far it is from `like` is limited (federation.largest_change). `check`:
+    Where `RoundContext.gather` puts it: into a `slot`, or into a mean over the replies in which it counts ONCE or as
+    often as the site has SAMPLES. `bounded`: how far it is from `like` is limited (federation.largest_change). `check`:
     raises ReplyError for a record that cannot be true; it sees finite numbers only. `first`: where `like` is None, of a site
     that has put nothing into `slot` yet, by its name what it starts from.
     """

@@ -1,7 +1,7 @@
 """FedAvg, and what averaging methods have in common: sites train the network that the server sends, and a mean comes back.
 
 What is kept is what the last round began with; what the next one begins with follows from that and from what the sites put
-(`after`). So the last step of the server is made again, without it, when a site is forgotten.
+(`next_state`). So the last step of the server is made again, without it, when a site is forgotten.
 """
 
 import functools

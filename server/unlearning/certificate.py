@@ -21,8 +21,6 @@ from fedloom.server.ledger.tables import Event
 from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.run_folder.layout import CERTIFICATES
 from fedloom.server.unlearning.client_erasure import at_sites
-from fedloom.server.unlearning.signing import sign
-from fedloom.server.unlearning.superlink import scrub
 
 FORMAT = 1
 CERTIFIED = "certified"  # an event of the ledger, with the sha256 of the certificate that is written then
@@ -51,6 +49,8 @@ COPIES = "backups, other machines and whoever received earlier sums are beyond t
 
 def certificate(ledger: Ledger, aggregation: ServerState, request: Request) -> dict[str, Any]:
     """The facts of an applied request, the evidence left to the caller. Raises UserError if a sum does not check."""
+    from fedloom.server.unlearning.superlink import scrub  # Flower's database: only where a certificate is made
+
     event = forgotten_event(ledger, request.id)
     remaining = ledger.all_latest()
     totals = check_sums(ledger)
@@ -99,6 +99,8 @@ def issue(ledger: Ledger, content: dict[str, Any]) -> None:
     ledger.note(CERTIFIED, {"request": content["request"], "sha256": hashlib.sha256(text).hexdigest()})
     write_bytes(path, text)
     with contextlib.suppress(UserError, OSError):  # 'fedloom key' says what is wrong; nothing is kept back for that
+        from fedloom.server.unlearning.signing import sign  # cryptography: only where a certificate is written
+
         sign(path, text)
 
 

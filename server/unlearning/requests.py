@@ -41,7 +41,7 @@ class Unlearning:
     config: Config
     folder: Path
     ledger: Ledger
-    aggregation: ServerState
+    state: ServerState
     evaluator: Evaluator
     erasure: Erasure | None = None  # where nodes can be told
 
@@ -55,9 +55,9 @@ class Unlearning:
         self._refuse(request)
         body = self._before(request)
         if request.options.get("rollback"):
-            self.aggregation.roll_back(request.sites, body, request.id)
+            self.state.roll_back(request.sites, body, request.id)
         begin = time.perf_counter()
-        self.aggregation.forget(request.sites, body, request.id)
+        self.state.forget(request.sites, body, request.id)
         self.ledger.note("subtracted", {"request": request.id, "seconds": time.perf_counter() - begin})
         self._erase(request)
         self.tell_sites()
@@ -78,7 +78,7 @@ class Unlearning:
         self._erase(request)  # what was trained since
         self.ledger.prune()  # what a crash has left
         evaluation = self._evaluation(request)
-        done = certificate(self.ledger, self.aggregation, request)
+        done = certificate(self.ledger, self.state, request)
         done["evidence"] = evaluation.report((request.result or {})["evidence"], self._aggregate(), retrained)
         done["scope"] = scope(done["evidence"])
         issue(self.ledger, done)
@@ -100,7 +100,7 @@ class Unlearning:
         Requests that come after a rollback wait until its rounds are trained: before, there is little to measure.
         """
         changed = False
-        self.aggregation.leaving = []
+        self.state.leaving = []
         for request in filter(can, self.under_way()):
             if request.state == "received" and self._leaves(request, told, mine):
                 continue
@@ -122,19 +122,19 @@ class Unlearning:
     def lifted(self, told: Callable[[str], None]) -> None:
         """After a round in which the others have taken out their masks in common with sites that leave: forget them."""
         for request in self.under_way():
-            if request.state == "received" and set(request.sites) <= set(self.aggregation.leaving):
+            if request.state == "received" and set(request.sites) <= set(self.state.leaving):
                 self._taken(request, told, "")
-        self.aggregation.leaving = []
+        self.state.leaving = []
 
     def _leaves(self, request: Request, told: Callable[[str], None], mine: str) -> bool:
         """Whether what a request's sites gave is under masks, which others must take out in a round before it is applied."""
         if request.options.get("rollback") or not any(pair & set(request.sites) for pair in rounds_together(self.ledger)):
             return False
-        if self.aggregation.leaving:
+        if self.state.leaving:
             try:
-                self.aggregation.check_forgetting([*self.aggregation.leaving, *request.sites])
+                self.state.check_forgetting([*self.state.leaving, *request.sites])
             except UserError as error:
-                told(f"request '{request.id}' waits until {', '.join(self.aggregation.leaving)} are forgotten: {error}")
+                told(f"request '{request.id}' waits until {', '.join(self.state.leaving)} are forgotten: {error}")
                 return True
         try:
             self._refuse(request)
@@ -145,7 +145,7 @@ class Unlearning:
         if not self._noted(request, LEAVING):
             self.ledger.note(LEAVING, {"request": request.id, "sites": request.sites, "body": self._before(request)})
         told(f"request '{request.id}': in the next round the others take their masks with {', '.join(request.sites)} out")
-        self.aggregation.leaving = [*self.aggregation.leaving, *request.sites]
+        self.state.leaving = [*self.state.leaving, *request.sites]
         return True
 
     def _noted(self, request: Request, *kinds: str) -> dict[str, Any] | None:
@@ -179,7 +179,7 @@ class Unlearning:
         if known := self._noted(request, "rolled back", LEAVING):
             return {**known, "round": self.last_round()} if not request.options.get("rollback") else known
         evidence = self._evaluation(request).of(self._aggregate())
-        return {"digest_before": self.aggregation.digest(), "evidence": evidence, "round": self.last_round()}
+        return {"digest_before": self.state.digest(), "evidence": evidence, "round": self.last_round()}
 
     def _taken(self, request: Request, told: Callable[[str], None], mine: str) -> Request:
         """Apply a request that waits, if it is not refused."""
@@ -201,21 +201,21 @@ class Unlearning:
     def goal(self) -> int:
         """The round up to which the requests under way want to be trained; 0 if none does."""
         due = [self._due(request) for request in self.under_way() if request.state == "applied"]
-        return max([*due, self.last_round() + 1 if self.aggregation.leaving else 0])
+        return max([*due, self.last_round() + 1 if self.state.leaving else 0])
 
     def _aggregate(self) -> Model | None:
         """What is measured before and after; None if the method's networks are the sites' own."""
-        return self.aggregation.aggregate() if self.aggregation.display_name else None
+        return self.state.aggregate() if self.state.display_name else None
 
     def _refuse(self, request: Request) -> None:
         """RefusedError, which is noted, for a request that cannot be fulfilled."""
         try:
             refuse(self.ledger, request.sites)
-            if request.options.get("retrain") and not self.aggregation.display_name:
+            if request.options.get("retrain") and not self.state.display_name:
                 raise UserError("--retrain: compares aggregates, and this method has none; ask without it")
-            self.aggregation.check_forgetting(request.sites, rollback=bool(request.options.get("rollback")))
+            self.state.check_forgetting(request.sites, rollback=bool(request.options.get("rollback")))
             if request.options.get("recalibrate"):
-                self.aggregation.check_recalibration(request.sites)
+                self.state.check_recalibration(request.sites)
             check_sums(self.ledger)
         except LedgerError:  # that is not the request's fault
             raise

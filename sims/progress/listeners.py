@@ -19,7 +19,6 @@ from rich.text import Text
 from fedloom.conf.formatting import count
 from fedloom.conf.progress import heard
 from fedloom.server.run_folder import results_schema as recorded
-from fedloom.sims.progress.memory import tree_bytes
 from fedloom.sims.progress.output import lenient
 from fedloom.sims.report.results import result_tables
 from fedloom.sims.report.tables import clean, percent
@@ -214,6 +213,8 @@ class RichListener(QuietListener):
         """Answers per second since the run began, and the memory of all its processes, looked up now and then."""
         now = self._clock()
         if now - self._looked > MEMORY_SECONDS:
+            from fedloom.sims.progress.memory import tree_bytes
+
             self._memory, self._looked = tree_bytes(), now
         seconds = now - self._since
         speed = f"{self._replies / seconds:.3g} tasks/s, " if self._replies and seconds > 0 else ""

@@ -79,7 +79,7 @@ class Results(Sequence[Result]):
         return iter(self.runs)
 
     def compare(self, by: str | Sequence[str] = ()) -> Comparison:
-        """The runs beside each other, as `sims.compare` of their folders. UserError if none is finished."""
+        """The runs beside each other, as `fedloom.compare` of their folders. UserError if none is finished."""
         if not self.runs:
             raise UserError("compare: no run of the sweep is finished")
         return compare([result.folder for result in self.runs], by)

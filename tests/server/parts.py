@@ -27,7 +27,9 @@ from fedloom.fusion.state import State, digest
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger
 from fedloom.server.rounds.channel import ClientChannel, RawReply
+from fedloom.server.rounds.context import Adding
 from fedloom.server.rounds.loop import RoundLoop
+from fedloom.server.rounds.partial_sums import Partials
 from fedloom.server.rounds.schedules import Participation
 from fedloom.server.rounds.server_state import NullTransport, ServerState
 from fedloom.server.rounds.view import Setup
@@ -192,6 +194,9 @@ class Given(NullTransport):
     def ask(self, kind: str, context: Any, sites: Any, content: Any, expected: Any) -> Iterator[RawReply]:
         self.sent = self.sent or dict(content)
         yield from self.replies
+
+    def partials(self, context: Any, means: Any, expected: Any) -> Adding:
+        return Partials(context, self.run, means, expected)
 
     def class_names(self, sites: Any) -> dict[str, tuple[str, ...]]:
         return {site.name: class_things(site.spec) for site in sites}

@@ -27,7 +27,7 @@ def method(tmp_path):
 
 
 def test_class_counts_add_up_to_the_accuracy(method):
-    model = method.aggregation.models()[DEEP]
+    model = method.state.models()[DEEP]
     counts, accuracy = class_counts(method.evaluator, model), method.evaluator.accuracy(model, "test")
     assert {domain: float(right.sum() / total.sum()) for domain, (right, total) in counts.items()} == pytest.approx(
         {domain: share for domain, share in accuracy.items() if domain != "union"}
@@ -35,7 +35,7 @@ def test_class_counts_add_up_to_the_accuracy(method):
 
 
 def test_own_lacking_and_union_are_what_they_say(method):
-    models, sites = method.aggregation.models(), method.config.roster
+    models, sites = method.state.models(), method.config.roster
     found = at_sites(method.evaluator, sites, models)
     own, lacking, union = [], [], []
     for site, name in zip(sites, (SHALLOW, DEEP), strict=True):
@@ -51,7 +51,7 @@ def test_own_lacking_and_union_are_what_they_say(method):
 
 
 def test_costs_count_parameters_bytes_and_the_ensemble(method):
-    models, sites = method.aggregation.models(), method.config.roster
+    models, sites = method.state.models(), method.config.roster
     found = costs(method.evaluator, sites, models)
     for name in (SHALLOW, DEEP):
         numbers = sum(tensor.numel() for tensor in models[name].state.values())

@@ -102,7 +102,7 @@ class Recombining(Strategy):
         """The method's own part of a round."""
 
     def publish(self, run: RoundContext) -> None:
-        """Ask for the components that sites let others have, and enter them into the catalogue."""
+        """Ask for the components that sites let others have, and keep them."""
         likes = {site.name: _published(run.experiment, site) for site in run.sites}
         asked = [site for site in self.networked(run) if likes[site.name]]
         expected = {site.name: RecordSpec(likes[site.name], bounded=False, whole=False, check=_whole_parts(likes[site.name]))
@@ -191,12 +191,12 @@ class Recombining(Strategy):
         return [site for site in run.sites if run.has(TRAINED, site.name)]
 
     def published(self, view: View) -> list[str]:
-        """The sites that are in the catalogue."""
+        """The sites that published components."""
         return [site.name for site in view.sites if view.has(COMPONENTS, site.name)]
 
     def component(self, view: View, site: str, prefix: str) -> State:
         """The part of a site's network that it published (prefix: EXTRACTOR or HEAD); empty if it did not. UserError for a
-        site that is not in the catalogue."""
+        site that published none."""
         if not view.has(COMPONENTS, site):
             gone = site in {one.name for one in view.config.roster} - {one.name for one in view.sites}
             why = "it was forgotten, and its components are erased" if gone else "it published none"

@@ -30,7 +30,7 @@ UPPER = "upper bound (own, with a rotation head of its own)"
 class Found:
     """What is found of a run. `accuracy` [extractor's site, head's site]; `bytes` that a site sends in a round.
 
-    `own`, `exchanged`: its means on and off the diagonal. `correlation`: of both extractors' channels (looks.py), and
+    `own`, `exchanged`: its means on and off the diagonal. `correlation`: of both extractors' channels, and
     `permuted`: in the best order. `missing`, `missing_exchanged`: on classes that sites lack, with their own heads and with
     the other's; None where they lack none.
     """
