@@ -1,5 +1,6 @@
 """How the code hangs together: floors, no circles, a short way to the gradient, READMEs that list every file."""
 
+import ast
 import graphlib
 import json
 import subprocess
@@ -48,6 +49,22 @@ def test_the_way_to_the_gradient_is_short(tmp_path: Path) -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found["stack"]) <= MOST_ON_STACK, found["stack"]
     assert len(found["modules"]) <= MOST_MODULES, found["modules"]
+
+
+@pytest.mark.parametrize(("method", "most"), [("fedavg", 7), ("fedprox", 25), ("scaffold", 80)])
+def test_a_method_is_little_more_than_its_idea(method: str, most: int) -> None:
+    """Lines of both halves, without blanks, comments and docstrings."""
+    halves = (HOME / "clients/objectives" / f"{method}.py", HOME / "server/strategies" / f"{method}.py")
+    assert sum(map(_lines, halves)) <= most
+
+
+def _lines(path: Path) -> int:
+    text, aside = path.read_text(encoding="utf-8"), set[int]()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            aside |= set(range(node.lineno, (node.end_lineno or 0) + 1))
+    lines = enumerate(map(str.strip, text.splitlines()), 1)
+    return sum(number not in aside and bool(line) and not line.startswith("#") for number, line in lines)
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ v <- v - rate (grad F_k(v) + lambda (v - w_t)), on the same batches.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from fedloom.clients.data import Images
 from fedloom.clients.networks.initial import initial_state
-from fedloom.clients.objectives.base import OBJECTIVES, Session, Task
-from fedloom.clients.objectives.fedavg import FedAvg, FedAvgSession
+from fedloom.clients.objectives.averaging import AveragedSession, squared_distance
+from fedloom.clients.objectives.base import OBJECTIVES, Task
+from fedloom.clients.objectives.fedavg import FedAvg
 from fedloom.conf.typed import option
 from fedloom.fusion.state import State
 
@@ -27,7 +27,7 @@ class Ditto(FedAvg):
 
     strength: float = option(0.1, "of the pull of the site's own network to the shared one (the paper's lambda)", low=0.0)
 
-    def session(self, task: Task) -> Session:
+    def session(self, task: Task) -> AveragedSession:
         """Start on a task."""
         return DittoSession(self, task)
 
@@ -36,12 +36,11 @@ class Ditto(FedAvg):
         return super().network(task, images) or personal(task.own or {}) or initial_state(task.config)
 
 
-class DittoSession(FedAvgSession):
+class DittoSession(AveragedSession):
     """One optimiser moves both; no term of the loss has weights of both."""
 
     def __init__(self, objective: Ditto, task: Task) -> None:
         super().__init__(objective, task)
-        self.strength, self.begin = objective.strength, {name: one.detach().clone() for name, one in self.parts.items()}
         first = personal(task.own or {}) or initial_state(task.config)
         moving = {name: one.to(task.device, copy=True) for name, one in first.items()}
         self.personal = {name: nn.Parameter(moving.pop(name), one.requires_grad) for name, one in self.parts.items()}
@@ -50,17 +49,14 @@ class DittoSession(FedAvgSession):
     def weights(self) -> dict[str, nn.Parameter]:
         return {**super().weights(), **{PERSONAL + name: one for name, one in self.personal.items()}}
 
-    def per_step_inputs(self) -> tuple[State, ...]:
-        super().per_step_inputs()
-        return self.begin, self.statistics
+    def constants(self) -> tuple[State, ...]:
+        return self.sent, self.statistics
 
     def loss_of(self, weights: Mapping[str, Tensor], drawn: tuple[State, ...], images: Tensor, labels: Tensor) -> Tensor:
-        begin, statistics = drawn
-        shared = {name: weights[name] for name in begin}
-        own = {name: weights[PERSONAL + name] for name in begin}
-        apart = torch.stack([(own[name] - one).square().sum() for name, one in begin.items()]).sum()
-        loss = self.cross_entropy(shared, images, labels)
-        return loss + self.cross_entropy({**statistics, **own}, images, labels) + self.strength / 2 * apart
+        w_t, statistics = drawn
+        w, v = {name: weights[name] for name in w_t}, {name: weights[PERSONAL + name] for name in w_t}
+        loss = self.cross_entropy(w, images, labels) + self.cross_entropy({**statistics, **v}, images, labels)
+        return loss + self.objective.strength / 2 * squared_distance(v, w_t)
 
     def local_state(self) -> State | None:
         mine = {**self.statistics, **self.personal}

@@ -5,13 +5,11 @@ divided by what its own steps make of a gradient (||a_i||_1 times the rate), tim
 make of one on average: a change as large as those of other methods, to which the same bounds apply.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 
-from fedloom.clients.objectives.base import OBJECTIVES, Session, Task
-from fedloom.clients.objectives.fedavg import FedAvg, FedAvgSession
+from fedloom.clients.objectives.averaging import AveragedSession
+from fedloom.clients.objectives.base import OBJECTIVES, Task
+from fedloom.clients.objectives.fedavg import FedAvg
 from fedloom.clients.protocol.messages import MEAN, SITE
 from fedloom.fusion.state import State
 
@@ -20,18 +18,17 @@ AVERAGE = "average"  # its tensor
 
 
 @OBJECTIVES.register("fednova")
-@dataclass(frozen=True)
 class FedNova(FedAvg):
     """SGD, with momentum or without."""
 
-    requires_strategy: ClassVar[str] = "fednova"
+    requires_strategy = "fednova"
 
-    def session(self, task: Task) -> Session:
+    def session(self, task: Task) -> AveragedSession:
         """Start on a task."""
         return FedNovaSession(self, task)
 
 
-class FedNovaSession(FedAvgSession):
+class FedNovaSession(AveragedSession):
     """Sends x + (y - x) * average work / work; BatchNorm's statistics as they are."""
 
     def contribution(self) -> dict[str, State]:

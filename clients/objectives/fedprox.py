@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from fedloom.clients.objectives.base import OBJECTIVES, Session, Task
-from fedloom.clients.objectives.fedavg import FedAvg, FedAvgSession
+from fedloom.clients.objectives.averaging import AveragedSession, squared_distance
+from fedloom.clients.objectives.base import OBJECTIVES, Task
+from fedloom.clients.objectives.fedavg import FedAvg
 from fedloom.conf.typed import option
 from fedloom.fusion.state import State
 
@@ -15,27 +15,21 @@ from fedloom.fusion.state import State
 @OBJECTIVES.register("fedprox")
 @dataclass(frozen=True)
 class FedProx(FedAvg):
-    """F_k(w) + mu/2 ||w - w_t||^2 (Eq. 2)."""
+    """min F_k(w) + mu/2 ||w - w_t||^2 (Eq. 2)."""
 
     mu: float = option(0.01, "weight of the proximal term", low=0.0)
 
-    def session(self, task: Task) -> Session:
+    def session(self, task: Task) -> AveragedSession:
         """Start on a task."""
         return FedProxSession(self, task)
 
 
-class FedProxSession(FedAvgSession):
+class FedProxSession(AveragedSession):
     """w_t is what the server sent."""
 
-    def __init__(self, objective: FedProx, task: Task) -> None:
-        super().__init__(objective, task)
-        self.mu, self.begin = objective.mu, {name: weight.detach().clone() for name, weight in self.parts.items()}
+    def constants(self) -> tuple[State, ...]:
+        return (self.sent,)
 
-    def per_step_inputs(self) -> tuple[State, ...]:
-        super().per_step_inputs()
-        return (self.begin,)
-
-    def loss_of(self, weights: Mapping[str, Tensor], drawn: tuple[State, ...], images: Tensor, labels: Tensor) -> Tensor:
-        (begin,) = drawn
-        moved = torch.stack([(weights[name] - one).square().sum() for name, one in begin.items()]).sum()
-        return self.cross_entropy(weights, images, labels) + self.mu / 2 * moved
+    def extra_loss(self, w: Mapping[str, Tensor], constants: tuple[State, ...], /) -> Tensor:
+        (w_t,) = constants
+        return self.objective.mu / 2 * squared_distance(w, w_t)

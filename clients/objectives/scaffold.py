@@ -5,14 +5,13 @@ the mean of the gradients of its steps, and goes to the server beside the networ
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fedloom.clients.objectives.base import OBJECTIVES, Session, Task
-from fedloom.clients.objectives.fedavg import FedAvg, FedAvgSession
+from fedloom.clients.objectives.averaging import Averaged, AveragedSession
+from fedloom.clients.objectives.base import OBJECTIVES, Task
+from fedloom.clients.objectives.fedavg import FedAvg
 from fedloom.clients.protocol.messages import MEAN, SITE
 from fedloom.fusion.state import State
 
@@ -20,46 +19,40 @@ CONTROL = "control/"  # before the names of parameters: down c, up and in the si
 
 
 @OBJECTIVES.register("scaffold")
-@dataclass(frozen=True)
 class Scaffold(FedAvg):
     """SGD, with momentum or without."""
 
-    requires_strategy: ClassVar[str] = "scaffold"
+    requires_strategy = "scaffold"
 
-    def session(self, task: Task) -> Session:
+    def session(self, task: Task) -> AveragedSession:
         """Start on a task."""
         return ScaffoldSession(self, task)
 
 
-class ScaffoldSession(FedAvgSession):
+class ScaffoldSession(AveragedSession):
     """The correction is a term of the loss, linear in the weights: its gradient is c - c_i."""
 
     from_server = frozenset()  # c_i is the site's own
 
-    def __init__(self, objective: Scaffold, task: Task) -> None:
+    def __init__(self, objective: Averaged, task: Task) -> None:
         super().__init__(objective, task)
-        sent, own = task.incoming[MEAN], task.own or {}
-        self.begin = {name: weight.detach().clone() for name, weight in self.parts.items()}
-        none = {name: torch.zeros_like(weight) for name, weight in self.begin.items()}
-        self.control = {name: own.get(CONTROL + name, none[name]).to(task.device) for name in self.begin}
-        self.shift = {name: sent[CONTROL + name].to(task.device) - self.control[name] for name in self.begin}
+        x, c, own = self.sent, task.incoming[MEAN], task.own or {}
+        c_i = {name: own.get(CONTROL + name, torch.zeros_like(x[name])).to(task.device) for name in x}
+        self.c_i, self.shift = c_i, {name: c[CONTROL + name].to(task.device) - c_i[name] for name in x}
 
-    def per_step_inputs(self) -> tuple[State, ...]:
-        super().per_step_inputs()
-        return self.begin, self.shift
+    def constants(self) -> tuple[State, ...]:
+        return self.sent, self.shift
 
-    def loss_of(self, weights: Mapping[str, Tensor], drawn: tuple[State, ...], images: Tensor, labels: Tensor) -> Tensor:
-        begin, shift = drawn
-        linear = torch.stack([((weights[name] - begin[name]) * one).sum() for name, one in shift.items()]).sum()
-        return self.cross_entropy(weights, images, labels) + linear
+    def extra_loss(self, y: Mapping[str, Tensor], constants: tuple[State, ...], /) -> Tensor:
+        x, shift = constants
+        return torch.stack([((y[name] - x[name]) * one).sum() for name, one in shift.items()]).sum()
 
     def controls(self) -> State:
-        """The site's own variate as it is after the steps so far, by the names that it travels under."""
-        work = self.effective_steps()
-        if not work:
-            return {CONTROL + name: one.detach().cpu() for name, one in self.control.items()}
-        moved = {name: (self.begin[name] - one.detach()) / work for name, one in self.parts.items()}
-        return {CONTROL + name: (one - self.shift[name]).cpu() for name, one in moved.items()}
+        """c_i as it is after the steps so far, by the names that it travels under."""
+        c_i = self.c_i
+        if work := self.effective_steps():  # K rate
+            c_i = {name: (x - self.parts[name].detach()) / work - self.shift[name] for name, x in self.sent.items()}
+        return {CONTROL + name: one.detach().cpu() for name, one in c_i.items()}
 
     def contribution(self) -> dict[str, State]:
         return {SITE: {**super().contribution()[SITE], **self.controls()}}

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from fedloom.clients.networks import Model
 from fedloom.clients.objectives import Experiment
-from fedloom.clients.objectives.fedavg import OWN, norms
-from fedloom.clients.objectives.fedavg import FedAvg as FedAvgObjective
+from fedloom.clients.objectives.averaging import OWN, Averaged, norms
 from fedloom.clients.objectives.steps import momentum_of
 from fedloom.clients.protocol.messages import MEAN, SITE, TRAIN
 from fedloom.conf.errors import UserError
@@ -133,20 +132,6 @@ class Averaging(Strategy):
         return found
 
 
-@STRATEGIES.register("fedavg")
-@dataclass(frozen=True)
-class FedAvg(Averaging):
-    """w_{t+1} = sum n_k w_k / sum n_k over the sites that answered (McMahan et al. 2017, Alg. 1)."""
-
-
-@STRATEGIES.register("fedprox")
-@dataclass(frozen=True)
-class FedProx(FedAvg):
-    """FedAvg of sites that stay near the network that they were sent (Li et al. 2020); `objective.mu` says how near."""
-
-    default_objective: ClassVar[str] = "fedprox"
-
-
 def counted(view: View) -> View:
     """The sites that answered in the last round. Under masks all count with what they sent last: no other sum is known."""
     if view.config.federation.secure_aggregation:
@@ -172,7 +157,7 @@ def check_steps(experiment: Experiment) -> None:
 def shared(experiment: Experiment, state: State) -> State:
     """Of a network's state, what the sites average."""
     objective = experiment.objective
-    assert isinstance(objective, FedAvgObjective)
+    assert isinstance(objective, Averaged)
     return objective.shared(_network(experiment), state)
 
 

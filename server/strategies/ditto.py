@@ -1,8 +1,5 @@
 """Ditto at the server (Li et al. 2021): FedAvg. What is personal stays at the sites."""
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from fedloom.clients.objectives import Experiment
 from fedloom.conf.errors import UserError
 from fedloom.server.rounds.view import View
@@ -11,12 +8,11 @@ from fedloom.server.strategies.base import STRATEGIES, ResidualInfluence
 
 
 @STRATEGIES.register("ditto")
-@dataclass(frozen=True)
 class Ditto(Averaging):
     """The shared network is FedAvg's; `personal` in tables: the sites' own, each measured at its site."""
 
-    default_objective: ClassVar[str] = "ditto"
-    personal: ClassVar[bool] = True
+    default_objective = "ditto"
+    personal = True
 
     def check(self, experiment: Experiment) -> None:
         """UserError for gradients that are clipped: the norm would be that of both networks."""

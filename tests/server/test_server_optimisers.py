@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from fedloom.server.strategies.averaging import NETWORK, Averaging, FedAvg
+from fedloom.server.strategies.averaging import NETWORK, Averaging
+from fedloom.server.strategies.fedavg import FedAvg
 from fedloom.server.strategies.server_optimisers import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
 
 Array = NDArray[np.float64]

@@ -143,7 +143,7 @@ def test_a_slip_is_told_in_one_line_before_anything_starts(
 
 LEAVES = """
 from dataclasses import dataclass
-from fedloom.server.strategies.averaging import FedAvg
+from fedloom.server.strategies.fedavg import FedAvg
 
 @dataclass(frozen=True)
 class Leaves(FedAvg):
