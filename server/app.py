@@ -9,8 +9,8 @@ from flwr.superlink.grid.http_grid import HttpGrid
 from fedloom.conf import load
 from fedloom.conf.errors import FailedError, UserError
 from fedloom.server.flower.grid import CarefulGrid
+from fedloom.server.rounds.listener import LogListener
 from fedloom.server.run.experiment import run_experiment
-from fedloom.server.run.listener import LogListener
 from fedloom.server.strategies.defaults import with_default_objective
 
 app = ServerApp()

@@ -20,12 +20,12 @@ from fedloom.server.evaluation.per_client_metrics import different_networks
 from fedloom.server.ledger.blobs import NodeLostError
 from fedloom.server.rounds.channel import ClientChannel
 from fedloom.server.rounds.context import RoundContext
+from fedloom.server.rounds.listener import Listener
 from fedloom.server.rounds.masks import RECORD, partners, rounds_together
 from fedloom.server.rounds.recalibrated import aggregates, end
 from fedloom.server.rounds.schedules import Participation
 from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.transport import RoundTransport
-from fedloom.server.run.listener import Listener
 from fedloom.server.run_folder.results_schema import RECEIVED
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class RoundLoop:
         # rounds beyond the configured ones stretch the schedule of the rate
         beyond = number > self.state.length(self.config.rounds)
         self.transport.length = self.last if beyond else self.config.rounds
-        context = self.state.run(number, participation, self.transport)
+        context = self.state.round_context(number, participation, self.transport)
         context.leaving = leaving
         return context
 

@@ -112,7 +112,7 @@ class MaskedExchange:
     FailedError if the contributions that came cannot do; nothing is told then.
     """
 
-    run: RoundContext
+    context: RoundContext
     transport: Transport
     expected: Mapping[str, RecordSpec]
     heard: Heard
@@ -133,12 +133,12 @@ class MaskedExchange:
     @property
     def threshold(self) -> int:
         """How many sites must answer."""
-        return max(FEWEST_MASKED, threshold_of(self.run.config.federation.secure_threshold, len(self.heard.keys)))
+        return max(FEWEST_MASKED, threshold_of(self.context.config.federation.secure_threshold, len(self.heard.keys)))
 
     def like(self, record: str, site: str) -> Mapping[str, Tensor]:
         """The names and shapes of what is under a record's masks, as tensors without entries."""
         if (record, site) not in self._shapes:
-            start = self.expected[record].start(self.run.slots, site)
+            start = self.expected[record].start(self.context.slots, site)
             self._shapes[record, site] = {name: torch.empty_like(tensor, device="meta") for name, tensor in start.items()}
         return self._shapes[record, site]
 
@@ -171,7 +171,7 @@ class MaskedExchange:
         self._enough(SECURE_SHARES, asked, self.heard.sealed)
 
     def _contributions(self, kind: str, content: Content, asked: Sequence[Site]) -> None:
-        place, slots = places(self.heard.keys), self.run.slots
+        place, slots = places(self.heard.keys), self.context.slots
         bases = {name: torch.tensor([slots.base(name)]) for name in self.heard.sealed}
 
         def sent(site: Site) -> Mapping[str, State]:
@@ -183,14 +183,14 @@ class MaskedExchange:
             given = content(site) if callable(content) else content
             return {**given, SECURE_SHARES: shares, BASES: bases, **self.lifts(site)}
 
-        for received in self.transport.ask(kind, self.run, asked, sent, self.expected):
+        for received in self.transport.ask(kind, self.context, asked, sent, self.expected):
             site = received.site
             try:
                 states = read(received)
                 self._check_blame(site, content_of(received).config_records.get(BLAMED))
                 bounds = replace(self.transport.bounds(site), counted=0)  # it weighs nothing: each site counts once
                 numbers = train_numbers(content_of(received), bounds, hidden=True)
-                self.run.countersigned(site.name, content_of(received))
+                self.context.countersigned(site.name, content_of(received))
                 trained = Trained.read(self.heard, site.name, states.get(SECURE_TRAINED, {}))
                 self.heard.vectors[site.name] = {
                     record: read_vector(states.get(record), record, self.like(record, site.name)) for record in self.expected
@@ -206,7 +206,7 @@ class MaskedExchange:
 
     def _alike(self, asked: Sequence[Site]) -> None:
         """Drop the sites whose signed training, or what they go on from, is not that of most (of the same base)."""
-        trained, base = self.heard.trained, self.run.slots.base
+        trained, base = self.heard.trained, self.context.slots.base
         usual = _usual(one.digest for one in trained.values())
         histories = {round: _usual(one.history for name, one in trained.items() if base(name) == round)
                      for round in map(base, trained)}  # fmt: skip
@@ -236,7 +236,9 @@ class MaskedExchange:
             wrong = wrong or [max(sorted(blamed), key=lambda name: len(blamed[name]))]  # else too few would be left
         if wrong:
             names = ", ".join(sorted(wrong))
-            raise WithoutError(f"round {self.run.number}: other sites say that they cannot use the shares of {names}", wrong)
+            raise WithoutError(
+                f"round {self.context.number}: other sites say that they cannot use the shares of {names}", wrong
+            )
 
     def _confirm(self, asked: Sequence[Site]) -> None:
         def take(site: Site, answer: Mapping[str, State]) -> None:
@@ -251,9 +253,9 @@ class MaskedExchange:
         self._ask(SECURE_CONFIRM, asked, {SECURE_CONFIRM: counts, SECURE_TRAINED: trained}, take)
         if len(self.heard.signed) < self.threshold and self.heard.refusing:
             raise SummedElsewhereError(
-                f"round {self.run.number}: {self.heard.refusing[0]} has trained nearly what was summed over other sites, "
-                "and the difference of the two sums would tell what some gave; resume when the same sites are there, or "
-                "begin a new run with a smaller training.batch, or with privacy.noise"
+                f"round {self.context.number}: {self.heard.refusing[0]} has trained nearly what was summed over other "
+                "sites, and the difference of the two sums would tell what some gave; resume when the same sites are there, "
+                "or begin a new run with a smaller training.batch, or with privacy.noise"
             )
         self._enough(SECURE_CONFIRM, asked, self.heard.signed)
 
@@ -281,7 +283,7 @@ class MaskedExchange:
         self, kind: str, asked: Sequence[Site], sent: Content, take: Callable[[Site, Mapping[str, State]], None]
     ) -> None:
         """Have each readable answer taken in; sites whose answer is not are dropped."""
-        for received in self.transport.ask(kind, self.run, asked, sent, None):
+        for received in self.transport.ask(kind, self.context, asked, sent, None):
             try:
                 answer = read(received)
                 if SUMMED_BEFORE in content_of(received).config_records:
@@ -301,7 +303,7 @@ class MaskedExchange:
         if len(answers) < (needed := self.threshold):
             told = f"{len(answers)} of {len(asked)} sites answered '{kind}', secure aggregation needs {needed}"
             silent = {site.name for site in asked} - {*answers} - set().union(*self.heard.blamed.values())
-            raise WithoutError(f"round {self.run.number}: {told}{self._failed}", silent)
+            raise WithoutError(f"round {self.context.number}: {told}{self._failed}", silent)
 
 
 def those(asked: Sequence[Site], names: Mapping[str, object]) -> list[Site]:

@@ -25,7 +25,7 @@ class Partials:
     Those that nodes keep wait until all replies are there: then each node is asked for one sum (`fetched`).
     """
 
-    run: RoundContext
+    context: RoundContext
     name: str
     means: dict[str, ExactSum]
     expected: Mapping[str, RecordSpec]
@@ -39,9 +39,9 @@ class Partials:
         FailedError if it is not the sum of this reply: then nobody knows what it is.
         """
         known = partial.run, partial.round, partial.samples.get(reply.site.name)
-        if known != (self.name, self.run.site_round, reply.samples):
-            raise FailedError(f"round {self.run.number}: a worker's partial sum is not that of {reply.site.name}'s reply; "
-                              "nothing of it counts")  # fmt: skip
+        if known != (self.name, self.context.site_round, reply.samples):
+            number, site = self.context.number, reply.site.name
+            raise FailedError(f"round {number}: a worker's partial sum is not that of {site}'s reply; nothing of it counts")
         if partial.node:
             self._there.setdefault(partial.node, {})[partial.messages] = partial
             self._waiting.setdefault(partial.node, []).append(reply)
@@ -57,7 +57,7 @@ class Partials:
 
     def fetched(self) -> Iterator[tuple[ClientUpdate, str]]:
         """The replies whose sums nodes keep, now that each node gives one sum: with why they do not count, or nothing."""
-        parts = self.run.ledger.blobs.elsewhere
+        parts = self.context.ledger.blobs.elsewhere
         if parts is None or not self._there:
             return
         with ThreadPoolExecutor(NODES) as threads:  # they add up at the same time
@@ -80,6 +80,6 @@ class Partials:
                 added[record].merge(records[record], partial.addends[record])
         for record, one in self.expected.items():
             if one.slot:
-                change = self.run.slots.summed(one.slot, records[record])
-                self.run.slots.merge(one.slot, change, partial.samples, self.run.number, partial.blobs)
+                change = self.context.slots.summed(one.slot, records[record])
+                self.context.slots.merge(one.slot, change, partial.samples, self.context.number, partial.blobs)
         self.means |= added

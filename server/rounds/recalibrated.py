@@ -32,11 +32,11 @@ def recalibrated(view: View, models: Models) -> Models:
     return Models({name: (lambda name=name: _with(models[name], kept.get(name, {}))) for name in models})
 
 
-def end(run: RoundContext) -> None:
+def end(context: RoundContext) -> None:
     """What was recalibrated is so no more."""
-    for name, parts in run.slots.keeps().items():
+    for name, parts in context.slots.keeps().items():
         if name.startswith(KEPT) and parts:
-            run.save_server_state(name, {})
+            context.save_server_state(name, {})
 
 
 def _with(model: Model, parts: Mapping[str, torch.Tensor]) -> Model:

@@ -51,22 +51,22 @@ class Told:
     left: Mapping[str, str]
 
 
-def recalibrate(run: RoundContext, models: Models, heads_share_basis: bool) -> Told:
+def recalibrate(context: RoundContext, models: Models, heads_share_basis: bool) -> Told:
     """Ask the participants about every aggregate, and keep what follows. Raises as `ask`."""
-    told = ask(run, models, heads_share_basis)
+    told = ask(context, models, heads_share_basis)
     for name, parts in told.parts.items():
-        run.save_server_state(KEPT + name, {key: tensor.float() for key, tensor in parts.items()})
+        context.save_server_state(KEPT + name, {key: tensor.float() for key, tensor in parts.items()})
     return told
 
 
-def ask(run: RoundContext, models: Models, heads_share_basis: bool, never: float = NEVER) -> Told:
+def ask(context: RoundContext, models: Models, heads_share_basis: bool, never: float = NEVER) -> Told:
     """Ask the participants about every aggregate. heads_share_basis: inputs of heads of one shape correspond; never: as in
     `discriminant`. UserError for networks that it cannot be done with, FailedError if nobody answers."""
     parts, sums, left, answered = dict[str, State](), dict[str, ExactSum](), dict[str, str](), set[str]()
-    for name in aggregates(run, models):
+    for name in aggregates(context, models):
         model = models[name]
         try:
-            parts[name], sums[name] = _told(run, model, answered)
+            parts[name], sums[name] = _told(context, model, answered)
         except FailedError as error:
             left[name] = str(error)
     if not sums:
@@ -103,29 +103,34 @@ def check_head(name: str, architecture: Architecture) -> None:
         raise UserError(f"the head of '{name}' is not one linear layer with a bias")
 
 
-def _told(run: RoundContext, model: Model, answered: set[str]) -> tuple[State, ExactSum]:
+def _told(context: RoundContext, model: Model, answered: set[str]) -> tuple[State, ExactSum]:
     """BatchNorm's statistics and the sum of the class statistics, of the sites that have the network."""
     network = model.architecture.build()
-    head, parts, sites = linear_head(network), State(), holders(run, run.participants, model.architecture)
+    head, parts, sites = linear_head(network), State(), holders(context, context.participants, model.architecture)
     if head is None:
         raise UserError(f"recalibration: network '{model.architecture.options['name']}' has no linear head with a bias")
     if norms := running_norms(network):
         sizes = {size: len(norm.get_buffer("running_mean")) for size, norm in norms.items()}
         like = {key + norm: torch.zeros(size) for norm, size in sizes.items() for key in (MEAN_OF, SQUARE_OF)}
-        parts = _statistics(_asked(run, MOMENTS, model.state, like, sites, answered).mean(), list(norms))
+        parts = _statistics(_asked(context, MOMENTS, model.state, like, sites, answered).mean(), list(norms))
     like = {COUNT: torch.zeros(head.out_features), SUM: torch.zeros(head.out_features, head.in_features),
             SQUARE: torch.zeros(head.in_features, head.in_features)}  # fmt: skip
-    return parts, _asked(run, CLASS_STATISTICS, {**model.state, **parts}, like, sites, answered)
+    return parts, _asked(context, CLASS_STATISTICS, {**model.state, **parts}, like, sites, answered)
 
 
 def _asked(
-    run: RoundContext, kind: str, state: State, like: Mapping[str, torch.Tensor], sites: Sequence[Site], answered: set[str]
+    context: RoundContext,
+    kind: str,
+    state: State,
+    like: Mapping[str, torch.Tensor],
+    sites: Sequence[Site],
+    answered: set[str],
 ) -> ExactSum:
     """The sum of the sites' answers, weighted by their images; those that answer are noted. FailedError if none does."""
-    total, expected = ExactSum(run.bits), {kind: RecordSpec(like, bounded=False, check=CHECKS[kind])}
+    total, expected = ExactSum(context.bits), {kind: RecordSpec(like, bounded=False, check=CHECKS[kind])}
     if not sites:
         raise FailedError("no site that has this network takes part")
-    for reply in run.ask(kind, {MODEL: state}, expected, sites, metrics=["samples"]):
+    for reply in context.ask(kind, {MODEL: state}, expected, sites, metrics=["samples"]):
         try:
             total.add(reply.integers[kind], reply.samples)
         except ExactSumError as error:

@@ -48,7 +48,7 @@ MOST_DRAWS = 3  # of a round's batches
 class SecureAggregation:
     """One question whose replies are added up without being read."""
 
-    run: RoundContext
+    context: RoundContext
     transport: Transport
     expected: Mapping[str, RecordSpec]
 
@@ -57,7 +57,7 @@ class SecureAggregation:
             raise UserError(f"federation.secure_aggregation: record '{odd}' counts by samples, and sums under masks count "
                             "each site once; set strategy.weighting=equal")  # fmt: skip
         self._rebuilt: dict[str, bytes] = {}
-        self.together = rounds_together(self.run.ledger) if self.run.leaving else {}
+        self.together = rounds_together(self.context.ledger) if self.context.leaving else {}
         self.heard = Heard("")
 
     def gather(self, kind: str, content: Content, asked: Sequence[Site]) -> dict[str, State]:
@@ -67,7 +67,7 @@ class SecureAggregation:
         refuse to have what they trained summed over other sites than before. If sites leave, the last resort is that nobody
         trains.
         """
-        draws, needed = 0, threshold_of(self.run.config.federation.secure_threshold, len(asked))
+        draws, needed = 0, threshold_of(self.context.config.federation.secure_threshold, len(asked))
         while True:
             try:
                 self._attempt(kind, content, asked)
@@ -80,9 +80,9 @@ class SecureAggregation:
                     raise
                 self.transport.message(f"{error}: the round begins again without {', '.join(error.sites)}")
             except SummedElsewhereError:
-                if self.run.again == IDLE or ((draws := draws + 1) >= MOST_DRAWS and not self.run.leaving):
+                if self.context.again == IDLE or ((draws := draws + 1) >= MOST_DRAWS and not self.context.leaving):
                     raise
-                self.run.again = draws if draws < MOST_DRAWS else IDLE
+                self.context.again = draws if draws < MOST_DRAWS else IDLE
         means = self._means()
         self._put()
         self._sound(means)
@@ -91,26 +91,27 @@ class SecureAggregation:
 
     def _attempt(self, kind: str, content: Content, asked: Sequence[Site]) -> None:
         self.heard, self._rebuilt = Heard(uuid.uuid4().hex), {}
-        self.run.attempt = self.heard.id
+        self.context.attempt = self.heard.id
         try:
             ways = self._lifts, self._check_partners
-            self._talk = MaskedExchange(self.run, self.transport, self.expected, self.heard, *ways)
+            self._talk = MaskedExchange(self.context, self.transport, self.expected, self.heard, *ways)
             self._talk.carry_out(kind, content, asked)
         finally:
-            self.run.attempt = ""
+            self.context.attempt = ""
 
     def _check_partners(self) -> None:
         """FailedError if a site is missing that has masks in common with sites that leave."""
-        if missing := [name for name in partners(self.together, self.run.leaving) if name not in self.heard.vectors]:
-            raise FailedError(f"round {self.run.number}: {missing[0]} did not answer, and it alone can take out its masks "
-                              f"in common with {', '.join(self.run.leaving)}; resume when it is there, or forget it, too"
+        if missing := [name for name in partners(self.together, self.context.leaving) if name not in self.heard.vectors]:
+            number = self.context.number
+            raise FailedError(f"round {number}: {missing[0]} did not answer, and it alone can take out its masks "
+                              f"in common with {', '.join(self.context.leaving)}; resume when it is there, or forget it, too"
                               )  # fmt: skip
 
     # What comes of it
 
     def _bare(self, name: str, vectors: Mapping[str, Tensor]) -> None:
         """Take a site's own mask off, and those that it has in common with sites that dropped out, in place."""
-        keys, words = self.heard.keys, (self.transport.run, str(self.run.site_round), self.heard.id)
+        keys, words = self.heard.keys, (self.transport.run, str(self.context.site_round), self.heard.id)
         own = self._secret(name, "its own mask", lambda secret: commitment(secret) == keys[name].own)
         off = [(-1, own)]
         for gone in sorted(self.heard.sealed.keys() - self.heard.vectors.keys()):
@@ -130,45 +131,45 @@ class SecureAggregation:
         shares, needed = self.heard.shares.get(name, {}), self._talk.threshold
         if len(shares) < needed:
             told = f"{name}: {len(shares)} right shares for {what} came, and {needed} are needed"
-            raise WithoutError(f"round {self.run.number}: {told}", self.heard.signed.keys() - self.heard.helped)
+            raise WithoutError(f"round {self.context.number}: {told}", self.heard.signed.keys() - self.heard.helped)
         secret = rebuilt({place: shares[place] for place in sorted(shares)[:needed]})
         if not right(secret):
-            raise WithoutError(f"round {self.run.number}: the shares that {name} dealt do not make its secret", [name])
+            raise WithoutError(f"round {self.context.number}: the shares that {name} dealt do not make its secret", [name])
         return self._rebuilt.setdefault(name, secret)
 
     def _means(self) -> dict[str, State]:
         found = {}
         for record, one in self.expected.items():
             if one.mean:
-                total = ExactSum(self.run.bits, modular=True)
+                total = ExactSum(self.context.bits, modular=True)
                 for name, vectors in self.heard.vectors.items():
                     total.merge(shaped(vectors[record], self._talk.like(record, name)), addends=1)
                 found[record] = total.mean()
         return found
 
     def _put(self) -> None:
-        slots, summed = self.run.slots, [(record, one.slot) for record, one in self.expected.items() if one.slot]
+        slots, summed = self.context.slots, [(record, one.slot) for record, one in self.expected.items() if one.slot]
         for record, slot in summed:
             for name, vectors in self.heard.vectors.items():
                 now = shaped(vectors[record], self._talk.like(record, name))
                 if slots.base(name):  # else what is kept is its first contribution, which is not masked
                     before = slots.contribution(slot, name)
                     now = {key: tensor + before[key] for key, tensor in now.items()}
-                slots.put([SlotUpdate(slot, name, now, self.heard.samples[name], now)], self.run.number)
-            for name in self.run.leaving:
+                slots.put([SlotUpdate(slot, name, now, self.heard.samples[name], now)], self.context.number)
+            for name in self.context.leaving:
                 if slots.has(slot, name):
                     nothing = {key: torch.zeros_like(tensor) for key, tensor in slots.contribution(slot, name).items()}
-                    slots.put([SlotUpdate(slot, name, nothing, 0, nothing)], self.run.number)
+                    slots.put([SlotUpdate(slot, name, nothing, 0, nothing)], self.context.number)
 
     def _sound(self, means: Mapping[str, State]) -> None:
         """FailedError if a mean has entries that no honest sites give: one of them sent what is no masked contribution."""
-        federation = self.run.config.federation
+        federation = self.context.config.federation
         most = 2 * (federation.largest_weight or math.inf)  # sites cut how far they move from what they were sent
-        totals = {one.slot: self.run.slots.total(one.slot).mean() for one in self.expected.values() if one.slot}
+        totals = {one.slot: self.context.slots.total(one.slot).mean() for one in self.expected.values() if one.slot}
         for record, state in {**means, **totals}.items():
             for name, tensor in state.items():
                 if tensor.numel() and not float(tensor.abs().max()) <= most:
-                    where = f"round {self.run.number}: the mean of '{record}', tensor '{name}'"
+                    where = f"round {self.context.number}: the mean of '{record}', tensor '{name}'"
                     raise FailedError(f"{where}, is beyond twice federation.largest_weight ({most:.5g}): a site sent "
                                       "something else than a contribution. Nothing of the round counts; under masks nobody "
                                       "can tell which site it was")  # fmt: skip
@@ -176,8 +177,8 @@ class SecureAggregation:
     def _count(self, asked: Sequence[Site]) -> None:
         """Note who took part."""
         for name, numbers in self.heard.numbers.items():
-            self.run.took(name, numbers)
-        self.run.masked = sorted(self.heard.vectors)
+            self.context.took(name, numbers)
+        self.context.masked = sorted(self.heard.vectors)
         for site in those(asked, self.heard.vectors):
             self.transport.replied(site, "")
 
@@ -185,7 +186,7 @@ class SecureAggregation:
 
     def _lifts(self, site: Site) -> dict[str, State]:
         """Of the sites that leave, the rounds whose masks this one has in common with them."""
-        rounds = {gone: self.together.get(frozenset((gone, site.name)), []) for gone in self.run.leaving}
+        rounds = {gone: self.together.get(frozenset((gone, site.name)), []) for gone in self.context.leaving}
         return {LIFT: {gone: torch.tensor(one) for gone, one in rounds.items() if one}} if any(rounds.values()) else {}
 
 

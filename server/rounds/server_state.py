@@ -75,7 +75,7 @@ class ServerState:
         self.membership = Membership(self.slots, self._settle)
         self.leaving: list[str] = []  # sites to be forgotten in the next round, in which others take out their masks
         if self.ledger.last_round() is None:
-            self.strategy.begin(self.run())
+            self.strategy.begin(self.round_context())
             self.slots.commit(0, {})
 
     def _check_slots(self, declared: Mapping[str, Slot]) -> None:
@@ -94,7 +94,7 @@ class ServerState:
         """The slots as they are."""
         return View(self.setup, self.slots)
 
-    def run(
+    def round_context(
         self, number: int = 0, participation: Participation | None = None, transport: Transport | None = None
     ) -> RoundContext:
         """What a round has at hand; by default one in which nobody can be asked."""
@@ -207,7 +207,7 @@ class ServerState:
         return found
 
     def _settle(self) -> None:
-        run = self.run(self.view().round)
+        run = self.round_context(self.view().round)
         end(run)
         self.strategy.recompute_derived(run)
 

@@ -21,11 +21,11 @@ from fedloom.fusion.exact import ExactSum
 from fedloom.server.ledger.blobs import UNREADABLE
 from fedloom.server.rounds.channel import ClientChannel, RawReply
 from fedloom.server.rounds.context import Adding, Content, Gathering, RoundContext
+from fedloom.server.rounds.listener import Listener
 from fedloom.server.rounds.participants import Participants
 from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.task_messages import Asking, TaskMessages
-from fedloom.server.run.listener import Listener
 
 STATE, CONFIGURATION = "its own state", "the configuration"  # what a site may lack
 MOST_REASON = 300  # characters of why a reply is dropped

@@ -26,11 +26,11 @@ from fedloom.server.evaluation.evaluator import RECOMPUTED, Evaluator, has_data,
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.database import LEDGER, begun
 from fedloom.server.rounds.channel import ClientChannel
+from fedloom.server.rounds.listener import Listener, Listeners
 from fedloom.server.rounds.privacy import check_hidden, hidden
 from fedloom.server.rounds.schedules import check_asked
 from fedloom.server.rounds.transport import MOST_REASON
 from fedloom.server.run.final_evaluation import OWN, counted
-from fedloom.server.run.listener import Listener, Listeners
 from fedloom.server.run.resource_usage import Spent
 from fedloom.server.run.training_run import TrainingRun, open_ledger
 from fedloom.server.run_folder.folder import SUMMARY, RunFolder, refuse_existing
@@ -101,9 +101,13 @@ def run_experiment(grid: Grid, config: Config, listener: Listener, began: float 
     beside all that was committed; with run.resume it goes on from there. `began`: when (time.monotonic) what counts as its
     time began; now, if not given.
     """
-    began = time.monotonic() if began is None else began
     refuse_existing(config)
     check(config)
+    return carry_out(grid, config, listener, time.monotonic() if began is None else began)
+
+
+def carry_out(grid: Grid, config: Config, listener: Listener, began: float) -> dict[str, Any]:
+    """The same of a configuration that is checked."""
     folder = RunFolder(Path(config.run.root) / config.run.name)
     folder.open(config)
     return work(grid, config, folder, listener, began)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedloom.conf.machine import forget_peak, peak_memory
-from fedloom.server.run.listener import Listener
+from fedloom.server.rounds.listener import Listener
 
 
 class Spent(Listener):

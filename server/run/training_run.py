@@ -24,11 +24,11 @@ from fedloom.server.ledger.blobs import NodeLostError
 from fedloom.server.ledger.database import LEDGER, begun
 from fedloom.server.ledger.declared import declared_sums
 from fedloom.server.rounds.channel import ClientChannel
+from fedloom.server.rounds.listener import Listener
 from fedloom.server.rounds.loop import RoundLoop
 from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.view import Setup
 from fedloom.server.run.final_evaluation import Found, Measured, check_models, common_names
-from fedloom.server.run.listener import Listener
 from fedloom.server.run_folder.folder import AGGREGATE, RunFolder
 from fedloom.server.run_folder.layout import RETRAINED
 from fedloom.server.strategies import slots_of

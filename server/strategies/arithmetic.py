@@ -49,19 +49,19 @@ class ArithmeticStrategy(Strategy):
         """The sites' cumulative gradients."""
         return {GRADIENT: Sum()}
 
-    def begin(self, run: RoundContext) -> None:
+    def begin(self, context: RoundContext) -> None:
         """Nobody has a gradient yet."""
-        run.put_all(GRADIENT, self.initial_contribution(run, "")[GRADIENT])
+        context.put_all(GRADIENT, self.initial_contribution(context, "")[GRADIENT])
 
-    def round(self, run: RoundContext) -> None:
+    def round(self, context: RoundContext) -> None:
         """Send the combination; add to each G_i how far the site went from it; of statistics, the last ones count."""
-        sent = self.network(run)
-        theta, start = _theta(run), quantise(sent, run.bits)
-        for reply in run.ask(TRAIN, {MEAN: sent}, {SITE: RecordSpec(sent)}):
-            end, before = reply.integers[SITE], run.integers(GRADIENT, reply.site.name)
+        sent = self.network(context)
+        theta, start = _theta(context), quantise(sent, context.bits)
+        for reply in context.ask(TRAIN, {MEAN: sent}, {SITE: RecordSpec(sent)}):
+            end, before = reply.integers[SITE], context.integers(GRADIENT, reply.site.name)
             moved = {name: tensor - theta[name] if is_statistic(name) else before[name] + (tensor - start[name])
                      for name, tensor in end.items()}  # fmt: skip
-            run.put(GRADIENT, reply.site, moved, reply.samples)
+            context.put(GRADIENT, reply.site, moved, reply.samples)
 
     def network(self, view: View) -> State:
         """The combination that the run uses; theta_0, whatever the coefficients, before anything was trained."""

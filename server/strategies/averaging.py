@@ -71,36 +71,36 @@ class Averaging(Strategy):
         return ["objective.batchnorm=own: the aggregate's BatchNorm stays as it began; each site's network is measured "
                 "with evaluation.where=sites, the aggregate with evaluation.statistics=batch"]  # fmt: skip
 
-    def begin(self, run: RoundContext) -> None:
+    def begin(self, context: RoundContext) -> None:
         """The network starts at theta_0."""
-        parameters = parameters_of(run.experiment)
-        run.save_server_state(NETWORK, run.initial())
+        parameters = parameters_of(context.experiment)
+        context.save_server_state(NETWORK, context.initial())
         for name in self.memory:
-            run.save_server_state(
-                name, {key: self.initial_memory(name, one) for key, one in run.initial().items() if key in parameters}
+            context.save_server_state(
+                name, {key: self.initial_memory(name, one) for key, one in context.initial().items() if key in parameters}
             )
-        run.save_server_state(ROUND, _number(0))
+        context.save_server_state(ROUND, _number(0))
 
     def initial_memory(self, name: str, like: Tensor) -> Tensor:
         """How a tensor of the memory of this name begins."""
         return torch.zeros_like(like)
 
-    def round(self, run: RoundContext) -> None:
+    def round(self, context: RoundContext) -> None:
         """Send the network; put what the sites make of it."""
-        now = self.next_state(run)
+        now = self.next_state(context)
         for name, state in now.items():
-            run.save_server_state(name, state)
-        run.save_server_state(ROUND, _number(run.number))
-        sent = {**now[NETWORK], **self.extra_broadcast(run)}
-        own = now[NETWORK].keys() - shared(run.experiment, now[NETWORK]).keys()
+            context.save_server_state(name, state)
+        context.save_server_state(ROUND, _number(context.number))
+        sent = {**now[NETWORK], **self.extra_broadcast(context)}
+        own = now[NETWORK].keys() - shared(context.experiment, now[NETWORK]).keys()
         like = {name: one for name, one in sent.items() if name not in own}
-        run.gather(TRAIN, {MEAN: sent, **self.extra_records(run)}, {SITE: RecordSpec(like, slot=NETWORKS)})
+        context.gather(TRAIN, {MEAN: sent, **self.extra_records(context)}, {SITE: RecordSpec(like, slot=NETWORKS)})
 
-    def extra_records(self, run: RoundContext) -> dict[str, State]:
+    def extra_records(self, context: RoundContext) -> dict[str, State]:
         """Records that are sent beside the network, of which nothing comes back."""
         return {}
 
-    def extra_broadcast(self, run: RoundContext) -> State:
+    def extra_broadcast(self, context: RoundContext) -> State:
         """What is sent beside the network; sites answer with the same names."""
         return {}
 

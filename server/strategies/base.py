@@ -69,18 +69,18 @@ class Strategy(ABC):
         return ()
 
     @abstractmethod
-    def begin(self, run: RoundContext) -> None:
+    def begin(self, context: RoundContext) -> None:
         """Round 0: the first contents of the slots, and what is kept beside them. Nobody can be asked yet."""
 
     @abstractmethod
-    def round(self, run: RoundContext) -> None:
+    def round(self, context: RoundContext) -> None:
         """One round: ask the participants, put what they gave, keep what all share."""
 
     @abstractmethod
     def models(self, view: View) -> Models:
         """The networks of a view of the slots, by the names that tables show: the aggregate first, sites by their names."""
 
-    def recompute_derived(self, run: RoundContext) -> None:
+    def recompute_derived(self, context: RoundContext) -> None:
         """Recompute what is kept and follows from the slots: after a round, and when sites are forgotten or readmitted."""
         return
 

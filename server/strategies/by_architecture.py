@@ -56,26 +56,26 @@ class ByArchitecture(Strategy):
         """The sites' networks, by architecture."""
         return {group.name: Sum(weighted=True, resumable=True) for group in groups_of(experiment)}
 
-    def begin(self, run: RoundContext) -> None:
+    def begin(self, context: RoundContext) -> None:
         """What the networks of each architecture start from."""
-        for name, state in self.initial_states(run).items():
-            run.save_server_state(kept(name), _rounded(state, run.bits))
+        for name, state in self.initial_states(context).items():
+            context.save_server_state(kept(name), _rounded(state, context.bits))
 
-    def round(self, run: RoundContext) -> None:
+    def round(self, context: RoundContext) -> None:
         """Send every site its architecture's network; put what it makes of it."""
-        groups = group_by_site(run.experiment)
-        sent = {group.name: run.server_state(kept(group.name)) for group in groups_of(run.experiment)}
+        groups = group_by_site(context.experiment)
+        sent = {group.name: context.server_state(kept(group.name)) for group in groups_of(context.experiment)}
 
         def content(site: Site) -> dict[str, State]:
             return {MEAN: sent[groups[site.name].name]}
 
-        for reply in run.ask(TRAIN, content, lambda site: {SITE: RecordSpec(sent[groups[site.name].name])}):
-            run.put(groups[reply.site.name].name, reply.site, reply[SITE], reply.samples)
+        for reply in context.ask(TRAIN, content, lambda site: {SITE: RecordSpec(sent[groups[site.name].name])}):
+            context.put(groups[reply.site.name].name, reply.site, reply[SITE], reply.samples)
 
-    def recompute_derived(self, run: RoundContext) -> None:
+    def recompute_derived(self, context: RoundContext) -> None:
         """The architectures' networks, from what the sites put."""
-        for name, state in self._combined(run).items():
-            run.save_server_state(kept(name), state)
+        for name, state in self._combined(context).items():
+            context.save_server_state(kept(name), state)
 
     def models(self, view: View) -> Models:
         """The networks of all architectures, the reference's first; each site's own."""
@@ -101,9 +101,9 @@ class ByArchitecture(Strategy):
         """The architecture that counts as the aggregate's; empty: the deepest."""
         return ""
 
-    def initial_states(self, run: RoundContext) -> Mapping[str, State]:
+    def initial_states(self, context: RoundContext) -> Mapping[str, State]:
         """By architecture, what its first networks are."""
-        return {group.name: run.initial(site=group.site) for group in groups_of(run.experiment)}
+        return {group.name: context.initial(site=group.site) for group in groups_of(context.experiment)}
 
     @abstractmethod
     def combined(self, view: View) -> Mapping[str, State]:

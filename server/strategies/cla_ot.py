@@ -112,22 +112,22 @@ class ClaOt(InParts):
             state |= {name: tensor.clone() for name, tensor in part.neutral.items()}
         return state
 
-    def round(self, run: RoundContext) -> None:
+    def round(self, context: RoundContext) -> None:
         """As all; sites with networks of their own hear nothing in the first one."""
-        if self.start == OWN and run.number == 1:
-            ask_alone(run)
+        if self.start == OWN and context.number == 1:
+            ask_alone(context)
         else:
-            super().round(run)
+            super().round(context)
 
-    def recompute_derived(self, run: RoundContext) -> None:
+    def recompute_derived(self, context: RoundContext) -> None:
         """As all; networks that were just trained apart are set right by what their sites tell, if any tells it."""
-        super().recompute_derived(run)
-        if self.recalibrate and run.participants and self._first(run):
-            first = {group.name: run.initial(site=group.site)[HEAD[0]] for group in groups_of(run.experiment)}
+        super().recompute_derived(context)
+        if self.recalibrate and context.participants and self._first(context):
+            first = {group.name: context.initial(site=group.site)[HEAD[0]] for group in groups_of(context.experiment)}
             with contextlib.suppress(FailedError):
-                for name, parts in ask(run, self.models(run), self.heads_share_basis(run), UNSEEN).parts.items():
-                    run.save_server_state(
-                        kept(name), _set_right(run.server_state(kept(name)), parts, float(first[name].norm()))
+                for name, parts in ask(context, self.models(context), self.heads_share_basis(context), UNSEEN).parts.items():
+                    context.save_server_state(
+                        kept(name), _set_right(context.server_state(kept(name)), parts, float(first[name].norm()))
                     )
 
     def heads_share_basis(self, view: View) -> bool:

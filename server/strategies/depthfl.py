@@ -35,17 +35,17 @@ class DepthFL(ByArchitecture):
                 raise UserError(f"network: strategy depthfl takes {takes} at every site, got {group.name}")
             _prefix(reference_of(experiment), group)
 
-    def initial_states(self, run: RoundContext) -> Mapping[str, State]:
+    def initial_states(self, context: RoundContext) -> Mapping[str, State]:
         """Prefixes of the deepest network's first state."""
-        deepest = reference_of(run.experiment)
-        run.save_server_state(REFERENCE, state := run.initial(site=deepest.site))
-        return {group.name: _prefix(deepest, group).taken(state) for group in groups_of(run.experiment)}
+        deepest = reference_of(context.experiment)
+        context.save_server_state(REFERENCE, state := context.initial(site=deepest.site))
+        return {group.name: _prefix(deepest, group).taken(state) for group in groups_of(context.experiment)}
 
-    def recompute_derived(self, run: RoundContext) -> None:
+    def recompute_derived(self, context: RoundContext) -> None:
         """Keep the deepest network, and of it what every architecture goes on from."""
-        run.save_server_state(REFERENCE, whole := self.whole(run))
-        for group in groups_of(run.experiment):
-            run.save_server_state(kept(group.name), _prefix(reference_of(run.experiment), group).taken(whole))
+        context.save_server_state(REFERENCE, whole := self.whole(context))
+        for group in groups_of(context.experiment):
+            context.save_server_state(kept(group.name), _prefix(reference_of(context.experiment), group).taken(whole))
 
     def combined(self, view: View) -> Mapping[str, State]:
         whole, deepest = self.whole(view), reference_of(view.experiment)

@@ -27,8 +27,8 @@ class Exclusive(ByArchitecture):
 class Alone(ByArchitecture):
     """Every site trains its own network, from a start of its own, and hears of nobody."""
 
-    def round(self, run: RoundContext) -> None:
-        ask_alone(run)
+    def round(self, context: RoundContext) -> None:
+        ask_alone(context)
 
     def combined(self, view: View) -> Mapping[str, State]:
         """Nobody's."""
@@ -40,9 +40,9 @@ class Alone(ByArchitecture):
         return Models({site.name: lambda name=site.name: found[name] for site in view.sites if has(view, site)})
 
 
-def ask_alone(run: RoundContext) -> None:
+def ask_alone(context: RoundContext) -> None:
     """Send nothing; put what every site makes of a network of its own."""
-    groups = group_by_site(run.experiment)
-    like = {group.name: run.server_state(kept(group.name)) for group in groups_of(run.experiment)}
-    for reply in run.ask(TRAIN, {}, lambda site: {SITE: RecordSpec(like[groups[site.name].name], bounded=False)}):
-        run.put(groups[reply.site.name].name, reply.site, reply[SITE], reply.samples)
+    groups = group_by_site(context.experiment)
+    like = {group.name: context.server_state(kept(group.name)) for group in groups_of(context.experiment)}
+    for reply in context.ask(TRAIN, {}, lambda site: {SITE: RecordSpec(like[groups[site.name].name], bounded=False)}):
+        context.put(groups[reply.site.name].name, reply.site, reply[SITE], reply.samples)

@@ -39,16 +39,16 @@ class FedNova(Averaging):
         super().check(experiment)
         check_steps(experiment)
 
-    def begin(self, run: RoundContext) -> None:
+    def begin(self, context: RoundContext) -> None:
         """No work yet."""
-        super().begin(run)
-        run.save_server_state(WORK, _told(0.0, 0))
+        super().begin(context)
+        context.save_server_state(WORK, _told(0.0, 0))
 
-    def extra_records(self, run: RoundContext) -> dict[str, State]:
+    def extra_records(self, context: RoundContext) -> dict[str, State]:
         """The mean work of the sites that are asked."""
-        samples = [images for site in run.participants if (images := run.images(site))]
-        told = _told(self._mean_work(run.experiment, run.length, run.number, samples), run.length)
-        run.save_server_state(WORK, told)
+        samples = [images for site in context.participants if (images := context.images(site))]
+        told = _told(self._mean_work(context.experiment, context.length, context.number, samples), context.length)
+        context.save_server_state(WORK, told)
         return {WORK: told}
 
     def next_state(self, view: View) -> dict[str, State]:

@@ -47,23 +47,23 @@ class FedProto(Strategy):
                 told = f"{one.name} has {ours[0]} outputs of {ours[1]} features, {first.name} {theirs[0]} of {theirs[1]}"
                 raise UserError(f"network: strategy fedproto takes features and outputs that all sites share; {told}")
 
-    def begin(self, run: RoundContext) -> None:
+    def begin(self, context: RoundContext) -> None:
         """Nothing is known yet."""
 
-    def round(self, run: RoundContext) -> None:
+    def round(self, context: RoundContext) -> None:
         """Send all prototypes; when the sites have trained, ask for theirs."""
-        classes, features = _shape(groups_of(run.experiment)[0].architecture)
+        classes, features = _shape(groups_of(context.experiment)[0].architecture)
         like = {SUMS: torch.zeros(classes, features), COUNTS: torch.zeros(classes)}
-        samples = {reply.site.name: reply.samples for reply in run.ask(TRAIN, self.prototypes(run), {})}
-        trained = [site for site in run.participants if site.name in samples]
-        largest = run.config.federation.largest_weight
+        samples = {reply.site.name: reply.samples for reply in context.ask(TRAIN, self.prototypes(context), {})}
+        trained = [site for site in context.participants if site.name in samples]
+        largest = context.config.federation.largest_weight
 
         def expected(site: Site) -> dict[str, RecordSpec]:
             check = functools.partial(check_prototypes, samples=samples[site.name], largest=largest)
             return {PROTOTYPES: RecordSpec(like, bounded=False, check=check)}
 
-        for reply in run.ask(PROTOTYPES, {}, expected, trained):
-            run.put(PROTOTYPES, reply.site, reply[PROTOTYPES], samples[reply.site.name])
+        for reply in context.ask(PROTOTYPES, {}, expected, trained):
+            context.put(PROTOTYPES, reply.site, reply[PROTOTYPES], samples[reply.site.name])
 
     def prototypes(self, view: View) -> dict[str, State]:
         """The record of all that are known; none before the first round."""

@@ -45,7 +45,7 @@ class FusionOptions(Protocol):
     def probe(self) -> PublicImages: ...
     @property
     def server(self) -> ServerTraining: ...
-    def round(self, run: RoundContext) -> None: ...
+    def round(self, context: RoundContext) -> None: ...
     def first_reference(self, view: View) -> State: ...
     def parts(self, experiment: Experiment) -> Mapping[str, Submodel]: ...
     def mix(self, view: View) -> float: ...
@@ -89,13 +89,13 @@ class FusedAnew(ByArchitecture):
         found = SETTINGS[self.options.fusion]
         return replace(found, basis=self.options.basis) if self.options.fusion == CLA_OT else found
 
-    def round(self, run: RoundContext) -> None:
+    def round(self, context: RoundContext) -> None:
         """As all; sites with networks of their own get no network in the first one."""
-        self.options.round(run)
+        self.options.round(context)
 
-    def initial_states(self, run: RoundContext) -> Mapping[str, State]:
+    def initial_states(self, context: RoundContext) -> Mapping[str, State]:
         """Each architecture's own, or parts of one network."""
-        return self._starts(run)
+        return self._starts(context)
 
     def _starts(self, view: View) -> dict[str, State]:
         if self.options.start == OWN:

@@ -54,23 +54,23 @@ class HeteroFL(InParts):
         rows = {rows_of(group.name): Sum(weighted=True) for group in groups_of(experiment)}
         return {**super().slots(experiment), **rows}
 
-    def round(self, run: RoundContext) -> None:
+    def round(self, context: RoundContext) -> None:
         """Send every site its part, with rates and labels; put what it makes of it, without rows that it does not hold."""
-        groups, rates = group_by_site(run.experiment), self._rates(run.experiment)
+        groups, rates = group_by_site(context.experiment), self._rates(context.experiment)
         sent, labels = (
-            {group.name: run.server_state(kept(group.name)) for group in groups_of(run.experiment)},
-            self._labels(run),
+            {group.name: context.server_state(kept(group.name)) for group in groups_of(context.experiment)},
+            self._labels(context),
         )
 
         def content(site: Site) -> dict[str, State]:
             group = groups[site.name].name
             return {MEAN: sent[group], RATES: rates[group], LABELS: labels[site.name]}
 
-        asked = [site for site in run.participants if site.name in labels]
-        for reply in run.ask(TRAIN, content, lambda site: {SITE: RecordSpec(sent[groups[site.name].name])}, asked):
+        asked = [site for site in context.participants if site.name in labels]
+        for reply in context.ask(TRAIN, content, lambda site: {SITE: RecordSpec(sent[groups[site.name].name])}, asked):
             group, held = groups[reply.site.name].name, labels[reply.site.name][HELD]
-            run.put(group, reply.site, _masked(reply[SITE], held), reply.samples)
-            run.put(rows_of(group), reply.site, {HELD: held}, reply.samples)
+            context.put(group, reply.site, _masked(reply[SITE], held), reply.samples)
+            context.put(rows_of(group), reply.site, {HELD: held}, reply.samples)
 
     def held(self, view: View, lacking: float = 0.0) -> Sequence[Held]:
         """The means of all architectures as parts of the reference, with the shares of the sites that hold each row."""
@@ -82,16 +82,16 @@ class HeteroFL(InParts):
             found.append(Held(parts[one.group.name], one.state, one.weight, lacking, shares))
         return found
 
-    def _labels(self, run: RoundContext) -> dict[str, State]:
+    def _labels(self, context: RoundContext) -> dict[str, State]:
         """Which rows participants hold: as they said in their first round, or are asked now; of those that answer."""
-        groups, found = group_by_site(run.experiment), {}
-        like = {HELD: torch.zeros(reference_of(run.experiment, self.reference).architecture.classes)}
-        for site in run.participants:
-            if run.has(slot := rows_of(groups[site.name].name), site.name):
-                found[site.name] = run.contribution(slot, site.name)
-        new = [site for site in run.participants if site.name not in found]
+        groups, found = group_by_site(context.experiment), {}
+        like = {HELD: torch.zeros(reference_of(context.experiment, self.reference).architecture.classes)}
+        for site in context.participants:
+            if context.has(slot := rows_of(groups[site.name].name), site.name):
+                found[site.name] = context.contribution(slot, site.name)
+        new = [site for site in context.participants if site.name not in found]
         expected = {LABELS: RecordSpec(like, bounded=False, check=check_labels)}
-        for reply in run.ask(LABELS, {}, expected, new, needed=False):
+        for reply in context.ask(LABELS, {}, expected, new, needed=False):
             found[reply.site.name] = {HELD: reply[LABELS][HELD].float()}
         return found
 

@@ -57,10 +57,10 @@ class InParts(ByArchitecture):
         """By how many places the channels are turned round before a round's parts are taken."""
         return 0
 
-    def initial_states(self, run: RoundContext) -> Mapping[str, State]:
+    def initial_states(self, context: RoundContext) -> Mapping[str, State]:
         """Parts of the reference's first network."""
-        run.save_server_state(REFERENCE, state := self.first_reference(run))
-        return {name: part.taken(state) for name, part in self.parts(run.experiment, self.turn(1)).items()}
+        context.save_server_state(REFERENCE, state := self.first_reference(context))
+        return {name: part.taken(state) for name, part in self.parts(context.experiment, self.turn(1)).items()}
 
     def first_reference(self, view: View) -> State:
         """The reference's first network."""
@@ -70,12 +70,12 @@ class InParts(ByArchitecture):
         """All lie in the reference."""
         return True
 
-    def recompute_derived(self, run: RoundContext) -> None:
+    def recompute_derived(self, context: RoundContext) -> None:
         """Keep the reference, and of it what every architecture goes on from."""
-        whole = self._whole(run)
-        run.save_server_state(REFERENCE, whole)
-        for name, state in self.taken(run, whole).items():
-            run.save_server_state(kept(name), state)
+        whole = self._whole(context)
+        context.save_server_state(REFERENCE, whole)
+        for name, state in self.taken(context, whole).items():
+            context.save_server_state(kept(name), state)
 
     def combined(self, view: View) -> Mapping[str, State]:
         """Every architecture's part of the reference."""

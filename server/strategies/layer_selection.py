@@ -111,37 +111,39 @@ class LayerSelectionStrategy(Strategy):
         """Everyone, or all rounds of one site after all of another."""
         return InTurn(experiment.sites, experiment.rounds) if self.arrival == LIFELONG else Sampling(experiment.config)
 
-    def begin(self, run: RoundContext) -> None:
+    def begin(self, context: RoundContext) -> None:
         """The shared parameters as the seed draws them."""
-        run.save_server_state(SHARED, _start(run))
+        context.save_server_state(SHARED, _start(context))
 
-    def round(self, run: RoundContext) -> None:
+    def round(self, context: RoundContext) -> None:
         """Send what is shared; put what each site makes of it, and how much it believes in it."""
-        shared, sites = run.server_state(SHARED), {site.name: site for site in run.sites}
-        groups = len(_layers(run).groups)
+        shared, sites = context.server_state(SHARED), {site.name: site for site in context.sites}
+        groups = len(_layers(context).groups)
         like = {MASS: torch.zeros(groups), CHOSEN: torch.zeros(groups)}
-        if OTHERS in run.slots.declared:
-            like[COUNTS] = torch.zeros(len(_configurations(run)), dtype=torch.int64)
+        if OTHERS in context.slots.declared:
+            like[COUNTS] = torch.zeros(len(_configurations(context)), dtype=torch.int64)
         expected = {SITE: RecordSpec(shared), SELECTION: RecordSpec(like, bounded=False, check=_check_selection)}
         masses: dict[str, Tensor] = {}
-        others = {site.name: self._others(run, site) for site in run.participants}  # before anybody answers
+        others = {site.name: self._others(context, site) for site in context.participants}  # before anybody answers
 
         def content(site: Site) -> dict[str, State]:
             return {MEAN: shared, **others[site.name]}
 
-        for reply in run.ask(TRAIN, content, expected) if run.participants else ():
-            self._put(run, sites[reply.site.name], reply, shared)
+        for reply in context.ask(TRAIN, content, expected) if context.participants else ():
+            self._put(context, sites[reply.site.name], reply, shared)
             masses[reply.site.name] = reply[SELECTION][MASS]
-        self._note(run, {site.name: masses[site.name] for site in run.sites if site.name in run.trained})
+        self._note(context, {site.name: masses[site.name] for site in context.sites if site.name in context.trained})
 
-    def recompute_derived(self, run: RoundContext) -> None:
+    def recompute_derived(self, context: RoundContext) -> None:
         """What is shared follows from the slots, and when sites are forgotten from nothing else; what those were measured
         with is erased."""
-        run.save_server_state(SHARED, self.shared(run, None if run.participants else _start(run)))
-        if PROGRESS in run.slots.keeps():
-            here = torch.zeros(len(run.config.roster), dtype=torch.bool)
-            here[[site.index for site in run.sites]] = True
-            run.save_server_state(PROGRESS, {name: _only(table, here) for name, table in run.server_state(PROGRESS).items()})
+        context.save_server_state(SHARED, self.shared(context, None if context.participants else _start(context)))
+        if PROGRESS in context.slots.keeps():
+            here = torch.zeros(len(context.config.roster), dtype=torch.bool)
+            here[[site.index for site in context.sites]] = True
+            context.save_server_state(
+                PROGRESS, {name: _only(table, here) for name, table in context.server_state(PROGRESS).items()}
+            )
 
     def shared(self, view: View, before: State | None = None) -> State:
         """The shared parameters of a view; a layer that nobody shares is as it was `before` (None: as it is kept)."""
@@ -197,54 +199,53 @@ class LayerSelectionStrategy(Strategy):
             ResidualInfluence("accuracies on sites' own tasks", told),
         )
 
-    def _put(self, run: RoundContext, site: Site, reply: ClientUpdate, shared: State) -> None:
+    def _put(self, context: RoundContext, site: Site, reply: ClientUpdate, shared: State) -> None:
         found = reply[SELECTION]
-        layers = _layers(run)
+        layers = _layers(context)
         if self.arrival == TOGETHER:
             mass = torch.where(found[MASS] < LEAST_MASS, 0.0, found[MASS])
             weighted = {name: one * mass[layers.group_of(name)] for name, one in reply[SITE].items()}
-            run.put(PARTS, site, {**weighted, MASS: mass}, reply.samples)
+            context.put(PARTS, site, {**weighted, MASS: mass}, reply.samples)
         else:
-            before = run.contribution(CHANGES, site.name) if run.has(CHANGES, site.name) else {}
-            further = run.number > self.schedule(run.experiment).length(
-                run.config.rounds
-            )  # for a request: each may be the last
-            last = further or run.site_round >= run.config.rounds  # layers that are not chosen go back to what they were
+            before = context.contribution(CHANGES, site.name) if context.has(CHANGES, site.name) else {}
+            rounds, length = context.experiment.rounds, self.schedule(context.experiment).length(context.experiment.rounds)
+            further = context.number > length  # for a request: each may be the last
+            last = further or context.site_round >= rounds  # layers that are not chosen go back to what they were
             kept = {name: float(not last or found[CHOSEN][layers.group_of(name)] > 0) for name in shared}
             changes = {name: (one - shared[name] + before.get(name, 0.0)) * kept[name] for name, one in reply[SITE].items()}
-            run.put(CHANGES, site, changes)
-        if OTHERS in run.slots.declared:
-            most = run.number * step_count(
-                reply.samples, run.experiment, reply.site
+            context.put(CHANGES, site, changes)
+        if OTHERS in context.slots.declared:
+            most = context.number * step_count(
+                reply.samples, context.experiment, reply.site
             )  # mini-batches that it can have counted
-            run.put(OTHERS, site, {COUNTS: _at_most(found[COUNTS], most).float()})
-        run.put(FOUND, site, {CHOSEN: found[CHOSEN]})
+            context.put(OTHERS, site, {COUNTS: _at_most(found[COUNTS], most).float()})
+        context.put(FOUND, site, {CHOSEN: found[CHOSEN]})
 
-    def _others(self, run: RoundContext, site: Site) -> dict[str, State]:
+    def _others(self, context: RoundContext, site: Site) -> dict[str, State]:
         """The counts of all other sites, if the prior takes them."""
-        if OTHERS not in run.slots.declared:
+        if OTHERS not in context.slots.declared:
             return {}
-        there = [one.name for one in run.sites if one.name != site.name and run.has(OTHERS, one.name)]
-        return {COUNTS: run.subset(there).sum(OTHERS)} if there else {}
+        there = [one.name for one in context.sites if one.name != site.name and context.has(OTHERS, one.name)]
+        return {COUNTS: context.subset(there).sum(OTHERS)} if there else {}
 
-    def _note(self, run: RoundContext, masses: Mapping[str, Tensor]) -> None:
+    def _note(self, context: RoundContext, masses: Mapping[str, Tensor]) -> None:
         """Add a round to PROGRESS, with what sites say of their networks where that is due."""
-        size = len(run.config.roster)
-        table = torch.full((size, len(_layers(run).groups)), -1.0)
-        for site in run.sites:
+        size = len(context.config.roster)
+        table = torch.full((size, len(_layers(context).groups)), -1.0)
+        for site in context.sites:
             table[site.index] = masses.get(site.name, table[site.index])
         right, images = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
-        length = self.schedule(run.experiment).length(run.config.rounds)
-        turn_ends = self.arrival == LIFELONG and run.site_round >= run.config.rounds
-        if run.number >= length or (self.every and (turn_ends or run.number % self.every == 0)):
-            shared, asked = self.shared(run), [site for site in run.sites if run.has(FOUND, site.name)]
-            for reply in run.ask(COMPOSED, {MEAN: shared}, {}, asked, metrics=[RIGHT, TOTAL], needed=False):
+        length = self.schedule(context.experiment).length(context.config.rounds)
+        turn_ends = self.arrival == LIFELONG and context.site_round >= context.config.rounds
+        if context.number >= length or (self.every and (turn_ends or context.number % self.every == 0)):
+            shared, asked = self.shared(context), [site for site in context.sites if context.has(FOUND, site.name)]
+            for reply in context.ask(COMPOSED, {MEAN: shared}, {}, asked, metrics=[RIGHT, TOTAL], needed=False):
                 hits, total = reply.metrics[RIGHT], reply.metrics[TOTAL]
                 if can_be(hits, total):
                     right[reply.site.index], images[reply.site.index] = int(hits), int(total)
         new = {MASS: table, RIGHT: right, TOTAL: images}
-        before = run.server_state(PROGRESS) if PROGRESS in run.slots.keeps() else {}
-        run.save_server_state(
+        before = context.server_state(PROGRESS) if PROGRESS in context.slots.keeps() else {}
+        context.save_server_state(
             PROGRESS, {name: torch.cat([before[name], one[None]]) if before else one[None] for name, one in new.items()}
         )
 

@@ -42,9 +42,9 @@ class Scaffold(Averaging):
                 raise UserError(f"{section}.{key}: what is scaled or noised of a variate is not what sites of scaffold "
                                 "correct by; set it to 0, or take strategy.name=fedavg")  # fmt: skip
 
-    def extra_broadcast(self, run: RoundContext) -> State:
+    def extra_broadcast(self, context: RoundContext) -> State:
         """c."""
-        return self.control(run)
+        return self.control(context)
 
     def control(self, view: View) -> State:
         """c, by the names that it travels under. Of sites that have never trained no number of images is known: they count

@@ -28,15 +28,15 @@ class Sequential(Strategy):
         sites = experiment.sites
         return OneByOne(sites if experiment.objective.mode == FORWARD else sites[::-1], experiment.rounds)
 
-    def begin(self, run: RoundContext) -> None:
+    def begin(self, context: RoundContext) -> None:
         """The network starts at theta_0."""
-        run.save_server_state(THETA, quantise(run.initial(), run.bits))
+        context.save_server_state(THETA, quantise(context.initial(), context.bits))
 
-    def round(self, run: RoundContext) -> None:
+    def round(self, context: RoundContext) -> None:
         """The one site whose turn it is trains the network."""
-        sent = _network(run)
-        for reply in run.ask(TRAIN, {MEAN: sent}, {SITE: RecordSpec(sent)}):
-            run.save_server_state(THETA, dict(reply.integers[SITE]))
+        sent = _network(context)
+        for reply in context.ask(TRAIN, {MEAN: sent}, {SITE: RecordSpec(sent)}):
+            context.save_server_state(THETA, dict(reply.integers[SITE]))
 
     def models(self, view: View) -> Models:
         """The network as the last site left it, under the mode's name."""

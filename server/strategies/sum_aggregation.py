@@ -94,35 +94,35 @@ class SumAggregationStrategy(Strategy):
         begin = f"objective.initialisation={AGGREGATE} (sites that join begin at it; more of a forgotten site then stays)"
         return (f"{told} {slow}; {begin}, {more}",)
 
-    def begin(self, run: RoundContext) -> None:
+    def begin(self, context: RoundContext) -> None:
         """S_0 is the sum of the sites' initial networks; the head and N* start where the seed says.
 
         Where not all sites are asked in a round, it is empty: a site enters the sum with what it has trained first.
         """
-        mode, shared = mode_of(run.experiment.objective), run.initial()
-        if mode.sums and _all_begin(run):
-            if _own_start(run):
-                for site in run.sites:
-                    run.put(NETWORKS, site, _start(run, site.name))
+        mode, shared = mode_of(context.experiment.objective), context.initial()
+        if mode.sums and _all_begin(context):
+            if _own_start(context):
+                for site in context.sites:
+                    context.put(NETWORKS, site, _start(context, site.name))
             else:
-                run.put_all(NETWORKS, mode.site_part(run.initial()))
-        shared = dequantise(quantise(shared, run.bits), run.bits)
+                context.put_all(NETWORKS, mode.site_part(context.initial()))
+        shared = dequantise(quantise(shared, context.bits), context.bits)
         if mode.star:
-            shared = {**shared, **mode.summed_part(run.sum(NETWORKS))}
-        run.save_server_state(SHARED, shared if mode.star or not mode.sums else _part(shared, HEAD))
+            shared = {**shared, **mode.summed_part(context.sum(NETWORKS))}
+        context.save_server_state(SHARED, shared if mode.star or not mode.sums else _part(shared, HEAD))
 
-    def round(self, run: RoundContext) -> None:
+    def round(self, context: RoundContext) -> None:
         """Send the sites' mean (and N*); put each N_i that comes back; average the heads (and N*)."""
-        mode, shared = mode_of(run.experiment.objective), run.server_state(SHARED)
-        entering = [site.name for site in run.participants if mode.sums and not run.has(NETWORKS, site.name)]
-        content = {MEAN: {**(_mean(run, entering) if mode.sums else shared), **_part(shared, HEAD)}}
+        mode, shared = mode_of(context.experiment.objective), context.server_state(SHARED)
+        entering = [site.name for site in context.participants if mode.sums and not context.has(NETWORKS, site.name)]
+        content = {MEAN: {**(_mean(context, entering) if mode.sums else shared), **_part(shared, HEAD)}}
         if mode.star:
             content[STAR] = _part(shared, EXTRACTOR)
         expected = {ROUND: RecordSpec(shared, mean=WEIGHTINGS[self.weighting])}
         if mode.sums:
-            expected[SITE] = RecordSpec(slot=NETWORKS, first=_starts(run) if entering else None)
-        run.save_server_state(
-            SHARED, run.gather(TRAIN, {**content, **self._leave_one_out(run, mode, entering)}, expected)[ROUND]
+            expected[SITE] = RecordSpec(slot=NETWORKS, first=_starts(context) if entering else None)
+        context.save_server_state(
+            SHARED, context.gather(TRAIN, {**content, **self._leave_one_out(context, mode, entering)}, expected)[ROUND]
         )
 
     def models(self, view: View) -> Models:
@@ -167,14 +167,14 @@ class SumAggregationStrategy(Strategy):
             found.append(ResidualInfluence("N* and all tensors that are not summed", kept))
         return found
 
-    def _leave_one_out(self, run: RoundContext, mode: Mode, entering: Sequence[str]) -> dict[str, State]:
+    def _leave_one_out(self, context: RoundContext, mode: Mode, entering: Sequence[str]) -> dict[str, State]:
         """Means without one site, of a random choice of sites in the sum, if the sites train on them."""
-        sites = [site for site in run.sites if run.has(NETWORKS, site.name)] if mode.sums else []
-        if not mode.subsets or not run.config.objective.get("subset_probability") or len(sites) < 2:
+        sites = [site for site in context.sites if context.has(NETWORKS, site.name)] if mode.sums else []
+        if not mode.subsets or not context.config.objective.get("subset_probability") or len(sites) < 2:
             return {}
-        chosen = run.rng("subsets").choice(len(sites), size=min(self.subsets, len(sites)), replace=False)
+        chosen = context.rng("subsets").choice(len(sites), size=min(self.subsets, len(sites)), replace=False)
         names = [sites[int(place)].name for place in np.sort(chosen)]
-        return {SUBSET + name: _mean(run.without([name]), entering) for name in names}
+        return {SUBSET + name: _mean(context.without([name]), entering) for name in names}
 
 
 def _all_begin(view: View) -> bool:

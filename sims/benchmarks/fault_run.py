@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 
 from fedloom.conf import load
 from fedloom.conf.schema import Config
-from fedloom.server.run.listener import Silent
+from fedloom.server.rounds.listener import Silent
 from fedloom.server.run.training_run import all_rounds
 from fedloom.sims.benchmarks import untrained
 from fedloom.sims.benchmarks.soak_run import begun, left_by

@@ -19,10 +19,10 @@ from fedloom.conf.errors import FailedError
 from fedloom.conf.schema import Config
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.rounds.channel import ClientChannel
+from fedloom.server.rounds.listener import LogListener
 from fedloom.server.rounds.loop import RoundLoop
 from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.view import Setup
-from fedloom.server.run.listener import LogListener
 from fedloom.server.run.training_run import one_round
 from fedloom.sims.engines import open_engine
 from fedloom.sims.federation import local, sheets

@@ -45,7 +45,7 @@ def measure(start: str) -> dict[str, Any]:
         with open_ledger(config, folder) as ledger:
             method = TrainingRun(config, folder, ledger, Evaluator(config))
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-            run, groups = method.state.run(1), group_by_site(config)
+            run, groups = method.state.round_context(1), group_by_site(config)
             begin = time.perf_counter()
             for site in config.roster:
                 run.put(groups[site.name].name, site, initial_state(config, site.name, site), SAMPLES)

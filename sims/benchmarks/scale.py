@@ -18,9 +18,9 @@ from flwr.clientapp import ClientApp
 from fedloom.clients.protocol.messages import ORDER
 from fedloom.conf import load
 from fedloom.server.evaluation.evaluator import Evaluator
+from fedloom.server.rounds.listener import LogListener
 from fedloom.server.rounds.loop import RoundLoop
 from fedloom.server.run.experiment import check, open_ledger
-from fedloom.server.run.listener import LogListener
 from fedloom.server.run.training_run import TrainingRun, one_round
 from fedloom.server.run_folder.folder import RunFolder
 from fedloom.sims.benchmarks import scale_nodes, untrained

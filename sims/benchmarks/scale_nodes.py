@@ -20,9 +20,9 @@ from fedloom.conf import load
 from fedloom.fusion.exact import ExactSum, quantise
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger.blobs import Blobs
+from fedloom.server.rounds.listener import LogListener
 from fedloom.server.rounds.loop import RoundLoop
 from fedloom.server.run.experiment import open_ledger
-from fedloom.server.run.listener import LogListener
 from fedloom.server.run.training_run import TrainingRun, one_round
 from fedloom.server.run_folder.folder import RunFolder
 from fedloom.sims.report.tables import Table

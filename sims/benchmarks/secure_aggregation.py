@@ -10,7 +10,7 @@ from fedloom.clients.app import app
 from fedloom.conf import load
 from fedloom.conf.schema import Config
 from fedloom.server.evaluation.evaluator import Evaluator
-from fedloom.server.run.listener import Silent
+from fedloom.server.rounds.listener import Silent
 from fedloom.server.run.training_run import TrainingRun, open_ledger
 from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.unlearning.requests import receive

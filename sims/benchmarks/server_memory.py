@@ -12,10 +12,10 @@ from fedloom.clients.objectives import resolve
 from fedloom.conf import load
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.rounds.channel import ClientChannel
+from fedloom.server.rounds.listener import LogListener
 from fedloom.server.rounds.loop import RoundLoop
 from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.view import Setup
-from fedloom.server.run.listener import LogListener
 from fedloom.server.run.training_run import all_rounds
 from fedloom.sims.benchmarks import untrained
 from fedloom.sims.engines.inline import InlineGrid

@@ -5,7 +5,7 @@ import signal
 import sys
 from typing import Any
 
-from fedloom.server.run.listener import Listener
+from fedloom.server.rounds.listener import Listener
 from fedloom.sims.benchmarks.soak_plan import NODE_ROUNDS, Plan
 from fedloom.sims.engines.ray import apart, own_signals
 

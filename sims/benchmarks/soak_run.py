@@ -15,11 +15,11 @@ from fedloom.fusion.state import digest
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger.audit import check
 from fedloom.server.rounds.channel import ClientChannel
+from fedloom.server.rounds.listener import Listener, Silent
 from fedloom.server.rounds.loop import RoundLoop
 from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.transport import TooFewRepliesError
 from fedloom.server.rounds.view import Setup
-from fedloom.server.run.listener import Listener, Silent
 from fedloom.server.run.training_run import all_rounds, one_round
 from fedloom.server.run_folder.folder import RunFolder
 from fedloom.sims.benchmarks.soak_app import Replay

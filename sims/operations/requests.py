@@ -17,8 +17,8 @@ from fedloom.server.ledger import Ledger, Request
 from fedloom.server.ledger.audit import check
 from fedloom.server.ledger.blobs import LedgerError
 from fedloom.server.ledger.database import LEDGER, BusyError
+from fedloom.server.rounds.listener import Listener, Listeners
 from fedloom.server.run.experiment import BY_METHOD, check_sums, head
-from fedloom.server.run.listener import Listener, Listeners
 from fedloom.server.run.training_run import TrainingRun
 from fedloom.server.run_folder.folder import RunFolder, read_config
 from fedloom.server.run_folder.results_schema import sound_summary

@@ -19,8 +19,8 @@ from fedloom.conf.progress import under_way
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import SiteConfig
 from fedloom.server.ledger.database import refuse_busy
-from fedloom.server.run.experiment import check, finished, run_experiment
-from fedloom.server.run.listener import Listener, Listeners
+from fedloom.server.rounds.listener import Listener, Listeners
+from fedloom.server.run.experiment import carry_out, check, finished
 from fedloom.server.run_folder.folder import RunFolder, holds, refuse_existing
 from fedloom.server.run_folder.layout import REPORT
 from fedloom.server.strategies.defaults import with_default_objective
@@ -79,7 +79,7 @@ def _trackers(config: Config, shown: QuietListener, stack: contextlib.ExitStack)
 def _carried_out(config: Config, share: Share, listening: Listener, began: float) -> dict[str, Any]:
     with open_engine(config, share) as grid:
         listening.note(grid.describe())
-        return run_experiment(grid, config, listening, began)
+        return carry_out(grid, config, listening, began)
 
 
 def refuse(config: Config) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fedloom.server.run.listener import Silent
+from fedloom.server.rounds.listener import Silent
 
 OnRound = Callable[[dict[str, Any]], object]
 OnReply = Callable[[str, bool, str], object]

@@ -12,7 +12,7 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.plugins import told
 from fedloom.conf.schema import Config
 from fedloom.server.ledger import Ledger
-from fedloom.server.run.listener import Silent
+from fedloom.server.rounds.listener import Silent
 from fedloom.server.run_folder.folder import RunFolder
 from fedloom.sims.tracking.base import FAILED, FINISHED, INTERRUPTED, MAIN, TRACKERS, Part, Tracker
 from fedloom.sims.tracking.courier import Courier

@@ -19,8 +19,8 @@ from fedloom.clients.training import vectorised
 from fedloom.clients.training.learner import DivergedError, clip_all
 from fedloom.clients.training.vectorised import clip_each, same_shape, train_cohort
 from fedloom.conf import UserError, load
+from fedloom.server.rounds.listener import LogListener
 from fedloom.server.run.experiment import run_experiment
-from fedloom.server.run.listener import LogListener
 from fedloom.sims.engines.adapter import site_context
 from fedloom.sims.engines.inline import InlineGrid
 

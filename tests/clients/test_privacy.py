@@ -109,7 +109,7 @@ def test_noise_and_clipping_have_the_size_that_is_accounted_for(tmp_path: Path, 
     config = configured(tmp_path, "privacy.clip=0.001", "privacy.noise=50.0", word, "rounds=1")
     run(config)
     with method_of(config) as method:
-        start = method.state.run().initial()
+        start = method.state.round_context().initial()
         for site in others():
             sent = read_state(max(store_folder(config).glob(f"*/{site}/summed-*.safetensors")))
             moved = torch.cat([(one.double() * 2.0**-32 - start[name].double()).flatten() for name, one in sent.items()])

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from fedloom.clients.storage.states import read_state
 from fedloom.conf import UserError, load
 from fedloom.fusion.state import digest
+from fedloom.server.rounds.listener import LogListener
 from fedloom.server.run.experiment import run_experiment
-from fedloom.server.run.listener import LogListener
 from fedloom.sims.cli.main import app
 from fedloom.sims.clusters.job import job
 from fedloom.sims.clusters.kubernetes import Pods, pod, ray_job

@@ -6,8 +6,8 @@ from pathlib import Path
 from fedloom.clients.storage.states import read_state
 from fedloom.conf import load
 from fedloom.fusion.state import digest
+from fedloom.server.rounds.listener import LogListener
 from fedloom.server.run.experiment import run_experiment
-from fedloom.server.run.listener import LogListener
 from fedloom.sims.engines import open_engine
 from fedloom.sims.engines.adapter import LocalGrid
 

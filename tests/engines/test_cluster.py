@@ -25,8 +25,8 @@ from fedloom.clients.protocol.messages import (
 )
 from fedloom.conf import load, to_json
 from fedloom.server.rounds.channel import ClientChannel
+from fedloom.server.rounds.listener import LogListener
 from fedloom.server.run.experiment import run_experiment
-from fedloom.server.run.listener import LogListener
 from fedloom.sims.engines import open_engine
 from tests.engines.messages import SITES, answers, ask, assert_good, by_site, messages, opened, pids
 from tests.engines.parts import final_states

@@ -18,8 +18,8 @@ import torch
 from fedloom.clients.storage.states import read_state
 from fedloom.conf import UserError, load
 from fedloom.server.ledger.audit import check
+from fedloom.server.rounds.listener import LogListener
 from fedloom.server.run.experiment import run_experiment
-from fedloom.server.run.listener import LogListener
 from fedloom.sims.benchmarks.fault_run import bench
 from fedloom.sims.benchmarks.untrained import fault
 from fedloom.sims.engines import open_engine

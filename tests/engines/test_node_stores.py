@@ -24,9 +24,9 @@ from fedloom.fusion.exact import ExactSum, exact
 from fedloom.fusion.state import digest
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import AWAY, Problem, check
+from fedloom.server.rounds.listener import LogListener
 from fedloom.server.run.experiment import check as check_config
 from fedloom.server.run.experiment import run_experiment
-from fedloom.server.run.listener import LogListener
 from fedloom.sims.engines import open_engine
 from fedloom.sims.engines.node_store import NodeStore
 from fedloom.sims.operations.requests import UnlearningRequest, unlearn

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from fedloom.conf import UserError, load
+from fedloom.server.rounds.listener import LogListener
 from fedloom.server.run.experiment import run_experiment
-from fedloom.server.run.listener import LogListener
 from fedloom.server.run_folder.folder import CONFIG
 from fedloom.sims.engines import open_engine
 from fedloom.sims.engines.ray import own_paths, plugins_of

@@ -9,9 +9,9 @@ import pytest
 
 from fedloom.conf import load
 from fedloom.server.ledger.audit import check
+from fedloom.server.rounds.listener import LogListener
 from fedloom.server.rounds.transport import TooFewRepliesError
 from fedloom.server.run.experiment import run_experiment
-from fedloom.server.run.listener import LogListener
 from fedloom.sims.engines import open_engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]

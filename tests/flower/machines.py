@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.conf import load
+from fedloom.server.rounds.listener import LogListener
 from fedloom.server.run.experiment import run_experiment
-from fedloom.server.run.listener import LogListener
 from fedloom.sims.engines import open_engine
 from fedloom.sims.federation.machines import nodes
 from fedloom.sims.federation.plan import SERVER

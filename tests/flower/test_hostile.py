@@ -143,7 +143,7 @@ class Liar:
         """Ask it; how many replies counted, and why others did not. Nothing of it stays."""
         self.lie, site = lie, self.config.roster[-1]
         self.loop.transport.dropped = {}
-        run = self.loop.state.run(1, Participation([site], 1), self.loop.transport)
+        run = self.loop.state.round_context(1, Participation([site], 1), self.loop.transport)
         with contextlib.suppress(TooFewRepliesError):
             self.loop.state.strategy.round(run)
         return len(run.losses), self.loop.transport.dropped

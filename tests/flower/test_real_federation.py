@@ -17,8 +17,8 @@ import pytest
 
 from fedloom.conf import load
 from fedloom.server.ledger import Ledger
+from fedloom.server.rounds.listener import LogListener
 from fedloom.server.run.experiment import run_experiment
-from fedloom.server.run.listener import LogListener
 from fedloom.server.run_folder.folder import CONFIG
 from fedloom.sims.engines import open_engine
 

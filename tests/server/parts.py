@@ -220,7 +220,7 @@ def staged(aggregate: ServerState, number: int, replies: list[RawReply], bounds:
     """A round of the strategy on these replies, not committed; why some of them were dropped, by site."""
     exchange = Given(replies, bounds)
     participation = Participation([reply.site for reply in replies], number)
-    aggregate.strategy.round(aggregate.run(number, participation, exchange))
+    aggregate.strategy.round(aggregate.round_context(number, participation, exchange))
     return exchange.dropped
 
 
@@ -228,7 +228,7 @@ def sent_in(aggregate: ServerState, number: int) -> dict[str, State]:
     """What all sites are sent first in a round, by record name; nobody answers, and nothing of it stays."""
     exchange = Given([])
     with contextlib.suppress(KeyError):  # there is no mean of no replies
-        aggregate.strategy.round(aggregate.run(number, Participation([], number), exchange))
+        aggregate.strategy.round(aggregate.round_context(number, Participation([], number), exchange))
     aggregate.abandon()
     return exchange.sent
 

@@ -20,21 +20,21 @@ class Asked(Prox):
 
 @dataclass(frozen=True)
 class Twice(FedProx):
-    def round(self, run: RoundContext) -> None:
-        mean = self.mean(run)
-        for reply in run.ask(TRAIN, {MEAN: mean}, {SITE: RecordSpec(mean)}):
-            run.put("networks", reply.site, {name: 2 * tensor for name, tensor in reply[SITE].items()}, reply.samples)
-            run.put("networks", reply.site, reply[SITE], reply.samples)
+    def round(self, context: RoundContext) -> None:
+        mean = self.mean(context)
+        for reply in context.ask(TRAIN, {MEAN: mean}, {SITE: RecordSpec(mean)}):
+            context.put("networks", reply.site, {name: 2 * tensor for name, tensor in reply[SITE].items()}, reply.samples)
+            context.put("networks", reply.site, reply[SITE], reply.samples)
 
 
 @dataclass(frozen=True)
 class Enough(FedProx):
     fewest: int = 2
 
-    def round(self, run: RoundContext) -> None:
-        mean = self.mean(run)
-        for number, reply in enumerate(run.ask(TRAIN, {MEAN: mean}, {SITE: RecordSpec(mean)}), start=1):
-            run.put("networks", reply.site, reply[SITE], reply.samples)
+    def round(self, context: RoundContext) -> None:
+        mean = self.mean(context)
+        for number, reply in enumerate(context.ask(TRAIN, {MEAN: mean}, {SITE: RecordSpec(mean)}), start=1):
+            context.put("networks", reply.site, reply[SITE], reply.samples)
             if number == self.fewest:
                 break
 
@@ -44,26 +44,26 @@ class Second(FedProx):
     def slots(self, experiment: Any) -> dict[str, Any]:
         return {"networks": Sum(weighted=True), "n": Sum()}
 
-    def round(self, run: RoundContext) -> None:
-        super().round(run)
-        run.gather("sizes", {}, {"n": RecordSpec(SIZES, slot="n")})
+    def round(self, context: RoundContext) -> None:
+        super().round(context)
+        context.gather("sizes", {}, {"n": RecordSpec(SIZES, slot="n")})
 
 
 @dataclass(frozen=True)
 class Begun(Second):
-    def begin(self, run: RoundContext) -> None:
-        super().begin(run)
-        run.put_all("networks", run.initial())
-        run.put_all("n", SIZES)
+    def begin(self, context: RoundContext) -> None:
+        super().begin(context)
+        context.put_all("networks", context.initial())
+        context.put_all("n", SIZES)
 
 
 @dataclass(frozen=True)
 class Nested(FedProx):
-    def round(self, run: RoundContext) -> None:
-        mean = self.mean(run)
-        for reply in run.ask(TRAIN, {MEAN: mean}, {SITE: RecordSpec(mean)}):
-            run.put("networks", reply.site, reply[SITE], reply.samples)
-            assert len(list(run.ask("sizes", {}, {"n": RecordSpec(SIZES)}, [reply.site]))) == 1
+    def round(self, context: RoundContext) -> None:
+        mean = self.mean(context)
+        for reply in context.ask(TRAIN, {MEAN: mean}, {SITE: RecordSpec(mean)}):
+            context.put("networks", reply.site, reply[SITE], reply.samples)
+            assert len(list(context.ask("sizes", {}, {"n": RecordSpec(SIZES)}, [reply.site]))) == 1
 
 
 @dataclass(frozen=True)
@@ -71,27 +71,27 @@ class Unequal(FedProx):
     def slots(self, experiment: Any) -> dict[str, Any]:
         return {"networks": Sum(weighted=True), "again": Sum(weighted=True)}
 
-    def round(self, run: RoundContext) -> None:
-        mean = self.mean(run)
-        for reply in run.ask(TRAIN, {MEAN: mean}, {SITE: RecordSpec(mean)}):
-            run.put("networks", reply.site, reply[SITE], reply.samples)
-            run.put("again", reply.site, reply[SITE], 1)
+    def round(self, context: RoundContext) -> None:
+        mean = self.mean(context)
+        for reply in context.ask(TRAIN, {MEAN: mean}, {SITE: RecordSpec(mean)}):
+            context.put("networks", reply.site, reply[SITE], reply.samples)
+            context.put("again", reply.site, reply[SITE], 1)
 
 
 @dataclass(frozen=True)
 class Fraction(FedProx):
-    def round(self, run: RoundContext) -> None:
-        mean = self.mean(run)
-        for reply in run.ask(TRAIN, {MEAN: mean}, {SITE: RecordSpec(mean)}):
-            run.put("networks", reply.site, reply[SITE], 2.5)  # type: ignore[arg-type]
+    def round(self, context: RoundContext) -> None:
+        mean = self.mean(context)
+        for reply in context.ask(TRAIN, {MEAN: mean}, {SITE: RecordSpec(mean)}):
+            context.put("networks", reply.site, reply[SITE], 2.5)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class Unknown(FedProx):
-    def round(self, run: RoundContext) -> None:
-        mean = self.mean(run)
-        for reply in run.ask(TRAIN, {MEAN: mean}, {SITE: RecordSpec(mean)}):
-            run.put("network", reply.site, reply[SITE], reply.samples)
+    def round(self, context: RoundContext) -> None:
+        mean = self.mean(context)
+        for reply in context.ask(TRAIN, {MEAN: mean}, {SITE: RecordSpec(mean)}):
+            context.put("network", reply.site, reply[SITE], reply.samples)
 
 
 @dataclass(frozen=True)

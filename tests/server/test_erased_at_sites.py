@@ -9,8 +9,8 @@ from fedloom.clients.storage.store import SiteStore
 from fedloom.conf import Config
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger
+from fedloom.server.rounds.listener import LogListener
 from fedloom.server.run.experiment import run_experiment
-from fedloom.server.run.listener import LogListener
 from fedloom.server.run.training_run import TrainingRun
 from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.unlearning.client_erasure import Erasure, at_sites, outstanding

@@ -11,8 +11,8 @@ from fedloom.conf.errors import FailedError, UserError
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
 from fedloom.server.ledger.slots import Slots
+from fedloom.server.rounds.listener import LogListener
 from fedloom.server.run.experiment import run_experiment
-from fedloom.server.run.listener import LogListener
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.engines.inline import InlineGrid
 from fedloom.sims.operations.requests import UnlearningRequest, unlearn

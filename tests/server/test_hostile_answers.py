@@ -103,7 +103,7 @@ def test_what_checks_a_record_sees_finite_numbers_alone(tmp_path):
     """Linear algebra on others once ended a round with an error of its own."""
     site = (config := small(tmp_path)).roster[0]
     like, seen, exchange = {"x": torch.zeros(2)}, [], Given([given(site, {"told": {"x": torch.tensor([0.0, NAN])}})])
-    run = started(config).run(1, Participation([site], 1), exchange)
+    run = started(config).round_context(1, Participation([site], 1), exchange)
     assert list(run.ask("told", {}, {"told": RecordSpec(like, check=seen.append)}, needed=False)) == seen == []
     assert exchange.dropped == {site.name: "tensor 'x' has entries that are not finite"}
 

@@ -178,7 +178,7 @@ def played(config: Config, given: list[list[float]]) -> tuple[State, State]:
     replies = [reply_of(site, {SITE: {name: torch.full_like(one, site.index + 1.0) for name, one in before.items()},
                                SELECTION: one}) for site, one in zip(sites, say, strict=True)]  # fmt: skip
     exchange = Given(replies, sent={MEAN: {}})
-    aggregate.strategy.round(aggregate.run(1, Participation(sites, 1), exchange))
+    aggregate.strategy.round(aggregate.round_context(1, Participation(sites, 1), exchange))
     assert exchange.dropped == {}
     assert isinstance(aggregate.strategy, LayerSelectionStrategy)
     return before, aggregate.strategy.shared(aggregate.view())

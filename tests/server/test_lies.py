@@ -64,7 +64,7 @@ def test_no_lie_ends_a_run_or_enters_the_sum_unseen(run: Run, lie: Lie):
     assert isinstance(run.grid, LyingGrid)
     run.grid.lie, loop.transport.dropped, before = lie, {}, aggregation.digest()
     other = contribution(aggregation, "site-0000")
-    round = aggregation.run(1, Participation([site], 1), loop.transport)
+    round = aggregation.round_context(1, Participation([site], 1), loop.transport)
     with contextlib.suppress(TooFewRepliesError):
         aggregation.strategy.round(round)
     if round.losses:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from fedloom.conf import Config, UserError, load
+from fedloom.server.rounds.listener import LogListener
 from fedloom.server.run.experiment import run_experiment
-from fedloom.server.run.listener import LogListener
 from fedloom.server.run_folder.folder import is_file_name
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.engines.inline import InlineGrid

@@ -16,8 +16,8 @@ from fedloom.conf.sites import Site
 from fedloom.fusion.state import digest
 from fedloom.server.rounds.channel import RawReply
 from fedloom.server.rounds.client_metadata import ClientMetadata
+from fedloom.server.rounds.listener import LogListener
 from fedloom.server.run.experiment import run_experiment
-from fedloom.server.run.listener import LogListener
 from fedloom.sims.engines.adapter import store_folder
 from tests.server.parts import Recorder
 from tests.server.runs import method_of

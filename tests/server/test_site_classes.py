@@ -11,8 +11,8 @@ from fedloom.clients.data import num_classes, site_sizes
 from fedloom.clients.protocol.messages import WHO
 from fedloom.conf import Config, UserError, load
 from fedloom.server.rounds.channel import ClientChannel
+from fedloom.server.rounds.listener import LogListener
 from fedloom.server.run.experiment import run_experiment
-from fedloom.server.run.listener import LogListener
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.engines.inline import InlineGrid
 

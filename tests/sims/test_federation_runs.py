@@ -10,8 +10,8 @@ from fedloom.conf import Config
 from fedloom.conf.errors import UserError
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
+from fedloom.server.rounds.listener import LogListener
 from fedloom.server.run.experiment import run_experiment
-from fedloom.server.run.listener import LogListener
 from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.unlearning.requests import KIND
 from fedloom.sims.engines.adapter import store_folder

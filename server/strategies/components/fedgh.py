@@ -41,18 +41,18 @@ class FedGH(Recombining):
         super().check(experiment)
         check_outputs(experiment)
 
-    def begin(self, run: RoundContext) -> None:
+    def begin(self, context: RoundContext) -> None:
         """The head as the seed draws it."""
-        head = {name: one for name, one in run.initial(site=run.sites[0]).items() if name.startswith(HEAD)}
-        run.save_server_state(GLOBAL, representable(head, run.bits))
+        head = {name: one for name, one in context.initial(site=context.sites[0]).items() if name.startswith(HEAD)}
+        context.save_server_state(GLOBAL, representable(head, context.bits))
 
-    def train(self, run: RoundContext) -> None:
+    def train(self, context: RoundContext) -> None:
         """Send the head; when the sites have trained, ask for their mean features."""
         samples: dict[str, int] = {}
-        for reply in run.ask(TRAIN, {MEAN: run.server_state(GLOBAL)}, {}):
-            self.mark(run, reply.site)
+        for reply in context.ask(TRAIN, {MEAN: context.server_state(GLOBAL)}, {}):
+            self.mark(context, reply.site)
             samples[reply.site.name] = reply.samples
-        architecture, largest = run.architecture(run.sites[0]), run.config.federation.largest_weight
+        architecture, largest = context.architecture(context.sites[0]), context.config.federation.largest_weight
         features = feature_shape(architecture)
         like = {SUMS: torch.zeros(architecture.classes, *features), COUNTS: torch.zeros(architecture.classes)}
 
@@ -60,22 +60,22 @@ class FedGH(Recombining):
             check = functools.partial(check_prototypes, samples=samples[site.name], largest=largest)
             return {PROTOTYPES: RecordSpec(like, bounded=False, check=check)}
 
-        trained = [site for site in run.participants if site.name in samples]
-        for reply in run.ask(PROTOTYPES, {}, expected, trained):
-            run.put(PROTOTYPES, reply.site, reply[PROTOTYPES])
+        trained = [site for site in context.participants if site.name in samples]
+        for reply in context.ask(PROTOTYPES, {}, expected, trained):
+            context.put(PROTOTYPES, reply.site, reply[PROTOTYPES])
 
-    def recompute_derived(self, run: RoundContext) -> None:
+    def recompute_derived(self, context: RoundContext) -> None:
         """The head, trained on from where it was on the mean features of all sites that are there."""
-        super().recompute_derived(run)
-        if found := [_means(run, site.name) for site in run.sites if run.has(PROTOTYPES, site.name)]:
+        super().recompute_derived(context)
+        if found := [_means(context, site.name) for site in context.sites if context.has(PROTOTYPES, site.name)]:
             features, labels = (torch.cat(parts) for parts in zip(*found, strict=True))
             if len(labels):
-                run.save_server_state(GLOBAL, self._trained(run, features, labels))
+                context.save_server_state(GLOBAL, self._trained(context, features, labels))
 
-    def _trained(self, run: RoundContext, features: torch.Tensor, labels: torch.Tensor) -> State:
-        head = run.architecture(run.sites[0]).build().head
-        head.load_state_dict(of(run.server_state(GLOBAL), HEAD))
-        training, weights = replace(run.config.training, weight_decay=0.0), list(head.train().parameters())
+    def _trained(self, context: RoundContext, features: torch.Tensor, labels: torch.Tensor) -> State:
+        head = context.architecture(context.sites[0]).build().head
+        head.load_state_dict(of(context.server_state(GLOBAL), HEAD))
+        training, weights = replace(context.config.training, weight_decay=0.0), list(head.train().parameters())
         step = optimizer_of(training).bind(weights, training)
         for _ in range(self.passes):
             gradients = torch.autograd.grad(F.cross_entropy(head(features), labels), weights)

@@ -119,37 +119,43 @@ class HeadTransfer(Recombining):
             kinds = Kinds.of(experiment, sites, {site.name: class_things(site.spec) for site in sites}, self.alike)
             check_common(objective.tasks, kinds.common())
 
-    def begin(self, run: RoundContext) -> None:
+    def begin(self, context: RoundContext) -> None:
         """Nothing: which classes sites have in common is known when they have enrolled."""
 
-    def train(self, run: RoundContext) -> None:
+    def train(self, context: RoundContext) -> None:
         """Every site updates its extractor, its head and, unless they are frozen, its copies of the auxiliary heads."""
-        kinds = self.kinds(run)
-        known, heads = self._common(run, kinds), self._heads(run)
+        kinds = self.kinds(context)
+        known, heads = self._common(context, kinds), self._heads(context)
         commons = {site.name: {COMMON: kinds.places(site.name, known), NUMBER: torch.tensor(len(known))}
-                   for site in run.participants if site.name in kinds.names}  # fmt: skip
-        frozen = {site.name for site in run.participants if self.scheme == INCREMENTAL and site.index >= self.first_sites}
+                   for site in context.participants if site.name in kinds.names}  # fmt: skip
+        frozen = {
+            site.name for site in context.participants if self.scheme == INCREMENTAL and site.index >= self.first_sites
+        }
 
         def content(site: Site) -> dict[str, State]:
-            start = {START: self._start(run.experiment, site)} if self.pretrained and not run.has(TRAINED, site.name) else {}
+            start = (
+                {START: self._start(context.experiment, site)}
+                if self.pretrained and not context.has(TRAINED, site.name)
+                else {}
+            )
             mark = {FROZEN: {FROZEN: torch.ones(1)}} if site.name in frozen else {}
             return {AUXILIARY_HEADS: heads, COMMON: commons[site.name], **mark, **start} if heads else start
 
         def expected(site: Site) -> dict[str, RecordSpec]:
             return {} if site.name in frozen or not heads else {AUXILIARY_HEADS: RecordSpec(heads)}
 
-        for reply in run.ask(TRAIN, content, expected, [site for site in run.participants if site.name in commons]):
-            self.mark(run, reply.site)
+        for reply in context.ask(TRAIN, content, expected, [site for site in context.participants if site.name in commons]):
+            self.mark(context, reply.site)
             if expected(reply.site):
-                run.put(MEAN_OF, reply.site, reply[AUXILIARY_HEADS])
+                context.put(MEAN_OF, reply.site, reply[AUXILIARY_HEADS])
 
-    def recompute_derived(self, run: RoundContext) -> None:
+    def recompute_derived(self, context: RoundContext) -> None:
         """The auxiliary heads: the mean over the sites that trained them last; as they began if none of these is left."""
-        super().recompute_derived(run)
-        if run.total(MEAN_OF).addends:
-            run.save_server_state(HEADS, cast(counted(run).mean(MEAN_OF), run.server_state(HEADS)))
-        elif HEADS in run.slots.keeps():
-            run.save_server_state(HEADS, self._drawn(run))
+        super().recompute_derived(context)
+        if context.total(MEAN_OF).addends:
+            context.save_server_state(HEADS, cast(counted(context).mean(MEAN_OF), context.server_state(HEADS)))
+        elif HEADS in context.slots.keeps():
+            context.save_server_state(HEADS, self._drawn(context))
 
     def sent(self, view: View) -> State:
         return view.server_state(HEADS) if HEADS in view.slots.keeps() else {}
@@ -170,20 +176,20 @@ class HeadTransfer(Recombining):
             )
         return {name: given[name].to(one.dtype) for name, one in own.items()}
 
-    def _common(self, run: RoundContext, kinds: Kinds) -> list[str]:
+    def _common(self, context: RoundContext, kinds: Kinds) -> list[str]:
         """The names of the common classes, as they were when the run began. UserError if a task needs some, and none are."""
-        if NAMES in run.slots.keeps():
-            return decoded(run.server_state(NAMES))
+        if NAMES in context.slots.keeps():
+            return decoded(context.server_state(NAMES))
         found = kinds.common()
-        check_common(components_of(run.experiment).tasks, found)
-        run.save_server_state(NAMES, encoded(found))
+        check_common(components_of(context.experiment).tasks, found)
+        context.save_server_state(NAMES, encoded(found))
         return found
 
-    def _heads(self, run: RoundContext) -> State:
+    def _heads(self, context: RoundContext) -> State:
         """The auxiliary heads as they are, or as they begin."""
-        if HEADS not in run.slots.keeps():
-            run.save_server_state(HEADS, self._drawn(run))
-        return run.server_state(HEADS)
+        if HEADS not in context.slots.keeps():
+            context.save_server_state(HEADS, self._drawn(context))
+        return context.server_state(HEADS)
 
     def _drawn(self, view: View) -> State:
         """The auxiliary heads as the seed draws them."""

@@ -41,25 +41,25 @@ class PartialAveraging(Recombining):
                 told = f"objective.mode={components_of(experiment).mode} averages extractors"
                 raise UserError(f"{told}, and {site.name}'s network is another one than {experiment.sites[0].name}'s")
 
-    def begin(self, run: RoundContext) -> None:
+    def begin(self, context: RoundContext) -> None:
         """The part that is averaged starts as the seed draws it."""
-        part = self.sent(run)
-        run.save_server_state(SHARED, representable(part, run.bits) if part else {})
+        part = self.sent(context)
+        context.save_server_state(SHARED, representable(part, context.bits) if part else {})
 
-    def train(self, run: RoundContext) -> None:
+    def train(self, context: RoundContext) -> None:
         """Send the mean; put what each site makes of it."""
-        shared = run.server_state(SHARED)
+        shared = context.server_state(SHARED)
         sent, expected = ({MEAN: shared}, {SITE: RecordSpec(shared)}) if shared else ({}, {})
-        for reply in run.ask(TRAIN, sent, expected):
-            self.mark(run, reply.site)
+        for reply in context.ask(TRAIN, sent, expected):
+            self.mark(context, reply.site)
             if shared:
-                run.put(SITES, reply.site, reply[SITE], reply.samples)
+                context.put(SITES, reply.site, reply[SITE], reply.samples)
 
-    def recompute_derived(self, run: RoundContext) -> None:
+    def recompute_derived(self, context: RoundContext) -> None:
         """The mean over all sites."""
-        super().recompute_derived(run)
-        if SITES in run.slots.totals and run.total(SITES).addends:
-            run.save_server_state(SHARED, cast(counted(run).mean(SITES), run.server_state(SHARED)))
+        super().recompute_derived(context)
+        if SITES in context.slots.totals and context.total(SITES).addends:
+            context.save_server_state(SHARED, cast(counted(context).mean(SITES), context.server_state(SHARED)))
 
     def sent(self, view: View) -> State:
         return _sharing(view.experiment).part(view.initial(site=view.sites[0]))

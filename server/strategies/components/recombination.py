@@ -89,37 +89,37 @@ class Recombining(Strategy):
             found += [f"{unknown('class in strategy.alike', name, known)}; it changes nothing" for name in odd]
         return found
 
-    def round(self, run: RoundContext) -> None:
+    def round(self, context: RoundContext) -> None:
         """Training and, when it is due, what sites publish and how it fits together."""
-        self.train(run)
-        length = self.schedule(run.experiment).length(run.config.rounds)
-        if run.number >= length or (self.every and run.number % self.every == 0):
-            self.publish(run)
-            self.recombine(run)
+        self.train(context)
+        length = self.schedule(context.experiment).length(context.config.rounds)
+        if context.number >= length or (self.every and context.number % self.every == 0):
+            self.publish(context)
+            self.recombine(context)
 
     @abstractmethod
-    def train(self, run: RoundContext) -> None:
+    def train(self, context: RoundContext) -> None:
         """The method's own part of a round."""
 
-    def publish(self, run: RoundContext) -> None:
+    def publish(self, context: RoundContext) -> None:
         """Ask for the components that sites let others have, and keep them."""
-        likes = {site.name: _published(run.experiment, site) for site in run.sites}
-        asked = [site for site in self.networked(run) if likes[site.name]]
+        likes = {site.name: _published(context.experiment, site) for site in context.sites}
+        asked = [site for site in self.networked(context) if likes[site.name]]
         expected = {site.name: RecordSpec(likes[site.name], bounded=False, whole=False, check=_whole_parts(likes[site.name]))
                     for site in asked}  # fmt: skip
-        for reply in run.ask(PUBLISH, {}, lambda site: {COMPONENTS: expected[site.name]}, asked, needed=False):
+        for reply in context.ask(PUBLISH, {}, lambda site: {COMPONENTS: expected[site.name]}, asked, needed=False):
             if reply[COMPONENTS]:
-                run.put(COMPONENTS, reply.site, reply[COMPONENTS])
+                context.put(COMPONENTS, reply.site, reply[COMPONENTS])
 
-    def recombine(self, run: RoundContext) -> None:
+    def recombine(self, context: RoundContext) -> None:
         """Ask every site how good each published head is on its extractor."""
-        places = {site.name: site.index for site in run.config.roster}
-        kinds = self.kinds(run)
-        config = run.config
-        there = looked_at(config, [site for site in self.published(run) if site in kinds.names])
-        heads = {site: part for site in there if (part := self.component(run, site, HEAD))}
-        extractors = looked_at(config, [site.name for site in self.networked(run) if site.name in kinds.names])
-        asked = [site for site in self.networked(run) if site.name in set(extractors)]
+        places = {site.name: site.index for site in context.config.roster}
+        kinds = self.kinds(context)
+        config = context.config
+        there = looked_at(config, [site for site in self.published(context) if site in kinds.names])
+        heads = {site: part for site in there if (part := self.component(context, site, HEAD))}
+        extractors = looked_at(config, [site.name for site in self.networked(context) if site.name in kinds.names])
+        asked = [site for site in self.networked(context) if site.name in set(extractors)]
         if not heads or not asked:
             return
         known, records = kinds.all(), {f"{MODEL}/{places[site]}": part for site, part in heads.items()}
@@ -132,21 +132,21 @@ class Recombining(Strategy):
         size = len(places)
         right, images = torch.zeros(size, size, dtype=torch.int64), torch.zeros(size, size, dtype=torch.int64)
         numbers = [name for record in records for name in (right_of(record), f"{TOTAL}/{record.removeprefix(MODEL + '/')}")]
-        for reply in run.ask(RECOMBINE, content, {}, asked, metrics=numbers, needed=False):
+        for reply in context.ask(RECOMBINE, content, {}, asked, metrics=numbers, needed=False):
             for head in heads:
                 hits, total = reply.metrics[right_of(f"{MODEL}/{places[head]}")], reply.metrics[f"{TOTAL}/{places[head]}"]
                 if can_be(hits, total):
                     right[reply.site.index, places[head]], images[reply.site.index, places[head]] = hits, total
-        run.save_server_state(MATRIX, {RIGHT_OF: right, IMAGES: images})
+        context.save_server_state(MATRIX, {RIGHT_OF: right, IMAGES: images})
 
-    def recompute_derived(self, run: RoundContext) -> None:
+    def recompute_derived(self, context: RoundContext) -> None:
         """What was measured with components of sites that are gone is erased."""
-        if MATRIX not in run.slots.keeps():
+        if MATRIX not in context.slots.keeps():
             return
-        here = torch.zeros(len(run.config.roster), dtype=torch.bool)
-        here[[site.index for site in run.sites]] = True
-        run.save_server_state(
-            MATRIX, {name: table * (here[:, None] & here[None, :]) for name, table in run.server_state(MATRIX).items()}
+        here = torch.zeros(len(context.config.roster), dtype=torch.bool)
+        here[[site.index for site in context.sites]] = True
+        context.save_server_state(
+            MATRIX, {name: table * (here[:, None] & here[None, :]) for name, table in context.server_state(MATRIX).items()}
         )
 
     def models(self, view: View) -> Models:
@@ -182,13 +182,13 @@ class Recombining(Strategy):
     def sent(self, view: View) -> State:
         """What a site sends in a round."""
 
-    def kinds(self, run: RoundContext) -> Kinds:
+    def kinds(self, context: RoundContext) -> Kinds:
         """The classes of all sites by name."""
-        return Kinds.of(run.experiment, run.sites, run.class_names(run.sites), self.alike)
+        return Kinds.of(context.experiment, context.sites, context.class_names(context.sites), self.alike)
 
-    def networked(self, run: RoundContext) -> list[Site]:
+    def networked(self, context: RoundContext) -> list[Site]:
         """The sites that have a network of their own."""
-        return [site for site in run.sites if run.has(TRAINED, site.name)]
+        return [site for site in context.sites if context.has(TRAINED, site.name)]
 
     def published(self, view: View) -> list[str]:
         """The sites that published components."""
@@ -204,9 +204,9 @@ class Recombining(Strategy):
         [one] = [one for one in view.sites if one.name == site]
         return {name: tensor for name, tensor in _cast(view, one).items() if name.startswith(prefix)}
 
-    def mark(self, run: RoundContext, site: Site) -> None:
+    def mark(self, context: RoundContext, site: Site) -> None:
         """Note that a site trained: its own state is that after this round."""
-        run.put(TRAINED, site, {"round": torch.tensor([float(run.number)])})
+        context.put(TRAINED, site, {"round": torch.tensor([float(context.number)])})
 
     def residue(self, view: View, names: Sequence[str] = ()) -> Sequence[ResidualInfluence]:
         """The other sites' networks, if anything was shared while the forgotten ones took part."""

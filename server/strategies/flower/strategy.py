@@ -99,29 +99,29 @@ class FlowerStrategy(Strategy):
             f"and the last round aggregated again without it; what it left in earlier rounds stays{instead}"
         ]
 
-    def begin(self, run: RoundContext) -> None:
+    def begin(self, context: RoundContext) -> None:
         """The network starts at theta_0."""
-        run.save_server_state(NETWORK, run.initial())
-        run.save_server_state(ARRAYS, shared(run.experiment, run.initial()))
-        run.save_server_state(MEMORY, {})
-        run.save_server_state(ROUND, {"number": torch.tensor(0)})
+        context.save_server_state(NETWORK, context.initial())
+        context.save_server_state(ARRAYS, shared(context.experiment, context.initial()))
+        context.save_server_state(MEMORY, {})
+        context.save_server_state(ROUND, {"number": torch.tensor(0)})
 
-    def round(self, run: RoundContext) -> None:
+    def round(self, context: RoundContext) -> None:
         """Ask whom it asks; put what they send."""
-        inner, arrays = self._after(run)
-        config, sites = ConfigRecord(), Nodes(run.participants)
-        self._check_enough(inner, len(run.participants))
-        with drawing(run.rng(DRAWN)):
-            messages = self._guarded(lambda: list(inner.configure_train(run.number, arrays_of(arrays), config, sites)))
-        run.save_server_state(ARRAYS, arrays)
-        run.save_server_state(MEMORY, remembered(inner, self.fresh()))
-        run.save_server_state(ROUND, {"number": torch.tensor(run.number)})
-        sent = {sites.sites[one.metadata.dst_node_id].name: self._sent(run, one) for one in messages}
-        asked = [site for site in run.participants if site.name in sent]
-        like = shared(run.experiment, run.server_state(NETWORK))
-        for reply in run.ask(TRAIN, lambda site: {MEAN: sent[site.name]}, {SITE: RecordSpec(like)}, asked):
+        inner, arrays = self._after(context)
+        config, sites = ConfigRecord(), Nodes(context.participants)
+        self._check_enough(inner, len(context.participants))
+        with drawing(context.rng(DRAWN)):
+            messages = self._guarded(lambda: list(inner.configure_train(context.number, arrays_of(arrays), config, sites)))
+        context.save_server_state(ARRAYS, arrays)
+        context.save_server_state(MEMORY, remembered(inner, self.fresh()))
+        context.save_server_state(ROUND, {"number": torch.tensor(context.number)})
+        sent = {sites.sites[one.metadata.dst_node_id].name: self._sent(context, one) for one in messages}
+        asked = [site for site in context.participants if site.name in sent]
+        like = shared(context.experiment, context.server_state(NETWORK))
+        for reply in context.ask(TRAIN, lambda site: {MEAN: sent[site.name]}, {SITE: RecordSpec(like)}, asked):
             numbers = {TOLD + LOSS: torch.tensor(reply.metrics["loss"], dtype=torch.float32)}
-            run.put(NETWORKS, reply.site, {**reply[SITE], **numbers}, reply.samples)
+            context.put(NETWORKS, reply.site, {**reply[SITE], **numbers}, reply.samples)
 
     def models(self, view: View) -> Models:
         """Its network, under its name."""

@@ -31,14 +31,14 @@ class Averaging(Strategy):
     def slots(self, experiment: Experiment) -> dict[str, Slot]:
         return {NETWORKS: Sum(weighted=True)}
 
-    def begin(self, run: RoundContext) -> None:
-        drawn = run.initial()
+    def begin(self, context: RoundContext) -> None:
+        drawn = context.initial()
         end = read_state(Path(self.start)) if self.start else drawn
-        run.save_server_state("start", {name: torch.lerp(drawn[name], end[name], self.share) for name in drawn})
+        context.save_server_state("start", {name: torch.lerp(drawn[name], end[name], self.share) for name in drawn})
 
-    def round(self, run: RoundContext) -> None:
-        mean = self.mean(run)
-        run.gather(TRAIN, {MEAN: mean}, {SITE: RecordSpec(mean, slot=NETWORKS)})
+    def round(self, context: RoundContext) -> None:
+        mean = self.mean(context)
+        context.gather(TRAIN, {MEAN: mean}, {SITE: RecordSpec(mean, slot=NETWORKS)})
 
     def models(self, view: View) -> Models:
         return Models({"mean": lambda: Model(view.architecture(), self.mean(view))})
@@ -58,21 +58,21 @@ class Replay(Averaging):
 
     history: str = option("", "folder of the earlier run, with federation.history=all")
 
-    def round(self, run: RoundContext) -> None:
-        mean, before = self.mean(run), self._then(run)
-        for reply in run.ask(TRAIN, {MEAN: mean}, {SITE: RecordSpec(mean)}):
-            run.put(NETWORKS, reply.site, calibrated(mean, reply[SITE], before[reply.site.name]), reply.samples)
+    def round(self, context: RoundContext) -> None:
+        mean, before = self.mean(context), self._then(context)
+        for reply in context.ask(TRAIN, {MEAN: mean}, {SITE: RecordSpec(mean)}):
+            context.put(NETWORKS, reply.site, calibrated(mean, reply[SITE], before[reply.site.name]), reply.samples)
 
-    def _then(self, run: RoundContext) -> dict[str, dict[str, float]]:
+    def _then(self, context: RoundContext) -> dict[str, dict[str, float]]:
         """By site and tensor, how far it moved in this round of the earlier run."""
         with Ledger.open(Path(self.history), server=False) as ledger:
             given = {site: {one.round: one for one in ledger.history(site)} for site in ledger.sites()}
-            begun = [each[run.number - 1] for each in given.values() if run.number - 1 in each]
-            ended = {site: each[run.number] for site, each in given.items() if run.number in each}
+            begun = [each[context.number - 1] for each in given.values() if context.number - 1 in each]
+            ended = {site: each[context.number] for site, each in given.items() if context.number in each}
             start = (
                 averaged([(ledger.blobs.get(one.blob), one.samples) for one in begun])
                 if begun
-                else run.server_state("start")
+                else context.server_state("start")
             )
             moved = {site: ledger.blobs.get(one.blob) for site, one in ended.items()}
         return {site: {name: float(torch.dist(end, start[name])) for name, end in state.items()} for site, state in

@@ -20,8 +20,8 @@ from fedloom.clients.networks import Model
 from fedloom.conf import Config
 from fedloom.conf.load import load_text
 from fedloom.server.evaluation.evaluator import Evaluator
+from fedloom.server.rounds.listener import Silent
 from fedloom.server.run.experiment import check, open_ledger
-from fedloom.server.run.listener import Silent
 from fedloom.server.run.training_run import TrainingRun, recalibration_round
 from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.unlearning.attacks import Floats

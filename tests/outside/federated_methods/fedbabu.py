@@ -41,11 +41,11 @@ class FedBabu(Strategy):
     def slots(self, experiment):
         return {"bodies": Sum()}
 
-    def begin(self, run: RoundContext) -> None:
-        run.put_all("bodies", {name: tensor for name, tensor in run.initial().items() if name.startswith(BODY)})
+    def begin(self, context: RoundContext) -> None:
+        context.put_all("bodies", {name: tensor for name, tensor in context.initial().items() if name.startswith(BODY)})
 
-    def round(self, run: RoundContext) -> None:
-        run.gather(TRAIN, {MEAN: {**run.initial(), **run.mean("bodies")}}, {SITE: RecordSpec(slot="bodies")})
+    def round(self, context: RoundContext) -> None:
+        context.gather(TRAIN, {MEAN: {**context.initial(), **context.mean("bodies")}}, {SITE: RecordSpec(slot="bodies")})
 
     def models(self, view: View) -> Models:
         return Models({"fedbabu": lambda: Model(view.architecture(), {**view.initial(), **view.mean("bodies")})})

@@ -34,12 +34,12 @@ class FedProx(Strategy):
     def slots(self, experiment):
         return {"networks": Sum(weighted=True)}
 
-    def begin(self, run: RoundContext) -> None:
-        run.save_server_state("start", run.initial())
+    def begin(self, context: RoundContext) -> None:
+        context.save_server_state("start", context.initial())
 
-    def round(self, run: RoundContext) -> None:
-        mean = self.mean(run)
-        run.gather(TRAIN, {MEAN: mean}, {SITE: RecordSpec(mean, slot="networks")})
+    def round(self, context: RoundContext) -> None:
+        mean = self.mean(context)
+        context.gather(TRAIN, {MEAN: mean}, {SITE: RecordSpec(mean, slot="networks")})
 
     def models(self, view: View) -> Models:
         return Models({"fedprox": lambda: Model(view.architecture(), self.mean(view))})

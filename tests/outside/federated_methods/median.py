@@ -12,12 +12,12 @@ class Median(Strategy):
     def slots(self, experiment):
         return {"networks": PerClientSlot()}
 
-    def begin(self, run: RoundContext) -> None:
-        run.save_server_state("start", run.initial())
+    def begin(self, context: RoundContext) -> None:
+        context.save_server_state("start", context.initial())
 
-    def round(self, run: RoundContext) -> None:
-        median = self.median(run)
-        run.gather(TRAIN, {MEAN: median}, {SITE: RecordSpec(median, slot="networks")})
+    def round(self, context: RoundContext) -> None:
+        median = self.median(context)
+        context.gather(TRAIN, {MEAN: median}, {SITE: RecordSpec(median, slot="networks")})
 
     def models(self, view: View) -> Models:
         return Models({"median": lambda: Model(view.architecture(), self.median(view))})
