@@ -1,7 +1,7 @@
 """One message to a site, with all that the site has at hand for it: data alone. What is done with it: clients.work."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -129,7 +129,7 @@ def asked_site(order: TaskInstructions, config: Config) -> Site:
 
 
 @contextmanager
-def alone(context: Context) -> Iterator[None]:
+def alone(context: Context) -> Generator[None]:
     """Within, no other process answers for this site: of two answers at once, each might not know of the other."""
     if context.node_config.get(SIMULATED):
         yield
@@ -146,7 +146,7 @@ def store_of(context: Context) -> Path:
 
 
 @contextmanager
-def moment(message: Message) -> Iterator[None]:
+def moment(message: Message) -> Generator[None]:
     """Within, the site's files are as they are in the message's round, and torch is as usual."""
     order = read_order(message.content)
     with ordinary(), at_round(order.run, order.round, afresh=order.kind == ENROL):

@@ -4,7 +4,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from fedloom.conf.errors import UserError
 from fedloom.conf.typed import build_many, option
@@ -71,12 +71,12 @@ class Site:
 
 def parse_entries(given: Any) -> list[SiteConfig]:
     """The entries of a `sites` list. Raises UserError naming the entry at fault."""
-    entries = []
+    entries: list[SiteConfig] = []
     for place, item in enumerate(given):
         where = f"sites[{place}]"
         if not isinstance(item, SiteConfig | Mapping):
             raise UserError(f"{where}: got {item!r}, takes a section such as {{domain: mnist}}")
-        entry = item if isinstance(item, SiteConfig) else build_many(SiteConfig, item, where)
+        entry = item if isinstance(item, SiteConfig) else build_many(SiteConfig, cast("Mapping[str, Any]", item), where)
         if not entry.domain:
             raise UserError(f"{where}.domain: missing")
         if entry.label == UNION:
@@ -100,7 +100,7 @@ def roster(given: Any, population: list[SiteConfig]) -> list[Site]:
     if isinstance(given, bool) or not isinstance(given, int | list):
         raise UserError(f"sites: got {given!r}, takes a number or a list of sites")
     by_rule = isinstance(given, int)
-    if (number := given if isinstance(given, int) else len(given)) < 1:
+    if (number := given if isinstance(given, int) else len(cast("list[Any]", given))) < 1:
         raise UserError(f"sites: got {given}, takes at least 1")
     _check_number(number)
     entries = _dealt(given, population) if isinstance(given, int) else parse_entries(given)

@@ -76,8 +76,8 @@ class Task:
 class Answer:
     """What a site says to a question other than TRAIN: states by record name, and numbers by name."""
 
-    records: dict[str, State] = field(default_factory=dict)
-    metrics: Mapping[str, int | float | list[int]] = field(default_factory=dict)
+    records: dict[str, State] = field(default_factory=dict[str, State])
+    metrics: Mapping[str, int | float | list[int]] = field(default_factory=dict[str, int | float | list[int]])
 
 
 @dataclass(frozen=True)

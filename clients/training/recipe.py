@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass, field
+from typing import Any
 
 from fedloom.clients.training.augmentation import Augmentation, augmentation_of
 from fedloom.clients.training.optimizers import SGD, Optimizer, optimizer_of
@@ -24,6 +25,6 @@ class Recipe(TrainingConfig):
 
 def recipe_of(training: TrainingConfig) -> Recipe:
     """What a section names, built. UserError for unknown names and options."""
-    settings = {field.name: getattr(training, field.name) for field in dataclasses.fields(training)}
-    built = {"optimizer": optimizer_of(training), "schedule": schedule_of(training)}
-    return Recipe(**{**settings, **built}, augmentation=augmentation_of(training))
+    settings: dict[str, Any] = {field.name: getattr(training, field.name) for field in dataclasses.fields(training)}
+    settings |= {"optimizer": optimizer_of(training), "schedule": schedule_of(training)}
+    return Recipe(**settings, augmentation=augmentation_of(training))
