@@ -12,7 +12,6 @@ from fedloom.clients.objectives.components.session import of
 from fedloom.clients.objectives.components.sharing import HEAD
 from fedloom.clients.objectives.fedproto import COUNTS, PROTOTYPES, SUMS, check_prototypes
 from fedloom.clients.protocol.messages import MEAN, TRAIN
-from fedloom.clients.training.optimizers import optimizer_of
 from fedloom.conf.sites import Site
 from fedloom.conf.typed import option
 from fedloom.fusion.state import State
@@ -75,8 +74,8 @@ class FedGH(Recombining):
     def _trained(self, context: RoundContext, features: torch.Tensor, labels: torch.Tensor) -> State:
         head = context.architecture(context.sites[0]).build().head
         head.load_state_dict(of(context.server_state(GLOBAL), HEAD))
-        training, weights = replace(context.config.training, weight_decay=0.0), list(head.train().parameters())
-        step = optimizer_of(training).bind(weights, training)
+        training, weights = replace(context.experiment.training, weight_decay=0.0), list(head.train().parameters())
+        step = training.optimizer.bind(weights, training)
         for _ in range(self.passes):
             gradients = torch.autograd.grad(F.cross_entropy(head(features), labels), weights)
             with torch.no_grad():

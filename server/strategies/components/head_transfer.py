@@ -21,10 +21,11 @@ from fedloom.clients.objectives.components.session import AUXILIARY_HEADS, COMMO
 from fedloom.clients.objectives.components.sharing import COMPATIBLE, EXTRACTOR
 from fedloom.clients.protocol.messages import TRAIN
 from fedloom.clients.storage.states import read_state
-from fedloom.clients.training.optimizers import SGD, optimizer_of
+from fedloom.clients.training.optimizers import SGD
+from fedloom.clients.training.recipe import Recipe
 from fedloom.conf.errors import UserError, plain
 from fedloom.conf.randomness import torch_generator
-from fedloom.conf.schema import Config, TrainingConfig
+from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 from fedloom.conf.typed import option
 from fedloom.fusion.state import State
@@ -202,9 +203,9 @@ class HeadTransfer(Recombining):
         return representable(heads, view.bits) if heads else {}
 
 
-def check_pull(pull: float, training: TrainingConfig) -> None:
+def check_pull(pull: float, training: Recipe) -> None:
     """UserError for a pull at which steps of SGD lead ever further away: its curvature 2 * pull is too large for them."""
-    if not isinstance(optimizer := optimizer_of(training), SGD) or training.clip:
+    if not isinstance(optimizer := training.optimizer, SGD) or training.clip:
         return
     momentum = training.momentum if optimizer.momentum is None else optimizer.momentum
     if pull >= (most := (1 + momentum) / training.rate if training.rate else math.inf):
