@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fedloom.clients.networks.initial import initial_state
+from fedloom.clients.objectives import resolve
 from fedloom.conf import Config, load
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.run.experiment import open_ledger
@@ -45,7 +46,7 @@ def measure(start: str) -> dict[str, Any]:
         with open_ledger(config, folder) as ledger:
             method = TrainingRun(config, folder, ledger, Evaluator(config))
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-            run, groups = method.state.round_context(1), group_by_site(config)
+            run, groups = method.state.round_context(1), group_by_site(resolve(config))
             begin = time.perf_counter()
             for site in config.roster:
                 run.put(groups[site.name].name, site, initial_state(config, site.name, site), SAMPLES)

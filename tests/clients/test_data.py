@@ -127,7 +127,7 @@ from fedloom.conf.load import from_mapping
 sites = [{"domain": "digits", "count": 5, "samples": 20, "rotation": 30, "partition": {"name": NAME}}]
 settings = from_mapping({"experiment": "test", "sites": sites, "seed": 3})
 digest = hashlib.sha256()
-for images in [data.site_images(settings, site) for site in roster(settings)]:
+for images in [data.site_images(settings, site) for site in settings.roster]:
     digest.update(images.x.numpy().tobytes() + images.y.numpy().tobytes())
 result = digest.hexdigest()
 """

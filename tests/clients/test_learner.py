@@ -195,7 +195,7 @@ def test_a_last_batch_of_one_is_left_out_where_batchnorm_takes_two():
     at_work = FedAvg().session(Task(resolve(config), site, 1, 1, architecture_of(config).build().train(),
                                     {MEAN: initial_state(config)}, lambda: None, torch.Generator()))  # fmt: skip
     assert learn(at_work, site_images(config, site), resolve(config), site, 1, CPU).samples == 70
-    assert at_work.steps == step_count(70, config) == 6  # type: ignore[attr-defined]
+    assert at_work.steps == step_count(70, resolve(config)) == 6  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

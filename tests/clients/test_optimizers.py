@@ -181,9 +181,10 @@ def test_the_default_does_not_import_torchs_compiler():
 import sys
 import torch
 from fedloom.clients.training.learner import descend
+from fedloom.clients.training.recipe import recipe_of
 from fedloom.conf.schema import TrainingConfig
 weight = torch.nn.Parameter(torch.ones(2))
-descend([weight], lambda x, y: (weight * x).sum(), [(0.1, torch.ones(2), torch.ones(2))], TrainingConfig())
+descend([weight], lambda x, y: (weight * x).sum(), [(0.1, torch.ones(2), torch.ones(2))], recipe_of(TrainingConfig()))
 assert not {"torch._dynamo", "torchvision"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=300)

@@ -82,14 +82,14 @@ def test_tables_show_every_architecture_and_the_baselines(done):
 
 
 def test_sites_take_their_networks_in_turn(done):
-    groups = group_by_site(done.config)
+    groups = group_by_site(resolve(done.config))
     assert [groups[site.name].name for site in done.config.roster] == [SHALLOW, MIDDLE, DEEP, SHALLOW, DEEP]
 
 
 def test_all_architectures_start_as_one_function(tmp_path):
     with method_of(configured(tmp_path)) as method:
         evaluator, answers = Evaluator(method.config), []
-        for group in groups_of(method.config):
+        for group in groups_of(resolve(method.config)):
             network = evaluator.loaded(method.state.models()[group.name])
             answers.append(network(torch.rand(9, 1, 8, 8, generator=torch.Generator().manual_seed(0))))
     assert all(torch.allclose(one, answers[0], atol=1e-6) for one in answers)
@@ -154,7 +154,7 @@ def test_a_share_of_the_sites_counts_when_it_is_asked(tmp_path):
         assert 0 < len(last) < 5
         found = {one.group.name: one.weight for one in averaged(view)}
         wanted = {group.name: sum(120.0 if name == "site-0004" else 90.0 for name in last if name in group.sites)
-                  for group in groups_of(method.config)}  # fmt: skip
+                  for group in groups_of(resolve(method.config))}  # fmt: skip
         assert found == {name: weight for name, weight in wanted.items() if weight}
 
 
@@ -233,7 +233,9 @@ def test_recalibration_asks_every_architecture_of_its_sites_and_the_sums_stay(do
         digest, before, members = plain.state.digest(), plain.state.models(), plain.state.members()
         told, states = {}, {name: before[name].state for name in (SHALLOW, MIDDLE, DEEP)}
         for name in (SHALLOW, DEEP):
-            images = [site_images(config, site) for site in members if group_by_site(config)[site.name].name == name]
+            images = [
+                site_images(config, site) for site in members if group_by_site(resolve(config))[site.name].name == name
+            ]
             whole = Images(torch.cat([one.x for one in images]), torch.cat([one.y for one in images]))
             found = class_statistics(plain.evaluator.loaded(before[name]), whole, 0, 500, torch.device("cpu"))
             told[name] = {key: tensor * len(whole) for key, tensor in found.items()}
@@ -306,6 +308,6 @@ def test_when_all_that_trained_are_forgotten_networks_are_as_at_the_start(tmp_pa
         aggregation.readmit(["site-0000"])
         aggregation.forget(["site-0004"], {})
         models, parts = aggregation.models(), strategy.parts(resolve(config))
-        for group in groups_of(config):
+        for group in groups_of(resolve(config)):
             start = parts[group.name].taken(first)
             assert all(torch.allclose(models[group.name].state[name], one, atol=1e-6) for name, one in start.items())

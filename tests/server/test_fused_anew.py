@@ -106,7 +106,7 @@ def test_the_first_round_is_one_fusion_of_the_sites_own_networks_by_algorithm_2(
         settings = SETTINGS[CLA_OT]
         assert settings.comparison == "cka" and settings.refit == "none" and not settings.repair
         weights = [float(count) for count in (90, 90, 90, 120)]
-        for group in groups_of(config):
+        for group in groups_of(resolve(config)):
             order = sorted(range(4), key=lambda k: own[k].architecture != group.architecture)
             state = fuse([networks[k] for k in order], into=0, probe=probe, weights=[weights[k] for k in order],
                          settings=settings).network.state_dict()  # fmt: skip
@@ -122,10 +122,10 @@ def test_forgetting_in_a_fusing_round_is_the_fusion_of_what_is_left(done, tmp_pa
             anew(config).options.probe.read(aggregation.view(), "probe"),
         )
         found = {one.group.name: Apart(one.group.architecture, one.state, one.weight) for one in averaged(without)}
-        before = {group.name: aggregation.view().server_state(kept(group.name)) for group in groups_of(config)}
+        before = {group.name: aggregation.view().server_state(kept(group.name)) for group in groups_of(resolve(config))}
         aggregation.forget(["site-0001"], {})
         models = aggregation.models()
-        for group in groups_of(config):
+        for group in groups_of(resolve(config)):
             wanted = fused_apart(group.architecture, found.values(), before[group.name], probe, SETTINGS[CLA_OT])
             assert same(models[group.name].state, wanted)
         told = aggregation.residue(["site-0001"])
@@ -174,10 +174,11 @@ def test_a_network_that_was_trained_apart_and_not_heard_of_since_is_fused_as_its
     probe = strategy.options.probe.read(view, "probe")
     rest = view.subset(["site-0001", "site-0002", "site-0003"])
     networks = [Apart(one.group.architecture, one.state, one.weight) for one in averaged(rest)]
-    own = next(group for group in groups_of(config) if "site-0000" in group.sites)
+    own = next(group for group in groups_of(resolve(config)) if "site-0000" in group.sites)
     networks.append(Apart(own.architecture, view.contribution(own.name, "site-0000"), 90.0))
     wanted = {
-        group.name: fused_apart(group.architecture, networks, {}, probe, SETTINGS[CLA_OT]) for group in groups_of(config)
+        group.name: fused_apart(group.architecture, networks, {}, probe, SETTINGS[CLA_OT])
+        for group in groups_of(resolve(config))
     }
     assert all(same(view.server_state(kept(name)), state) for name, state in wanted.items())
 

@@ -97,7 +97,7 @@ def test_without_a_probe_heads_follow_from_what_the_sites_of_each_architecture_t
     run(config)
     with method_of(config) as method:
         models, view = method.state.models(), method.state.view()
-        for group in groups_of(config):
+        for group in groups_of(resolve(config)):
             state, first = models[group.name].state, view.initial(site=group.site)["head.weight"]
             images = [site_images(config, site) for site in config.roster if site.name in group.sites]
             whole = Images(torch.cat([one.x for one in images]), torch.cat([one.y for one in images]))
@@ -128,7 +128,7 @@ def test_a_site_that_is_missing_when_all_are_fused_joins_the_next_round(tmp_path
     played = set_up(config, WatchedApp(RAISES, place=place, rounds=[1]))
     name = f"site-000{place}"
     assert list(one_round(played.loop, 1)["dropped"]) == [name] and played.aggregate.view().last_put(name) == 0
-    group = next(group for group in groups_of(config) if name in group.sites)
+    group = next(group for group in groups_of(resolve(config)) if name in group.sites)
     sent = played.aggregate.view().server_state(kept(group.name))
     assert one_round(played.loop, 2)["dropped"] == {}
     view = played.aggregate.view()
@@ -149,9 +149,9 @@ def test_one_network_fused_alone_is_itself(done):
 def test_parts_of_the_same_widths_keep_their_function_in_the_basis_of_the_reference(done):
     config, probe = done[0], probe_of(200)
     with method_of(config) as method:
-        reference, view = reference_of(config).architecture, method.state.view()
+        reference, view = reference_of(resolve(config)).architecture, method.state.view()
         whole, part = view.server_state(REFERENCE), strategy_of(config).parts(config)[SHALLOW]
-        group = next(group for group in groups_of(config) if group.name == SHALLOW)
+        group = next(group for group in groups_of(resolve(config)) if group.name == SHALLOW)
         apart = [Apart(group.architecture, view.contribution(SHALLOW, "site-0000"), 1.0)]
         state = part_of(group, part, reference, whole, apart, probe)
         answers = [
@@ -167,7 +167,7 @@ def test_narrower_parts_do_what_the_reference_does_better_for_the_refit(tmp_path
     run(config)
     with method_of(config) as method:
         reference, whole = reference_of(resolve(config)).architecture, method.state.view().server_state(REFERENCE)
-        group = next(group for group in groups_of(config) if group.architecture != reference)
+        group = next(group for group in groups_of(resolve(config)) if group.architecture != reference)
         part = strategy_of(config).parts(resolve(config))[group.name]
         loaded, goal = method.evaluator.loaded, method.evaluator.loaded(Model(reference, whole))(probe).detach()
         errors = [(loaded(Model(group.architecture, state))(probe) - goal).square().mean().item()
