@@ -167,7 +167,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """One experiment."""
+    """One experiment. A key that comes, goes or changes its meaning raises `VERSION` in conf/load.py."""
 
     experiment: str = option("", "name of the YAML file")
     seed: int = option(0, "of everything that is random", low=0)

@@ -91,7 +91,10 @@ class Objective(ABC):
         """Start on a task."""
 
     def answer(self, kind: str, task: Task, images: Images) -> Answer:
-        """Answer a question of the method's own strategy. UserError for a kind that the method does not know."""
+        """Answer a question of the method's own strategy. UserError for a kind that the method does not know.
+
+        `task.network` is in training mode, and is so again afterwards: the next site trains in it.
+        """
         raise UserError(f"order.kind: '{kind}' is no question to objective '{type(self).__name__}'")
 
     def network(self, task: Task, images: Images) -> State | None:

@@ -6,7 +6,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,25 @@ WHERE = "training.optimizer"
 Step = Callable[[float, Sequence[Tensor]], None]
 
 
+class Rates(Protocol):
+    """What optimisers take of the section `training`."""
+
+    @property
+    def rate(self) -> float:
+        """The learning rate at the start."""
+        ...
+
+    @property
+    def momentum(self) -> float:
+        """Of sgd."""
+        ...
+
+    @property
+    def weight_decay(self) -> float:
+        """Of sgd."""
+        ...
+
+
 @dataclass(frozen=True)
 class Optimizer(ABC):
     """The options of an optimiser. `elementwise`: every entry of a weight moves by itself, so that sites can be stacked."""
@@ -29,7 +48,7 @@ class Optimizer(ABC):
     elementwise: ClassVar[bool] = False
 
     @abstractmethod
-    def bind(self, parameters: Sequence[Tensor], training: TrainingConfig) -> Step:
+    def bind(self, parameters: Sequence[Tensor], training: Rates) -> Step:
         """What moves the parameters in place, given a learning rate and their gradients. UserError for options that it does
         not take."""
 
@@ -49,7 +68,7 @@ class SGD(Optimizer):
     nesterov: bool = option(False, "Nesterov's momentum")
     maximize: bool = option(False, "go uphill")
 
-    def bind(self, parameters: Sequence[Tensor], training: TrainingConfig) -> Step:
+    def bind(self, parameters: Sequence[Tensor], training: Rates) -> Step:
         momentum = training.momentum if self.momentum is None else self.momentum
         decay = training.weight_decay if self.weight_decay is None else self.weight_decay
         if self.nesterov and (not momentum or self.dampening):
@@ -70,7 +89,7 @@ class OfTorch(Optimizer):
 
     make: ClassVar[type[torch.optim.Optimizer]]
 
-    def bind(self, parameters: Sequence[Tensor], training: TrainingConfig) -> Step:
+    def bind(self, parameters: Sequence[Tensor], training: Rates) -> Step:
         options = {one.name: self._given(one.name) for one in dataclasses.fields(self)}
         return _stepping(self.make, options, self.make.__name__.lower(), parameters, training.rate)
 
@@ -91,7 +110,7 @@ class OwnOptimizer(Optimizer):
     make: Callable[..., Any]
     options: Mapping[str, Any]
 
-    def bind(self, parameters: Sequence[Tensor], training: TrainingConfig) -> Step:
+    def bind(self, parameters: Sequence[Tensor], training: Rates) -> Step:
         return _stepping(self.make, self.options, self.name, parameters, training.rate)
 
 

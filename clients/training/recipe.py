@@ -1,22 +1,30 @@
 """How a site trains: the section `training` of a configuration, with what it names built."""
 
-import dataclasses
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from fedloom.clients.training.augmentation import Augmentation, augmentation_of
-from fedloom.clients.training.optimizers import SGD, Optimizer, optimizer_of
-from fedloom.clients.training.schedules import Cosine, Schedule, schedule_of
+from fedloom.clients.training.optimizers import Optimizer, optimizer_of
+from fedloom.clients.training.schedules import Schedule, schedule_of
 from fedloom.conf.schema import TrainingConfig
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recipe(TrainingConfig):
-    """`training`, resolved."""
+@dataclass(frozen=True)
+class Recipe:
+    """`training`, resolved; its numbers are those of TrainingConfig."""
 
-    optimizer: Optimizer = field(default_factory=SGD)
-    schedule: Schedule = field(default_factory=Cosine)
-    augmentation: Augmentation | None = None
+    optimizer: Optimizer
+    schedule: Schedule
+    augmentation: Augmentation | None
+    epochs: int
+    steps: int
+    batch: int
+    rate: float
+    momentum: float
+    weight_decay: float
+    clip: float
+    label_smoothing: float
+    precision: str
+    channels_last: bool
 
     def rate_at(self, rounds: int, progress: float) -> float:
         """The learning rate after `progress` rounds (a fraction counts) of `rounds`."""
@@ -25,6 +33,18 @@ class Recipe(TrainingConfig):
 
 def recipe_of(training: TrainingConfig) -> Recipe:
     """What a section names, built. UserError for unknown names and options."""
-    settings: dict[str, Any] = {field.name: getattr(training, field.name) for field in dataclasses.fields(training)}
-    settings |= {"optimizer": optimizer_of(training), "schedule": schedule_of(training)}
-    return Recipe(**settings, augmentation=augmentation_of(training))
+    return Recipe(
+        optimizer=optimizer_of(training),
+        schedule=schedule_of(training),
+        augmentation=augmentation_of(training),
+        epochs=training.epochs,
+        steps=training.steps,
+        batch=training.batch,
+        rate=training.rate,
+        momentum=training.momentum,
+        weight_decay=training.weight_decay,
+        clip=training.clip,
+        label_smoothing=training.label_smoothing,
+        precision=training.precision,
+        channels_last=training.channels_last,
+    )

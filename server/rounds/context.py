@@ -145,7 +145,8 @@ class RoundContext(View):
 
         What is put while a reply is at hand is taken over when the next one is asked for: all of it or, if a sum cannot
         take it, nothing, and the reply is dropped. `metrics`: numbers that a reply must have (of TRAIN: loss and samples).
-        Raises TooFewRepliesError, unless no answer is `needed`: then the method goes on with those that it has.
+        Raises TooFewRepliesError for fewer replies to TRAIN than federation.min_replies, unless no answer is `needed`: then
+        the method goes on with those that it has.
         """
         asked, replies = self.participants if sites is None else sites, 0
         if kind == TRAIN:
@@ -162,12 +163,12 @@ class RoundContext(View):
             try:
                 yield reply
             except GeneratorExit:  # the method has heard enough
-                heard = replies + self._take(kind, reply, mine)
+                heard = replies + self._apply(kind, reply, mine)
                 self._left += [(kind, heard)] if needed else []
                 raise
             finally:
                 self._puts = outer
-            replies += self._take(kind, reply, mine)
+            replies += self._apply(kind, reply, mine)
         if needed:
             self._transport.enough(kind, self, replies)
 
@@ -176,14 +177,14 @@ class RoundContext(View):
         for kind, replies in self._left:
             self._transport.enough(kind, self, replies)
 
-    def _take(self, kind: str, reply: ClientUpdate, puts: list[SlotUpdate]) -> int:
-        """Take over what was put while the reply was at hand: all or, if a sum cannot take it, nothing; 1 or 0 replies."""
+    def _apply(self, kind: str, reply: ClientUpdate, puts: list[SlotUpdate]) -> int:
+        """Apply what was put while the reply was at hand: all of it or, if a sum cannot hold it, nothing. 1 or 0 replies."""
         try:
             self.slots.put(puts, self.number)
         except ExactSumError as error:
             self._drop(reply.site, str(error))
             return 0
-        self._took(kind, reply)
+        self._accepted(kind, reply)
         return 1
 
     def gather(
@@ -212,13 +213,13 @@ class RoundContext(View):
                 continue
             if received.partial is None or not received.partial.node:
                 replies += 1
-                self._took(kind, reply)
+                self._accepted(kind, reply)
         for reply, reason in partials.fetched() if partials else ():
             if reason:
                 self._drop(reply.site, reason)
             else:
                 replies += 1
-                self._took(kind, reply)
+                self._accepted(kind, reply)
         self._transport.enough(kind, self, replies)
         return {record: one.mean() for record, one in means.items() if one.addends}
 
@@ -295,9 +296,9 @@ class RoundContext(View):
             self.slots.put(puts, self.number)
             undo.pop_all()
 
-    def _took(self, kind: str, reply: ClientUpdate) -> None:
+    def _accepted(self, kind: str, reply: ClientUpdate) -> None:
         if kind == TRAIN:
-            self.took(reply.site.name, reply.metrics)
+            self.count_training(reply.site.name, reply.metrics)
         if reply.clipped:
             self.clipped[reply.site.name] = {**self.clipped.get(reply.site.name, {}), **reply.clipped}
         self._transport.replied(reply.site, "")
@@ -313,7 +314,7 @@ class RoundContext(View):
         if signed and fingerprint(signed["key"]) == self._keys.get(site):
             self.signed[site] = {"sha256": str(words[-1]), **signed}
 
-    def took(self, site: str, numbers: Mapping[str, float]) -> None:
+    def count_training(self, site: str, numbers: Mapping[str, float]) -> None:
         """Count a site's training, with its loss, if it tells that, and what it has cost."""
         if "loss" in numbers:
             self.losses.append(numbers["loss"])

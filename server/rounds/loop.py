@@ -92,7 +92,7 @@ class RoundLoop:
                 self.state.abandon()
                 raise
             self._commit(context)
-            record = {**self.measured(self._record(context)), **self._came(received)}
+            record = {**self.measured(self._record(context)), **self._received(received)}
             record["seconds"] = time.monotonic() - begin
             self.state.ledger.refuse_moved()
             context.record = record
@@ -132,7 +132,7 @@ class RoundLoop:
             self.on_masks_removed()
 
     def _record(self, context: RoundContext) -> dict[str, Any]:
-        """What a round was, as the ledger keeps it."""
+        """What a round was: for the ledger, and for metrics.jsonl, which adds what is measured after the commit."""
         record: dict[str, Any] = {"round": context.number, "replies": context.replies, "dropped": self.transport.dropped}
         if context.recalibrated:
             record["recalibrated"] = True
@@ -145,7 +145,7 @@ class RoundLoop:
             record["epsilon"] = dict(sorted(context.epsilon.items()))
         return record
 
-    def _came(self, before: int | None) -> dict[str, int]:
+    def _received(self, before: int | None) -> dict[str, int]:
         """What came here since then, where it is not told by site: workers or nodes add up what sites send."""
         now = self.channel.received if self.config.federation.partial_sums else None
         return {} if now is None or before is None else {RECEIVED: now - before}

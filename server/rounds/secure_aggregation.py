@@ -177,7 +177,7 @@ class SecureAggregation:
     def _count(self, asked: Sequence[Site]) -> None:
         """Note who took part."""
         for name, numbers in self.heard.numbers.items():
-            self.context.took(name, numbers)
+            self.context.count_training(name, numbers)
         self.context.masked = sorted(self.heard.vectors)
         for site in those(asked, self.heard.vectors):
             self.transport.replied(site, "")

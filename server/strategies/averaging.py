@@ -5,7 +5,7 @@ What is kept is what the last round began with; what the next one begins with fo
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,6 +18,7 @@ from fedloom.clients.objectives.averaging import OWN, Averaged, norms
 from fedloom.clients.objectives.steps import momentum_of
 from fedloom.clients.protocol.messages import MEAN, SITE, TRAIN
 from fedloom.conf.errors import UserError
+from fedloom.conf.sites import Site
 from fedloom.conf.typed import option
 from fedloom.fusion.state import State
 from fedloom.server.ledger.declared import Slot, Sum
@@ -94,7 +95,12 @@ class Averaging(Strategy):
         sent = {**now[NETWORK], **self.extra_broadcast(context)}
         own = now[NETWORK].keys() - shared(context.experiment, now[NETWORK]).keys()
         like = {name: one for name, one in sent.items() if name not in own}
-        context.gather(TRAIN, {MEAN: sent, **self.extra_records(context)}, {SITE: RecordSpec(like, slot=NETWORKS)})
+        sent_records = {MEAN: sent, **self.extra_records(context)}
+        context.gather(TRAIN, sent_records, {SITE: RecordSpec(like, slot=NETWORKS)}, self.trainees(context))
+
+    def trainees(self, context: RoundContext) -> Sequence[Site]:
+        """Who of the participants trains; a method may ask them something first."""
+        return context.participants
 
     def extra_records(self, context: RoundContext) -> dict[str, State]:
         """Records that are sent beside the network, of which nothing comes back."""

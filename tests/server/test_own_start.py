@@ -150,7 +150,7 @@ def test_parts_of_the_same_widths_keep_their_function_in_the_basis_of_the_refere
     config, probe = done[0], probe_of(200)
     with method_of(config) as method:
         reference, view = reference_of(resolve(config)).architecture, method.state.view()
-        whole, part = view.server_state(REFERENCE), strategy_of(config).parts(config)[SHALLOW]
+        whole, part = view.server_state(REFERENCE), strategy_of(config).parts(resolve(config))[SHALLOW]
         group = next(group for group in groups_of(resolve(config)) if group.name == SHALLOW)
         apart = [Apart(group.architecture, view.contribution(SHALLOW, "site-0000"), 1.0)]
         state = part_of(group, part, reference, whole, apart, probe)
