@@ -14,11 +14,11 @@ from fedloom.server.ledger.slots import Slots
 class RecordSpec:
     """What a record of a reply must be. `like`: names, shapes and kinds of number; None: of what the site put into `slot`.
 
-    Where `RoundContext.gather` puts it: into a `slot`, or into a mean over the replies in which it counts ONCE or as often as
-    the site has SAMPLES. `bounded`: `like` is what the site began from, and how far the record is from it is limited
-    (federation.largest_change); else `like` is a shape alone. `whole`: it has all tensors of `like`. `check`: raises ReplyError
-    for a record that cannot be true; it sees finite numbers only. `first`: where `like` is None, by the name of a site that
-    has put nothing into `slot` yet, what it starts from.
+    Where `RoundContext.gather` puts it: into a `slot`, or into a mean over the replies in which it counts ONCE or as often
+    as the site has SAMPLES. `bounded`: `like` is what the site began from, and how far the record is from it is limited
+    (federation.largest_change); else `like` is a shape alone. `whole`: it has all tensors of `like`. `check`: raises
+    ReplyError for a record that cannot be true; it sees finite numbers only. `first`: where `like` is None, by the name of a
+    site that has put nothing into `slot` yet, what it starts from.
     """
 
     like: Mapping[str, Tensor] | None = None
