@@ -1,14 +1,11 @@
 """The command `fedloom`."""
 
-import _thread
 import contextlib
 import importlib
 import inspect
 import json
 import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from importlib import metadata
@@ -20,9 +17,9 @@ import typer
 
 from fedloom.conf import UserError
 from fedloom.conf.errors import FailedError, of_files, unknown
-from fedloom.sims.cli import about, cluster, federation, heads, networks, requests, runs
+from fedloom.sims.cli import about, cluster, federation, networks, one_run, runs
 from fedloom.sims.cli.options import Json, Quiet
-from fedloom.sims.ending import Ending
+from fedloom.sims.process import Ending, listen
 from fedloom.sims.progress.output import fault, make_lenient
 from fedloom.sims.progress.waiting import LIBRARIES, waiting
 from fedloom.sims.report.tables import Table
@@ -83,7 +80,7 @@ def run(
 
     config = configured(experiment, [*words, *(["run.overwrite=true"] if overwrite else [])])
     if show:
-        from fedloom.sims.operations.keys import with_options
+        from fedloom.sims.operations.options import with_options
 
         typer.echo(with_options(config), nl=False)
         return
@@ -93,8 +90,9 @@ def run(
         refuse_existing(config)  # at once: what simulates takes seconds to import
     with waiting(LIBRARIES, quiet):
         from fedloom.sims.operations.simulate import simulate
+        from fedloom.sims.progress.listeners import listener_for
 
-    summary = simulate(config, quiet=quiet, json_output=as_json, began=began)
+    summary = simulate(config, listener=listener_for(quiet, json_output=as_json), began=began)
     if as_json:
         typer.echo(json.dumps(summary))
 
@@ -142,10 +140,9 @@ def bench(
         typer.echo(json.dumps({"rows": rows}))
 
 
-app.add_typer(requests.app)
+app.add_typer(one_run.app)
 app.add_typer(about.app)
 app.add_typer(networks.app)
-app.add_typer(heads.app)
 app.add_typer(runs.app)
 app.add_typer(federation.app, name="federation")
 app.add_typer(cluster.app, name="cluster")
@@ -207,30 +204,3 @@ def _guarded() -> int:
 def _say(text: str, code: int) -> int:
     typer.echo(f"fedloom: {text}", err=True)
     return code
-
-
-def listen() -> None:
-    """Be interrupted by SIGINT, even where the shell started us with it ignored, and by SIGTERM, at whatever moment."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, _terminate)
-    sys.unraisablehook = _again
-
-
-def _terminate(*_: Any) -> None:
-    raise KeyboardInterrupt
-
-
-def _interrupt() -> None:
-    """A signal to another thread would not end a wait; Windows has none to a thread."""
-    if hasattr(signal, "pthread_kill"):
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-    else:
-        _thread.interrupt_main()
-
-
-def _again(ignored: Any) -> None:
-    """An interruption while an object is destroyed goes no further than there: hear it again."""
-    if issubclass(ignored.exc_type, KeyboardInterrupt):
-        threading.Timer(0.1, _interrupt).start()
-    else:
-        sys.__unraisablehook__(ignored)

@@ -9,13 +9,14 @@ from typing import Any
 from fedloom.clients.networks import NetworkName
 from fedloom.conf import load
 from fedloom.conf.errors import unknown
+from fedloom.conf.formatting import count
 from fedloom.conf.schema import Config
 from fedloom.sims.experiments.joint_sum import COMMON, OWN, Accuracies, Setting, measured
-from fedloom.sims.experiments.kept import told
-from fedloom.sims.experiments.pairs import Task
 from fedloom.sims.experiments.papers import cells, source_of
 from fedloom.sims.experiments.table_files import chosen, write
+from fedloom.sims.operations.domain_task import Task
 from fedloom.sims.operations.simulate import simulate_once
+from fedloom.sims.progress.listeners import listener_for
 from fedloom.sims.report.page import Part
 from fedloom.sims.report.tables import Table, domains, mean_and_spread
 
@@ -122,7 +123,8 @@ class Asked:
     def summaries(self, method: str) -> list[Any]:
         """A method's runs, one for each seed."""
         return [
-            simulate_once(_config(self.preset, method, seed, self.overrides), quiet=self.quiet) for seed in range(self.seeds)
+            simulate_once(_config(self.preset, method, seed, self.overrides), listener=listener_for(self.quiet))
+            for seed in range(self.seeds)
         ]
 
     def jointly(self, sites: int, **options: Any) -> list[Accuracies]:
@@ -164,7 +166,7 @@ def papers_tables(asked: Asked, number: str, rows: Sequence[Row]) -> list[Part]:
         lines.append(line)
     exact = all(all(summary["checks"].values()) for runs in summaries.values() for summary in runs)
     checks = "Sum, commutativity and subtraction were " + ("bit-exact in every run." if exact else "NOT exact in some run.")
-    return [Table(f"Table {number}: {titles[number]}, {told(asked.seeds)}", head, lines, f"{PAPER_NOTE} {checks}")]
+    return [Table(f"Table {number}: {titles[number]}, {count(asked.seeds, 'seed')}", head, lines, f"{PAPER_NOTE} {checks}")]
 
 
 def starts(asked: Asked) -> list[Part]:
@@ -183,7 +185,7 @@ def starts(asked: Asked) -> list[Part]:
     paper = cells("sum_aggregation", "1")
     rows += [[f"the paper: {name}", *(paper.shown(name, column) for column in ("mnist", "svhn", "union"))]
              for name in ("baseline N1+N2", "proposed N1+N2")]  # fmt: skip
-    title = f"What the sum N_1 + N_2 knows, by start and method, {told(asked.seeds)}"
+    title = f"What the sum N_1 + N_2 knows, by start and method, {count(asked.seeds, 'seed')}"
     return [Table(title, ["", "mnist", "svhn", "union"], rows, JOINT_NOTE)]
 
 
@@ -194,7 +196,7 @@ def joint(asked: Asked) -> list[Part]:
         found = asked.jointly(sites)
         columns = [task.domain for task in SIZES[asked.preset][0][:sites]] + ["union"]
         rows = [[name, *(mean_and_spread([one[name][column] for one in found]) for column in columns)] for name in found[0]]
-        title = f"Eq. 5 jointly, {sites} data sets, own starts, {told(asked.seeds)}"
+        title = f"Eq. 5 jointly, {sites} data sets, own starts, {count(asked.seeds, 'seed')}"
         parts.append(Table(title, ["network", *columns], rows, JOINT_NOTE))
     return parts
 
@@ -209,7 +211,7 @@ def epochs(asked: Asked) -> list[Part]:
             [f"{whole // share:,}", *(mean_and_spread([one[name]["union"] for one in found]) for name in ("N*", "sum"))]
         )
     note = "Accuracy on all test images. Each length is a training of its own, whose rate falls to 0."
-    return [Table(f"Figure 3: steps, Eq. 5 jointly, {told(asked.seeds)}", ["steps", "N*", "sum"], rows, note)]
+    return [Table(f"Figure 3: steps, Eq. 5 jointly, {count(asked.seeds, 'seed')}", ["steps", "N*", "sum"], rows, note)]
 
 
 TABLES: dict[str, Callable[[Asked], list[Part]]] = {

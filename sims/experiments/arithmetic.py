@@ -18,6 +18,7 @@ from fedloom.sims.experiments import assigned, papers
 from fedloom.sims.experiments.arithmetic_plot import draw
 from fedloom.sims.experiments.kept import kept
 from fedloom.sims.operations.simulate import simulate_once
+from fedloom.sims.progress.listeners import listener_for
 from fedloom.sims.report.page import Part, Picture, write_page
 from fedloom.sims.report.tables import Table, mean, mean_and_spread, show
 
@@ -93,7 +94,7 @@ def _measured(preset: str, seed: int, root: Path, overrides: Sequence[str], quie
     """A seed's summaries, grids and scales, by the name of the run."""
     found: dict[str, Any] = {}
     for name, config in configurations(preset, seed, root, overrides).items():
-        found[name] = {"summary": simulate_once(config, quiet=quiet)}
+        found[name] = {"summary": simulate_once(config, listener=listener_for(quiet))}
         folder = root / config.run.name / "measured"
         digest = found[name]["summary"]["digest"]["sum"]
         networks, images = runs.Networks.of(config), SIZES[preset].images

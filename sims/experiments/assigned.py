@@ -13,13 +13,15 @@ import torch
 
 from fedloom.clients.data import Images
 from fedloom.clients.networks import NetworkName, initialise, parse_name
+from fedloom.conf.formatting import count
 from fedloom.conf.randomness import torch_generator
 from fedloom.fusion.arithmetic import GRADIENTS, WEIGHTS
 from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import count_right
 from fedloom.sims.experiments import papers
-from fedloom.sims.experiments.kept import kept, told
-from fedloom.sims.experiments.pairs import EVALUATION_BATCH, Recipe, Task, images, trained
+from fedloom.sims.experiments.kept import kept
+from fedloom.sims.experiments.pairs import Recipe, trained
+from fedloom.sims.operations.domain_task import EVALUATION_BATCH, Task, images
 from fedloom.sims.report.tables import Table, mean, mean_and_spread
 
 RANDOM, TRAINED = "random", "trained"
@@ -179,7 +181,7 @@ def _table(target: str, how: str, found: list[dict[str, Any]], note: str) -> Tab
         rows.append([f"{alpha:g}", *map(mean_and_spread, scores), _paper(number, alpha)])
     alone = [mean_and_spread([each["alone"][column] for each in found]) for column in columns]
     rows.append(["θ_A alone", *alone, "-"])
-    title = f"Table {number}: {FORMULAS[how]} on five {target} networks, {told(len(found))}"
+    title = f"Table {number}: {FORMULAS[how]} on five {target} networks, {count(len(found), 'seed')}"
     return Table(title, ["α", *columns, f"{THEIRS[target]} (paper)"], rows, note)
 
 

@@ -15,14 +15,17 @@ from fedloom.clients.data import to_float
 from fedloom.clients.networks import parse_name
 from fedloom.conf import load
 from fedloom.conf.errors import UserError
+from fedloom.conf.formatting import count
 from fedloom.fusion.comparators.baselines import Ensemble
 from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.settings import FusionSettings
 from fedloom.server.strategies.fused_anew import CLA_OT, SETTINGS
-from fedloom.sims.experiments.kept import kept, told
-from fedloom.sims.experiments.pairs import Recipe, Share, accuracy, images, trained
+from fedloom.sims.experiments.kept import kept
+from fedloom.sims.experiments.pairs import Recipe, Share, trained
 from fedloom.sims.experiments.table_files import write
+from fedloom.sims.operations.domain_task import accuracy, images
 from fedloom.sims.operations.simulate import simulate_once
+from fedloom.sims.progress.listeners import listener_for
 from fedloom.sims.report.tables import Table, mean_and_spread
 
 EXPERIMENT = "different_depths"
@@ -87,8 +90,8 @@ def reproduce(preset: str, seeds: int, overrides: Sequence[str], *, quiet: bool)
             for seed in range(seeds)]  # fmt: skip
     rounds = [federated(seed, overrides, quiet) for seed in range(seeds)]
     head = ["network", DEEP, SHALLOW]
-    tables = [Table(f"Fused once, {told(seeds)}", head, _rows(once), NOTE),
-              Table(f"Fused in rounds, {told(seeds)}", head, _rows(rounds), NOTE_ROUNDS)]  # fmt: skip
+    tables = [Table(f"Fused once, {count(seeds, 'seed')}", head, _rows(once), NOTE),
+              Table(f"Fused in rounds, {count(seeds, 'seed')}", head, _rows(rounds), NOTE_ROUNDS)]  # fmt: skip
     write(FOLDER, "Networks of different depth", "On Cross-Layer Alignment for Model Fusion (CLA+OT)", tables)
     return FOLDER
 
@@ -120,7 +123,8 @@ def federated(seed: int, overrides: Sequence[str], quiet: bool) -> dict[str, lis
         slug = "".join(letter if letter.isalnum() else "-" for letter in name.lower())
         where = [f"run.root={FOLDER}", f"run.name={slug}-{seed}", f"seed={seed}"]
         wanted = f"baselines=[{','.join(BASELINES)}]" if not found else "baselines=[]"
-        accuracy = simulate_once(load(EXPERIMENT, [*where, wanted, *options, *overrides]), quiet=quiet)["accuracy"]
+        config = load(EXPERIMENT, [*where, wanted, *options, *overrides])
+        accuracy = simulate_once(config, listener=listener_for(quiet))["accuracy"]
         found[name] = [accuracy[one]["union"] for one in (DEEP, SHALLOW)]
         for key, title in BASELINES.items():
             if key in accuracy:

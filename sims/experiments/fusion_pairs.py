@@ -12,7 +12,8 @@ from fedloom.clients.networks import parse_name
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import torch_generator
 from fedloom.server.evaluation.evaluator import count_right
-from fedloom.sims.experiments.pairs import EVALUATION_BATCH, Recipe, Share, Task, images, trained
+from fedloom.sims.experiments.pairs import Recipe, Share, trained
+from fedloom.sims.operations.domain_task import EVALUATION_BATCH, Task, images
 
 FOLDER = Path("runs/fusion")
 SAME, OTHER = 200, 1000  # unlabelled images for parents of the same data, and of different data

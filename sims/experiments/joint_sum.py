@@ -23,7 +23,7 @@ from fedloom.clients.training.learner import descend
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import TrainingConfig
 from fedloom.sims.experiments.kept import kept
-from fedloom.sims.experiments.pairs import Task, images
+from fedloom.sims.operations.domain_task import Task, images
 
 TEST_BATCH = 500
 OWN, COMMON = "own", "common"  # starts: each network's own, or one for all

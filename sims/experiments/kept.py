@@ -1,5 +1,6 @@
 """Results on disk, so that nothing is measured twice."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,6 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
 
 
-def told(seeds: int) -> str:
-    """How many seeds a table is of."""
-    return f"{seeds} seed{'s' * (seeds > 1)}"
+def fingerprint(key: Any, letters: int = 12) -> str:
+    """What tells one key (anything of JSON) from others, in a file's name."""
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:letters]

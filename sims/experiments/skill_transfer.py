@@ -16,13 +16,15 @@ from torch import Tensor, nn
 from fedloom.clients.data import Images
 from fedloom.clients.networks import parse_name
 from fedloom.conf.errors import UserError, unknown
+from fedloom.conf.formatting import count
 from fedloom.conf.randomness import torch_generator
 from fedloom.fusion.comparators.baselines import Ensemble
 from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.settings import FusionSettings
-from fedloom.sims.experiments.kept import kept, told
-from fedloom.sims.experiments.pairs import Recipe, Task, accuracy, probe_set, trained
+from fedloom.sims.experiments.kept import kept
+from fedloom.sims.experiments.pairs import Recipe, trained
 from fedloom.sims.experiments.papers import cells
+from fedloom.sims.operations.domain_task import Task, accuracy, probe_set
 from fedloom.sims.report.canvas import INK, PALETTE, new_figure, percent_axis, save
 from fedloom.sims.report.page import Part, Picture, write_page
 from fedloom.sims.report.tables import Table, mean_and_spread
@@ -155,7 +157,7 @@ def table(found: Sequence[Found]) -> Table:
             theirs = [paper.shown(f"{name}, mean", weight) for weight in WEIGHTS]
             rows.append([f"{name} (paper)", *theirs, "-", "-"])
     head = ["weight of B", *(f"{weight:g}" for weight in WEIGHTS), "best", "above both"]
-    return Table(f"Table 13: skill transfer, {told(len(found))}", head, rows, NOTE)
+    return Table(f"Table 13: skill transfer, {count(len(found), 'seed')}", head, rows, NOTE)
 
 
 def best_weight(found: Found, name: str) -> int:

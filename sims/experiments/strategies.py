@@ -10,13 +10,15 @@ import torch
 from fedloom.clients.data import site_sizes
 from fedloom.conf import load, to_json
 from fedloom.conf.errors import unknown
+from fedloom.conf.formatting import count
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import PERSONAL
 from fedloom.server.strategies.defaults import with_default_objective
-from fedloom.sims.experiments.kept import kept, told
+from fedloom.sims.experiments.kept import kept
 from fedloom.sims.experiments.plain_fedavg import check_plain, plain_fedavg
 from fedloom.sims.experiments.table_files import chosen, write
 from fedloom.sims.operations.simulate import simulate_once
+from fedloom.sims.progress.listeners import listener_for
 from fedloom.sims.report.tables import Table, aggregate, mean_and_spread
 
 EXPERIMENT = "mnist_dirichlet"
@@ -62,7 +64,7 @@ def reproduce(preset: str, seeds: int, overrides: Sequence[str], *, quiet: bool)
                 rows.setdefault(title, []).append(both)
     head = ["method", "half of the rounds, validation", "all rounds, test"]
     cells = [[title, *_cells(found)] for title, found in rows.items()]
-    title = f"The standard methods on {EXPERIMENT}, {told(seeds)}"
+    title = f"The standard methods on {EXPERIMENT}, {count(seeds, 'seed')}"
     write(root, title, "no table of a paper's; rules in server/strategies", [NOTE, Table(title, head, cells)])
     return root
 
@@ -80,7 +82,7 @@ def _config(preset: str, method: str, seed: int, overrides: Sequence[str]) -> Co
 
 def _run(config: Config, title: str, *, quiet: bool) -> dict[str, tuple[float, float]]:
     """By row of the table: validation accuracy after half of the rounds, test accuracy after all."""
-    summary = simulate_once(config, quiet=quiet)
+    summary = simulate_once(config, listener=listener_for(quiet))
     lines = (Path(config.run.root) / config.run.name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     watched: dict[int, Any] = {line["round"]: line.get("accuracy", {}) for line in map(json.loads, lines)}
     half = watched.get(config.rounds // 2, {}).get("union", float("nan"))

@@ -22,7 +22,7 @@ import torch
 from fedloom.conf import machine
 from fedloom.conf.load import to_json
 from fedloom.sims.engines.share import Share
-from fedloom.sims.progress.listeners import QuietListener
+from fedloom.sims.progress.listeners import Watcher
 from fedloom.sims.sweeps.display import Display
 from fedloom.sims.sweeps.events import FAILED, FINISHED, repeat
 from fedloom.sims.sweeps.outcome import Outcome, failed, finished, looked_at
@@ -73,7 +73,7 @@ class WorkerProcess:
     ) -> None:
         self.part = part
         self.task: Planned | None = None
-        self.listener: QuietListener | None = None
+        self.listener: Watcher | None = None
         given = [str(part.share.runs), str(part.share.on_gpu), ",".join(map(str, part.cores))]
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", START, *given],
@@ -94,7 +94,7 @@ class WorkerProcess:
         if stream is self._process.stdout:
             heard(self, None)
 
-    def give(self, task: Planned, listener: QuietListener) -> None:
+    def give(self, task: Planned, listener: Watcher) -> None:
         """Start a run; what happens is heard."""
         self.task, self.listener = task, listener
         self._send(to_json(task.config, tracking=True) + "\n")

@@ -16,10 +16,11 @@ from fedloom.server.ledger import Ledger
 from fedloom.server.strategies.coefficients import Search
 from fedloom.sims.benchmarks import grid
 from fedloom.sims.experiments import arithmetic, arithmetic_runs, assigned
-from fedloom.sims.experiments.pairs import Recipe, accuracy, images, trained
+from fedloom.sims.experiments.pairs import Recipe, trained
 from fedloom.sims.operations.compose import Order, compose
-from fedloom.sims.operations.requests import UnlearningRequest, unlearn
+from fedloom.sims.operations.domain_task import accuracy, images
 from fedloom.sims.operations.simulate import simulate
+from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
 from fedloom.sims.report.tables import Table
 from tests.server.arithmetics import one_core
 
@@ -43,7 +44,7 @@ def _alone() -> Iterator[None]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
     options = [f"run.root={root}", "strategy.search.by=none", "training.epochs=3"]
-    simulate(load("arithmetic", [*TINY, *options]), quiet=True)
+    simulate(load("arithmetic", [*TINY, *options]))
     return root / "arithmetic"
 
 
@@ -123,7 +124,7 @@ def test_a_network_is_made_of_one_and_the_same_round(run: Path, tmp_path: Path) 
         with Ledger.open(path, server=False) as ledger:
             seen.append(len(ledger.all_latest()))
         if len(seen) == 1:
-            unlearn(path, UnlearningRequest([TWO]), quiet=True)
+            unlearn(path, UnlearningRequest([TWO]))
         return seen[-1]
 
     with Ledger.open(path, server=False) as ledger:
@@ -139,7 +140,7 @@ def test_a_start_of_another_shape_is_refused_naming_the_tensor(run: Path, tmp_pa
 
 
 def test_a_run_of_sums_is_composed_without_coefficients(tmp_path: Path) -> None:
-    simulate(load("digits", [SITES, "data.size=8", "rounds=1", "engine.name=inline", f"run.root={tmp_path}"]), quiet=True)
+    simulate(load("digits", [SITES, "data.size=8", "rounds=1", "engine.name=inline", f"run.root={tmp_path}"]))
     compose(tmp_path / "digits", Order([ONE], measure=False), tmp_path / "net.safetensors")
     left, own = (read_state(tmp_path / name) for name in ("net.safetensors", f"digits/states/{ONE}.safetensors"))
     assert all(torch.equal(tensor, own[name]) for name, tensor in left.items())
@@ -221,7 +222,7 @@ def test_no_network_that_held_a_forgotten_site_is_left_in_the_folder(run: Path, 
     shutil.copytree(run, copy)
     before = {path.name: path.read_bytes() for path in (copy / "states").iterdir()}
     assert "half.safetensors" in before
-    unlearn(copy, UnlearningRequest([TWO], "r1"), quiet=True)
+    unlearn(copy, UnlearningRequest([TWO], "r1"))
     after = {path.name: path.read_bytes() for path in (copy / "states").iterdir()}
     assert after.keys() == {"aggregate.safetensors", "mean.safetensors", "sum.safetensors", "fused.safetensors",
                             f"{ONE}.safetensors"}  # fmt: skip
@@ -233,7 +234,7 @@ def test_no_network_that_held_a_forgotten_site_is_left_in_the_folder(run: Path, 
 
 def test_searched_coefficients_are_noted_and_not_searched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = [f"run.root={tmp_path}", "strategy.search={by: grid, steps: [0.3, 0.6]}", "baselines=[]"]
-    simulate(load("arithmetic", [*TINY, *options]), quiet=True)
+    simulate(load("arithmetic", [*TINY, *options]))
     found = json.loads((tmp_path / "arithmetic" / "summary.json").read_text())["coefficients"]
     monkeypatch.setattr(Search, "best", lambda *_: pytest.fail("searched again"))
     made, _ = compose(tmp_path / "arithmetic", Order([ONE, TWO]), tmp_path / "net.safetensors")

@@ -16,7 +16,8 @@ from fedloom.sims.experiments import cla, papers, skill_transfer
 from fedloom.sims.experiments.cla import distilling, methods, mlps, sizes, starts
 from fedloom.sims.experiments.cla.methods import METHODS, Given
 from fedloom.sims.experiments.cla.study import Study
-from fedloom.sims.experiments.pairs import Recipe, Task, plain_loss
+from fedloom.sims.experiments.pairs import Recipe, plain_loss
+from fedloom.sims.operations.domain_task import Task
 from tests.server.arithmetics import one_core
 
 TASK = Task("digits", 8, True, samples=200)

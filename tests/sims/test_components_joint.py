@@ -10,7 +10,7 @@ import torch
 from fedloom.sims.experiments.components import joint
 from fedloom.sims.experiments.components.joint import APART, DCC, RP, SAME, Pair, Setting, measured, train
 from fedloom.sims.experiments.components.study import Study
-from fedloom.sims.experiments.pairs import Task
+from fedloom.sims.operations.domain_task import Task
 from fedloom.sims.report.tables import Table
 from tests.server.arithmetics import one_core, same
 

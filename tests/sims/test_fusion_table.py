@@ -13,7 +13,8 @@ from fedloom.conf.errors import UserError
 from fedloom.sims.experiments import fusion, fusion_pairs
 from fedloom.sims.experiments.fusion import BEST, METHODS, Request, measured, reproduce
 from fedloom.sims.experiments.fusion_pairs import SPLITS, Parents, accuracy_of, parents, probe, watched
-from fedloom.sims.experiments.pairs import Recipe, Share, Task, images
+from fedloom.sims.experiments.pairs import Recipe, Share
+from fedloom.sims.operations.domain_task import Task, images
 
 SITE = Share("digits", 8, True, samples=150, held=140)
 RECIPE = Recipe(epochs=8, rate=0.1)

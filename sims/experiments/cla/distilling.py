@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.clients.networks import parameter_count
+from fedloom.conf.formatting import count
 from fedloom.fusion.distillation import distillation_loss
 from fedloom.sims.experiments.cla.methods import METHODS
 from fedloom.sims.experiments.cla.study import PARTS, Study, budget, tuned
-from fedloom.sims.experiments.kept import told
-from fedloom.sims.experiments.pairs import Loss, accuracy, placed, plain_loss
+from fedloom.sims.experiments.pairs import Loss, plain_loss
 from fedloom.sims.experiments.papers import cells
+from fedloom.sims.operations.domain_task import accuracy, placed
 from fedloom.sims.report.tables import Table, mean, mean_and_spread
 
 STUDENTS = {  # the method by its row: the paper's column, or ours
@@ -81,7 +82,7 @@ def table(study: Study, seeds: int) -> Table:
         theirs = [paper.shown(row, name) for row in ("best", "average")]
         rows.append([name, mean_and_spread(best), mean_and_spread(average), *theirs])
     head = ["student", "best", "average", "best (paper)", "average (paper)"]
-    return Table(f"Table 5 (vgg): distilled from A, {told(seeds)}", head, rows, NOTE)
+    return Table(f"Table 5 (vgg): distilled from A, {count(seeds, 'seed')}", head, rows, NOTE)
 
 
 def _best(found: Mapping[str, Mapping[str, list[float]]], names: list[str]) -> float:

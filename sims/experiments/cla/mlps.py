@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from fedloom.conf.formatting import count
 from fedloom.fusion.cla_ot.matching import layer_costs, optimal_alignment
 from fedloom.fusion.graph.channels import wire
 from fedloom.fusion.pipeline import fuse
 from fedloom.sims.experiments.cla.methods import REFERENCE, Given
 from fedloom.sims.experiments.cla.study import Study
-from fedloom.sims.experiments.kept import told
-from fedloom.sims.experiments.pairs import Task, accuracy
 from fedloom.sims.experiments.papers import cells
+from fedloom.sims.operations.domain_task import Task, accuracy
 from fedloom.sims.report.tables import Table, mean_and_spread
 
 PAIR = "mlp"
@@ -63,7 +63,7 @@ def nine(found: Sequence[Mapping[str, Any]]) -> Table:
         rows.append([name, *ours, *(paper.shown(name, told) for told in PINS)])
     head = ["comparison", *PINS, *(f"{told} (paper)" for told in PINS)]
     note = "Layers from 1; several where the seeds differ. ?: the paper has 1-2-5 at one of its seeds."
-    return Table(f"Table 9: the maps found for two MLPs, {told(len(found))}", head, rows, note)
+    return Table(f"Table 9: the maps found for two MLPs, {count(len(found), 'seed')}", head, rows, note)
 
 
 def ten(found: Sequence[Mapping[str, Any]]) -> Table:
@@ -74,4 +74,4 @@ def ten(found: Sequence[Mapping[str, Any]]) -> Table:
         rows.append([name, *ours, *(paper.shown(name, way) for way in theirs)])
     head = ["map", *WAYS, *(f"{way} (paper)" for way in theirs)]
     note = "Test accuracy in %, CLAFusion, not fine-tuned. (paper): all of MNIST."
-    return Table(f"Table 10: two MLPs fused by every map, {told(len(found))}", head, rows, note)
+    return Table(f"Table 10: two MLPs fused by every map, {count(len(found), 'seed')}", head, rows, note)

@@ -12,8 +12,8 @@ from fedloom.clients.networks import parameter_count
 from fedloom.fusion.comparators.baselines import Ensemble
 from fedloom.sims.experiments.cla.methods import METHODS
 from fedloom.sims.experiments.cla.study import Study
-from fedloom.sims.experiments.pairs import EVALUATION_BATCH, images, placed
 from fedloom.sims.experiments.papers import cells
+from fedloom.sims.operations.domain_task import EVALUATION_BATCH, images, placed
 from fedloom.sims.report.tables import Table
 
 PAIR, COUNTS, REPEATS = "resnet", (2, 4, 6), 3

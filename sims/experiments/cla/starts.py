@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fedloom.conf.formatting import count
 from fedloom.sims.experiments.cla.methods import VGG_MAPS
 from fedloom.sims.experiments.cla.study import Reached, Study
-from fedloom.sims.experiments.kept import told
 from fedloom.sims.experiments.papers import cells
 from fedloom.sims.report.tables import Table, mean_and_spread
 
@@ -116,7 +116,7 @@ def _table(study: Study, asked: Starts, pair: str, seeds: int) -> Table:
     note = NOTE.format(epochs=chosen.fine.epochs, rate=chosen.fine.rate, fresh=chosen.recipe.rate, deep=chosen.deep,
                        shallow=chosen.shallow)  # fmt: skip
     head = ["start", "million parameters", "at once", "tuned", "at once (paper)", "tuned (paper)"]
-    title = f"Table{'s' * (' ' in asked.number)} {asked.number} ({pair}): {asked.title}, {told(seeds)}"
+    title = f"Table{'s' * (' ' in asked.number)} {asked.number} ({pair}): {asked.title}, {count(seeds, 'seed')}"
     return Table(title, head, rows, note)
 
 

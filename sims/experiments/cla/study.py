@@ -16,7 +16,8 @@ from fedloom.conf.errors import UserError
 from fedloom.sims.experiments.cla.methods import METHODS, Given
 from fedloom.sims.experiments.cla.sizes import SIZES, Pair, Size
 from fedloom.sims.experiments.kept import kept
-from fedloom.sims.experiments.pairs import Loss, Recipe, Task, accuracy, plain_loss, probe_set, train, trained
+from fedloom.sims.experiments.pairs import Loss, Recipe, plain_loss, train, trained
+from fedloom.sims.operations.domain_task import Task, accuracy, probe_set
 
 FRESH = ("random A", "random B", "B deepened, random")
 PARTS = ("test", "validation")

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from fedloom.clients.data import Images
+from fedloom.conf.formatting import count
 from fedloom.sims.experiments.components.study import Study
 from fedloom.sims.experiments.components.trainer import Plan, accuracy, answers, both, built, fit, frozen, turns
-from fedloom.sims.experiments.kept import kept, told
-from fedloom.sims.experiments.pairs import Task, images
+from fedloom.sims.experiments.kept import kept
 from fedloom.sims.experiments.papers import cells
+from fedloom.sims.operations.domain_task import Task, images
 from fedloom.sims.report.page import Part
 from fedloom.sims.report.tables import Table, mean_and_spread
 
@@ -46,7 +47,7 @@ def table1(study: Study, seeds: int) -> list[Part]:
     for row, theirs in {**ROWS, "target": ""}.items():
         ours = [mean_and_spread([one[row] for one in found[pair]]) for pair in PAIRS]
         rows.append([row, paper.shown(theirs, "mean") if theirs else "-", *ours])
-    return [Table(f"Table 1: domain adaptation, {told(seeds)}", ["", "(paper)", *PAIRS], rows, NOTE)]
+    return [Table(f"Table 1: domain adaptation, {count(seeds, 'seed')}", ["", "(paper)", *PAIRS], rows, NOTE)]
 
 
 def _found(study: Study, pair: str, seed: int) -> dict[str, float]:

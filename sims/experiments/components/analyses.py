@@ -3,10 +3,10 @@
 import math
 from typing import Any
 
+from fedloom.conf.formatting import count
 from fedloom.sims.experiments.components.methods import ALL, DCC, PULLS, WAYS
 from fedloom.sims.experiments.components.study import UPPER, Found, Study, shown, way
 from fedloom.sims.experiments.dot_plot import draw
-from fedloom.sims.experiments.kept import told
 from fedloom.sims.experiments.papers import cells
 from fedloom.sims.report.page import Part, Picture
 from fedloom.sims.report.tables import Table, mean_and_spread
@@ -43,7 +43,7 @@ def _combinations(study: Study, task: str, seeds: int) -> list[Part]:
     head = ["heads", "exchanged (paper)", *columns, *(f"own, {name}" for name in PULLS)]
     stages = ["exchanged, as the paper", "exchanged, pulled", "own"]
     picture = draw({title: drawn}, stages, study.folder / f"figure2-{task}.png")
-    table = Table(f"Figure 2: {title}, {told(seeds)}", head, rows, NOTE)
+    table = Table(f"Figure 2: {title}, {count(seeds, 'seed')}", head, rows, NOTE)
     return [table, Picture(picture, f"Figure 2: {title}")]
 
 
@@ -65,7 +65,7 @@ def schemes(study: Study, seeds: int) -> list[Part]:
                              mean_and_spread(gaps), shown(joint, "own"), mean_and_spread(own), *theirs])  # fmt: skip
         head = ["heads", "joint", "incremental", "joint - incremental", "own, joint", "own, incremental",
                 "joint (paper)", "incremental (paper)"]  # fmt: skip
-        tables.append(Table(f"Joint and incremental training: {one.title}, {told(seeds)}", head, rows, NOTE))
+        tables.append(Table(f"Joint and incremental training: {one.title}, {count(seeds, 'seed')}", head, rows, NOTE))
     return tables
 
 
@@ -80,15 +80,15 @@ def steps(study: Study, seeds: int) -> list[Part]:
     """Local steps between two averages, and sites: DCC."""
     task, plans = study.first, study.size.plans
     rows = []
-    for count in study.size.several:
+    for sites in study.size.several:
         for column, pull in PULLS.items():
-            words = {**WAYS[DCC].pulled(pull), "sites": _several(study, task, count)}
+            words = {**WAYS[DCC].pulled(pull), "sites": _several(study, task, sites)}
             found = [study.each(task, {**words, **_plan(study, place)}, seeds) for place in range(len(plans))]
-            rows.append([f"{count} sites, {column}", *(shown(one, "exchanged") for one in found),
+            rows.append([f"{sites} sites, {column}", *(shown(one, "exchanged") for one in found),
                          *(shown(one, "own") for one in found)])  # fmt: skip
     names = [f"{steps} steps, {rounds} rounds" for steps, rounds in plans]
     head = ["DCC", *(f"exchanged: {name}" for name in names), *(f"own: {name}" for name in names)]
-    title = f"Local steps and sites: {study.size.tasks[task].title}, {told(seeds)}"
+    title = f"Local steps and sites: {study.size.tasks[task].title}, {count(seeds, 'seed')}"
     return [Table(title, head, rows, NOTE + " More sites divide the same images.")]
 
 

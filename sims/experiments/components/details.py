@@ -2,11 +2,11 @@
 
 from typing import Any
 
+from fedloom.conf.formatting import count
 from fedloom.sims.experiments.components.analyses import NOTE
 from fedloom.sims.experiments.components.methods import ALL, DCC, IIW, INDEPENDENT, PULLS, WAYS
 from fedloom.sims.experiments.components.plots import blocks, curves
 from fedloom.sims.experiments.components.study import Study, shown
-from fedloom.sims.experiments.kept import told
 from fedloom.sims.experiments.papers import cells
 from fedloom.sims.report.page import Part, Picture
 from fedloom.sims.report.tables import Table, mean_and_spread
@@ -41,7 +41,7 @@ def figure5(study: Study, seeds: int) -> list[Part]:
                      *(shown(one, "own") for one in found)])  # fmt: skip
     columns = [f"{what}, {column}" for what in ("exchanged", "own") for column in PULLS]
     head = ["heads and norm", "exchanged (paper)", *columns]
-    return [Table(f"Figure 5: norms, {study.size.tasks[task].title}, {told(seeds)}", head, rows, NOTE)]
+    return [Table(f"Figure 5: norms, {study.size.tasks[task].title}, {count(seeds, 'seed')}", head, rows, NOTE)]
 
 
 def normed(study: Study, task: str, chosen: dict[str, Any]) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def figure6(study: Study, seeds: int) -> list[Part]:
                 (_spread([one.permuted for one in found]), paper.shown(name, "permuted") if not pull else "-"))]  # fmt: skip
             rows.append([title, *numbers, shown(found, "exchanged")])
     head = ["heads", "correlation (paper)", "permuted (paper)", "exchanged"]
-    title = f"Figure 6: correlation of features, {study.size.tasks[task].title}, {told(seeds)}"
+    title = f"Figure 6: correlation of features, {study.size.tasks[task].title}, {count(seeds, 'seed')}"
     picture = blocks(drawn, study.folder / "figure6.png")
     return [Table(title, head, rows, CORRELATION_NOTE), Picture(picture, "Correlation of each channel, sorted; seed 0")]
 
@@ -94,7 +94,7 @@ def figure8(study: Study, seeds: int) -> list[Part]:
             drawn[name][point] = [each.exchanged for each in one]
     head = ["cut after", *ways, f"own: {DCC}, pulled"]
     note = f"{NOTE} The paper has no numbers: IIW+RP falls slowly up to the first block of stage 3, steeply behind it."
-    title = f"Figure 8: the point of the cut, {task.title}, {told(seeds)}"
+    title = f"Figure 8: the point of the cut, {task.title}, {count(seeds, 'seed')}"
     picture = curves(drawn, "cut after", study.folder / "figure8.png")
     return [Table(title, head, rows, note), Picture(picture, title)]
 
@@ -113,6 +113,6 @@ def figure9(study: Study, seeds: int) -> list[Part]:
             drawn[name][str(most)] = [each.exchanged for each in one]
     turns = shown(study.each(task, WAYS[TURNS].words, seeds), "exchanged")
     rows.append(["none: IIW+RP", turns, "-", paper.shown("IIW+RP", "IIW+DCC")])
-    title = f"Figure 9: common classes, {study.size.tasks[task].title}, {told(seeds)}"
+    title = f"Figure 9: common classes, {study.size.tasks[task].title}, {count(seeds, 'seed')}"
     picture = curves(drawn, "common classes of the shared head", study.folder / "figure9.png")
     return [Table(title, ["classes", *columns, "paper"], rows, NOTE), Picture(picture, title)]

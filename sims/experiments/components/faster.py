@@ -8,11 +8,12 @@ from torch import nn
 
 from fedloom.clients.data import Images
 from fedloom.clients.networks import Network
+from fedloom.conf.formatting import count
 from fedloom.sims.experiments.components.adaptation import NETWORK, SIZE, data
 from fedloom.sims.experiments.components.plots import curves
 from fedloom.sims.experiments.components.study import Study
 from fedloom.sims.experiments.components.trainer import Plan, accuracy, answers, both, built, fit, frozen, turns
-from fedloom.sims.experiments.kept import kept, told
+from fedloom.sims.experiments.kept import kept
 from fedloom.sims.report.page import Part, Picture
 from fedloom.sims.report.tables import Table, mean_and_spread
 
@@ -38,7 +39,7 @@ def figure4(study: Study, seeds: int) -> list[Part]:
             [row, *(mean_and_spread([one[row][place] for one in found]) for place in range(len(STEPS)))] for row in found[0]
         ]
         head = ["head and extractor", *(f"{step} steps" for step in STEPS)]
-        parts.append(Table(f"Figure 4: from {SOURCE} to {target}, {told(seeds)}", head, rows, NOTE))
+        parts.append(Table(f"Figure 4: from {SOURCE} to {target}, {count(seeds, 'seed')}", head, rows, NOTE))
         series = {
             row: {str(step): [one[row][place] for one in found] for place, step in enumerate(STEPS)} for row in found[0]
         }

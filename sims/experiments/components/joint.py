@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from fedloom.clients.data import Images, to_float
 from fedloom.clients.networks import Network
 from fedloom.clients.objectives.components.auxiliary import Batch, Rotations
+from fedloom.conf.formatting import count
 from fedloom.conf.randomness import torch_generator
 from fedloom.sims.experiments.components.study import Study
 from fedloom.sims.experiments.components.trainer import accuracy, built
-from fedloom.sims.experiments.kept import kept, told
-from fedloom.sims.experiments.pairs import Share, Task, images
+from fedloom.sims.experiments.kept import kept
+from fedloom.sims.experiments.pairs import Share
 from fedloom.sims.experiments.papers import cells
+from fedloom.sims.operations.domain_task import Task, images
 from fedloom.sims.report.page import Part
 from fedloom.sims.report.tables import Table, mean_and_spread
 
@@ -219,7 +221,7 @@ def joint(study: Study, seeds: int) -> list[Part]:
             theirs = THEIRS.get(row) or (paper.shown(row, "exchanged") if row in paper.rows else "-")
             rows.append([row, theirs, *(mean_and_spread([one[key] for one in found]) for key in ("exchanged", "own"))])
         note = NOTE.format(steps=STEPS, before=pair.before.domain)
-        title = f"Figure 2, trained jointly: {pair.title}, {told(seeds)}"
+        title = f"Figure 2, trained jointly: {pair.title}, {count(seeds, 'seed')}"
         parts.append(Table(title, ["heads", "exchanged (paper)", "exchanged", "own"], rows, note))
     return parts
 

@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedloom.clients.data import Images
+from fedloom.conf.formatting import count
 from fedloom.sims.experiments.components.study import Study
 from fedloom.sims.experiments.components.trainer import Plan, accuracy, answers, both, built, fit, frozen, turns
-from fedloom.sims.experiments.kept import kept, told
-from fedloom.sims.experiments.pairs import Task, images
+from fedloom.sims.experiments.kept import kept
 from fedloom.sims.experiments.papers import cells
+from fedloom.sims.operations.domain_task import Task, images
 from fedloom.sims.report.page import Part
 from fedloom.sims.report.tables import Table, mean_and_spread
 
@@ -55,7 +56,9 @@ def figure3(study: Study, seeds: int) -> list[Part]:
                 beside = [cell for column in COLUMNS for cell in (paper.shown(name, column), ours[column])]
                 rows.append([way, OURS[name], ours["before"], *beside])
         head = ["trained", "extractor", "before", *(one for column in COLUMNS for one in (f"{column} (paper)", column))]
-        parts.append(Table(f"Figures 3 and 11: one head on several extractors, {domain}, {told(seeds)}", head, rows, NOTE))
+        parts.append(
+            Table(f"Figures 3 and 11: one head on several extractors, {domain}, {count(seeds, 'seed')}", head, rows, NOTE)
+        )
     return parts
 
 

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from fedloom.clients.objectives.components.sharing import COMPATIBLE, SHARING
+from fedloom.conf.formatting import count
 from fedloom.sims.experiments.components.analyses import NOTE
 from fedloom.sims.experiments.components.methods import ALL, DCC, PULLS, WAYS
 from fedloom.sims.experiments.components.sizes import Words
 from fedloom.sims.experiments.components.study import Study, shown
 from fedloom.sims.experiments.dot_plot import draw
-from fedloom.sims.experiments.kept import told
 from fedloom.sims.report.page import Part, Picture
 from fedloom.sims.report.tables import Table
 
@@ -37,12 +37,12 @@ def rivals(study: Study, seeds: int) -> list[Part]:
         some.append([name, *(shown(few, what) for what in ("own", "missing", "missing_exchanged", "exchanged"))])
     bytes_told = "Bytes that a site sends in a round, and their share of FedAvg's."
     parts.append(
-        Table(f"Rivals: {title}, {told(seeds)}", ["method", "own", "exchanged", "bytes", "of FedAvg's"], whole,
+        Table(f"Rivals: {title}, {count(seeds, 'seed')}", ["method", "own", "exchanged", "bytes", "of FedAvg's"], whole,
               f"{NOTE} {bytes_told}")
     )  # fmt: skip
     lacks = f"The first site has no images of classes {LACKED[0]}, the second none of {LACKED[1]}. missing: on these."
     head = ["method", "own", "missing, own head", "missing, the other's head", "exchanged"]
-    parts.append(Table(f"Rivals where sites lack classes: {title}, {told(seeds)}", head, some, f"{NOTE} {lacks}"))
+    parts.append(Table(f"Rivals where sites lack classes: {title}, {count(seeds, 'seed')}", head, some, f"{NOTE} {lacks}"))
     picture = draw({title: drawn}, ["exchanged", "own"], study.folder / "rivals.png")
     return [*parts, Picture(picture, f"Rivals: {title}")]
 

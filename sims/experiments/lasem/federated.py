@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.conf import load
+from fedloom.conf.formatting import count
 from fedloom.server.run.experiment import run_experiment
 from fedloom.sims.engines import open_engine
-from fedloom.sims.experiments.kept import kept, told
+from fedloom.sims.experiments.kept import kept
 from fedloom.sims.experiments.lasem.study import Study
 from fedloom.sims.progress.listeners import listener_for
 from fedloom.sims.report.heads import exchanges
@@ -38,7 +39,7 @@ def federated(study: Study, seeds: int) -> list[Part]:
     found = [_found(study, seed) for seed in range(seeds)]
     rows = [[NAMES[mode], mean_and_spread([one[mode]["own"] for one in found]), f"{found[0][mode]['bytes'] / 1e3:,.0f}"]
             for mode in found[0]]  # fmt: skip
-    return [Table(f"Ten sites at once, {told(seeds)}", ["", "own task", "kB"], rows, NOTE)]
+    return [Table(f"Ten sites at once, {count(seeds, 'seed')}", ["", "own task", "kB"], rows, NOTE)]
 
 
 def _found(study: Study, seed: int) -> dict[str, dict[str, float]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fedloom.clients.objectives.layer_selection.configurations import every, shown
-from fedloom.sims.experiments.kept import told
+from fedloom.conf.formatting import count
 from fedloom.sims.experiments.lasem.federated import federated
 from fedloom.sims.experiments.lasem.lifelong import Outcome
 from fedloom.sims.experiments.lasem.plots import over, ranges
@@ -34,7 +34,9 @@ def figure1(study: Study, seeds: int) -> list[Part]:
     for name, one in study.sequences.items():
         found = {learner: _static(study, name, learner, seeds) for learner in LEARNERS}
         rows = [[mode, *(_percent(_peaks(found[learner][mode])) for learner in LEARNERS)] for mode in ("none", *STATIC)]
-        parts.append(Table(f"Figure 1: configurations, {one.title}, {told(seeds)}", ["shared", *LEARNERS], rows, PEAK))
+        parts.append(
+            Table(f"Figure 1: configurations, {one.title}, {count(seeds, 'seed')}", ["shared", *LEARNERS], rows, PEAK)
+        )
     return parts
 
 
@@ -56,7 +58,7 @@ def figure4(study: Study, seeds: int) -> list[Part]:
             series[learner] = (list(means.values()), means["all"], _peaks(ours))
         head = ["", "LASEM", "place in the range", "all", "best", "worst", "final / peak: LASEM", "all", "best"]
         note = f"{PEAK} {RATIOS} The range: of {', '.join(STATIC)}."
-        parts.append(Table(f"Figure 4: {one.title}, {told(seeds)}", head, rows, note))
+        parts.append(Table(f"Figure 4: {one.title}, {count(seeds, 'seed')}", head, rows, note))
         told_of = f"{one.title}: boxes are the range of given configurations, blue lines all layers shared, red dots LASEM."
         parts.append(Picture(ranges(series, study.folder / f"figure4-{name}.png"), told_of))
     return parts
@@ -72,7 +74,7 @@ def figure5(study: Study, seeds: int) -> list[Part]:
             rows.append([learner, *(f"{100 * statistics.fmean(c[place] == '1' for c in chosen):.0f}" for place in range(4))])
         head = ["", *(f"layer {place}" for place in range(1, 5))]
         note = "Of tasks in %. In the paper HPS prefers layers of its own, TF and DF-CNN shared ones, and upper ones."
-        parts.append(Table(f"Figure 5: layers that LASEM shares, {one.title}, {told(seeds)}", head, rows, note))
+        parts.append(Table(f"Figure 5: layers that LASEM shares, {one.title}, {count(seeds, 'seed')}", head, rows, note))
     return parts
 
 
@@ -85,7 +87,10 @@ def figure6(study: Study, seeds: int) -> list[Part]:
     rows = [*([f"P = {fixed:g}", _percent(found)] for fixed, found in series.items()), ["LASEM", _percent(ours)]]
     note = f"{PEAK} P: posterior of top-2 in all steps, the rest alike. In the paper P = 1 is the best, by little."
     picture = over(series, ours, study.folder / "figure6.png")
-    return [Table(f"Figure 6: a fixed posterior, DF-CNN, {told(seeds)}", ["", "peak"], rows, note), Picture(picture, note)]
+    return [
+        Table(f"Figure 6: a fixed posterior, DF-CNN, {count(seeds, 'seed')}", ["", "peak"], rows, note),
+        Picture(picture, note),
+    ]
 
 
 def table1(study: Study, seeds: int) -> list[Part]:
@@ -102,7 +107,7 @@ def table1(study: Study, seeds: int) -> list[Part]:
         rows.append([method, theirs[0], _percent(_peaks(runs)), theirs[1], *ratios, f"{seconds:.0f}"])
     head = ["", "peak (paper)", "peak", "final / peak (paper)", "final / peak", "final / end", "seconds"]
     note = f"{PEAK} {RATIOS} The paper's are of Office-Home. DEN is left out."
-    return [Table(f"Table 1: {study.sequences[name].title}, {told(seeds)}", head, rows, note)]
+    return [Table(f"Table 1: {study.sequences[name].title}, {count(seeds, 'seed')}", head, rows, note)]
 
 
 def table2(study: Study, seeds: int) -> list[Part]:
@@ -119,7 +124,7 @@ def table2(study: Study, seeds: int) -> list[Part]:
                          _number(_kept(runs)), _number([run.kept_of_end for run in runs]),
                          f"{statistics.fmean(run.seconds for run in runs):.0f}"])  # fmt: skip
         head = ["shared", "peak (paper)", "peak", "final / peak (paper)", "final / peak", "final / end", "seconds"]
-        parts.append(Table(f"Table 2: {one.title}, {told(seeds)}", head, rows, f"{PEAK} {RATIOS}"))
+        parts.append(Table(f"Table 2: {one.title}, {count(seeds, 'seed')}", head, rows, f"{PEAK} {RATIOS}"))
     return parts
 
 
@@ -144,7 +149,7 @@ def table3(study: Study, seeds: int) -> list[Part]:
         columns = ("LASEM", "brute force", "all", "time of brute force", "time of all")
         head = ["", *itertools.chain(*((f"{column} (paper)", column) for column in columns))]
         note = f"{PEAK} Times relative to LASEM's."
-        parts.append(Table(f"Table 3: {study.sequences[name].title}, {told(seeds)}", head, rows, note))
+        parts.append(Table(f"Table 3: {study.sequences[name].title}, {count(seeds, 'seed')}", head, rows, note))
     return parts
 
 
@@ -160,7 +165,7 @@ def searches(study: Study, seeds: int) -> list[Part]:
             ratio = sum(run.seconds for run in found) / sum(run.seconds for run in base)
             rows.append([learner, search, _percent(_peaks(found)), _percent(apart), _number(_kept(found)), f"{ratio:.2f}"])
     head = ["", "search", "peak", "beside exact", "final / peak", "time beside alternating"]
-    return [Table(f"Ways to find a step, {study.sequences[name].title}, {told(seeds)}", head, rows, PEAK)]
+    return [Table(f"Ways to find a step, {study.sequences[name].title}, {count(seeds, 'seed')}", head, rows, PEAK)]
 
 
 TABLES: dict[str, Callable[[Study, int], list[Part]]] = {

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fedloom.clients.data import Images
 from fedloom.conf.randomness import torch_generator
-from fedloom.sims.experiments.pairs import Task as Domain
-from fedloom.sims.experiments.pairs import images
+from fedloom.sims.operations.domain_task import Task as Domain
+from fedloom.sims.operations.domain_task import images
 
 LEVELS = (-2, -1, 0, 1)  # of the noise's mean, in units of UNIT; its standard deviation is 0 or 1 unit
 UNIT = 0.025 * 255

@@ -14,8 +14,9 @@ from fedloom.conf.schema import Config
 from fedloom.conf.sites import roster
 from fedloom.server.ledger import Ledger
 from fedloom.server.run_folder.folder import RunFolder, read_config
-from fedloom.sims.operations.requests import UnlearningRequest, unlearn
 from fedloom.sims.operations.simulate import simulate_once
+from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
+from fedloom.sims.progress.listeners import listener_for
 from fedloom.sims.report.tables import Table
 
 ROOT = Path("runs/reproduce-unlearning")
@@ -59,7 +60,7 @@ def measured(seed: int, overrides: Sequence[str], quiet: bool) -> dict[str, dict
             f"run.name={'subsets' if way.subsets else 'plain'}-{seed}",
             *([] if way.subsets else ["objective.subset_probability=0"]), *overrides,
         ])  # fmt: skip
-        simulate_once(base, quiet=quiet)
+        simulate_once(base, listener=listener_for(quiet))
         site = roster(base)[seed % len(roster(base))].name
         done, seconds = _removed(base, site, name, way, quiet)
         evidence = done["evidence"]
@@ -79,7 +80,8 @@ def _removed(base: Config, site: str, name: str, way: Way, quiet: bool) -> tuple
     if not certificate.is_file():
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(Path(base.run.root) / base.run.name, copy)
-        unlearn(copy, UnlearningRequest([site], "request", "measured", way.repair, way.retrain, way.rollback), quiet=quiet)
+        asked = UnlearningRequest([site], "request", "measured", way.repair, way.retrain, way.rollback)
+        unlearn(copy, asked, listener=listener_for(quiet))
     with Ledger.open(copy, server=False) as ledger:
         (seconds,) = (event.body["seconds"] for event in ledger.events() if event.kind == "subtracted")
     further = RunFolder(copy).metrics() if way.repair or way.rollback else {}

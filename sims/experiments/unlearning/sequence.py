@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.clients.data import label
+from fedloom.conf.formatting import count
 from fedloom.conf.sites import roster
-from fedloom.sims.experiments.kept import kept, told
+from fedloom.sims.experiments.kept import kept
 from fedloom.sims.experiments.unlearning.shadows import LEAVER, METHODS, SETTING, Looker, configured, opened
 from fedloom.sims.report.tables import Table, mean_and_spread
 
@@ -24,7 +25,7 @@ def tables(folder: Path, seeds: int) -> list[Table]:
         rows += [_row(method, number, [each[number] for each in found]) for number in range(len(LEAVING) + 1)]
     head = ["method", "sites that left", "their angles", "retrained", "the others' angles", "retrained"]
     note = "Subtracted one after the other, without training between. Accuracy in %, means over the angles on each side."
-    return [Table(f"Requests one after the other, {told(seeds)}", head, rows, note)]
+    return [Table(f"Requests one after the other, {count(seeds, 'seed')}", head, rows, note)]
 
 
 def left(method: str, seed: int) -> list[dict[str, dict[str, float]]]:
