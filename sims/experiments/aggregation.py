@@ -18,7 +18,8 @@ from fedloom.sims.operations.domain_task import Task
 from fedloom.sims.operations.simulate import simulate_once
 from fedloom.sims.progress.listeners import listener_for
 from fedloom.sims.report.page import Part
-from fedloom.sims.report.tables import Table, domains, mean_and_spread
+from fedloom.sims.report.spread import mean_and_spread
+from fedloom.sims.report.tables import Table, domains
 
 EXPERIMENT = "mnist_svhn"
 

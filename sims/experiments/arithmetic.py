@@ -17,10 +17,12 @@ from fedloom.sims.experiments import arithmetic_runs as runs
 from fedloom.sims.experiments import assigned, papers
 from fedloom.sims.experiments.arithmetic_plot import draw
 from fedloom.sims.experiments.kept import kept
+from fedloom.sims.experiments.study import Study
 from fedloom.sims.operations.simulate import simulate_once
 from fedloom.sims.progress.listeners import listener_for
 from fedloom.sims.report.page import Part, Picture, write_page
-from fedloom.sims.report.tables import Table, mean, mean_and_spread, show
+from fedloom.sims.report.spread import mean_and_spread
+from fedloom.sims.report.tables import Table, mean, show
 
 BAR = 0.55  # of a task's own accuracy, on both tasks at once
 DATA = ("small", "medium", "large")
@@ -62,7 +64,7 @@ def reproduce(preset: str, seeds: int, overrides: Sequence[str], *, quiet: bool)
     found = [_measured(preset, seed, root, overrides, quiet) for seed in range(seeds)]
     parts: list[Part] = [
         NOTE,
-        *assigned.tables(assigned.PLANS[preset], seeds, root / "assigned", quiet),
+        *assigned.tables(Study(preset, root / "assigned", quiet), seeds),
         _sequential_table(found),
         _demo_table(found),
     ]

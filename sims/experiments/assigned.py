@@ -6,6 +6,7 @@ multiplied by alpha and added to five random networks, and to five that were tra
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from fedloom.fusion.arithmetic import GRADIENTS, WEIGHTS
 from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import count_right
 from fedloom.sims.experiments import papers
-from fedloom.sims.experiments.kept import kept
 from fedloom.sims.experiments.pairs import Recipe, trained
+from fedloom.sims.experiments.study import Study
 from fedloom.sims.operations.domain_task import EVALUATION_BATCH, Task, images
-from fedloom.sims.report.tables import Table, mean, mean_and_spread
+from fedloom.sims.report.spread import mean_and_spread
+from fedloom.sims.report.tables import Table, mean
 
 RANDOM, TRAINED = "random", "trained"
 TEST = "large, test"  # a column: test images; the others are of the images of the small scale
@@ -88,23 +90,20 @@ NOTE = (
 )
 
 
-def tables(plan: Plan, seeds: int, folder: Path, quiet: bool) -> list[Table]:
+def tables(study: Study, seeds: int) -> list[Table]:
     """The four tables; results on disk are taken as they are."""
-    found = [_found(plan, seed, folder, quiet) for seed in range(seeds)]
+    plan = PLANS[study.preset]
+    found = [_found(study, plan, seed) for seed in range(seeds)]
     scales = ", ".join(f"{name} {each or 'all'}" for name, (each, _) in plan.scales.items())
     few = len(images(plan.few("small", 0), "train"))
     note = NOTE.format(domain=plan.domain, few=few, scales=scales, others=", ".join(plan.others))
     return [_table(target, how, found, note) for target, how in TABLES]
 
 
-def _found(plan: Plan, seed: int, folder: Path, quiet: bool) -> dict[str, Any]:
-    def make() -> dict[str, Any]:
-        found = measured(plan, seed, folder / "networks")
-        if not quiet:
-            print(f"arithmetic, Tables 1 to 4, seed {seed}: alone {found['alone']}", flush=True)
-        return found
-
-    return kept(folder / "results" / f"assigned-{seed}.json", [asdict(plan), ALPHAS, seed], make)
+def _found(study: Study, plan: Plan, seed: int) -> dict[str, Any]:
+    make = partial(measured, plan, seed, study.folder / "networks")
+    line = f"arithmetic, Tables 1 to 4, seed {seed}: alone"
+    return study.once(f"assigned-{seed}", [asdict(plan), ALPHAS, seed], make, lambda result: f"{line} {result['alone']}")
 
 
 def measured(plan: Plan, seed: int, folder: Path) -> dict[str, Any]:

@@ -26,7 +26,8 @@ from fedloom.sims.experiments.table_files import write
 from fedloom.sims.operations.domain_task import accuracy, images
 from fedloom.sims.operations.simulate import simulate_once
 from fedloom.sims.progress.listeners import listener_for
-from fedloom.sims.report.tables import Table, mean_and_spread
+from fedloom.sims.report.spread import mean_and_spread
+from fedloom.sims.report.tables import Table
 
 EXPERIMENT = "different_depths"
 FOLDER = Path("runs/different_depths")

@@ -5,8 +5,6 @@ The federation's `regularised` mode is our form of it: there no site sees the ot
 
 import copy
 import dataclasses
-import hashlib
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ from fedloom.clients.networks.base import Network
 from fedloom.clients.training.learner import descend
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import TrainingConfig
-from fedloom.sims.experiments.kept import kept
+from fedloom.sims.experiments.kept import fingerprint, kept
 from fedloom.sims.operations.domain_task import Task, images
 
 TEST_BATCH = 500
@@ -106,8 +104,7 @@ class Apart(nn.Module):
 def measured(setting: Setting, folder: Path) -> Accuracies:
     """Train, and measure N_1 ..., N*, their sum, and the sum without each; taken from the folder if it is there."""
     key = dataclasses.asdict(setting) | {"network": {**vars(setting.network), "options": dict(setting.network.options)}}
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
-    return kept(folder / f"joint-{setting.seed}-{digest}.json", key, lambda: _measured(setting))
+    return kept(folder / f"joint-{setting.seed}-{fingerprint(key)}.json", key, lambda: _measured(setting))
 
 
 def trained(setting: Setting) -> Joint | Apart:

@@ -19,7 +19,8 @@ from fedloom.sims.experiments.plain_fedavg import check_plain, plain_fedavg
 from fedloom.sims.experiments.table_files import chosen, write
 from fedloom.sims.operations.simulate import simulate_once
 from fedloom.sims.progress.listeners import listener_for
-from fedloom.sims.report.tables import Table, aggregate, mean_and_spread
+from fedloom.sims.report.spread import mean_and_spread
+from fedloom.sims.report.tables import Table, aggregate
 
 EXPERIMENT = "mnist_dirichlet"
 METHODS = {

@@ -6,10 +6,11 @@ import contextlib
 import math
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedloom.sims.report.spread import spread
 from fedloom.sims.report.tables import shortened
 
 if TYPE_CHECKING:
@@ -23,18 +24,30 @@ INK, GREY, LIGHT = "#222222", "#8A8A8A", "#DDDDDD"
 Grid = list[list[float]]  # of a heat map: rows of shares, NaN where there is none
 
 
-def new_figure(width: float, height: float, empty: bool = False) -> tuple[Figure, Axes]:
-    """A Figure with the Agg canvas and, unless `empty`, one plain Axes."""
+def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
+    """A Figure of so many inches with one plain Axes."""
+    figure = _blank(width, height)
+    axes = figure.add_subplot()
+    plain(axes)
+    return figure, axes
+
+
+def new_panels(width: float, height: float, down: int, across: int, used: int = 0, **shared: Any) -> tuple[Figure, Any]:
+    """A Figure of so many inches with rows and columns of Axes; those beyond the `used` ones (0: all are) do not show."""
+    figure = _blank(width, height)
+    panels = figure.subplots(down, across, squeeze=False, **shared)
+    for panel in list(panels.flat)[used:] if used else ():
+        panel.set_visible(False)
+    return figure, panels
+
+
+def _blank(width: float, height: float) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=140, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    plain(axes)
-    if empty:
-        axes.remove()
-    return figure, axes
+    return figure
 
 
 def plain(axes: Axes) -> None:
@@ -53,10 +66,25 @@ def percent_axis(axis: Any, symbol: str = "%") -> None:
     axis.set_major_formatter(PercentFormatter(1.0, symbol=symbol))
 
 
+def mean_line(axes: Axes, series: Mapping[Any, Sequence[float]], **style: Any) -> None:
+    """By place on the axis the values of seeds: a line through means, bars of standard deviations."""
+    spreads = [spread(values) for values in series.values()]
+    axes.errorbar(list(series), [each.mean for each in spreads], yerr=[each.bar for each in spreads], marker="o",
+                  markersize=4, **style)  # fmt: skip
+
+
+def name_axes(axes: Axes, x: str, y: str) -> None:
+    """What is along both axes; empty: nothing is said."""
+    axes.set_xlabel(x, fontsize=9, color=INK)
+    axes.set_ylabel(y, fontsize=9, color=INK)
+
+
 def save(figure: Figure, path: Path) -> Path:
-    """Writes the PNG; its path. Letters that the font lacks are drawn in another one that is installed, else as boxes."""
+    """Writes the PNG, and the folders above it; its path. Letters that the font lacks are drawn in another one that is
+    installed, else as boxes."""
     from matplotlib import rc_context, rcParams
 
+    path.parent.mkdir(parents=True, exist_ok=True)
     if lacking := _written(figure, path):
         with rc_context({"font.sans-serif": [*rcParams["font.sans-serif"], *_fonts_with(lacking)]}):
             _written(figure, path)

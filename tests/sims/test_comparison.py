@@ -15,8 +15,9 @@ from scipy.stats import ttest_rel
 
 from fedloom import compare, sweep
 from fedloom.conf.errors import UserError
-from fedloom.sims.comparison.statistics import paired, spread
+from fedloom.sims.comparison.statistics import paired
 from fedloom.sims.comparison.tables import amount
+from fedloom.sims.report.spread import spread
 from tests.sims.commands import SMALL, Command, last_line, refused
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")

@@ -18,6 +18,7 @@ from fedloom.server.run_folder.folder import read_config
 from fedloom.server.strategies import strategy_of
 from fedloom.sims.operations.simulate import simulate
 from fedloom.sims.operations.transfer_head import recombined
+from fedloom.sims.progress.listeners import listener_for
 from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
 from fedloom.sims.report.heads import HeadMatrix, exchanges, heads_figure, heads_table, matrix_table
 from fedloom.sims.report.report import write_report
@@ -33,7 +34,7 @@ SMALL = ["sites=[{domain: digits, count: 3}]", "data.size=8", "data.grey=true", 
 
 
 def trained(root: Path, *words: str) -> Path:
-    simulate(load("components", [*SMALL, f"run.root={root}", *words]))
+    simulate(load("components", [*SMALL, f"run.root={root}", *words]), listener=listener_for(quiet=True))
     return root / "components"
 
 

@@ -14,11 +14,12 @@ from fedloom.clients.networks import parameter_count
 from fedloom.conf.formatting import count
 from fedloom.fusion.distillation import distillation_loss
 from fedloom.sims.experiments.cla.methods import METHODS
-from fedloom.sims.experiments.cla.study import PARTS, Study, budget, tuned
+from fedloom.sims.experiments.cla.study import PARTS, ClaStudy, budget, tuned
 from fedloom.sims.experiments.pairs import Loss, plain_loss
 from fedloom.sims.experiments.papers import cells
 from fedloom.sims.operations.domain_task import accuracy, placed
-from fedloom.sims.report.tables import Table, mean, mean_and_spread
+from fedloom.sims.report.spread import mean_and_spread
+from fedloom.sims.report.tables import Table, mean
 
 STUDENTS = {  # the method by its row: the paper's column, or ours
     "random B": "random B",
@@ -48,7 +49,7 @@ def taught(teacher: nn.Module, temperature: float, weight: float) -> Loss:
     return loss
 
 
-def distilled(study: Study, pair: str, seed: int) -> Mapping[str, Mapping[str, Any]]:
+def distilled(study: ClaStudy, pair: str, seed: int) -> Mapping[str, Mapping[str, Any]]:
     """By student (the paper's name) and settings {"test": [accuracy], "validation": [...]}."""
     chosen, size = study.size.pairs[pair], study.size
     facts = [asdict(chosen), size.probe]
@@ -71,7 +72,7 @@ def distilled(study: Study, pair: str, seed: int) -> Mapping[str, Mapping[str, A
     }
 
 
-def table(study: Study, seeds: int) -> Table:
+def table(study: ClaStudy, seeds: int) -> Table:
     """Table 5."""
     found = [distilled(study, "vgg", seed) for seed in range(seeds)]
     paper, rows = cells("cla_ot", "5"), []
@@ -90,7 +91,7 @@ def _best(found: Mapping[str, Mapping[str, list[float]]], names: list[str]) -> f
     return found[max(names, key=lambda name: found[name]["validation"])]["test"][0]
 
 
-def epochs_table(study: Study) -> Table:
+def epochs_table(study: ClaStudy) -> Table:
     """Table 21."""
     paper, rows = cells("cla_ot", "21"), []
     for pair in ("vgg", "resnet-half"):
@@ -106,7 +107,7 @@ def epochs_table(study: Study) -> Table:
                  "(paper): 50,000 images on an A100; its ResNets on CIFAR-100.")  # fmt: skip
 
 
-def _seconds(study: Study, pair: str) -> dict[str, list[float | None]]:
+def _seconds(study: ClaStudy, pair: str) -> dict[str, list[float | None]]:
     """Parameters and seconds of an epoch of fine-tuning and of distilling A into it, by network."""
     given, teacher = study.given(pair, 0), study.given(pair, 0).deep.eval()
     networks, found = {"A": given.deep, "B": given.shallow, "fused": METHODS["fuse"](given)}, {}
@@ -117,7 +118,7 @@ def _seconds(study: Study, pair: str) -> dict[str, list[float | None]]:
     return found
 
 
-def _epoch(study: Study, pair: str, network: nn.Module, loss: Loss) -> float:
+def _epoch(study: ClaStudy, pair: str, network: nn.Module, loss: Loss) -> float:
     chosen = study.size.pairs[pair]
     student, begin = copy.deepcopy(network), time.perf_counter()
     tuned(student, chosen.task, replace(chosen.fine, epochs=1), 0, loss)

@@ -10,10 +10,11 @@ from fedloom.fusion.cla_ot.matching import layer_costs, optimal_alignment
 from fedloom.fusion.graph.channels import wire
 from fedloom.fusion.pipeline import fuse
 from fedloom.sims.experiments.cla.methods import REFERENCE, Given
-from fedloom.sims.experiments.cla.study import Study
+from fedloom.sims.experiments.cla.study import ClaStudy
 from fedloom.sims.experiments.papers import cells
 from fedloom.sims.operations.domain_task import Task, accuracy
-from fedloom.sims.report.tables import Table, mean_and_spread
+from fedloom.sims.report.spread import mean_and_spread
+from fedloom.sims.report.tables import Table
 
 PAIR = "mlp"
 COMPARISONS = ("neurons", "cka", "wasserstein")
@@ -23,7 +24,7 @@ WAYS = {"layers added": (0, "sum"), "merged, sum": (1, "sum"), "merged, majority
         "merged, average": (1, "average")}  # fmt: skip
 
 
-def measured(study: Study, seed: int) -> dict[str, Any]:
+def measured(study: ClaStudy, seed: int) -> dict[str, Any]:
     """{"maps": by comparison and constraint the map, "ways": by map the test accuracies in the order of WAYS}."""
     pair = study.size.pairs[PAIR]
     return study.kept(f"maps-{seed}", [asdict(pair), study.size.probe], lambda: ablation(study.given(PAIR, seed), pair.task))

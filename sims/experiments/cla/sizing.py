@@ -11,7 +11,7 @@ from fedloom.clients.data import to_float
 from fedloom.clients.networks import parameter_count
 from fedloom.fusion.comparators.baselines import Ensemble
 from fedloom.sims.experiments.cla.methods import METHODS
-from fedloom.sims.experiments.cla.study import Study
+from fedloom.sims.experiments.cla.study import ClaStudy
 from fedloom.sims.experiments.papers import cells
 from fedloom.sims.operations.domain_task import EVALUATION_BATCH, images, placed
 from fedloom.sims.report.tables import Table
@@ -21,7 +21,7 @@ KINDS = ("A", "B", "fused", "ensemble")
 NOTE = "Seconds for all test images, median of three, on this machine. (paper): ResNets of full width on an A100."
 
 
-def table(study: Study) -> Table:
+def table(study: ClaStudy) -> Table:
     """A row for each number of networks."""
     found = study.kept("sizes", asdict(study.size.pairs[PAIR]), lambda: _measured(study))
     paper, rows = cells("cla_ot", "20"), []
@@ -38,7 +38,7 @@ def table(study: Study) -> Table:
     return Table("Table 20: size and inference time", head, rows, NOTE)
 
 
-def _measured(study: Study) -> dict[str, list[float]]:
+def _measured(study: ClaStudy) -> dict[str, list[float]]:
     """Parameters and seconds by kind of network."""
     given = study.given(PAIR, 0)
     whole = to_float(images(study.size.pairs[PAIR].task, "test").x)

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from fedloom.conf.formatting import count
 from fedloom.sims.experiments.cla.methods import VGG_MAPS
-from fedloom.sims.experiments.cla.study import Reached, Study
+from fedloom.sims.experiments.cla.study import ClaStudy, Reached
 from fedloom.sims.experiments.papers import cells
-from fedloom.sims.report.tables import Table, mean_and_spread
+from fedloom.sims.report.spread import mean_and_spread
+from fedloom.sims.report.tables import Table
 
 NOTE = (
     "Test accuracy in %, mean and standard deviation over seeds; tuned: after {epochs} epochs at a rate that falls from "
@@ -90,7 +91,7 @@ TWELVE = Starts(
 TOLD = {"CLAFusion, add": "CLA"}  # Table 12's name
 
 
-def measured(study: Study, asked: Starts, pair: str, seed: int) -> dict[str, list[Reached]]:
+def measured(study: ClaStudy, asked: Starts, pair: str, seed: int) -> dict[str, list[Reached]]:
     """By row, one for each draw."""
     found = {}
     for row in asked.rows:
@@ -99,12 +100,12 @@ def measured(study: Study, asked: Starts, pair: str, seed: int) -> dict[str, lis
     return found
 
 
-def tables(study: Study, asked: Starts, seeds: int) -> list[Table]:
+def tables(study: ClaStudy, asked: Starts, seeds: int) -> list[Table]:
     """One for each pair that the preset has."""
     return [_table(study, asked, pair, seeds) for pair in asked.pairs if pair in study.size.pairs]
 
 
-def _table(study: Study, asked: Starts, pair: str, seeds: int) -> Table:
+def _table(study: ClaStudy, asked: Starts, pair: str, seeds: int) -> Table:
     found = [measured(study, asked, pair, seed) for seed in range(seeds)]
     chosen = study.size.pairs[pair]
     rows = []
@@ -135,7 +136,7 @@ def _stage(runs: Sequence[Reached], stage: int) -> str:
     return mean_and_spread(scores) if scores else "-"
 
 
-def drawn_rows(study: Study, asked: Starts, pair: str, seeds: int) -> list[dict[str, dict[str, list[float]]]]:
+def drawn_rows(study: ClaStudy, asked: Starts, pair: str, seeds: int) -> list[dict[str, dict[str, list[float]]]]:
     """For a picture: of each seed by row the accuracies, where there are such."""
     found = [measured(study, asked, pair, seed) for seed in range(seeds)]
     return [{name: {"accuracy": runs[0]["test"]} for name, runs in one.items() if "refused" not in runs[0]} for one in found]

@@ -1,7 +1,6 @@
 """What the tables are made of: networks that are trained once, and results that are measured once, both on disk."""
 
 import copy
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -15,8 +14,9 @@ from fedloom.clients.networks import parameter_count
 from fedloom.conf.errors import UserError
 from fedloom.sims.experiments.cla.methods import METHODS, Given
 from fedloom.sims.experiments.cla.sizes import SIZES, Pair, Size
-from fedloom.sims.experiments.kept import kept
+from fedloom.sims.experiments.kept import slug
 from fedloom.sims.experiments.pairs import Loss, Recipe, plain_loss, train, trained
+from fedloom.sims.experiments.study import Study
 from fedloom.sims.operations.domain_task import Task, accuracy, probe_set
 
 FRESH = ("random A", "random B", "B deepened, random")
@@ -25,12 +25,8 @@ Reached = Mapping[str, Any]  # {"test": [one-shot, after fine-tuning], "validati
 
 
 @dataclass(frozen=True)
-class Study:
+class ClaStudy(Study):
     """A preset's networks and results, in a folder."""
-
-    preset: str
-    folder: Path
-    quiet: bool = True
 
     @property
     def size(self) -> Size:
@@ -58,16 +54,10 @@ class Study:
 
     def kept(self, name: str, facts: Any, make: Callable[[], Any]) -> Any:
         """A result from disk, if it was measured with the same facts, or measured and put there."""
-
-        def told() -> Any:
-            begin = time.perf_counter()
-            found = make()
-            if not self.quiet:
-                print(f"{name}: {_told(found)} ({time.perf_counter() - begin:.0f} s)", flush=True)
-            return found
-
-        path = self.folder / "results" / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.json"
-        return kept(path, facts, told)
+        begin = time.perf_counter()
+        return self.once(
+            slug(name), facts, make, lambda result: f"{name}: {_short(result)} ({time.perf_counter() - begin:.0f} s)"
+        )
 
     def _measured(self, pair: str, seed: int, method: str, count: int, tune: bool) -> Reached:
         chosen, given = self.size.pairs[pair], self.given(pair, seed, count)
@@ -100,7 +90,7 @@ def _trained(folder: Path, pair: Pair, place: int, seed: int) -> nn.Module:
     return trained(folder / "networks", name, pair.task, pair.recipe, 1000 * place + seed)
 
 
-def _told(found: Any) -> str:
-    if isinstance(found, dict) and "test" in found:
-        return ", ".join(f"{100 * share:.1f}" for share in found["test"]) + " %"
-    return str(found)[:200]
+def _short(result: Any) -> str:
+    if isinstance(result, dict) and "test" in result:
+        return ", ".join(f"{100 * share:.1f}" for share in result["test"]) + " %"
+    return str(result)[:200]

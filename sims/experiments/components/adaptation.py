@@ -10,13 +10,13 @@ from typing import Any
 
 from fedloom.clients.data import Images
 from fedloom.conf.formatting import count
-from fedloom.sims.experiments.components.study import Study
+from fedloom.sims.experiments.components.study import ComponentsStudy
 from fedloom.sims.experiments.components.trainer import Plan, accuracy, answers, both, built, fit, frozen, turns
-from fedloom.sims.experiments.kept import kept
 from fedloom.sims.experiments.papers import cells
 from fedloom.sims.operations.domain_task import Task, images
 from fedloom.sims.report.page import Part
-from fedloom.sims.report.tables import Table, mean_and_spread
+from fedloom.sims.report.spread import mean_and_spread
+from fedloom.sims.report.tables import Table
 
 PAIRS = {"mnist -> mnist_m": ("mnist", "mnist_m"), "usps -> mnist": ("usps", "mnist"), "mnist -> usps": ("mnist", "usps")}
 SIZE, SAMPLES = 16, 7000
@@ -40,7 +40,7 @@ NOTE = (
 )
 
 
-def table1(study: Study, seeds: int) -> list[Part]:
+def table1(study: ComponentsStudy, seeds: int) -> list[Part]:
     """Unsupervised domain adaptation between kinds of digits."""
     paper, rows = cells("components", "table1"), []
     found = {pair: [_found(study, pair, seed) for seed in range(seeds)] for pair in PAIRS}
@@ -50,17 +50,13 @@ def table1(study: Study, seeds: int) -> list[Part]:
     return [Table(f"Table 1: domain adaptation, {count(seeds, 'seed')}", ["", "(paper)", *PAIRS], rows, NOTE)]
 
 
-def _found(study: Study, pair: str, seed: int) -> dict[str, float]:
-    def make() -> dict[str, float]:
-        source, target = PAIRS[pair]
-        found = measured(data(source), data(target), seed)
-        if not study.quiet:
-            print(f"{pair}, seed {seed}: {found}", flush=True)
-        return found
-
+def _found(study: ComponentsStudy, pair: str, seed: int) -> dict[str, float]:
+    source, target = PAIRS[pair]
     key = [PAIRS[pair], SIZE, SAMPLES, NETWORK, vars(TRAIN), [vars(plan) for plan in ADAPT.values()], seed]
-    name = pair.replace(" -> ", "-to-")
-    return kept(study.folder / "results" / f"adaptation-{name}-{seed}.json", key, make)
+    name = f"adaptation-{pair.replace(' -> ', '-to-')}-{seed}"
+    return study.once(
+        name, key, lambda: measured(data(source), data(target), seed), lambda shares: f"{pair}, seed {seed}: {shares}"
+    )
 
 
 def data(domain: str) -> dict[str, Images]:

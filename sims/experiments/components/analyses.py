@@ -5,11 +5,12 @@ from typing import Any
 
 from fedloom.conf.formatting import count
 from fedloom.sims.experiments.components.methods import ALL, DCC, PULLS, WAYS
-from fedloom.sims.experiments.components.study import UPPER, Found, Study, shown, way
+from fedloom.sims.experiments.components.study import UPPER, ComponentsStudy, Found, shown, way
 from fedloom.sims.experiments.dot_plot import draw
 from fedloom.sims.experiments.papers import cells
 from fedloom.sims.report.page import Part, Picture
-from fedloom.sims.report.tables import Table, mean_and_spread
+from fedloom.sims.report.spread import mean_and_spread
+from fedloom.sims.report.tables import Table
 
 NOTE = (
     "Test accuracy in %, mean and standard deviation over seeds. exchanged: mean over all pairs of one site's extractor and "
@@ -19,12 +20,12 @@ NOTE = (
 )
 
 
-def figure2(study: Study, seeds: int) -> list[Part]:
+def figure2(study: ComponentsStudy, seeds: int) -> list[Part]:
     """Every combination of auxiliary heads on every task."""
     return [part for task in study.tasks for part in _combinations(study, task, seeds)]
 
 
-def _combinations(study: Study, task: str, seeds: int) -> list[Part]:
+def _combinations(study: ComponentsStudy, task: str, seeds: int) -> list[Part]:
     paper, rows = cells("components", "figure2"), []
     title, classes = study.size.tasks[task].title, study.size.tasks[task].classes
     upper, drawn = study.upper(task, seeds), [dict[str, Any]() for _ in range(seeds)]
@@ -47,7 +48,7 @@ def _combinations(study: Study, task: str, seeds: int) -> list[Part]:
     return [table, Picture(picture, f"Figure 2: {title}")]
 
 
-def schemes(study: Study, seeds: int) -> list[Part]:
+def schemes(study: ComponentsStudy, seeds: int) -> list[Part]:
     """Joint training against incremental, which goes over both orders of the sites, as the paper's does."""
     paper, tables = cells("components", "schemes"), []
     for task, one in study.tasks.items():
@@ -69,14 +70,14 @@ def schemes(study: Study, seeds: int) -> list[Part]:
     return tables
 
 
-def _incremental(study: Study, task: str, words: dict[str, Any], seeds: int) -> list[list[Found]]:
+def _incremental(study: ComponentsStudy, task: str, words: dict[str, Any], seeds: int) -> list[list[Found]]:
     """Of each seed, in both orders."""
     sites = list(study.size.tasks[task].sites)
     orders = (sites, sites[::-1])
     return [study.each(task, {**words, "strategy.scheme": "incremental", "sites": order}, seeds) for order in orders]
 
 
-def steps(study: Study, seeds: int) -> list[Part]:
+def steps(study: ComponentsStudy, seeds: int) -> list[Part]:
     """Local steps between two averages, and sites: DCC."""
     task, plans = study.first, study.size.plans
     rows = []
@@ -92,7 +93,7 @@ def steps(study: Study, seeds: int) -> list[Part]:
     return [Table(title, head, rows, NOTE + " More sites divide the same images.")]
 
 
-def _plan(study: Study, place: int) -> dict[str, Any]:
+def _plan(study: ComponentsStudy, place: int) -> dict[str, Any]:
     """The words of a plan; none of that which runs have anyway."""
     (steps, rounds), words = study.size.plans[place], study.size.tasks[study.first].words
     if place == 0 and "rounds" not in words:
@@ -103,7 +104,7 @@ def _plan(study: Study, place: int) -> dict[str, Any]:
     return plan
 
 
-def _several(study: Study, task: str, count: int) -> list[dict[str, Any]]:
+def _several(study: ComponentsStudy, task: str, count: int) -> list[dict[str, Any]]:
     """As many sites, alike numbers of each domain, which have the images of two."""
     sites, found = study.size.tasks[task].sites, []
     for site in sites:

@@ -6,10 +6,11 @@ from fedloom.conf.formatting import count
 from fedloom.sims.experiments.components.analyses import NOTE
 from fedloom.sims.experiments.components.methods import ALL, DCC, IIW, INDEPENDENT, PULLS, WAYS
 from fedloom.sims.experiments.components.plots import blocks, curves
-from fedloom.sims.experiments.components.study import Study, shown
+from fedloom.sims.experiments.components.study import ComponentsStudy, shown
 from fedloom.sims.experiments.papers import cells
 from fedloom.sims.report.page import Part, Picture
-from fedloom.sims.report.tables import Table, mean_and_spread
+from fedloom.sims.report.spread import spread
+from fedloom.sims.report.tables import Table
 
 BOTH, TURNS = "IIW+DCC", "IIW+RP"
 NORMS = {  # by the paper's row: words, or which norm all parts of the network have
@@ -30,7 +31,7 @@ CORRELATION_NOTE = (
 )
 
 
-def figure5(study: Study, seeds: int) -> list[Part]:
+def figure5(study: ComponentsStudy, seeds: int) -> list[Part]:
     """What BatchNorm works with, other norms, and features of unit length: IIW+DCC as in the paper, and DCC."""
     task, paper, rows = study.first, cells("components", "figure5"), []
     for heads, name in [*((BOTH, name) for name in NORMS), *((DCC, name) for name in STORED)]:
@@ -44,7 +45,7 @@ def figure5(study: Study, seeds: int) -> list[Part]:
     return [Table(f"Figure 5: norms, {study.size.tasks[task].title}, {count(seeds, 'seed')}", head, rows, NOTE)]
 
 
-def normed(study: Study, task: str, chosen: dict[str, Any]) -> dict[str, Any]:
+def normed(study: ComponentsStudy, task: str, chosen: dict[str, Any]) -> dict[str, Any]:
     """Words for a norm of all parts of the network, or features of unit length; or what was chosen, as it is."""
     if not {"norm", "unit"} & chosen.keys():
         return chosen
@@ -55,7 +56,7 @@ def normed(study: Study, task: str, chosen: dict[str, Any]) -> dict[str, Any]:
     return {"network": {**network, "of": {**network["of"], **chosen}, **head}}
 
 
-def figure6(study: Study, seeds: int) -> list[Part]:
+def figure6(study: ComponentsStudy, seeds: int) -> list[Part]:
     """Correlation of features beside compatibility."""
     task, paper, rows, drawn = study.first, cells("components", "figure6"), [], {}
     for name in CORRELATED:
@@ -64,9 +65,10 @@ def figure6(study: Study, seeds: int) -> list[Part]:
             same = [sum(one.correlation) / len(one.correlation) for one in found]
             title = f"{name}, {column}" if WAYS[name].pulls else name
             drawn[title] = found[0].correlation
-            numbers = [f"{text} ({theirs})" if theirs != "-" else text for text, theirs in (
-                (_spread(same), paper.shown(name, "correlation") if not pull else "-"),
-                (_spread([one.permuted for one in found]), paper.shown(name, "permuted") if not pull else "-"))]  # fmt: skip
+            ours = {"correlation": spread(same), "permuted": spread([one.permuted for one in found])}
+            numbers = [
+                _beside(around.text(2), paper.shown(name, what) if not pull else "-") for what, around in ours.items()
+            ]
             rows.append([title, *numbers, shown(found, "exchanged")])
     head = ["heads", "correlation (paper)", "permuted (paper)", "exchanged"]
     title = f"Figure 6: correlation of features, {study.size.tasks[task].title}, {count(seeds, 'seed')}"
@@ -74,13 +76,11 @@ def figure6(study: Study, seeds: int) -> list[Part]:
     return [Table(title, head, rows, CORRELATION_NOTE), Picture(picture, "Correlation of each channel, sorted; seed 0")]
 
 
-def _spread(values: list[float]) -> str:
-    """Correlations, which are no shares of a hundred."""
-    mean, *spread = (float(text) / 100 for text in mean_and_spread(values).split(" ± "))
-    return f"{mean:.2f}" + (f" ± {spread[0]:.2f}" if spread else "")
+def _beside(text: str, theirs: str) -> str:
+    return text if theirs == "-" else f"{text} ({theirs})"
 
 
-def figure8(study: Study, seeds: int) -> list[Part]:
+def figure8(study: ComponentsStudy, seeds: int) -> list[Part]:
     """Where a network is cut; heads are its rest: IIW+RP as in the paper, and DCC."""
     task = study.size.tasks[study.first]
     ways = {f"{name}, {column}": WAYS[name].pulled(pull) for name in (TURNS, DCC)
@@ -99,7 +99,7 @@ def figure8(study: Study, seeds: int) -> list[Part]:
     return [Table(title, head, rows, note), Picture(picture, title)]
 
 
-def figure9(study: Study, seeds: int) -> list[Part]:
+def figure9(study: ComponentsStudy, seeds: int) -> list[Part]:
     """How many of the common classes the shared head tells apart: IIW+DCC; beside it IIW+RP, which needs none."""
     task, paper, rows = study.first, cells("components", "figure9"), []
     columns = {f"IIW+DCC, {column}": pull for column, pull in PULLS.items()}

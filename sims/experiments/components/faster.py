@@ -11,11 +11,11 @@ from fedloom.clients.networks import Network
 from fedloom.conf.formatting import count
 from fedloom.sims.experiments.components.adaptation import NETWORK, SIZE, data
 from fedloom.sims.experiments.components.plots import curves
-from fedloom.sims.experiments.components.study import Study
+from fedloom.sims.experiments.components.study import ComponentsStudy
 from fedloom.sims.experiments.components.trainer import Plan, accuracy, answers, both, built, fit, frozen, turns
-from fedloom.sims.experiments.kept import kept
 from fedloom.sims.report.page import Part, Picture
-from fedloom.sims.report.tables import Table, mean_and_spread
+from fedloom.sims.report.spread import mean_and_spread
+from fedloom.sims.report.tables import Table
 
 ROTATIONS, SOURCE, TARGETS = "fashion_mnist", "mnist", ("usps", "mnist_m")
 STEPS = (0, 1, 10, 30, 100, 300)
@@ -30,7 +30,7 @@ NOTE = (
 )
 
 
-def figure4(study: Study, seeds: int) -> list[Part]:
+def figure4(study: ComponentsStudy, seeds: int) -> list[Part]:
     """Accuracy over fine-tuning steps."""
     parts: list[Part] = []
     for target in TARGETS:
@@ -47,15 +47,14 @@ def figure4(study: Study, seeds: int) -> list[Part]:
     return parts
 
 
-def _found(study: Study, target: str, seed: int) -> dict[str, list[float]]:
-    def make() -> dict[str, list[float]]:
-        found = measured(data(ROTATIONS), data(SOURCE), data(target), seed)
-        if not study.quiet:
-            print(f"from {SOURCE} to {target}, seed {seed}: {found}", flush=True)
-        return found
-
+def _found(study: ComponentsStudy, target: str, seed: int) -> dict[str, list[float]]:
     key = [ROTATIONS, SOURCE, target, STEPS, NETWORK, vars(TRAIN), TUNE, seed]
-    return kept(study.folder / "results" / f"faster-{target}-{seed}.json", key, make)
+    return study.once(
+        f"faster-{target}-{seed}",
+        key,
+        lambda: measured(data(ROTATIONS), data(SOURCE), data(target), seed),
+        lambda rows: f"from {SOURCE} to {target}, seed {seed}: {rows}",
+    )
 
 
 def measured(

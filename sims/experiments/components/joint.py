@@ -7,6 +7,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,14 +19,14 @@ from fedloom.clients.networks import Network
 from fedloom.clients.objectives.components.auxiliary import Batch, Rotations
 from fedloom.conf.formatting import count
 from fedloom.conf.randomness import torch_generator
-from fedloom.sims.experiments.components.study import Study
+from fedloom.sims.experiments.components.study import ComponentsStudy
 from fedloom.sims.experiments.components.trainer import accuracy, built
-from fedloom.sims.experiments.kept import kept
 from fedloom.sims.experiments.pairs import Share
 from fedloom.sims.experiments.papers import cells
 from fedloom.sims.operations.domain_task import Task, images
 from fedloom.sims.report.page import Part
-from fedloom.sims.report.tables import Table, mean_and_spread
+from fedloom.sims.report.spread import mean_and_spread
+from fedloom.sims.report.tables import Table
 
 DCC, RP = "dcc", "rp"
 DRAWN, SAME, APART = "drawn", "pre-trained, one network", "pre-trained, two networks"
@@ -207,7 +208,7 @@ NOTE = (
 )
 
 
-def joint(study: Study, seeds: int) -> list[Part]:
+def joint(study: ComponentsStudy, seeds: int) -> list[Part]:
     """Figure 2 with the paper's optimiser and one head for all, on each task that is asked for."""
     if study.preset != "cpu":
         return ["Figure 2, trained jointly, is measured by --preset cpu alone."]
@@ -226,12 +227,10 @@ def joint(study: Study, seeds: int) -> list[Part]:
     return parts
 
 
-def _kept(study: Study, name: str, row: str, setting: Setting, seed: int) -> dict[str, float]:
-    def make() -> dict[str, float]:
-        found = measured(PAIRS[name], setting, seed)
-        if not study.quiet:
-            print(f"{name}, seed {seed}, joint, {row}: {found}", flush=True)
-        return found
-
+def _kept(study: ComponentsStudy, name: str, row: str, setting: Setting, seed: int) -> dict[str, float]:
     slug = "".join(letter if letter.isalnum() else "-" for letter in row.lower())
-    return kept(study.folder / "results" / f"joint-{name}-{slug}-{seed}.json", [asdict(PAIRS[name]), asdict(setting)], make)
+    key = [asdict(PAIRS[name]), asdict(setting)]
+    make = partial(measured, PAIRS[name], setting, seed)
+    return study.once(
+        f"joint-{name}-{slug}-{seed}", key, make, lambda shares: f"{name}, seed {seed}, joint, {row}: {shares}"
+    )

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from fedloom.clients.data import Images
 from fedloom.conf.formatting import count
-from fedloom.sims.experiments.components.study import Study
+from fedloom.sims.experiments.components.study import ComponentsStudy
 from fedloom.sims.experiments.components.trainer import Plan, accuracy, answers, both, built, fit, frozen, turns
-from fedloom.sims.experiments.kept import kept
 from fedloom.sims.experiments.papers import cells
 from fedloom.sims.operations.domain_task import Task, images
 from fedloom.sims.report.page import Part
-from fedloom.sims.report.tables import Table, mean_and_spread
+from fedloom.sims.report.spread import mean_and_spread
+from fedloom.sims.report.tables import Table
 
 DOMAINS = {"mnist": 7000, "cifar10": 20000}  # and images to train on
 SIZE, CLASSES, FIRST = 16, 10, 5
@@ -44,7 +44,7 @@ NOTE = (
 )
 
 
-def figure3(study: Study, seeds: int) -> list[Part]:
+def figure3(study: ComponentsStudy, seeds: int) -> list[Part]:
     """The updated head on every extractor."""
     paper, parts = cells("components", "figure11"), list[Part]()
     for domain in DOMAINS:
@@ -62,16 +62,14 @@ def figure3(study: Study, seeds: int) -> list[Part]:
     return parts
 
 
-def _found(study: Study, domain: str, way: str, seed: int) -> dict[str, dict[str, float]]:
+def _found(study: ComponentsStudy, domain: str, way: str, seed: int) -> dict[str, dict[str, float]]:
     def make() -> dict[str, dict[str, float]]:
         task = Task(domain, SIZE, False, samples=DOMAINS[domain])
-        found = measured({part: images(task, part) for part in ("train", "test")}, seed, WAYS[way])
-        if not study.quiet:
-            print(f"one head, {domain}, {way}, seed {seed}: {found}", flush=True)
-        return found
+        return measured({part: images(task, part) for part in ("train", "test")}, seed, WAYS[way])
 
     key = [domain, SIZE, DOMAINS[domain], HEAD, EXTRACTORS, vars(JOINT), vars(UPDATE), WAYS[way], seed]
-    return kept(study.folder / "results" / f"one-head-{domain}-{way.replace(' ', '-')}-{seed}.json", key, make)
+    name = f"one-head-{domain}-{way.replace(' ', '-')}-{seed}"
+    return study.once(name, key, make, lambda columns: f"one head, {domain}, {way}, seed {seed}: {columns}")
 
 
 def measured(

@@ -8,7 +8,7 @@ from fedloom.conf.formatting import count
 from fedloom.sims.experiments.components.analyses import NOTE
 from fedloom.sims.experiments.components.methods import ALL, DCC, PULLS, WAYS
 from fedloom.sims.experiments.components.sizes import Words
-from fedloom.sims.experiments.components.study import Study, shown
+from fedloom.sims.experiments.components.study import ComponentsStudy, shown
 from fedloom.sims.experiments.dot_plot import draw
 from fedloom.sims.report.page import Part, Picture
 from fedloom.sims.report.tables import Table
@@ -21,7 +21,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def rivals(study: Study, seeds: int) -> list[Part]:
+def rivals(study: ComponentsStudy, seeds: int) -> list[Part]:
     """The first task as it is, and with classes that each site lacks."""
     task, parts = study.first, list[Part]()
     title, drawn = study.size.tasks[task].title, [dict[str, Any]() for _ in range(seeds)]

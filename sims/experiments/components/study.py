@@ -1,25 +1,21 @@
 """What the tables are made of: runs that are made once, and what is found of each, on disk."""
 
 import dataclasses
-import hashlib
 import json
 import math
-import shutil
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from fedloom.conf import load
 from fedloom.conf.schema import Config
-from fedloom.server.run.experiment import run_experiment
-from fedloom.sims.engines import open_engine
 from fedloom.sims.experiments.components.feature_correlation import looks
 from fedloom.sims.experiments.components.sizes import SIZES, Size, Task, Words
-from fedloom.sims.experiments.kept import kept
-from fedloom.sims.progress.listeners import listener_for
-from fedloom.sims.report.tables import mean_and_spread
+from fedloom.sims.experiments.kept import fingerprint
+from fedloom.sims.experiments.study import Study
+from fedloom.sims.operations.scratch_run import erased_run
+from fedloom.sims.report.spread import mean_and_spread
 
 EXPERIMENT = "components"
 ANOTHER = "mlp"  # options go with a network of another name
@@ -55,14 +51,10 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Study:
-    """A preset's runs, in a folder. `overrides`: of every run. `only`: the tasks that are asked for; none: all."""
+class ComponentsStudy(Study):
+    """A preset's runs, in a folder. `only`: the tasks that are asked for. `overrides`: of every run."""
 
-    preset: str
-    folder: Path
     overrides: Sequence[str] = ()
-    quiet: bool = True
-    only: Sequence[str] = ()
 
     @property
     def size(self) -> Size:
@@ -85,18 +77,15 @@ class Study:
 
     def found(self, task: str, words: Words, seed: int) -> Found:
         """Of a run of a task with these words, which win over the task's; from disk if it was made before."""
-        given = {**self.size.words, **self.size.tasks[task].all, **_turned(words, self.size.tasks[task].turns)}
-        lines = [*_lines(given), *self.overrides, f"seed={seed}"]
-        name = f"{task}-{seed}-{hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:12]}"
+        keys = {**self.size.words, **self.size.tasks[task].all, **_turned(words, self.size.tasks[task].turns)}
+        lines = [*_lines(keys), *self.overrides, f"seed={seed}"]
+        name = f"{task}-{seed}-{fingerprint(lines)}"
 
-        def make() -> dict[str, Any]:
-            found = self._made(name, lines)
-            if not self.quiet:
-                told = " ".join(f"{key}={value}" for key, value in words.items() if key != "sites")
-                print(f"{task}, seed {seed}, {told}: own {found.own:.1%}, exchanged {found.exchanged:.1%}", flush=True)
-            return dataclasses.asdict(found)
+        def line(fields: Mapping[str, Any]) -> str:
+            found, given = Found(**fields), " ".join(f"{key}={value}" for key, value in words.items() if key != "sites")
+            return f"{task}, seed {seed}, {given}: own {found.own:.1%}, exchanged {found.exchanged:.1%}"
 
-        return Found(**kept(self.folder / "results" / f"{name}.json", lines, make))
+        return Found(**self.once(name, lines, lambda: dataclasses.asdict(self._made(name, lines)), line))
 
     def each(self, task: str, words: Words, seeds: int) -> list[Found]:
         """Of every seed."""
@@ -112,13 +101,9 @@ class Study:
         """The run's folder is erased when all is found."""
         run = [f"run.root={self.folder / 'runs'}", f"run.name={name}", "run.overwrite=true", "baselines=[]"]
         config = _watched_last(load(EXPERIMENT, [*lines, *run]))
-        with open_engine(config) as grid:
-            summary = run_experiment(grid, config, listener_for(quiet=True))
-        [one] = summary["recombination"].values()
-        path = Path(config.run.root) / config.run.name
-        found = Found(one["accuracy"], one["bytes"], one["fedavg_bytes"], **looks(config, path))
-        shutil.rmtree(path)
-        return found
+        with erased_run(config) as (summary, path):
+            [matrix] = summary["recombination"].values()
+            return Found(matrix["accuracy"], matrix["bytes"], matrix["fedavg_bytes"], **looks(config, path))
 
 
 def _lines(words: Words) -> list[str]:

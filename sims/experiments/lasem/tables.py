@@ -11,9 +11,10 @@ from fedloom.conf.formatting import count
 from fedloom.sims.experiments.lasem.federated import federated
 from fedloom.sims.experiments.lasem.lifelong import Outcome
 from fedloom.sims.experiments.lasem.plots import over, ranges
-from fedloom.sims.experiments.lasem.study import COMPARED, LEARNERS, Study, of
+from fedloom.sims.experiments.lasem.study import COMPARED, LEARNERS, LasemStudy, of
 from fedloom.sims.experiments.papers import cells
 from fedloom.sims.report.page import Part, Picture
+from fedloom.sims.report.spread import spread
 from fedloom.sims.report.tables import Table
 
 STATIC = ("all", "top-1", "top-2", "top-3", "bottom-1", "bottom-2", "bottom-3", "alternating")  # the paper's, of four layers
@@ -28,7 +29,7 @@ RATIOS = (
 )
 
 
-def figure1(study: Study, seeds: int) -> list[Part]:
+def figure1(study: LasemStudy, seeds: int) -> list[Part]:
     """Given configurations, and none at all."""
     parts: list[Part] = []
     for name, one in study.sequences.items():
@@ -40,7 +41,7 @@ def figure1(study: Study, seeds: int) -> list[Part]:
     return parts
 
 
-def figure4(study: Study, seeds: int) -> list[Part]:
+def figure4(study: LasemStudy, seeds: int) -> list[Part]:
     """LASEM beside the range of given configurations, and what is forgotten."""
     parts: list[Part] = []
     for name, one in study.sequences.items():
@@ -64,7 +65,7 @@ def figure4(study: Study, seeds: int) -> list[Part]:
     return parts
 
 
-def figure5(study: Study, seeds: int) -> list[Part]:
+def figure5(study: LasemStudy, seeds: int) -> list[Part]:
     """How often each layer is shared."""
     parts: list[Part] = []
     for name, one in study.sequences.items():
@@ -78,7 +79,7 @@ def figure5(study: Study, seeds: int) -> list[Part]:
     return parts
 
 
-def figure6(study: Study, seeds: int) -> list[Part]:
+def figure6(study: LasemStudy, seeds: int) -> list[Part]:
     """The best configuration's posterior fixed."""
     name = next(iter(study.sequences))
     series = {fixed: _peaks(study.each(name, of("DF-CNN", "top-2", certainty=fixed, search={"name": "exact"}), seeds))
@@ -93,7 +94,7 @@ def figure6(study: Study, seeds: int) -> list[Part]:
     ]
 
 
-def table1(study: Study, seeds: int) -> list[Part]:
+def table1(study: LasemStudy, seeds: int) -> list[Part]:
     """Beside other methods that select what is shared."""
     name = next(iter(study.sequences))
     accuracy, forgetting = cells("lasem", "1"), cells("lasem", "1 forgetting")
@@ -110,7 +111,7 @@ def table1(study: Study, seeds: int) -> list[Part]:
     return [Table(f"Table 1: {study.sequences[name].title}, {count(seeds, 'seed')}", head, rows, note)]
 
 
-def table2(study: Study, seeds: int) -> list[Part]:
+def table2(study: LasemStudy, seeds: int) -> list[Part]:
     """Groups of layers of a ResNet-18."""
     accuracy, forgetting, parts = cells("lasem", "2"), cells("lasem", "2 forgetting"), list[Part]()
     for name in (one for one in ("resnet", "resnet40") if one in _sizes(study)):
@@ -128,7 +129,7 @@ def table2(study: Study, seeds: int) -> list[Part]:
     return parts
 
 
-def table3(study: Study, seeds: int) -> list[Part]:
+def table3(study: LasemStudy, seeds: int) -> list[Part]:
     """Beside brute force: the best configuration of each task, by validation images, of sequences trained with each."""
     accuracy, times, parts = cells("lasem", "3"), cells("lasem", "3 time"), list[Part]()
     for name in (one for one in study.sequences if study.sequences[one].paper):
@@ -153,7 +154,7 @@ def table3(study: Study, seeds: int) -> list[Part]:
     return parts
 
 
-def searches(study: Study, seeds: int) -> list[Part]:
+def searches(study: LasemStudy, seeds: int) -> list[Part]:
     """Ways to find a step, on the same tasks and seeds."""
     name = next(iter(study.sequences))
     rows = []
@@ -168,7 +169,7 @@ def searches(study: Study, seeds: int) -> list[Part]:
     return [Table(f"Ways to find a step, {study.sequences[name].title}, {count(seeds, 'seed')}", head, rows, PEAK)]
 
 
-TABLES: dict[str, Callable[[Study, int], list[Part]]] = {
+TABLES: dict[str, Callable[[LasemStudy, int], list[Part]]] = {
     "figure1": figure1,
     "figure4": figure4,
     "figure5": figure5,
@@ -181,7 +182,7 @@ TABLES: dict[str, Callable[[Study, int], list[Part]]] = {
 }
 
 
-def _static(study: Study, name: str, learner: str, seeds: int) -> dict[str, list[Outcome]]:
+def _static(study: LasemStudy, name: str, learner: str, seeds: int) -> dict[str, list[Outcome]]:
     return {mode: study.each(name, of(learner, mode), seeds) for mode in ("none", *STATIC)}
 
 
@@ -192,7 +193,7 @@ def _best(tried: Sequence[Outcome]) -> float:
     return statistics.fmean(tried[one].peak[task] for task, one in zip(tasks, chosen, strict=True))
 
 
-def _sizes(study: Study) -> Any:
+def _sizes(study: LasemStudy) -> Any:
     from fedloom.sims.experiments.lasem.study import SIZES
 
     return SIZES[study.preset]
@@ -215,8 +216,9 @@ def _number(values: Sequence[float]) -> str:
 
 
 def _with_confidence(values: Sequence[float], form: str) -> str:
-    mean = format(statistics.fmean(values), form)
-    if len(values) < 2:
+    around = spread(values)
+    mean = format(around.mean, form)
+    if around.n < 2:
         return mean
-    half = T95.get(len(values), 1.96) * statistics.stdev(values) / math.sqrt(len(values))
+    half = T95.get(around.n, 1.96) * around.deviation / math.sqrt(around.n)
     return f"{mean} ± {format(half, form)}"

@@ -17,6 +17,7 @@ from fedloom.server.run_folder.folder import RunFolder, read_config
 from fedloom.sims.operations.simulate import simulate_once
 from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
 from fedloom.sims.progress.listeners import listener_for
+from fedloom.sims.report.spread import mean_and_spread, spread
 from fedloom.sims.report.tables import Table
 
 ROOT = Path("runs/reproduce-unlearning")
@@ -106,12 +107,8 @@ def _table(found: Sequence[Mapping[str, Mapping[str, float]]]) -> Table:
     rows = []
     for way in found[0]:
         runs = {key: [one[way][key] for one in found] for key in found[0][way]}
-        shares = [_mean([100 * share for share in runs[key]], 1) for key in ("forgotten", "retained")]
-        rows.append([way, *shares, _mean(runs["loss"], 3), _mean(runs["logistic"], 3), _mean(runs["seconds"], 2)])
+        shares = [mean_and_spread(runs[key]) for key in ("forgotten", "retained")]
+        others = [spread(runs[key]).text(digits) for key, digits in (("loss", 3), ("logistic", 3), ("seconds", 2))]
+        rows.append([way, *shares, *others])
     head = ["way", "forgotten domain", "mean of retained", "AUC, loss", "AUC, logistic", "seconds"]
     return Table(f"Ways to remove a site: rotated_digits, 5 sites, {len(found)} seeds", head, rows, NOTE)
-
-
-def _mean(values: Sequence[float], digits: int) -> str:
-    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.{digits}f}{spread}"

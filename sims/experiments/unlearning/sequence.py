@@ -11,7 +11,8 @@ from fedloom.conf.formatting import count
 from fedloom.conf.sites import roster
 from fedloom.sims.experiments.kept import kept
 from fedloom.sims.experiments.unlearning.shadows import LEAVER, METHODS, SETTING, Looker, configured, opened
-from fedloom.sims.report.tables import Table, mean_and_spread
+from fedloom.sims.report.spread import mean_and_spread
+from fedloom.sims.report.tables import Table
 
 LEAVING = (LEAVER, "kept-1", "kept-2")  # in this order
 

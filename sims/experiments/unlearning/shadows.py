@@ -21,13 +21,12 @@ from fedloom.conf import Config
 from fedloom.conf.load import load_text
 from fedloom.conf.sites import roster
 from fedloom.server.evaluation.evaluator import Evaluator
-from fedloom.server.run.experiment import check, open_ledger
 from fedloom.server.run.listener import Silent
 from fedloom.server.run.training_run import TrainingRun, recalibration_round
-from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.unlearning.attacks import Floats
 from fedloom.server.unlearning.likelihood import Mask, confidence
 from fedloom.sims.engines.inline import InlineGrid
+from fedloom.sims.operations.scratch_run import training_run
 
 LEAVER = "leaver"
 POOL, DRAWN, KEPT, TEST = 320, 160, 160, 1000  # images
@@ -81,12 +80,8 @@ def configured(
 @contextlib.contextmanager
 def opened(config: Config, gone: Sequence[str] = ()) -> Iterator["Shadow"]:
     """A federation at its beginning, without the sites that are `gone`."""
-    check(config)
-    place = RunFolder(Path(config.run.root) / config.run.name)
-    place.open(config)
-    there = [site.name for site in roster(config) if site.name not in gone]
-    with open_ledger(config, place, "shadow", there) as ledger:
-        yield Shadow(TrainingRun(config, place, ledger, Evaluator(config)), len(roster(config)))
+    with training_run(config, "shadow", gone) as method:
+        yield Shadow(method, len(roster(config)))
 
 
 @dataclass
@@ -145,12 +140,12 @@ class Looker:
 
     def apart(self, one: Model, other: Model) -> float:
         """The mean over all test images of the largest difference of a probability that two networks make: 0 to 1."""
-        found = []
+        distances = []
         for spec in self.evaluator.specs.values():
             images = test_images(self.config, spec)
             first, second = (self.outputs(model, images).softmax(dim=1) for model in (one, other))
-            found.append(float((first - second).abs().sum(dim=1).mean()) / 2)
-        return float(np.mean(found))
+            distances.append(float((first - second).abs().sum(dim=1).mean()) / 2)
+        return float(np.mean(distances))
 
 
 def everything(config: Config) -> Images:

@@ -31,7 +31,8 @@ from fedloom.sims.experiments.unlearning.shadows import (
     membership,
     opened,
 )
-from fedloom.sims.report.tables import Table, mean_and_spread
+from fedloom.sims.report.spread import mean_and_spread
+from fedloom.sims.report.tables import Table
 
 RELEARNED = 3  # federations in which the steps to relearn are measured
 MOST, EVERY = 60, 2  # steps of relearning, and of them between two measurements
