@@ -132,8 +132,8 @@ def bench(
     from fedloom.sims.benchmarks import MODULES
 
     measure = _named("benchmark", what, MODULES, "bench")
-    given = {"quick": quick, "out": out}
-    tables, rows = measure(**{name: given[name] for name in inspect.signature(measure).parameters if name in given})
+    options = {"quick": quick, "out": out}
+    tables, rows = measure(**{name: options[name] for name in inspect.signature(measure).parameters if name in options})
     for table in [tables] if isinstance(tables, Table) else tables:
         typer.echo(table.plain(), err=as_json)
     if as_json:
@@ -169,8 +169,8 @@ def main() -> NoReturn:
 
 def _at_home(word: str) -> str:
     """A word with the home's whole path for ~ where a path begins: --out=~/x, which shells leave as it is."""
-    option, equals, given = word.partition("=") if word.startswith("--") else ("", "", word)
-    return f"{option}{equals}{os.path.expanduser(given)}" if given.startswith("~/") else word
+    option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    return f"{option}{equals}{os.path.expanduser(value)}" if value.startswith("~/") else word
 
 
 def _import_from_here() -> None:
@@ -192,9 +192,9 @@ def _guarded() -> int:
     except FailedError as error:
         return _say(str(error), 1)
     except OSError as error:
-        if not (told := of_files(error)):
+        if not (text := of_files(error)):
             raise
-        return _say(told, 2)
+        return _say(text, 2)
     except SystemExit as error:  # ours does not
         return _say(f"code from outside called exit({error.code!r}); what was committed is kept", 1)
     except (KeyboardInterrupt, click.Abort):

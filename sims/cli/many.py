@@ -38,8 +38,8 @@ class Order:
 
 def show(order: Order) -> int:
     """Print the runs that there would be."""
-    for one in order.plan():
-        typer.echo(f"{one.folder}  {' '.join(f'{key}={json.dumps(value)}' for key, value in one.values.items())}")
+    for run in order.plan():
+        typer.echo(f"{run.folder}  {' '.join(f'{key}={json.dumps(value)}' for key, value in run.values.items())}")
     return 0
 
 
@@ -84,6 +84,6 @@ def _together(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def _row(outcome: Outcome) -> dict[str, Any]:
-    told = {"error": outcome.error} if outcome.error else {}
-    return {"run": str(outcome.folder), "values": dict(outcome.values), "status": outcome.status, **told,
+    error = {"error": outcome.error} if outcome.error else {}
+    return {"run": str(outcome.folder), "values": dict(outcome.values), "status": outcome.status, **error,
             "summary": dict(outcome.summary)}  # fmt: skip

@@ -93,11 +93,11 @@ NOTE = (
 def tables(study: Study, seeds: int) -> list[Table]:
     """The four tables; results on disk are taken as they are."""
     plan = PLANS[study.preset]
-    found = [_found(study, plan, seed) for seed in range(seeds)]
+    results = [_found(study, plan, seed) for seed in range(seeds)]
     scales = ", ".join(f"{name} {each or 'all'}" for name, (each, _) in plan.scales.items())
     few = len(images(plan.few("small", 0), "train"))
     note = NOTE.format(domain=plan.domain, few=few, scales=scales, others=", ".join(plan.others))
-    return [_table(target, how, found, note) for target, how in TABLES]
+    return [_table(target, how, results, note) for target, how in TABLES]
 
 
 def _found(study: Study, plan: Plan, seed: int) -> dict[str, Any]:
@@ -120,19 +120,19 @@ def measured(plan: Plan, seed: int, folder: Path) -> dict[str, Any]:
 
     def moved(base: State, column: str, alpha: float, how: str) -> State:
         end = ends[_scale(column)]
-        return {key: one + alpha * (end[key] - (start[key] if how == GRADIENTS else 0.0)) for key, one in base.items()}
+        return {key: tensor + alpha * (end[key] - (start[key] if how == GRADIENTS else 0.0)) for key, tensor in base.items()}
 
-    found: dict[str, Any] = {"alone": {column: right(ends[_scale(column)], column) for column in looks}}
+    results: dict[str, Any] = {"alone": {column: right(ends[_scale(column)], column) for column in looks}}
     for target, how in TABLES:
-        found[f"{target} {how}"] = {column: [[right(moved(base, column, alpha, how), column) for base in bases[target]]
+        results[f"{target} {how}"] = {column: [[right(moved(base, column, alpha, how), column) for base in bases[target]]
                                              for alpha in ALPHAS[how]] for column in looks}  # fmt: skip
-    return found
+    return results
 
 
 def _looks(plan: Plan, seed: int) -> dict[str, Images]:
     """What is looked at, by column: the few images of the small scale, whatever g is of; test images at the large one."""
-    few, whole = images(plan.few("small", seed), "train"), images(plan.few("large", seed), "test")
-    return {**dict.fromkeys(plan.scales, few), TEST: Images(whole.x[: plan.test], whole.y[: plan.test])}
+    few, large = images(plan.few("small", seed), "train"), images(plan.few("large", seed), "test")
+    return {**dict.fromkeys(plan.scales, few), TEST: Images(large.x[: plan.test], large.y[: plan.test])}
 
 
 def _scale(column: str) -> str:
@@ -151,8 +151,8 @@ def _others(plan: Plan, folder: Path, seed: int) -> list[State]:
     """Networks that were trained on other data, each from a start of its own."""
     labels = tuple(sorted(papers.classes_of("arithmetic", "cifar100_ten").values()))
     tasks = [Ten(domain, plan.size, False, seed=seed, labels=labels) for domain in plan.others]
-    return [dict(trained(folder, plan.network, task, plan.other, 100 * (place + 1) + seed).state_dict())
-            for place, task in enumerate(tasks)]  # fmt: skip
+    return [dict(trained(folder, plan.network, task, plan.other, 100 * (index + 1) + seed).state_dict())
+            for index, task in enumerate(tasks)]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -172,15 +172,15 @@ class Ten(Task):
         return f"{{domain: {self.domain}, classes: {list(self.labels)}, relabel: true}}"
 
 
-def _table(target: str, how: str, found: list[dict[str, Any]], note: str) -> Table:
+def _table(target: str, how: str, results: list[dict[str, Any]], note: str) -> Table:
     number, rows = TABLES[target, how], []
-    columns = list(found[0][f"{target} {how}"])
-    for place, alpha in enumerate(ALPHAS[how]):
-        scores = [[one for each in found for one in each[f"{target} {how}"][column][place]] for column in columns]
+    columns = list(results[0][f"{target} {how}"])
+    for index, alpha in enumerate(ALPHAS[how]):
+        scores = [[share for each in results for share in each[f"{target} {how}"][column][index]] for column in columns]
         rows.append([f"{alpha:g}", *map(mean_and_spread, scores), _paper(number, alpha)])
-    alone = [mean_and_spread([each["alone"][column] for each in found]) for column in columns]
+    alone = [mean_and_spread([each["alone"][column] for each in results]) for column in columns]
     rows.append(["θ_A alone", *alone, "-"])
-    title = f"Table {number}: {FORMULAS[how]} on five {target} networks, {count(len(found), 'seed')}"
+    title = f"Table {number}: {FORMULAS[how]} on five {target} networks, {count(len(results), 'seed')}"
     return Table(title, ["α", *columns, f"{THEIRS[target]} (paper)"], rows, note)
 
 
@@ -188,5 +188,5 @@ def _paper(number: str, alpha: float) -> str:
     """The paper's accuracy, in %: the mean of its networks."""
     theirs = papers.cells("arithmetic", number)
     cells = [theirs.number(alpha, column) for column in theirs.columns]
-    found = mean(cells)
-    return "-" if found is None else f"{found:.1f}"
+    average = mean(cells)
+    return "-" if average is None else f"{average:.1f}"

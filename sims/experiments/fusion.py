@@ -56,8 +56,8 @@ class Request:
     most: int = 0
 
 
-def _parent(place: int) -> Method:
-    return Method(lambda networks, images: networks[place] if place < len(networks) else None)
+def _parent(index: int) -> Method:
+    return Method(lambda networks, images: networks[index] if index < len(networks) else None)
 
 
 def _naive(networks: list[nn.Module], images: Tensor) -> nn.Module:
@@ -68,7 +68,7 @@ def _naive(networks: list[nn.Module], images: Tensor) -> nn.Module:
 
 def _fuse(networks: list[nn.Module], images: Tensor, options: Mapping[str, Any], alone: bool = False) -> Any:
     settings = replace(FusionSettings(), **options)
-    weights = [float(place == INTO) for place in range(len(networks))] if alone else None
+    weights = [float(index == INTO) for index in range(len(networks))] if alone else None
     return fuse(networks, into=INTO, depth=DEPTH, probe=images, weights=weights, settings=settings)
 
 
@@ -154,9 +154,9 @@ def measured(request: Request, pair: str, seed: int, name: str) -> dict[str, Any
     return {"accuracy": accuracy_of(network, pair, seed, request.part, request.most), "seconds": seconds, "refused": ""}
 
 
-def _accuracies(found: Found) -> dict[str, float]:
+def _accuracies(results: Found) -> dict[str, float]:
     """By method, where there is a network, and the best parent's."""
-    reached = {name: row["accuracy"] for name, row in found.items() if row["accuracy"] is not None}
+    reached = {name: row["accuracy"] for name, row in results.items() if row["accuracy"] is not None}
     own = [reached[name] for name in reached if name.startswith("parent ")]
     rows = {name: reached[name] for name in reached if name.startswith("parent ")}
     return {**rows, **({BEST: max(own)} if own else {}), **{name: reached[name] for name in reached if name not in rows}}
@@ -172,17 +172,17 @@ def _mean_seconds(seconds: Sequence[float]) -> str:
     return f"{sum(seconds) / len(seconds):.1f}"
 
 
-def _table(title: str, found: Mapping[str, Sequence[Mapping[str, float]]], shown: Callable[[list[float]], str],
+def _table(title: str, results: Mapping[str, Sequence[Mapping[str, float]]], shown: Callable[[list[float]], str],
            note: str) -> Table:  # fmt: skip
     """A row for each method, a column for each pair."""
-    order = [*(f"parent {place + 1}" for place in range(4)), BEST, *METHODS]
-    there = {name for each in found.values() for one in each for name in one}
+    order = [*(f"parent {index + 1}" for index in range(4)), BEST, *METHODS]
+    there = {name for each in results.values() for one in each for name in one}
     rows = []
     for name in dict.fromkeys(order):
         if name in there:
-            values = [[one[name] for one in each if name in one] for each in found.values()]
+            values = [[one[name] for one in each if name in one] for each in results.values()]
             rows.append([name, *(shown(each) if each else "-" for each in values)])
-    return Table(title, ["method", *found], rows, note)
+    return Table(title, ["method", *results], rows, note)
 
 
 def _kinds(pairs: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -191,11 +191,11 @@ def _kinds(pairs: Sequence[str]) -> list[tuple[str, list[str]]]:
     return [(kind, names) for kind, names in (("same", same), ("different", [n for n in pairs if n not in same])) if names]
 
 
-def _drawn(found: Mapping[str, Sequence[Mapping[str, float]]], pairs: Sequence[str], path: Path) -> Path:
+def _drawn(results: Mapping[str, Sequence[Mapping[str, float]]], pairs: Sequence[str], path: Path) -> Path:
     def shown(reached: Mapping[str, float]) -> dict[str, Any]:
         return {name: {"accuracy": [value]} for name, value in reached.items() if not name.startswith("parent ")}
 
-    chosen = {pair: [shown(reached) for reached in found[pair]] for pair in pairs}
+    chosen = {pair: [shown(reached) for reached in results[pair]] for pair in pairs}
     return draw(chosen, ["one-shot"], path)
 
 

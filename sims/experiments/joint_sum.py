@@ -51,7 +51,7 @@ class Joint(nn.Module):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__()
-        names = [str(place) for place in range(len(setting.tasks))]
+        names = [str(index) for index in range(len(setting.tasks))]
         networks = [_drawn(setting, name) for name in [*names, "star"]]
         *own, self.star = (network.extractor for network in networks)
         self.own, self.head = nn.ModuleList(own), networks[-1].head
@@ -72,9 +72,9 @@ class Joint(nn.Module):
                    for name, star in convolutions(self.star).items()]  # fmt: skip
         return torch.stack(squares).sum()
 
-    def summed(self, places: Sequence[int], norms: nn.Module | None = None) -> Network:
+    def summed(self, numbers: Sequence[int], norms: nn.Module | None = None) -> Network:
         """The network whose convolutions are the sum over N_i at these places; its norms are those of `norms` (None: N*)."""
-        parts = [convolutions(self.own[place]) for place in places]
+        parts = [convolutions(self.own[number]) for number in numbers]
         weights = {name: torch.stack([part[name] for part in parts]).sum(0).detach() for name in parts[0]}
         return _network(self.star if norms is None else norms, weights, self.head)
 
@@ -84,7 +84,7 @@ class Apart(nn.Module):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__()
-        self.networks = nn.ModuleList(_drawn(setting, str(place)) for place in range(len(setting.tasks)))
+        self.networks = nn.ModuleList(_drawn(setting, str(index)) for index in range(len(setting.tasks)))
 
     def loss(self, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
         """The sum of the networks' own cross-entropies, which have no weight in common."""
@@ -95,10 +95,10 @@ class Apart(nn.Module):
         """Convolutions summed; norms and heads, which the paper says nothing of, are means."""
         states = [network.state_dict() for network in self.networks]
         mean = {name: torch.stack([state[name].float() for state in states]).mean(0) for name in states[0]}
-        whole = {name: tensor * len(states) if tensor.ndim == 4 else tensor for name, tensor in mean.items()}
+        combined = {name: tensor * len(states) if tensor.ndim == 4 else tensor for name, tensor in mean.items()}
         first = self.networks[0]
         assert isinstance(first, Network)
-        return _network(first.extractor, {}, first.head, whole)
+        return _network(first.extractor, {}, first.head, combined)
 
 
 def measured(setting: Setting, folder: Path) -> Accuracies:
@@ -129,16 +129,16 @@ def _measured(setting: Setting) -> Accuracies:
     together = trained(setting)
     places = range(len(setting.tasks))
     if isinstance(together, Apart):
-        networks: dict[str, nn.Module] = {f"N{place + 1}": together.networks[place] for place in places}
+        networks: dict[str, nn.Module] = {f"N{index + 1}": together.networks[index] for index in places}
         return {name: _accuracies(one, setting) for name, one in [*networks.items(), ("sum", together.summed())]}
-    found = {f"N{place + 1}": _network(together.own[place], {}, together.head) for place in places}
-    found |= {"N*": _network(together.star, {}, together.head), "sum": together.summed(places)}
-    for place in places:
-        others = [one for one in places if one != place]
-        found[f"forget N{place + 1}"] = together.summed(others)
+    results = {f"N{index + 1}": _network(together.own[index], {}, together.head) for index in places}
+    results |= {"N*": _network(together.star, {}, together.head), "sum": together.summed(places)}
+    for index in places:
+        others = [one for one in places if one != index]
+        results[f"forget N{index + 1}"] = together.summed(others)
         if len(others) == 1:
-            found[f"forget N{place + 1}, own norms"] = together.summed(others, together.own[others[0]])
-    return {name: _accuracies(one, setting) for name, one in found.items()}
+            results[f"forget N{index + 1}, own norms"] = together.summed(others, together.own[others[0]])
+    return {name: _accuracies(one, setting) for name, one in results.items()}
 
 
 def _accuracies(network: nn.Module, setting: Setting) -> dict[str, float]:
@@ -152,7 +152,7 @@ def _accuracies(network: nn.Module, setting: Setting) -> dict[str, float]:
         for places in order.split(TEST_BATCH):
             right[places] = (network(to_float(x[places])).argmax(1) == y[places]).float()
     shares = right.split([len(part) for part in parts])
-    return {**{task.domain: float(one.mean()) for task, one in zip(setting.tasks, shares, strict=True)},
+    return {**{task.domain: float(share.mean()) for task, share in zip(setting.tasks, shares, strict=True)},
             "union": float(right.mean())}  # fmt: skip
 
 
@@ -164,14 +164,14 @@ def _drawn(setting: Setting, name: str) -> Network:
 
 
 def _network(
-    extractor: nn.Module, weights: Mapping[str, Tensor], head: nn.Module, whole: Mapping[str, Tensor] | None = None
+    extractor: nn.Module, weights: Mapping[str, Tensor], head: nn.Module, everything: Mapping[str, Tensor] | None = None
 ) -> Network:
     """A copy, with other weights for its extractor or for all of it."""
-    found = Network(copy.deepcopy(extractor), copy.deepcopy(head))
-    found.load_state_dict(
-        {**found.state_dict(), **{f"extractor.{name}": one for name, one in weights.items()}, **(whole or {})}
+    network = Network(copy.deepcopy(extractor), copy.deepcopy(head))
+    network.load_state_dict(
+        {**network.state_dict(), **{f"extractor.{name}": weight for name, weight in weights.items()}, **(everything or {})}
     )
-    return found
+    return network
 
 
 def _steps(setting: Setting, parts: Sequence[Images]) -> Iterator[tuple[float, Tensor, Tensor]]:

@@ -98,14 +98,14 @@ def trained(folder: Path, name: NetworkName, task: Task, recipe: Recipe, seed: i
 
 
 def _steps(task: Task, recipe: Recipe, *purpose: str) -> Iterator[tuple[float, Tensor, Tensor]]:
-    whole = images(task, "train")
+    every = images(task, "train")
     generator = torch_generator(task.seed, *purpose, "batches")
-    total = recipe.epochs * math.ceil(len(whole) / recipe.batch)
+    total = recipe.epochs * math.ceil(len(every) / recipe.batch)
     done = 0
     for _ in range(recipe.epochs):
-        for batch in torch.randperm(len(whole), generator=generator).split(recipe.batch):
-            inputs = to_float(whole.x[batch])
+        for batch in torch.randperm(len(every), generator=generator).split(recipe.batch):
+            inputs = to_float(every.x[batch])
             rate = recipe.rate * (0.5 * (1.0 + math.cos(math.pi * done / total)) if recipe.cosine else 1.0)
             done += 1
             if len(batch) > 1:  # BatchNorm has no variance of a single image
-                yield rate, random_flip(inputs, generator) if recipe.flip else inputs, whole.y[batch]
+                yield rate, random_flip(inputs, generator) if recipe.flip else inputs, every.y[batch]

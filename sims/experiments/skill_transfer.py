@@ -102,8 +102,8 @@ def parts(study: Study, seeds: int) -> list[Part]:
     """The table and its picture, which is written to the study's folder."""
     if study.preset not in SIZES:
         raise unknown("preset", study.preset, SIZES)
-    found = [_found(study, seed) for seed in range(seeds)]
-    return [table(found), Picture(drawn(found, study.folder / "skill_transfer.png"), NOTE)]
+    results = [_found(study, seed) for seed in range(seeds)]
+    return [table(results), Picture(drawn(results, study.folder / "skill_transfer.png"), NOTE)]
 
 
 def _found(study: Study, seed: int) -> Found:
@@ -117,19 +117,19 @@ def _found(study: Study, seed: int) -> Found:
 def measured(size: Size, seed: int, folder: Path) -> dict[str, dict[str, list[float]]]:
     """By part and row: of WAYS an accuracy for each weight, of ALONE one."""
     tasks = [Skill(size.domain, 28, True, seed=seed, rest=rest) for rest in (False, True)]
-    networks = [trained(folder, parse_name(text, 1, 28, 10), task, size.recipe, 1000 * place + seed)
-                for place, (text, task) in enumerate(zip(NETWORKS, tasks, strict=True))]  # fmt: skip
-    whole = Task(size.domain, 28, True, seed=seed)
-    probe, found = probe_set(whole, PROBE), {part: {} for part in PARTS}
+    networks = [trained(folder, parse_name(text, 1, 28, 10), task, size.recipe, 1000 * index + seed)
+                for index, (text, task) in enumerate(zip(NETWORKS, tasks, strict=True))]  # fmt: skip
+    every = Task(size.domain, 28, True, seed=seed)
+    probe, results = probe_set(every, PROBE), {part: {} for part in PARTS}
     for name, network in zip(ALONE, (*networks, Ensemble(networks)), strict=True):
         for part in PARTS:
-            found[part][name] = [accuracy(network, whole, part)]
+            results[part][name] = [accuracy(network, every, part)]
     for name, (settings, depth) in WAYS.items():
         for weight in WEIGHTS:
             network = fused(networks, weight, settings, depth, probe)
             for part in PARTS:
-                found[part].setdefault(name, []).append(accuracy(network, whole, part))
-    return found
+                results[part].setdefault(name, []).append(accuracy(network, every, part))
+    return results
 
 
 def fused(networks: Sequence[nn.Module], weight: float, settings: FusionSettings, depth: int, probe: Tensor) -> nn.Module:
@@ -137,41 +137,41 @@ def fused(networks: Sequence[nn.Module], weight: float, settings: FusionSettings
     return fuse(networks, into=0, depth=depth, probe=probe, weights=[1.0 - weight, weight], settings=settings).network
 
 
-def table(found: Sequence[Found]) -> Table:
+def table(results: Sequence[Found]) -> Table:
     """Table 13."""
     paper, rows = cells("cla_ot", "13"), []
     for name in ALONE:
-        rows.append([name, *["-"] * len(WEIGHTS), mean_and_spread([one["test"][name][0] for one in found]), "-"])
+        rows.append([name, *["-"] * len(WEIGHTS), mean_and_spread([result["test"][name][0] for result in results]), "-"])
     for name in WAYS:
-        cellwise = [mean_and_spread([one["test"][name][k] for one in found]) for k in range(len(WEIGHTS))]
-        best = [best_weight(one, name) for one in found]
-        scores = [one["test"][name][place] for one, place in zip(found, best, strict=True)]
+        cellwise = [mean_and_spread([result["test"][name][k] for result in results]) for k in range(len(WEIGHTS))]
+        best = [best_weight(result, name) for result in results]
+        scores = [result["test"][name][index] for result, index in zip(results, best, strict=True)]
         above = sum(
-            score > max(one["test"][each][0] for each in ALONE[:2]) for one, score in zip(found, scores, strict=True)
+            score > max(result["test"][each][0] for each in ALONE[:2]) for result, score in zip(results, scores, strict=True)
         )
-        rows.append([name, *cellwise, mean_and_spread(scores), f"{above} of {len(found)}"])
+        rows.append([name, *cellwise, mean_and_spread(scores), f"{above} of {len(results)}"])
         if f"{name}, mean" in paper.rows:
             theirs = [paper.shown(f"{name}, mean", weight) for weight in WEIGHTS]
             rows.append([f"{name} (paper)", *theirs, "-", "-"])
     head = ["weight of B", *(f"{weight:g}" for weight in WEIGHTS), "best", "above both"]
-    return Table(f"Table 13: skill transfer, {count(len(found), 'seed')}", head, rows, NOTE)
+    return Table(f"Table 13: skill transfer, {count(len(results), 'seed')}", head, rows, NOTE)
 
 
-def best_weight(found: Found, name: str) -> int:
+def best_weight(result: Found, name: str) -> int:
     """The place of the weight that is best on validation images; of equal ones the first."""
-    scores = found["validation"][name]
+    scores = result["validation"][name]
     return max(range(len(scores)), key=scores.__getitem__)
 
 
-def drawn(found: Sequence[Found], path: Path) -> Path:
+def drawn(results: Sequence[Found], path: Path) -> Path:
     """A curve for each way over B's weight (means over seeds), and lines for the networks alone."""
     figure, axes = new_figure(6.4, 3.8)
     for number, name in enumerate(WAYS):
-        curve = [fmean(one["test"][name][k] for one in found) for k in range(len(WEIGHTS))]
+        curve = [fmean(result["test"][name][k] for result in results) for k in range(len(WEIGHTS))]
         dashed = "-" if name.startswith("ours") else "--"
         axes.plot(WEIGHTS, curve, dashed, color=PALETTE[number], marker="o", markersize=3, label=name)
     for name, style in zip(ALONE, (":", "-.", "-"), strict=True):
-        height = fmean(one["test"][name][0] for one in found)
+        height = fmean(result["test"][name][0] for result in results)
         axes.axhline(height, color=INK, linewidth=0.9, linestyle=style, label=name)
     percent_axis(axes.yaxis)
     axes.set_xlabel("weight of B", fontsize=9)

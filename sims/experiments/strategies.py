@@ -51,28 +51,28 @@ def reproduce(preset: str, seeds: int, overrides: Sequence[str], *, quiet: bool)
     if preset not in SIZES:
         raise unknown("--preset", preset, SIZES)
     torch.set_num_threads(1)
-    asked, words = chosen("tables", overrides, [*METHODS, PLAIN])
+    asked, rest = chosen("tables", overrides, [*METHODS, PLAIN])
     names = [name for name in [*METHODS, PLAIN] if not asked or name in asked]
-    root, rows = Path(_config(preset, "fedavg", 0, words).run.root), dict[str, list[tuple[float, float]]]()
+    root, rows = Path(_config(preset, "fedavg", 0, rest).run.root), dict[str, list[tuple[float, float]]]()
     titles = {PLAIN: "FedAvg, plain loop", **METHODS}
     if PLAIN in names:
-        check_plain(_config(preset, "fedavg", 0, words))
+        check_plain(_config(preset, "fedavg", 0, rest))
     for seed in range(seeds):
         for name in names:
-            config = _config(preset, "fedavg" if name == PLAIN else name, seed, words)
-            found = {titles[name]: _plain(root, config)} if name == PLAIN else _run(config, titles[name], quiet=quiet)
-            for title, both in found.items():
+            config = _config(preset, "fedavg" if name == PLAIN else name, seed, rest)
+            results = {titles[name]: _plain(root, config)} if name == PLAIN else _run(config, titles[name], quiet=quiet)
+            for title, both in results.items():
                 rows.setdefault(title, []).append(both)
     head = ["method", "half of the rounds, validation", "all rounds, test"]
-    cells = [[title, *_cells(found)] for title, found in rows.items()]
+    cells = [[title, *_cells(results)] for title, results in rows.items()]
     title = f"The standard methods on {EXPERIMENT}, {count(seeds, 'seed')}"
     write(root, title, "no table of a paper's; rules in server/strategies", [NOTE, Table(title, head, cells)])
     return root
 
 
-def _cells(found: Sequence[tuple[float, float]]) -> list[str]:
-    halves = [half for half, _ in found if half == half]  # a plain loop watches nothing: NaN
-    return [mean_and_spread(halves) if halves else "", mean_and_spread([last for _, last in found])]
+def _cells(results: Sequence[tuple[float, float]]) -> list[str]:
+    halves = [half for half, _ in results if half == half]  # a plain loop watches nothing: NaN
+    return [mean_and_spread(halves) if halves else "", mean_and_spread([last for _, last in results])]
 
 
 def _config(preset: str, method: str, seed: int, overrides: Sequence[str]) -> Config:
@@ -87,9 +87,9 @@ def _run(config: Config, title: str, *, quiet: bool) -> dict[str, tuple[float, f
     lines = (Path(config.run.root) / config.run.name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     watched: dict[int, Any] = {line["round"]: line.get("accuracy", {}) for line in map(json.loads, lines)}
     half = watched.get(config.rounds // 2, {}).get("union", float("nan"))
-    found = {title: (half, summary["accuracy"][aggregate(summary)]["union"])}
+    shares = {title: (half, summary["accuracy"][aggregate(summary)]["union"])}
     personal = summary["accuracy"].get(PERSONAL)
-    return found | ({OWN: (float("nan"), personal["union"])} if personal else {})
+    return shares | ({OWN: (float("nan"), personal["union"])} if personal else {})
 
 
 def _plain(root: Path, config: Config) -> tuple[float, float]:

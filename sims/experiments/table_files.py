@@ -10,12 +10,12 @@ from fedloom.sims.report.tables import Table
 
 def chosen(key: str, overrides: Sequence[str], known: Iterable[str]) -> tuple[list[str], list[str]]:
     """The names that overrides of this key give, and the other overrides. UserError for an unknown name."""
-    given = [word for word in overrides if word.startswith(f"{key}=")]
-    names = [name for word in given for name in word.partition("=")[2].split(",")]
+    asked = [word for word in overrides if word.startswith(f"{key}=")]
+    names = [name for word in asked for name in word.partition("=")[2].split(",")]
     for name in names:
         if name not in known:
             raise unknown(key, name, known)
-    return names, [word for word in overrides if word not in given]
+    return names, [word for word in overrides if word not in asked]
 
 
 def folder_of(folder: Path, preset: str) -> Path:

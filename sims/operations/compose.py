@@ -80,8 +80,8 @@ def _composed(aggregation: ServerState, order: Order) -> tuple[Model, list[list[
     """The network, and rows of sites and coefficients."""
     strategy, view = aggregation.strategy, aggregation.view().subset(order.sites)
     if isinstance(strategy, ArithmeticStrategy):
-        given = dict(zip(order.sites, order.coefficients, strict=True)) if order.coefficients else {}
-        alphas: Mapping[str, Alpha] = given or (strategy.alphas(view) if view.whole else strategy.chosen(view))
+        stated = dict(zip(order.sites, order.coefficients, strict=True)) if order.coefficients else {}
+        alphas: Mapping[str, Alpha] = stated or (strategy.alphas(view) if view.whole else strategy.chosen(view))
         rows = [[name, f"{alpha:g}" if isinstance(alpha, float) else "by layer"] for name, alpha in alphas.items()]
         try:
             state = strategy.compose(view, alphas, order.how, _start(aggregation, order))
@@ -101,11 +101,11 @@ def _start(aggregation: ServerState, order: Order) -> State | None:
     """The other network to assign to. UserError for another shape, and for one that is not theta_0 unless forced."""
     if order.start is None:
         return None
-    given, theta = read_state(order.start), start_of(aggregation.view())
-    check_shapes(theta, given, str(order.start))
-    given = {name: tensor.to(theta[name].dtype) for name, tensor in given.items()}
-    here, theirs = digest(given), digest(theta)
+    start, theta = read_state(order.start), start_of(aggregation.view())
+    check_shapes(theta, start, str(order.start))
+    start = {name: tensor.to(theta[name].dtype) for name, tensor in start.items()}
+    here, theirs = digest(start), digest(theta)
     if here != theirs and not order.force:
         digests = f"digest {here[:12]}, theirs is {theirs[:12]}"
         raise UserError(f"{order.start}: is not the network that the sites started from ({digests}); --force assigns to it")
-    return given
+    return start

@@ -69,18 +69,18 @@ def images(task: Task, part: str) -> Images:
 
 def probe_set(task: Task, samples: int = 200) -> Tensor:
     """`samples` random training images, float32 [samples, c, size, size] in [-1, 1]."""
-    whole = images(task, "train")
-    order = torch.randperm(len(whole), generator=torch_generator(task.seed, task.domain, "probe"))
-    return to_float(whole.x[order[:samples]])
+    every = images(task, "train")
+    order = torch.randperm(len(every), generator=torch_generator(task.seed, task.domain, "probe"))
+    return to_float(every.x[order[:samples]])
 
 
 def accuracy(network: nn.Module, task: Task, part: str) -> float:
     """Fraction of right answers, in eval mode; the mode is then what it was."""
-    was, whole = network.training, images(task, part)
+    was, every = network.training, images(task, part)
     with all_cores(torch.get_num_threads()), placed(network) as device:
-        right = count_right(network.eval(), whole, EVALUATION_BATCH, device)
+        right = count_right(network.eval(), every, EVALUATION_BATCH, device)
     network.train(was)
-    return right / len(whole)
+    return right / len(every)
 
 
 @contextmanager

@@ -248,8 +248,8 @@ def _step_text(what: str, done: int, of: int) -> str:
 
 def _ending(summary: dict[str, Any]) -> str:
     start = summary.get("resources", {}).get("start_up")
-    told = f"{summary.get('status', 'finished')} after {summary.get('seconds', 0):.1f} s"
-    return told if start is None else f"{told} (start-up {start:.1f} s)"
+    text = f"{summary.get('status', 'finished')} after {summary.get('seconds', 0):.1f} s"
+    return text if start is None else f"{text} (start-up {start:.1f} s)"
 
 
 def _union(record: dict[str, Any]) -> float | None:

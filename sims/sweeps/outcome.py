@@ -31,24 +31,24 @@ class Outcome:
         return self.status in (FAILED, BUSY)
 
 
-def finished(one: Planned, status: str = FINISHED) -> Outcome:
+def finished(run: Planned, status: str = FINISHED) -> Outcome:
     """That of a run whose folder says how it ended."""
-    return Outcome(one.folder, one.values, status, summary=read_summary(one.folder))
+    return Outcome(run.folder, run.values, status, summary=read_summary(run.folder))
 
 
-def failed(one: Planned, reason: str) -> Outcome:
+def failed(run: Planned, reason: str) -> Outcome:
     """That of a run that did not end as it should, or that another process works on."""
-    if busy(one.folder):
-        return Outcome(one.folder, one.values, BUSY, AT_IT)
-    return Outcome(one.folder, one.values, FAILED, reason, read_summary(one.folder))
+    if busy(run.folder):
+        return Outcome(run.folder, run.values, BUSY, AT_IT)
+    return Outcome(run.folder, run.values, FAILED, reason, read_summary(run.folder))
 
 
-def looked_at(one: Planned) -> Planned | Outcome:
+def looked_at(run: Planned) -> Planned | Outcome:
     """What is to be done when its turn comes, or its outcome: another process may have made it since it was planned."""
     try:
-        now = placed(one, one.config.run.overwrite)
+        now = placed(run, run.config.run.overwrite)
     except UserError as error:
-        return failed(one, plain(str(error))[:MOST_TOLD])
+        return failed(run, plain(str(error))[:MOST_TOLD])
     if now.done:
         return finished(now, KEPT)
     if busy(now.folder):
@@ -63,8 +63,8 @@ def attempt(do: Callable[[], Any]) -> str:
     except (UserError, FailedError) as error:
         return plain(str(error))[:MOST_TOLD]
     except Exception as error:
-        if isinstance(error, OSError) and (told := of_files(error)):
-            return told[:MOST_TOLD]
+        if isinstance(error, OSError) and (text := of_files(error)):
+            return text[:MOST_TOLD]
         traceback.print_exc()
         return plain(f"{type(error).__name__}: {error}")[:MOST_TOLD]
     return ""

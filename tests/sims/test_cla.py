@@ -14,7 +14,7 @@ from fedloom.conf.errors import UserError
 from fedloom.fusion.graph.channels import wire
 from fedloom.sims.experiments import cla, papers, skill_transfer
 from fedloom.sims.experiments.cla import distilling, methods, mlps, sizes, starts
-from fedloom.sims.experiments.cla.methods import METHODS, Given
+from fedloom.sims.experiments.cla.methods import METHODS, Inputs
 from fedloom.sims.experiments.cla.study import ClaStudy
 from fedloom.sims.experiments.pairs import Recipe, plain_loss
 from fedloom.sims.operations.domain_task import Task
@@ -78,7 +78,7 @@ def test_a_start_is_measured_at_once_and_after_fine_tuning(study: ClaStudy) -> N
     assert deepened["test"][0] == study.reached("mlp", 0, "B", tune=False)["test"][0]  # it does what B does
     assert "takes networks of one shape" in study.reached("mlp", 0, "naive average")["refused"]
     with pytest.raises(UserError, match=r"networks of \[3, 2\] hidden layers or blocks; takes networks of one depth"):
-        methods.otfusion(study.given("mlp", 0))
+        methods.otfusion(study.inputs("mlp", 0))
 
 
 def test_every_row_of_every_table_is_a_method_and_its_cells_are_the_papers() -> None:
@@ -101,9 +101,9 @@ def test_every_table_that_is_offered_is_one_of_the_papers() -> None:
 
 def test_maps_of_vggs_and_resnets_are_those_of_the_paper() -> None:
     probe = torch.zeros(2, 3, 32, 32)
-    vgg = Given([network("vgg13_double:width=0.07,norm=none", 0), network("vgg11_half:width=0.07,norm=none", 1)], probe, 0)
+    vgg = Inputs([network("vgg13_double:width=0.07,norm=none", 0), network("vgg11_half:width=0.07,norm=none", 1)], probe, 0)
     assert methods.first_two(vgg, 1, 3) == (0, 2, 4, 5, 6, 7, 8, 9)
-    resnet = Given([network("resnet34:width=0.07", 0), network("resnet18:width=0.07", 1)], probe, 0)
+    resnet = Inputs([network("resnet34:width=0.07", 0), network("resnet18:width=0.07", 1)], probe, 0)
     assert methods.same_index(resnet) == (0, 1, 2, 4, 5, 8, 9, 14, 15)
     units = wire(resnet.deep, probe[:1]).units
     for number in range(3):

@@ -28,7 +28,7 @@ TASK = sizes.Task(
 )
 WORDS = {"network": NETWORK, "data.size": 8, "data.grey": True, "data.test_limit": 60, "data.validation_limit": 40,
          "engine.name": "inline", "training.steps": 2, "training.batch": 20, "rounds": 1}  # fmt: skip
-TINY = sizes.Size({"tiny": TASK}, plans=((2, 1),), most=(2,), several=(2,), words=WORDS)
+TINY = sizes.Size({"tiny": TASK}, plans=((2, 1),), most=(2,), several=(2,), settings=WORDS)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -134,4 +134,4 @@ def test_presets_name_tasks_that_can_be_cut_where_they_say() -> None:
             assert all(site["domain"] in DOMAINS for site in task.sites)
             whole = NETWORKS.build(dict(task.whole), "network").empty(3, 16, 10) if task.points else None
             assert whole is None or set(task.points) <= set(split_points(whole, torch.zeros(1, 3, 16, 16)))
-    assert replace(TASK, words={"rounds": 3}).all["sites"] == list(TASK.sites)
+    assert replace(TASK, settings={"rounds": 3}).all["sites"] == list(TASK.sites)

@@ -18,8 +18,8 @@ from fedloom.server.run_folder.folder import read_config
 from fedloom.server.strategies import strategy_of
 from fedloom.sims.operations.simulate import simulate
 from fedloom.sims.operations.transfer_head import recombined
-from fedloom.sims.progress.listeners import listener_for
 from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
+from fedloom.sims.progress.listeners import listener_for
 from fedloom.sims.report.heads import HeadMatrix, exchanges, heads_figure, heads_table, matrix_table
 from fedloom.sims.report.report import write_report
 from fedloom.sims.report.results import result_tables

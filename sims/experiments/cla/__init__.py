@@ -51,18 +51,18 @@ def _starts(asked: starts.Starts, *more: starts.Starts) -> Callable[[ClaStudy, i
     """Tables of starts, and a picture of the first one."""
 
     def make(study: ClaStudy, seeds: int) -> list[Part]:
-        found: list[Part] = [table for one in (asked, *more) for table in starts.tables(study, one, seeds)]
+        parts: list[Part] = [table for more_starts in (asked, *more) for table in starts.tables(study, more_starts, seeds)]
         pairs = [pair for pair in asked.pairs if pair in study.size.pairs]
         rows = {pair: starts.drawn_rows(study, asked, pair, seeds) for pair in pairs}
         picture = draw(rows, ["at once", "fine-tuned"], study.folder / f"table-{asked.number.split()[0]}.png")
-        return [*found, Picture(picture, f"Table {asked.number}: {asked.title}")]
+        return [*parts, Picture(picture, f"Table {asked.number}: {asked.title}")]
 
     return make
 
 
 def _mlps(study: ClaStudy, seeds: int) -> list[Part]:
-    found = [mlps.measured(study, seed) for seed in range(seeds)]
-    return [mlps.nine(found), mlps.ten(found), *starts.tables(study, starts.TEN, seeds)]
+    results = [mlps.measured(study, seed) for seed in range(seeds)]
+    return [mlps.nine(results), mlps.ten(results), *starts.tables(study, starts.TEN, seeds)]
 
 
 def _skill(study: ClaStudy, seeds: int) -> list[Part]:

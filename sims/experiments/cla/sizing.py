@@ -23,13 +23,13 @@ NOTE = "Seconds for all test images, median of three, on this machine. (paper): 
 
 def table(study: ClaStudy) -> Table:
     """A row for each number of networks."""
-    found = study.kept("sizes", asdict(study.size.pairs[PAIR]), lambda: _measured(study))
+    results = study.kept("sizes", asdict(study.size.pairs[PAIR]), lambda: _measured(study))
     paper, rows = cells("cla_ot", "20"), []
     for count in COUNTS:
-        whole = {**found, "ensemble": found[f"ensemble of {count}"]}
+        kinds = {**results, "ensemble": results[f"ensemble of {count}"]}
         rows.append([
             f"{count} networks",
-            *(f"{whole[kind][0] / 1e6:.3f}" for kind in KINDS), *(f"{whole[kind][1]:.2f}" for kind in KINDS),
+            *(f"{kinds[kind][0] / 1e6:.3f}" for kind in KINDS), *(f"{kinds[kind][1]:.2f}" for kind in KINDS),
             *(paper.shown(f"{count} networks", f"{kind}, {what}") for what in ("parameters", "seconds")
               for kind in ("fused", "ensemble")),
         ])  # fmt: skip
@@ -40,23 +40,23 @@ def table(study: ClaStudy) -> Table:
 
 def _measured(study: ClaStudy) -> dict[str, list[float]]:
     """Parameters and seconds by kind of network."""
-    given = study.given(PAIR, 0)
-    whole = to_float(images(study.size.pairs[PAIR].task, "test").x)
-    networks = {"A": given.deep, "B": given.shallow, "fused": METHODS["fuse"](given)}
-    found = {kind: [parameter_count(network), _seconds(network, whole)] for kind, network in networks.items()}
+    inputs = study.inputs(PAIR, 0)
+    every = to_float(images(study.size.pairs[PAIR].task, "test").x)
+    networks = {"A": inputs.deep, "B": inputs.shallow, "fused": METHODS["fuse"](inputs)}
+    results = {kind: [parameter_count(network), _seconds(network, every)] for kind, network in networks.items()}
     for count in COUNTS:
-        many = given.networks * (count // 2)
-        found[f"ensemble of {count}"] = [sum(map(parameter_count, many)), _seconds(Ensemble(many), whole)]
-    return found
+        many = inputs.networks * (count // 2)
+        results[f"ensemble of {count}"] = [sum(map(parameter_count, many)), _seconds(Ensemble(many), every)]
+    return results
 
 
 @torch.no_grad()
-def _seconds(network: nn.Module, whole: Tensor) -> float:
+def _seconds(network: nn.Module, every: Tensor) -> float:
     spent = []
     with placed(network.eval()) as device:
         for _ in range(REPEATS):
             begin = time.perf_counter()
-            for batch in whole.split(EVALUATION_BATCH):
+            for batch in every.split(EVALUATION_BATCH):
                 network(batch.to(device)).cpu()
             spent.append(time.perf_counter() - begin)
     return statistics.median(spent)

@@ -93,11 +93,11 @@ TOLD = {"CLAFusion, add": "CLA"}  # Table 12's name
 
 def measured(study: ClaStudy, asked: Starts, pair: str, seed: int) -> dict[str, list[Reached]]:
     """By row, one for each draw."""
-    found = {}
+    by_row = {}
     for row in asked.rows:
         names = [f"{row.method} {draw}" for draw in range(study.size.draws)] if row.draws else [row.method]
-        found[row.method] = [study.reached(pair, seed, name, row.count, row.tune) for name in names]
-    return found
+        by_row[row.method] = [study.reached(pair, seed, name, row.count, row.tune) for name in names]
+    return by_row
 
 
 def tables(study: ClaStudy, asked: Starts, seeds: int) -> list[Table]:
@@ -106,11 +106,11 @@ def tables(study: ClaStudy, asked: Starts, seeds: int) -> list[Table]:
 
 
 def _table(study: ClaStudy, asked: Starts, pair: str, seeds: int) -> Table:
-    found = [measured(study, asked, pair, seed) for seed in range(seeds)]
+    results = [measured(study, asked, pair, seed) for seed in range(seeds)]
     chosen = study.size.pairs[pair]
     rows = []
     for row in asked.rows:
-        runs = [run for one in found for run in one[row.method] if "refused" not in run]
+        runs = [run for result in results for run in result[row.method] if "refused" not in run]
         ours = [_stage(runs, 0), _stage(runs, 1)]
         size = f"{runs[0]['parameters'] / 1e6:.3f}" if runs else "-"
         rows.append([row.method, size, *ours, *theirs(asked, row, chosen.paper)])
@@ -125,10 +125,10 @@ def theirs(asked: Starts, row: Row, paper: str) -> list[str]:
     """The paper's cells of a row, before and after fine-tuning."""
     table = cells("cla_ot", asked.number.split()[-1])
     name = TOLD.get(row.method, row.method)
-    places = [
+    names = [
         (text.format(paper, row=name), column) for text, column in ((asked.before, row.before), (asked.after, row.after))
     ]
-    return [table.shown(*place) for place in places]
+    return [table.shown(*cell) for cell in names]
 
 
 def _stage(runs: Sequence[Reached], stage: int) -> str:
@@ -138,5 +138,8 @@ def _stage(runs: Sequence[Reached], stage: int) -> str:
 
 def drawn_rows(study: ClaStudy, asked: Starts, pair: str, seeds: int) -> list[dict[str, dict[str, list[float]]]]:
     """For a picture: of each seed by row the accuracies, where there are such."""
-    found = [measured(study, asked, pair, seed) for seed in range(seeds)]
-    return [{name: {"accuracy": runs[0]["test"]} for name, runs in one.items() if "refused" not in runs[0]} for one in found]
+    results = [measured(study, asked, pair, seed) for seed in range(seeds)]
+    return [
+        {name: {"accuracy": runs[0]["test"]} for name, runs in result.items() if "refused" not in runs[0]}
+        for result in results
+    ]

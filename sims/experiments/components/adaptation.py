@@ -43,9 +43,9 @@ NOTE = (
 def table1(study: ComponentsStudy, seeds: int) -> list[Part]:
     """Unsupervised domain adaptation between kinds of digits."""
     paper, rows = cells("components", "table1"), []
-    found = {pair: [_found(study, pair, seed) for seed in range(seeds)] for pair in PAIRS}
+    results = {pair: [_found(study, pair, seed) for seed in range(seeds)] for pair in PAIRS}
     for row, theirs in {**ROWS, "target": ""}.items():
-        ours = [mean_and_spread([one[row] for one in found[pair]]) for pair in PAIRS]
+        ours = [mean_and_spread([result[row] for result in results[pair]]) for pair in PAIRS]
         rows.append([row, paper.shown(theirs, "mean") if theirs else "-", *ours])
     return [Table(f"Table 1: domain adaptation, {count(seeds, 'seed')}", ["", "(paper)", *PAIRS], rows, NOTE)]
 
@@ -74,16 +74,16 @@ def measured(
 ) -> dict[str, float]:
     """Accuracy on the target's test images by row."""
     network, rotating = _with_rotations(source["train"], seed, train)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for row, statistics in zip(ROWS, ("running", "batch"), strict=False):
-        found[row] = accuracy(network.extractor, network.head, target["test"], statistics)
+        results[row] = accuracy(network.extractor, network.head, target["test"], statistics)
     for row, plan in zip(list(ROWS)[2:], plans, strict=True):
         extractor = copy.deepcopy(network.extractor)
         fit([extractor], turns(extractor, frozen(rotating), seed, "adapt"), target["train"], plan, seed, "adapt")
-        found[row] = accuracy(extractor, network.head, target["test"])
+        results[row] = accuracy(extractor, network.head, target["test"])
     own, _ = _with_rotations(target["train"], seed, train)
-    found["target"] = accuracy(own.extractor, own.head, target["test"])
-    return found
+    results["target"] = accuracy(own.extractor, own.head, target["test"])
+    return results
 
 
 def _with_rotations(train: Images, seed: int, plan: Plan) -> Any:

@@ -29,15 +29,15 @@ def _combinations(study: ComponentsStudy, task: str, seeds: int) -> list[Part]:
     paper, rows = cells("components", "figure2"), []
     title, classes = study.size.tasks[task].title, study.size.tasks[task].classes
     upper, drawn = study.upper(task, seeds), [dict[str, Any]() for _ in range(seeds)]
-    for name, one in WAYS.items():
-        found = {column: study.each(task, one.pulled(pull), seeds) for column, pull in PULLS.items()}
-        first, pulled = found.values()
+    for name, method in WAYS.items():
+        results = {column: study.each(task, method.pulled(pull), seeds) for column, pull in PULLS.items()}
+        first, pulled = results.values()
         cellwise = [shown(first, "exchanged"), way(first, upper, classes)]
-        more = [shown(pulled, "exchanged"), way(pulled, upper, classes)] if one.pulls else ["-", "-"]
+        more = [shown(pulled, "exchanged"), way(pulled, upper, classes)] if method.pulls else ["-", "-"]
         rows.append([name, paper.shown(name, "exchanged"), *cellwise, *more,
-                     shown(first, "own"), shown(pulled, "own") if one.pulls else "-"])  # fmt: skip
+                     shown(first, "own"), shown(pulled, "own") if method.pulls else "-"])  # fmt: skip
         for seed in range(seeds):
-            accuracy = [first[seed].exchanged, pulled[seed].exchanged if one.pulls else math.nan, first[seed].own]
+            accuracy = [first[seed].exchanged, pulled[seed].exchanged if method.pulls else math.nan, first[seed].own]
             drawn[seed][name] = {"accuracy": accuracy}
     rows.append([UPPER, paper.shown("upper bound", "exchanged"), "-", "-", "-", "-", mean_and_spread(upper), "-"])
     columns = [text for name in PULLS for text in (f"exchanged, {name}", f"way, {name}")]
@@ -70,11 +70,11 @@ def schemes(study: ComponentsStudy, seeds: int) -> list[Part]:
     return tables
 
 
-def _incremental(study: ComponentsStudy, task: str, words: dict[str, Any], seeds: int) -> list[list[Found]]:
+def _incremental(study: ComponentsStudy, task: str, settings: dict[str, Any], seeds: int) -> list[list[Found]]:
     """Of each seed, in both orders."""
     sites = list(study.size.tasks[task].sites)
     orders = (sites, sites[::-1])
-    return [study.each(task, {**words, "strategy.scheme": "incremental", "sites": order}, seeds) for order in orders]
+    return [study.each(task, {**settings, "strategy.scheme": "incremental", "sites": order}, seeds) for order in orders]
 
 
 def steps(study: ComponentsStudy, seeds: int) -> list[Part]:
@@ -83,33 +83,33 @@ def steps(study: ComponentsStudy, seeds: int) -> list[Part]:
     rows = []
     for sites in study.size.several:
         for column, pull in PULLS.items():
-            words = {**WAYS[DCC].pulled(pull), "sites": _several(study, task, sites)}
-            found = [study.each(task, {**words, **_plan(study, place)}, seeds) for place in range(len(plans))]
-            rows.append([f"{sites} sites, {column}", *(shown(one, "exchanged") for one in found),
-                         *(shown(one, "own") for one in found)])  # fmt: skip
+            settings = {**WAYS[DCC].pulled(pull), "sites": _several(study, task, sites)}
+            results = [study.each(task, {**settings, **_plan(study, index)}, seeds) for index in range(len(plans))]
+            rows.append([f"{sites} sites, {column}", *(shown(result, "exchanged") for result in results),
+                         *(shown(result, "own") for result in results)])  # fmt: skip
     names = [f"{steps} steps, {rounds} rounds" for steps, rounds in plans]
     head = ["DCC", *(f"exchanged: {name}" for name in names), *(f"own: {name}" for name in names)]
     title = f"Local steps and sites: {study.size.tasks[task].title}, {count(seeds, 'seed')}"
     return [Table(title, head, rows, NOTE + " More sites divide the same images.")]
 
 
-def _plan(study: ComponentsStudy, place: int) -> dict[str, Any]:
-    """The words of a plan; none of that which runs have anyway."""
-    (steps, rounds), words = study.size.plans[place], study.size.tasks[study.first].words
-    if place == 0 and "rounds" not in words:
+def _plan(study: ComponentsStudy, index: int) -> dict[str, Any]:
+    """The settings of a plan; none of that which runs have anyway."""
+    (steps, rounds), settings = study.size.plans[index], study.size.tasks[study.first].settings
+    if index == 0 and "rounds" not in settings:
         return {}
     plan: dict[str, Any] = {"training.steps": steps, "rounds": rounds}
-    if "training.schedule" in words:  # the rate falls after each quarter
-        plan["training.schedule"] = {**words["training.schedule"], "every": rounds // 4}
+    if "training.schedule" in settings:  # the rate falls after each quarter
+        plan["training.schedule"] = {**settings["training.schedule"], "every": rounds // 4}
     return plan
 
 
 def _several(study: ComponentsStudy, task: str, count: int) -> list[dict[str, Any]]:
     """As many sites, alike numbers of each domain, which have the images of two."""
-    sites, found = study.size.tasks[task].sites, []
+    sites, divided = study.size.tasks[task].sites, []
     for site in sites:
         share, samples = count // len(sites), site.get("samples", 0)
-        found.append(
+        divided.append(
             {**site, **({"count": share} if share > 1 else {}), **({"samples": samples // share} if samples else {})}
         )
-    return found
+    return divided

@@ -13,7 +13,7 @@ from fedloom.sims.report.spread import spread
 from fedloom.sims.report.tables import Table
 
 BOTH, TURNS = "IIW+DCC", "IIW+RP"
-NORMS = {  # by the paper's row: words, or which norm all parts of the network have
+NORMS = {  # by the paper's row: settings, or which norm all parts of the network have
     "batch statistics": {},
     "statistics recomputed": {"evaluation.statistics": "recomputed"},
     "stored statistics": {"evaluation.statistics": "running"},
@@ -35,18 +35,18 @@ def figure5(study: ComponentsStudy, seeds: int) -> list[Part]:
     """What BatchNorm works with, other norms, and features of unit length: IIW+DCC as in the paper, and DCC."""
     task, paper, rows = study.first, cells("components", "figure5"), []
     for heads, name in [*((BOTH, name) for name in NORMS), *((DCC, name) for name in STORED)]:
-        words = normed(study, task, NORMS[name])
-        found = [study.each(task, {**WAYS[heads].pulled(pull), **words}, seeds) for pull in PULLS.values()]
+        settings = normed(study, task, NORMS[name])
+        results = [study.each(task, {**WAYS[heads].pulled(pull), **settings}, seeds) for pull in PULLS.values()]
         theirs = paper.shown(name, "exchanged") if heads == BOTH else "-"
-        rows.append([f"{heads}, {name}", theirs, *(shown(one, "exchanged") for one in found),
-                     *(shown(one, "own") for one in found)])  # fmt: skip
+        rows.append([f"{heads}, {name}", theirs, *(shown(result, "exchanged") for result in results),
+                     *(shown(result, "own") for result in results)])  # fmt: skip
     columns = [f"{what}, {column}" for what in ("exchanged", "own") for column in PULLS]
     head = ["heads and norm", "exchanged (paper)", *columns]
     return [Table(f"Figure 5: norms, {study.size.tasks[task].title}, {count(seeds, 'seed')}", head, rows, NOTE)]
 
 
 def normed(study: ComponentsStudy, task: str, chosen: dict[str, Any]) -> dict[str, Any]:
-    """Words for a norm of all parts of the network, or features of unit length; or what was chosen, as it is."""
+    """Settings for a norm of all parts of the network, or features of unit length; or what was chosen, as it is."""
     if not {"norm", "unit"} & chosen.keys():
         return chosen
     network = study.network(task)
@@ -61,15 +61,15 @@ def figure6(study: ComponentsStudy, seeds: int) -> list[Part]:
     task, paper, rows, drawn = study.first, cells("components", "figure6"), [], {}
     for name in CORRELATED:
         for column, pull in WAYS[name].columns.items():
-            found = study.each(task, WAYS[name].pulled(pull), seeds)
-            same = [sum(one.correlation) / len(one.correlation) for one in found]
+            results = study.each(task, WAYS[name].pulled(pull), seeds)
+            same = [sum(result.correlation) / len(result.correlation) for result in results]
             title = f"{name}, {column}" if WAYS[name].pulls else name
-            drawn[title] = found[0].correlation
-            ours = {"correlation": spread(same), "permuted": spread([one.permuted for one in found])}
+            drawn[title] = results[0].correlation
+            ours = {"correlation": spread(same), "permuted": spread([result.permuted for result in results])}
             numbers = [
                 _beside(around.text(2), paper.shown(name, what) if not pull else "-") for what, around in ours.items()
             ]
-            rows.append([title, *numbers, shown(found, "exchanged")])
+            rows.append([title, *numbers, shown(results, "exchanged")])
     head = ["heads", "correlation (paper)", "permuted (paper)", "exchanged"]
     title = f"Figure 6: correlation of features, {study.size.tasks[task].title}, {count(seeds, 'seed')}"
     picture = blocks(drawn, study.folder / "figure6.png")
@@ -88,10 +88,12 @@ def figure8(study: ComponentsStudy, seeds: int) -> list[Part]:
     rows, drawn = [], {name: dict[str, list[float]]() for name in ways}
     for point in task.points:
         network = {"network": {"name": "split", "of": dict(task.whole), "at": point}}
-        found = {name: study.each(study.first, {**words, **network}, seeds) for name, words in ways.items()}
-        rows.append([point, *(shown(one, "exchanged") for one in found.values()), shown(found[f"{DCC}, pulled"], "own")])
-        for name, one in found.items():
-            drawn[name][point] = [each.exchanged for each in one]
+        results = {name: study.each(study.first, {**settings, **network}, seeds) for name, settings in ways.items()}
+        rows.append(
+            [point, *(shown(result, "exchanged") for result in results.values()), shown(results[f"{DCC}, pulled"], "own")]
+        )
+        for name, result in results.items():
+            drawn[name][point] = [each.exchanged for each in result]
     head = ["cut after", *ways, f"own: {DCC}, pulled"]
     note = f"{NOTE} The paper has no numbers: IIW+RP falls slowly up to the first block of stage 3, steeply behind it."
     title = f"Figure 8: the point of the cut, {task.title}, {count(seeds, 'seed')}"
@@ -106,12 +108,12 @@ def figure9(study: ComponentsStudy, seeds: int) -> list[Part]:
     drawn = {name: dict[str, list[float]]() for name in columns}
     for most in study.size.most:
         limited = [{"name": "dcc", "most": most}]
-        found = {name: study.each(task, {**WAYS[BOTH].pulled(pull), "objective.auxiliary": limited}, seeds)
+        results = {name: study.each(task, {**WAYS[BOTH].pulled(pull), "objective.auxiliary": limited}, seeds)
                  for name, pull in columns.items()}  # fmt: skip
-        rows.append([str(most), *(shown(one, "exchanged") for one in found.values()), paper.shown(most, "IIW+DCC")])
-        for name, one in found.items():
-            drawn[name][str(most)] = [each.exchanged for each in one]
-    turns = shown(study.each(task, WAYS[TURNS].words, seeds), "exchanged")
+        rows.append([str(most), *(shown(result, "exchanged") for result in results.values()), paper.shown(most, "IIW+DCC")])
+        for name, result in results.items():
+            drawn[name][str(most)] = [each.exchanged for each in result]
+    turns = shown(study.each(task, WAYS[TURNS].settings, seeds), "exchanged")
     rows.append(["none: IIW+RP", turns, "-", paper.shown("IIW+RP", "IIW+DCC")])
     title = f"Figure 9: common classes, {study.size.tasks[task].title}, {count(seeds, 'seed')}"
     picture = curves(drawn, "common classes of the shared head", study.folder / "figure9.png")

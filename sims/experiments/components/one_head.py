@@ -50,9 +50,9 @@ def figure3(study: ComponentsStudy, seeds: int) -> list[Part]:
     for domain in DOMAINS:
         rows = []
         for way in WAYS:
-            found = [_found(study, domain, way, seed) for seed in range(seeds)]
+            results = [_found(study, domain, way, seed) for seed in range(seeds)]
             for name in EXTRACTORS:
-                ours = {column: mean_and_spread([one[column][name] for one in found]) for column in ("before", *COLUMNS)}
+                ours = {column: mean_and_spread([one[column][name] for one in results]) for column in ("before", *COLUMNS)}
                 beside = [cell for column in COLUMNS for cell in (paper.shown(name, column), ours[column])]
                 rows.append([way, OURS[name], ours["before"], *beside])
         head = ["trained", "extractor", "before", *(one for column in COLUMNS for one in (f"{column} (paper)", column))]
@@ -79,19 +79,19 @@ def measured(
     some = data["train"].y < FIRST
     few = Images(data["train"].x[some], data["train"].y[some])
     extractors, head, rotating = _together(few, FIRST, seed, match, joint)
-    found = {"before": _on_each(extractors, head, data["test"])}
+    results = {"before": _on_each(extractors, head, data["test"])}
     reference = next(iter(EXTRACTORS))
     wider = _extended(head, seed)
     still = frozen(extractors[reference]).train()
     fit([wider], answers(still, wider), data["train"], update, seed, "update")
-    found["extractor frozen"] = _on_each(extractors, wider, data["test"])
+    results["extractor frozen"] = _on_each(extractors, wider, data["test"])
     wider, moving = _extended(head, seed), copy.deepcopy(extractors[reference])
     loss = both(answers(moving, wider), turns(moving, frozen(rotating), seed, "update"))
     fit([wider, moving], loss, data["train"], update, seed, "update")
-    found["rotation head frozen"] = _on_each({**extractors, reference: moving}, wider, data["test"])
+    results["rotation head frozen"] = _on_each({**extractors, reference: moving}, wider, data["test"])
     extractors, head, _ = _together(data["train"], CLASSES, seed, match, joint)
-    found["upper bound"] = _on_each(extractors, head, data["test"])
-    return found
+    results["upper bound"] = _on_each(extractors, head, data["test"])
+    return results
 
 
 def _together(
@@ -106,8 +106,8 @@ def _together(
     losses = [both(answers(one, head), turns(one, rotating, seed, name)) for name, one in extractors.items()]
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
-        found = torch.stack([one(x, y) for one in losses]).sum()
-        return found + match * _apart(first, others, x) if match else found
+        total = torch.stack([one(x, y) for one in losses]).sum()
+        return total + match * _apart(first, others, x) if match else total
 
     fit([*extractors.values(), head, rotating], loss, train, plan, seed, "joint")
     return extractors, head, rotating
@@ -118,7 +118,7 @@ def _apart(reference: nn.Module, others: Sequence[nn.Module], images: Tensor) ->
     turned = torch.cat([images.rot90(turn, (2, 3)) for turn in range(4)])
     with torch.no_grad():
         goal = reference(turned)
-    return torch.stack([F.mse_loss(one(turned), goal) for one in others]).sum() / (goal.var() + 1e-6)
+    return torch.stack([F.mse_loss(extractor(turned), goal) for extractor in others]).sum() / (goal.var() + 1e-6)
 
 
 def _section(cut: dict[str, Any]) -> dict[str, Any]:
@@ -137,4 +137,4 @@ def _extended(head: nn.Module, seed: int) -> nn.Module:
 
 
 def _on_each(extractors: dict[str, nn.Module], head: nn.Module, test: Images) -> dict[str, float]:
-    return {name: accuracy(one, head, test) for name, one in extractors.items()}
+    return {name: accuracy(extractor, head, test) for name, extractor in extractors.items()}

@@ -38,15 +38,15 @@ def reproduce(preset: str, seeds: int, overrides: Sequence[str], *, quiet: bool)
 
 
 def _plan(overrides: Sequence[str]) -> dict[str, float]:
-    found = {}
+    plan = {}
     for word in overrides:
-        key, _, given = word.partition("=")
+        key, _, value = word.partition("=")
         if key not in PLAN:
             raise unknown("override", key, [*PLAN, "tables", "sequences"])
         try:
-            found[key] = PLAN[key](given)
+            plan[key] = PLAN[key](value)
         except ValueError:
-            raise UserError(f"{key}: got '{given}', takes {KINDS[PLAN[key]]}") from None
-        if not 0 < found[key] < MOST:
-            raise UserError(f"{key}: got {given}, takes {KINDS[PLAN[key]]} above 0")
-    return found
+            raise UserError(f"{key}: got '{value}', takes {KINDS[PLAN[key]]}") from None
+        if not 0 < plan[key] < MOST:
+            raise UserError(f"{key}: got {value}, takes {KINDS[PLAN[key]]} above 0")
+    return plan

@@ -33,9 +33,11 @@ NOTE = (
 
 def federated(study: LasemStudy, seeds: int) -> list[Part]:
     """The experiment `layer_selection`, and rivals on its sites."""
-    found = [_found(study, seed) for seed in range(seeds)]
-    rows = [[NAMES[mode], mean_and_spread([one[mode]["own"] for one in found]), f"{found[0][mode]['bytes'] / 1e3:,.0f}"]
-            for mode in found[0]]  # fmt: skip
+    results = [_found(study, seed) for seed in range(seeds)]
+    rows = [
+        [NAMES[mode], mean_and_spread([result[mode]["own"] for result in results]), f"{first['bytes'] / 1e3:,.0f}"]
+        for mode, first in results[0].items()
+    ]
     return [Table(f"Ten sites at once, {count(seeds, 'seed')}", ["", "own task", "kB"], rows, NOTE)]
 
 
@@ -60,5 +62,5 @@ def _made(folder: Path, name: str, seed: int) -> dict[str, dict[str, float]]:
 
 
 def _selected(summary: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    return {one.method: {"own": statistics.fmean(site.last or 0.0 for site in one.sites), "bytes": one.bytes}
-            for one in selections(summary)}  # fmt: skip
+    return {method.method: {"own": statistics.fmean(site.last or 0.0 for site in method.sites), "bytes": method.bytes}
+            for method in selections(summary)}  # fmt: skip

@@ -32,8 +32,8 @@ def reproduce(preset: str, seeds: int, overrides: Sequence[str], *, quiet: bool)
         raise UserError("reproduce unlearning: takes --preset cpu")
     names, rest = chosen("tables", overrides, [WAYS, *SMALL])
     torch.set_num_threads(1)
-    found = list[Table]()
+    tables = list[Table]()
     for name in names or [WAYS, *SMALL]:
-        found += SMALL[name](ways.ROOT / "small", seeds) if name in SMALL else ways.tables(seeds, rest, quiet=quiet)
-        write(ways.ROOT, "Ways to remove a site", "", found)  # what there is so far
+        tables += SMALL[name](ways.ROOT / "small", seeds) if name in SMALL else ways.tables(seeds, rest, quiet=quiet)
+        write(ways.ROOT, "Ways to remove a site", "", tables)  # what there is so far
     return ways.ROOT

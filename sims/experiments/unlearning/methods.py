@@ -54,7 +54,7 @@ def tables(seeds: int, overrides: Sequence[str], *, quiet: bool) -> list[Table]:
 
 def measured(seed: int, overrides: Sequence[str], quiet: bool) -> dict[str, dict[str, float]]:
     """By way: accuracy on the forgotten and the retained domains, AUCs, seconds."""
-    found: dict[str, dict[str, float]] = {}
+    results: dict[str, dict[str, float]] = {}
     for name, way in WAYS.items():
         base = load("rotated_digits", [
             "sites=5", f"seed={seed}", "engine.name=inline", "federation.history=all", f"run.root={ROOT}",
@@ -65,13 +65,13 @@ def measured(seed: int, overrides: Sequence[str], quiet: bool) -> dict[str, dict
         site = roster(base)[seed % len(roster(base))].name
         done, seconds = _removed(base, site, name, way, quiet)
         evidence = done["evidence"]
-        if "before" not in found:
-            found["before"] = _row(base, site, evidence["before"], 0.0)
-        found[name] = _row(base, site, evidence["after"], seconds)
+        if "before" not in results:
+            results["before"] = _row(base, site, evidence["before"], 0.0)
+        results[name] = _row(base, site, evidence["after"], seconds)
         if "retrained" in evidence:
             rounds = RunFolder(_copy(base, name) / "retrained" / "request").metrics().values()
-            found["retrained"] = _row(base, site, evidence["retrained"], sum(one["seconds"] for one in rounds))
-    return found
+            results["retrained"] = _row(base, site, evidence["retrained"], sum(record["seconds"] for record in rounds))
+    return results
 
 
 def _removed(base: Config, site: str, name: str, way: Way, quiet: bool) -> tuple[dict[str, Any], float]:
@@ -103,12 +103,12 @@ def _row(config: Config, site: str, stage: Mapping[str, Any], seconds: float) ->
             "loss": attacks["loss"]["auc"], "logistic": attacks["logistic"]["auc"], "seconds": seconds}  # fmt: skip
 
 
-def _table(found: Sequence[Mapping[str, Mapping[str, float]]]) -> Table:
+def _table(results: Sequence[Mapping[str, Mapping[str, float]]]) -> Table:
     rows = []
-    for way in found[0]:
-        runs = {key: [one[way][key] for one in found] for key in found[0][way]}
+    for way in results[0]:
+        runs = {key: [result[way][key] for result in results] for key in results[0][way]}
         shares = [mean_and_spread(runs[key]) for key in ("forgotten", "retained")]
         others = [spread(runs[key]).text(digits) for key, digits in (("loss", 3), ("logistic", 3), ("seconds", 2))]
         rows.append([way, *shares, *others])
     head = ["way", "forgotten domain", "mean of retained", "AUC, loss", "AUC, logistic", "seconds"]
-    return Table(f"Ways to remove a site: rotated_digits, 5 sites, {len(found)} seeds", head, rows, NOTE)
+    return Table(f"Ways to remove a site: rotated_digits, 5 sites, {len(results)} seeds", head, rows, NOTE)

@@ -69,8 +69,8 @@ def configured(
     method: str, seed: int, folder: Path, prefix: str = "kept", changes: Mapping[str, Any] | None = None
 ) -> Config:
     """A federation. `prefix`: of the names of the sites that stay, which their batches follow; `changes`: of SETTING."""
-    sites = [{"domain": f"{MODULE}.shadows:kept", "rotation": place * 360 / ANGLES, "name": f"{prefix}-{place}"}
-             for place in range(1, ANGLES)]  # fmt: skip
+    sites = [{"domain": f"{MODULE}.shadows:kept", "rotation": index * 360 / ANGLES, "name": f"{prefix}-{index}"}
+             for index in range(1, ANGLES)]  # fmt: skip
     sites.append({"domain": f"{MODULE}.shadows:pool", "samples": DRAWN, "name": LEAVER})
     where = {"name": folder.name, "root": str(folder.parent)}
     tree = {**SETTING, **METHODS[method], **(changes or {}), "sites": sites, "seed": seed, "run": where}
@@ -138,12 +138,12 @@ class Looker:
         with torch.inference_mode():
             return self.evaluator.loaded(model)(to_float(images.x.to(self.evaluator.device))).cpu()
 
-    def apart(self, one: Model, other: Model) -> float:
+    def apart(self, first_model: Model, second_model: Model) -> float:
         """The mean over all test images of the largest difference of a probability that two networks make: 0 to 1."""
         distances = []
         for spec in self.evaluator.specs.values():
             images = test_images(self.config, spec)
-            first, second = (self.outputs(model, images).softmax(dim=1) for model in (one, other))
+            first, second = (self.outputs(model, images).softmax(dim=1) for model in (first_model, second_model))
             distances.append(float((first - second).abs().sum(dim=1).mean()) / 2)
         return float(np.mean(distances))
 
@@ -151,8 +151,10 @@ class Looker:
 def everything(config: Config) -> Images:
     """The whole pool, as the site that leaves sees it."""
     site = roster(config)[-1]
-    whole = load_text(yaml.safe_dump({**SETTING, **METHODS["averaging"], "sites": [{"domain": site.spec.domain}]}), "pool")
-    return site_images(whole, roster(whole)[0])
+    config_of_pool = load_text(
+        yaml.safe_dump({**SETTING, **METHODS["averaging"], "sites": [{"domain": site.spec.domain}]}), "pool"
+    )
+    return site_images(config_of_pool, roster(config_of_pool)[0])
 
 
 def membership(config: Config) -> Mask:
