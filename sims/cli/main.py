@@ -17,6 +17,7 @@ import typer
 
 from fedloom.conf import UserError
 from fedloom.conf.errors import FailedError, of_files, unknown
+from fedloom.conf.schema import Config
 from fedloom.sims.cli import about, cluster, federation, networks, one_run, runs
 from fedloom.sims.cli.options import Json, Quiet
 from fedloom.sims.process import Ending, listen
@@ -71,7 +72,7 @@ def run(
         with waiting("reading the configuration", quiet):
             from fedloom.sims.cli import many
 
-        order = many.Order(experiment, words, seeds, sweep or [], parallel, overwrite)
+        order = many.SweepOrder(experiment, words, seeds, sweep or [], parallel, overwrite)
         raise typer.Exit(many.show(order) if show else many.run(order, quiet=quiet, as_json=as_json))
     if parallel > 1:
         raise UserError("--parallel: is for many runs; say which with --seeds 0,1,2 or --sweep key=value,value")
@@ -83,7 +84,12 @@ def run(
         from fedloom.sims.operations.options import with_options
 
         typer.echo(with_options(config), nl=False)
-        return
+    else:
+        _simulate(config, began, quiet=quiet, as_json=as_json)
+
+
+def _simulate(config: Config, began: float, *, quiet: bool, as_json: bool) -> None:
+    """Run it, and print its summary where that is asked for."""
     if not config.run.resume:
         from fedloom.server.run_folder.listing import refuse_existing
 

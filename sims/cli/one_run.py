@@ -89,10 +89,12 @@ def compose(
 ) -> None:
     """Make a network of some of a run's sites alone, from what they contributed: nothing is trained."""
     with waiting(LIBRARIES):
-        from fedloom.sims.operations import compose as make
+        from fedloom.sims.operations.compose import CompositionOrder
+        from fedloom.sims.operations.compose import compose as make
 
-    order = make.Order(sites.split(","), numbers(coefficients, "--coefficients") or (), how, start, force, measure)
-    typer.echo("\n".join(table.plain() for table in make.compose(run, order, out)))
+    shares = numbers(coefficients, "--coefficients") or ()
+    order = CompositionOrder(sites.split(","), shares, how, start, force, measure)
+    typer.echo("\n".join(table.plain() for table in make(run, order, out)))
     typer.echo(f"written: {out}")
 
 

@@ -200,7 +200,7 @@ def _shape_table(network: str, results: Sequence[Mapping[str, Any]]) -> Table:
     rows = []
     for how in (GRADIENTS, WEIGHTS):
         for task in results[0][network]["grids"][how]["test"]:
-            grids = [np.array(first[network]["grids"][how]["test"][task]) for first in results]
+            grids = [np.array(result[network]["grids"][how]["test"][task]) for result in results]
             between = [_rank(first, second) for k, first in enumerate(grids) for second in grids[:k]]
             to_paper = _with_paper(np.mean(grids, axis=0), paper_grid(how, task)) if network == "residual" else None
             spread = 100 * statistics.fmean(_along_ratio(grid) for grid in grids)

@@ -6,11 +6,10 @@ import contextlib
 import math
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedloom.sims.report.spread import spread
 from fedloom.sims.report.tables import shortened
 
 if TYPE_CHECKING:
@@ -66,22 +65,17 @@ def percent_axis(axis: Any, symbol: str = "%") -> None:
     axis.set_major_formatter(PercentFormatter(1.0, symbol=symbol))
 
 
-def mean_line(axes: Axes, series: Mapping[Any, Sequence[float]], **style: Any) -> None:
-    """By place on the axis the values of seeds: a line through means, bars of standard deviations."""
-    spreads = [spread(values) for values in series.values()]
-    axes.errorbar(list(series), [each.mean for each in spreads], yerr=[each.bar for each in spreads], marker="o",
-                  markersize=4, **style)  # fmt: skip
-
-
 def name_axes(axes: Axes, x: str, y: str) -> None:
-    """What is along both axes; empty: nothing is said."""
+    """What is along both axes."""
     axes.set_xlabel(x, fontsize=9, color=INK)
     axes.set_ylabel(y, fontsize=9, color=INK)
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Writes the PNG, and the folders above it; its path. Letters that the font lacks are drawn in another one that is
-    installed, else as boxes."""
+    """Writes the PNG, and makes its folder; returns its path.
+
+    Letters that the font lacks are drawn in another one that is installed, else as boxes.
+    """
     from matplotlib import rc_context, rcParams
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -93,13 +87,13 @@ def save(figure: Figure, path: Path) -> Path:
 
 def _written(figure: Figure, path: Path) -> set[int]:
     """Writes it; the letters, as their numbers, that no font at hand has."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
         figure.savefig(path)
-    lacking = {int(found[1]) for one in told if (found := MISSING.match(str(one.message)))}
-    for one in told:
-        if not MISSING.match(str(one.message)):
-            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+    lacking = {int(match[1]) for each in messages if (match := MISSING.match(str(each.message)))}
+    for each in messages:
+        if not MISSING.match(str(each.message)):
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
     return lacking
 
 
@@ -107,15 +101,15 @@ def _fonts_with(letters: set[int]) -> list[str]:
     """The names of installed fonts that have some of these letters, as few as cover what can be covered."""
     from matplotlib.font_manager import fontManager, get_font
 
-    found: list[str] = []
+    names: list[str] = []
     for entry in sorted(fontManager.ttflist, key=lambda entry: (entry.name, entry.style != "normal", entry.weight != 400)):
         with contextlib.suppress(OSError, RuntimeError, ValueError):  # of fonts that cannot be read
-            if entry.name not in found and (has := letters & get_font(entry.fname).get_charmap().keys()):
+            if entry.name not in names and (has := letters & get_font(entry.fname).get_charmap().keys()):
                 letters = letters - has
-                found.append(entry.name)
+                names.append(entry.name)
         if not letters:
             break
-    return found
+    return names
 
 
 def score_of(scores: Mapping[str, float], name: str) -> float:

@@ -1,9 +1,15 @@
-"""Means over seeds with their standard deviations."""
+"""Means over seeds with their standard deviations, as text and in pictures."""
+
+from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True)
@@ -34,3 +40,10 @@ def spread(values: Sequence[float]) -> Spread:
 def mean_and_spread(fractions: Sequence[float]) -> str:
     """Accuracies as text, in %: mean ± standard deviation; 83.5 ± 0.7."""
     return spread([100 * fraction for fraction in fractions]).text(1)
+
+
+def mean_line(axes: Axes, series: Mapping[Any, Sequence[float]], **style: Any) -> None:
+    """Draws a line through the means of seeds' values, by their place on the axis, with bars of standard deviations."""
+    spreads = [spread(values) for values in series.values()]
+    axes.errorbar(list(series), [each.mean for each in spreads], yerr=[each.bar for each in spreads], marker="o",
+                  markersize=4, **style)  # fmt: skip

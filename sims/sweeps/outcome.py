@@ -1,13 +1,14 @@
 """What became of a run among many."""
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fedloom.conf.errors import FailedError, UserError, of_files, plain
 from fedloom.server.run_folder.listing import busy, read_summary
+from fedloom.sims.report.tables import Table, before_forgetting, percent
 from fedloom.sims.sweeps.plan import Planned, ordered, placed
 
 KEPT, FINISHED, FAILED, BUSY = "kept", "finished", "failed", "busy"
@@ -29,6 +30,20 @@ class Outcome:
     def missing(self) -> bool:
         """Whether there is no finished run."""
         return self.status in (FAILED, BUSY)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        error = {"error": self.error} if self.error else {}
+        return {"run": str(self.folder), "values": dict(self.values), "status": self.status, **error,
+                "summary": dict(self.summary)}  # fmt: skip
+
+
+def outcome_table(outcomes: Sequence[Outcome]) -> Table:
+    """A row for each run."""
+    rows = [[outcome.folder.name, outcome.status, percent(before_forgetting(outcome.summary).get("union"))]
+            for outcome in outcomes]  # fmt: skip
+    note = "kept: it was finished before." if any(outcome.status == KEPT for outcome in outcomes) else ""
+    return Table("Runs", ["run", "status", "test accuracy"], rows, note)
 
 
 def finished(run: Planned, status: str = FINISHED) -> Outcome:

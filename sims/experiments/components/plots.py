@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fedloom.sims.report.canvas import INK, PALETTE, mean_line, name_axes, new_figure, percent_axis, save
+from fedloom.sims.report.canvas import INK, PALETTE, name_axes, new_figure, percent_axis, save
+from fedloom.sims.report.spread import mean_line
 
 
 def curves(series: Mapping[str, Mapping[str, Sequence[float]]], label: str, path: Path) -> Path:

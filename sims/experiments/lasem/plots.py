@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fedloom.sims.report.canvas import INK, LIGHT, PALETTE, mean_line, name_axes, new_figure, percent_axis, save
-from fedloom.sims.report.spread import spread
+from fedloom.sims.report.canvas import INK, LIGHT, PALETTE, name_axes, new_figure, percent_axis, save
+from fedloom.sims.report.spread import mean_line, spread
 
 Range = tuple[Sequence[float], float, Sequence[float]]  # means of given configurations, of all shared, seeds of LASEM
 
