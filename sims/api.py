@@ -24,10 +24,11 @@ from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger
 from fedloom.server.run_folder.folder import RunFolder, read_config
 from fedloom.server.strategies.defaults import with_default_objective
-from fedloom.sims.operations import requests as commands
+from fedloom.sims.operations import simulate as simulations
 from fedloom.sims.operations.compose import name_of
-from fedloom.sims.operations.simulate import simulate
+from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
 from fedloom.sims.progress.callbacks import Callbacks, OnReply, OnRound
+from fedloom.sims.progress.listeners import listener_for
 from fedloom.sims.report.tables import accuracy_table, percent
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ def run(
     """
     config = config_of(experiment, [*overrides, *(["run.overwrite=true"] if overwrite else [])])
     with as_usual():
-        simulate(config, quiet=not progress, listeners=[Callbacks(on_round, on_reply)])
+        callbacks = Callbacks(on_round, on_reply)
+        simulations.simulate(config, listener=listener_for(quiet=not progress), listeners=[callbacks])
     return _finished(Path(config.run.root) / config.run.name, on_finished)
 
 
@@ -87,9 +89,10 @@ def resume(
     the rounds before, too. Callbacks as of `run`.
     """
     with as_usual():
-        listeners, folder = [Callbacks(on_round, on_reply)], Path(folder).expanduser()
+        listener, callbacks = listener_for(quiet=not progress), Callbacks(on_round, on_reply)
+        folder = Path(folder).expanduser()
         tracking = None if tracking is None else plain_value(tracking, "tracking")
-        commands.resume(folder, quiet=not progress, tracking=tracking, listeners=listeners)
+        simulations.resume(folder, tracking=tracking, listener=listener, listeners=[callbacks])
     return _finished(Path(folder), on_finished)
 
 
@@ -137,7 +140,7 @@ class Result:
     def class_counts(self) -> dict[str, dict[int, int]]:
         """How many training images of each class a site has, by its name; empty where the server has not the data."""
         counts = self.summary.get("classes") or {}
-        return {site: {int(name): number for name, number in one.items()} for site, one in counts.items()}
+        return {site: {int(name): number for name, number in numbers.items()} for site, numbers in counts.items()}
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -177,9 +180,9 @@ class Result:
         import pandas
 
         rows = {site["name"]: {"domain": site["domain"], "samples": site["samples"]} for site in self.summary["sites"]}
-        for name, found in self.per_site.items():
-            for site, one in found["sites"].items():
-                rows[site] |= {"test_images": one["images"], name: one["accuracy"]}
+        for name, scores in self.per_site.items():
+            for site, score in scores["sites"].items():
+                rows[site] |= {"test_images": score["images"], name: score["accuracy"]}
         return pandas.DataFrame.from_dict(rows, orient="index").rename_axis("site")
 
     def open_ledger(self) -> Ledger:
@@ -215,14 +218,14 @@ class Result:
         Raises UserError for sites that are unknown or forgotten already.
         """
         names = [sites] if isinstance(sites, str) else list(sites)
-        wish = commands.UnlearningRequest(names, request_id, reason, repair, retrain, rollback, recalibrate, without_data)
+        asked = UnlearningRequest(names, request_id, reason, repair, retrain, rollback, recalibrate, without_data)
         with as_usual():
-            return commands.unlearn(self.folder, wish, quiet=not progress)[1]
+            return unlearn(self.folder, asked, listener=listener_for(quiet=not progress)).certificate
 
     def __str__(self) -> str:
         """How it stands, of what method, how good it is and where: in a line."""
         summary = self.summary
-        scores = {name: one["union"] for name, one in self.accuracy.items() if "union" in one}
+        scores = {name: shares["union"] for name, shares in self.accuracy.items() if "union" in shares}
         name = str(summary.get("aggregate") or next(iter(scores), ""))
         good = f", test accuracy {percent(scores[name])} ({name})" if name in scores else ""
         return (

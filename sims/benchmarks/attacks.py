@@ -24,12 +24,12 @@ from fedloom.conf.load import load_text
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.rounds.listener import Silent
 from fedloom.server.rounds.transport import TooFewRepliesError
-from fedloom.server.run.experiment import check, open_ledger
 from fedloom.server.run.training_run import TrainingRun
-from fedloom.server.run_folder.folder import RunFolder
 from fedloom.sims.benchmarks.attack_sites import TARGET, triggered
 from fedloom.sims.engines.inline import InlineGrid
-from fedloom.sims.report.tables import Table, mean_and_spread, percent
+from fedloom.sims.operations.scratch_run import training_run
+from fedloom.sims.report.spread import mean_and_spread
+from fedloom.sims.report.tables import Table, percent
 
 SEEDS = 3
 HOSTILE, COLLUDING = "site-0009", "site-0008"
@@ -123,12 +123,7 @@ def trained(
 ) -> Iterator[TrainingRun]:
     """The federation when all rounds are over, or nobody's loss is finite any more."""
     config = configured(attack, bounds, seed, folder)
-    check(config)
-    place = RunFolder(folder / config.run.name)
-    place.open(config)
-    there = [site.name for site in config.roster if site.name not in gone]
-    with open_ledger(config, place, "attacks", there) as ledger:
-        method = TrainingRun(config, place, ledger, Evaluator(config))
+    with training_run(config, "attacks", gone) as method:
         with contextlib.suppress(TooFewRepliesError):
             method.train(method.joined(InlineGrid(len(config.roster), folder / "stores")), Silent())
         yield method

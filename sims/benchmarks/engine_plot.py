@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fedloom.sims.benchmarks.engine_cases import COMPILED, SUMS
 from fedloom.sims.benchmarks.engine_measure import Row
-from fedloom.sims.report.canvas import INK, LIGHT, PALETTE, save
+from fedloom.sims.report.canvas import INK, PALETTE, new_panels, plain, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,13 +22,8 @@ PANELS = (
 
 def draw(rows: Sequence[Row], path: Path) -> Path:
     """Write the PNG; returns its path."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     cases = list(dict.fromkeys(row.case for row in rows))
-    figure = Figure(figsize=(11, 1.6 + 0.5 * len(cases)), dpi=140, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(PANELS), sharey=True)
+    figure, (panels,) = new_panels(11, 1.6 + 0.5 * len(cases), 1, len(PANELS), sharey=True)
     for axes, (column, label, scale) in zip(panels, PANELS, strict=True):
         _dots(axes, rows, cases, column)
         axes.set_xscale(scale)
@@ -45,11 +40,8 @@ def draw(rows: Sequence[Row], path: Path) -> Path:
 def _dots(axes: Axes, rows: Sequence[Row], cases: list[str], column: str) -> None:
     for engine, colour in COLOURS.items():
         points = [(getattr(row, column), cases.index(row.case)) for row in rows if row.engine == engine]
-        points = [(value, place) for value, place in points if value is not None]
+        points = [(value, height) for value, height in points if value is not None]
         if points:
             axes.scatter(*zip(*points, strict=True), s=60, color=colour, edgecolor="white", label=engine, zorder=2)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(LIGHT)
-    axes.grid(color=LIGHT, linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.tick_params(which="both", length=0, labelsize=9, labelcolor=INK)
+    plain(axes)
+    axes.tick_params(which="minor", length=0)

@@ -11,16 +11,11 @@ import numpy as np
 from flwr.app import ArrayRecord, RecordDict
 from flwr.serverapp import Grid
 
-from fedloom.clients.objectives import resolve
 from fedloom.clients.protocol.messages import TRAIN
-from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.rounds.channel import ClientChannel
-from fedloom.server.rounds.listener import LogListener
-from fedloom.server.rounds.loop import RoundLoop
-from fedloom.server.rounds.server_state import ServerState
-from fedloom.server.rounds.view import Setup
 from fedloom.server.run.training_run import one_round
 from fedloom.sims.benchmarks.engine_job import Job
+from fedloom.sims.operations.scratch_run import joined_channel, round_loop
 
 TIMEOUT = 600.0
 POLL_SECONDS = 0.05
@@ -45,12 +40,8 @@ def message_rounds(job: Job, grid: Grid) -> Iterator[float | str]:
 def training_rounds(job: Job, grid: Grid) -> Iterator[float | str]:
     """The project's own round loop, without evaluation: planning, folding and committing count."""
     config = job.config()
-    sites = config.roster
-    _all_nodes(grid, len(sites))
-    federation = ClientChannel(grid, sites, config.federation.window)
-    federation.join(TIMEOUT)
-    aggregation = ServerState(Setup(resolve(config), sites, job.folder))
-    loop = RoundLoop(config, "bench", federation, aggregation, Evaluator(config), LogListener())
+    _all_nodes(grid, len(config.roster))
+    loop = round_loop(config, "bench", joined_channel(grid, config, TIMEOUT), job.folder)
     for round in itertools.count(1):
         record = one_round(loop, round)
         reasons = list(record["dropped"].values())

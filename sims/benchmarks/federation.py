@@ -13,21 +13,15 @@ import numpy as np
 import tomli_w
 
 from fedloom.clients.data import site_images
-from fedloom.clients.objectives import resolve
 from fedloom.conf import load
 from fedloom.conf.errors import FailedError
 from fedloom.conf.schema import Config
-from fedloom.server.evaluation.evaluator import Evaluator
-from fedloom.server.rounds.channel import ClientChannel
-from fedloom.server.rounds.listener import LogListener
-from fedloom.server.rounds.loop import RoundLoop
-from fedloom.server.rounds.server_state import ServerState
-from fedloom.server.rounds.view import Setup
 from fedloom.server.run.training_run import one_round
 from fedloom.sims.engines import open_engine
 from fedloom.sims.federation import local, sheets
 from fedloom.sims.federation.plan import CONNECTION, SERVER, Plan, sites_of, write_plan
 from fedloom.sims.federation.programs import BIN, environment, free_port
+from fedloom.sims.operations.scratch_run import joined_channel, round_loop
 from fedloom.sims.report.tables import Table
 
 SITES, SAMPLES, WIDTHS, INPUTS, CLASSES = 3, 60, [400, 200, 100], 64, 10
@@ -96,12 +90,9 @@ def write_data(config: Config, root: Path) -> None:
 def ours(config: Config, folder: Path) -> list[float]:
     """Seconds of rounds of this project's loop: asking, checking, adding up, committing."""
     with open_engine(config) as grid:
-        federation = ClientChannel(grid, config.roster, config.federation.window)
-        federation.join(config.federation.join_timeout)
-        aggregation = ServerState(Setup(resolve(config), config.roster, folder))
-        loop = RoundLoop(config, folder.name, federation, aggregation, Evaluator(config), LogListener())
+        loop = round_loop(config, folder.name, joined_channel(grid, config, config.federation.join_timeout), folder)
         records = [one_round(loop, round) for round in range(1, ROUNDS + 1)]
-        aggregation.ledger.close()
+        loop.state.ledger.close()
     if dropped := next((record["dropped"] for record in records if record["dropped"]), None):
         raise FailedError(f"a round lost a site, and does not count: {dropped}")
     return [record["seconds"] for record in records[1:]]

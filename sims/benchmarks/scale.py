@@ -17,14 +17,12 @@ from flwr.clientapp import ClientApp
 
 from fedloom.clients.protocol.messages import ORDER
 from fedloom.conf import load
-from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.rounds.listener import LogListener
 from fedloom.server.rounds.loop import RoundLoop
-from fedloom.server.run.experiment import check, open_ledger
-from fedloom.server.run.training_run import TrainingRun, one_round
-from fedloom.server.run_folder.folder import RunFolder
+from fedloom.server.run.training_run import one_round
 from fedloom.sims.benchmarks import scale_nodes, untrained
 from fedloom.sims.engines.inline import InlineGrid
+from fedloom.sims.operations.scratch_run import training_run
 from fedloom.sims.progress.memory import own_bytes
 from fedloom.sims.report.tables import Table
 
@@ -74,15 +72,10 @@ def bench() -> tuple[list[Table], list[dict[str, Any]]]:
 def one(sites: int, asked: int, folder: Path, begun: float) -> dict[str, Any]:
     """The measurement itself, in this process, which began at `begun` (time.time)."""
     config = load(str(scale_nodes.written(sites, asked, ROUNDS, folder)))
-    check(config)
     client = TimedApp()
     grid = InlineGrid(len(config.roster), folder / "stores", client)
-    place = RunFolder(Path(config.run.root) / config.run.name)
-    place.open(config)
-    with open_ledger(config, place) as ledger:
-        method = TrainingRun(config, place, ledger, Evaluator(config))
-        federation = method.joined(grid)
-        loop = RoundLoop(config, "scale", federation, method.state, method.evaluator, LogListener())
+    with training_run(config) as method:
+        loop = RoundLoop(config, "scale", method.joined(grid), method.state, method.evaluator, LogListener())
         startup = time.time() - begun
         seconds, memory, received = [], [], []
         for number in range(1, ROUNDS + 1):
@@ -92,8 +85,8 @@ def one(sites: int, asked: int, folder: Path, begun: float) -> dict[str, Any]:
             seconds.append(time.perf_counter() - begin - (client.seconds - before))
             memory.append(own_bytes(os.getpid()))
         network = sum(tensor.nbytes for tensor in method.state.aggregate().state.values())
-        kept = sum(path.stat().st_size for path in (place.path / "blobs").iterdir())
-        contributors = len({one.blob for one in ledger.all_latest().values()})
+        kept = sum(path.stat().st_size for path in (method.folder.path / "blobs").iterdir())
+        contributors = len({one.blob for one in method.ledger.all_latest().values()})
     return {"sites": sites, "asked": asked, "startup_s": startup, "server_s": sorted(seconds)[len(seconds) // 2],
             "received_mb": received[-1] / 1e6, "order_bytes": client.order,
             "memory_mb": memory[-1] / MIB, "growth_mb": (memory[-1] - memory[1]) / MIB,

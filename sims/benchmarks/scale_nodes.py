@@ -18,13 +18,10 @@ import torch
 
 from fedloom.conf import load
 from fedloom.fusion.exact import ExactSum, quantise
-from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger.blobs import Blobs
 from fedloom.server.rounds.listener import LogListener
-from fedloom.server.rounds.loop import RoundLoop
-from fedloom.server.run.experiment import open_ledger
-from fedloom.server.run.training_run import TrainingRun, one_round
-from fedloom.server.run_folder.folder import RunFolder
+from fedloom.server.run.training_run import one_round
+from fedloom.sims.operations.scratch_run import training_run
 from fedloom.sims.report.tables import Table
 
 ROUNDS = 3
@@ -68,14 +65,11 @@ def _rounds(sites: int, asked: int, words: list[str], folder: Path) -> dict[str,
     fixed = ["engine.name=ray", "engine.workers=2"]
     config = load(str(written(sites, asked, ROUNDS, folder)), [*fixed, *words])
     grid = start(config, app="fedloom.sims.benchmarks.untrained:app")
-    place = RunFolder(Path(config.run.root) / config.run.name)
-    place.open(config)
     try:
-        with open_ledger(config, place) as ledger:
-            method = TrainingRun(config, place, ledger, Evaluator(config))
+        with training_run(config) as method:
             federation = method.joined(grid)
-            method.state.attach(federation.parts(ledger.run().run))
-            loop = RoundLoop(config, ledger.run().run, federation, method.state, method.evaluator, LogListener())
+            method.state.attach(federation.parts(method.ledger.run().run))
+            loop = method.begin(federation, LogListener())
             received, seconds = [0], 0.0
             for number in range(1, ROUNDS + 1):
                 begin = time.perf_counter()

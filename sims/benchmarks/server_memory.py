@@ -8,17 +8,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from fedloom.clients.objectives import resolve
 from fedloom.conf import load
-from fedloom.server.evaluation.evaluator import Evaluator
-from fedloom.server.rounds.channel import ClientChannel
-from fedloom.server.rounds.listener import LogListener
-from fedloom.server.rounds.loop import RoundLoop
-from fedloom.server.rounds.server_state import ServerState
-from fedloom.server.rounds.view import Setup
 from fedloom.server.run.training_run import all_rounds
 from fedloom.sims.benchmarks import untrained
 from fedloom.sims.engines.inline import InlineGrid
+from fedloom.sims.operations.scratch_run import joined_channel, round_loop
 from fedloom.sims.report.tables import Table
 
 MIB = 2**20
@@ -42,11 +36,8 @@ def one(sites: int, folder: Path) -> dict[str, float]:
     overrides = [entry, f"rounds={ROUNDS}", "network.width=3.75", "federation.window=8", f"run.root={folder}"]
     config = load("digits", ["engine.name=inline", *overrides])
     grid = InlineGrid(sites, folder, untrained.app)
-    federation = ClientChannel(grid, config.roster, config.federation.window)
-    federation.join(10.0)
-    aggregation = ServerState(Setup(resolve(config), config.roster, folder))
-    loop = RoundLoop(config, "memory", federation, aggregation, Evaluator(config), LogListener())
-    size = sum(tensor.numel() * tensor.element_size() for tensor in aggregation.aggregate().state.values())
+    loop = round_loop(config, "memory", joined_channel(grid, config, 10.0), folder)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in loop.state.aggregate().state.values())
     start = peak_rss()
     list(all_rounds(loop))
     return {"sites": sites, "state_mb": size / MIB, "start_mb": start / MIB, "peak_mb": peak_rss() / MIB}

@@ -8,18 +8,13 @@ from typing import Any
 
 from flwr.serverapp import Grid
 
-from fedloom.clients.objectives import resolve
 from fedloom.conf import load
 from fedloom.conf.schema import Config
 from fedloom.fusion.state import digest
-from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger.audit import check
-from fedloom.server.rounds.channel import ClientChannel
 from fedloom.server.rounds.listener import Listener, Silent
 from fedloom.server.rounds.loop import RoundLoop
-from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.transport import TooFewRepliesError
-from fedloom.server.rounds.view import Setup
 from fedloom.server.run.training_run import all_rounds, one_round
 from fedloom.server.run_folder.folder import RunFolder
 from fedloom.sims.benchmarks.soak_app import Replay
@@ -30,6 +25,7 @@ from fedloom.sims.engines import ray
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.engines.inline import InlineGrid
 from fedloom.sims.engines.ray import RayGrid
+from fedloom.sims.operations.scratch_run import joined_channel, round_loop
 
 MOST_REPEATS = 10  # of one round
 
@@ -109,13 +105,12 @@ def configured(plan: Plan, root: Path, address: str, partial_sums: bool, kept: P
 
 def begun(config: Config, grid: Grid, listener: Listener) -> RoundLoop:
     """All of a run before its first round."""
-    sites, folder = config.roster, Path(config.run.root) / config.run.name
+    folder = Path(config.run.root) / config.run.name
     RunFolder(folder).open(config)
-    federation = ClientChannel(grid, sites, config.federation.window)
-    federation.join(config.federation.join_timeout)
-    aggregation = ServerState(Setup(resolve(config), sites, folder))
-    aggregation.attach(federation.parts("faults"))
-    return RoundLoop(config, "faults", federation, aggregation, Evaluator(config), listener)
+    channel = joined_channel(grid, config, config.federation.join_timeout)
+    loop = round_loop(config, "faults", channel, folder, listener)
+    loop.state.attach(channel.parts("faults"))
+    return loop
 
 
 def every_round(loop: RoundLoop, repeated: list[int]) -> Iterator[dict[str, Any]]:

@@ -18,10 +18,10 @@ def options(
     """List the keys of a configuration, with what they take, their defaults and their meaning."""
     from rich.console import Console
 
-    from fedloom.sims.operations.keys import table
+    from fedloom.sims.operations.options import table
 
-    found, console = table(section), Console()
-    console.print(found.rich()) if console.is_terminal else typer.echo(found.plain(), nl=False)
+    keys, console = table(section), Console()
+    console.print(keys.rich()) if console.is_terminal else typer.echo(keys.plain(), nl=False)
 
 
 @app.command()

@@ -71,8 +71,8 @@ def ssh(
 
     names = [host for host in hosts.split(",") if host]
     shape = {"nodes": max(1, len(names)), "cpus": cpus, "gpus": gpus, "image": image, "environment": environment}
-    made, place = job(experiment, words or [], {**shape, "port": port}), str(write or "")
-    _give(cluster_file(made, {"hosts": names, "user": user, "key": key}, place), write, commands(made, place))
+    cluster_job, path = job(experiment, words or [], {**shape, "port": port}), str(write or "")
+    _give(cluster_file(cluster_job, {"hosts": names, "user": user, "key": key}, path), write, commands(cluster_job, path))
 
 
 def _give(text: str, file: Path | None, then: list[str]) -> None:
@@ -81,8 +81,8 @@ def _give(text: str, file: Path | None, then: list[str]) -> None:
         typer.echo(text, nl=False)
         return
     try:
-        with open(file, "x", encoding="utf-8") as opened:
-            opened.write(text)
+        with open(file, "x", encoding="utf-8") as stream:
+            stream.write(text)
     except FileExistsError:
         raise UserError(f"--write: {file} is there already; name another file") from None
     except FileNotFoundError:

@@ -120,9 +120,9 @@ def join(
     from fedloom.sims.federation.joining import REQUEST, ask
 
     home = folder or Path(name)
-    told = ask(home, name, superlink, rekey)
+    fingerprint = ask(home, name, superlink, rekey)
     typer.echo(f"{home / REQUEST}: send it to the operator, and read this out when asked, by another way than it goes:")
-    typer.echo(f"  {name} {told}")
+    typer.echo(f"  {name} {fingerprint}")
     typer.echo(f"The members' file comes back: fedloom federation accept FILE --folder {home}")
 
 
@@ -163,11 +163,11 @@ def accept(
 
     from fedloom.sims.federation import joining
 
-    given = joining.read_members(members)
-    rows = joining.changes(folder, given)
+    others = joining.read_members(members)
+    rows = joining.changes(folder, others)
     Console().print(Table(f"{members}", ["who", "change", "fingerprint"], rows).rich())
     _agree("Do operator and sites read out the same?", yes, "accept", "--yes does not ask")
-    joining.accept(folder, given)
+    joining.accept(folder, others)
     typer.echo(f"{folder}: knows them from now on; its node: fedloom federation node {folder / 'site.yaml'}")
 
 

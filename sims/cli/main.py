@@ -1,14 +1,11 @@
 """The command `fedloom`."""
 
-import _thread
 import contextlib
 import importlib
 import inspect
 import json
 import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from importlib import metadata
@@ -20,9 +17,10 @@ import typer
 
 from fedloom.conf import UserError
 from fedloom.conf.errors import FailedError, of_files, unknown
-from fedloom.sims.cli import about, cluster, federation, heads, networks, requests, runs
+from fedloom.conf.schema import Config
+from fedloom.sims.cli import about, cluster, federation, networks, one_run, runs
 from fedloom.sims.cli.options import Json, Quiet
-from fedloom.sims.ending import Ending
+from fedloom.sims.process import Ending, listen
 from fedloom.sims.progress.output import fault, make_lenient
 from fedloom.sims.progress.waiting import LIBRARIES, waiting
 from fedloom.sims.report.tables import Table
@@ -74,7 +72,7 @@ def run(
         with waiting("reading the configuration", quiet):
             from fedloom.sims.cli import many
 
-        order = many.Order(experiment, words, seeds, sweep or [], parallel, overwrite)
+        order = many.SweepOrder(experiment, words, seeds, sweep or [], parallel, overwrite)
         raise typer.Exit(many.show(order) if show else many.run(order, quiet=quiet, as_json=as_json))
     if parallel > 1:
         raise UserError("--parallel: is for many runs; say which with --seeds 0,1,2 or --sweep key=value,value")
@@ -83,18 +81,24 @@ def run(
 
     config = configured(experiment, [*words, *(["run.overwrite=true"] if overwrite else [])])
     if show:
-        from fedloom.sims.operations.keys import with_options
+        from fedloom.sims.operations.options import with_options
 
         typer.echo(with_options(config), nl=False)
-        return
+    else:
+        _simulate(config, began, quiet=quiet, as_json=as_json)
+
+
+def _simulate(config: Config, began: float, *, quiet: bool, as_json: bool) -> None:
+    """Run it, and print its summary where that is asked for."""
     if not config.run.resume:
         from fedloom.server.run_folder.listing import refuse_existing
 
         refuse_existing(config)  # at once: what simulates takes seconds to import
     with waiting(LIBRARIES, quiet):
         from fedloom.sims.operations.simulate import simulate
+        from fedloom.sims.progress.listeners import listener_for
 
-    summary = simulate(config, quiet=quiet, json_output=as_json, began=began)
+    summary = simulate(config, listener=listener_for(quiet, json_output=as_json), began=began)
     if as_json:
         typer.echo(json.dumps(summary))
 
@@ -134,18 +138,17 @@ def bench(
     from fedloom.sims.benchmarks import MODULES
 
     measure = _named("benchmark", what, MODULES, "bench")
-    given = {"quick": quick, "out": out}
-    tables, rows = measure(**{name: given[name] for name in inspect.signature(measure).parameters if name in given})
+    options = {"quick": quick, "out": out}
+    tables, rows = measure(**{name: options[name] for name in inspect.signature(measure).parameters if name in options})
     for table in [tables] if isinstance(tables, Table) else tables:
         typer.echo(table.plain(), err=as_json)
     if as_json:
         typer.echo(json.dumps({"rows": rows}))
 
 
-app.add_typer(requests.app)
+app.add_typer(one_run.app)
 app.add_typer(about.app)
 app.add_typer(networks.app)
-app.add_typer(heads.app)
 app.add_typer(runs.app)
 app.add_typer(federation.app, name="federation")
 app.add_typer(cluster.app, name="cluster")
@@ -172,8 +175,8 @@ def main() -> NoReturn:
 
 def _at_home(word: str) -> str:
     """A word with the home's whole path for ~ where a path begins: --out=~/x, which shells leave as it is."""
-    option, equals, given = word.partition("=") if word.startswith("--") else ("", "", word)
-    return f"{option}{equals}{os.path.expanduser(given)}" if given.startswith("~/") else word
+    option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    return f"{option}{equals}{os.path.expanduser(value)}" if value.startswith("~/") else word
 
 
 def _import_from_here() -> None:
@@ -195,9 +198,9 @@ def _guarded() -> int:
     except FailedError as error:
         return _say(str(error), 1)
     except OSError as error:
-        if not (told := of_files(error)):
+        if not (text := of_files(error)):
             raise
-        return _say(told, 2)
+        return _say(text, 2)
     except SystemExit as error:  # ours does not
         return _say(f"code from outside called exit({error.code!r}); what was committed is kept", 1)
     except (KeyboardInterrupt, click.Abort):
@@ -207,30 +210,3 @@ def _guarded() -> int:
 def _say(text: str, code: int) -> int:
     typer.echo(f"fedloom: {text}", err=True)
     return code
-
-
-def listen() -> None:
-    """Be interrupted by SIGINT, even where the shell started us with it ignored, and by SIGTERM, at whatever moment."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, _terminate)
-    sys.unraisablehook = _again
-
-
-def _terminate(*_: Any) -> None:
-    raise KeyboardInterrupt
-
-
-def _interrupt() -> None:
-    """A signal to another thread would not end a wait; Windows has none to a thread."""
-    if hasattr(signal, "pthread_kill"):
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-    else:
-        _thread.interrupt_main()
-
-
-def _again(ignored: Any) -> None:
-    """An interruption while an object is destroyed goes no further than there: hear it again."""
-    if issubclass(ignored.exc_type, KeyboardInterrupt):
-        threading.Timer(0.1, _interrupt).start()
-    else:
-        sys.__unraisablehook__(ignored)

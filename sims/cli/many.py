@@ -5,23 +5,21 @@ import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import typer
 
 from fedloom.conf import load
 from fedloom.server.strategies.defaults import with_default_objective
-from fedloom.sims.report.tables import Table, before_forgetting, percent
-from fedloom.sims.sweeps.outcome import KEPT, Outcome
+from fedloom.sims.sweeps.outcome import Outcome, outcome_table
 from fedloom.sims.sweeps.plan import Planned, plan, read_sweep
 
 
 @dataclass(frozen=True)
-class Order:
+class SweepOrder:
     """What is asked for: an experiment with overrides, seeds and sweeps as they were written, runs at a time."""
 
     experiment: str
-    words: Sequence[str]
+    overrides: Sequence[str]
     seeds: str | None
     sweep: Sequence[str]
     parallel: int
@@ -30,46 +28,38 @@ class Order:
     def plan(self) -> list[Planned]:
         """The runs. UserError for keys and values that the configuration does not take."""
         return plan(
-            lambda words: with_default_objective(load(self.experiment, words), words),
-            self.words,
+            lambda overrides: with_default_objective(load(self.experiment, overrides), overrides),
+            self.overrides,
             read_sweep(self.seeds, self.sweep),
         )
 
 
-def show(order: Order) -> int:
+def show(order: SweepOrder) -> int:
     """Print the runs that there would be."""
-    for one in order.plan():
-        typer.echo(f"{one.folder}  {' '.join(f'{key}={json.dumps(value)}' for key, value in one.values.items())}")
+    for run in order.plan():
+        typer.echo(f"{run.folder}  {' '.join(f'{key}={json.dumps(value)}' for key, value in run.values.items())}")
     return 0
 
 
-def run(order: Order, *, quiet: bool, as_json: bool) -> int:
+def run(order: SweepOrder, *, quiet: bool, as_json: bool) -> int:
     """Carry them out, tell what they gave; the exit code: 1 if one is missing."""
     planned = order.plan()
     from fedloom.sims.sweeps.work import carry_out, ready
 
-    there = ready(planned, overwrite=order.overwrite)
+    runs = ready(planned, overwrite=order.overwrite)
     try:
-        outcomes = carry_out(there, min(order.parallel, len(there)), quiet=quiet, json_output=as_json)
+        outcomes = carry_out(runs, min(order.parallel, len(runs)), quiet=quiet, json_output=as_json)
     except KeyboardInterrupt:
         typer.echo("fedloom: the same command goes on, with the runs that are not finished", err=True)
         raise
     for text in [outcome_table(outcomes).plain(), *_together(outcomes)] if not quiet else []:
         typer.echo(text, err=as_json)
     if as_json:
-        typer.echo(json.dumps({"runs": [_row(outcome) for outcome in outcomes]}))
+        typer.echo(json.dumps({"runs": [outcome.as_json() for outcome in outcomes]}))
     lost = [outcome for outcome in outcomes if outcome.missing]
     for outcome in lost:
         typer.echo(f"fedloom: {outcome.folder}: {outcome.status}: {outcome.error}", err=True)
     return 1 if lost else 0
-
-
-def outcome_table(outcomes: Sequence[Outcome]) -> Table:
-    """A row for each run."""
-    rows = [[outcome.folder.name, outcome.status, percent(before_forgetting(outcome.summary).get("union"))]
-            for outcome in outcomes]  # fmt: skip
-    note = "kept: it was finished before." if any(outcome.status == KEPT for outcome in outcomes) else ""
-    return Table("Runs", ["run", "status", "test accuracy"], rows, note)
 
 
 def _together(outcomes: Sequence[Outcome]) -> list[str]:
@@ -81,9 +71,3 @@ def _together(outcomes: Sequence[Outcome]) -> list[str]:
         return []
     alike = os.path.commonprefix([str(folder) for folder in folders])  # noqa: RUF071
     return [compare(folders).text(), f"as a page: fedloom compare {shlex.quote(alike)}* --html compare.html"]
-
-
-def _row(outcome: Outcome) -> dict[str, Any]:
-    told = {"error": outcome.error} if outcome.error else {}
-    return {"run": str(outcome.folder), "values": dict(outcome.values), "status": outcome.status, **told,
-            "summary": dict(outcome.summary)}  # fmt: skip

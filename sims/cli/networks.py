@@ -1,4 +1,4 @@
-"""The commands on networks and files of them: `fedloom networks`, `fedloom align` and `fedloom fuse`."""
+"""The commands on networks: `networks`, `align` and `fuse` for files of them, `heads` and `transfer-head` for a run's."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,10 +6,12 @@ from typing import Annotated
 import typer
 
 from fedloom.conf.errors import UserError
-from fedloom.sims.progress.waiting import LIBRARIES, waiting
+from fedloom.sims.cli.options import numbers
+from fedloom.sims.progress.waiting import LIBRARIES, steps_shown, waiting
 
 app = typer.Typer()
-SELECTION = "selection"
+RunPath = Annotated[Path, typer.Argument(help="A run's folder, such as runs/components.")]
+SELECTION, SEARCH = "selection", "search"
 
 Probe = Annotated[str, typer.Option(help="The domain whose training images the layers are compared on.")]
 Samples = Annotated[int, typer.Option(help="How many of them.", min=2)]
@@ -27,9 +29,9 @@ def networks(
 ) -> None:
     """The points at which a network can be cut into extractor and head, with the features there."""
     with waiting(LIBRARIES):
-        from fedloom.sims.operations import cut_points as cutting
+        from fedloom.sims.operations.cut_points import names, points
 
-    typer.echo(cutting.points(name, channels, size, classes).plain() if name else "\n".join(cutting.names()))
+    typer.echo(points(name, channels, size, classes).plain() if name else "\n".join(names()))
 
 
 @app.command()
@@ -50,11 +52,13 @@ def align(
 ) -> None:
     """Which layer of one network corresponds to which of another."""
     with waiting(LIBRARIES):
-        from fedloom.sims.operations import fuse_files as align_fuse
+        from fedloom.sims.operations.align_files import align as compare
+        from fedloom.sims.operations.network_files import NetworkFiles
 
-    names = [network_a, network_b]
-    files = align_fuse.Files([a, b], names, probe, samples, size, grey, root)
-    typer.echo(align_fuse.align(files, comparison, not free_first, not free_last, out).plain())
+    files = NetworkFiles([a, b], [network_a, network_b], probe, samples, size, grey, root)
+    with steps_shown():
+        table = compare(files, comparison, not free_first, not free_last, out)
+    typer.echo(table.plain())
     typer.echo(f"written: {out}")
 
 
@@ -86,16 +90,50 @@ def fuse(
     """Fuse networks of equal or different depth and width into one."""
     with waiting(LIBRARIES):
         from fedloom.fusion.settings import FusionSettings
-        from fedloom.sims.operations import fuse_files as align_fuse
+        from fedloom.sims.operations import fuse_files as fusing
+        from fedloom.sims.operations.network_files import NetworkFiles
 
-    files = align_fuse.Files(networks, network or [], probe, samples, size, grey, root, classes or [])
+    files = NetworkFiles(networks, network or [], probe, samples, size, grey, root, classes or [])
     if reference and (refit != SELECTION or width != 1.0):
         raise UserError("--reference: the public code knows no --refit and no --width; leave these out")
     settings = FusionSettings.reference() if reference else FusionSettings(refit=refit, width=width)
-    written = align_fuse.check_report(out) if report else None
-    tables = align_fuse.fuse_files(files, align_fuse.Order(into, depth, weights, out, labels), settings)
+    written = fusing.check_report(out) if report else None
+    search = weights == SEARCH
+    shares = None if search else numbers(weights, "--weights")
+    with steps_shown():
+        tables = fusing.fuse_files(files, fusing.FusionOrder(into, depth, out, shares, search, labels), settings)
     typer.echo("\n".join(table.plain() for table in tables))
     typer.echo(f"written: {out}")
     if written:
         written.write_text("\n".join(table.markdown() for table in tables), encoding="utf-8")
         typer.echo(f"written: {written}")
+
+
+@app.command()
+def heads(
+    run: RunPath,
+    png: Annotated[Path | None, typer.Option(help="Draw the heat maps, too, into this file.")] = None,
+) -> None:
+    """How good every site's head is on every site's extractor, for the run's method and its baselines."""
+    with waiting(LIBRARIES):
+        from fedloom.sims.operations.transfer_head import measured
+
+    tables = measured(run, png)
+    typer.echo("\n".join(table.plain() for table in tables))
+    if png:
+        typer.echo(f"written: {png}")
+
+
+@app.command("transfer-head")
+def transfer_head(
+    run: RunPath,
+    giver: Annotated[str, typer.Option("--from", help="The site whose head it is.")],
+    taker: Annotated[str, typer.Option("--to", help="The site whose extractor it is put on.")],
+    out: Annotated[Path, typer.Option(help="Where the network goes.")] = Path("net.safetensors"),
+) -> None:
+    """One site's head on another site's extractor, as a network, and how good it was measured to be."""
+    with waiting(LIBRARIES):
+        from fedloom.sims.operations.transfer_head import transfer
+
+    typer.echo(transfer(run, giver, taker, out).plain())
+    typer.echo(f"written: {out}")

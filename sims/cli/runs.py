@@ -23,12 +23,12 @@ def runs(
     """List runs: how they stand, method, seed, rounds, test accuracy, size on disk."""
     from fedloom.sims.operations import run_list as listing
 
-    found = listing.rows_of(folder)
+    rows = listing.rows_of(folder)
     if as_json:
-        typer.echo(json.dumps({"runs": found}))
+        typer.echo(json.dumps({"runs": rows}))
     else:
-        typer.echo(listing.table(found, folder).plain() if found else f"{folder}: no runs yet")
-        for line in (line for row in found for line in row.get("odd", [])):
+        typer.echo(listing.table(rows, folder).plain() if rows else f"{folder}: no runs yet")
+        for line in (line for row in rows for line in row.get("odd", [])):
             typer.echo(f"note: {line}")
 
 
@@ -46,13 +46,13 @@ def compare(
     with waiting("reading the runs"):
         from fedloom.sims.comparison import compare as beside
 
-        found = beside(paths, by or [])
-    typer.echo(found.text(), err=as_json)
-    for written in [found.write_csv(csv) if csv else None, found.write(html) if html else None]:
+        comparison = beside(paths, by or [])
+    typer.echo(comparison.text(), err=as_json)
+    for written in [comparison.write_csv(csv) if csv else None, comparison.write(html) if html else None]:
         if written:
             typer.echo(f"written: {written}", err=as_json)
     if as_json:
-        typer.echo(json.dumps(found.as_json()))
+        typer.echo(json.dumps(comparison.as_json()))
 
 
 @app.command()
@@ -68,11 +68,11 @@ def rm(
     if not (yes or sys.stdin.isatty()):
         raise UserError("rm: stdin is no terminal, so that nobody can be asked; nothing is removed (--yes: do not ask)")
     size = sum(listing.size_of(folder) for folder in folders)
-    told = f"{', '.join(map(str, folders))}: {listing.megabytes(size)} MB"
+    which = f"{', '.join(map(str, folders))}: {listing.megabytes(size)} MB"
     try:
-        agreed = yes or typer.confirm(f"Remove {told}?")
+        agreed = yes or typer.confirm(f"Remove {which}?")
     except click.Abort:
         raise UserError("rm: nobody answered; nothing is removed (--yes does not ask)") from None
     for folder in folders if agreed else []:
         removal.remove(folder)
-    typer.echo(f"removed: {told}" if agreed else "nothing is removed")
+    typer.echo(f"removed: {which}" if agreed else "nothing is removed")

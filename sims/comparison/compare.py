@@ -14,7 +14,7 @@ from fedloom.conf.errors import UserError
 from fedloom.sims.comparison.curves import pictures
 from fedloom.sims.comparison.entries import entries_of
 from fedloom.sims.comparison.groups import UNION, Group, grouped, refuse_nothing
-from fedloom.sims.comparison.statistics import paired, spread
+from fedloom.sims.comparison.statistics import paired
 from fedloom.sims.comparison.tables import (
     ONE_SEED,
     Pair,
@@ -27,7 +27,8 @@ from fedloom.sims.comparison.tables import (
     what_differs,
 )
 from fedloom.sims.report.page import Details, Part, write_page
-from fedloom.sims.report.tables import Table, mean_and_spread
+from fedloom.sims.report.spread import mean_and_spread, spread
+from fedloom.sims.report.tables import Table
 from fedloom.sims.sweeps.names import text_of
 
 if TYPE_CHECKING:

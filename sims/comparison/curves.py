@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from fedloom.sims.comparison.entries import Entry
 from fedloom.sims.comparison.groups import Group
-from fedloom.sims.comparison.statistics import spread
 from fedloom.sims.report.canvas import INK, PALETTE, new_figure, percent_axis, save
 from fedloom.sims.report.curves import End, label_ends, whole_rounds
 from fedloom.sims.report.page import Picture
+from fedloom.sims.report.spread import spread
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,7 +9,7 @@ from typing import Any
 
 from fedloom.conf.errors import UserError, unknown
 from fedloom.sims.comparison.entries import DATA, Entry
-from fedloom.sims.comparison.statistics import Spread, spread
+from fedloom.sims.report.spread import Spread, spread
 from fedloom.sims.report.tables import percent
 from fedloom.sims.sweeps.names import label_of
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from fedloom.conf.formatting import rounded
 from fedloom.sims.comparison.groups import UNION, Group, value_of
-from fedloom.sims.comparison.statistics import CONFIDENCE, Difference, Spread, paired
-from fedloom.sims.report.tables import MAX_DOMAINS, Cell, Table, cut, mean_and_spread, percent
+from fedloom.sims.comparison.statistics import CONFIDENCE, Difference, paired
+from fedloom.sims.report.spread import Spread, mean_and_spread
+from fedloom.sims.report.tables import MAX_DOMAINS, Cell, Table, cut, percent
 from fedloom.sims.sweeps.names import text_of
 
 MOST_PAIRED = 6  # rows of which every pair is told; of more, each with the first

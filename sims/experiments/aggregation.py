@@ -9,15 +9,17 @@ from typing import Any
 from fedloom.clients.networks import NetworkName
 from fedloom.conf import load
 from fedloom.conf.errors import unknown
+from fedloom.conf.formatting import count
 from fedloom.conf.schema import Config
 from fedloom.sims.experiments.joint_sum import COMMON, OWN, Accuracies, Setting, measured
-from fedloom.sims.experiments.kept import told
-from fedloom.sims.experiments.pairs import Task
 from fedloom.sims.experiments.papers import cells, source_of
 from fedloom.sims.experiments.table_files import chosen, write
+from fedloom.sims.operations.domain_task import Task
 from fedloom.sims.operations.simulate import simulate_once
+from fedloom.sims.progress.listeners import listener_for
 from fedloom.sims.report.page import Part
-from fedloom.sims.report.tables import Table, domains, mean_and_spread
+from fedloom.sims.report.spread import mean_and_spread
+from fedloom.sims.report.tables import Table, domains
 
 EXPERIMENT = "mnist_svhn"
 
@@ -122,7 +124,8 @@ class Asked:
     def summaries(self, method: str) -> list[Any]:
         """A method's runs, one for each seed."""
         return [
-            simulate_once(_config(self.preset, method, seed, self.overrides), quiet=self.quiet) for seed in range(self.seeds)
+            simulate_once(_config(self.preset, method, seed, self.overrides), listener=listener_for(self.quiet))
+            for seed in range(self.seeds)
         ]
 
     def jointly(self, sites: int, **options: Any) -> list[Accuracies]:
@@ -156,34 +159,36 @@ def papers_tables(asked: Asked, number: str, rows: Sequence[Row]) -> list[Part]:
     columns = [*domains(summaries["exact"][0]), "union"]
     head = ["network"] + [text for column in columns for text in (column, f"{column} (paper)")]
     lines = []
-    for row, method, place in rows:
+    for row, method, path in rows:
         line: list[str] = [row]
         for column in columns:
-            scores = [_at(summary, place)[column] for summary in summaries[method]]
+            scores = [_at(summary, path)[column] for summary in summaries[method]]
             line += [mean_and_spread(scores), paper.shown(row, column)]
         lines.append(line)
     exact = all(all(summary["checks"].values()) for runs in summaries.values() for summary in runs)
     checks = "Sum, commutativity and subtraction were " + ("bit-exact in every run." if exact else "NOT exact in some run.")
-    return [Table(f"Table {number}: {titles[number]}, {told(asked.seeds)}", head, lines, f"{PAPER_NOTE} {checks}")]
+    return [Table(f"Table {number}: {titles[number]}, {count(asked.seeds, 'seed')}", head, lines, f"{PAPER_NOTE} {checks}")]
 
 
 def starts(asked: Asked) -> list[Part]:
     """Trained apart and regularised, from own starts and from one, in a federation and jointly."""
     rows = []
     for start, title in STARTS.items():
-        apart = [one["sum"] for one in asked.jointly(2, start=start, strength=0.0)]
-        joint = [one["sum"] for one in asked.jointly(2, start=start)]
+        apart = [accuracies["sum"] for accuracies in asked.jointly(2, start=start, strength=0.0)]
+        joint = [accuracies["sum"] for accuracies in asked.jointly(2, start=start)]
         rows += [_row(f"trained apart, GroupNorm, {title}", apart), _row(f"Eq. 5 jointly, {title}", joint)]
         for others in ("alike", "still"):
             runs = [summary["accuracy"]["sum"] for summary in asked.summaries(f"{others}, {start}")]
             rows.append(_row(f"federated, others {others}, {title}", runs))
     batch = replace(SIZES[asked.preset][1], options={**SIZES[asked.preset][1].options, "norm": "batch"})
     baseline = asked.jointly(2, start=OWN, strength=0.0, network=batch)
-    rows.append(_row("trained apart, BatchNorm, own starts (the paper's baseline)", [one["sum"] for one in baseline]))
+    rows.append(
+        _row("trained apart, BatchNorm, own starts (the paper's baseline)", [accuracies["sum"] for accuracies in baseline])
+    )
     paper = cells("sum_aggregation", "1")
     rows += [[f"the paper: {name}", *(paper.shown(name, column) for column in ("mnist", "svhn", "union"))]
              for name in ("baseline N1+N2", "proposed N1+N2")]  # fmt: skip
-    title = f"What the sum N_1 + N_2 knows, by start and method, {told(asked.seeds)}"
+    title = f"What the sum N_1 + N_2 knows, by start and method, {count(asked.seeds, 'seed')}"
     return [Table(title, ["", "mnist", "svhn", "union"], rows, JOINT_NOTE)]
 
 
@@ -191,25 +196,31 @@ def joint(asked: Asked) -> list[Part]:
     """Eq. 5 as it stands, with two data sets (Tables 1 and 2) and with four."""
     parts: list[Part] = []
     for sites in (2, 4):
-        found = asked.jointly(sites)
+        results = asked.jointly(sites)
         columns = [task.domain for task in SIZES[asked.preset][0][:sites]] + ["union"]
-        rows = [[name, *(mean_and_spread([one[name][column] for one in found]) for column in columns)] for name in found[0]]
-        title = f"Eq. 5 jointly, {sites} data sets, own starts, {told(asked.seeds)}"
+        rows = [
+            [name, *(mean_and_spread([result[name][column] for result in results]) for column in columns)]
+            for name in results[0]
+        ]
+        title = f"Eq. 5 jointly, {sites} data sets, own starts, {count(asked.seeds, 'seed')}"
         parts.append(Table(title, ["network", *columns], rows, JOINT_NOTE))
     return parts
 
 
 def epochs(asked: Asked) -> list[Part]:
     """Figure 3: more epochs help the sum."""
-    whole = SIZES[asked.preset][2]["steps"]
+    most = SIZES[asked.preset][2]["steps"]
     rows = []
     for share in (8, 4, 2, 1):
-        found = asked.jointly(2, steps=whole // share)
+        results = asked.jointly(2, steps=most // share)
         rows.append(
-            [f"{whole // share:,}", *(mean_and_spread([one[name]["union"] for one in found]) for name in ("N*", "sum"))]
+            [
+                f"{most // share:,}",
+                *(mean_and_spread([result[name]["union"] for result in results]) for name in ("N*", "sum")),
+            ]
         )
     note = "Accuracy on all test images. Each length is a training of its own, whose rate falls to 0."
-    return [Table(f"Figure 3: steps, Eq. 5 jointly, {told(asked.seeds)}", ["steps", "N*", "sum"], rows, note)]
+    return [Table(f"Figure 3: steps, Eq. 5 jointly, {count(asked.seeds, 'seed')}", ["steps", "N*", "sum"], rows, note)]
 
 
 TABLES: dict[str, Callable[[Asked], list[Part]]] = {
@@ -221,8 +232,8 @@ TABLES: dict[str, Callable[[Asked], list[Part]]] = {
 }
 
 
-def _row(title: str, found: Sequence[Mapping[str, float]]) -> list[str]:
-    return [title, *(mean_and_spread([one[column] for one in found]) for column in ("mnist", "svhn", "union"))]
+def _row(title: str, results: Sequence[Mapping[str, float]]) -> list[str]:
+    return [title, *(mean_and_spread([result[column] for result in results]) for column in ("mnist", "svhn", "union"))]
 
 
 def _config(preset: str, method: str, seed: int, overrides: Sequence[str]) -> Config:
@@ -234,8 +245,8 @@ def _folder(method: str) -> str:
     return method.replace("'", "").replace(", ", "-").replace(" ", "-")
 
 
-def _at(summary: Mapping[str, Any], place: tuple[str, ...]) -> Mapping[str, float]:
-    found: Any = summary
-    for key in place:
-        found = found[key]
-    return found
+def _at(summary: Mapping[str, Any], path: tuple[str, ...]) -> Mapping[str, float]:
+    inside: Any = summary
+    for key in path:
+        inside = inside[key]
+    return inside

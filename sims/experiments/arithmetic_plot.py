@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedloom.sims.report.canvas import INK, save
+from fedloom.sims.report.canvas import INK, new_panels, save
 
 Maps = Mapping[str, Mapping[str, np.ndarray]]  # by way of combining and task
 Pairs = Mapping[str, Sequence[Sequence[float]]]  # by way of combining
@@ -13,11 +13,8 @@ Pairs = Mapping[str, Sequence[Sequence[float]]]  # by way of combining
 
 def draw(maps: Maps, steps: Sequence[float], chosen: Pairs, path: Path) -> Path:
     """`maps`: [alpha, beta] accuracies (fractions of 1), alpha and beta in `steps`; `chosen`: pairs to mark."""
-    from matplotlib.figure import Figure
-
     rows, columns = len(maps), max(len(row) for row in maps.values())
-    figure = Figure(figsize=(1.2 + 3.3 * columns, 0.6 + 3.0 * rows), dpi=140, layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False)
+    figure, panels = new_panels(1.2 + 3.3 * columns, 0.6 + 3.0 * rows, rows, columns)
     edge = (steps[1] - steps[0]) / 2
     extent = (steps[0] - edge, steps[-1] + edge, steps[0] - edge, steps[-1] + edge)
     for row, (way, tasks) in enumerate(maps.items()):
@@ -32,5 +29,4 @@ def draw(maps: Maps, steps: Sequence[float], chosen: Pairs, path: Path) -> Path:
             axes.set_ylabel("α (first task)", fontsize=8.5)
             axes.tick_params(length=0, labelsize=7.5)
             axes.spines[:].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
     return save(figure, path)

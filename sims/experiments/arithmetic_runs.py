@@ -44,8 +44,8 @@ class Networks:
     def measured(self, composer: Composer, alphas: Sequence[float], split: str, most: int) -> list[float]:
         """Accuracy of a combination on the two domains."""
         composer(alphas)
-        found = self.evaluator.measure(split, most)
-        return [found[domain] for domain in self.domains]
+        shares = self.evaluator.measure(split, most)
+        return [shares[domain] for domain in self.domains]
 
 
 def grids(networks: Networks, how: str, split: str, most: int) -> dict[str, Grid]:

@@ -6,6 +6,7 @@ multiplied by alpha and added to five random networks, and to five that were tra
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ import torch
 
 from fedloom.clients.data import Images
 from fedloom.clients.networks import NetworkName, initialise, parse_name
+from fedloom.conf.formatting import count
 from fedloom.conf.randomness import torch_generator
 from fedloom.fusion.arithmetic import GRADIENTS, WEIGHTS
 from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import count_right
 from fedloom.sims.experiments import papers
-from fedloom.sims.experiments.kept import kept, told
-from fedloom.sims.experiments.pairs import EVALUATION_BATCH, Recipe, Task, images, trained
-from fedloom.sims.report.tables import Table, mean, mean_and_spread
+from fedloom.sims.experiments.pairs import Recipe, trained
+from fedloom.sims.experiments.study import Study
+from fedloom.sims.operations.domain_task import EVALUATION_BATCH, Task, images
+from fedloom.sims.report.spread import mean_and_spread
+from fedloom.sims.report.tables import Table, mean
 
 RANDOM, TRAINED = "random", "trained"
 TEST = "large, test"  # a column: test images; the others are of the images of the small scale
@@ -86,23 +90,20 @@ NOTE = (
 )
 
 
-def tables(plan: Plan, seeds: int, folder: Path, quiet: bool) -> list[Table]:
+def tables(study: Study, seeds: int) -> list[Table]:
     """The four tables; results on disk are taken as they are."""
-    found = [_found(plan, seed, folder, quiet) for seed in range(seeds)]
+    plan = PLANS[study.preset]
+    results = [_found(study, plan, seed) for seed in range(seeds)]
     scales = ", ".join(f"{name} {each or 'all'}" for name, (each, _) in plan.scales.items())
     few = len(images(plan.few("small", 0), "train"))
     note = NOTE.format(domain=plan.domain, few=few, scales=scales, others=", ".join(plan.others))
-    return [_table(target, how, found, note) for target, how in TABLES]
+    return [_table(target, how, results, note) for target, how in TABLES]
 
 
-def _found(plan: Plan, seed: int, folder: Path, quiet: bool) -> dict[str, Any]:
-    def make() -> dict[str, Any]:
-        found = measured(plan, seed, folder / "networks")
-        if not quiet:
-            print(f"arithmetic, Tables 1 to 4, seed {seed}: alone {found['alone']}", flush=True)
-        return found
-
-    return kept(folder / "results" / f"assigned-{seed}.json", [asdict(plan), ALPHAS, seed], make)
+def _found(study: Study, plan: Plan, seed: int) -> dict[str, Any]:
+    make = partial(measured, plan, seed, study.folder / "networks")
+    line = f"arithmetic, Tables 1 to 4, seed {seed}: alone"
+    return study.once(f"assigned-{seed}", [asdict(plan), ALPHAS, seed], make, lambda result: f"{line} {result['alone']}")
 
 
 def measured(plan: Plan, seed: int, folder: Path) -> dict[str, Any]:
@@ -119,19 +120,19 @@ def measured(plan: Plan, seed: int, folder: Path) -> dict[str, Any]:
 
     def moved(base: State, column: str, alpha: float, how: str) -> State:
         end = ends[_scale(column)]
-        return {key: one + alpha * (end[key] - (start[key] if how == GRADIENTS else 0.0)) for key, one in base.items()}
+        return {key: tensor + alpha * (end[key] - (start[key] if how == GRADIENTS else 0.0)) for key, tensor in base.items()}
 
-    found: dict[str, Any] = {"alone": {column: right(ends[_scale(column)], column) for column in looks}}
+    results: dict[str, Any] = {"alone": {column: right(ends[_scale(column)], column) for column in looks}}
     for target, how in TABLES:
-        found[f"{target} {how}"] = {column: [[right(moved(base, column, alpha, how), column) for base in bases[target]]
+        results[f"{target} {how}"] = {column: [[right(moved(base, column, alpha, how), column) for base in bases[target]]
                                              for alpha in ALPHAS[how]] for column in looks}  # fmt: skip
-    return found
+    return results
 
 
 def _looks(plan: Plan, seed: int) -> dict[str, Images]:
     """What is looked at, by column: the few images of the small scale, whatever g is of; test images at the large one."""
-    few, whole = images(plan.few("small", seed), "train"), images(plan.few("large", seed), "test")
-    return {**dict.fromkeys(plan.scales, few), TEST: Images(whole.x[: plan.test], whole.y[: plan.test])}
+    few, large = images(plan.few("small", seed), "train"), images(plan.few("large", seed), "test")
+    return {**dict.fromkeys(plan.scales, few), TEST: Images(large.x[: plan.test], large.y[: plan.test])}
 
 
 def _scale(column: str) -> str:
@@ -150,8 +151,8 @@ def _others(plan: Plan, folder: Path, seed: int) -> list[State]:
     """Networks that were trained on other data, each from a start of its own."""
     labels = tuple(sorted(papers.classes_of("arithmetic", "cifar100_ten").values()))
     tasks = [Ten(domain, plan.size, False, seed=seed, labels=labels) for domain in plan.others]
-    return [dict(trained(folder, plan.network, task, plan.other, 100 * (place + 1) + seed).state_dict())
-            for place, task in enumerate(tasks)]  # fmt: skip
+    return [dict(trained(folder, plan.network, task, plan.other, 100 * (index + 1) + seed).state_dict())
+            for index, task in enumerate(tasks)]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -171,15 +172,15 @@ class Ten(Task):
         return f"{{domain: {self.domain}, classes: {list(self.labels)}, relabel: true}}"
 
 
-def _table(target: str, how: str, found: list[dict[str, Any]], note: str) -> Table:
+def _table(target: str, how: str, results: list[dict[str, Any]], note: str) -> Table:
     number, rows = TABLES[target, how], []
-    columns = list(found[0][f"{target} {how}"])
-    for place, alpha in enumerate(ALPHAS[how]):
-        scores = [[one for each in found for one in each[f"{target} {how}"][column][place]] for column in columns]
+    columns = list(results[0][f"{target} {how}"])
+    for index, alpha in enumerate(ALPHAS[how]):
+        scores = [[share for each in results for share in each[f"{target} {how}"][column][index]] for column in columns]
         rows.append([f"{alpha:g}", *map(mean_and_spread, scores), _paper(number, alpha)])
-    alone = [mean_and_spread([each["alone"][column] for each in found]) for column in columns]
+    alone = [mean_and_spread([each["alone"][column] for each in results]) for column in columns]
     rows.append(["θ_A alone", *alone, "-"])
-    title = f"Table {number}: {FORMULAS[how]} on five {target} networks, {told(len(found))}"
+    title = f"Table {number}: {FORMULAS[how]} on five {target} networks, {count(len(results), 'seed')}"
     return Table(title, ["α", *columns, f"{THEIRS[target]} (paper)"], rows, note)
 
 
@@ -187,5 +188,5 @@ def _paper(number: str, alpha: float) -> str:
     """The paper's accuracy, in %: the mean of its networks."""
     theirs = papers.cells("arithmetic", number)
     cells = [theirs.number(alpha, column) for column in theirs.columns]
-    found = mean(cells)
-    return "-" if found is None else f"{found:.1f}"
+    average = mean(cells)
+    return "-" if average is None else f"{average:.1f}"

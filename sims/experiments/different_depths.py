@@ -15,15 +15,19 @@ from fedloom.clients.data import to_float
 from fedloom.clients.networks import parse_name
 from fedloom.conf import load
 from fedloom.conf.errors import UserError
+from fedloom.conf.formatting import count
 from fedloom.fusion.comparators.baselines import Ensemble
 from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.settings import FusionSettings
 from fedloom.server.strategies.fused_anew import CLA_OT, SETTINGS
-from fedloom.sims.experiments.kept import kept, told
-from fedloom.sims.experiments.pairs import Recipe, Share, accuracy, images, trained
+from fedloom.sims.experiments.kept import kept
+from fedloom.sims.experiments.pairs import Recipe, Share, trained
 from fedloom.sims.experiments.table_files import write
+from fedloom.sims.operations.domain_task import accuracy, images
 from fedloom.sims.operations.simulate import simulate_once
-from fedloom.sims.report.tables import Table, mean_and_spread
+from fedloom.sims.progress.listeners import listener_for
+from fedloom.sims.report.spread import mean_and_spread
+from fedloom.sims.report.tables import Table
 
 EXPERIMENT = "different_depths"
 FOLDER = Path("runs/different_depths")
@@ -42,7 +46,7 @@ class Way:
 
     def __call__(self, networks: Sequence[nn.Module], into: int, probe: Tensor) -> nn.Module:
         """The fused network."""
-        weights = [float(place == into) for place in range(len(networks))] if self.alone else None
+        weights = [float(index == into) for index in range(len(networks))] if self.alone else None
         return fuse(networks, into=into, probe=probe, weights=weights, settings=self.settings).network
 
 
@@ -87,8 +91,8 @@ def reproduce(preset: str, seeds: int, overrides: Sequence[str], *, quiet: bool)
             for seed in range(seeds)]  # fmt: skip
     rounds = [federated(seed, overrides, quiet) for seed in range(seeds)]
     head = ["network", DEEP, SHALLOW]
-    tables = [Table(f"Fused once, {told(seeds)}", head, _rows(once), NOTE),
-              Table(f"Fused in rounds, {told(seeds)}", head, _rows(rounds), NOTE_ROUNDS)]  # fmt: skip
+    tables = [Table(f"Fused once, {count(seeds, 'seed')}", head, _rows(once), NOTE),
+              Table(f"Fused in rounds, {count(seeds, 'seed')}", head, _rows(rounds), NOTE_ROUNDS)]  # fmt: skip
     write(FOLDER, "Networks of different depth", "On Cross-Layer Alignment for Model Fusion (CLA+OT)", tables)
     return FOLDER
 
@@ -96,47 +100,48 @@ def reproduce(preset: str, seeds: int, overrides: Sequence[str], *, quiet: bool)
 def measured(seed: int, folder: Path, recipe: Recipe = RECIPE) -> dict[str, list[float | None]]:
     """By row, the accuracies of networks in A's and in B's shape; None where there is none."""
     tasks = [Share(DOMAIN, SIZE, True, 1000, seed=seed, parts=2, part=part, partition="dirichlet") for part in (0, 1)]
-    networks = [trained(folder, parse_name(text, 1, SIZE, 10), task, recipe, 1000 * place + seed)
-                for place, (text, task) in enumerate(zip(NETWORKS, tasks, strict=True))]  # fmt: skip
+    networks = [trained(folder, parse_name(text, 1, SIZE, 10), task, recipe, 1000 * index + seed)
+                for index, (text, task) in enumerate(zip(NETWORKS, tasks, strict=True))]  # fmt: skip
     probe = to_float(images(tasks[0], "validation").x[:PROBE])
 
     def shown(network: nn.Module) -> float:
         return accuracy(network, tasks[0], "test")
 
-    found: dict[str, list[float | None]] = {
+    results: dict[str, list[float | None]] = {
         ALONE[0]: [shown(networks[0]), None],
         ALONE[1]: [None, shown(networks[1])],
         ALONE[2]: [shown(Ensemble(networks)), None],
     }
     for name, way in WAYS.items():
-        found[name] = [None if into == 0 and name == NAIVE else shown(way(networks, into, probe)) for into in (0, 1)]
-    return found
+        results[name] = [None if into == 0 and name == NAIVE else shown(way(networks, into, probe)) for into in (0, 1)]
+    return results
 
 
 def federated(seed: int, overrides: Sequence[str], quiet: bool) -> dict[str, list[float]]:
     """By row, the accuracies of the deep and the shallow network after all rounds."""
-    found: dict[str, list[float]] = {}
+    results: dict[str, list[float]] = {}
     for name, options in ROUNDS.items():
         slug = "".join(letter if letter.isalnum() else "-" for letter in name.lower())
         where = [f"run.root={FOLDER}", f"run.name={slug}-{seed}", f"seed={seed}"]
-        wanted = f"baselines=[{','.join(BASELINES)}]" if not found else "baselines=[]"
-        accuracy = simulate_once(load(EXPERIMENT, [*where, wanted, *options, *overrides]), quiet=quiet)["accuracy"]
-        found[name] = [accuracy[one]["union"] for one in (DEEP, SHALLOW)]
+        wanted = f"baselines=[{','.join(BASELINES)}]" if not results else "baselines=[]"
+        config = load(EXPERIMENT, [*where, wanted, *options, *overrides])
+        accuracy = simulate_once(config, listener=listener_for(quiet))["accuracy"]
+        results[name] = [accuracy[shape]["union"] for shape in (DEEP, SHALLOW)]
         for key, title in BASELINES.items():
             if key in accuracy:
                 both = [key, f"{key}: {SHALLOW}"]
-                found[title] = [accuracy[one if one in accuracy else key]["union"] for one in both]
-    return found
+                results[title] = [accuracy[shape if shape in accuracy else key]["union"] for shape in both]
+    return results
 
 
 def _facts() -> Any:
     return [DOMAIN, SIZE, PROBE, NETWORKS, asdict(RECIPE), {name: asdict(way) for name, way in WAYS.items()}]
 
 
-def _rows(found: Sequence[Mapping[str, Sequence[float | None]]]) -> list[list[str]]:
+def _rows(results: Sequence[Mapping[str, Sequence[float | None]]]) -> list[list[str]]:
     rows = []
-    for name in found[0]:
-        columns = [[one[name][place] for one in found] for place in (0, 1)]
+    for name in results[0]:
+        columns = [[result[name][index] for result in results] for index in (0, 1)]
         rows.append([name, *(mean_and_spread([v for v in each if v is not None]) if None not in each else "-"
                              for each in columns)])  # fmt: skip
     return rows

@@ -1,7 +1,6 @@
 """One-shot fusion without labels: networks of the same and of different data, `fuse` beside what is published."""
 
 import json
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -11,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedloom.clients.storage.states import write_bytes
 from fedloom.conf.errors import UserError, unknown
+from fedloom.conf.formatting import count
 from fedloom.fusion.cla_ot.repair import recompute_statistics
 from fedloom.fusion.comparators import COMPARATORS
 from fedloom.fusion.comparators.baselines import Ensemble, naive_average
@@ -21,8 +20,12 @@ from fedloom.fusion.settings import FusionSettings
 from fedloom.sims.experiments import fusion_pairs
 from fedloom.sims.experiments.dot_plot import draw
 from fedloom.sims.experiments.fusion_pairs import FOLDER, accuracy_of, parents, probe
-from fedloom.sims.report.page import Picture, write_page
-from fedloom.sims.report.tables import Table, mean_and_spread
+from fedloom.sims.experiments.kept import slug
+from fedloom.sims.experiments.study import Study
+from fedloom.sims.experiments.table_files import write
+from fedloom.sims.report.page import Picture
+from fedloom.sims.report.spread import mean_and_spread
+from fedloom.sims.report.tables import Table
 
 INTO, DEPTH = 1, 0  # places among the parents
 PARTS = ("test", "validation")
@@ -53,8 +56,8 @@ class Request:
     most: int = 0
 
 
-def _parent(place: int) -> Method:
-    return Method(lambda networks, images: networks[place] if place < len(networks) else None)
+def _parent(index: int) -> Method:
+    return Method(lambda networks, images: networks[index] if index < len(networks) else None)
 
 
 def _naive(networks: list[nn.Module], images: Tensor) -> nn.Module:
@@ -65,7 +68,7 @@ def _naive(networks: list[nn.Module], images: Tensor) -> nn.Module:
 
 def _fuse(networks: list[nn.Module], images: Tensor, options: Mapping[str, Any], alone: bool = False) -> Any:
     settings = replace(FusionSettings(), **options)
-    weights = [float(place == INTO) for place in range(len(networks))] if alone else None
+    weights = [float(index == INTO) for index in range(len(networks))] if alone else None
     return fuse(networks, into=INTO, depth=DEPTH, probe=images, weights=weights, settings=settings)
 
 
@@ -111,34 +114,30 @@ def reproduce(preset: str, seeds: int, overrides: Sequence[str], *, quiet: bool)
         raise UserError("reproduce fusion: takes --preset cpu")
     request = _requested(overrides)
     torch.set_num_threads(1)
-    results = {name: [_of_seed(request, name, seed, quiet) for seed in range(seeds)] for name in request.pairs}
+    study = Study(preset, FOLDER, quiet)
+    results = {name: [_of_seed(study, request, name, seed) for seed in range(seeds)] for name in request.pairs}
     accuracies = {name: [_accuracies(found) for found in each] for name, each in results.items()}
     note = NOTE.format(images=f"{f'the first {request.most}' if request.most else 'all'} {request.part} images")
-    tables = [_table(f"One-shot fusion, {seeds} seed{'s' * (seeds > 1)}", accuracies, mean_and_spread, note),
+    tables = [_table(f"One-shot fusion, {count(seeds, 'seed')}", accuracies, mean_and_spread, note),
               _table("Seconds", _seconds(results), _mean_seconds, "Of making the network, on one thread.")]  # fmt: skip
     pictures = [Picture(_drawn(accuracies, names, FOLDER / f"{kind}.png"), note) for kind, names in _kinds(request.pairs)]
-    (FOLDER / "tables.md").write_text("\n".join(table.markdown() for table in tables), encoding="utf-8")
-    write_page(FOLDER / "report.html", "One-shot fusion without labels", [("", [*pictures, *tables])])
+    write(FOLDER, "One-shot fusion without labels", "", [*pictures, *tables])
     return FOLDER
 
 
-def _of_seed(request: Request, pair: str, seed: int, quiet: bool) -> dict[str, Any]:
-    return {name: _kept(request, pair, seed, name, quiet) for name in request.methods}
+def _of_seed(study: Study, request: Request, pair: str, seed: int) -> dict[str, Any]:
+    return {name: _result(study, request, pair, seed, name) for name in request.methods}
 
 
-def _kept(request: Request, pair: str, seed: int, name: str, quiet: bool) -> dict[str, Any]:
+def _result(study: Study, request: Request, pair: str, seed: int, name: str) -> dict[str, Any]:
     """A method's result from disk, if it was measured with the same settings, or measured and put there."""
-    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    path = FOLDER / "results" / f"{request.part}-{request.most or 'all'}" / f"{pair}-{seed}-{slug}.json"
-    facts = METHODS[name].facts
-    if path.is_file() and (known := json.loads(path.read_text(encoding="utf-8")))["facts"] == facts:
-        return known
-    found = {**measured(request, pair, seed, name), "facts": facts}
-    write_bytes(path, json.dumps(found).encode())
-    if not quiet:
-        told = found["refused"] or f"{100 * found['accuracy']:.1f} % in {found['seconds']:.1f} s"
-        print(f"{pair} seed {seed}: {name}: {told}", flush=True)
-    return found
+
+    def line(result: Mapping[str, Any]) -> str:
+        reached = result["refused"] or f"{100 * result['accuracy']:.1f} % in {result['seconds']:.1f} s"
+        return f"{pair} seed {seed}: {name}: {reached}"
+
+    file = f"{request.part}-{request.most or 'all'}/{pair}-{seed}-{slug(name)}"
+    return study.once(file, METHODS[name].facts, lambda: measured(request, pair, seed, name), line)
 
 
 def measured(request: Request, pair: str, seed: int, name: str) -> dict[str, Any]:
@@ -155,9 +154,9 @@ def measured(request: Request, pair: str, seed: int, name: str) -> dict[str, Any
     return {"accuracy": accuracy_of(network, pair, seed, request.part, request.most), "seconds": seconds, "refused": ""}
 
 
-def _accuracies(found: Found) -> dict[str, float]:
+def _accuracies(results: Found) -> dict[str, float]:
     """By method, where there is a network, and the best parent's."""
-    reached = {name: row["accuracy"] for name, row in found.items() if row["accuracy"] is not None}
+    reached = {name: row["accuracy"] for name, row in results.items() if row["accuracy"] is not None}
     own = [reached[name] for name in reached if name.startswith("parent ")]
     rows = {name: reached[name] for name in reached if name.startswith("parent ")}
     return {**rows, **({BEST: max(own)} if own else {}), **{name: reached[name] for name in reached if name not in rows}}
@@ -173,17 +172,17 @@ def _mean_seconds(seconds: Sequence[float]) -> str:
     return f"{sum(seconds) / len(seconds):.1f}"
 
 
-def _table(title: str, found: Mapping[str, Sequence[Mapping[str, float]]], shown: Callable[[list[float]], str],
+def _table(title: str, results: Mapping[str, Sequence[Mapping[str, float]]], shown: Callable[[list[float]], str],
            note: str) -> Table:  # fmt: skip
     """A row for each method, a column for each pair."""
-    order = [*(f"parent {place + 1}" for place in range(4)), BEST, *METHODS]
-    there = {name for each in found.values() for one in each for name in one}
+    order = [*(f"parent {index + 1}" for index in range(4)), BEST, *METHODS]
+    there = {name for each in results.values() for one in each for name in one}
     rows = []
     for name in dict.fromkeys(order):
         if name in there:
-            values = [[one[name] for one in each if name in one] for each in found.values()]
+            values = [[one[name] for one in each if name in one] for each in results.values()]
             rows.append([name, *(shown(each) if each else "-" for each in values)])
-    return Table(title, ["method", *found], rows, note)
+    return Table(title, ["method", *results], rows, note)
 
 
 def _kinds(pairs: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -192,11 +191,11 @@ def _kinds(pairs: Sequence[str]) -> list[tuple[str, list[str]]]:
     return [(kind, names) for kind, names in (("same", same), ("different", [n for n in pairs if n not in same])) if names]
 
 
-def _drawn(found: Mapping[str, Sequence[Mapping[str, float]]], pairs: Sequence[str], path: Path) -> Path:
+def _drawn(results: Mapping[str, Sequence[Mapping[str, float]]], pairs: Sequence[str], path: Path) -> Path:
     def shown(reached: Mapping[str, float]) -> dict[str, Any]:
         return {name: {"accuracy": [value]} for name, value in reached.items() if not name.startswith("parent ")}
 
-    chosen = {pair: [shown(reached) for reached in found[pair]] for pair in pairs}
+    chosen = {pair: [shown(reached) for reached in results[pair]] for pair in pairs}
     return draw(chosen, ["one-shot"], path)
 
 

@@ -12,7 +12,8 @@ from fedloom.clients.networks import parse_name
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import torch_generator
 from fedloom.server.evaluation.evaluator import count_right
-from fedloom.sims.experiments.pairs import EVALUATION_BATCH, Recipe, Share, Task, images, trained
+from fedloom.sims.experiments.pairs import Recipe, Share, trained
+from fedloom.sims.operations.domain_task import EVALUATION_BATCH, Task, images
 
 FOLDER = Path("runs/fusion")
 SAME, OTHER = 200, 1000  # unlabelled images for parents of the same data, and of different data
@@ -78,9 +79,9 @@ def parents(pair: str, seed: int) -> list[nn.Module]:
     """The trained networks in evaluation mode, from disk if they were trained before."""
     chosen, folder = PAIRS[pair], FOLDER / "networks"
     made = []
-    for place, (text, task) in enumerate(zip(chosen.networks, chosen.tasks(seed), strict=True)):
+    for index, (text, task) in enumerate(zip(chosen.networks, chosen.tasks(seed), strict=True)):
         name = parse_name(text, task.channels, task.size, 10)
-        made.append(trained(folder, name, task, chosen.recipe, 1000 * place + seed))
+        made.append(trained(folder, name, task, chosen.recipe, 1000 * index + seed))
     return made
 
 
@@ -102,14 +103,14 @@ def watched(pair: str, seed: int, part: str) -> Images:
 
 def accuracy_of(network: nn.Module, pair: str, seed: int, part: str, most: int = 0) -> float:
     """Fraction of right answers on the first `most` (0: all) of the "validation" or "test" images."""
-    whole = watched(pair, seed, part)
-    whole = Images(whole.x[:most], whole.y[:most]) if most else whole
-    return count_right(network.eval(), whole, EVALUATION_BATCH, torch.device("cpu")) / len(whole)
+    looked_at = watched(pair, seed, part)
+    looked_at = Images(looked_at.x[:most], looked_at.y[:most]) if most else looked_at
+    return count_right(network.eval(), looked_at, EVALUATION_BATCH, torch.device("cpu")) / len(looked_at)
 
 
 def _held(pair: str, seed: int) -> tuple[Images, Images]:
     """Images of the training part that no site has, in two: public ones, at most half and OTHER of them, and validation."""
-    whole = images(PAIRS[pair].tasks(seed)[0], "validation")
-    order = torch.randperm(len(whole), generator=torch_generator(seed, pair, "public"))
-    public, rest = order.split([count := min(OTHER, len(whole) // 2), len(whole) - count])
-    return Images(whole.x[public], whole.y[public]), Images(whole.x[rest], whole.y[rest])
+    unseen = images(PAIRS[pair].tasks(seed)[0], "validation")
+    order = torch.randperm(len(unseen), generator=torch_generator(seed, pair, "public"))
+    public, rest = order.split([count := min(OTHER, len(unseen) // 2), len(unseen) - count])
+    return Images(unseen.x[public], unseen.y[public]), Images(unseen.x[rest], unseen.y[rest])

@@ -5,8 +5,6 @@ The federation's `regularised` mode is our form of it: there no site sees the ot
 
 import copy
 import dataclasses
-import hashlib
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +21,8 @@ from fedloom.clients.training.learner import descend
 from fedloom.clients.training.recipe import recipe_of
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import TrainingConfig
-from fedloom.sims.experiments.kept import kept
-from fedloom.sims.experiments.pairs import Task, images
+from fedloom.sims.experiments.kept import fingerprint, kept
+from fedloom.sims.operations.domain_task import Task, images
 
 TEST_BATCH = 500
 OWN, COMMON = "own", "common"  # starts: each network's own, or one for all
@@ -54,7 +52,7 @@ class Joint(nn.Module):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__()
-        names = [str(place) for place in range(len(setting.tasks))]
+        names = [str(index) for index in range(len(setting.tasks))]
         networks = [_drawn(setting, name) for name in [*names, "star"]]
         *own, self.star = (network.extractor for network in networks)
         self.own, self.head = nn.ModuleList(own), networks[-1].head
@@ -75,9 +73,9 @@ class Joint(nn.Module):
                    for name, star in convolutions(self.star).items()]  # fmt: skip
         return torch.stack(squares).sum()
 
-    def summed(self, places: Sequence[int], norms: nn.Module | None = None) -> Network:
+    def summed(self, numbers: Sequence[int], norms: nn.Module | None = None) -> Network:
         """The network whose convolutions are the sum over N_i at these places; its norms are those of `norms` (None: N*)."""
-        parts = [convolutions(self.own[place]) for place in places]
+        parts = [convolutions(self.own[number]) for number in numbers]
         weights = {name: torch.stack([part[name] for part in parts]).sum(0).detach() for name in parts[0]}
         return _network(self.star if norms is None else norms, weights, self.head)
 
@@ -87,7 +85,7 @@ class Apart(nn.Module):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__()
-        self.networks = nn.ModuleList(_drawn(setting, str(place)) for place in range(len(setting.tasks)))
+        self.networks = nn.ModuleList(_drawn(setting, str(index)) for index in range(len(setting.tasks)))
 
     def loss(self, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
         """The sum of the networks' own cross-entropies, which have no weight in common."""
@@ -98,17 +96,16 @@ class Apart(nn.Module):
         """Convolutions summed; norms and heads, which the paper says nothing of, are means."""
         states = [network.state_dict() for network in self.networks]
         mean = {name: torch.stack([state[name].float() for state in states]).mean(0) for name in states[0]}
-        whole = {name: tensor * len(states) if tensor.ndim == 4 else tensor for name, tensor in mean.items()}
+        combined = {name: tensor * len(states) if tensor.ndim == 4 else tensor for name, tensor in mean.items()}
         first = self.networks[0]
         assert isinstance(first, Network)
-        return _network(first.extractor, {}, first.head, whole)
+        return _network(first.extractor, {}, first.head, combined)
 
 
 def measured(setting: Setting, folder: Path) -> Accuracies:
     """Train, and measure N_1 ..., N*, their sum, and the sum without each; taken from the folder if it is there."""
     key = dataclasses.asdict(setting) | {"network": {**vars(setting.network), "options": dict(setting.network.options)}}
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
-    return kept(folder / f"joint-{setting.seed}-{digest}.json", key, lambda: _measured(setting))
+    return kept(folder / f"joint-{setting.seed}-{fingerprint(key)}.json", key, lambda: _measured(setting))
 
 
 def trained(setting: Setting) -> Joint | Apart:
@@ -133,16 +130,16 @@ def _measured(setting: Setting) -> Accuracies:
     together = trained(setting)
     places = range(len(setting.tasks))
     if isinstance(together, Apart):
-        networks: dict[str, nn.Module] = {f"N{place + 1}": together.networks[place] for place in places}
+        networks: dict[str, nn.Module] = {f"N{index + 1}": together.networks[index] for index in places}
         return {name: _accuracies(one, setting) for name, one in [*networks.items(), ("sum", together.summed())]}
-    found = {f"N{place + 1}": _network(together.own[place], {}, together.head) for place in places}
-    found |= {"N*": _network(together.star, {}, together.head), "sum": together.summed(places)}
-    for place in places:
-        others = [one for one in places if one != place]
-        found[f"forget N{place + 1}"] = together.summed(others)
+    results = {f"N{index + 1}": _network(together.own[index], {}, together.head) for index in places}
+    results |= {"N*": _network(together.star, {}, together.head), "sum": together.summed(places)}
+    for index in places:
+        others = [one for one in places if one != index]
+        results[f"forget N{index + 1}"] = together.summed(others)
         if len(others) == 1:
-            found[f"forget N{place + 1}, own norms"] = together.summed(others, together.own[others[0]])
-    return {name: _accuracies(one, setting) for name, one in found.items()}
+            results[f"forget N{index + 1}, own norms"] = together.summed(others, together.own[others[0]])
+    return {name: _accuracies(one, setting) for name, one in results.items()}
 
 
 def _accuracies(network: nn.Module, setting: Setting) -> dict[str, float]:
@@ -156,7 +153,7 @@ def _accuracies(network: nn.Module, setting: Setting) -> dict[str, float]:
         for places in order.split(TEST_BATCH):
             right[places] = (network(to_float(x[places])).argmax(1) == y[places]).float()
     shares = right.split([len(part) for part in parts])
-    return {**{task.domain: float(one.mean()) for task, one in zip(setting.tasks, shares, strict=True)},
+    return {**{task.domain: float(share.mean()) for task, share in zip(setting.tasks, shares, strict=True)},
             "union": float(right.mean())}  # fmt: skip
 
 
@@ -168,14 +165,14 @@ def _drawn(setting: Setting, name: str) -> Network:
 
 
 def _network(
-    extractor: nn.Module, weights: Mapping[str, Tensor], head: nn.Module, whole: Mapping[str, Tensor] | None = None
+    extractor: nn.Module, weights: Mapping[str, Tensor], head: nn.Module, everything: Mapping[str, Tensor] | None = None
 ) -> Network:
     """A copy, with other weights for its extractor or for all of it."""
-    found = Network(copy.deepcopy(extractor), copy.deepcopy(head))
-    found.load_state_dict(
-        {**found.state_dict(), **{f"extractor.{name}": one for name, one in weights.items()}, **(whole or {})}
+    network = Network(copy.deepcopy(extractor), copy.deepcopy(head))
+    network.load_state_dict(
+        {**network.state_dict(), **{f"extractor.{name}": weight for name, weight in weights.items()}, **(everything or {})}
     )
-    return found
+    return network
 
 
 def _steps(setting: Setting, parts: Sequence[Images]) -> Iterator[tuple[float, Tensor, Tensor]]:

@@ -47,7 +47,7 @@ def plain_fedavg(config: Config, seed: int) -> tuple[State, float]:
     data = [TensorDataset(to_float(part.x), part.y) for part in parts]
     total = sum(len(part) for part in data)
     for _ in range(config.rounds):
-        mean = {name: torch.zeros_like(one) if one.is_floating_point() else one for name, one in state.items()}
+        mean = {name: torch.zeros_like(start) if start.is_floating_point() else start for name, start in state.items()}
         for part in data:
             network.load_state_dict(state)
             _train(network, part, config)
@@ -64,20 +64,20 @@ def check_plain(config: Config) -> None:
     for section, keys in LEFT_OUT.items():
         here = getattr(config, section)
         for key in keys:
-            if (given := getattr(here, key)) != getattr(type(here)(), key):
-                raise _refused(f"{section}.{key}", given)
-    given = {"training.schedule": schedule_section(config.training), "strategy": config.strategy,
+            if (value := getattr(here, key)) != getattr(type(here)(), key):
+                raise _refused(f"{section}.{key}", value)
+    sections = {"training.schedule": schedule_section(config.training), "strategy": config.strategy,
              "training.optimizer": optimizer_section(config.training), "objective": config.objective}  # fmt: skip
-    for key, section in given.items():
-        if any(TAKEN[key].get(option) != one for option, one in section.items()):
+    for key, section in sections.items():
+        if any(TAKEN[key].get(option) != value for option, value in section.items()):
             raise _refused(key, dict(section))
     for site in config.roster:
         if site.spec.flip or architecture_of(config, site) != architecture_of(config):
             raise _refused("sites", f"flip or a network of its own for {site.name}")
 
 
-def _refused(key: str, given: object) -> UserError:
-    return UserError(f"{key}: got {given}, which FedAvg's plain loop does not do; leave it out, or name the methods to be "
+def _refused(key: str, value: object) -> UserError:
+    return UserError(f"{key}: got {value}, which FedAvg's plain loop does not do; leave it out, or name the methods to be "
                      "measured without the loop: tables=fedavg,scaffold")  # fmt: skip
 
 
@@ -97,5 +97,5 @@ def _train(network: Network, part: TensorDataset, config: Config) -> None:
 @torch.no_grad()
 def _accuracy(network: Network, config: Config) -> float:
     images = [test_images(config, spec) for spec in domain_specs(config).values()]
-    right = sum(int((network(to_float(one.x)).argmax(1) == one.y).sum()) for one in images)
-    return right / sum(len(one) for one in images)
+    right = sum(int((network(to_float(part.x)).argmax(1) == part.y).sum()) for part in images)
+    return right / sum(len(part) for part in images)

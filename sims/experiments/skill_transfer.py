@@ -4,10 +4,11 @@ A has all images of one label and a tenth of the others, B the rest; A has three
 share.
 """
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -16,16 +17,20 @@ from torch import Tensor, nn
 from fedloom.clients.data import Images
 from fedloom.clients.networks import parse_name
 from fedloom.conf.errors import UserError, unknown
+from fedloom.conf.formatting import count
 from fedloom.conf.randomness import torch_generator
 from fedloom.fusion.comparators.baselines import Ensemble
 from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.settings import FusionSettings
-from fedloom.sims.experiments.kept import kept, told
-from fedloom.sims.experiments.pairs import Recipe, Task, accuracy, probe_set, trained
+from fedloom.sims.experiments.pairs import Recipe, trained
 from fedloom.sims.experiments.papers import cells
+from fedloom.sims.experiments.study import Study
+from fedloom.sims.experiments.table_files import folder_of, write
+from fedloom.sims.operations.domain_task import Task, accuracy, probe_set
 from fedloom.sims.report.canvas import INK, PALETTE, new_figure, percent_axis, save
-from fedloom.sims.report.page import Part, Picture, write_page
-from fedloom.sims.report.tables import Table, mean_and_spread
+from fedloom.sims.report.page import Part, Picture
+from fedloom.sims.report.spread import mean_and_spread
+from fedloom.sims.report.tables import Table
 
 FOLDER = Path("runs/skill_transfer")
 LABEL, SHARE = 4, 0.1  # of the specialist
@@ -88,49 +93,43 @@ def reproduce(preset: str, seeds: int, overrides: Sequence[str], *, quiet: bool)
     if overrides:
         raise UserError(f"override '{overrides[0]}': reproduce skill_transfer takes none")
     torch.set_num_threads(1)
-    folder = FOLDER if preset == "cpu" else FOLDER.with_name(f"{FOLDER.name}-{preset}")
-    made = parts(preset, folder, seeds, quiet)
-    texts = [part.markdown() for part in made if isinstance(part, Table)]
-    (folder / "tables.md").write_text("\n".join(texts), encoding="utf-8")
-    write_page(folder / "report.html", "Skill transfer", [("", made)])
-    return folder
+    study = Study(preset, folder_of(FOLDER, preset), quiet)
+    write(study.folder, "Skill transfer", "", parts(study, seeds))
+    return study.folder
 
 
-def parts(preset: str, folder: Path, seeds: int, quiet: bool = True) -> list[Part]:
-    """The table and its picture, written to the folder."""
-    if preset not in SIZES:
-        raise unknown("preset", preset, SIZES)
-    found = [_found(folder, preset, seed, quiet) for seed in range(seeds)]
-    return [table(found), Picture(drawn(found, folder / "skill_transfer.png"), NOTE)]
+def parts(study: Study, seeds: int) -> list[Part]:
+    """The table and its picture, which is written to the study's folder."""
+    if study.preset not in SIZES:
+        raise unknown("preset", study.preset, SIZES)
+    results = [_found(study, seed) for seed in range(seeds)]
+    return [table(results), Picture(drawn(results, study.folder / "skill_transfer.png"), NOTE)]
 
 
-def _found(folder: Path, preset: str, seed: int, quiet: bool) -> Found:
-    def make() -> Found:
-        found = measured(SIZES[preset], seed, folder / "networks")
-        if not quiet:
-            print(f"skill transfer, seed {seed}: {found['test']}", flush=True)
-        return found
-
-    key = [asdict(SIZES[preset]), NETWORKS, list(WAYS), WEIGHTS]
-    return kept(folder / "results" / f"skill-{preset}-{seed}.json", key, make)
+def _found(study: Study, seed: int) -> Found:
+    size = SIZES[study.preset]
+    key = [asdict(size), NETWORKS, list(WAYS), WEIGHTS]
+    make = partial(measured, size, seed, study.folder / "networks")
+    name = f"skill-{study.preset}-{seed}"
+    return study.once(name, key, make, lambda result: f"skill transfer, seed {seed}: {result['test']}")
 
 
 def measured(size: Size, seed: int, folder: Path) -> dict[str, dict[str, list[float]]]:
     """By part and row: of WAYS an accuracy for each weight, of ALONE one."""
     tasks = [Skill(size.domain, 28, True, seed=seed, rest=rest) for rest in (False, True)]
-    networks = [trained(folder, parse_name(text, 1, 28, 10), task, size.recipe, 1000 * place + seed)
-                for place, (text, task) in enumerate(zip(NETWORKS, tasks, strict=True))]  # fmt: skip
-    whole = Task(size.domain, 28, True, seed=seed)
-    probe, found = probe_set(whole, PROBE), {part: {} for part in PARTS}
+    networks = [trained(folder, parse_name(text, 1, 28, 10), task, size.recipe, 1000 * index + seed)
+                for index, (text, task) in enumerate(zip(NETWORKS, tasks, strict=True))]  # fmt: skip
+    every = Task(size.domain, 28, True, seed=seed)
+    probe, results = probe_set(every, PROBE), {part: {} for part in PARTS}
     for name, network in zip(ALONE, (*networks, Ensemble(networks)), strict=True):
         for part in PARTS:
-            found[part][name] = [accuracy(network, whole, part)]
+            results[part][name] = [accuracy(network, every, part)]
     for name, (settings, depth) in WAYS.items():
         for weight in WEIGHTS:
             network = fused(networks, weight, settings, depth, probe)
             for part in PARTS:
-                found[part].setdefault(name, []).append(accuracy(network, whole, part))
-    return found
+                results[part].setdefault(name, []).append(accuracy(network, every, part))
+    return results
 
 
 def fused(networks: Sequence[nn.Module], weight: float, settings: FusionSettings, depth: int, probe: Tensor) -> nn.Module:
@@ -138,46 +137,44 @@ def fused(networks: Sequence[nn.Module], weight: float, settings: FusionSettings
     return fuse(networks, into=0, depth=depth, probe=probe, weights=[1.0 - weight, weight], settings=settings).network
 
 
-def table(found: Sequence[Found]) -> Table:
+def table(results: Sequence[Found]) -> Table:
     """Table 13."""
     paper, rows = cells("cla_ot", "13"), []
     for name in ALONE:
-        rows.append([name, *["-"] * len(WEIGHTS), mean_and_spread([one["test"][name][0] for one in found]), "-"])
+        rows.append([name, *["-"] * len(WEIGHTS), mean_and_spread([result["test"][name][0] for result in results]), "-"])
     for name in WAYS:
-        cellwise = [mean_and_spread([one["test"][name][k] for one in found]) for k in range(len(WEIGHTS))]
-        best = [best_weight(one, name) for one in found]
-        scores = [one["test"][name][place] for one, place in zip(found, best, strict=True)]
+        cellwise = [mean_and_spread([result["test"][name][k] for result in results]) for k in range(len(WEIGHTS))]
+        best = [best_weight(result, name) for result in results]
+        scores = [result["test"][name][index] for result, index in zip(results, best, strict=True)]
         above = sum(
-            score > max(one["test"][each][0] for each in ALONE[:2]) for one, score in zip(found, scores, strict=True)
+            score > max(result["test"][each][0] for each in ALONE[:2]) for result, score in zip(results, scores, strict=True)
         )
-        rows.append([name, *cellwise, mean_and_spread(scores), f"{above} of {len(found)}"])
+        rows.append([name, *cellwise, mean_and_spread(scores), f"{above} of {len(results)}"])
         if f"{name}, mean" in paper.rows:
             theirs = [paper.shown(f"{name}, mean", weight) for weight in WEIGHTS]
             rows.append([f"{name} (paper)", *theirs, "-", "-"])
     head = ["weight of B", *(f"{weight:g}" for weight in WEIGHTS), "best", "above both"]
-    return Table(f"Table 13: skill transfer, {told(len(found))}", head, rows, NOTE)
+    return Table(f"Table 13: skill transfer, {count(len(results), 'seed')}", head, rows, NOTE)
 
 
-def best_weight(found: Found, name: str) -> int:
+def best_weight(result: Found, name: str) -> int:
     """The place of the weight that is best on validation images; of equal ones the first."""
-    scores = found["validation"][name]
+    scores = result["validation"][name]
     return max(range(len(scores)), key=scores.__getitem__)
 
 
-def drawn(found: Sequence[Found], path: Path) -> Path:
+def drawn(results: Sequence[Found], path: Path) -> Path:
     """A curve for each way over B's weight (means over seeds), and lines for the networks alone."""
     figure, axes = new_figure(6.4, 3.8)
-    mean: Callable[[Sequence[float]], float] = statistics.fmean
     for number, name in enumerate(WAYS):
-        curve = [mean([one["test"][name][k] for one in found]) for k in range(len(WEIGHTS))]
+        curve = [fmean(result["test"][name][k] for result in results) for k in range(len(WEIGHTS))]
         dashed = "-" if name.startswith("ours") else "--"
         axes.plot(WEIGHTS, curve, dashed, color=PALETTE[number], marker="o", markersize=3, label=name)
     for name, style in zip(ALONE, (":", "-.", "-"), strict=True):
-        height = mean([one["test"][name][0] for one in found])
+        height = fmean(result["test"][name][0] for result in results)
         axes.axhline(height, color=INK, linewidth=0.9, linestyle=style, label=name)
     percent_axis(axes.yaxis)
     axes.set_xlabel("weight of B", fontsize=9)
     axes.set_ylabel("test accuracy", fontsize=9)
     axes.legend(fontsize=7.5, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    path.parent.mkdir(parents=True, exist_ok=True)
     return save(figure, path)

@@ -39,11 +39,11 @@ def main(port: str, warm: str, apps: str, largest: str, *words: str) -> None:
     """
     from flwr.supercore.constant import TaskType
 
-    from fedloom.sims.ending import Ending
     from fedloom.sims.federation import own_app
     from fedloom.sims.federation.heartbeats import keep_beating
     from fedloom.sims.federation.orders import bound_orders
     from fedloom.sims.federation.quiet import quieten
+    from fedloom.sims.process import Ending
 
     ending, status = Ending(), 1
     own, secret = _fresh(Path(OWN)), secrets.token_hex(32)

@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 
 from fedloom.server.flower.http_answers import be_wary
-from fedloom.sims.ending import Ending
 from fedloom.sims.federation.executor import DOOR
 from fedloom.sims.federation.heartbeats import keep_beating
 from fedloom.sims.federation.own_app import OWN, run_own_app
+from fedloom.sims.process import Ending
 
 LOOK_SECONDS = 2.0  # between looks whether the node is still there
 MOST_BYTES = 1 << 16

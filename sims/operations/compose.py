@@ -1,4 +1,4 @@
-"""The command `fedloom compose`: a network of some of a run's sites, made from what they contributed, without training."""
+"""A network of some of a run's sites, made from what they contributed, without training."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from fedloom.sims.report.tables import Table, percent
 
 
 @dataclass(frozen=True)
-class Order:
+class CompositionOrder:
     """Which sites, with which coefficients (empty: the run's own), combined how (empty: as the run does), in what network.
 
     `start`: another network that the gradients are assigned to (None: theta_0), which needs `force`.
@@ -35,7 +35,7 @@ class Order:
     measure: bool = True
 
 
-def compose(run: Path, order: Order, out: Path) -> list[Table]:
+def compose(run: Path, order: CompositionOrder, out: Path) -> list[Table]:
     """Write the network to `out`; what it is made of, and what it knows. Raises UserError for what cannot be done."""
     _check(order, run, out)
     config = read_config(run)
@@ -68,7 +68,7 @@ def check_out(out: Path, run: Path, option: str = "--out") -> None:
         raise UserError(f"{option}: got {out}, which is among the run's own files; take another folder")
 
 
-def _check(order: Order, run: Path, out: Path) -> None:
+def _check(order: CompositionOrder, run: Path, out: Path) -> None:
     check_out(out, run)
     if order.how and order.how not in (GRADIENTS, WEIGHTS):
         raise unknown("--how", order.how, (GRADIENTS, WEIGHTS))
@@ -76,12 +76,12 @@ def _check(order: Order, run: Path, out: Path) -> None:
         raise UserError(f"--coefficients: {len(order.coefficients)} for {len(order.sites)} sites; give one for each")
 
 
-def _composed(aggregation: ServerState, order: Order) -> tuple[Model, list[list[str]]]:
+def _composed(aggregation: ServerState, order: CompositionOrder) -> tuple[Model, list[list[str]]]:
     """The network, and rows of sites and coefficients."""
     strategy, view = aggregation.strategy, aggregation.view().subset(order.sites)
     if isinstance(strategy, ArithmeticStrategy):
-        given = dict(zip(order.sites, order.coefficients, strict=True)) if order.coefficients else {}
-        alphas: Mapping[str, Alpha] = given or (strategy.alphas(view) if view.whole else strategy.chosen(view))
+        stated = dict(zip(order.sites, order.coefficients, strict=True)) if order.coefficients else {}
+        alphas: Mapping[str, Alpha] = stated or (strategy.alphas(view) if view.whole else strategy.chosen(view))
         rows = [[name, f"{alpha:g}" if isinstance(alpha, float) else "by layer"] for name, alpha in alphas.items()]
         try:
             state = strategy.compose(view, alphas, order.how, _start(aggregation, order))
@@ -97,15 +97,15 @@ def _composed(aggregation: ServerState, order: Order) -> tuple[Model, list[list[
     return aggregation.aggregate(view), [[name, "1"] for name in order.sites]
 
 
-def _start(aggregation: ServerState, order: Order) -> State | None:
+def _start(aggregation: ServerState, order: CompositionOrder) -> State | None:
     """The other network to assign to. UserError for another shape, and for one that is not theta_0 unless forced."""
     if order.start is None:
         return None
-    given, theta = read_state(order.start), start_of(aggregation.view())
-    check_shapes(theta, given, str(order.start))
-    given = {name: tensor.to(theta[name].dtype) for name, tensor in given.items()}
-    here, theirs = digest(given), digest(theta)
+    start, theta = read_state(order.start), start_of(aggregation.view())
+    check_shapes(theta, start, str(order.start))
+    start = {name: tensor.to(theta[name].dtype) for name, tensor in start.items()}
+    here, theirs = digest(start), digest(theta)
     if here != theirs and not order.force:
         digests = f"digest {here[:12]}, theirs is {theirs[:12]}"
         raise UserError(f"{order.start}: is not the network that the sites started from ({digests}); --force assigns to it")
-    return given
+    return start

@@ -22,15 +22,15 @@ def names() -> list[str]:
 def points(text: str, channels: int, size: int, classes: int) -> Table:
     """A row for each point, in order, of the network that a text names. UserError for an unknown one, or one that cannot
     be cut."""
-    called = f"{OWN}{text.removeprefix(FOREIGN)}" if text.startswith(FOREIGN) else text
-    name = parse_name(called, channels, size, classes)
+    full_name = f"{OWN}{text.removeprefix(FOREIGN)}" if text.startswith(FOREIGN) else text
+    name = parse_name(full_name, channels, size, classes)
     network = name.build()
     if not isinstance(network, Network):
         raise UserError(f"network '{text}': is no network of an extractor and a head")
-    found = split_points(network, torch.zeros(1, channels, size, size))
-    if not found:
+    shapes = split_points(network, torch.zeros(1, channels, size, size))
+    if not shapes:
         raise UserError(f"network '{text}': cannot be cut: nowhere one tensor alone passes")
-    rows = [[point, " x ".join(map(str, shape)), math.prod(shape)] for point, shape in found.items()]
+    rows = [[point, " x ".join(map(str, shape)), math.prod(shape)] for point, shape in shapes.items()]
     images = f"{channels} x {size} x {size}"
     section = yaml.safe_dump({"name": name.name, **name.options}, default_flow_style=True, sort_keys=False, width=1000)
     note = f"'network={{name: split, of: {section.strip()}, at: POINT}}' cuts it there."

@@ -77,16 +77,18 @@ def doctor_table(findings: list[Finding]) -> Table:
 
 def _together(findings: Sequence[Finding]) -> list[Finding]:
     """The findings, with one for all domains of which nothing is there."""
-    absent = [one for one in findings if one[0].startswith(DOMAIN) and one[1].startswith(ABSENT)]
+    absent = [finding for finding in findings if finding[0].startswith(DOMAIN) and finding[1].startswith(ABSENT)]
     if len(absent) < FEWEST:
         return list(findings)
     names = [what.removeprefix(DOMAIN) for what, _, _ in absent]
     never = [what.removeprefix(DOMAIN) for what, finding, _ in absent if not finding.endswith(DOWNLOAD)]
     fetched = f"{DOWNLOAD} fetches them" + (f", but for {', '.join(never)}" if never else "")
-    told = f"need a data folder, which has none of these: set FEDLOOM_DATA (here: --data) to one that has them; or {fetched}"
+    advice = (
+        f"need a data folder, which has none of these: set FEDLOOM_DATA (here: --data) to one that has them; or {fetched}"
+    )
     return [
-        *(one for one in findings if one not in absent),
-        (f"{len(names)} more domains", f"{', '.join(names)}: {told}", False),
+        *(finding for finding in findings if finding not in absent),
+        (f"{len(names)} more domains", f"{', '.join(names)}: {advice}", False),
     ]
 
 

@@ -41,8 +41,8 @@ def _vouch(path: Path, sites: Sequence[str], node: int) -> str:
         raise UserError(f"--node: got {node}, takes the id of one of Flower's nodes, as the server's warning names it")
     config = read_config(path)
     if config.engine.name in SIMULATED:
-        told = f"the sites of this run are simulated (engine.name={config.engine.name}) and have no nodes of their own"
-        raise UserError(f"--node: {told}")
+        reason = f"the sites of this run are simulated (engine.name={config.engine.name}) and have no nodes of their own"
+        raise UserError(f"--node: {reason}")
     with Ledger.open(path, server=False) as ledger:
         if sites[0] not in (names := ledger.sites()):
             raise unknown("site", sites[0], names)
@@ -50,20 +50,20 @@ def _vouch(path: Path, sites: Sequence[str], node: int) -> str:
         before = bound.get(sites[0])
         _refuse_node(config.engine.address, sites[0], node, bound)
         ledger.bind({sites[0]: node}, by="operator")
-    told = f"{sites[0]} is at node {node}" + (f", no longer at {before}" if before not in (None, node) else "")
-    return f"{told}: it may have what the site gave; a running server knows it before its next round"
+    reason = f"{sites[0]} is at node {node}" + (f", no longer at {before}" if before not in (None, node) else "")
+    return f"{reason}: it may have what the site gave; a running server knows it before its next round"
 
 
 def _refuse_node(address: str, site: str, node: int, bound: Mapping[str, int]) -> None:
     """UserError for a node that is another site's, or that the federation at this address, if it is here, does not know."""
-    if other := next((name for name, one in bound.items() if one == node and name != site), ""):
+    if other := next((name for name, bound_node in bound.items() if bound_node == node and name != site), ""):
         raise UserError(f"--node: node {node} is that of '{other}' in this run; give the one that '{site}' is at now")
     if not address or not (server := server_of(Path(address))).is_dir():
         return
     known = {registered(path): path.stem for path in sorted((server / KEYS).glob("*.pub")) if registered(path)}
     if known and known.get(str(node)) != site:
-        told = f"is that of '{known[str(node)]}'" if str(node) in known else "is no site's"
+        reason = f"is that of '{known[str(node)]}'" if str(node) in known else "is no site's"
         now = next((id for id, name in known.items() if name == site), "none")
-        raise UserError(f"--node: node {node} {told} in {address}; that of '{site}' is {now}")
-    if not known and running(server) and str(node) not in (ids := [one["node-id"] for one in nodes(server)]):
+        raise UserError(f"--node: node {node} {reason} in {address}; that of '{site}' is {now}")
+    if not known and running(server) and str(node) not in (ids := [bound_node["node-id"] for bound_node in nodes(server)]):
         raise UserError(f"--node: {address} has no node {node} (there: {', '.join(ids)})")

@@ -26,30 +26,32 @@ def _check(path: Path) -> None:
         raise UserError(f"{path}: is a link; name the folder that it leads to ({path.resolve()})")
     if not path.exists():
         raise UserError(f"{path}: is not there; 'fedloom runs {path.parent}' lists what is")
-    whole = path.resolve()
-    if whole.parent.name in PARTS and is_run(whole.parent.parent):
-        raise UserError(f"{path}: is a part of the run {whole.parent.parent}; it goes with that")
-    if is_run(path) and (inner := _inner(whole)):
+    resolved = path.resolve()
+    if resolved.parent.name in PARTS and is_run(resolved.parent.parent):
+        raise UserError(f"{path}: is a part of the run {resolved.parent.parent}; it goes with that")
+    if is_run(path) and (inner := _inner(resolved)):
         raise UserError(f"{path}: holds another run, {inner}; remove that first")
     refuse_deleting(path, to="removed")
     refuse_busy(path)
-    if fixed := next((place for place, _, _ in os.walk(whole) if not os.access(place, os.R_OK | os.W_OK | os.X_OK)), None):
-        raise UserError(f"{fixed}: is not writable, so that nothing in it can be removed; mend permissions first")
+    if locked := next(
+        (folder for folder, _, _ in os.walk(resolved) if not os.access(folder, os.R_OK | os.W_OK | os.X_OK)), None
+    ):
+        raise UserError(f"{locked}: is not writable, so that nothing in it can be removed; mend permissions first")
 
 
 def _inner(path: Path) -> Path | None:
     """The first run in a run's folder that is no part of it."""
-    folders = (place for place in sorted(path.iterdir()) if place.is_dir() and place.name not in PARTS)
-    return next((run for folder in folders for run in runs_in(folder)), None)
+    inside = (folder for folder in sorted(path.iterdir()) if folder.is_dir() and folder.name not in PARTS)
+    return next((run for folder in inside for run in runs_in(folder)), None)
 
 
 def remove(path: Path) -> None:
     """Remove a run's folder; links in it are removed, not what they lead to. Raises UserError if it cannot be."""
-    whole = path.resolve()
-    gone = whole.with_name(f".{whole.name}.gone-{os.getpid()}")
-    lock = acquire(whole)  # no server begins meanwhile
+    resolved = path.resolve()
+    gone = resolved.with_name(f".{resolved.name}.gone-{os.getpid()}")
+    lock = acquire(resolved)  # no server begins meanwhile
     try:
-        whole.rename(gone)
+        resolved.rename(gone)
         shutil.rmtree(gone)
     except OSError as error:
         left = f"; what is left of the run is in {gone}" if gone.exists() else ""

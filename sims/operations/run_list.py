@@ -25,22 +25,24 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 def row_of(path: Path) -> dict[str, Any]:
     """Of one run: status, method, seed, rounds that are done and to be done, accuracy on all domains, bytes on disk."""
-    config, said, odd = read_yaml((path / CONFIG).read_text(encoding="utf-8")), status(path), []
+    config, state, odd = read_yaml((path / CONFIG).read_text(encoding="utf-8")), status(path), []
     summary, metrics = (_read(read, path, odd) for read in (checked_summary, checked_metrics))
-    method = "/".join(str(one) for one in (_option(config["strategy"], "name"), _option(config["objective"], "mode")) if one)
-    gone = summary.get("unlearned") or []
+    method = "/".join(
+        str(name) for name in (_option(config["strategy"], "name"), _option(config["objective"], "mode")) if name
+    )
+    forgotten = summary.get("unlearned") or []
     unions = [(record.get("accuracy") or {}).get("union") for record in metrics.values()]
-    watched = [union for union in unions if union is not None]
+    validation = [union for union in unions if union is not None]
     return {
         "run": str(path),
-        "status": said,
+        "status": state,
         "method": str(summary.get("method") or method),
         "seed": config["seed"],
         "round": max(metrics, default=0),
         "rounds": summary.get("rounds") or config["rounds"],
-        "test": before_forgetting(summary).get("union") if said == FINISHED else None,
-        "validation": watched[-1] if watched and not gone else None,  # of the network that had them
-        "forgotten": gone,
+        "test": before_forgetting(summary).get("union") if state == FINISHED else None,
+        "validation": validation[-1] if validation and not forgotten else None,  # of the network that had them
+        "forgotten": forgotten,
         "waiting": waiting(path),
         "bytes": size_of(path),
         **({"odd": odd} if odd else {}),
@@ -83,14 +85,14 @@ def _standing(row: Mapping[str, Any]) -> str:
 
 def size_of(path: Path) -> int:
     """Bytes of all files in a folder, links not followed."""
-    found = 0
+    size = 0
     for root, _, names in os.walk(path):
         for name in names:
             try:
-                found += os.lstat(os.path.join(root, name)).st_size
+                size += os.lstat(os.path.join(root, name)).st_size
             except OSError:  # it has just gone
                 continue
-    return found
+    return size
 
 
 def megabytes(size: int) -> str:

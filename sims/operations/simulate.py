@@ -1,4 +1,4 @@
-"""A whole simulation: engine, experiment, plots and report."""
+"""A whole simulation: engine, experiment, plots and report; from its beginning, or from where it was stopped."""
 
 import contextlib
 import dataclasses
@@ -21,12 +21,12 @@ from fedloom.conf.sites import SiteConfig
 from fedloom.server.ledger.database import refuse_busy
 from fedloom.server.rounds.listener import Listener, Listeners
 from fedloom.server.run.experiment import carry_out, check, finished
-from fedloom.server.run_folder.folder import RunFolder, holds, refuse_existing
+from fedloom.server.run_folder.folder import RunFolder, holds, read_config, refuse_existing
 from fedloom.server.run_folder.layout import REPORT
 from fedloom.server.strategies.defaults import with_default_objective
 from fedloom.sims.engines import open_engine, refuse_engine
 from fedloom.sims.engines.share import WHOLE, Share
-from fedloom.sims.progress.listeners import QuietListener, listener_for
+from fedloom.sims.progress.listeners import Watcher
 from fedloom.sims.report.certificates import write_pages
 from fedloom.sims.report.report import write_report
 
@@ -34,18 +34,16 @@ from fedloom.sims.report.report import write_report
 def simulate(
     config: Config,
     *,
-    quiet: bool = False,
-    json_output: bool = False,
-    listener: QuietListener | None = None,
+    listener: Watcher | None = None,
     listeners: Sequence[Listener] = (),
     share: Share = WHOLE,
     began: float | None = None,
 ) -> dict[str, Any]:
     """Run the experiment on its engine and write its report; returns what summary.json holds.
 
-    `listener`: who is told how it goes, instead of the terminal. `listeners`: who hears of it beside that and the
-    configuration's trackers; what they raise ends the run. `share`: of the machine, where several runs go on at once.
-    `began`: when (time.monotonic) what counts as the run's time began; now, if not given.
+    `listener` is told how it goes. `listeners` hear of it beside that and the configuration's trackers; what they raise ends
+    the run. `share`: of the machine, where several runs go on at once. `began`: when (time.monotonic) what counts as the
+    run's time began; now, if not given.
     Raises UserError before anything is started if something about the configuration, the data or the folder cannot work.
     """
     began = time.monotonic() if began is None else began
@@ -54,7 +52,7 @@ def simulate(
     with contextlib.ExitStack() as stack:
         stack.enter_context(of_run())
         stack.enter_context(ordinary())
-        shown = stack.enter_context(listener or listener_for(quiet, json_output=json_output))
+        shown = stack.enter_context(listener or Watcher())
         with under_way("looking at configuration and data"):
             refuse(config)
         listening = Listeners([shown, *_trackers(config, shown, stack), *listeners])
@@ -68,7 +66,7 @@ def simulate(
     return summary
 
 
-def _trackers(config: Config, shown: QuietListener, stack: contextlib.ExitStack) -> list[Listener]:
+def _trackers(config: Config, shown: Watcher, stack: contextlib.ExitStack) -> list[Listener]:
     if not config.tracking:
         return []
     from fedloom.sims.tracking import Tracking  # others' packages: only where they are asked for
@@ -95,7 +93,26 @@ def refuse(config: Config) -> None:
         refuse_trackers(config)
 
 
-def simulate_once(config: Config, *, quiet: bool = False) -> dict[str, Any]:
+def resume(
+    path: Path,
+    *,
+    tracking: Sequence[Any] | None = None,
+    listener: Watcher | None = None,
+    listeners: Sequence[Listener] = (),
+    began: float | None = None,
+) -> dict[str, Any]:
+    """Go on with a run after its last committed round; returns its summary.
+
+    `tracking`: other trackers than it began with. The rest is as for `simulate`.
+    """
+    config = read_config(path)
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
+    if tracking is not None:
+        config = dataclasses.replace(config, tracking=list(tracking))
+    return simulate(config, listener=listener, listeners=listeners, began=began)
+
+
+def simulate_once(config: Config, *, listener: Watcher | None = None) -> dict[str, Any]:
     """The summary of a finished run of this very configuration if there is one; otherwise run it, from the start.
 
     Raises UserError, as simulate does, if a run of that name but of another configuration exists.
@@ -106,7 +123,7 @@ def simulate_once(config: Config, *, quiet: bool = False) -> dict[str, Any]:
         if summary.get("status") == "finished":
             return summary
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, overwrite=True))
-    return simulate(config, quiet=quiet)
+    return simulate(config, listener=listener)
 
 
 def _check_engine(config: Config) -> None:

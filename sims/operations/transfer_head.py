@@ -42,16 +42,16 @@ def measured(run: Path, png: Path | None = None) -> list[Table]:
             raise UserError(f"--png: got {png}, takes the name of a file that ends in .png")
     read_config(run)
     summary = RunFolder(run).summary()
-    summary = {**summary, "unlearned": [one.site for one in forgotten_sites(run, summary)]}
+    summary = {**summary, "unlearned": [matrix.site for matrix in forgotten_sites(run, summary)]}
     try:
-        found, where = exchanges(summary), homes(summary)
+        matrices, domains = exchanges(summary), homes(summary)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{run}: the run's results are damaged ({error!r}); run the experiment again") from None
-    if not found:
+    if not matrices:
         raise UserError(f"{run}: no heads were measured on others' extractors; finished runs of head_transfer have that")
-    if png and (figure := heads_figure(found, where)):
+    if png and (figure := heads_figure(matrices, domains)):
         save(figure, png)
-    return [*(matrix_table(one, where) for one in found), heads_table(found)]
+    return [*(matrix_table(matrix, domains) for matrix in matrices), heads_table(matrices)]
 
 
 def transfer(run: Path, giver: str, taker: str, out: Path) -> Table:
@@ -82,14 +82,14 @@ def transfer(run: Path, giver: str, taker: str, out: Path) -> Table:
     return Table("Recombined", ["what", ""], rows)
 
 
-def recombined(extractor: State, head: State, architecture: Architecture, told: str) -> State:
+def recombined(extractor: State, head: State, architecture: Architecture, misfit: str) -> State:
     """The state of a network of this architecture. UserError, beginning with `told`, naming shapes that do not fit."""
     state = {**extractor, **head}
     wanted = architecture.build().state_dict()
     for name in {**wanted, **state}:
-        one, other = (_shape(each, name) for each in (state, wanted))
-        if one != other:
-            raise UserError(f"{told}: '{name}' is {one}, the network takes {other}")
+        here, there = (_shape(each, name) for each in (state, wanted))
+        if here != there:
+            raise UserError(f"{misfit}: '{name}' is {here}, the network takes {there}")
     return {name: state[name] for name in wanted}
 
 
@@ -102,8 +102,8 @@ def _pair(aggregation: ServerState, giver: Site, taker: Site) -> tuple[Model, li
     head = _published(strategy, view, giver, HEAD)
     extractor = _published(strategy, view, taker, EXTRACTOR)
     architecture = replace(architecture_of(config, taker), classes=architecture_of(config, giver).classes)
-    told = f"{giver.name}'s head does not fit {taker.name}'s extractor"
-    model = Model(architecture, recombined(extractor, head, architecture, told), (label(taker.spec),))
+    misfit = f"{giver.name}'s head does not fit {taker.name}'s extractor"
+    model = Model(architecture, recombined(extractor, head, architecture, misfit), (label(taker.spec),))
     rows: list[list[Cell]] = [
         ["extractor", f"{taker.name} ({label(taker.spec)})"],
         ["head", f"{giver.name} ({label(giver.spec)})"],
@@ -121,19 +121,19 @@ def _published(strategy: Recombining, view: View, site: Site, prefix: str) -> St
 
 def _classes(config: Config, site: Site) -> str:
     """The names of the classes that a head knows, numbers where they have none."""
-    said = {site.name: class_things(site.spec) if has_data(config) else ()}
-    names = Kinds.of(resolve(config), [site], said, ()).names[site.name]
+    things = {site.name: class_things(site.spec) if has_data(config) else ()}
+    names = Kinds.of(resolve(config), [site], things, ()).names[site.name]
     return ", ".join(name for name in names if name is not None)
 
 
 def _scores(strategy: Recombining, view: View, giver: str, taker: str) -> list[list[Cell]]:
     """How good the pair was measured to be, and the extractor with its own head."""
     at = f"on {taker}'s test images of the head's classes"
-    for one in exchanges(strategy.summary_entries(view)):
-        if (pair := one.of(taker, giver)) is not None:
+    for matrix in exchanges(strategy.summary_entries(view)):
+        if (pair := matrix.of(taker, giver)) is not None:
             rows: list[list[Cell]] = [["accuracy", f"{percent(pair)} {at}"]]
             if taker != giver:
-                rows.append(["with its own head", f"{percent(one.of(taker, taker))} {at}"])
+                rows.append(["with its own head", f"{percent(matrix.of(taker, taker))} {at}"])
             return rows
     return [["accuracy", f"was not measured in this run: {taker} answered no question on {giver}'s head"]]
 

@@ -1,6 +1,6 @@
 """What a user sees while a run goes on: a live line in a terminal, plain lines in a log, or only what is worth telling.
 
-All three are listeners as the server's round loop calls them, and context managers that leave the terminal in order.
+All are listeners as the server's round loop calls them, and context managers that leave the terminal in order.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from rich.text import Text
 
 from fedloom.conf.formatting import count
 from fedloom.conf.progress import heard
+from fedloom.server.rounds.listener import Silent
 from fedloom.server.run_folder import results_schema as recorded
 from fedloom.sims.progress.output import lenient
 from fedloom.sims.report.results import result_tables
@@ -28,11 +29,10 @@ MEMORY_SECONDS = 2.0
 TOLD_SECONDS, AGAIN_SECONDS = 2.0, 10.0  # plain lines tell of a longer step after so long, and then now and then
 
 
-class QuietListener:
-    """Tells only messages; the base of the others."""
+class Watcher(Silent):
+    """A listener that is entered while a run goes on, and hears of longer steps, too. This one shows nothing."""
 
-    def __init__(self, console: Console) -> None:
-        self.console = console
+    def __init__(self) -> None:
         self._hears = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -46,30 +46,19 @@ class QuietListener:
     def close(self) -> None:
         """Gives the terminal back; may be called twice."""
 
-    def started(self, run: str, sites: int, rounds: int, note: str) -> None:
-        """A run begins, or goes on."""
-
-    def round_started(self, round: int, asked: int) -> None:
-        """`asked` sites are asked in this round."""
-
-    def reply(self, site: str, ok: bool, reason: str) -> None:
-        """A site answered, or failed with a reason. Called up to 10,000 times a round: it has to be cheap."""
-
-    def round_done(self, record: dict[str, Any]) -> None:
-        """The round is committed; `record` is its line in metrics.jsonl."""
-
     def step(self, what: str, done: int, of: int) -> None:
         """Of a longer piece of work between rounds, `done` of `of` parts (0: nobody knows) are done. Has to be cheap."""
 
-    def note(self, text: str) -> None:
-        """A line on how things go."""
+
+class QuietListener(Watcher):
+    """Tells only messages; the base of the others."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self.console = console
 
     def message(self, text: str) -> None:
-        """A line worth telling at any rate."""
         self._say(text)
-
-    def finished(self, summary: dict[str, Any]) -> None:
-        """The run ended; `summary` is what summary.json holds."""
 
     def _say(self, text: str) -> None:
         self.console.print(clean(text), markup=False, highlight=False, soft_wrap=True)
@@ -260,8 +249,8 @@ def _step_text(what: str, done: int, of: int) -> str:
 
 def _ending(summary: dict[str, Any]) -> str:
     start = summary.get("resources", {}).get("start_up")
-    told = f"{summary.get('status', 'finished')} after {summary.get('seconds', 0):.1f} s"
-    return told if start is None else f"{told} (start-up {start:.1f} s)"
+    text = f"{summary.get('status', 'finished')} after {summary.get('seconds', 0):.1f} s"
+    return text if start is None else f"{text} (start-up {start:.1f} s)"
 
 
 def _union(record: dict[str, Any]) -> float | None:

@@ -16,8 +16,8 @@ def descendants(root: int) -> list[int]:
 def own_bytes(process: int) -> int:
     """Resident bytes without shared pages (files, object store), where the system tells them apart."""
     with contextlib.suppress(psutil.Error):
-        told = psutil.Process(process).memory_info()
-        return told.rss - getattr(told, "shared", 0)
+        memory = psutil.Process(process).memory_info()
+        return memory.rss - getattr(memory, "shared", 0)
     return 0
 
 

@@ -2,6 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from fedloom.conf.progress import heard
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 LIBRARIES = "loading torch"
 
@@ -9,6 +15,28 @@ LIBRARIES = "loading torch"
 @contextmanager
 def waiting(what: str, quiet: bool = False) -> Iterator[None]:
     """A line on stderr that lives while something takes long; nothing without a terminal, or if it is to be quiet."""
+    with _lines(quiet) as progress:
+        progress.add_task(what)
+        yield
+
+
+@contextmanager
+def steps_shown(quiet: bool = False) -> Iterator[None]:
+    """Such a line for each longer step that is told within (conf.progress), while it lasts."""
+    with _lines(quiet) as progress:
+
+        def hears(what: str, done: int, of: int) -> None:
+            for task in progress.task_ids if done in (0, of) else ():
+                progress.remove_task(task)
+            if done == 0:
+                progress.add_task(what)
+
+        with heard(hears):
+            yield
+
+
+@contextmanager
+def _lines(quiet: bool) -> "Iterator[Progress]":
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -16,5 +44,4 @@ def waiting(what: str, quiet: bool = False) -> Iterator[None]:
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     off = quiet or not console.is_terminal
     with Progress(*columns, console=console, transient=True, redirect_stdout=False, disable=off) as progress:
-        progress.add_task(what)
-        yield
+        yield progress

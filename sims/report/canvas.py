@@ -23,18 +23,30 @@ INK, GREY, LIGHT = "#222222", "#8A8A8A", "#DDDDDD"
 Grid = list[list[float]]  # of a heat map: rows of shares, NaN where there is none
 
 
-def new_figure(width: float, height: float, empty: bool = False) -> tuple[Figure, Axes]:
-    """A Figure with the Agg canvas and, unless `empty`, one plain Axes."""
+def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
+    """A Figure of so many inches with one plain Axes."""
+    figure = _blank(width, height)
+    axes = figure.add_subplot()
+    plain(axes)
+    return figure, axes
+
+
+def new_panels(width: float, height: float, down: int, across: int, used: int = 0, **shared: Any) -> tuple[Figure, Any]:
+    """A Figure of so many inches with rows and columns of Axes; those beyond the `used` ones (0: all are) do not show."""
+    figure = _blank(width, height)
+    panels = figure.subplots(down, across, squeeze=False, **shared)
+    for panel in list(panels.flat)[used:] if used else ():
+        panel.set_visible(False)
+    return figure, panels
+
+
+def _blank(width: float, height: float) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=140, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    plain(axes)
-    if empty:
-        axes.remove()
-    return figure, axes
+    return figure
 
 
 def plain(axes: Axes) -> None:
@@ -53,10 +65,20 @@ def percent_axis(axis: Any, symbol: str = "%") -> None:
     axis.set_major_formatter(PercentFormatter(1.0, symbol=symbol))
 
 
+def name_axes(axes: Axes, x: str, y: str) -> None:
+    """What is along both axes."""
+    axes.set_xlabel(x, fontsize=9, color=INK)
+    axes.set_ylabel(y, fontsize=9, color=INK)
+
+
 def save(figure: Figure, path: Path) -> Path:
-    """Writes the PNG; its path. Letters that the font lacks are drawn in another one that is installed, else as boxes."""
+    """Writes the PNG, and makes its folder; returns its path.
+
+    Letters that the font lacks are drawn in another one that is installed, else as boxes.
+    """
     from matplotlib import rc_context, rcParams
 
+    path.parent.mkdir(parents=True, exist_ok=True)
     if lacking := _written(figure, path):
         with rc_context({"font.sans-serif": [*rcParams["font.sans-serif"], *_fonts_with(lacking)]}):
             _written(figure, path)
@@ -65,13 +87,13 @@ def save(figure: Figure, path: Path) -> Path:
 
 def _written(figure: Figure, path: Path) -> set[int]:
     """Writes it; the letters, as their numbers, that no font at hand has."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
         figure.savefig(path)
-    lacking = {int(found[1]) for one in told if (found := MISSING.match(str(one.message)))}
-    for one in told:
-        if not MISSING.match(str(one.message)):
-            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+    lacking = {int(match[1]) for each in messages if (match := MISSING.match(str(each.message)))}
+    for each in messages:
+        if not MISSING.match(str(each.message)):
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
     return lacking
 
 
@@ -79,15 +101,15 @@ def _fonts_with(letters: set[int]) -> list[str]:
     """The names of installed fonts that have some of these letters, as few as cover what can be covered."""
     from matplotlib.font_manager import fontManager, get_font
 
-    found: list[str] = []
+    names: list[str] = []
     for entry in sorted(fontManager.ttflist, key=lambda entry: (entry.name, entry.style != "normal", entry.weight != 400)):
         with contextlib.suppress(OSError, RuntimeError, ValueError):  # of fonts that cannot be read
-            if entry.name not in found and (has := letters & get_font(entry.fname).get_charmap().keys()):
+            if entry.name not in names and (has := letters & get_font(entry.fname).get_charmap().keys()):
                 letters = letters - has
-                found.append(entry.name)
+                names.append(entry.name)
         if not letters:
             break
-    return found
+    return names
 
 
 def score_of(scores: Mapping[str, float], name: str) -> float:

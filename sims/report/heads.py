@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fedloom.sims.report.canvas import INK, PALETTE, frame_cells, name_ticks, new_figure, percent_axis, write_numbers
+from fedloom.sims.report.canvas import INK, PALETTE, frame_cells, name_ticks, new_panels, percent_axis, write_numbers
 from fedloom.sims.report.tables import MAX_DOMAINS, Table, cut, mean, percent
 
 if TYPE_CHECKING:
@@ -98,14 +98,12 @@ def heads_figure(found: Sequence[HeadMatrix], homes: Mapping[str, str]) -> Figur
     most = max(len(one.sites) for one in found)
     across, down = min(ACROSS, len(found)), math.ceil(len(found) / ACROSS)
     side = min(4.2, max(1.9, 0.5 * most))  # inches
-    figure, _ = new_figure(max(6.0, across * side + 2.9), down * (side + 0.9) + 0.9, empty=True)
-    panels = figure.subplots(down, across, squeeze=False)
+    size = max(6.0, across * side + 2.9), down * (side + 0.9) + 0.9
+    figure, panels = new_panels(*size, down, across, len(found))
     for place, (panel, one) in enumerate(zip(panels.flat, found, strict=False)):
         _panel(panel, one, homes)
         if place % across and one.sites == found[place - 1].sites:
             panel.set_yticklabels([])
-    for panel in list(panels.flat)[len(found) :]:
-        panel.set_visible(False)
     bar = figure.colorbar(panels.flat[0].images[0], ax=panels, shrink=0.8, pad=0.02, aspect=20 * down)
     percent_axis(bar.ax.yaxis)
     bar.outline.set(visible=False)

@@ -18,6 +18,7 @@ from fedloom.sims.report.canvas import (
     frame_cells,
     name_ticks,
     new_figure,
+    new_panels,
     percent_axis,
     plain,
     save,
@@ -92,8 +93,7 @@ def _forgetting_panels(
     across = min(3, len(forgotten))
     down = math.ceil(len(forgotten) / across)
     height = down * (0.9 + 0.34 * len(names)) + 0.9
-    figure, _ = new_figure(max(5.0, 1.6 + 3.3 * across), height, empty=True)
-    panels = figure.subplots(down, across, sharey=True, squeeze=False)
+    figure, panels = new_panels(max(5.0, 1.6 + 3.3 * across), height, down, across, len(forgotten), sharey=True)
     for panel, (site, after) in zip(panels.flat, forgotten.items(), strict=False):
         for place, name in enumerate(names):
             colour = PALETTE[1] if name == held.get(site) else INK if name == "union" else PALETTE[0]
@@ -105,8 +105,6 @@ def _forgetting_panels(
         percent_axis(panel.xaxis)
         panel.set_title(f"without {short(site)}", loc="left", fontsize=10, color=INK)
         plain(panel)
-    for panel in list(panels.flat)[len(forgotten) :]:
-        panel.set_visible(False)
     _legend(figure, names)
     figure.suptitle("Test accuracy before and after forgetting a site", x=0.01, ha="left", fontsize=12, color=INK)
     return figure

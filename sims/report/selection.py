@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fedloom.sims.report.canvas import INK, new_figure, percent_axis, short
+from fedloom.sims.report.canvas import INK, new_panels, percent_axis, short
 from fedloom.sims.report.tables import Table, cut, mean, percent
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
 KEY = "layer_selection"  # in a summary, by mode
 ACROSS, MAX_NAMES = 6, 40  # panels, sites that are named
@@ -101,27 +103,14 @@ def selection_figure(found: Sequence[Selection]) -> Figure | None:
     learned = next((one for one in found if any(_learned(site) for site in one.sites)), None)
     if learned is None:
         return None
-    panels_across = min(ACROSS, len(learned.groups))
+    across = min(ACROSS, len(learned.groups))
     down = math.ceil(len(learned.groups) / ACROSS)
     height = min(5.0, max(1.6, 0.28 * len(learned.sites)))
-    figure, _ = new_figure(1.8 * panels_across + 2.6, down * (height + 0.6) + 0.9, empty=True)
-    panels = figure.subplots(down, panels_across, squeeze=False)
+    size = 1.8 * across + 2.6, down * (height + 0.6) + 0.9
+    figure, panels = new_panels(*size, down, across, len(learned.groups))
     image = None
-    for place, (axes, group) in enumerate(zip(panels.flat, learned.groups, strict=False)):
-        grid = [[math.nan if row[place] is None else row[place] for row in site.shared] for site in learned.sites]
-        rounds = len(grid[0])
-        image = axes.imshow(grid, cmap="Blues", vmin=0.0, vmax=1.0, aspect="auto", interpolation="nearest",
-                            extent=(0.5, rounds + 0.5, len(grid) - 0.5, -0.5))  # fmt: skip
-        step = math.ceil(len(grid) / MAX_NAMES)
-        names = [] if place % panels_across else [short(site.site) for site in learned.sites[::step]]
-        axes.set_yticks(range(0, len(grid), step) if names else [], names)
-        axes.set_xticks([1, rounds] if rounds > 1 else [1])
-        axes.grid(False)
-        axes.spines[:].set_visible(False)
-        axes.set_title(_named(group), fontsize=9.5, color=INK)
-        axes.tick_params(length=0, labelsize=8.5)
-    for axes in list(panels.flat)[len(learned.groups) :]:
-        axes.set_visible(False)
+    for number, axes in enumerate(panels.flat[: len(learned.groups)]):
+        image = _group_panel(axes, learned, number, named=number % across == 0)
     if image is not None:
         bar = figure.colorbar(image, ax=panels, shrink=0.8, pad=0.02)
         percent_axis(bar.ax.yaxis)
@@ -129,6 +118,22 @@ def selection_figure(found: Sequence[Selection]) -> Figure | None:
     figure.suptitle("How probable layers are to be shared, round by round", x=0.01, ha="left", fontsize=12, color=INK)
     figure.supxlabel("round; white: the site's own, or not trained yet", x=0.01, ha="left", fontsize=8.5, color=INK)
     return figure
+
+
+def _group_panel(axes: Axes, learned: Selection, number: int, named: bool) -> AxesImage:
+    """The heat map of one group; `named`: sites stand at its left."""
+    grid: Any = [[math.nan if row[number] is None else row[number] for row in site.shared] for site in learned.sites]
+    rounds, step = len(grid[0]), math.ceil(len(grid) / MAX_NAMES)
+    image = axes.imshow(grid, cmap="Blues", vmin=0.0, vmax=1.0, aspect="auto", interpolation="nearest",
+                        extent=(0.5, rounds + 0.5, len(grid) - 0.5, -0.5))  # fmt: skip
+    names = [short(site.site) for site in learned.sites[::step]] if named else []
+    axes.set_yticks(range(0, len(grid), step) if names else [], names)
+    axes.set_xticks([1, rounds] if rounds > 1 else [1])
+    axes.grid(False)
+    axes.spines[:].set_visible(False)
+    axes.set_title(_named(learned.groups[number]), fontsize=9.5, color=INK)
+    axes.tick_params(length=0, labelsize=8.5)
+    return image
 
 
 def _learned(site: Chosen) -> bool:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fedloom.sims.report.canvas import INK, PALETTE, new_figure, percent_axis, plain, short
+from fedloom.sims.report.canvas import INK, PALETTE, new_figure, new_panels, percent_axis, plain, short
 from fedloom.sims.report.tables import Table, aggregate, cut, percent, shortened
 
 if TYPE_CHECKING:
@@ -68,8 +68,7 @@ def spread_figure(summary: Mapping[str, Any]) -> Figure | None:
     found = {name: one for name, one in at_home(summary).items() if len(one["sites"]) > 1}
     if not found:
         return None
-    figure, _ = new_figure(9.5, 4.2, empty=True)
-    left, right = figure.subplots(1, 2, sharey=True)
+    figure, ((left, right),) = new_panels(9.5, 4.2, 1, 2, sharey=True)
     for place, (name, one) in enumerate(found.items()):
         colour = PALETTE[place % len(PALETTE)]
         values = sorted(each["accuracy"] for each in one["sites"].values())

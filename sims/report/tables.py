@@ -3,7 +3,6 @@
 import html
 import math
 import re
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,13 +33,6 @@ _NUMBER = re.compile(rf"(\* )?{_ONE}( (→|±|to) {_ONE})*")
 def percent(fraction: float | None) -> str:
     """An accuracy as text: 0.914 is '91.4%'; None and NaN are '-'."""
     return "-" if fraction is None or math.isnan(fraction) else f"{100 * fraction:.1f}%"
-
-
-def mean_and_spread(fractions: Sequence[float]) -> str:
-    """Accuracies as text, in %: mean ± standard deviation; 83.5 ± 0.7."""
-    values = [100 * fraction for fraction in fractions]
-    spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.1f}{spread}"
 
 
 def clean(text: str) -> str:

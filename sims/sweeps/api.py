@@ -41,21 +41,21 @@ def sweep(
 
 def _grid(seeds: Sequence[int], over: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
     """The values of each key. UserError for none, and for what is no list."""
-    given = {**over, **({SEED: seeds} if len(seeds) else {})}
-    if not given:
+    grid = {**over, **({SEED: seeds} if len(seeds) else {})}
+    if not grid:
         raise UserError("sweep: takes seeds=[0, 1, 2], over={'training.rate': [0.01, 0.03]} or both")
     if len(seeds) and SEED in over:
         raise UserError("seeds: `over` has seeds, too; leave one of the two out")
-    for key, values in given.items():
+    for key, values in grid.items():
         if isinstance(values, str | Mapping) or not (isinstance(values, Sequence) or hasattr(values, "tolist")):
             raise UserError(f"{key}: got {values!r}, takes a list of values")
-    return {key: _values(key, values) for key, values in given.items()}
+    return {key: _values(key, values) for key, values in grid.items()}
 
 
-def _values(key: str, given: Any) -> list[Any]:
-    if not isinstance(found := plain_value(given, key), list):
-        raise UserError(f"{key}: got {given!r}, takes a list of values")
-    return found
+def _values(key: str, values: Any) -> list[Any]:
+    if not isinstance(plain := plain_value(values, key), list):
+        raise UserError(f"{key}: got {values!r}, takes a list of values")
+    return plain
 
 
 @dataclass(frozen=True)

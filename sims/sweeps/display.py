@@ -50,8 +50,8 @@ class Display:
 
     def say(self, name: str, text: str) -> None:
         """A line of a run."""
-        told = plain(text).rstrip()
-        self.console.print(f"{name}: {told}" if name else told, markup=False, highlight=False, soft_wrap=True)
+        line = plain(text).rstrip()
+        self.console.print(f"{name}: {line}" if name else line, markup=False, highlight=False, soft_wrap=True)
 
 
 class Quiet(QuietListener):

@@ -3,77 +3,59 @@
 import contextlib
 import json
 import time
-from collections.abc import Mapping
+from functools import partial
 from typing import Any, TextIO
 
-from rich.console import Console
-
-from fedloom.sims.progress.listeners import QuietListener
+from fedloom.sims.progress.listeners import Watcher
 
 SECONDS = 0.25  # that replies and steps wait for others, to travel together
-STARTED, ROUND, REPLIES, DONE, STEP, NOTE, MESSAGE = "started", "round", "replies", "done", "step", "note", "message"
+CALLS = ("started", "round_started", "round_done", "note", "message")  # of a listener, which travel as they come
+STEP, REPLIES = "step", "replies"
 FINISHED, FAILED = "finished", "failed"  # the last of a run
 
 
-class Teller(QuietListener):
+class Teller(Watcher):
     """Writes what it hears as lines."""
 
     def __init__(self, out: TextIO) -> None:
-        super().__init__(Console(quiet=True))
+        super().__init__()
         self._out, self._replies, self._told, self._stepped = out, [], 0.0, 0.0
+        for call in CALLS:
+            setattr(self, call, partial(self.tell, call))
 
-    def tell(self, what: str, *given: Any) -> None:
-        """One event."""
+    def tell(self, what: str, *arguments: Any) -> None:
+        """One event; replies that wait go before it."""
         if self._replies:
-            replies, self._replies, self._told = self._replies, [], time.monotonic()
-            self._write(REPLIES, replies)
-        self._write(what, *given)
+            self._tell_replies()
+        self._write(what, *arguments)
 
-    def _write(self, what: str, *given: Any) -> None:
+    def _tell_replies(self) -> None:
+        replies, self._replies, self._told = self._replies, [], time.monotonic()
+        self._write(REPLIES, replies)
+
+    def _write(self, what: str, *arguments: Any) -> None:
         with contextlib.suppress(BrokenPipeError):  # the parent is gone, and says so by stdin's end
-            self._out.write(json.dumps([what, *given]) + "\n")
+            self._out.write(json.dumps([what, *arguments]) + "\n")
             self._out.flush()
-
-    def started(self, run: str, sites: int, rounds: int, note: str) -> None:
-        self.tell(STARTED, run, sites, rounds, note)
-
-    def round_started(self, round: int, asked: int) -> None:
-        self.tell(ROUND, round, asked)
 
     def reply(self, site: str, ok: bool, reason: str) -> None:
         self._replies.append((site, ok, reason))
         if time.monotonic() - self._told > SECONDS:
-            replies, self._replies, self._told = self._replies, [], time.monotonic()
-            self._write(REPLIES, replies)
-
-    def round_done(self, record: dict[str, Any]) -> None:
-        self.tell(DONE, record)
+            self._tell_replies()
 
     def step(self, what: str, done: int, of: int) -> None:
         if done in (0, of) or time.monotonic() - self._stepped > SECONDS:
             self._stepped = time.monotonic()
             self.tell(STEP, what, done, of)
 
-    def note(self, text: str) -> None:
-        self.tell(NOTE, text)
 
-    def message(self, text: str) -> None:
-        self.tell(MESSAGE, text)
-
-
-def repeat(event: list[Any], listener: QuietListener) -> None:
+def repeat(event: list[Any], listener: Watcher) -> None:
     """Call the listener as an event says."""
-    what, *given = event
+    what, *arguments = event
     if what == REPLIES:
-        for site, ok, reason in given[0]:
+        for site, ok, reason in arguments[0]:
             listener.reply(site, ok, reason)
-        return
-    calls: Mapping[str, Any] = {
-        STARTED: listener.started,
-        ROUND: listener.round_started,
-        DONE: listener.round_done,
-        STEP: listener.step,
-        NOTE: listener.note,
-        MESSAGE: listener.message,
-    }
-    calls[what](*given)
+    elif what in (*CALLS, STEP):
+        getattr(listener, what)(*arguments)
+    else:
+        raise KeyError(what)

@@ -12,8 +12,8 @@ _ODD = re.compile(r"[^A-Za-z0-9.+_-]")
 
 def short_keys(keys: Iterable[str]) -> dict[str, str]:
     """Dotted keys by what tells them apart in few letters: `training.rate` is rate, `strategy.name` is strategy."""
-    given = list(keys)
-    names = {key: key.removesuffix(".name").rpartition(".")[2] for key in given}
+    dotted = list(keys)
+    names = {key: key.removesuffix(".name").rpartition(".")[2] for key in dotted}
     twice = {name for name in names.values() if list(names.values()).count(name) > 1}
     return {key: key if name in twice else name for key, name in names.items()}
 

@@ -1,13 +1,14 @@
 """What became of a run among many."""
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fedloom.conf.errors import FailedError, UserError, of_files, plain
 from fedloom.server.run_folder.listing import busy, read_summary
+from fedloom.sims.report.tables import Table, before_forgetting, percent
 from fedloom.sims.sweeps.plan import Planned, ordered, placed
 
 KEPT, FINISHED, FAILED, BUSY = "kept", "finished", "failed", "busy"
@@ -30,25 +31,39 @@ class Outcome:
         """Whether there is no finished run."""
         return self.status in (FAILED, BUSY)
 
+    def as_json(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        error = {"error": self.error} if self.error else {}
+        return {"run": str(self.folder), "values": dict(self.values), "status": self.status, **error,
+                "summary": dict(self.summary)}  # fmt: skip
 
-def finished(one: Planned, status: str = FINISHED) -> Outcome:
+
+def outcome_table(outcomes: Sequence[Outcome]) -> Table:
+    """A row for each run."""
+    rows = [[outcome.folder.name, outcome.status, percent(before_forgetting(outcome.summary).get("union"))]
+            for outcome in outcomes]  # fmt: skip
+    note = "kept: it was finished before." if any(outcome.status == KEPT for outcome in outcomes) else ""
+    return Table("Runs", ["run", "status", "test accuracy"], rows, note)
+
+
+def finished(run: Planned, status: str = FINISHED) -> Outcome:
     """That of a run whose folder says how it ended."""
-    return Outcome(one.folder, one.values, status, summary=read_summary(one.folder))
+    return Outcome(run.folder, run.values, status, summary=read_summary(run.folder))
 
 
-def failed(one: Planned, reason: str) -> Outcome:
+def failed(run: Planned, reason: str) -> Outcome:
     """That of a run that did not end as it should, or that another process works on."""
-    if busy(one.folder):
-        return Outcome(one.folder, one.values, BUSY, AT_IT)
-    return Outcome(one.folder, one.values, FAILED, reason, read_summary(one.folder))
+    if busy(run.folder):
+        return Outcome(run.folder, run.values, BUSY, AT_IT)
+    return Outcome(run.folder, run.values, FAILED, reason, read_summary(run.folder))
 
 
-def looked_at(one: Planned) -> Planned | Outcome:
+def looked_at(run: Planned) -> Planned | Outcome:
     """What is to be done when its turn comes, or its outcome: another process may have made it since it was planned."""
     try:
-        now = placed(one, one.config.run.overwrite)
+        now = placed(run, run.config.run.overwrite)
     except UserError as error:
-        return failed(one, plain(str(error))[:MOST_TOLD])
+        return failed(run, plain(str(error))[:MOST_TOLD])
     if now.done:
         return finished(now, KEPT)
     if busy(now.folder):
@@ -63,8 +78,8 @@ def attempt(do: Callable[[], Any]) -> str:
     except (UserError, FailedError) as error:
         return plain(str(error))[:MOST_TOLD]
     except Exception as error:
-        if isinstance(error, OSError) and (told := of_files(error)):
-            return told[:MOST_TOLD]
+        if isinstance(error, OSError) and (text := of_files(error)):
+            return text[:MOST_TOLD]
         traceback.print_exc()
         return plain(f"{type(error).__name__}: {error}")[:MOST_TOLD]
     return ""

@@ -62,27 +62,27 @@ def _read_seeds(seeds: str) -> list[Any]:
     try:
         return read_values(f"{SEED}={seeds}")[1]
     except UserError:
-        told = f"--seeds: got '{plain(seeds)[:MOST_TOLD]}', takes whole numbers with commas between, such as 0,1,2"
-        raise UserError(told) from None
+        message = f"--seeds: got '{plain(seeds)[:MOST_TOLD]}', takes whole numbers with commas between, such as 0,1,2"
+        raise UserError(message) from None
 
 
-def plan(load: Load, words: Sequence[str], grid: Mapping[str, Sequence[Any]]) -> list[Planned]:
+def plan(load: Load, overrides: Sequence[str], grid: Mapping[str, Sequence[Any]]) -> list[Planned]:
     """Every combination of the values, the seed changing fastest.
 
     Raises UserError for keys and values that the configuration does not take, and for a run that is there twice.
     """
     keys = sorted(grid, key=lambda key: key == SEED)
-    _check_keys(keys, grid, words)
+    _check_keys(keys, grid, overrides)
     _check_size(grid)
     planned: list[Planned] = []
     for combination in itertools.product(*(grid[key] for key in keys)):
         values = dict(zip(keys, combination, strict=True))
-        planned.append(Planned(_named(_loaded(load, words, values), values), values))
+        planned.append(Planned(_named(_loaded(load, overrides, values), values), values))
     _refuse_twice(planned)
     return planned
 
 
-def _check_keys(keys: Sequence[str], grid: Mapping[str, Sequence[Any]], words: Sequence[str]) -> None:
+def _check_keys(keys: Sequence[str], grid: Mapping[str, Sequence[Any]], overrides: Sequence[str]) -> None:
     for key in keys:
         if key == EXPERIMENT:
             raise UserError(f"{key}: cannot be swept: it is named before all else; one sweep for each experiment")
@@ -90,26 +90,26 @@ def _check_keys(keys: Sequence[str], grid: Mapping[str, Sequence[Any]], words: S
             raise UserError(f"{key}: where runs are kept cannot be swept: each has a folder named after what is")
         if not grid[key]:
             raise UserError(f"{key}: has no values to sweep")
-        _check_overrides(key, words)
+        _check_overrides(key, overrides)
     for inner, outer in itertools.permutations(keys, 2):
         if inner.startswith(f"{outer}."):
             raise UserError(f"{inner}: is inside {outer}, which is swept, too; give it in each value of that instead")
 
 
-def _check_overrides(key: str, words: Sequence[str]) -> None:
+def _check_overrides(key: str, overrides: Sequence[str]) -> None:
     """UserError for an override of the swept key, of something inside it, or of a section that has it."""
-    for word in words:
-        given, _, item = word.partition("=")
-        if given.startswith(f"{key}."):
-            raise UserError(f"{given}: is inside {key}, which is swept; give it in each value of that instead")
-        if given == key or (key.startswith(f"{given}.") and item and _has(read_override(word), key[len(given) + 1 :])):
+    for override in overrides:
+        name, _, value = override.partition("=")
+        if name.startswith(f"{key}."):
+            raise UserError(f"{name}: is inside {key}, which is swept; give it in each value of that instead")
+        if name == key or (key.startswith(f"{name}.") and value and _has(read_override(override), key[len(name) + 1 :])):
             raise UserError(f"{key}: is given as an override, too; leave one of the two out")
 
 
 def _has(value: Any, key: str) -> bool:
     """Whether a dotted key has a value in a section or a list."""
     for part in key.split("."):
-        inside: Any = {str(place): one for place, one in enumerate(value)} if isinstance(value, list) else value
+        inside: Any = {str(index): entry for index, entry in enumerate(value)} if isinstance(value, list) else value
         if not isinstance(inside, Mapping) or part not in inside:
             return False
         value = inside[part]
@@ -121,16 +121,16 @@ def _check_size(grid: Mapping[str, Sequence[Any]]) -> None:
         raise UserError(f"sweep: makes {many:,} runs, takes at most {MOST_RUNS:,}; give fewer values, or several sweeps")
 
 
-def _loaded(load: Load, words: Sequence[str], values: Mapping[str, Any]) -> Config:
+def _loaded(load: Load, overrides: Sequence[str], values: Mapping[str, Any]) -> Config:
     try:
         more = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
     except TypeError:
         raise UserError(f"sweep: takes lists of texts, numbers, lists and dictionaries; got {values!r}"[:200]) from None
     try:
-        return load([*words, *more])
+        return load([*overrides, *more])
     except UserError as error:
-        told = " ".join(f"{key}={text_of(value)}" for key, value in values.items())
-        raise UserError(f"{error} (the run with {told})") from None
+        swept = " ".join(f"{key}={text_of(value)}" for key, value in values.items())
+        raise UserError(f"{error} (the run with {swept})") from None
 
 
 def _named(config: Config, values: Mapping[str, Any]) -> Config:
@@ -145,29 +145,29 @@ def _named(config: Config, values: Mapping[str, Any]) -> Config:
 def _refuse_twice(planned: Sequence[Planned]) -> None:
     """UserError for two runs of the same configuration, or of the same name."""
     seen: set[str] = set()
-    for one in planned:
-        same = to_json(dataclasses.replace(one.config, run=RunConfig()))
-        if seen & {same, one.name}:
-            told = " ".join(f"{key}={text_of(value)}" for key, value in one.values.items())
-            raise UserError(f"sweep: the same run is asked for twice ({told}); give each value once")
-        seen |= {same, one.name}
+    for run in planned:
+        same = to_json(dataclasses.replace(run.config, run=RunConfig()))
+        if seen & {same, run.name}:
+            swept = " ".join(f"{key}={text_of(value)}" for key, value in run.values.items())
+            raise UserError(f"sweep: the same run is asked for twice ({swept}); give each value once")
+        seen |= {same, run.name}
 
 
-def placed(one: Planned, overwrite: bool) -> Planned:
+def placed(run: Planned, overwrite: bool) -> Planned:
     """The same: to be kept, to go on, or to start, by what is in its folder. UserError if that is another run."""
     if overwrite:
-        return ordered(one, overwrite=True)
-    if not one.folder.exists():
-        return one
-    if not holds(one.folder, one.config):
-        what = f"a run of another configuration ({CONFIG})" if is_run(one.folder) else "no run of fedloom"
-        raise UserError(f"{one.folder}: is there, and holds {what}; pass --overwrite, or another run.name=")
-    if read_summary(one.folder).get("status") == FINISHED:
-        return dataclasses.replace(one, done=True)
-    return ordered(one, resume=True)
+        return ordered(run, overwrite=True)
+    if not run.folder.exists():
+        return run
+    if not holds(run.folder, run.config):
+        what = f"a run of another configuration ({CONFIG})" if is_run(run.folder) else "no run of fedloom"
+        raise UserError(f"{run.folder}: is there, and holds {what}; pass --overwrite, or another run.name=")
+    if read_summary(run.folder).get("status") == FINISHED:
+        return dataclasses.replace(run, done=True)
+    return ordered(run, resume=True)
 
 
-def ordered(one: Planned, **how: bool) -> Planned:
+def ordered(run: Planned, **how: bool) -> Planned:
     """The same, to be run so."""
-    run = dataclasses.replace(one.config.run, **how)
-    return dataclasses.replace(one, config=dataclasses.replace(one.config, run=run))
+    section = dataclasses.replace(run.config.run, **how)
+    return dataclasses.replace(run, config=dataclasses.replace(run.config, run=section))

@@ -14,18 +14,18 @@ from fedloom.sims.sweeps.worker_pool import WorkerPool
 
 def ready(planned: Sequence[Planned], *, overwrite: bool = False) -> list[Planned]:
     """The same, by what is there already. UserError, before anything starts, for whatever of them cannot work."""
-    there = [placed(dataclasses.replace(one, config=absolute_paths(one.config)), overwrite) for one in planned]
-    for one in there:
-        if not one.done and (overwrite or not busy(one.folder)):
-            _refuse(one)
-    return there
+    runs = [placed(dataclasses.replace(run, config=absolute_paths(run.config)), overwrite) for run in planned]
+    for run in runs:
+        if not run.done and (overwrite or not busy(run.folder)):
+            _refuse(run)
+    return runs
 
 
-def _refuse(one: Planned) -> None:
+def _refuse(run: Planned) -> None:
     try:
-        refuse(one.config)
+        refuse(run.config)
     except UserError as error:
-        raise UserError(f"{error} (the run {one.name})") from None
+        raise UserError(f"{error} (the run {run.name})") from None
 
 
 def carry_out(
@@ -35,16 +35,16 @@ def carry_out(
 
     A KeyboardInterrupt ends all that is under way, within seconds, and goes on; so does the same sweep later.
     """
-    missing = [one for one in planned if not one.done]
-    done = {one.name: finished(one, KEPT) for one in planned if one.done}
+    missing = [run for run in planned if not run.done]
+    done = {run.name: finished(run, KEPT) for run in planned if run.done}
     with display_for(quiet, len(planned), len(done), json_output) as display:
         if not quiet:
             display.say("", _opening(len(planned), len(done), parallel))
         done |= _carried_out(missing, parallel, display)
-        seen = {one.name: looked_at(one) for one in missing if done[one.name].status == BUSY}
-        done |= {name: found for name, found in seen.items() if isinstance(found, Outcome)}
-        done |= _carried_out([found for found in seen.values() if isinstance(found, Planned)], parallel, display)
-    return [done[one.name] for one in planned]
+        seen = {run.name: looked_at(run) for run in missing if done[run.name].status == BUSY}
+        done |= {name: outcome for name, outcome in seen.items() if isinstance(outcome, Outcome)}
+        done |= _carried_out([outcome for outcome in seen.values() if isinstance(outcome, Planned)], parallel, display)
+    return [done[run.name] for run in planned]
 
 
 def _opening(total: int, kept: int, parallel: int) -> str:

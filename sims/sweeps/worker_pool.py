@@ -22,7 +22,7 @@ import torch
 from fedloom.conf import machine
 from fedloom.conf.load import to_json
 from fedloom.sims.engines.share import Share
-from fedloom.sims.progress.listeners import QuietListener
+from fedloom.sims.progress.listeners import Watcher
 from fedloom.sims.sweeps.display import Display
 from fedloom.sims.sweeps.events import FAILED, FINISHED, repeat
 from fedloom.sims.sweeps.outcome import Outcome, failed, finished, looked_at
@@ -48,14 +48,14 @@ def parts(runs: int, cores: Sequence[int], gpus: Sequence[str]) -> list[Part]:
     """The machine divided among so many runs. Every core and GPU is somebody's; where they are too few they are shared."""
     on_gpu = max(1, -(-runs // max(1, len(gpus))))
     share = Share(runs, on_gpu if gpus else 1)
-    return [Part(_dealt(cores, place, runs), _dealt(gpus, place, runs), share) for place in range(runs)]
+    return [Part(_dealt(cores, index, runs), _dealt(gpus, index, runs), share) for index in range(runs)]
 
 
-def _dealt(things: Sequence[Any], place: int, runs: int) -> Sequence[Any]:
+def _dealt(items: Sequence[Any], index: int, runs: int) -> Sequence[Any]:
     """The things of one of so many: neighbours, and all of them where there is one run."""
-    if len(things) < runs:
-        return [things[place % len(things)]] if things else []
-    return things[place * len(things) // runs : (place + 1) * len(things) // runs]
+    if len(items) < runs:
+        return [items[index % len(items)]] if items else []
+    return items[index * len(items) // runs : (index + 1) * len(items) // runs]
 
 
 def this_machine() -> tuple[list[int], list[str]]:
@@ -73,10 +73,10 @@ class WorkerProcess:
     ) -> None:
         self.part = part
         self.task: Planned | None = None
-        self.listener: QuietListener | None = None
-        given = [str(part.share.runs), str(part.share.on_gpu), ",".join(map(str, part.cores))]
+        self.listener: Watcher | None = None
+        arguments = [str(part.share.runs), str(part.share.on_gpu), ",".join(map(str, part.cores))]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", START, *given],
+            [sys.executable, "-P", "-c", START, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -94,7 +94,7 @@ class WorkerProcess:
         if stream is self._process.stdout:
             heard(self, None)
 
-    def give(self, task: Planned, listener: QuietListener) -> None:
+    def give(self, task: Planned, listener: Watcher) -> None:
         """Start a run; what happens is heard."""
         self.task, self.listener = task, listener
         self._send(to_json(task.config, tracking=True) + "\n")
@@ -151,7 +151,7 @@ class WorkerPool:
     def __init__(self, number: int, display: Display) -> None:
         self._parts, self._display = parts(number, *this_machine()), display
         self._events: SimpleQueue[tuple[WorkerProcess, str | None]] = SimpleQueue()
-        self._lanes: list[WorkerProcess] = []
+        self._workers: list[WorkerProcess] = []
         self._waiting: deque[Planned] = deque()
         self._outcomes: dict[str, Outcome] = {}
 
@@ -171,54 +171,54 @@ class WorkerPool:
         return self._outcomes
 
     def _open(self, part: Part) -> None:
-        lane = WorkerProcess(part, lambda lane, line: self._events.put((lane, line)), self._say)
-        self._lanes.append(lane)
-        self._next(lane)
+        worker = WorkerProcess(part, lambda worker, line: self._events.put((worker, line)), self._say)
+        self._workers.append(worker)
+        self._next(worker)
 
-    def _next(self, lane: WorkerProcess) -> None:
+    def _next(self, worker: WorkerProcess) -> None:
         while self._waiting:
             task = looked_at(planned := self._waiting.popleft())
             if isinstance(task, Planned):
-                lane.give(task, self._display.begin(task.name))
+                worker.give(task, self._display.begin(task.name))
                 return
             self._settle(task, planned)
-        lane.let_go()
+        worker.let_go()
 
-    def _take(self, lane: WorkerProcess, line: str | None) -> None:
+    def _take(self, worker: WorkerProcess, line: str | None) -> None:
         """Deal with what a process tells: None is its end."""
-        task = lane.task
-        if task is None or lane.listener is None:
+        task = worker.task
+        if task is None or worker.listener is None:
             return
         if line is None:
-            self._settle(failed(task, LOST.format(lane.ending())), task)
-            lane.task = None
+            self._settle(failed(task, LOST.format(worker.ending())), task)
+            worker.task = None
             if self._waiting:
-                self._open(lane.part)
+                self._open(worker.part)
             return
         event = json.loads(line)
         if event[0] not in (FINISHED, FAILED):
-            repeat(event, lane.listener)
+            repeat(event, worker.listener)
             return
         self._settle(finished(task) if event[0] == FINISHED else failed(task, event[1]), task)
-        self._next(lane)
+        self._next(worker)
 
     def _settle(self, outcome: Outcome, task: Planned) -> None:
         self._outcomes[task.name] = outcome
         self._display.end(task.name, outcome)
 
-    def _say(self, lane: WorkerProcess, line: str) -> None:
-        self._display.say(lane.task.name if lane.task else "", line)
+    def _say(self, worker: WorkerProcess, line: str) -> None:
+        self._display.say(worker.task.name if worker.task else "", line)
 
     def _end(self) -> None:
         """End them all: those at work are interrupted, and get some time to put their folders in order."""
-        for lane in self._lanes:
-            if lane.task is not None:
-                lane.stop()
+        for worker in self._workers:
+            if worker.task is not None:
+                worker.stop()
         until = time.monotonic() + GRACE
         try:
-            for lane in self._lanes:
-                lane.wait(until)
+            for worker in self._workers:
+                worker.wait(until)
         except KeyboardInterrupt:  # a second one
-            for lane in self._lanes:
-                lane.kill()
+            for worker in self._workers:
+                worker.kill()
             raise

@@ -13,8 +13,8 @@ from queue import SimpleQueue
 from typing import TextIO
 
 from fedloom.conf.load import from_json
-from fedloom.sims.cli.main import listen
 from fedloom.sims.engines.share import Share
+from fedloom.sims.process import listen
 
 
 def main() -> None:

@@ -137,7 +137,7 @@ sys.modules["ray"] = None  # as if it were not installed
 from fedloom.conf import load
 from fedloom.sims.operations.simulate import simulate
 import fedloom.server.app, fedloom.clients.app, fedloom.sims.cli.main
-simulate(load("digits", {[*SMALL, "engine.name=inline", f"run.root={tmp_path}"]!r}), quiet=True)
+simulate(load("digits", {[*SMALL, "engine.name=inline", f"run.root={tmp_path}"]!r}))
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
     assert (tmp_path / "digits" / "report.html").is_file()

@@ -29,7 +29,7 @@ from fedloom.server.run.experiment import check as check_config
 from fedloom.server.run.experiment import run_experiment
 from fedloom.sims.engines import open_engine
 from fedloom.sims.engines.node_store import NodeStore
-from fedloom.sims.operations.requests import UnlearningRequest, unlearn
+from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
 
 SITES = 8
 SMALL = [f"sites=[{{domain: digits, count: {SITES}, samples: 40}}]", "data.size=8", "rounds=4", "evaluation.every=4",
@@ -156,7 +156,7 @@ def test_nodes_give_one_sum_each_and_keep_the_rest_until_the_end_with_the_same_b
     assert kept[-1] == {"part-0", "part-1"} and not list(tmp_path.glob("part-*/kept/*"))  # all is at home, and only there
     assert {problem.severity for problem in found} == {"note"} and any(problem.what == AWAY for problem in found)
     assert check(tmp_path / "nodes") == []
-    unlearn(tmp_path / "nodes", UnlearningRequest(["site-0003"], "gone"), quiet=True)
+    unlearn(tmp_path / "nodes", UnlearningRequest(["site-0003"], "gone"))
     assert check(tmp_path / "nodes") == []
 
 

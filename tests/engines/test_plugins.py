@@ -94,7 +94,7 @@ def test_a_site_that_hangs_while_several_are_trained_as_one_is_found_and_dropped
 
 def test_a_mode_that_the_server_does_not_know_is_told_before_anything_starts(tmp_path: Path):
     with pytest.raises(UserError, match=r"objective\.mode: got 'other'"):
-        simulate(load("digits", small(tmp_path, "objective.mode=other", "engine.name=inline")), quiet=True)
+        simulate(load("digits", small(tmp_path, "objective.mode=other", "engine.name=inline")))
 
 
 def test_what_is_registered_in_a_script_is_refused_where_workers_would_have_to_import_it(
@@ -137,6 +137,6 @@ def test_a_run_that_exists_is_refused_before_any_data_are_read(tmp_path: Path):
     words[0] = "sites=[{domain: usps, count: 2}]"
     nowhere = load("digits", [*words, f"data.root={tmp_path / 'no-such-folder'}"])
     with pytest.raises(UserError, match=r"the run 'digits' exists"):
-        simulate(nowhere, quiet=True)
+        simulate(nowhere)
     with pytest.raises(UserError, match=r"the run 'digits' exists"):
         run_experiment(None, nowhere, LogListener())  # type: ignore[arg-type]  # as the ServerApp does

@@ -8,8 +8,9 @@ import pytest
 
 from fedloom.conf import load
 from fedloom.server.ledger.audit import check
-from fedloom.sims.operations.requests import UnlearningRequest, resume, unlearn, verify_certificate
-from fedloom.sims.operations.simulate import simulate
+from fedloom.sims.operations.simulate import resume, simulate
+from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
+from fedloom.sims.operations.verify import verify_certificate
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
 
@@ -25,7 +26,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(method: str, root: Path, *words: str) -> Path:
-    simulate(load(str(HERE / f"{method}.yaml"), [f"run.root={root}", *words]), quiet=True)
+    simulate(load(str(HERE / f"{method}.yaml"), [f"run.root={root}", *words]))
     return root / method
 
 
@@ -60,7 +61,7 @@ def test_it_learns_and_its_sums_check(finished: dict[str, Path], method: str):
 @pytest.mark.parametrize("method", METHODS)
 def test_a_site_is_forgotten_and_the_certificate_holds(finished: dict[str, Path], tmp_path: Path, method: str):
     path = shutil.copytree(finished[method], tmp_path / method)
-    _, certificate = unlearn(path, UnlearningRequest(["site-0001"], id="r1"), quiet=True)
+    _, certificate = unlearn(path, UnlearningRequest(["site-0001"], id="r1"))
     assert certificate["sites"] == ["site-0001"]
     before, after = (certificate["evidence"][stage]["network"] for stage in ("before", "after"))
     assert before != after  # and of sums, which are exact, too:
@@ -74,10 +75,10 @@ def test_a_site_is_forgotten_and_the_certificate_holds(finished: dict[str, Path]
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_that_was_cut_short_goes_on_to_the_same_bits(finished: dict[str, Path], tmp_path: Path, method: str):
     path = shutil.copytree(finished[method], tmp_path / method)
-    _, certificate = unlearn(path, UnlearningRequest(["site-0002"], id="r1", rollback=False, repair=1), quiet=True)
+    _, certificate = unlearn(path, UnlearningRequest(["site-0002"], id="r1", rollback=False, repair=1))
     assert certificate["options"]["repair"] == 1
     again = shutil.copytree(path, tmp_path / "again" / method)
-    assert resume(again, quiet=True)["digest"] == summary(path)["digest"]
+    assert resume(again)["digest"] == summary(path)["digest"]
 
 
 def test_fedprox_without_its_term_is_fedavg_bit_for_bit(tmp_path: Path):

@@ -19,7 +19,7 @@ from fedloom.server.unlearning.scope import scope
 from fedloom.server.unlearning.signing import key_path, operator_key, public_line
 from fedloom.server.unlearning.verification import deleted
 from fedloom.sims.federation.keys import write_node_key
-from fedloom.sims.operations.requests import verify_certificate
+from fedloom.sims.operations.verify import verify_certificate
 from fedloom.sims.report.certificates import write_html
 from tests.server.parts import WatchedApp, folder
 from tests.server.runs import copied, findings, method_of

@@ -17,8 +17,8 @@ from fedloom.server.run.training_run import one_round
 from fedloom.sims.engines.adapter import FIRST_NODE, store_folder
 from fedloom.sims.engines.inline import InlineGrid
 from fedloom.sims.federation.plan import Plan, write_plan
+from fedloom.sims.operations.ledger import events, events_table
 from fedloom.sims.operations.readmit import readmit
-from fedloom.sims.operations.requests import events, events_table
 from tests.server.parts import set_up, small
 
 A, B, C = (FIRST_NODE + place for place in range(3))

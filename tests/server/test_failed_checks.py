@@ -15,7 +15,7 @@ from fedloom.server.rounds.listener import LogListener
 from fedloom.server.run.experiment import run_experiment
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.engines.inline import InlineGrid
-from fedloom.sims.operations.requests import UnlearningRequest, unlearn
+from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
 from tests.server.parts import files, folder, small
 
 
@@ -49,7 +49,7 @@ def test_nothing_is_erased_where_it_could_not_be_certified(wrong: Config):
 
     before = kept()
     with pytest.raises(UserError, match="the sum is not that of the contributions, so nothing is subtracted or erased"):
-        unlearn(folder(wrong), UnlearningRequest(["site-0001"]), quiet=True)
+        unlearn(folder(wrong), UnlearningRequest(["site-0001"]))
     assert kept() == before
     with Ledger.open(folder(wrong), server=False) as ledger:
         assert ledger.sites() == dict.fromkeys(["site-0000", "site-0001", "site-0002"], False)

@@ -21,7 +21,7 @@ from fedloom.fusion.exact import ExactSum, quantise
 from fedloom.fusion.state import State
 from fedloom.server.run.experiment import check
 from fedloom.server.strategies.fedproto import FedProto
-from fedloom.sims.operations.requests import UnlearningRequest, unlearn
+from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
 from tests.server.arithmetics import one_core, same
 from tests.server.parts import folder
 from tests.server.runs import copied, method_of
@@ -137,7 +137,7 @@ def test_forgetting_leaves_the_sums_that_never_held_the_site(done, tmp_path):
 def test_without_an_aggregate_there_is_nothing_to_compare_with_a_retrained_one(done, tmp_path, blank_pictures):
     path = folder(copied(done.config, tmp_path))
     with pytest.raises(UserError, match="--retrain: compares aggregates, and this method has none"):
-        unlearn(path, UnlearningRequest(["site-0001"], id="r1", retrain=True), quiet=True)
+        unlearn(path, UnlearningRequest(["site-0001"], id="r1", retrain=True))
     assert "unlearned" not in json.loads((path / "summary.json").read_text())
 
 

@@ -18,8 +18,10 @@ from fedloom.conf.package import copy_package
 from fedloom.server.ledger import Contribution, Ledger
 from fedloom.server.ledger.tables import FORMAT, OLDEST
 from fedloom.server.run_folder.folder import CONFIG, RunFolder, read_config, refuse_existing
-from fedloom.sims.operations.requests import UnlearningRequest, audit, resume, unlearn, verify_certificate
-from fedloom.sims.operations.simulate import simulate_once
+from fedloom.sims.operations.ledger import audit
+from fedloom.sims.operations.simulate import resume, simulate_once
+from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
+from fedloom.sims.operations.verify import verify_certificate
 from fedloom.sims.report.report import write_report
 from tests.server.ledgers import contents, new, problems
 from tests.server.parts import small
@@ -31,13 +33,16 @@ import sys
 from pathlib import Path
 from fedloom.conf.schema import Config
 from fedloom.sims.report.report import write_report
-from fedloom.sims.operations.requests import UnlearningRequest, audit, resume, unlearn, verify_certificate
+from fedloom.sims.operations.ledger import audit
+from fedloom.sims.operations.simulate import resume
+from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
+from fedloom.sims.operations.verify import verify_certificate
 
 run = Path(sys.argv[1])
 assert Config.__dataclass_fields__["novelty"].default == 3
 assert audit(run)["ok"]
-assert resume(run, quiet=True)["status"] == "finished"
-unlearn(run, UnlearningRequest(["site-0001"], "later"), quiet=True)
+assert resume(run)["status"] == "finished"
+unlearn(run, UnlearningRequest(["site-0001"], "later"))
 assert verify_certificate(run / "certificates" / "later.json", run)[1]
 assert audit(run)["ok"]
 write_report(run)
@@ -80,10 +85,10 @@ def test_an_older_run_is_read_checked_and_verified_and_nothing_in_it_changes(lef
 
 
 def test_an_older_run_is_gone_on_with_and_unlearned_from(left: Path):
-    summary = resume(left, quiet=True)
+    summary = resume(left)
     assert (summary["status"], last_round(left)) == ("finished", 3)
     assert audit(left)["ok"]
-    _, done = unlearn(left, UnlearningRequest(["site-0001"], "now", "asked", repair=1), quiet=True)
+    _, done = unlearn(left, UnlearningRequest(["site-0001"], "now", "asked", repair=1))
     assert done["sites"] == ["site-0001"]
     assert last_round(left) == 4
     found = audit(left)
@@ -110,9 +115,9 @@ def test_an_older_run_is_rolled_back(left: Path):
 
 def test_an_older_run_of_the_same_configuration_is_not_run_again(left: Path):
     config = read_config(left)
-    resume(left, quiet=True)
+    resume(left)
     before = contents(left)
-    assert simulate_once(config, quiet=True)["status"] == "finished"
+    assert simulate_once(config)["status"] == "finished"
     assert contents(left) == before
 
 

@@ -25,7 +25,7 @@ from fedloom.server.strategies.base import strategy_of
 from fedloom.server.strategies.components.classes import Kinds, decoded, encoded
 from fedloom.server.strategies.components.head_transfer import HeadTransfer, check_common
 from fedloom.server.strategies.components.recombination import MATRIX, components_of
-from fedloom.sims.operations.requests import UnlearningRequest, unlearn
+from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
 from tests.server.arithmetics import one_core, same
 from tests.server.parts import folder
 from tests.server.runs import copied, method_of
@@ -96,7 +96,7 @@ def test_auxiliary_heads_are_the_mean_over_sites(done):
 
 def test_forgetting_leaves_the_sum_that_never_held_the_site_and_no_component_of_it(done, tmp_path):
     config = copied(done.config, tmp_path)
-    unlearn(folder(config), UnlearningRequest(["site-0000"], id="r1"), quiet=True)
+    unlearn(folder(config), UnlearningRequest(["site-0000"], id="r1"))
     with method_of(config) as method:
         slots, view = method.state.slots, method.state.view()
         never = ExactSum(slots.bits)

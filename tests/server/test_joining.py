@@ -9,7 +9,7 @@ from fedloom.clients.objectives import resolve
 from fedloom.conf import UserError
 from fedloom.fusion.state import digest
 from fedloom.server.strategies import strategy_of
-from fedloom.sims.operations.requests import audit
+from fedloom.sims.operations.ledger import audit
 from fedloom.sims.operations.simulate import simulate
 from tests.server.parts import contribution, folder, set_up, small, started, sum_of_contributions
 from tests.server.runs import method_of
@@ -74,7 +74,7 @@ def test_the_mean_that_is_sent_holds_those_that_join_as_they_start(tmp_path: Pat
 def test_forgetting_and_coming_back_are_exact(tmp_path: Path, initialisation: str):
     words = [*FEW, f"objective.initialisation={initialisation}", "evaluation.sites=0"]
     config = small(tmp_path, *words, sites=6, samples=20)
-    simulate(config, quiet=True)
+    simulate(config)
     with method_of(config) as method:
         aggregate = method.state
         there = [site.name for site in aggregate.members() if aggregate.slots.has("sum", site.name)]

@@ -171,7 +171,7 @@ def workers(session: int) -> list[int]:
 
 @pytest.mark.slow
 def test_with_ray_a_killed_server_and_a_killed_worker_change_no_bit(tmp_path: Path):
-    simulate(load("digits", [*RAY, "engine.name=inline", f"run.root={tmp_path}", "run.name=inline"]), quiet=True)
+    simulate(load("digits", [*RAY, "engine.name=inline", f"run.root={tmp_path}", "run.name=inline"]))
     path = tmp_path / "ray"
     begin = [FEDLOOM, "run", *RAY, "engine.name=ray", "engine.workers=1", f"run.root={tmp_path}", "run.name=ray", "--quiet"]
     with subprocess.Popen(begin, start_new_session=True) as server:

@@ -33,8 +33,8 @@ from fedloom.server.ledger.audit import check as audit
 from fedloom.server.rounds.schedules import Participation
 from fedloom.server.strategies.layer_selection import FOUND, LEAST_MASS, PARTS, PROGRESS, SHARED, LayerSelectionStrategy
 from fedloom.sims.engines.adapter import store_folder
-from fedloom.sims.operations.requests import UnlearningRequest, unlearn
 from fedloom.sims.operations.simulate import simulate
+from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
 from tests.server.arithmetics import one_core, same
 from tests.server.parts import Given, LastFirstGrid, Recorder, folder, started
 from tests.server.parts import given as reply_of
@@ -196,7 +196,7 @@ def test_a_layer_that_nobody_shares_stays_and_one_that_hardly_anybody_shares_is_
 
 def test_forgetting_leaves_the_sum_that_never_held_the_site_and_erases_its_progress(done: Done, tmp_path: Path) -> None:
     config = copied(done.config, tmp_path)
-    unlearn(folder(config), UnlearningRequest([A], id="r1"), quiet=True)
+    unlearn(folder(config), UnlearningRequest([A], id="r1"))
     with method_of(config) as method:
         view, strategy = method.state.view(), method.state.strategy
         puts = [(put_of(done.client.of(place, 2)[1]), images) for place, images in ((1, 50), (2, 40))]
@@ -335,7 +335,7 @@ def test_whatever_may_be_combined_runs_and_all_sums_hold(tmp_path: Path, words: 
 def test_on_ray_it_is_the_same_bit_by_bit(done: Done, tmp_path: Path) -> None:
     """Sites are trained one by one in a cohort too."""
     config = configured(tmp_path, "engine.name=ray", "engine.workers=1", "engine.vectorise=3")
-    assert simulate(config, quiet=True)["layer_selection"] == {"learned": found(done)}
+    assert simulate(config)["layer_selection"] == {"learned": found(done)}
 
 
 @pytest.mark.parametrize(("options", "orders"), [

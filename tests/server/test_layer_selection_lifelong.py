@@ -16,7 +16,7 @@ from fedloom.server.ledger.audit import check as audit
 from fedloom.server.rounds.transport import TooFewRepliesError
 from fedloom.server.strategies.layer_selection import CHANGES, SHARED
 from fedloom.sims.engines.adapter import store_folder
-from fedloom.sims.operations.requests import UnlearningRequest, unlearn
+from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
 from tests.server.arithmetics import one_core, same
 from tests.server.parts import Recorder, folder
 from tests.server.resumes import Stopped, Stopper
@@ -101,7 +101,7 @@ def test_what_is_shared_is_the_start_and_the_sum_of_all_changes(done: Done) -> N
 
 def test_forgetting_subtracts_the_change_and_nothing_else(done: Done, tmp_path: Path) -> None:
     config, start = copied(done.config, tmp_path), done.client.of(0, 1)[0][MEAN]
-    unlearn(folder(config), UnlearningRequest([A], id="r1"), quiet=True)
+    unlearn(folder(config), UnlearningRequest([A], id="r1"))
     with method_of(config) as method:
         view, total = method.state.view(), ExactSum(32)
         with method_of(done.config) as before:
@@ -204,7 +204,7 @@ def test_a_task_that_is_readmitted_has_its_turn(tmp_path: Path) -> None:
     config, client = lifelong(tmp_path), Noting()
     with pytest.raises(Stopped):
         run(config, client, Stopper(3))
-    unlearn(folder(config), UnlearningRequest([B], id="r1"), quiet=True)
+    unlearn(folder(config), UnlearningRequest([B], id="r1"))
     with method_of(to_resume(config)) as method:
         method.state.readmit([B])
     done = run(to_resume(config), client)

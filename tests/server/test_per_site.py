@@ -23,7 +23,7 @@ def configured(root: Path, *words: str) -> Config:
 
 def summary(root: Path, *words: str) -> dict[str, Any]:
     config = configured(root, *words)
-    simulate(config, quiet=True)
+    simulate(config)
     return json.loads((root / config.run.name / "summary.json").read_text())
 
 

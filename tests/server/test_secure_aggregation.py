@@ -29,7 +29,7 @@ from fedloom.server.unlearning.certificate import CERTIFICATES, read
 from fedloom.server.unlearning.requests import Unlearning, receive
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.engines.inline import InlineGrid
-from fedloom.sims.operations.compose import Order, compose
+from fedloom.sims.operations.compose import CompositionOrder, compose
 from tests.server.masked import (
     FOUR,
     MASKS,
@@ -228,8 +228,8 @@ def test_what_some_sites_gave_cannot_be_composed(tmp_path: Path) -> None:
     config = configured(tmp_path, MASKS[1], "rounds=1")
     run(config)
     with pytest.raises(UserError, match="--sites: under masks nobody can read what some of the sites gave"):
-        compose(folder(config), Order([ONE, TWO]), tmp_path / "some.safetensors")
-    compose(folder(config), Order(others(), measure=False), tmp_path / "all.safetensors")
+        compose(folder(config), CompositionOrder([ONE, TWO]), tmp_path / "some.safetensors")
+    compose(folder(config), CompositionOrder(others(), measure=False), tmp_path / "all.safetensors")
 
 
 def test_what_sites_tell_of_their_images_is_not_asked_of_those_that_hide_it(tmp_path: Path) -> None:

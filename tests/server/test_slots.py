@@ -9,8 +9,8 @@ import pytest
 from fedloom.conf import UserError, load
 from fedloom.server.ledger.audit import check
 from fedloom.server.rounds.transport import TooFewRepliesError
-from fedloom.sims.operations.requests import UnlearningRequest, unlearn
 from fedloom.sims.operations.simulate import simulate
+from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
 from tests.server import slot_methods
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
@@ -24,7 +24,7 @@ def trained(root: Path, strategy: str, *words: str, engine: str = "inline") -> d
     """The summary of a run of a method of slot_methods."""
     both = [f"strategy={{name: '{HERE}:{strategy}'}}", f"objective={{name: '{HERE}:Asked'}}"]
     config = load("digits", [*WORDS, *both, f"engine.name={engine}", f"run.root={root}", f"run.name={strategy}", *words])
-    simulate(config, quiet=True)
+    simulate(config)
     return json.loads((root / strategy / "summary.json").read_text())
 
 

@@ -42,7 +42,7 @@ def link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Link":
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished run, which no test changes."""
     root = tmp_path_factory.mktemp("user")
-    simulate(load("digits", [*SMALL, "rounds=2", f"run.root={root}"]), quiet=True)
+    simulate(load("digits", [*SMALL, "rounds=2", f"run.root={root}"]))
     return root / "digits"
 
 

@@ -16,10 +16,11 @@ from fedloom.server.ledger import Ledger
 from fedloom.server.strategies.coefficients import Search
 from fedloom.sims.benchmarks import grid
 from fedloom.sims.experiments import arithmetic, arithmetic_runs, assigned
-from fedloom.sims.experiments.pairs import Recipe, accuracy, images, trained
-from fedloom.sims.operations.compose import Order, compose
-from fedloom.sims.operations.requests import UnlearningRequest, unlearn
+from fedloom.sims.experiments.pairs import Recipe, trained
+from fedloom.sims.operations.compose import CompositionOrder, compose
+from fedloom.sims.operations.domain_task import accuracy, images
 from fedloom.sims.operations.simulate import simulate
+from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
 from fedloom.sims.report.tables import Table
 from tests.server.arithmetics import one_core
 
@@ -43,7 +44,7 @@ def _alone() -> Iterator[None]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
     options = [f"run.root={root}", "strategy.search.by=none", "training.epochs=3"]
-    simulate(load("arithmetic", [*TINY, *options]), quiet=True)
+    simulate(load("arithmetic", [*TINY, *options]))
     return root / "arithmetic"
 
 
@@ -52,7 +53,7 @@ def column(table: Table) -> dict[str, str]:
 
 
 def test_one_sites_gradient_alone_is_the_network_that_it_trained(run: Path, tmp_path: Path) -> None:
-    made, known = compose(run, Order([TWO], [1.0]), tmp_path / "net.safetensors")
+    made, known = compose(run, CompositionOrder([TWO], [1.0]), tmp_path / "net.safetensors")
     assert column(made) == {TWO: "1"}
     network, name = load_network(tmp_path / "net.safetensors")
     own = read_state(run / "states" / f"{TWO}.safetensors")
@@ -63,7 +64,7 @@ def test_one_sites_gradient_alone_is_the_network_that_it_trained(run: Path, tmp_
 
 
 def test_all_sites_with_the_runs_own_coefficients_are_its_aggregate(run: Path, tmp_path: Path) -> None:
-    (made,) = compose(run, Order([TWO, ONE], measure=False), tmp_path / "net.safetensors")
+    (made,) = compose(run, CompositionOrder([TWO, ONE], measure=False), tmp_path / "net.safetensors")
     assert column(made) == {TWO: "0.5", ONE: "0.5"}
     whole, composed = (read_state(path) for path in (run / "states" / "aggregate.safetensors", tmp_path / "net.safetensors"))
     assert all(torch.equal(tensor, composed[name]) for name, tensor in whole.items())
@@ -71,27 +72,27 @@ def test_all_sites_with_the_runs_own_coefficients_are_its_aggregate(run: Path, t
 
 def test_a_gradient_is_assigned_to_another_network_only_by_force(run: Path, tmp_path: Path) -> None:
     start, out = tmp_path / "start.safetensors", tmp_path / "net.safetensors"
-    compose(run, Order([TWO], [1.0], measure=False), start)
+    compose(run, CompositionOrder([TWO], [1.0], measure=False), start)
     with pytest.raises(UserError, match="is not the network that the sites started from"):
-        compose(run, Order([ONE], [1.0], start=start, measure=False), out)
+        compose(run, CompositionOrder([ONE], [1.0], start=start, measure=False), out)
     assert not out.exists()
-    compose(run, Order([ONE], [1.0], start=start, force=True, measure=False), out)
+    compose(run, CompositionOrder([ONE], [1.0], start=start, force=True, measure=False), out)
     both = tmp_path / "both.safetensors"
-    compose(run, Order([ONE, TWO], [1.0, 1.0], measure=False), both)
+    compose(run, CompositionOrder([ONE, TWO], [1.0, 1.0], measure=False), both)
     for name, tensor in read_state(both).items():
         if "running" not in name and tensor.is_floating_point():
             torch.testing.assert_close(read_state(out)[name], tensor, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("order", "told"), [
-    (Order(["site-7"]), "unknown site 'site-7'"),
-    (Order([ONE, ONE]), "named twice"),
-    (Order([ONE], [1.0, 2.0]), "2 for 1 sites"),
-    (Order([ONE], [float("nan")]), "takes finite numbers"),
-    (Order([ONE], [1e30]), "too large"),
-    (Order([ONE], how="gradient"), "did you mean 'gradients'"),
+    (CompositionOrder(["site-7"]), "unknown site 'site-7'"),
+    (CompositionOrder([ONE, ONE]), "named twice"),
+    (CompositionOrder([ONE], [1.0, 2.0]), "2 for 1 sites"),
+    (CompositionOrder([ONE], [float("nan")]), "takes finite numbers"),
+    (CompositionOrder([ONE], [1e30]), "too large"),
+    (CompositionOrder([ONE], how="gradient"), "did you mean 'gradients'"),
 ])  # fmt: skip
-def test_what_cannot_be_composed_is_refused(run: Path, tmp_path: Path, order: Order, told: str) -> None:
+def test_what_cannot_be_composed_is_refused(run: Path, tmp_path: Path, order: CompositionOrder, told: str) -> None:
     with pytest.raises(UserError, match=told):
         compose(run, order, tmp_path / "net.safetensors")
     assert not (tmp_path / "net.safetensors").exists()
@@ -100,17 +101,17 @@ def test_what_cannot_be_composed_is_refused(run: Path, tmp_path: Path, order: Or
 def test_a_start_that_cannot_be_read_is_refused_and_one_of_another_type_is_taken(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "net.safetensors"
     with pytest.raises(UserError, match="is no readable safetensors file"):
-        compose(run, Order([ONE], start=tmp_path, force=True), out)
+        compose(run, CompositionOrder([ONE], start=tmp_path, force=True), out)
     state = read_state(run / "states" / "aggregate.safetensors")
     write_state(tmp_path / "half.safetensors", {name: tensor.bfloat16() for name, tensor in state.items()})
-    compose(run, Order([ONE], start=tmp_path / "half.safetensors", force=True, measure=False), out)
+    compose(run, CompositionOrder([ONE], start=tmp_path / "half.safetensors", force=True, measure=False), out)
     assert all(tensor.dtype == state[name].dtype for name, tensor in read_state(out).items())
 
 
 def test_the_runs_own_files_are_not_overwritten(run: Path) -> None:
     before = (run / "ledger.sqlite").read_bytes()
     with pytest.raises(UserError, match="among the run's own files"):
-        compose(run, Order([ONE]), run / "states" / ".." / "ledger.sqlite")
+        compose(run, CompositionOrder([ONE]), run / "states" / ".." / "ledger.sqlite")
     assert (run / "ledger.sqlite").read_bytes() == before
 
 
@@ -123,7 +124,7 @@ def test_a_network_is_made_of_one_and_the_same_round(run: Path, tmp_path: Path) 
         with Ledger.open(path, server=False) as ledger:
             seen.append(len(ledger.all_latest()))
         if len(seen) == 1:
-            unlearn(path, UnlearningRequest([TWO]), quiet=True)
+            unlearn(path, UnlearningRequest([TWO]))
         return seen[-1]
 
     with Ledger.open(path, server=False) as ledger:
@@ -135,16 +136,18 @@ def test_a_start_of_another_shape_is_refused_naming_the_tensor(run: Path, tmp_pa
     state = read_state(run / "states" / "aggregate.safetensors")
     write_state(tmp_path / "odd.safetensors", {**state, "head.bias": torch.zeros(9)})
     with pytest.raises(UserError, match=r"tensor 'head.bias' is \[9\], takes \[10\]"):
-        compose(run, Order([ONE], [1.0], start=tmp_path / "odd.safetensors", force=True), tmp_path / "net.safetensors")
+        compose(
+            run, CompositionOrder([ONE], [1.0], start=tmp_path / "odd.safetensors", force=True), tmp_path / "net.safetensors"
+        )
 
 
 def test_a_run_of_sums_is_composed_without_coefficients(tmp_path: Path) -> None:
-    simulate(load("digits", [SITES, "data.size=8", "rounds=1", "engine.name=inline", f"run.root={tmp_path}"]), quiet=True)
-    compose(tmp_path / "digits", Order([ONE], measure=False), tmp_path / "net.safetensors")
+    simulate(load("digits", [SITES, "data.size=8", "rounds=1", "engine.name=inline", f"run.root={tmp_path}"]))
+    compose(tmp_path / "digits", CompositionOrder([ONE], measure=False), tmp_path / "net.safetensors")
     left, own = (read_state(tmp_path / name) for name in ("net.safetensors", f"digits/states/{ONE}.safetensors"))
     assert all(torch.equal(tensor, own[name]) for name, tensor in left.items())
     with pytest.raises(UserError, match="are for runs of the strategy arithmetic"):
-        compose(tmp_path / "digits", Order([ONE], [1.0]), tmp_path / "net.safetensors")
+        compose(tmp_path / "digits", CompositionOrder([ONE], [1.0]), tmp_path / "net.safetensors")
 
 
 @pytest.mark.slow
@@ -221,7 +224,7 @@ def test_no_network_that_held_a_forgotten_site_is_left_in_the_folder(run: Path, 
     shutil.copytree(run, copy)
     before = {path.name: path.read_bytes() for path in (copy / "states").iterdir()}
     assert "half.safetensors" in before
-    unlearn(copy, UnlearningRequest([TWO], "r1"), quiet=True)
+    unlearn(copy, UnlearningRequest([TWO], "r1"))
     after = {path.name: path.read_bytes() for path in (copy / "states").iterdir()}
     assert after.keys() == {"aggregate.safetensors", "mean.safetensors", "sum.safetensors", "fused.safetensors",
                             f"{ONE}.safetensors"}  # fmt: skip
@@ -233,8 +236,8 @@ def test_no_network_that_held_a_forgotten_site_is_left_in_the_folder(run: Path, 
 
 def test_searched_coefficients_are_noted_and_not_searched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = [f"run.root={tmp_path}", "strategy.search={by: grid, steps: [0.3, 0.6]}", "baselines=[]"]
-    simulate(load("arithmetic", [*TINY, *options]), quiet=True)
+    simulate(load("arithmetic", [*TINY, *options]))
     found = json.loads((tmp_path / "arithmetic" / "summary.json").read_text())["coefficients"]
     monkeypatch.setattr(Search, "best", lambda *_: pytest.fail("searched again"))
-    made, _ = compose(tmp_path / "arithmetic", Order([ONE, TWO]), tmp_path / "net.safetensors")
+    made, _ = compose(tmp_path / "arithmetic", CompositionOrder([ONE, TWO]), tmp_path / "net.safetensors")
     assert column(made) == {name: f"{alpha:g}" for name, alpha in found.items()}

@@ -14,9 +14,10 @@ from fedloom.conf.errors import UserError
 from fedloom.fusion.graph.channels import wire
 from fedloom.sims.experiments import cla, papers, skill_transfer
 from fedloom.sims.experiments.cla import distilling, methods, mlps, sizes, starts
-from fedloom.sims.experiments.cla.methods import METHODS, Given
-from fedloom.sims.experiments.cla.study import Study
-from fedloom.sims.experiments.pairs import Recipe, Task, plain_loss
+from fedloom.sims.experiments.cla.methods import METHODS, Inputs
+from fedloom.sims.experiments.cla.study import ClaStudy
+from fedloom.sims.experiments.pairs import Recipe, plain_loss
+from fedloom.sims.operations.domain_task import Task
 from tests.server.arithmetics import one_core
 
 TASK = Task("digits", 8, True, samples=200)
@@ -52,8 +53,8 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def study() -> Study:
-    return Study("cpu", Path("runs/cla"))
+def study() -> ClaStudy:
+    return ClaStudy("cpu", Path("runs/cla"))
 
 
 def network(text: str, seed: int) -> nn.Module:
@@ -71,13 +72,13 @@ def test_tables_are_written_and_measured_once(elsewhere: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.json")} == marks
 
 
-def test_a_start_is_measured_at_once_and_after_fine_tuning(study: Study) -> None:
+def test_a_start_is_measured_at_once_and_after_fine_tuning(study: ClaStudy) -> None:
     deepened = study.reached("mlp", 0, "B deepened (Net2Net)")
     assert [len(deepened[part]) for part in ("test", "validation")] == [2, 2]
     assert deepened["test"][0] == study.reached("mlp", 0, "B", tune=False)["test"][0]  # it does what B does
     assert "takes networks of one shape" in study.reached("mlp", 0, "naive average")["refused"]
     with pytest.raises(UserError, match=r"networks of \[3, 2\] hidden layers or blocks; takes networks of one depth"):
-        methods.otfusion(study.given("mlp", 0))
+        methods.otfusion(study.inputs("mlp", 0))
 
 
 def test_every_row_of_every_table_is_a_method_and_its_cells_are_the_papers() -> None:
@@ -100,9 +101,9 @@ def test_every_table_that_is_offered_is_one_of_the_papers() -> None:
 
 def test_maps_of_vggs_and_resnets_are_those_of_the_paper() -> None:
     probe = torch.zeros(2, 3, 32, 32)
-    vgg = Given([network("vgg13_double:width=0.07,norm=none", 0), network("vgg11_half:width=0.07,norm=none", 1)], probe, 0)
+    vgg = Inputs([network("vgg13_double:width=0.07,norm=none", 0), network("vgg11_half:width=0.07,norm=none", 1)], probe, 0)
     assert methods.first_two(vgg, 1, 3) == (0, 2, 4, 5, 6, 7, 8, 9)
-    resnet = Given([network("resnet34:width=0.07", 0), network("resnet18:width=0.07", 1)], probe, 0)
+    resnet = Inputs([network("resnet34:width=0.07", 0), network("resnet18:width=0.07", 1)], probe, 0)
     assert methods.same_index(resnet) == (0, 1, 2, 4, 5, 8, 9, 14, 15)
     units = wire(resnet.deep, probe[:1]).units
     for number in range(3):
@@ -112,7 +113,7 @@ def test_maps_of_vggs_and_resnets_are_those_of_the_paper() -> None:
     assert len({methods.drawn(resnet, number) for number in range(5)}) > 1
 
 
-def test_every_comparison_and_every_map_of_two_mlps(study: Study) -> None:
+def test_every_comparison_and_every_map_of_two_mlps(study: ClaStudy) -> None:
     found = mlps.measured(study, 0)
     assert list(found["ways"]) == ["1-2", "1-3", "2-3"] and found["maps"]["cka"]["both pinned"] == "1-3"
     assert all(len(ways) == len(mlps.WAYS) for ways in found["ways"].values())
@@ -130,7 +131,7 @@ def test_a_teacher_without_weight_is_plain_training() -> None:
 
 
 def test_distillation_takes_the_settings_that_are_best_on_validation_images(
-    study: Study, capsys: pytest.CaptureFixture[str]
+    study: ClaStudy, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = distilling.table(replace(study, quiet=False), 1)
     assert len(capsys.readouterr().out.splitlines()) == len(distilling.STUDENTS) * 2  # each is told when it is measured
@@ -139,8 +140,8 @@ def test_distillation_takes_the_settings_that_are_best_on_validation_images(
     assert distilling._best(found, ["a", "b"]) == 0.6
 
 
-def test_costs_are_measured(study: Study) -> None:
-    for table in (cla.sizing.table(study), distilling.epochs_table(Study("cpu", Path("runs/epochs")))):
+def test_costs_are_measured(study: ClaStudy) -> None:
+    for table in (cla.sizing.table(study), distilling.epochs_table(ClaStudy("cpu", Path("runs/epochs")))):
         assert len(table.rows) >= 3
 
 

@@ -225,7 +225,7 @@ def test_an_interruption_ends_within_seconds_and_leaves_nothing_behind(
 
 DESTROYED = """
 import os, signal, time
-from fedloom.sims.cli.main import listen
+from fedloom.sims.process import listen
 
 class Last:
     def __del__(self):

@@ -15,8 +15,9 @@ from scipy.stats import ttest_rel
 
 from fedloom import compare, sweep
 from fedloom.conf.errors import UserError
-from fedloom.sims.comparison.statistics import paired, spread
+from fedloom.sims.comparison.statistics import paired
 from fedloom.sims.comparison.tables import amount
+from fedloom.sims.report.spread import spread
 from tests.sims.commands import SMALL, Command, last_line, refused
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
@@ -36,7 +37,9 @@ def test_spread_is_numpys_mean_and_deviation_of_a_sample(values: list[float]):
 
 
 def test_one_value_has_no_deviation_and_one_pair_no_interval():
-    assert math.isnan(spread([0.5]).deviation)
+    alone, two = spread([0.5]), spread([0.5, 0.7])
+    assert math.isnan(alone.deviation) and alone.bar == 0.0 and two.bar == two.deviation
+    assert (alone.text(2), two.text(1), two.text(3)) == ("0.50", "0.6 ± 0.1", "0.600 ± 0.141")
     found = paired({3: 0.5}, {3: 0.25})
     assert found is not None and found.mean == 0.25 and math.isnan(found.low) and math.isnan(found.high)
     assert paired({0: 0.5}, {1: 0.5}) is None

@@ -6,7 +6,7 @@ import torch
 from fedloom.clients.data import Images
 from fedloom.sims.experiments.components import adaptation, faster, one_head
 from fedloom.sims.experiments.components.trainer import Plan, accuracy, answers, built, fit, frozen, turns
-from fedloom.sims.experiments.pairs import Task, images
+from fedloom.sims.operations.domain_task import Task, images
 from tests.server.arithmetics import same
 from tests.server.parts import one_thread
 

@@ -9,8 +9,8 @@ import torch
 
 from fedloom.sims.experiments.components import joint
 from fedloom.sims.experiments.components.joint import APART, DCC, RP, SAME, Pair, Setting, measured, train
-from fedloom.sims.experiments.components.study import Study
-from fedloom.sims.experiments.pairs import Task
+from fedloom.sims.experiments.components.study import ComponentsStudy
+from fedloom.sims.operations.domain_task import Task
 from fedloom.sims.report.tables import Table
 from tests.server.arithmetics import one_core, same
 
@@ -66,7 +66,7 @@ def test_with_permuted_labels_own_heads_answer_as_well_and_equal_starts_help_no_
 def test_the_table_is_written_and_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(joint, "PAIRS", {"digits": PAIR})
     monkeypatch.setattr(joint, "STEPS", 2)
-    study = Study("cpu", tmp_path, quiet=True)
+    study = ComponentsStudy("cpu", tmp_path, quiet=True)
     [table] = joint.joint(study, 2)
     assert isinstance(table, Table)
     assert [row[0] for row in table.rows] == list(joint.ROWS) and table.rows[1][1] == "25.1"

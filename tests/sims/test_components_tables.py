@@ -13,7 +13,7 @@ from fedloom.sims.experiments import components, papers
 from fedloom.sims.experiments.components import details, rivals, sizes
 from fedloom.sims.experiments.components import feature_correlation as looks
 from fedloom.sims.experiments.components.methods import ALL, DCC, INDEPENDENT, PULLS, WAYS
-from fedloom.sims.experiments.components.study import Found, Study, way
+from fedloom.sims.experiments.components.study import ComponentsStudy, Found, way
 from fedloom.sims.report.tables import Table
 from tests.server.arithmetics import one_core
 
@@ -28,7 +28,7 @@ TASK = sizes.Task(
 )
 WORDS = {"network": NETWORK, "data.size": 8, "data.grey": True, "data.test_limit": 60, "data.validation_limit": 40,
          "engine.name": "inline", "training.steps": 2, "training.batch": 20, "rounds": 1}  # fmt: skip
-TINY = sizes.Size({"tiny": TASK}, plans=((2, 1),), most=(2,), several=(2,), words=WORDS)
+TINY = sizes.Size({"tiny": TASK}, plans=((2, 1),), most=(2,), several=(2,), settings=WORDS)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,8 +42,8 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def study() -> Study:
-    return Study("cpu", components.FOLDER)
+def study() -> ComponentsStudy:
+    return ComponentsStudy("cpu", components.FOLDER)
 
 
 def found(accuracy: list[list[float]]) -> Found:
@@ -68,12 +68,12 @@ def test_figure_2_is_written_beside_the_papers_cells_and_measured_once(
 
 
 @pytest.mark.parametrize(("table", "known"), [("steps", "2 sites, pulled"), ("figure9", "61.8 ?")])
-def test_every_row_of_a_table_is_there(study: Study, table: str, known: str) -> None:
+def test_every_row_of_a_table_is_there(study: ComponentsStudy, table: str, known: str) -> None:
     parts = components.TABLES[table](study, 1)
     assert known in "".join(part.markdown() for part in parts if isinstance(part, Table))
 
 
-def test_of_sites_that_lack_classes_both_heads_are_asked_for_these(study: Study) -> None:
+def test_of_sites_that_lack_classes_both_heads_are_asked_for_these(study: ComponentsStudy) -> None:
     sites = [rivals._without(site, lacked) for site, lacked in zip(TASK.sites, rivals.LACKED, strict=True)]
     one = study.found("tiny", {**WAYS[DCC].pulled(0.1), "sites": sites, "training.steps": 30}, 0)
     assert one.missing is not None and one.missing_exchanged is not None
@@ -81,7 +81,7 @@ def test_of_sites_that_lack_classes_both_heads_are_asked_for_these(study: Study)
     assert study.found("tiny", WAYS[DCC].pulled(0.1), 0).missing is None
 
 
-def test_same_start_shows_in_the_correlation_of_features(study: Study) -> None:
+def test_same_start_shows_in_the_correlation_of_features(study: ComponentsStudy) -> None:
     same, apart = (study.found("tiny", WAYS[name].pulled(0.1), 0) for name in ("IIW+RP", "RP"))
     assert sum(same.correlation) > sum(apart.correlation) + 1 and len(same.correlation) == 8
     assert all(math.isclose(max(one.permuted, sum(one.correlation) / 8), one.permuted) for one in (same, apart))
@@ -95,7 +95,7 @@ def test_correlation_is_of_each_channel_with_each() -> None:
     assert table[1].tolist() == [0.0, 0.0]
 
 
-def test_norms_are_of_all_parts_of_the_network(study: Study) -> None:
+def test_norms_are_of_all_parts_of_the_network(study: ComponentsStudy) -> None:
     words = details.normed(study, "tiny", {"norm": "layer"})["network"]
     assert words["of"]["norm"] == words["head"]["norm"] == "layer" and words["of"]["widths"] == [6, 8]
     assert details.normed(study, "tiny", {"unit": True})["network"]["unit"]
@@ -134,4 +134,4 @@ def test_presets_name_tasks_that_can_be_cut_where_they_say() -> None:
             assert all(site["domain"] in DOMAINS for site in task.sites)
             whole = NETWORKS.build(dict(task.whole), "network").empty(3, 16, 10) if task.points else None
             assert whole is None or set(task.points) <= set(split_points(whole, torch.zeros(1, 3, 16, 16)))
-    assert replace(TASK, words={"rounds": 3}).all["sites"] == list(TASK.sites)
+    assert replace(TASK, settings={"rounds": 3}).all["sites"] == list(TASK.sites)

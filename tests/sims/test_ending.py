@@ -7,7 +7,7 @@ import pytest
 
 WORDS = """
 import atexit
-from fedloom.sims.ending import Ending
+from fedloom.sims.process import Ending
 ending = Ending()
 atexit.register(print, "told")
 print("said")
@@ -40,8 +40,8 @@ def test_what_crashes_while_an_interpreter_is_taken_apart_changes_nothing():
 @pytest.mark.parametrize("how", ["atexit.register(forever)", "threading.Thread(target=forever).start()"])
 def test_what_others_leave_behind_keeps_no_process_from_ending(how: str):
     code = f"""
-import threading, fedloom.sims.ending
-fedloom.sims.ending.PATIENCE = 0.2
+import threading, fedloom.sims.process
+fedloom.sims.process.PATIENCE = 0.2
 forever = threading.Event().wait
 {how}
 ending.leave(0)

@@ -14,7 +14,7 @@ from fedloom.sims.federation.machines import refuse_port
 from fedloom.sims.federation.plan import Plan, write_plan
 from fedloom.sims.federation.programs import LOCK, PID, free_port, running
 from fedloom.sims.federation.sheets import SERVER, SITE, ServerSheet, SiteSheet, read, write
-from fedloom.sims.operations.requests import events_table
+from fedloom.sims.operations.ledger import events_table
 from tests.sims.commands import Command, refused
 
 BAD = {

@@ -16,7 +16,8 @@ from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.unlearning.requests import KIND
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.engines.inline import InlineGrid
-from fedloom.sims.operations.requests import UnlearningRequest, resume, unlearn
+from fedloom.sims.operations.simulate import resume
+from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
 from tests.server.parts import files, folder, small
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
@@ -41,21 +42,21 @@ def test_what_would_have_to_be_trained_is_refused_and_nothing_is_touched(run: Co
     with Ledger.open(folder(run), server=False) as ledger:
         before = [(event.kind, event.digest) for event in ledger.events()], ledger.all_latest()
     with pytest.raises(UserError, match=r"engine\.name: 'flower' is a real federation: name its folder in engine.address"):
-        unlearn(folder(run), UnlearningRequest(["site-0001"], **wish), quiet=True)
+        unlearn(folder(run), UnlearningRequest(["site-0001"], **wish))
     with Ledger.open(folder(run), server=False) as ledger:
         assert ([(event.kind, event.digest) for event in ledger.events()], ledger.all_latest()) == before
         assert not ledger.waiting(applied=True)
 
 
 def test_what_needs_no_training_is_done(run: Config):
-    _, certificate = unlearn(folder(run), UnlearningRequest(["site-0001"]), quiet=True)
+    _, certificate = unlearn(folder(run), UnlearningRequest(["site-0001"]))
     assert certificate["sites"] == ["site-0001"]
 
 
 def test_a_request_that_waits_for_the_federation_is_left_to_it_while_others_are_fulfilled(run: Config):
     with Ledger.open(folder(run), server=False) as ledger:
         ledger.receive("later", KIND, ["site-0002"], "", {"repair": 1, "retrain": False, "rollback": False})
-    _, certificate = unlearn(folder(run), UnlearningRequest(["site-0001"]), quiet=True)
+    _, certificate = unlearn(folder(run), UnlearningRequest(["site-0001"]))
     assert certificate["sites"] == ["site-0001"]
     with Ledger.open(folder(run), server=False) as ledger:
         assert [(request.id, request.state) for request in ledger.waiting(applied=True)] == [("later", "received")]
@@ -65,7 +66,7 @@ def test_a_request_that_waits_for_the_federation_is_left_to_it_while_others_are_
 def test_resuming_says_how_to_and_touches_nothing(run: Config):
     before = kept(run)
     with pytest.raises(UserError, match=r"start it with `flwr run \. --run-config .*run\.resume=true"):
-        resume(folder(run), quiet=True)
+        resume(folder(run))
     assert kept(run) == before
 
 
@@ -73,7 +74,7 @@ def test_an_engine_that_cannot_start_is_heard_of_before_anything_is_subtracted(t
     config = small(tmp_path, "engine.name=ray", "engine.address=127.0.0.1:1", "rounds=1", sites=2, samples=20)
     run_experiment(InlineGrid(2, store_folder(config)), config, LogListener())
     with pytest.raises(UserError, match=r"there is no Ray cluster at 127\.0\.0\.1:1"):
-        unlearn(folder(config), UnlearningRequest(["site-0001"], repair=1), quiet=True)
+        unlearn(folder(config), UnlearningRequest(["site-0001"], repair=1))
     with Ledger.open(folder(config), server=False) as ledger:
         assert ledger.sites() == {"site-0000": False, "site-0001": False}
         assert len(ledger.all_latest()) == 2
@@ -87,11 +88,11 @@ def test_resuming_what_is_finished_starts_no_engine_and_says_so(tmp_path: Path, 
     assert said == [f"{folder(config)}: is finished, after 1 round; nothing is left to do", f"report: {page}"]
     page.write_text("as it was")
     before = kept(config)
-    resume(folder(config), quiet=True)
+    resume(folder(config))
     assert kept(config) == before
     (folder(config) / "metrics.jsonl").write_text("{{{")  # no longer what came out
     with pytest.raises(UserError, match=r"there is no Ray cluster at 127\.0\.0\.1:1"):
-        resume(folder(config), quiet=True)
+        resume(folder(config))
 
 
 def test_a_rollback_that_cannot_be_is_refused_before_an_engine_starts_and_what_finished_stays_vouched_for(tmp_path: Path):
@@ -99,7 +100,7 @@ def test_a_rollback_that_cannot_be_is_refused_before_an_engine_starts_and_what_f
     config = small(tmp_path, "engine.name=ray", "engine.address=127.0.0.1:1", "rounds=2", sites=2, samples=20)
     run_experiment(InlineGrid(2, store_folder(config)), config, LogListener())
     with pytest.raises(UserError, match=r"refused: .*the state after round \d is not kept"):
-        unlearn(folder(config), UnlearningRequest(["site-0001"], rollback=True), quiet=True)
+        unlearn(folder(config), UnlearningRequest(["site-0001"], rollback=True))
     (folder(config) / "metrics.jsonl").write_text("{{{")
     assert [problem.file for problem in check(folder(config))] == ["metrics.jsonl"]
 

@@ -13,7 +13,8 @@ from fedloom.conf.errors import UserError
 from fedloom.sims.experiments import fusion, fusion_pairs
 from fedloom.sims.experiments.fusion import BEST, METHODS, Request, measured, reproduce
 from fedloom.sims.experiments.fusion_pairs import SPLITS, Parents, accuracy_of, parents, probe, watched
-from fedloom.sims.experiments.pairs import Recipe, Share, Task, images
+from fedloom.sims.experiments.pairs import Recipe, Share
+from fedloom.sims.operations.domain_task import Task, images
 
 SITE = Share("digits", 8, True, samples=150, held=140)
 RECIPE = Recipe(epochs=8, rate=0.1)
@@ -41,7 +42,7 @@ def folder(elsewhere: Path) -> Path:
 
 
 def result(folder: Path, name: str) -> dict[str, Any]:
-    return json.loads((folder / "results" / "test-all" / f"{name}.json").read_text(encoding="utf-8"))
+    return json.loads((folder / "results" / "test-all" / f"{name}.json").read_text(encoding="utf-8"))["value"]
 
 
 def pixels(x: torch.Tensor) -> set[bytes]:
@@ -116,13 +117,14 @@ def test_the_tables_and_the_pictures_are_written(folder):
 
 def test_what_is_on_disk_is_taken_only_for_the_same_settings(folder, monkeypatch):
     path = folder / "results" / "test-all" / "same-0-fuse.json"
-    path.write_text(json.dumps({**result(folder, "same-0-fuse"), "accuracy": 0.0625}), encoding="utf-8")
+    on_disk = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**on_disk, "value": {**on_disk["value"], "accuracy": 0.0625}}), encoding="utf-8")
     reproduce("cpu", 1, ["pairs=same", "methods=fuse"], quiet=True)
     assert result(folder, "same-0-fuse")["accuracy"] == 0.0625
     monkeypatch.setitem(METHODS, "fuse", replace(METHODS["fuse"], options={"positions": 64}))
     reproduce("cpu", 1, ["pairs=same", "methods=fuse"], quiet=True)
-    found = result(folder, "same-0-fuse")
-    assert found["facts"]["positions"] == 64 and found["accuracy"] != 0.0625
+    assert json.loads(path.read_text(encoding="utf-8"))["key"]["positions"] == 64
+    assert result(folder, "same-0-fuse")["accuracy"] != 0.0625
 
 
 def test_validation_images_have_results_of_their_own(elsewhere):

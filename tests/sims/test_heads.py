@@ -16,9 +16,10 @@ from fedloom.conf import load
 from fedloom.conf.errors import UserError
 from fedloom.server.run_folder.folder import read_config
 from fedloom.server.strategies import strategy_of
-from fedloom.sims.operations.requests import UnlearningRequest, unlearn
 from fedloom.sims.operations.simulate import simulate
 from fedloom.sims.operations.transfer_head import recombined
+from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
+from fedloom.sims.progress.listeners import listener_for
 from fedloom.sims.report.heads import HeadMatrix, exchanges, heads_figure, heads_table, matrix_table
 from fedloom.sims.report.report import write_report
 from fedloom.sims.report.results import result_tables
@@ -33,7 +34,7 @@ SMALL = ["sites=[{domain: digits, count: 3}]", "data.size=8", "data.grey=true", 
 
 
 def trained(root: Path, *words: str) -> Path:
-    simulate(load("components", [*SMALL, f"run.root={root}", *words]), quiet=True)
+    simulate(load("components", [*SMALL, f"run.root={root}", *words]), listener=listener_for(quiet=True))
     return root / "components"
 
 
@@ -142,7 +143,7 @@ def test_runs_of_other_methods_have_no_heads(fedloom: Command, finished_run: Pat
 
 
 def test_a_forgotten_site_is_in_no_table_and_gives_nothing(fedloom: Command, run: Path, tmp_path: Path) -> None:
-    unlearn(run, UnlearningRequest([B]), quiet=True)
+    unlearn(run, UnlearningRequest([B]))
     said = fedloom("heads", run)
     assert said.code == 0 and B not in said.out
     assert "compatible: exchanged" in said.out

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from fedloom.clients.networks import NetworkName
 from fedloom.sims.experiments import aggregation, joint_sum
 from fedloom.sims.experiments.joint_sum import COMMON, OWN, Apart, Joint, Setting, convolutions, measured, trained
-from fedloom.sims.experiments.pairs import Task
+from fedloom.sims.operations.domain_task import Task
 from fedloom.sims.report.tables import Table
 from tests.server.arithmetics import one_core
 

@@ -19,7 +19,7 @@ from fedloom.sims.experiments.lasem import tasks as sequences
 from fedloom.sims.experiments.lasem.comparators import Apd, Darts, Made, Progressive
 from fedloom.sims.experiments.lasem.lifelong import Learner, Outcome, Plan, accuracy, met
 from fedloom.sims.experiments.lasem.selecting import Selecting, configured
-from fedloom.sims.experiments.lasem.study import COMPARED, SIZES, Study, TaskSequence, of
+from fedloom.sims.experiments.lasem.study import COMPARED, SIZES, LasemStudy, TaskSequence, of
 from fedloom.sims.experiments.lasem.tasks import Task
 from fedloom.sims.report.tables import Table
 from tests.server.arithmetics import one_core
@@ -47,10 +47,10 @@ def _one_core() -> Iterator[None]:
 
 
 @pytest.fixture
-def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Study:
+def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LasemStudy:
     monkeypatch.setitem(SIZES, "tiny", {"made": TINY, "resnet": TINY})
     monkeypatch.setitem(studies.SEQUENCES, "made up", made_up)
-    return Study("tiny", tmp_path)
+    return LasemStudy("tiny", tmp_path)
 
 
 def config() -> Config:
@@ -140,7 +140,7 @@ def test_accuracies_are_those_of_the_networks_that_are_told():
     assert again.peak == found.peak and again.final == found.final and found.seconds > 0
 
 
-def test_every_table_has_its_rows_and_is_made_once(study: Study, monkeypatch: pytest.MonkeyPatch):
+def test_every_table_has_its_rows_and_is_made_once(study: LasemStudy, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tables, "GROUPS", {4: [1, 1, 1, 1]})
     monkeypatch.setattr(tables, "LEARNERS", {"DF-CNN": "df_cnn"})
     rows = {"figure1": 9, "figure4": 1, "figure5": 1, "figure6": 7, "searches": 3, "table1": 5, "table2": 2, "table3": 1}

@@ -229,10 +229,22 @@ def test_json_output_leaves_stdout_alone(capsys: pytest.CaptureFixture[str]) -> 
     assert "round 1/2" in err
 
 
+WAITS = """
+from fedloom.sims.progress.waiting import waiting
+with waiting('loading torch', {quiet}): print(input())
+"""
+STEPS = """
+from fedloom.conf.progress import under_way
+from fedloom.sims.progress.waiting import steps_shown
+with steps_shown({quiet}), under_way('loading torch'): print(input())
+"""
+
+
+@pytest.mark.parametrize("code", [WAITS, STEPS])
 @pytest.mark.parametrize(("quiet", "told"), [(False, True), (True, False)])
-def test_a_terminal_hears_of_a_wait_before_it_is_over_unless_it_is_to_be_quiet(quiet: bool, told: bool):
+def test_a_terminal_hears_of_a_wait_before_it_is_over_unless_it_is_to_be_quiet(code: str, quiet: bool, told: bool):
     person, terminal = os.openpty()
-    code = f"from fedloom.sims.progress.waiting import waiting\nwith waiting('loading torch', {quiet}): print(input())"
+    code = code.format(quiet=quiet)
     words = [sys.executable, "-c", code]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=terminal, text=True) as process:
         os.close(terminal)

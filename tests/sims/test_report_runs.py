@@ -14,8 +14,8 @@ from fedloom.server.rounds.view import Models, View
 from fedloom.server.strategies import STRATEGIES
 from fedloom.server.strategies.sum_aggregation import SumAggregationStrategy
 from fedloom.sims.operations.readmit import readmit
-from fedloom.sims.operations.requests import UnlearningRequest, unlearn
 from fedloom.sims.operations.simulate import simulate
+from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
 from fedloom.sims.report.curves import accuracy_figure
 from fedloom.sims.report.headline import headline
 from fedloom.sims.report.report import write_report
@@ -37,7 +37,7 @@ class NovelStrategy(SumAggregationStrategy):
 
 
 def run(root: Path, *words: str) -> Path:
-    simulate(load("digits", [*SMALL, f"run.root={root}", *words]), quiet=True)
+    simulate(load("digits", [*SMALL, f"run.root={root}", *words]))
     return root / "digits"
 
 
@@ -65,7 +65,7 @@ def test_a_new_methods_accuracy_is_its_own_and_no_baselines(tmp_path: Path) -> N
 
 def test_the_report_says_who_was_forgotten_by_which_request_and_when(folder: Path) -> None:
     assert "forgotten on request" not in (folder / "report.html").read_text()
-    unlearn(folder, UnlearningRequest(["site-0001"], "first", "asked"), quiet=True)
+    unlearn(folder, UnlearningRequest(["site-0001"], "first", "asked"))
     with Ledger.open(folder, server=False) as ledger:
         (event,) = ledger.events("forgotten")
     page = checked(folder / "report.html")
@@ -73,14 +73,14 @@ def test_the_report_says_who_was_forgotten_by_which_request_and_when(folder: Pat
     assert all(word in page.text for word in ("first", event.time[:10], event.time[11:19]))
     assert page.links == ["certificates/first.html"]
     assert (folder / page.links[0]).is_file()
-    unlearn(folder, UnlearningRequest(["site-0002"], "second"), quiet=True)
+    unlearn(folder, UnlearningRequest(["site-0002"], "second"))
     page = checked(folder / "report.html")
     assert "site-0001, site-0002 were forgotten on request" in page.text
     assert page.links == ["certificates/first.html", "certificates/second.html"]
 
 
 def test_the_report_follows_the_ledger_and_does_without_it(folder: Path) -> None:
-    unlearn(folder, UnlearningRequest(["site-0001"], "first"), quiet=True)
+    unlearn(folder, UnlearningRequest(["site-0001"], "first"))
     (folder / "certificates" / "first.html").unlink()
     page = checked(write_report(folder))
     assert page.links == [] and "first" in page.text

@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from fedloom.conf.errors import UserError
-from fedloom.sims.operations.requests import UnlearningRequest, unlearn
 from fedloom.sims.operations.simulate import simulate
+from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
 from fedloom.sims.report.report import write_report
 from fedloom.sims.report.results import result_tables
 from fedloom.sims.report.selection import Chosen, Selection, methods_table, selection_figure, selections, sites_table
@@ -35,7 +35,7 @@ def _one_core() -> Iterator[None]:
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run beside which all layers are shared, which no test changes."""
     root = tmp_path_factory.mktemp("selection")
-    simulate(configured(root, "baselines=[all]"), quiet=True)
+    simulate(configured(root, "baselines=[all]"))
     return root / "layer_selection"
 
 
@@ -124,7 +124,7 @@ def test_runs_of_other_methods_say_nothing_of_layers(finished_run: Path, tmp_pat
 
 
 def test_a_forgotten_site_is_in_no_table(run: Path) -> None:
-    unlearn(run, UnlearningRequest([B]), quiet=True)
+    unlearn(run, UnlearningRequest([B]))
     assert [[site.site for site in one.sites] for one in selections(summary_of(run))] == [[A, C]]
     page = checked(run / "report.html")
     assert "Layer selection" in page.text and f"{B} was forgotten" in page.text

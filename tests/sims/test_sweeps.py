@@ -183,7 +183,7 @@ def test_runs_in_one_process_leak_nothing_and_are_kept(tmp_path: Path):
     names = [f"digits-mode={mode}-seed={seed}" for mode in ("exact", "fedavg") for seed in (0, 1)]
     assert [result.folder.name for result in found] == names and not found.failed
     alone = load("digits", [*words, "seed=1", "objective.mode=fedavg", f"run.root={tmp_path}", "run.name=alone"])
-    assert simulate(alone, quiet=True)["digest"] == found[3].summary["digest"]
+    assert simulate(alone)["digest"] == found[3].summary["digest"]
     assert (tmp_path / "alone/config.yaml").read_text().replace("alone", names[3]) == (
         tmp_path / names[3] / "config.yaml"
     ).read_text()
@@ -195,7 +195,7 @@ def test_runs_in_one_process_leak_nothing_and_are_kept(tmp_path: Path):
 
 
 def test_a_folder_with_another_run_is_refused(fedloom: Command, tmp_path: Path):
-    simulate(load("digits", [*QUICK, "rounds=1", "seed=1", f"run.root={tmp_path}", "run.name=digits-seed=1"]), quiet=True)
+    simulate(load("digits", [*QUICK, "rounds=1", "seed=1", f"run.root={tmp_path}", "run.name=digits-seed=1"]))
     words = ["run", "digits", *QUICK, "rounds=2", f"run.root={tmp_path}", "--seeds", "0,1"]
     refused(fedloom(*words), "digits-seed=1", "holds a run of another configuration", "--overwrite")
     (tmp_path / "digits-seed=0").mkdir()
@@ -256,7 +256,7 @@ def test_a_sweep_is_interrupted_and_goes_on(tmp_path: Path, monkeypatch: pytest.
     assert all(len((result.folder / "csv/main/rounds.csv").read_text().splitlines()) == 31 for result in found)
     assert before and before.items() <= after.items() and len(after) == 30  # not trained again: the same seconds
     alone = load("digits", [*words, f"seed={first[-1]}", "run.name=alone"])
-    assert simulate(alone, quiet=True)["digest"] == read_summary(Path("runs", first))["digest"]
+    assert simulate(alone)["digest"] == read_summary(Path("runs", first))["digest"]
 
 
 def test_nothing_begins_when_the_parent_is_gone_before_the_run_began(tmp_path: Path):
@@ -279,7 +279,7 @@ def test_what_another_process_made_meanwhile_is_kept(tmp_path: Path):
     load_with = lambda words: load("digits", [*QUICK, "rounds=1", f"run.root={tmp_path}", *words])  # noqa: E731
     planned = ready(plan(load_with, [], {"seed": [0, 1, 2]}))
     for one in planned[:2]:
-        simulate(one.config, quiet=True)
+        simulate(one.config)
     (planned[1].folder / "summary.json").unlink()
     before = read_metrics(planned[1].folder)
     assert [one.status for one in carry_out(planned, quiet=True)] == ["kept", "finished", "finished"]
@@ -288,7 +288,7 @@ def test_what_another_process_made_meanwhile_is_kept(tmp_path: Path):
 
 def test_a_run_that_another_process_is_at_is_busy(tmp_path: Path, fedloom: Command):
     words = [*QUICK, "rounds=1", f"run.root={tmp_path}"]
-    simulate(load("digits", [*words, "seed=0", "run.name=digits-seed=0"]), quiet=True)
+    simulate(load("digits", [*words, "seed=0", "run.name=digits-seed=0"]))
     (tmp_path / "digits-seed=0" / "summary.json").unlink()
     lock = acquire(tmp_path / "digits-seed=0")
     found = sweep("digits", *words, seeds=[0, 1])

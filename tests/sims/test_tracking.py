@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from fedloom import Result, resume, run
 from fedloom.conf.errors import UserError
-from fedloom.sims.operations.requests import audit
+from fedloom.sims.operations.ledger import audit
 from fedloom.sims.tracking import follow
 from fedloom.sims.tracking.wandb_files import messages
 from tests.sims.commands import Command, refused

@@ -231,7 +231,7 @@ def test_a_crash_before_the_results_are_measured_again_is_made_good(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as broken:
-        broken.setattr("fedloom.sims.operations.requests._measure_again", killed)
+        broken.setattr("fedloom.sims.operations.unlearn._measure_again", killed)
         assert fedloom("unlearn", run, ONE, "--request-id", "r1").code == 130
     assert fedloom("unlearn", run, ONE, "--request-id", "r1").code == 0
     assert json.loads((run / "summary.json").read_text())["unlearned"] == [ONE]

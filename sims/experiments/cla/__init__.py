@@ -10,11 +10,11 @@ from fedloom.conf.errors import unknown
 from fedloom.sims.experiments import skill_transfer
 from fedloom.sims.experiments.cla import distilling, mlps, sizing, starts
 from fedloom.sims.experiments.cla.sizes import SIZES
-from fedloom.sims.experiments.cla.study import Study
+from fedloom.sims.experiments.cla.study import ClaStudy
 from fedloom.sims.experiments.dot_plot import draw
 from fedloom.sims.experiments.papers import source_of
-from fedloom.sims.report.page import Part, Picture, write_page
-from fedloom.sims.report.tables import Table
+from fedloom.sims.experiments.table_files import folder_of, write
+from fedloom.sims.report.page import Part, Picture
 
 FOLDER = Path("runs/cla")
 
@@ -28,11 +28,11 @@ def reproduce(preset: str, seeds: int, overrides: Sequence[str], *, quiet: bool)
         raise unknown("preset", preset, SIZES)
     asked = chosen(overrides)
     torch.set_num_threads(1)
-    study = Study(preset, FOLDER if preset == "cpu" else FOLDER.with_name(f"{FOLDER.name}-{preset}"), quiet)
+    study = ClaStudy(preset, folder_of(FOLDER, preset), quiet)
     parts: list[Part] = []
     for make in dict.fromkeys(TABLES[name] for name in asked):
         parts += make(study, seeds)
-        _write(study.folder, parts)  # what there is so far
+        write(study.folder, "CLA+OT, measured again", source_of("cla_ot"), parts)  # what there is so far
     return study.folder
 
 
@@ -47,30 +47,30 @@ def chosen(overrides: Sequence[str]) -> list[str]:
     return names
 
 
-def _starts(asked: starts.Starts, *more: starts.Starts) -> Callable[[Study, int], list[Part]]:
+def _starts(asked: starts.Starts, *more: starts.Starts) -> Callable[[ClaStudy, int], list[Part]]:
     """Tables of starts, and a picture of the first one."""
 
-    def make(study: Study, seeds: int) -> list[Part]:
-        found: list[Part] = [table for one in (asked, *more) for table in starts.tables(study, one, seeds)]
+    def make(study: ClaStudy, seeds: int) -> list[Part]:
+        parts: list[Part] = [table for more_starts in (asked, *more) for table in starts.tables(study, more_starts, seeds)]
         pairs = [pair for pair in asked.pairs if pair in study.size.pairs]
         rows = {pair: starts.drawn_rows(study, asked, pair, seeds) for pair in pairs}
         picture = draw(rows, ["at once", "fine-tuned"], study.folder / f"table-{asked.number.split()[0]}.png")
-        return [*found, Picture(picture, f"Table {asked.number}: {asked.title}")]
+        return [*parts, Picture(picture, f"Table {asked.number}: {asked.title}")]
 
     return make
 
 
-def _mlps(study: Study, seeds: int) -> list[Part]:
-    found = [mlps.measured(study, seed) for seed in range(seeds)]
-    return [mlps.nine(found), mlps.ten(found), *starts.tables(study, starts.TEN, seeds)]
+def _mlps(study: ClaStudy, seeds: int) -> list[Part]:
+    results = [mlps.measured(study, seed) for seed in range(seeds)]
+    return [mlps.nine(results), mlps.ten(results), *starts.tables(study, starts.TEN, seeds)]
 
 
-def _skill(study: Study, seeds: int) -> list[Part]:
-    return skill_transfer.parts(study.preset, study.folder, seeds, study.quiet)
+def _skill(study: ClaStudy, seeds: int) -> list[Part]:
+    return skill_transfer.parts(study, seeds)
 
 
 _teachers, _one = _starts(starts.FOUR), _starts(starts.ONE)
-TABLES: dict[str, Callable[[Study, int], list[Part]]] = {
+TABLES: dict[str, Callable[[ClaStudy, int], list[Part]]] = {
     "1": _one,
     "2": _starts(*starts.TWO),
     "3": _starts(starts.THREE),
@@ -85,10 +85,3 @@ TABLES: dict[str, Callable[[Study, int], list[Part]]] = {
     "20": lambda study, seeds: [sizing.table(study)],
     "21": lambda study, seeds: [distilling.epochs_table(study)],
 }
-
-
-def _write(folder: Path, parts: Sequence[Part]) -> None:
-    texts = [part.markdown() for part in parts if isinstance(part, Table)]
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tables.md").write_text("\n".join(texts), encoding="utf-8")
-    write_page(folder / "report.html", "CLA+OT, measured again", [("", [f"(paper): {source_of('cla_ot')}.", *parts])])

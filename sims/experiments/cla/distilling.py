@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.clients.networks import parameter_count
+from fedloom.conf.formatting import count
 from fedloom.fusion.distillation import distillation_loss
 from fedloom.sims.experiments.cla.methods import METHODS
-from fedloom.sims.experiments.cla.study import PARTS, Study, budget, tuned
-from fedloom.sims.experiments.kept import told
-from fedloom.sims.experiments.pairs import Loss, accuracy, placed, plain_loss
+from fedloom.sims.experiments.cla.study import PARTS, ClaStudy, budget, tuned
+from fedloom.sims.experiments.pairs import Loss, plain_loss
 from fedloom.sims.experiments.papers import cells
-from fedloom.sims.report.tables import Table, mean, mean_and_spread
+from fedloom.sims.operations.domain_task import accuracy, placed
+from fedloom.sims.report.spread import mean_and_spread
+from fedloom.sims.report.tables import Table, mean
 
 STUDENTS = {  # the method by its row: the paper's column, or ours
     "random B": "random B",
@@ -47,14 +49,14 @@ def taught(teacher: nn.Module, temperature: float, weight: float) -> Loss:
     return loss
 
 
-def distilled(study: Study, pair: str, seed: int) -> Mapping[str, Mapping[str, Any]]:
+def distilled(study: ClaStudy, pair: str, seed: int) -> Mapping[str, Mapping[str, Any]]:
     """By student (the paper's name) and settings {"test": [accuracy], "validation": [...]}."""
     chosen, size = study.size.pairs[pair], study.size
     facts = [asdict(chosen), size.probe]
 
     def make(method: str, temperature: float, weight: float) -> dict[str, list[float]]:
-        given = study.given(pair, seed)
-        student, teacher = METHODS[method](given), given.deep.eval()
+        inputs = study.inputs(pair, seed)
+        student, teacher = METHODS[method](inputs), inputs.deep.eval()
         with placed(teacher):
             tuned(student, chosen.task, budget(chosen, method), seed, taught(teacher, temperature, weight))
         return {part: [accuracy(student, chosen.task, part)] for part in PARTS}
@@ -70,32 +72,32 @@ def distilled(study: Study, pair: str, seed: int) -> Mapping[str, Mapping[str, A
     }
 
 
-def table(study: Study, seeds: int) -> Table:
+def table(study: ClaStudy, seeds: int) -> Table:
     """Table 5."""
-    found = [distilled(study, "vgg", seed) for seed in range(seeds)]
+    results = [distilled(study, "vgg", seed) for seed in range(seeds)]
     paper, rows = cells("cla_ot", "5"), []
     for name in STUDENTS:
-        best = [_best(one[name], list(one[name])) for one in found]
+        best = [_best(result[name], list(result[name])) for result in results]
         groups = [[SETTINGS.format(heat, weight) for weight in study.size.weights] for heat in study.size.temperatures]
-        average = [mean([_best(one[name], group) for group in groups]) or 0.0 for one in found]
+        average = [mean([_best(result[name], group) for group in groups]) or 0.0 for result in results]
         theirs = [paper.shown(row, name) for row in ("best", "average")]
         rows.append([name, mean_and_spread(best), mean_and_spread(average), *theirs])
     head = ["student", "best", "average", "best (paper)", "average (paper)"]
-    return Table(f"Table 5 (vgg): distilled from A, {told(seeds)}", head, rows, NOTE)
+    return Table(f"Table 5 (vgg): distilled from A, {count(seeds, 'seed')}", head, rows, NOTE)
 
 
-def _best(found: Mapping[str, Mapping[str, list[float]]], names: list[str]) -> float:
+def _best(results: Mapping[str, Mapping[str, list[float]]], names: list[str]) -> float:
     """The test accuracy of the settings that are best on validation images."""
-    return found[max(names, key=lambda name: found[name]["validation"])]["test"][0]
+    return results[max(names, key=lambda name: results[name]["validation"])]["test"][0]
 
 
-def epochs_table(study: Study) -> Table:
+def epochs_table(study: ClaStudy) -> Table:
     """Table 21."""
     paper, rows = cells("cla_ot", "21"), []
     for pair in ("vgg", "resnet-half"):
         chosen = study.size.pairs[pair]
-        found = study.kept(f"{pair}-epochs", [asdict(chosen)], lambda one=pair: _seconds(study, one))
-        for name, (parameters, plain, soft) in found.items():
+        results = study.kept(f"{pair}-epochs", [asdict(chosen)], lambda name_of_pair=pair: _seconds(study, name_of_pair))
+        for name, (parameters, plain, soft) in results.items():
             theirs = [paper.shown(chosen.paper, f"{name}, {what}") for what in ("parameters", "tuning", "distilling")]
             ours = [f"{parameters / 1e6:.3f}", f"{plain:.2f}", "-" if soft is None else f"{soft:.2f}"]
             rows.append([pair, name, *ours, *theirs])
@@ -105,18 +107,18 @@ def epochs_table(study: Study) -> Table:
                  "(paper): 50,000 images on an A100; its ResNets on CIFAR-100.")  # fmt: skip
 
 
-def _seconds(study: Study, pair: str) -> dict[str, list[float | None]]:
+def _seconds(study: ClaStudy, pair: str) -> dict[str, list[float | None]]:
     """Parameters and seconds of an epoch of fine-tuning and of distilling A into it, by network."""
-    given, teacher = study.given(pair, 0), study.given(pair, 0).deep.eval()
-    networks, found = {"A": given.deep, "B": given.shallow, "fused": METHODS["fuse"](given)}, {}
+    inputs, teacher = study.inputs(pair, 0), study.inputs(pair, 0).deep.eval()
+    networks, results = {"A": inputs.deep, "B": inputs.shallow, "fused": METHODS["fuse"](inputs)}, {}
     with placed(teacher):
         for name, network in networks.items():
             soft = None if name == "A" else _epoch(study, pair, network, taught(teacher, 4.0, 0.5))
-            found[name] = [parameter_count(network), _epoch(study, pair, network, plain_loss), soft]
-    return found
+            results[name] = [parameter_count(network), _epoch(study, pair, network, plain_loss), soft]
+    return results
 
 
-def _epoch(study: Study, pair: str, network: nn.Module, loss: Loss) -> float:
+def _epoch(study: ClaStudy, pair: str, network: nn.Module, loss: Loss) -> float:
     chosen = study.size.pairs[pair]
     student, begin = copy.deepcopy(network), time.perf_counter()
     tuned(student, chosen.task, replace(chosen.fine, epochs=1), 0, loss)

@@ -24,7 +24,7 @@ REFIT = FusionSettings()  # ours: the channels of all networks selected, layers 
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
+class Inputs:
     """Trained networks, A (the deeper) and B by turns; unlabelled training images [k, ...]; a seed for what is drawn."""
 
     networks: list[nn.Module]
@@ -42,14 +42,14 @@ class Given:
         return self.networks[1]
 
 
-Method = Callable[[Given], nn.Module]  # raises UserError where there is no such network
+Method = Callable[[Inputs], nn.Module]  # raises UserError where there is no such network
 
 
-def fused(given: Given, settings: FusionSettings, depth: int = 0) -> nn.Module:
+def fused(inputs: Inputs, settings: FusionSettings, depth: int = 0) -> nn.Module:
     """Both networks in one, of B's widths and the layers of A (`depth` 0) or of B (1); more in the basis of the deepest, A
     (CLA+OT, Sec. 3.3)."""
-    into = 1 if len(given.networks) == 2 else 0
-    return fuse(given.networks, into=into, depth=depth, probe=given.probe, settings=settings).network
+    into = 1 if len(inputs.networks) == 2 else 0
+    return fuse(inputs.networks, into=into, depth=depth, probe=inputs.probe, settings=settings).network
 
 
 def fresh(network: nn.Module, seed: int) -> nn.Module:
@@ -59,45 +59,45 @@ def fresh(network: nn.Module, seed: int) -> nn.Module:
     return drawn
 
 
-def _number(place: int) -> Method:
-    return lambda given: copy.deepcopy(given.networks[place])
+def _number(index: int) -> Method:
+    return lambda inputs: copy.deepcopy(inputs.networks[index])
 
 
-def _naive(given: Given) -> nn.Module:
-    even = (network if place % 2 == 0 else _deepened(given, place) for place, network in enumerate(given.networks))
+def _naive(inputs: Inputs) -> nn.Module:
+    even = (network if index % 2 == 0 else _deepened(inputs, index) for index, network in enumerate(inputs.networks))
     return naive_average(list(even))
 
 
-def _deepened(given: Given, place: int = 1) -> nn.Module:
-    return deepened(given.networks[place], given.deep, given.probe)
+def _deepened(inputs: Inputs, index: int = 1) -> nn.Module:
+    return deepened(inputs.networks[index], inputs.deep, inputs.probe)
 
 
-def otfusion(given: Given, settings: FusionSettings = REFERENCE) -> nn.Module:
+def otfusion(inputs: Inputs, settings: FusionSettings = REFERENCE) -> nn.Module:
     """Networks of one depth fused. Raises UserError for others."""
-    depths = [len(wire(network, given.probe[:1]).units) for network in given.networks]
+    depths = [len(wire(network, inputs.probe[:1]).units) for network in inputs.networks]
     if len(set(depths)) > 1:
         raise UserError(f"OTFusion: networks of {depths} hidden layers or blocks; takes networks of one depth")
-    return fused(given, settings)
+    return fused(inputs, settings)
 
 
-def _transferred(given: Given, by: str) -> nn.Module:
-    return transferred(given.shallow, given.deep, given.probe, by)
+def _transferred(inputs: Inputs, by: str) -> nn.Module:
+    return transferred(inputs.shallow, inputs.deep, inputs.probe, by)
 
 
-def _into_transferred(given: Given, by: str, settings: FusionSettings) -> nn.Module:
+def _into_transferred(inputs: Inputs, by: str, settings: FusionSettings) -> nn.Module:
     """A and the network that B was transferred into, fused."""
-    return otfusion(replace(given, networks=[given.deep, _transferred(given, by)]), settings)
+    return otfusion(replace(inputs, networks=[inputs.deep, _transferred(inputs, by)]), settings)
 
 
 STARTS: dict[str, Method] = {
     **{name: _number(place) for place, name in enumerate(("A", "B", "M3", "M4", "M5", "M6"))},
-    "random A": lambda given: fresh(given.deep, given.seed),
-    "random B": lambda given: fresh(given.shallow, given.seed),
-    "ensemble": lambda given: Ensemble(given.networks),
+    "random A": lambda inputs: fresh(inputs.deep, inputs.seed),
+    "random B": lambda inputs: fresh(inputs.shallow, inputs.seed),
+    "ensemble": lambda inputs: Ensemble(inputs.networks),
     "naive average": _naive,
     "B deepened (Net2Net)": _deepened,
-    "B deepened, random": lambda given: fresh(_deepened(given), given.seed),
-    "OTFusion of the A alone": lambda given: otfusion(replace(given, networks=given.networks[::2])),
+    "B deepened, random": lambda inputs: fresh(_deepened(inputs), inputs.seed),
+    "OTFusion of the A alone": lambda inputs: otfusion(replace(inputs, networks=inputs.networks[::2])),
     "CLAFusion, add": partial(fused, settings=REFERENCE),
     "CLAFusion, merge": partial(fused, settings=REFERENCE, depth=1),
     "CLA+OT, ours": partial(fused, settings=AVERAGED),
@@ -105,53 +105,56 @@ STARTS: dict[str, Method] = {
 }
 TRANSFERS: dict[str, Method] = {
     "HMT": partial(_transferred, by="chain"),
-    "HMT + naive average": lambda given: naive_average([given.deep, _transferred(given, "chain")]),
+    "HMT + naive average": lambda inputs: naive_average([inputs.deep, _transferred(inputs, "chain")]),
     "HMT + OTFusion": partial(_into_transferred, by="chain", settings=REFERENCE),
     "HMT + CLA + OTFusion": partial(_into_transferred, by="cla", settings=REFERENCE),
     "HMT + CLA + fuse": partial(_into_transferred, by="cla", settings=REFIT),
 }
 
 
-def _by_map(given: Given, chosen: Callable[[Given], tuple[int, ...]], settings: FusionSettings = REFERENCE) -> nn.Module:
-    return fused(given, replace(settings, map=chosen(given)))
+def _by_map(inputs: Inputs, chosen: Callable[[Inputs], tuple[int, ...]], settings: FusionSettings = REFERENCE) -> nn.Module:
+    return fused(inputs, replace(settings, map=chosen(inputs)))
 
 
-def first_two(given: Given, one: int, two: int) -> tuple[int, ...]:
+def first_two(inputs: Inputs, first: int, second: int) -> tuple[int, ...]:
     """VGG: a(1), a(2) as they are given (from 1), the other layers of B with the last ones of A."""
-    many, few = (len(wire(network, given.probe[:1]).units) for network in (given.deep, given.shallow))
-    return one - 1, two - 1, *range(many - few + 2, many)
+    many, few = (len(wire(network, inputs.probe[:1]).units) for network in (inputs.deep, inputs.shallow))
+    return first - 1, second - 1, *range(many - few + 2, many)
 
 
-def same_index(given: Given) -> tuple[int, ...]:
+def same_index(inputs: Inputs) -> tuple[int, ...]:
     """The k-th block of each stage of B with the k-th of A."""
-    return tuple(place for ours, theirs in _stages(given) for place in ours[: len(theirs)])
+    return tuple(index for ours, theirs in _stages(inputs) for index in ours[: len(theirs)])
 
 
-def drawn(given: Given, number: int) -> tuple[int, ...]:
+def drawn(inputs: Inputs, number: int) -> tuple[int, ...]:
     """The first block of each stage with the first, the others with random ones in their order."""
-    generator, found = torch_generator(given.seed, "map", str(number)), []
-    for ours, theirs in _stages(given):
+    generator, chosen = torch_generator(inputs.seed, "map", str(number)), []
+    for ours, theirs in _stages(inputs):
         rest = torch.randperm(len(ours) - 1, generator=generator)[: len(theirs) - 1].sort().values
-        found += [ours[0], *(ours[1 + int(place)] for place in rest)]
-    return tuple(found)
+        chosen += [ours[0], *(ours[1 + int(index)] for index in rest)]
+    return tuple(chosen)
 
 
-def _stages(given: Given) -> list[tuple[list[int], list[int]]]:
+def _stages(inputs: Inputs) -> list[tuple[list[int], list[int]]]:
     """The places of the blocks (or layers) of each group in A and in B."""
-    return list(zip(*(_groups(wire(network, given.probe[:1]).units) for network in given.networks[:2]), strict=True))
+    return list(zip(*(_groups(wire(network, inputs.probe[:1]).units) for network in inputs.networks[:2]), strict=True))
 
 
 def _groups(units: tuple[Unit, ...]) -> list[list[int]]:
     groups: dict[int, list[int]] = {}
-    for place, unit in enumerate(units):
-        groups.setdefault(unit.group, []).append(place)
+    for index, unit in enumerate(units):
+        groups.setdefault(unit.group, []).append(index)
     return list(groups.values())
 
 
 DRAWS = 5
 VGG_MAPS = ((1, 2), (1, 3), (1, 4), (2, 3), (2, 4), (3, 4))
 MAPS: dict[str, Method] = {
-    **{f"{one}-{two}": partial(_by_map, chosen=partial(first_two, one=one, two=two)) for one, two in VGG_MAPS},
+    **{
+        f"{first}-{second}": partial(_by_map, chosen=partial(first_two, first=first, second=second))
+        for first, second in VGG_MAPS
+    },
     "same index": partial(_by_map, chosen=same_index),
     **{f"random {number}": partial(_by_map, chosen=partial(drawn, number=number)) for number in range(DRAWS)},
     "CLA, last not pinned": partial(fused, settings=replace(REFERENCE, pin_last=False)),

@@ -5,15 +5,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from fedloom.conf.formatting import count
 from fedloom.fusion.cla_ot.matching import layer_costs, optimal_alignment
 from fedloom.fusion.graph.channels import wire
 from fedloom.fusion.pipeline import fuse
-from fedloom.sims.experiments.cla.methods import REFERENCE, Given
-from fedloom.sims.experiments.cla.study import Study
-from fedloom.sims.experiments.kept import told
-from fedloom.sims.experiments.pairs import Task, accuracy
+from fedloom.sims.experiments.cla.methods import REFERENCE, Inputs
+from fedloom.sims.experiments.cla.study import ClaStudy
 from fedloom.sims.experiments.papers import cells
-from fedloom.sims.report.tables import Table, mean_and_spread
+from fedloom.sims.operations.domain_task import Task, accuracy
+from fedloom.sims.report.spread import mean_and_spread
+from fedloom.sims.report.tables import Table
 
 PAIR = "mlp"
 COMPARISONS = ("neurons", "cka", "wasserstein")
@@ -23,30 +24,32 @@ WAYS = {"layers added": (0, "sum"), "merged, sum": (1, "sum"), "merged, majority
         "merged, average": (1, "average")}  # fmt: skip
 
 
-def measured(study: Study, seed: int) -> dict[str, Any]:
+def measured(study: ClaStudy, seed: int) -> dict[str, Any]:
     """{"maps": by comparison and constraint the map, "ways": by map the test accuracies in the order of WAYS}."""
     pair = study.size.pairs[PAIR]
-    return study.kept(f"maps-{seed}", [asdict(pair), study.size.probe], lambda: ablation(study.given(PAIR, seed), pair.task))
+    return study.kept(
+        f"maps-{seed}", [asdict(pair), study.size.probe], lambda: ablation(study.inputs(PAIR, seed), pair.task)
+    )
 
 
-def ablation(given: Given, task: Task) -> dict[str, Any]:
+def ablation(inputs: Inputs, task: Task) -> dict[str, Any]:
     """Every comparison of the two MLPs' layers, and every map."""
     maps: dict[str, dict[str, str]] = {}
     for name in COMPARISONS:
         kind = {"representation": name} if name == "neurons" else {"dissimilarity": name}
-        costs = layer_costs(given.deep, given.shallow, given.probe, **kind)
-        maps[name] = {told: _text(optimal_alignment(costs, pin_first=first, pin_last=last))
-                      for told, (first, last) in PINS.items()}  # fmt: skip
-    many, few = (len(wire(network, given.probe[:1]).units) for network in (given.deep, given.shallow))
+        costs = layer_costs(inputs.deep, inputs.shallow, inputs.probe, **kind)
+        maps[name] = {pins: _text(optimal_alignment(costs, pin_first=first, pin_last=last))
+                      for pins, (first, last) in PINS.items()}  # fmt: skip
+    many, few = (len(wire(network, inputs.probe[:1]).units) for network in (inputs.deep, inputs.shallow))
     every = itertools.combinations(range(many), few)
-    return {"maps": maps, "ways": {_text(chosen): _by_way(given, chosen, task) for chosen in every}}
+    return {"maps": maps, "ways": {_text(chosen): _by_way(inputs, chosen, task) for chosen in every}}
 
 
-def _by_way(given: Given, chosen: Sequence[int], task: Task) -> list[float]:
+def _by_way(inputs: Inputs, chosen: Sequence[int], task: Task) -> list[float]:
     reached = []
     for depth, relu in WAYS.values():
         way = replace(REFERENCE, relu=relu, map=tuple(chosen))
-        network = fuse(given.networks, into=1, depth=depth, probe=given.probe, settings=way).network
+        network = fuse(inputs.networks, into=1, depth=depth, probe=inputs.probe, settings=way).network
         reached.append(accuracy(network, task, "test"))
     return reached
 
@@ -55,23 +58,23 @@ def _text(chosen: Sequence[int]) -> str:
     return "-".join(str(row + 1) for row in chosen)
 
 
-def nine(found: Sequence[Mapping[str, Any]]) -> Table:
+def nine(results: Sequence[Mapping[str, Any]]) -> Table:
     """Table 9, from what was measured with each seed."""
     paper, rows = cells("cla_ot", "9"), []
     for name in COMPARISONS:
-        ours = [", ".join(sorted({one["maps"][name][told] for one in found})) for told in PINS]
-        rows.append([name, *ours, *(paper.shown(name, told) for told in PINS)])
-    head = ["comparison", *PINS, *(f"{told} (paper)" for told in PINS)]
+        ours = [", ".join(sorted({result["maps"][name][pins] for result in results})) for pins in PINS]
+        rows.append([name, *ours, *(paper.shown(name, pins) for pins in PINS)])
+    head = ["comparison", *PINS, *(f"{pins} (paper)" for pins in PINS)]
     note = "Layers from 1; several where the seeds differ. ?: the paper has 1-2-5 at one of its seeds."
-    return Table(f"Table 9: the maps found for two MLPs, {told(len(found))}", head, rows, note)
+    return Table(f"Table 9: the maps found for two MLPs, {count(len(results), 'seed')}", head, rows, note)
 
 
-def ten(found: Sequence[Mapping[str, Any]]) -> Table:
+def ten(results: Sequence[Mapping[str, Any]]) -> Table:
     """Table 10, from what was measured with each seed."""
     paper, theirs, rows = cells("cla_ot", "10"), [way for way in WAYS if way != "merged, majority"], []
-    for name in found[0]["ways"]:
-        ours = [mean_and_spread([one["ways"][name][place] for one in found]) for place in range(len(WAYS))]
+    for name in results[0]["ways"]:
+        ours = [mean_and_spread([result["ways"][name][index] for result in results]) for index in range(len(WAYS))]
         rows.append([name, *ours, *(paper.shown(name, way) for way in theirs)])
     head = ["map", *WAYS, *(f"{way} (paper)" for way in theirs)]
     note = "Test accuracy in %, CLAFusion, not fine-tuned. (paper): all of MNIST."
-    return Table(f"Table 10: two MLPs fused by every map, {told(len(found))}", head, rows, note)
+    return Table(f"Table 10: two MLPs fused by every map, {count(len(results), 'seed')}", head, rows, note)

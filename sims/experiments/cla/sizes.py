@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from fedloom.clients.data.domains import find
 from fedloom.clients.networks import NetworkName, parse_name
 from fedloom.sims.experiments.cla import networks
-from fedloom.sims.experiments.pairs import Recipe, Task
+from fedloom.sims.experiments.pairs import Recipe
+from fedloom.sims.operations.domain_task import Task
 
 __all__ = ["SIZES", "Pair", "Size", "networks"]  # the module registers its networks
 

@@ -11,9 +11,9 @@ from fedloom.clients.data import to_float
 from fedloom.clients.networks import parameter_count
 from fedloom.fusion.comparators.baselines import Ensemble
 from fedloom.sims.experiments.cla.methods import METHODS
-from fedloom.sims.experiments.cla.study import Study
-from fedloom.sims.experiments.pairs import EVALUATION_BATCH, images, placed
+from fedloom.sims.experiments.cla.study import ClaStudy
 from fedloom.sims.experiments.papers import cells
+from fedloom.sims.operations.domain_task import EVALUATION_BATCH, images, placed
 from fedloom.sims.report.tables import Table
 
 PAIR, COUNTS, REPEATS = "resnet", (2, 4, 6), 3
@@ -21,15 +21,15 @@ KINDS = ("A", "B", "fused", "ensemble")
 NOTE = "Seconds for all test images, median of three, on this machine. (paper): ResNets of full width on an A100."
 
 
-def table(study: Study) -> Table:
+def table(study: ClaStudy) -> Table:
     """A row for each number of networks."""
-    found = study.kept("sizes", asdict(study.size.pairs[PAIR]), lambda: _measured(study))
+    results = study.kept("sizes", asdict(study.size.pairs[PAIR]), lambda: _measured(study))
     paper, rows = cells("cla_ot", "20"), []
     for count in COUNTS:
-        whole = {**found, "ensemble": found[f"ensemble of {count}"]}
+        kinds = {**results, "ensemble": results[f"ensemble of {count}"]}
         rows.append([
             f"{count} networks",
-            *(f"{whole[kind][0] / 1e6:.3f}" for kind in KINDS), *(f"{whole[kind][1]:.2f}" for kind in KINDS),
+            *(f"{kinds[kind][0] / 1e6:.3f}" for kind in KINDS), *(f"{kinds[kind][1]:.2f}" for kind in KINDS),
             *(paper.shown(f"{count} networks", f"{kind}, {what}") for what in ("parameters", "seconds")
               for kind in ("fused", "ensemble")),
         ])  # fmt: skip
@@ -38,25 +38,25 @@ def table(study: Study) -> Table:
     return Table("Table 20: size and inference time", head, rows, NOTE)
 
 
-def _measured(study: Study) -> dict[str, list[float]]:
+def _measured(study: ClaStudy) -> dict[str, list[float]]:
     """Parameters and seconds by kind of network."""
-    given = study.given(PAIR, 0)
-    whole = to_float(images(study.size.pairs[PAIR].task, "test").x)
-    networks = {"A": given.deep, "B": given.shallow, "fused": METHODS["fuse"](given)}
-    found = {kind: [parameter_count(network), _seconds(network, whole)] for kind, network in networks.items()}
+    inputs = study.inputs(PAIR, 0)
+    every = to_float(images(study.size.pairs[PAIR].task, "test").x)
+    networks = {"A": inputs.deep, "B": inputs.shallow, "fused": METHODS["fuse"](inputs)}
+    results = {kind: [parameter_count(network), _seconds(network, every)] for kind, network in networks.items()}
     for count in COUNTS:
-        many = given.networks * (count // 2)
-        found[f"ensemble of {count}"] = [sum(map(parameter_count, many)), _seconds(Ensemble(many), whole)]
-    return found
+        many = inputs.networks * (count // 2)
+        results[f"ensemble of {count}"] = [sum(map(parameter_count, many)), _seconds(Ensemble(many), every)]
+    return results
 
 
 @torch.no_grad()
-def _seconds(network: nn.Module, whole: Tensor) -> float:
+def _seconds(network: nn.Module, every: Tensor) -> float:
     spent = []
     with placed(network.eval()) as device:
         for _ in range(REPEATS):
             begin = time.perf_counter()
-            for batch in whole.split(EVALUATION_BATCH):
+            for batch in every.split(EVALUATION_BATCH):
                 network(batch.to(device)).cpu()
             spent.append(time.perf_counter() - begin)
     return statistics.median(spent)

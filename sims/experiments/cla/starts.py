@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fedloom.conf.formatting import count
 from fedloom.sims.experiments.cla.methods import VGG_MAPS
-from fedloom.sims.experiments.cla.study import Reached, Study
-from fedloom.sims.experiments.kept import told
+from fedloom.sims.experiments.cla.study import ClaStudy, Reached
 from fedloom.sims.experiments.papers import cells
-from fedloom.sims.report.tables import Table, mean_and_spread
+from fedloom.sims.report.spread import mean_and_spread
+from fedloom.sims.report.tables import Table
 
 NOTE = (
     "Test accuracy in %, mean and standard deviation over seeds; tuned: after {epochs} epochs at a rate that falls from "
@@ -90,33 +91,33 @@ TWELVE = Starts(
 TOLD = {"CLAFusion, add": "CLA"}  # Table 12's name
 
 
-def measured(study: Study, asked: Starts, pair: str, seed: int) -> dict[str, list[Reached]]:
+def measured(study: ClaStudy, asked: Starts, pair: str, seed: int) -> dict[str, list[Reached]]:
     """By row, one for each draw."""
-    found = {}
+    by_row = {}
     for row in asked.rows:
         names = [f"{row.method} {draw}" for draw in range(study.size.draws)] if row.draws else [row.method]
-        found[row.method] = [study.reached(pair, seed, name, row.count, row.tune) for name in names]
-    return found
+        by_row[row.method] = [study.reached(pair, seed, name, row.count, row.tune) for name in names]
+    return by_row
 
 
-def tables(study: Study, asked: Starts, seeds: int) -> list[Table]:
+def tables(study: ClaStudy, asked: Starts, seeds: int) -> list[Table]:
     """One for each pair that the preset has."""
     return [_table(study, asked, pair, seeds) for pair in asked.pairs if pair in study.size.pairs]
 
 
-def _table(study: Study, asked: Starts, pair: str, seeds: int) -> Table:
-    found = [measured(study, asked, pair, seed) for seed in range(seeds)]
+def _table(study: ClaStudy, asked: Starts, pair: str, seeds: int) -> Table:
+    results = [measured(study, asked, pair, seed) for seed in range(seeds)]
     chosen = study.size.pairs[pair]
     rows = []
     for row in asked.rows:
-        runs = [run for one in found for run in one[row.method] if "refused" not in run]
+        runs = [run for result in results for run in result[row.method] if "refused" not in run]
         ours = [_stage(runs, 0), _stage(runs, 1)]
         size = f"{runs[0]['parameters'] / 1e6:.3f}" if runs else "-"
         rows.append([row.method, size, *ours, *theirs(asked, row, chosen.paper)])
     note = NOTE.format(epochs=chosen.fine.epochs, rate=chosen.fine.rate, fresh=chosen.recipe.rate, deep=chosen.deep,
                        shallow=chosen.shallow)  # fmt: skip
     head = ["start", "million parameters", "at once", "tuned", "at once (paper)", "tuned (paper)"]
-    title = f"Table{'s' * (' ' in asked.number)} {asked.number} ({pair}): {asked.title}, {told(seeds)}"
+    title = f"Table{'s' * (' ' in asked.number)} {asked.number} ({pair}): {asked.title}, {count(seeds, 'seed')}"
     return Table(title, head, rows, note)
 
 
@@ -124,10 +125,10 @@ def theirs(asked: Starts, row: Row, paper: str) -> list[str]:
     """The paper's cells of a row, before and after fine-tuning."""
     table = cells("cla_ot", asked.number.split()[-1])
     name = TOLD.get(row.method, row.method)
-    places = [
+    names = [
         (text.format(paper, row=name), column) for text, column in ((asked.before, row.before), (asked.after, row.after))
     ]
-    return [table.shown(*place) for place in places]
+    return [table.shown(*cell) for cell in names]
 
 
 def _stage(runs: Sequence[Reached], stage: int) -> str:
@@ -135,7 +136,10 @@ def _stage(runs: Sequence[Reached], stage: int) -> str:
     return mean_and_spread(scores) if scores else "-"
 
 
-def drawn_rows(study: Study, asked: Starts, pair: str, seeds: int) -> list[dict[str, dict[str, list[float]]]]:
+def drawn_rows(study: ClaStudy, asked: Starts, pair: str, seeds: int) -> list[dict[str, dict[str, list[float]]]]:
     """For a picture: of each seed by row the accuracies, where there are such."""
-    found = [measured(study, asked, pair, seed) for seed in range(seeds)]
-    return [{name: {"accuracy": runs[0]["test"]} for name, runs in one.items() if "refused" not in runs[0]} for one in found]
+    results = [measured(study, asked, pair, seed) for seed in range(seeds)]
+    return [
+        {name: {"accuracy": runs[0]["test"]} for name, runs in result.items() if "refused" not in runs[0]}
+        for result in results
+    ]

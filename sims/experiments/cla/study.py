@@ -1,7 +1,6 @@
 """What the tables are made of: networks that are trained once, and results that are measured once, both on disk."""
 
 import copy
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -13,10 +12,12 @@ from torch import Tensor, nn
 
 from fedloom.clients.networks import parameter_count
 from fedloom.conf.errors import UserError
-from fedloom.sims.experiments.cla.methods import METHODS, Given
+from fedloom.sims.experiments.cla.methods import METHODS, Inputs
 from fedloom.sims.experiments.cla.sizes import SIZES, Pair, Size
-from fedloom.sims.experiments.kept import kept
-from fedloom.sims.experiments.pairs import Loss, Recipe, Task, accuracy, plain_loss, probe_set, train, trained
+from fedloom.sims.experiments.kept import slug
+from fedloom.sims.experiments.pairs import Loss, Recipe, plain_loss, train, trained
+from fedloom.sims.experiments.study import Study
+from fedloom.sims.operations.domain_task import Task, accuracy, probe_set
 
 FRESH = ("random A", "random B", "B deepened, random")
 PARTS = ("test", "validation")
@@ -24,12 +25,8 @@ Reached = Mapping[str, Any]  # {"test": [one-shot, after fine-tuning], "validati
 
 
 @dataclass(frozen=True)
-class Study:
+class ClaStudy(Study):
     """A preset's networks and results, in a folder."""
-
-    preset: str
-    folder: Path
-    quiet: bool = True
 
     @property
     def size(self) -> Size:
@@ -38,15 +35,15 @@ class Study:
 
     def parents(self, pair: str, seed: int, count: int = 2) -> list[nn.Module]:
         """`count` networks trained from different starts, A and B by turns."""
-        return [copy.deepcopy(_trained(self.folder, self.size.pairs[pair], place, seed)) for place in range(count)]
+        return [copy.deepcopy(_trained(self.folder, self.size.pairs[pair], index, seed)) for index in range(count)]
 
     def probe(self, pair: str) -> Tensor:
         """Training images, without their labels."""
         return probe_set(self.size.pairs[pair].task, self.size.probe)
 
-    def given(self, pair: str, seed: int, count: int = 2) -> Given:
+    def inputs(self, pair: str, seed: int, count: int = 2) -> Inputs:
         """What a method gets."""
-        return Given(self.parents(pair, seed, count), self.probe(pair), seed)
+        return Inputs(self.parents(pair, seed, count), self.probe(pair), seed)
 
     def reached(self, pair: str, seed: int, method: str, count: int = 2, tune: bool = True) -> Reached:
         """Accuracies (fractions) of the network that a method makes of `count` parents, and after fine-tuning; `refused`:
@@ -57,30 +54,24 @@ class Study:
 
     def kept(self, name: str, facts: Any, make: Callable[[], Any]) -> Any:
         """A result from disk, if it was measured with the same facts, or measured and put there."""
-
-        def told() -> Any:
-            begin = time.perf_counter()
-            found = make()
-            if not self.quiet:
-                print(f"{name}: {_told(found)} ({time.perf_counter() - begin:.0f} s)", flush=True)
-            return found
-
-        path = self.folder / "results" / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.json"
-        return kept(path, facts, told)
+        begin = time.perf_counter()
+        return self.once(
+            slug(name), facts, make, lambda result: f"{name}: {_short(result)} ({time.perf_counter() - begin:.0f} s)"
+        )
 
     def _measured(self, pair: str, seed: int, method: str, count: int, tune: bool) -> Reached:
-        chosen, given = self.size.pairs[pair], self.given(pair, seed, count)
+        chosen, inputs = self.size.pairs[pair], self.inputs(pair, seed, count)
         begin = time.perf_counter()
         try:
-            network = METHODS[method](given)
+            network = METHODS[method](inputs)
         except UserError as error:
             return {"refused": str(error)}
         seconds = time.perf_counter() - begin
-        found = {part: [accuracy(network, chosen.task, part)] for part in PARTS}
+        shares = {part: [accuracy(network, chosen.task, part)] for part in PARTS}
         if tune:
             tuned(network, chosen.task, budget(chosen, method), seed)
-            found = {part: [*found[part], accuracy(network, chosen.task, part)] for part in PARTS}
-        return {**found, "parameters": parameter_count(network), "seconds": seconds}
+            shares = {part: [*shares[part], accuracy(network, chosen.task, part)] for part in PARTS}
+        return {**shares, "parameters": parameter_count(network), "seconds": seconds}
 
 
 def budget(pair: Pair, method: str) -> Recipe:
@@ -94,12 +85,12 @@ def tuned(network: nn.Module, task: Task, recipe: Recipe, seed: int, loss: Loss 
 
 
 @lru_cache(maxsize=8)
-def _trained(folder: Path, pair: Pair, place: int, seed: int) -> nn.Module:
-    name = pair.names()[place % 2]
-    return trained(folder / "networks", name, pair.task, pair.recipe, 1000 * place + seed)
+def _trained(folder: Path, pair: Pair, index: int, seed: int) -> nn.Module:
+    name = pair.names()[index % 2]
+    return trained(folder / "networks", name, pair.task, pair.recipe, 1000 * index + seed)
 
 
-def _told(found: Any) -> str:
-    if isinstance(found, dict) and "test" in found:
-        return ", ".join(f"{100 * share:.1f}" for share in found["test"]) + " %"
-    return str(found)[:200]
+def _short(result: Any) -> str:
+    if isinstance(result, dict) and "test" in result:
+        return ", ".join(f"{100 * share:.1f}" for share in result["test"]) + " %"
+    return str(result)[:200]

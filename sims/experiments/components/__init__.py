@@ -8,13 +8,13 @@ import torch
 from fedloom.conf.errors import unknown
 from fedloom.sims.experiments.components import adaptation, analyses, details, faster, joint, one_head, rivals
 from fedloom.sims.experiments.components.sizes import SIZES
-from fedloom.sims.experiments.components.study import Study
+from fedloom.sims.experiments.components.study import ComponentsStudy
 from fedloom.sims.experiments.papers import source_of
-from fedloom.sims.experiments.table_files import chosen, write
+from fedloom.sims.experiments.table_files import chosen, folder_of, write
 from fedloom.sims.report.page import Part
 
 FOLDER = Path("runs/components-tables")
-TABLES: dict[str, Callable[[Study, int], list[Part]]] = {
+TABLES: dict[str, Callable[[ComponentsStudy, int], list[Part]]] = {
     "figure2": analyses.figure2,
     "joint": joint.joint,
     "schemes": analyses.schemes,
@@ -38,11 +38,11 @@ def reproduce(preset: str, seeds: int, overrides: Sequence[str], *, quiet: bool)
     """
     if preset not in SIZES:
         raise unknown("preset", preset, SIZES)
-    folder = FOLDER if preset == "cpu" else FOLDER.with_name(f"{FOLDER.name}-{preset}")
+    folder = folder_of(FOLDER, preset)
     tables, rest = chosen("tables", overrides, TABLES)
     tasks, rest = chosen("tasks", rest, joint.PAIRS if tables == ["joint"] else SIZES[preset].tasks)
     torch.set_num_threads(1)
-    study, parts = Study(preset, folder, rest, quiet, tasks), list[Part]()
+    study, parts = ComponentsStudy(preset, folder, quiet, tasks, rest), list[Part]()
     for name in tables or TABLES:
         parts += TABLES[name](study, seeds)
         write(folder, "Compatible components", source_of("components"), parts)  # what there is so far

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from fedloom.clients.data import Images
-from fedloom.sims.experiments.components.study import Study
+from fedloom.conf.formatting import count
+from fedloom.sims.experiments.components.study import ComponentsStudy
 from fedloom.sims.experiments.components.trainer import Plan, accuracy, answers, both, built, fit, frozen, turns
-from fedloom.sims.experiments.kept import kept, told
-from fedloom.sims.experiments.pairs import Task, images
 from fedloom.sims.experiments.papers import cells
+from fedloom.sims.operations.domain_task import Task, images
 from fedloom.sims.report.page import Part
-from fedloom.sims.report.tables import Table, mean_and_spread
+from fedloom.sims.report.spread import mean_and_spread
+from fedloom.sims.report.tables import Table
 
 PAIRS = {"mnist -> mnist_m": ("mnist", "mnist_m"), "usps -> mnist": ("usps", "mnist"), "mnist -> usps": ("mnist", "usps")}
 SIZE, SAMPLES = 16, 7000
@@ -39,27 +40,23 @@ NOTE = (
 )
 
 
-def table1(study: Study, seeds: int) -> list[Part]:
+def table1(study: ComponentsStudy, seeds: int) -> list[Part]:
     """Unsupervised domain adaptation between kinds of digits."""
     paper, rows = cells("components", "table1"), []
-    found = {pair: [_found(study, pair, seed) for seed in range(seeds)] for pair in PAIRS}
+    results = {pair: [_found(study, pair, seed) for seed in range(seeds)] for pair in PAIRS}
     for row, theirs in {**ROWS, "target": ""}.items():
-        ours = [mean_and_spread([one[row] for one in found[pair]]) for pair in PAIRS]
+        ours = [mean_and_spread([result[row] for result in results[pair]]) for pair in PAIRS]
         rows.append([row, paper.shown(theirs, "mean") if theirs else "-", *ours])
-    return [Table(f"Table 1: domain adaptation, {told(seeds)}", ["", "(paper)", *PAIRS], rows, NOTE)]
+    return [Table(f"Table 1: domain adaptation, {count(seeds, 'seed')}", ["", "(paper)", *PAIRS], rows, NOTE)]
 
 
-def _found(study: Study, pair: str, seed: int) -> dict[str, float]:
-    def make() -> dict[str, float]:
-        source, target = PAIRS[pair]
-        found = measured(data(source), data(target), seed)
-        if not study.quiet:
-            print(f"{pair}, seed {seed}: {found}", flush=True)
-        return found
-
+def _found(study: ComponentsStudy, pair: str, seed: int) -> dict[str, float]:
+    source, target = PAIRS[pair]
     key = [PAIRS[pair], SIZE, SAMPLES, NETWORK, vars(TRAIN), [vars(plan) for plan in ADAPT.values()], seed]
-    name = pair.replace(" -> ", "-to-")
-    return kept(study.folder / "results" / f"adaptation-{name}-{seed}.json", key, make)
+    name = f"adaptation-{pair.replace(' -> ', '-to-')}-{seed}"
+    return study.once(
+        name, key, lambda: measured(data(source), data(target), seed), lambda shares: f"{pair}, seed {seed}: {shares}"
+    )
 
 
 def data(domain: str) -> dict[str, Images]:
@@ -77,16 +74,16 @@ def measured(
 ) -> dict[str, float]:
     """Accuracy on the target's test images by row."""
     network, rotating = _with_rotations(source["train"], seed, train)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for row, statistics in zip(ROWS, ("running", "batch"), strict=False):
-        found[row] = accuracy(network.extractor, network.head, target["test"], statistics)
+        results[row] = accuracy(network.extractor, network.head, target["test"], statistics)
     for row, plan in zip(list(ROWS)[2:], plans, strict=True):
         extractor = copy.deepcopy(network.extractor)
         fit([extractor], turns(extractor, frozen(rotating), seed, "adapt"), target["train"], plan, seed, "adapt")
-        found[row] = accuracy(extractor, network.head, target["test"])
+        results[row] = accuracy(extractor, network.head, target["test"])
     own, _ = _with_rotations(target["train"], seed, train)
-    found["target"] = accuracy(own.extractor, own.head, target["test"])
-    return found
+    results["target"] = accuracy(own.extractor, own.head, target["test"])
+    return results
 
 
 def _with_rotations(train: Images, seed: int, plan: Plan) -> Any:

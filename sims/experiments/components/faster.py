@@ -8,13 +8,14 @@ from torch import nn
 
 from fedloom.clients.data import Images
 from fedloom.clients.networks import Network
+from fedloom.conf.formatting import count
 from fedloom.sims.experiments.components.adaptation import NETWORK, SIZE, data
 from fedloom.sims.experiments.components.plots import curves
-from fedloom.sims.experiments.components.study import Study
+from fedloom.sims.experiments.components.study import ComponentsStudy
 from fedloom.sims.experiments.components.trainer import Plan, accuracy, answers, both, built, fit, frozen, turns
-from fedloom.sims.experiments.kept import kept, told
 from fedloom.sims.report.page import Part, Picture
-from fedloom.sims.report.tables import Table, mean_and_spread
+from fedloom.sims.report.spread import mean_and_spread
+from fedloom.sims.report.tables import Table
 
 ROTATIONS, SOURCE, TARGETS = "fashion_mnist", "mnist", ("usps", "mnist_m")
 STEPS = (0, 1, 10, 30, 100, 300)
@@ -29,32 +30,33 @@ NOTE = (
 )
 
 
-def figure4(study: Study, seeds: int) -> list[Part]:
+def figure4(study: ComponentsStudy, seeds: int) -> list[Part]:
     """Accuracy over fine-tuning steps."""
     parts: list[Part] = []
     for target in TARGETS:
-        found = [_found(study, target, seed) for seed in range(seeds)]
+        results = [_found(study, target, seed) for seed in range(seeds)]
         rows = [
-            [row, *(mean_and_spread([one[row][place] for one in found]) for place in range(len(STEPS)))] for row in found[0]
+            [row, *(mean_and_spread([result[row][index] for result in results]) for index in range(len(STEPS)))]
+            for row in results[0]
         ]
         head = ["head and extractor", *(f"{step} steps" for step in STEPS)]
-        parts.append(Table(f"Figure 4: from {SOURCE} to {target}, {told(seeds)}", head, rows, NOTE))
+        parts.append(Table(f"Figure 4: from {SOURCE} to {target}, {count(seeds, 'seed')}", head, rows, NOTE))
         series = {
-            row: {str(step): [one[row][place] for one in found] for place, step in enumerate(STEPS)} for row in found[0]
+            row: {str(step): [result[row][index] for result in results] for index, step in enumerate(STEPS)}
+            for row in results[0]
         }
         parts.append(Picture(curves(series, "steps of fine-tuning", study.folder / f"figure4-{target}.png"), NOTE))
     return parts
 
 
-def _found(study: Study, target: str, seed: int) -> dict[str, list[float]]:
-    def make() -> dict[str, list[float]]:
-        found = measured(data(ROTATIONS), data(SOURCE), data(target), seed)
-        if not study.quiet:
-            print(f"from {SOURCE} to {target}, seed {seed}: {found}", flush=True)
-        return found
-
+def _found(study: ComponentsStudy, target: str, seed: int) -> dict[str, list[float]]:
     key = [ROTATIONS, SOURCE, target, STEPS, NETWORK, vars(TRAIN), TUNE, seed]
-    return kept(study.folder / "results" / f"faster-{target}-{seed}.json", key, make)
+    return study.once(
+        f"faster-{target}-{seed}",
+        key,
+        lambda: measured(data(ROTATIONS), data(SOURCE), data(target), seed),
+        lambda rows: f"from {SOURCE} to {target}, seed {seed}: {rows}",
+    )
 
 
 def measured(
@@ -80,22 +82,22 @@ def measured(
         "IIW+RP": lambda: pair("alike", "alike", head=rotating),
         "independent": lambda: pair("source", "target", head=None),
     }
-    found = {}
+    rows = {}
     for row, make in ways.items():
         giver, taker = make()
-        found[row] = _tuned(giver.extractor, taker.head, target, seed)
+        rows[row] = _tuned(giver.extractor, taker.head, target, seed)
         if row == "independent":
-            found["head drawn anew"] = _tuned(giver.extractor, _head(10, seed, "anew"), target, seed)
-    return found
+            rows["head drawn anew"] = _tuned(giver.extractor, _head(10, seed, "anew"), target, seed)
+    return rows
 
 
-def _head(outputs: int, *words: Any) -> nn.Module:
-    return built(NETWORK, SIZE, outputs, *words).head
+def _head(outputs: int, *purpose: Any) -> nn.Module:
+    return built(NETWORK, SIZE, outputs, *purpose).head
 
 
 def _tuned(extractor: nn.Module, head: nn.Module, target: dict[str, Images], seed: int) -> list[float]:
     """Accuracy after each of STEPS of fine-tuning both."""
-    extractor, head, done, found = copy.deepcopy(extractor), copy.deepcopy(head), 0, []
+    extractor, head, done, reached = copy.deepcopy(extractor), copy.deepcopy(head), 0, []
     for step in STEPS:
         if step > done:
             fit(
@@ -107,5 +109,5 @@ def _tuned(extractor: nn.Module, head: nn.Module, target: dict[str, Images], see
                 step,
             )
         done = step
-        found.append(accuracy(extractor, head, target["test"]))
-    return found
+        reached.append(accuracy(extractor, head, target["test"]))
+    return reached

@@ -37,11 +37,11 @@ def looks(config: Config, folder: Path) -> dict[str, Any]:
     }
 
 
-def correlations(one: Tensor, other: Tensor) -> Tensor:
+def correlations(first: Tensor, second: Tensor) -> Tensor:
     """float64 [c, c]: Pearson's, of each channel of one with each of the other; features [n, c], of a constant one 0."""
-    one, other = (features.double() - features.double().mean(0) for features in (one, other))
-    norms = one.norm(dim=0)[:, None] * other.norm(dim=0)[None, :]
-    return torch.where(norms > 0, one.T @ other / norms.clamp(min=1e-30), 0.0)
+    first, second = (features.double() - features.double().mean(0) for features in (first, second))
+    norms = first.norm(dim=0)[:, None] * second.norm(dim=0)[None, :]
+    return torch.where(norms > 0, first.T @ second / norms.clamp(min=1e-30), 0.0)
 
 
 def shared_images(config: Config) -> Tensor:

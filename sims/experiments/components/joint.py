@@ -7,6 +7,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,14 +17,16 @@ from torch import Tensor, nn
 from fedloom.clients.data import Images, to_float
 from fedloom.clients.networks import Network
 from fedloom.clients.objectives.components.auxiliary import Batch, Rotations
+from fedloom.conf.formatting import count
 from fedloom.conf.randomness import torch_generator
-from fedloom.sims.experiments.components.study import Study
+from fedloom.sims.experiments.components.study import ComponentsStudy
 from fedloom.sims.experiments.components.trainer import accuracy, built
-from fedloom.sims.experiments.kept import kept, told
-from fedloom.sims.experiments.pairs import Share, Task, images
+from fedloom.sims.experiments.pairs import Share
 from fedloom.sims.experiments.papers import cells
+from fedloom.sims.operations.domain_task import Task, images
 from fedloom.sims.report.page import Part
-from fedloom.sims.report.tables import Table, mean_and_spread
+from fedloom.sims.report.spread import mean_and_spread
+from fedloom.sims.report.tables import Table
 
 DCC, RP = "dcc", "rp"
 DRAWN, SAME, APART = "drawn", "pre-trained, one network", "pre-trained, two networks"
@@ -79,10 +82,10 @@ class Trained:
 def train(pair: Pair, setting: Setting, seed: int) -> Trained:
     """Both networks, a batch of each in turn, or (without auxiliary heads) each by itself, which is the same then."""
     made, draws = _made(pair, setting, seed), torch_generator(seed, "turns")
-    batches = [_batches(images(task, "train"), setting, seed, place) for place, task in enumerate(pair.tasks)]
+    batches = [_batches(images(task, "train"), setting, seed, index) for index, task in enumerate(pair.tasks)]
 
-    def loss(place: int) -> Tensor:
-        return _loss(made, place, *next(batches[place]), Rotations(turns=pair.turns), draws)
+    def loss(index: int) -> Tensor:
+        return _loss(made, index, *next(batches[index]), Rotations(turns=pair.turns), draws)
 
     _descend([*made.networks, *made.heads.values()], setting, [lambda: loss(0), lambda: loss(1)])
     return made
@@ -90,7 +93,7 @@ def train(pair: Pair, setting: Setting, seed: int) -> Trained:
 
 def _descend(modules: Sequence[nn.Module], setting: Setting, losses: Sequence[Callable[[], Tensor]]) -> None:
     """As many steps on each of the losses, which take turns; the rate falls to a tenth after each quarter."""
-    weights = [one for module in modules for one in module.train().parameters()]
+    weights = [parameter for module in modules for parameter in module.train().parameters()]
     optimizer = torch.optim.Adam(weights, setting.rate, weight_decay=setting.decay)
     decline = torch.optim.lr_scheduler.StepLR(optimizer, max(1, setting.steps // 4), 0.1)
     for _ in range(setting.steps):
@@ -129,11 +132,11 @@ def _pretrained(pair: Pair, setting: Setting, seed: int, name: str) -> Mapping[s
     return copy.deepcopy(network.extractor.state_dict())
 
 
-def _loss(made: Trained, place: int, x: Tensor, labels: Tensor, rotations: Rotations, draws: torch.Generator) -> Tensor:
+def _loss(made: Trained, site: int, x: Tensor, labels: Tensor, rotations: Rotations, draws: torch.Generator) -> Tensor:
     """Eq. 1 and 2 of one site's batch."""
-    network = made.networks[place]
+    network = made.networks[site]
     features = network.extractor(x)
-    loss = F.cross_entropy(network.head(features), made.order[labels] if place else labels)
+    loss = F.cross_entropy(network.head(features), made.order[labels] if site else labels)
     if DCC in made.heads:
         loss = loss + F.cross_entropy(made.heads[DCC](features), labels)
     if RP in made.heads:
@@ -142,29 +145,29 @@ def _loss(made: Trained, place: int, x: Tensor, labels: Tensor, rotations: Rotat
     return loss
 
 
-def _batches(whole: Images, setting: Setting, seed: int, who: int | str) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(every: Images, setting: Setting, seed: int, who: int | str) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch_generator(seed, "batches", str(who))
     for _ in itertools.count():
-        for places in torch.randperm(len(whole), generator=generator).split(setting.batch):
+        for places in torch.randperm(len(every), generator=generator).split(setting.batch):
             if len(places) == setting.batch:
-                yield to_float(whole.x[places]), whole.y[places]
+                yield to_float(every.x[places]), every.y[places]
 
 
 def measured(pair: Pair, setting: Setting, seed: int) -> dict[str, float]:
     """Test accuracy (batch statistics), own and exchanged, each the mean of both, of classes in their own order."""
-    made, found = train(pair, setting, seed), dict[str, float]()
+    made, shares = train(pair, setting, seed), dict[str, float]()
     with torch.no_grad():
         for key, swap in (("own", 0), ("exchanged", 1)):
-            both = [_right(made, place, (place + swap) % 2, pair.tasks[place]) for place in (0, 1)]
-            found[key] = sum(both) / 2
-    return found
+            both = [_right(made, index, (index + swap) % 2, pair.tasks[index]) for index in (0, 1)]
+            shares[key] = sum(both) / 2
+    return shares
 
 
-def _right(made: Trained, place: int, head: int, task: Task) -> float:
-    """Of the extractor at `place` with the head of that number, on its site's test images."""
-    whole = images(task, "test")
-    labels = made.order[whole.y] if head else whole.y
-    return accuracy(made.networks[place].extractor, made.networks[head].head, Images(whole.x, labels))
+def _right(made: Trained, site: int, head: int, task: Task) -> float:
+    """Of the extractor of that site with the head of that number, on its site's test images."""
+    test = images(task, "test")
+    labels = made.order[test.y] if head else test.y
+    return accuracy(made.networks[site].extractor, made.networks[head].head, Images(test.x, labels))
 
 
 ROWS = {
@@ -205,7 +208,7 @@ NOTE = (
 )
 
 
-def joint(study: Study, seeds: int) -> list[Part]:
+def joint(study: ComponentsStudy, seeds: int) -> list[Part]:
     """Figure 2 with the paper's optimiser and one head for all, on each task that is asked for."""
     if study.preset != "cpu":
         return ["Figure 2, trained jointly, is measured by --preset cpu alone."]
@@ -215,21 +218,21 @@ def joint(study: Study, seeds: int) -> list[Part]:
             continue
         rows = []
         for row, setting in ROWS.items():
-            found = [_kept(study, name, row, replace(setting, steps=STEPS), seed) for seed in range(seeds)]
+            results = [_kept(study, name, row, replace(setting, steps=STEPS), seed) for seed in range(seeds)]
             theirs = THEIRS.get(row) or (paper.shown(row, "exchanged") if row in paper.rows else "-")
-            rows.append([row, theirs, *(mean_and_spread([one[key] for one in found]) for key in ("exchanged", "own"))])
+            rows.append(
+                [row, theirs, *(mean_and_spread([result[key] for result in results]) for key in ("exchanged", "own"))]
+            )
         note = NOTE.format(steps=STEPS, before=pair.before.domain)
-        title = f"Figure 2, trained jointly: {pair.title}, {told(seeds)}"
+        title = f"Figure 2, trained jointly: {pair.title}, {count(seeds, 'seed')}"
         parts.append(Table(title, ["heads", "exchanged (paper)", "exchanged", "own"], rows, note))
     return parts
 
 
-def _kept(study: Study, name: str, row: str, setting: Setting, seed: int) -> dict[str, float]:
-    def make() -> dict[str, float]:
-        found = measured(PAIRS[name], setting, seed)
-        if not study.quiet:
-            print(f"{name}, seed {seed}, joint, {row}: {found}", flush=True)
-        return found
-
+def _kept(study: ComponentsStudy, name: str, row: str, setting: Setting, seed: int) -> dict[str, float]:
     slug = "".join(letter if letter.isalnum() else "-" for letter in row.lower())
-    return kept(study.folder / "results" / f"joint-{name}-{slug}-{seed}.json", [asdict(PAIRS[name]), asdict(setting)], make)
+    key = [asdict(PAIRS[name]), asdict(setting)]
+    make = partial(measured, PAIRS[name], setting, seed)
+    return study.once(
+        f"joint-{name}-{slug}-{seed}", key, make, lambda shares: f"{name}, seed {seed}, joint, {row}: {shares}"
+    )

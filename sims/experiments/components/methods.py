@@ -1,4 +1,4 @@
-"""Ways to make components compatible, as words of a configuration."""
+"""Ways to make components compatible, as settings of a configuration."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ INDEPENDENT, IIW = "independent", "IIW"
 class Way:
     """`pulls`: whether there is a head of the common classes, which objective.pull is about."""
 
-    words: Mapping[str, Any]
+    settings: Mapping[str, Any]
     pulls: bool = False
 
     def pulled(self, pull: float) -> dict[str, Any]:
-        """The words, with this objective.pull where it says something."""
-        return {**self.words, **({"objective.pull": pull} if self.pulls else {})}
+        """The settings, with this objective.pull where it says something."""
+        return {**self.settings, **({"objective.pull": pull} if self.pulls else {})}
 
     @property
     def columns(self) -> dict[str, float]:

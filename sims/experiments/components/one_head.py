@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedloom.clients.data import Images
-from fedloom.sims.experiments.components.study import Study
+from fedloom.conf.formatting import count
+from fedloom.sims.experiments.components.study import ComponentsStudy
 from fedloom.sims.experiments.components.trainer import Plan, accuracy, answers, both, built, fit, frozen, turns
-from fedloom.sims.experiments.kept import kept, told
-from fedloom.sims.experiments.pairs import Task, images
 from fedloom.sims.experiments.papers import cells
+from fedloom.sims.operations.domain_task import Task, images
 from fedloom.sims.report.page import Part
-from fedloom.sims.report.tables import Table, mean_and_spread
+from fedloom.sims.report.spread import mean_and_spread
+from fedloom.sims.report.tables import Table
 
 DOMAINS = {"mnist": 7000, "cifar10": 20000}  # and images to train on
 SIZE, CLASSES, FIRST = 16, 10, 5
@@ -43,32 +44,32 @@ NOTE = (
 )
 
 
-def figure3(study: Study, seeds: int) -> list[Part]:
+def figure3(study: ComponentsStudy, seeds: int) -> list[Part]:
     """The updated head on every extractor."""
     paper, parts = cells("components", "figure11"), list[Part]()
     for domain in DOMAINS:
         rows = []
         for way in WAYS:
-            found = [_found(study, domain, way, seed) for seed in range(seeds)]
+            results = [_found(study, domain, way, seed) for seed in range(seeds)]
             for name in EXTRACTORS:
-                ours = {column: mean_and_spread([one[column][name] for one in found]) for column in ("before", *COLUMNS)}
+                ours = {column: mean_and_spread([one[column][name] for one in results]) for column in ("before", *COLUMNS)}
                 beside = [cell for column in COLUMNS for cell in (paper.shown(name, column), ours[column])]
                 rows.append([way, OURS[name], ours["before"], *beside])
         head = ["trained", "extractor", "before", *(one for column in COLUMNS for one in (f"{column} (paper)", column))]
-        parts.append(Table(f"Figures 3 and 11: one head on several extractors, {domain}, {told(seeds)}", head, rows, NOTE))
+        parts.append(
+            Table(f"Figures 3 and 11: one head on several extractors, {domain}, {count(seeds, 'seed')}", head, rows, NOTE)
+        )
     return parts
 
 
-def _found(study: Study, domain: str, way: str, seed: int) -> dict[str, dict[str, float]]:
+def _found(study: ComponentsStudy, domain: str, way: str, seed: int) -> dict[str, dict[str, float]]:
     def make() -> dict[str, dict[str, float]]:
         task = Task(domain, SIZE, False, samples=DOMAINS[domain])
-        found = measured({part: images(task, part) for part in ("train", "test")}, seed, WAYS[way])
-        if not study.quiet:
-            print(f"one head, {domain}, {way}, seed {seed}: {found}", flush=True)
-        return found
+        return measured({part: images(task, part) for part in ("train", "test")}, seed, WAYS[way])
 
     key = [domain, SIZE, DOMAINS[domain], HEAD, EXTRACTORS, vars(JOINT), vars(UPDATE), WAYS[way], seed]
-    return kept(study.folder / "results" / f"one-head-{domain}-{way.replace(' ', '-')}-{seed}.json", key, make)
+    name = f"one-head-{domain}-{way.replace(' ', '-')}-{seed}"
+    return study.once(name, key, make, lambda columns: f"one head, {domain}, {way}, seed {seed}: {columns}")
 
 
 def measured(
@@ -78,19 +79,19 @@ def measured(
     some = data["train"].y < FIRST
     few = Images(data["train"].x[some], data["train"].y[some])
     extractors, head, rotating = _together(few, FIRST, seed, match, joint)
-    found = {"before": _on_each(extractors, head, data["test"])}
+    results = {"before": _on_each(extractors, head, data["test"])}
     reference = next(iter(EXTRACTORS))
     wider = _extended(head, seed)
     still = frozen(extractors[reference]).train()
     fit([wider], answers(still, wider), data["train"], update, seed, "update")
-    found["extractor frozen"] = _on_each(extractors, wider, data["test"])
+    results["extractor frozen"] = _on_each(extractors, wider, data["test"])
     wider, moving = _extended(head, seed), copy.deepcopy(extractors[reference])
     loss = both(answers(moving, wider), turns(moving, frozen(rotating), seed, "update"))
     fit([wider, moving], loss, data["train"], update, seed, "update")
-    found["rotation head frozen"] = _on_each({**extractors, reference: moving}, wider, data["test"])
+    results["rotation head frozen"] = _on_each({**extractors, reference: moving}, wider, data["test"])
     extractors, head, _ = _together(data["train"], CLASSES, seed, match, joint)
-    found["upper bound"] = _on_each(extractors, head, data["test"])
-    return found
+    results["upper bound"] = _on_each(extractors, head, data["test"])
+    return results
 
 
 def _together(
@@ -105,8 +106,8 @@ def _together(
     losses = [both(answers(one, head), turns(one, rotating, seed, name)) for name, one in extractors.items()]
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
-        found = torch.stack([one(x, y) for one in losses]).sum()
-        return found + match * _apart(first, others, x) if match else found
+        total = torch.stack([one(x, y) for one in losses]).sum()
+        return total + match * _apart(first, others, x) if match else total
 
     fit([*extractors.values(), head, rotating], loss, train, plan, seed, "joint")
     return extractors, head, rotating
@@ -117,7 +118,7 @@ def _apart(reference: nn.Module, others: Sequence[nn.Module], images: Tensor) ->
     turned = torch.cat([images.rot90(turn, (2, 3)) for turn in range(4)])
     with torch.no_grad():
         goal = reference(turned)
-    return torch.stack([F.mse_loss(one(turned), goal) for one in others]).sum() / (goal.var() + 1e-6)
+    return torch.stack([F.mse_loss(extractor(turned), goal) for extractor in others]).sum() / (goal.var() + 1e-6)
 
 
 def _section(cut: dict[str, Any]) -> dict[str, Any]:
@@ -136,4 +137,4 @@ def _extended(head: nn.Module, seed: int) -> nn.Module:
 
 
 def _on_each(extractors: dict[str, nn.Module], head: nn.Module, test: Images) -> dict[str, float]:
-    return {name: accuracy(one, head, test) for name, one in extractors.items()}
+    return {name: accuracy(extractor, head, test) for name, extractor in extractors.items()}

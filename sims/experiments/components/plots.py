@@ -1,25 +1,21 @@
 """Pictures of the details: accuracy over something that grows, and correlations of channels."""
 
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fedloom.sims.report.canvas import INK, PALETTE, new_figure, percent_axis, save
+from fedloom.sims.report.canvas import INK, PALETTE, name_axes, new_figure, percent_axis, save
+from fedloom.sims.report.spread import mean_line
 
 
 def curves(series: Mapping[str, Mapping[str, Sequence[float]]], label: str, path: Path) -> Path:
     """By name, and by place on the axis, accuracies of seeds: a line through means, bars of standard deviations."""
     figure, axes = new_figure(5.6, 3.2)
     for number, (name, points) in enumerate(series.items()):
-        means = [statistics.fmean(values) for values in points.values()]
-        spreads = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in points.values()]
-        axes.errorbar(list(points), means, yerr=spreads, color=PALETTE[number], marker="o", markersize=4, label=name)
+        mean_line(axes, points, color=PALETTE[number], label=name)
     percent_axis(axes.yaxis)
     axes.set_ylim(0.0, 1.0)
-    axes.set_xlabel(label, fontsize=9, color=INK)
-    axes.set_ylabel("exchanged: test accuracy", fontsize=9, color=INK)
+    name_axes(axes, label, "exchanged: test accuracy")
     axes.legend(fontsize=8, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
     return save(figure, path)
 
 
@@ -33,5 +29,4 @@ def blocks(series: Mapping[str, Sequence[float]], path: Path) -> Path:
     axes.set_xlabel("channels, sorted", fontsize=9, color=INK)
     axes.grid(False)
     figure.colorbar(image, ax=axes, label="correlation")
-    path.parent.mkdir(parents=True, exist_ok=True)
     return save(figure, path)

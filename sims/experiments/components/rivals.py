@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from fedloom.clients.objectives.components.sharing import COMPATIBLE, SHARING
+from fedloom.conf.formatting import count
 from fedloom.sims.experiments.components.analyses import NOTE
 from fedloom.sims.experiments.components.methods import ALL, DCC, PULLS, WAYS
-from fedloom.sims.experiments.components.sizes import Words
-from fedloom.sims.experiments.components.study import Study, shown
+from fedloom.sims.experiments.components.sizes import Settings
+from fedloom.sims.experiments.components.study import ComponentsStudy, shown
 from fedloom.sims.experiments.dot_plot import draw
-from fedloom.sims.experiments.kept import told
 from fedloom.sims.report.page import Part, Picture
 from fedloom.sims.report.tables import Table
 
@@ -21,33 +21,33 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def rivals(study: Study, seeds: int) -> list[Part]:
+def rivals(study: ComponentsStudy, seeds: int) -> list[Part]:
     """The first task as it is, and with classes that each site lacks."""
     task, parts = study.first, list[Part]()
     title, drawn = study.size.tasks[task].title, [dict[str, Any]() for _ in range(seeds)]
     lacking = {"sites": [_without(site, lacked) for site, lacked in zip(study.size.tasks[task].sites, LACKED, strict=True)]}
-    whole, some = [], []
-    for name, words in METHODS.items():
-        found = study.each(task, words, seeds)
-        sent = [f"{found[0].bytes:,}", f"{found[0].bytes / found[0].fedavg_bytes:.1%}"]
-        whole.append([name, shown(found, "own"), shown(found, "exchanged"), *sent])
-        for seed, one in enumerate(found):
-            drawn[seed][name] = {"accuracy": [one.exchanged, one.own]}
-        few = study.each(task, {**words, **lacking}, seeds)
+    complete, some = [], []
+    for name, settings in METHODS.items():
+        results = study.each(task, settings, seeds)
+        sent = [f"{results[0].bytes:,}", f"{results[0].bytes / results[0].fedavg_bytes:.1%}"]
+        complete.append([name, shown(results, "own"), shown(results, "exchanged"), *sent])
+        for seed, result in enumerate(results):
+            drawn[seed][name] = {"accuracy": [result.exchanged, result.own]}
+        few = study.each(task, {**settings, **lacking}, seeds)
         some.append([name, *(shown(few, what) for what in ("own", "missing", "missing_exchanged", "exchanged"))])
     bytes_told = "Bytes that a site sends in a round, and their share of FedAvg's."
     parts.append(
-        Table(f"Rivals: {title}, {told(seeds)}", ["method", "own", "exchanged", "bytes", "of FedAvg's"], whole,
+        Table(f"Rivals: {title}, {count(seeds, 'seed')}", ["method", "own", "exchanged", "bytes", "of FedAvg's"], complete,
               f"{NOTE} {bytes_told}")
     )  # fmt: skip
     lacks = f"The first site has no images of classes {LACKED[0]}, the second none of {LACKED[1]}. missing: on these."
     head = ["method", "own", "missing, own head", "missing, the other's head", "exchanged"]
-    parts.append(Table(f"Rivals where sites lack classes: {title}, {told(seeds)}", head, some, f"{NOTE} {lacks}"))
+    parts.append(Table(f"Rivals where sites lack classes: {title}, {count(seeds, 'seed')}", head, some, f"{NOTE} {lacks}"))
     picture = draw({title: drawn}, ["exchanged", "own"], study.folder / "rivals.png")
     return [*parts, Picture(picture, f"Rivals: {title}")]
 
 
-def _without(site: Words, lacked: Sequence[int]) -> dict[str, Any]:
+def _without(site: Settings, lacked: Sequence[int]) -> dict[str, Any]:
     """A site with all images there are but those of some classes."""
     kept = {key: value for key, value in site.items() if key != "samples"}
     return {**kept, "classes": [label for label in range(10) if label not in lacked]}

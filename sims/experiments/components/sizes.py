@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-Words = Mapping[str, Any]  # keys of a configuration, with dots, and what they are set to
+Settings = Mapping[str, Any]  # keys of a configuration, with dots, and what they are set to
 
 
 @dataclass(frozen=True)
@@ -13,33 +13,33 @@ class Task:
     `whole` is cut for Figure 8. `turns`: of each image of a batch, for rotation heads ("all": as in the paper)."""
 
     title: str
-    sites: Sequence[Words]
-    words: Words = field(default_factory=dict)
+    sites: Sequence[Settings]
+    settings: Settings = field(default_factory=dict)
     classes: int = 10
-    whole: Words = field(default_factory=dict)
+    whole: Settings = field(default_factory=dict)
     points: Sequence[str] = ()
     turns: str = "one"
 
     @property
     def all(self) -> dict[str, Any]:
-        """The words, with those of the sites."""
-        return {**self.words, "sites": list(self.sites)}
+        """The settings, with those of the sites."""
+        return {**self.settings, "sites": list(self.sites)}
 
 
 @dataclass(frozen=True)
 class Size:
     """A preset. `tasks`: the first one is that of the tables on details. `plans`: steps of a round and rounds, the plan of
-    all other tables first. `most`: common classes in Figure 9. `words`: of all tasks."""
+    all other tables first. `most`: common classes in Figure 9. `settings`: of all tasks."""
 
     tasks: Mapping[str, Task]
     plans: Sequence[tuple[int, int]]
     most: Sequence[int]
     several: Sequence[int]  # sites
-    words: Words = field(default_factory=dict)
+    settings: Settings = field(default_factory=dict)
 
 
 def _cpu() -> Size:
-    points = [f"block{place}" for place in (1, 3, 5, 6)]
+    points = [f"block{index}" for index in (1, 3, 5, 6)]
     digits = {
         "whole": {"name": "convnet", "widths": [16, 32, 64, 64, 64, 24], "strides": [1, 2, 1, 1, 1, 2]},
         "points": points,
@@ -47,7 +47,11 @@ def _cpu() -> Size:
     usps, mnist_m, mnist = {"domain": "usps"}, {"domain": "mnist_m", "samples": 6500}, {"domain": "mnist", "samples": 6500}
     residual = {"name": "resnet20", "width": 0.5}
     cifar: dict[str, Any] = {
-        "words": {"network": {"name": "split", "of": residual, "at": "stage2"}, "rounds": 24, "training.weight_decay": 1e-4},
+        "settings": {
+            "network": {"name": "split", "of": residual, "at": "stage2"},
+            "rounds": 24,
+            "training.weight_decay": 1e-4,
+        },
         "turns": "all",
         "whole": residual,
         "points": ["stem", "stage1", "stage2", "stage3"],
@@ -59,10 +63,10 @@ def _cpu() -> Size:
         "cifar": Task("CIFAR-10, two halves", [{**half, "count": 2}], **cifar),
         "cifar100": Task("CIFAR-10 / CIFAR-100", [{**half, "samples": 4500},
                                                   {"domain": "cifar100", "classes": LIKE_TEN, "relabel": True}],
-                         words={**cifar["words"], "data.heads": "own", "strategy.alike": ALIKE}, turns="all"),
+                         settings={**cifar["settings"], "data.heads": "own", "strategy.alike": ALIKE}, turns="all"),
     }  # fmt: skip
-    words = {"data.test_limit": 2000, "engine.name": "inline"}
-    return Size(tasks, plans=((25, 12), (5, 60), (100, 3)), most=(2, 4, 6, 8, 9, 10), several=(2, 4, 6), words=words)
+    settings = {"data.test_limit": 2000, "engine.name": "inline"}
+    return Size(tasks, plans=((25, 12), (5, 60), (100, 3)), most=(2, 4, 6, 8, 9, 10), several=(2, 4, 6), settings=settings)
 
 
 # classes of CIFAR-10 and, of a like kind, of CIFAR-100; to birds and ships there is none
@@ -73,9 +77,9 @@ LIKE_TEN = [13, 14, 15, 19, 42, 44, 58, 69, 81, 97]  # these eight of CIFAR-100,
 
 def _paper() -> Size:
     """The paper's data, network, optimiser and number of steps; Adam begins anew in each round."""
-    whole = {"name": "resnet56"}
-    words = {
-        "network": {"name": "split", "of": whole, "at": "stage2"},
+    network = {"name": "resnet56"}
+    settings = {
+        "network": {"name": "split", "of": network, "at": "stage2"},
         "data.size": 32,
         "data.heads": "own",
         "strategy.alike": [["automobile", "car"]],
@@ -87,9 +91,9 @@ def _paper() -> Size:
         "training.optimizer": {"name": "adam", "weight_decay": 1e-7},
         "training.schedule": {"name": "step", "every": 200},
     }
-    task = Task("CIFAR-10 / STL-10", [{"domain": "cifar10"}, {"domain": "stl10"}], words, classes=9, whole=whole,
+    task = Task("CIFAR-10 / STL-10", [{"domain": "cifar10"}, {"domain": "stl10"}], settings, classes=9, whole=network,
                 points=["stem", "stage1", "stage2", "stage3"], turns="all")  # fmt: skip
-    both = Task("CIFAR-10, two halves", [{"domain": "cifar10", "count": 2}], words, whole=whole, turns="all")
+    both = Task("CIFAR-10, two halves", [{"domain": "cifar10", "count": 2}], settings, whole=network, turns="all")
     plans = ((25, 800), (5, 4000), (100, 200))
     return Size({"cifar_stl": task, "cifar": both}, plans, most=tuple(range(2, 10)), several=(2, 4, 6))
 

@@ -1,25 +1,21 @@
 """What the tables are made of: runs that are made once, and what is found of each, on disk."""
 
 import dataclasses
-import hashlib
 import json
 import math
-import shutil
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from fedloom.conf import load
 from fedloom.conf.schema import Config
-from fedloom.server.run.experiment import run_experiment
-from fedloom.sims.engines import open_engine
 from fedloom.sims.experiments.components.feature_correlation import looks
-from fedloom.sims.experiments.components.sizes import SIZES, Size, Task, Words
-from fedloom.sims.experiments.kept import kept
-from fedloom.sims.progress.listeners import listener_for
-from fedloom.sims.report.tables import mean_and_spread
+from fedloom.sims.experiments.components.sizes import SIZES, Settings, Size, Task
+from fedloom.sims.experiments.kept import fingerprint
+from fedloom.sims.experiments.study import Study
+from fedloom.sims.operations.scratch_run import erased_run
+from fedloom.sims.report.spread import mean_and_spread
 
 EXPERIMENT = "components"
 ANOTHER = "mlp"  # options go with a network of another name
@@ -45,24 +41,20 @@ class Found:
 
     @property
     def own(self) -> float:
-        return statistics.fmean(row[place] for place, row in enumerate(self.accuracy))
+        return statistics.fmean(row[index] for index, row in enumerate(self.accuracy))
 
     @property
     def exchanged(self) -> float:
         """NaN of a run of one site."""
-        cells = [cell for place, row in enumerate(self.accuracy) for other, cell in enumerate(row) if other != place]
+        cells = [cell for index, row in enumerate(self.accuracy) for other, cell in enumerate(row) if other != index]
         return statistics.fmean(cells) if cells else math.nan
 
 
 @dataclass(frozen=True)
-class Study:
-    """A preset's runs, in a folder. `overrides`: of every run. `only`: the tasks that are asked for; none: all."""
+class ComponentsStudy(Study):
+    """A preset's runs, in a folder. `only`: the tasks that are asked for. `overrides`: of every run."""
 
-    preset: str
-    folder: Path
     overrides: Sequence[str] = ()
-    quiet: bool = True
-    only: Sequence[str] = ()
 
     @property
     def size(self) -> Size:
@@ -81,58 +73,51 @@ class Study:
 
     def network(self, task: str) -> dict[str, Any]:
         """The section `network` of a task's runs."""
-        return dict(load(EXPERIMENT, _lines({**self.size.words, **self.size.tasks[task].all})).network)
+        return dict(load(EXPERIMENT, _lines({**self.size.settings, **self.size.tasks[task].all})).network)
 
-    def found(self, task: str, words: Words, seed: int) -> Found:
-        """Of a run of a task with these words, which win over the task's; from disk if it was made before."""
-        given = {**self.size.words, **self.size.tasks[task].all, **_turned(words, self.size.tasks[task].turns)}
-        lines = [*_lines(given), *self.overrides, f"seed={seed}"]
-        name = f"{task}-{seed}-{hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:12]}"
+    def found(self, task: str, settings: Settings, seed: int) -> Found:
+        """Of a run of a task with these settings, which win over the task's; from disk if it was made before."""
+        keys = {**self.size.settings, **self.size.tasks[task].all, **_turned(settings, self.size.tasks[task].turns)}
+        lines = [*_lines(keys), *self.overrides, f"seed={seed}"]
+        name = f"{task}-{seed}-{fingerprint(lines)}"
 
-        def make() -> dict[str, Any]:
-            found = self._made(name, lines)
-            if not self.quiet:
-                told = " ".join(f"{key}={value}" for key, value in words.items() if key != "sites")
-                print(f"{task}, seed {seed}, {told}: own {found.own:.1%}, exchanged {found.exchanged:.1%}", flush=True)
-            return dataclasses.asdict(found)
+        def line(fields: Mapping[str, Any]) -> str:
+            found, shown = Found(**fields), " ".join(f"{key}={value}" for key, value in settings.items() if key != "sites")
+            return f"{task}, seed {seed}, {shown}: own {found.own:.1%}, exchanged {found.exchanged:.1%}"
 
-        return Found(**kept(self.folder / "results" / f"{name}.json", lines, make))
+        return Found(**self.once(name, lines, lambda: dataclasses.asdict(self._made(name, lines)), line))
 
-    def each(self, task: str, words: Words, seeds: int) -> list[Found]:
+    def each(self, task: str, settings: Settings, seeds: int) -> list[Found]:
         """Of every seed."""
-        return [self.found(task, words, seed) for seed in range(seeds)]
+        return [self.found(task, settings, seed) for seed in range(seeds)]
 
     def upper(self, task: str, seeds: int) -> list[float]:
         """Own-task accuracy of sites that train by themselves, each with a rotation head that nobody else has."""
-        words = {"objective.auxiliary": ["rp"], "objective.pull": 0.0}
-        alone = [{**words, "sites": [site]} for entry in self.size.tasks[task].sites for site in _single(entry)]
-        return [statistics.fmean(self.found(task, one, seed).own for one in alone) for seed in range(seeds)]
+        settings = {"objective.auxiliary": ["rp"], "objective.pull": 0.0}
+        alone = [{**settings, "sites": [site]} for entry in self.size.tasks[task].sites for site in _single(entry)]
+        return [statistics.fmean(self.found(task, site, seed).own for site in alone) for seed in range(seeds)]
 
     def _made(self, name: str, lines: Sequence[str]) -> Found:
         """The run's folder is erased when all is found."""
         run = [f"run.root={self.folder / 'runs'}", f"run.name={name}", "run.overwrite=true", "baselines=[]"]
         config = _watched_last(load(EXPERIMENT, [*lines, *run]))
-        with open_engine(config) as grid:
-            summary = run_experiment(grid, config, listener_for(quiet=True))
-        [one] = summary["recombination"].values()
-        path = Path(config.run.root) / config.run.name
-        found = Found(one["accuracy"], one["bytes"], one["fedavg_bytes"], **looks(config, path))
-        shutil.rmtree(path)
-        return found
+        with erased_run(config) as (summary, path):
+            [matrix] = summary["recombination"].values()
+            return Found(matrix["accuracy"], matrix["bytes"], matrix["fedavg_bytes"], **looks(config, path))
 
 
-def _lines(words: Words) -> list[str]:
+def _lines(settings: Settings) -> list[str]:
     """As overrides; a whole section before its keys. Of the experiment's network nothing is left where there is another."""
-    lines = [f"{key}={json.dumps(words[key])}" for key in sorted(words)]
-    return [f"network.name={ANOTHER}", *lines] if "network" in words else lines
+    lines = [f"{key}={json.dumps(settings[key])}" for key in sorted(settings)]
+    return [f"network.name={ANOTHER}", *lines] if "network" in settings else lines
 
 
-def _turned(words: Words, turns: str) -> dict[str, Any]:
-    """The words, with as many turns of each image as a task asks for."""
+def _turned(settings: Settings, turns: str) -> dict[str, Any]:
+    """The settings, with as many turns of each image as a task asks for."""
     key = "objective.auxiliary"
-    if turns == "one" or key not in words:
-        return dict(words)
-    return {**words, key: [{"name": "rp", "turns": turns} if one == "rp" else one for one in words[key]]}
+    if turns == "one" or key not in settings:
+        return dict(settings)
+    return {**settings, key: [{"name": "rp", "turns": turns} if task == "rp" else task for task in settings[key]]}
 
 
 def _watched_last(config: Config) -> Config:
@@ -140,20 +125,20 @@ def _watched_last(config: Config) -> Config:
     return dataclasses.replace(config, evaluation=dataclasses.replace(config.evaluation, every=2 * config.rounds))
 
 
-def _single(entry: Words) -> list[Words]:
+def _single(entry: Settings) -> list[Settings]:
     """The sites of an entry, each as the only one; those that divide a domain are alike but for chance, one is enough."""
     return [{key: value for key, value in entry.items() if key != "count"}]
 
 
-def shown(found: Sequence[Found], what: str) -> str:
+def shown(results: Sequence[Found], what: str) -> str:
     """An accuracy in %, mean and standard deviation over seeds; "-" where there is none."""
-    values = [getattr(one, what) for one in found]
+    values = [getattr(result, what) for result in results]
     return "-" if None in values else mean_and_spread(values)
 
 
-def way(found: Sequence[Found], upper: Sequence[float], classes: int) -> str:
+def way(results: Sequence[Found], upper: Sequence[float], classes: int) -> str:
     """How much of the way from chance to the upper bound the exchanged heads reach, in %."""
     chance = 1.0 / classes
-    shares = [(one.exchanged - chance) / (top - chance) if top > chance else math.nan
-              for one, top in zip(found, upper, strict=True)]  # fmt: skip
+    shares = [(result.exchanged - chance) / (top - chance) if top > chance else math.nan
+              for result, top in zip(results, upper, strict=True)]  # fmt: skip
     return mean_and_spread(shares)

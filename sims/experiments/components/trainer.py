@@ -32,21 +32,26 @@ class Plan:
     cosine: bool = True
 
 
-def built(section: Mapping[str, Any], size: int, classes: int, *words: str | int) -> Network:
-    """A network for colour images, its weights drawn by these words."""
+def built(section: Mapping[str, Any], size: int, classes: int, *purpose: str | int) -> Network:
+    """A network for colour images, its weights drawn by this purpose."""
     network = NETWORKS.build(dict(section), "network").empty(3, size, classes)
-    initialise(network, torch_generator(0, *map(str, words)))
+    initialise(network, torch_generator(0, *map(str, purpose)))
     return network
 
 
-def fit(parts: Sequence[nn.Module], loss: Loss, images: Images, plan: Plan, *words: Any) -> None:
-    """Train these modules on batches of the images, drawn by these words; all others stay as they are."""
-    recipe = recipe_of(TrainingConfig(batch=BATCH, rate=plan.rate))
-    descend([one for part in parts for one in part.train().parameters()], loss, _steps(images, plan, *words), recipe)
+def fit(parts: Sequence[nn.Module], loss: Loss, images: Images, plan: Plan, *purpose: Any) -> None:
+    """Train these modules on batches of the images, drawn by this purpose; all others stay as they are."""
+    training = TrainingConfig(batch=BATCH, rate=plan.rate)
+    descend(
+        [parameter for part in parts for parameter in part.train().parameters()],
+        loss,
+        _steps(images, plan, *purpose),
+        recipe_of(training),
+    )
 
 
-def _steps(images: Images, plan: Plan, *words: Any) -> Iterator[tuple[float, Tensor, Tensor]]:
-    generator = torch_generator(0, *map(str, words), "batches")
+def _steps(images: Images, plan: Plan, *purpose: Any) -> Iterator[tuple[float, Tensor, Tensor]]:
+    generator = torch_generator(0, *map(str, purpose), "batches")
     for step in range(plan.steps):
         places = torch.randint(len(images), (BATCH,), generator=generator)
         rate = plan.rate * (0.5 * (1.0 + math.cos(math.pi * step / plan.steps)) if plan.cosine else 1.0)
@@ -58,9 +63,9 @@ def answers(extractor: nn.Module, head: nn.Module) -> Loss:
     return lambda images, labels: F.cross_entropy(head(extractor(images)), labels)
 
 
-def turns(extractor: nn.Module, head: nn.Module, *words: Any) -> Loss:
+def turns(extractor: nn.Module, head: nn.Module, *purpose: Any) -> Loss:
     """The loss of rotation prediction (Eq. 2), one turn of each image."""
-    generator = torch_generator(0, *map(str, words), "turns")
+    generator = torch_generator(0, *map(str, purpose), "turns")
 
     def loss(images: Tensor, labels: Tensor) -> Tensor:
         batch = Batch(images, images.new_empty(0), labels)  # of which this task needs the images alone
@@ -70,10 +75,10 @@ def turns(extractor: nn.Module, head: nn.Module, *words: Any) -> Loss:
 
 
 def both(
-    one: Callable[[Tensor, Tensor], Tensor], other: Callable[[Tensor, Tensor], Tensor]
+    first: Callable[[Tensor, Tensor], Tensor], second: Callable[[Tensor, Tensor], Tensor]
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """The sum of two losses."""
-    return lambda images, labels: one(images, labels) + other(images, labels)
+    return lambda images, labels: first(images, labels) + second(images, labels)
 
 
 def frozen(module: nn.Module) -> nn.Module:
@@ -84,7 +89,7 @@ def frozen(module: nn.Module) -> nn.Module:
 def accuracy(extractor: nn.Module, head: nn.Module, images: Images, statistics: str = "batch") -> float:
     """Share of right answers, all classes alike (mean class accuracy)."""
     network = Network(extractor, head)
-    classes, found = int(images.y.max()) + 1, []
+    classes, shares = int(images.y.max()) + 1, []
     view = HeadView(network, slice(0, None), statistics).eval()
     order = torch.randperm(len(images), generator=torch_generator(0, "order"))  # a batch is a random draw of the domain
     mixed = Images(images.x[order], images.y[order])
@@ -93,5 +98,5 @@ def accuracy(extractor: nn.Module, head: nn.Module, images: Images, statistics: 
         hits = torch.cat([view(to_float(x)).argmax(1) == y for x, y in parts])
     for label in range(classes):
         own = mixed.y == label
-        found += [float(hits[own].double().mean())] if bool(own.any()) else []
-    return sum(found) / len(found)
+        shares += [float(hits[own].double().mean())] if bool(own.any()) else []
+    return sum(shares) / len(shares)

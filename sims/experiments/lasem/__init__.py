@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 
 from fedloom.conf.errors import UserError, unknown
-from fedloom.sims.experiments.lasem.study import SIZES, Study
+from fedloom.sims.experiments.lasem.study import SIZES, LasemStudy
 from fedloom.sims.experiments.lasem.tables import TABLES
 from fedloom.sims.experiments.papers import source_of
-from fedloom.sims.experiments.table_files import chosen, write
+from fedloom.sims.experiments.table_files import chosen, folder_of, write
 from fedloom.sims.report.page import Part
 
 FOLDER = Path("runs/lasem")
@@ -28,9 +28,9 @@ def reproduce(preset: str, seeds: int, overrides: Sequence[str], *, quiet: bool)
         raise unknown("preset", preset, SIZES)
     tables, rest = chosen("tables", overrides, TABLES)
     sequences, rest = chosen("sequences", rest, SIZES[preset])
-    folder = FOLDER if preset == "cpu" else FOLDER.with_name(f"{FOLDER.name}-{preset}")
+    folder = folder_of(FOLDER, preset)
     torch.set_num_threads(1)
-    study, parts = Study(preset, folder, quiet, sequences, _plan(rest)), list[Part]()
+    study, parts = LasemStudy(preset, folder, quiet, sequences, _plan(rest)), list[Part]()
     for name in tables or TABLES:
         parts += TABLES[name](study, seeds)
         write(folder, "Layer selection", source_of("lasem"), parts)  # what there is so far
@@ -38,15 +38,15 @@ def reproduce(preset: str, seeds: int, overrides: Sequence[str], *, quiet: bool)
 
 
 def _plan(overrides: Sequence[str]) -> dict[str, float]:
-    found = {}
+    plan = {}
     for word in overrides:
-        key, _, given = word.partition("=")
+        key, _, value = word.partition("=")
         if key not in PLAN:
             raise unknown("override", key, [*PLAN, "tables", "sequences"])
         try:
-            found[key] = PLAN[key](given)
+            plan[key] = PLAN[key](value)
         except ValueError:
-            raise UserError(f"{key}: got '{given}', takes {KINDS[PLAN[key]]}") from None
-        if not 0 < found[key] < MOST:
-            raise UserError(f"{key}: got {given}, takes {KINDS[PLAN[key]]} above 0")
-    return found
+            raise UserError(f"{key}: got '{value}', takes {KINDS[PLAN[key]]}") from None
+        if not 0 < plan[key] < MOST:
+            raise UserError(f"{key}: got {value}, takes {KINDS[PLAN[key]]} above 0")
+    return plan

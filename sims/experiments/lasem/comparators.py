@@ -45,22 +45,22 @@ class Column(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         return self.steps(images)[-1]
 
-    def _added(self, layer: nn.Module, given: object, out: Tensor) -> Tensor:
+    def _added(self, layer: nn.Module, inputs: object, out: Tensor) -> Tensor:
         return out if self._extra is None else out + self._extra
 
     def steps(self, images: Tensor) -> list[Tensor]:
         """What goes into every part, and what comes out of the last one."""
         with torch.no_grad():
             others = [column.steps(images) for column in self._earlier]
-        found, sides = [images], list(zip(self.scales, self.reduced, self.lateral, strict=True))
-        for place, part in enumerate(self.parts):
+        inputs, sides = [images], list(zip(self.scales, self.reduced, self.lateral, strict=True))
+        for index, part in enumerate(self.parts):
             self._extra = None
-            if others and 0 < place < len(self.parts) - 1:
-                scale, reduce, lateral = sides[place - 1]
-                before = torch.cat([a * one[place] for a, one in zip(scale, others, strict=True)], 1)
+            if others and 0 < index < len(self.parts) - 1:
+                scale, reduce, lateral = sides[index - 1]
+                before = torch.cat([a * column_steps[index] for a, column_steps in zip(scale, others, strict=True)], 1)
                 self._extra = lateral(F.relu(reduce(before)))
-            found.append(part(found[-1]))
-        return found
+            inputs.append(part(inputs[-1]))
+        return inputs
 
 
 class Progressive(Learner):
@@ -71,9 +71,9 @@ class Progressive(Learner):
         self.columns: list[Column] = []
 
     def start(self, task: int, validation: Images) -> Training:
-        network, words = self.base.task(task, None, {}).network, (self.base.config.seed, "column", str(task))
-        initialise(network, torch_generator(*words))
-        column = Column(network, self.base.layers, list(self.columns), torch_generator(*words, "lateral"))
+        network, purpose = self.base.task(task, None, {}).network, (self.base.config.seed, "column", str(task))
+        initialise(network, torch_generator(*purpose))
+        column = Column(network, self.base.layers, list(self.columns), torch_generator(*purpose, "lateral"))
         return Plain(column, lambda images, labels: F.cross_entropy(column(images), labels))
 
     def finish(self, task: int, training: Training) -> None:
@@ -109,11 +109,13 @@ class Made(nn.Module):
     ) -> None:
         super().__init__()
         self.body, self.make, self._shared = network, make, dict(shared)  # shared ones are no children: all tasks have them
-        self.own = nn.ParameterDict({name.replace(".", "/"): nn.Parameter(one.clone()) for name, one in parameters.items()})
+        self.own = nn.ParameterDict(
+            {name.replace(".", "/"): nn.Parameter(parameter.clone()) for name, parameter in parameters.items()}
+        )
 
     def state(self) -> dict[str, Tensor]:
         """Own and shared parameters by name."""
-        return {**{name.replace("/", "."): one for name, one in self.own.items()}, **self._shared}
+        return {**{name.replace("/", "."): parameter for name, parameter in self.own.items()}, **self._shared}
 
     def forward(self, images: Tensor) -> Tensor:
         return functional_call(self.body, self.make(self.state()), (images,))
@@ -126,24 +128,26 @@ class Darts(Learner):
 
     def __init__(self, config: Any, learner: str, rate: float = 0.1) -> None:
         self.base, self.rate = Selecting({"mode": "all", "learner": {"name": learner}}, config), rate
-        self.shared = {name: nn.Parameter(one.clone()) for name, one in self.base.shared.items()}
+        self.shared = {name: nn.Parameter(parameter.clone()) for name, parameter in self.base.shared.items()}
         self.met: list[Made] = []
 
     def start(self, task: int, validation: Images) -> Training:
-        layers, given = self.base.layers, self.base.task(task, None, {})
-        initialise(given.network, torch_generator(self.base.config.seed, "darts", str(task)))
+        layers, begun = self.base.layers, self.base.task(task, None, {})
+        initialise(begun.network, torch_generator(self.base.config.seed, "darts", str(task)))
         added = layers.own(self.base.config, self.base.sites[task])
-        alphas = {f"alpha.{place}": torch.zeros(2) for place in range(len(layers.groups))}
-        network = dict(given.network.named_parameters())
+        alphas = {f"alpha.{index}": torch.zeros(2) for index in range(len(layers.groups))}
+        network = dict(begun.network.named_parameters())
 
         def make(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             own = below(state, "added.")
-            weights = layers.weights({name: one for name, one in state.items() if name in self.shared}, own)
-            soft = [torch.softmax(state[f"alpha.{place}"], 0) for place in range(len(layers.groups))]
-            return {name: soft[place][0] * one + soft[place][1] * network[name]
-                    for name, one in weights.items() for place in [layers.group_of(name)]}  # fmt: skip
+            weights = layers.weights({name: weight for name, weight in state.items() if name in self.shared}, own)
+            soft = [torch.softmax(state[f"alpha.{index}"], 0) for index in range(len(layers.groups))]
+            return {name: soft[index][0] * weight + soft[index][1] * network[name]
+                    for name, weight in weights.items() for index in [layers.group_of(name)]}  # fmt: skip
 
-        made = Made(given.network, {**alphas, **{f"added.{name}": one for name, one in added.items()}}, make, self.shared)
+        made = Made(
+            begun.network, {**alphas, **{f"added.{name}": weight for name, weight in added.items()}}, make, self.shared
+        )
         draw = torch_generator(self.base.config.seed, "darts", str(task), "validation")
         return _Softly(made, validation, self.rate, draw)
 
@@ -159,11 +163,14 @@ class Darts(Learner):
 class _Softly(Training):
     def __init__(self, made: Made, validation: Images, rate: float, draw: torch.Generator) -> None:
         self.made, self.validation, self.rate, self.draw = made, validation, rate, draw
-        self.alphas = [one for name, one in made.own.items() if name.startswith("alpha")]
+        self.alphas = [alpha for name, alpha in made.own.items() if name.startswith("alpha")]
 
     def parameters(self) -> list[nn.Parameter]:
-        alphas = {id(one) for one in self.alphas}
-        return [*(one for one in self.made.parameters() if id(one) not in alphas), *self.made._shared.values()]
+        alphas = {id(parameter) for parameter in self.alphas}
+        return [
+            *(parameter for parameter in self.made.parameters() if id(parameter) not in alphas),
+            *self.made._shared.values(),
+        ]
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         places = torch.randint(len(self.validation), (len(images),), generator=self.draw)
@@ -183,26 +190,26 @@ class Apd(Learner):
 
     def __init__(self, config: Any, sparse: float = 4e-4, hold: float = 100.0) -> None:
         self.base, self.sparse, self.hold = Selecting({"mode": "all"}, config), sparse, hold
-        self.shared = {name: nn.Parameter(one.clone()) for name, one in self.base.shared.items()}
+        self.shared = {name: nn.Parameter(parameter.clone()) for name, parameter in self.base.shared.items()}
         self.met: list[Made] = []
         self.were: list[dict[str, Tensor]] = []
 
     def start(self, task: int, validation: Images) -> Training:
-        given = self.base.task(task, None, {})
-        initialise(given.network, torch_generator(self.base.config.seed, "apd", str(task)))
-        for name, one in given.network.named_parameters():
-            one.requires_grad_(name not in self.shared)
-        masks = {f"mask.{name}": torch.full((len(one),), 2.0) for name, one in self.shared.items()}
-        added = {f"tau.{name}": torch.zeros_like(one) for name, one in self.shared.items()}
-        self.were = [{name: one.detach() for name, one in made.make(made.state()).items()} for made in self.met]
-        made = Made(given.network, {**masks, **added}, self._weights, self.shared)
+        begun = self.base.task(task, None, {})
+        initialise(begun.network, torch_generator(self.base.config.seed, "apd", str(task)))
+        for name, parameter in begun.network.named_parameters():
+            parameter.requires_grad_(name not in self.shared)
+        masks = {f"mask.{name}": torch.full((len(parameter),), 2.0) for name, parameter in self.shared.items()}
+        added = {f"tau.{name}": torch.zeros_like(parameter) for name, parameter in self.shared.items()}
+        self.were = [{name: parameter.detach() for name, parameter in made.make(made.state()).items()} for made in self.met]
+        made = Made(begun.network, {**masks, **added}, self._weights, self.shared)
         return _Additive(self, made)
 
     def finish(self, task: int, training: Training) -> None:
         made = training.network()
         assert isinstance(made, Made)
-        for one in made.body.parameters():
-            one.requires_grad_(False)
+        for parameter in made.body.parameters():
+            parameter.requires_grad_(False)
         self.met.append(made)
 
     def network(self, task: int) -> nn.Module:
@@ -218,18 +225,20 @@ class _Additive(Training):
         self.learner, self.made = learner, made
 
     def parameters(self) -> list[nn.Parameter]:
-        own = [one for one in self.made.parameters() if one.requires_grad]
-        earlier = [one for made in self.learner.met for one in made.own.values()]
+        own = [parameter for parameter in self.made.parameters() if parameter.requires_grad]
+        earlier = [parameter for made in self.learner.met for parameter in made.own.values()]
         return [*own, *self.learner.shared.values(), *earlier]
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        found = F.cross_entropy(self.made(images), labels)
+        total = F.cross_entropy(self.made(images), labels)
         for made in [self.made, *self.learner.met]:
-            found = found + self.learner.sparse * _sum(one.abs().sum() for name, one in made.own.items() if "tau" in name)
+            total = total + self.learner.sparse * _sum(
+                tensor.abs().sum() for name, tensor in made.own.items() if "tau" in name
+            )
         for made, were in zip(self.learner.met, self.learner.were, strict=True):
             now = made.make(made.state())
-            found = found + self.learner.hold * _sum((now[name] - one).square().sum() for name, one in were.items())
-        return found
+            total = total + self.learner.hold * _sum((now[name] - tensor).square().sum() for name, tensor in were.items())
+        return total
 
     def network(self) -> nn.Module:
         return self.made

@@ -1,22 +1,20 @@
 """Ten sites at once: layer selection beside methods that share a fixed part of networks, and beside none."""
 
 import json
-import shutil
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fedloom.conf import load
-from fedloom.server.run.experiment import run_experiment
-from fedloom.sims.engines import open_engine
-from fedloom.sims.experiments.kept import kept, told
-from fedloom.sims.experiments.lasem.study import Study
-from fedloom.sims.progress.listeners import listener_for
+from fedloom.conf.formatting import count
+from fedloom.sims.experiments.lasem.study import LasemStudy
+from fedloom.sims.operations.scratch_run import erased_run
 from fedloom.sims.report.heads import exchanges
 from fedloom.sims.report.page import Part
 from fedloom.sims.report.selection import selections
-from fedloom.sims.report.tables import Table, mean_and_spread
+from fedloom.sims.report.spread import mean_and_spread
+from fedloom.sims.report.tables import Table
 
 EXPERIMENT = "layer_selection"
 RUNS: dict[str, list[str]] = {
@@ -33,38 +31,36 @@ NOTE = (
 )
 
 
-def federated(study: Study, seeds: int) -> list[Part]:
+def federated(study: LasemStudy, seeds: int) -> list[Part]:
     """The experiment `layer_selection`, and rivals on its sites."""
-    found = [_found(study, seed) for seed in range(seeds)]
-    rows = [[NAMES[mode], mean_and_spread([one[mode]["own"] for one in found]), f"{found[0][mode]['bytes'] / 1e3:,.0f}"]
-            for mode in found[0]]  # fmt: skip
-    return [Table(f"Ten sites at once, {told(seeds)}", ["", "own task", "kB"], rows, NOTE)]
+    results = [_found(study, seed) for seed in range(seeds)]
+    rows = [
+        [NAMES[mode], mean_and_spread([result[mode]["own"] for result in results]), f"{first['bytes'] / 1e3:,.0f}"]
+        for mode, first in results[0].items()
+    ]
+    return [Table(f"Ten sites at once, {count(seeds, 'seed')}", ["", "own task", "kB"], rows, NOTE)]
 
 
-def _found(study: Study, seed: int) -> dict[str, dict[str, float]]:
+def _found(study: LasemStudy, seed: int) -> dict[str, dict[str, float]]:
     def make() -> dict[str, dict[str, float]]:
-        found = {mode: one for name in RUNS for mode, one in _made(study.folder / "runs", name, seed).items()}
-        if not study.quiet:
-            print(
-                f"ten sites, seed {seed}: {json.dumps({mode: round(one['own'], 4) for mode, one in found.items()})}",
-                flush=True,
-            )
-        return found
+        return {mode: row for name in RUNS for mode, row in _made(study.folder / "runs", name, seed).items()}
+
+    def line(rows: Mapping[str, Mapping[str, float]]) -> str:
+        return f"ten sites, seed {seed}: {json.dumps({mode: round(row['own'], 4) for mode, row in rows.items()})}"
 
     config = load(EXPERIMENT, [])
     key = [RUNS, FIXED, [str(site) for site in config.sites], config.network, config.objective, config.rounds, seed]
-    return kept(study.folder / "results" / f"federated-{seed}.json", key, make)
+    return study.once(f"federated-{seed}", key, make, line)
 
 
 def _made(folder: Path, name: str, seed: int) -> dict[str, dict[str, float]]:
     """Mean accuracy on sites' own tasks, and bytes, by mode; the run's folder is erased."""
     config = load(EXPERIMENT, [*RUNS[name], *FIXED, f"seed={seed}", f"run.root={folder}", f"run.name={name}-{seed}"])
-    with open_engine(config) as grid:
-        summary = run_experiment(grid, config, listener_for(quiet=True))
-    shutil.rmtree(folder / config.run.name)
-    return {**_selected(summary), **{one.method: {"own": one.own or 0.0, "bytes": one.bytes} for one in exchanges(summary)}}
+    with erased_run(config) as (summary, _):
+        exchanged = {matrix.method: {"own": matrix.own or 0.0, "bytes": matrix.bytes} for matrix in exchanges(summary)}
+        return {**_selected(summary), **exchanged}
 
 
 def _selected(summary: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    return {one.method: {"own": statistics.fmean(site.last or 0.0 for site in one.sites), "bytes": one.bytes}
-            for one in selections(summary)}  # fmt: skip
+    return {method.method: {"own": statistics.fmean(site.last or 0.0 for site in method.sites), "bytes": method.bytes}
+            for method in selections(summary)}  # fmt: skip

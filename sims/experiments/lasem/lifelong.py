@@ -111,13 +111,13 @@ class Outcome:
 
 
 def _ratio(final: Sequence[float], before: Sequence[float]) -> float:
-    return statistics.fmean(one / other if other else 1.0 for one, other in zip(final, before, strict=True))
+    return statistics.fmean(end / start if start else 1.0 for end, start in zip(final, before, strict=True))
 
 
 def met(learner: Learner, tasks: Sequence[Task], plan: Plan, seed: int) -> Outcome:
     """Train on the tasks in turn. The network of the best validation accuracy is measured, that of the last step is kept, as
     in the authors' code."""
-    found = Outcome()
+    outcome = Outcome()
     training = TrainingConfig(batch=plan.batch, rate=plan.rate, clip=plan.clip, optimizer=plan.optimizer)
     for number, task in enumerate(tasks):
         site = learner.start(number, task.validation)
@@ -127,16 +127,16 @@ def met(learner: Learner, tasks: Sequence[Task], plan: Plan, seed: int) -> Outco
             begin = time.perf_counter()
             with drawing(torch_generator(seed, "forward", str(number), str(epoch)).initial_seed(), torch.device("cpu")):
                 descend(site.parameters(), site.loss, steps, recipe_of(training))
-            found.seconds += time.perf_counter() - begin
+            outcome.seconds += time.perf_counter() - begin
             if (now := accuracy(site.network(), task.validation)) > best:
                 best, peak = now, accuracy(site.network(), task.test)
-        found.end.append(accuracy(site.network(), task.test))
+        outcome.end.append(accuracy(site.network(), task.test))
         learner.finish(number, site)
-        found.validation.append(best)
-        found.peak.append(peak)
-        found.facts.append(learner.facts(number))
-    found.final = [accuracy(learner.network(number), task.test) for number, task in enumerate(tasks)]
-    return found
+        outcome.validation.append(best)
+        outcome.peak.append(peak)
+        outcome.facts.append(learner.facts(number))
+    outcome.final = [accuracy(learner.network(number), task.test) for number, task in enumerate(tasks)]
+    return outcome
 
 
 def accuracy(network: nn.Module, images: Images) -> float:

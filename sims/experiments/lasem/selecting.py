@@ -50,7 +50,9 @@ class Selecting(Learner):
         session = training.session
         self.seen[task] = torch.stack(session.masses).float()
         used, ends = session.belief.best(), below(self.stores[task], SHARED_PARTS)
-        self.shared = {name: ends[name] if used[self.layers.group_of(name)] else one for name, one in self.shared.items()}
+        self.shared = {
+            name: ends[name] if used[self.layers.group_of(name)] else before for name, before in self.shared.items()
+        }
 
     def network(self, task: int) -> nn.Module:
         return self.put_together(task, self.stores[task], self.shared)[0]
@@ -72,10 +74,10 @@ class Selecting(Learner):
     def put_together(self, number: int, stored: State, shared: State) -> tuple[Network, tuple[int, ...]]:
         """A task's network and its configuration, with these shared parameters (none: those that it ended with)."""
         task = self.task(number, stored, shared)
-        found = composed(self.objective, task, shared)
-        assert found is not None  # it is stored
-        task.network.load_state_dict(found[0])
-        return task.network, found[1]
+        composition = composed(self.objective, task, shared)
+        assert composition is not None  # it is stored
+        task.network.load_state_dict(composition[0])
+        return task.network, composition[1]
 
 
 class _Selecting(Training):
@@ -94,6 +96,6 @@ class _Selecting(Training):
 
     def state(self) -> State:
         """All that the site has, as it is now."""
-        found = self.session.local_state()
-        assert found is not None  # it has a state of its own
-        return found
+        state = self.session.local_state()
+        assert state is not None  # it has a state of its own
+        return state

@@ -1,19 +1,18 @@
 """What the tables are made of: a learner on a sequence of tasks with a seed, made once, and kept on disk."""
 
 import dataclasses
-import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from fedloom.conf.schema import Config
-from fedloom.sims.experiments.kept import kept
+from fedloom.sims.experiments.kept import fingerprint
 from fedloom.sims.experiments.lasem.comparators import Apd, Darts, Progressive
 from fedloom.sims.experiments.lasem.lifelong import Learner, Outcome, Plan, met
 from fedloom.sims.experiments.lasem.selecting import Selecting, configured
 from fedloom.sims.experiments.lasem.tasks import SEQUENCES
+from fedloom.sims.experiments.study import Study
 
 LEARNERS = {"HPS": "hps", "TF": "tf", "DF-CNN": "df_cnn"}  # as the paper calls them
 COMPARED: dict[str, Callable[[Config], Learner]] = {
@@ -69,25 +68,21 @@ SIZES: dict[str, dict[str, TaskSequence]] = {
 
 
 @dataclass(frozen=True)
-class Study:
-    """A preset's runs, in a folder. `overrides`: of every plan. `only`: the sequences that are asked for; none: all."""
+class LasemStudy(Study):
+    """A preset's runs, in a folder. `only`: the sequences that are asked for. `plan`: what is changed of every plan."""
 
-    preset: str
-    folder: Path
-    quiet: bool = True
-    only: Sequence[str] = ()
     plan: Options = dataclasses.field(default_factory=dict)
 
     @property
     def sequences(self) -> dict[str, TaskSequence]:
         """Those that are asked for, without those of deep networks."""
-        return {name: one for name, one in SIZES[self.preset].items()
+        return {name: sequence for name, sequence in SIZES[self.preset].items()
                 if "resnet" not in name and (not self.only or name in self.only)}  # fmt: skip
 
     def named(self, name: str) -> TaskSequence:
         """A sequence, with the plan that is asked for."""
-        one = SIZES[self.preset][name]
-        return dataclasses.replace(one, plan=dataclasses.replace(one.plan, **self.plan))
+        sequence = SIZES[self.preset][name]
+        return dataclasses.replace(sequence, plan=dataclasses.replace(sequence.plan, **self.plan))
 
     def selecting(self, name: str, options: Options, seed: int) -> Outcome:
         """LASEM, or a given configuration (options of the objective)."""
@@ -102,21 +97,20 @@ class Study:
         return [self._found(name, method, COMPARED[method], seed) for seed in range(seeds)]
 
     def _found(self, name: str, what: Any, make: Callable[[Config], Learner], seed: int) -> Outcome:
-        one = self.named(name)
-        key = [dataclasses.asdict(one), what, seed]
-        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
+        sequence = self.named(name)
+        key = [dataclasses.asdict(sequence), what, seed]
 
         def measure() -> dict[str, Any]:
-            tasks = SEQUENCES[one.tasks](one.size, one.number, seed)
-            config = configured(one.network, one.size, tasks[0].classes, one.number, seed)
-            found = met(make(config), tasks, one.plan, seed)
-            if not self.quiet:
-                told = json.dumps(what) if isinstance(what, dict) else what
-                numbers = f"peak {found.accuracy:.1%}, final / peak {found.kept:.2f}, {found.seconds:.0f} s"
-                print(f"{name}, seed {seed}, {told}: {numbers}", flush=True)
-            return dataclasses.asdict(found)
+            tasks = SEQUENCES[sequence.tasks](sequence.size, sequence.number, seed)
+            config = configured(sequence.network, sequence.size, tasks[0].classes, sequence.number, seed)
+            return dataclasses.asdict(met(make(config), tasks, sequence.plan, seed))
 
-        return Outcome(**kept(self.folder / "results" / f"{name}-{seed}-{digest}.json", key, measure))
+        def line(fields: Mapping[str, Any]) -> str:
+            outcome, learner = Outcome(**fields), json.dumps(what) if isinstance(what, dict) else what
+            numbers = f"peak {outcome.accuracy:.1%}, final / peak {outcome.kept:.2f}, {outcome.seconds:.0f} s"
+            return f"{name}, seed {seed}, {learner}: {numbers}"
+
+        return Outcome(**self.once(f"{name}-{seed}-{fingerprint(key)}", key, measure, line))
 
 
 def of(learner: str, mode: str = "learned", **more: Any) -> dict[str, Any]:

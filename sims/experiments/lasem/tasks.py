@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fedloom.clients.data import Images
 from fedloom.conf.randomness import torch_generator
-from fedloom.sims.experiments.pairs import Task as Domain
-from fedloom.sims.experiments.pairs import images
+from fedloom.sims.operations.domain_task import Task as Domain
+from fedloom.sims.operations.domain_task import images
 
 LEVELS = (-2, -1, 0, 1)  # of the noise's mean, in units of UNIT; its standard deviation is 0 or 1 unit
 UNIT = 0.025 * 255
@@ -30,26 +30,26 @@ class Task:
 def cifar100(size: int, number: int, seed: int) -> list[Task]:
     """`number` tasks of 10 classes that no other has (10) or, from the 11th on, of other classes in the same order (40: the
     paper does not say how it draws them): 17 images of each class to train on (4 % with validation), 3 for validation."""
-    found = []
-    for place in range(number):
-        turn, first = divmod(place * 10, 100)
+    tasks = []
+    for index in range(number):
+        turn, first = divmod(index * 10, 100)
         order = torch.randperm(100, generator=torch_generator(turn, "classes")) if turn else torch.arange(100)
         classes = order[first : first + 10].tolist()
-        found.append(_task("cifar100", size, classes, (17, 3), 100, f"cifar100 {place}", seed))
-    return found
+        tasks.append(_task("cifar100", size, classes, (17, 3), 100, f"cifar100 {index}", seed))
+    return tasks
 
 
 def digits(size: int, number: int, seed: int) -> list[Task]:
     """After the recipe for STL-10: three classes of one kind of digits, 106 images of each to train on and 19 for
     validation; Gaussian noise of the task's own mean and deviation, on test images, too; the task's own order of colours."""
-    found = []
-    for place in range(number):
-        draw = torch_generator(seed, "digits", str(place))
+    tasks = []
+    for index in range(number):
+        draw = torch_generator(seed, "digits", str(index))
         classes = torch.randperm(10, generator=draw)[:3].tolist()
         look = _Look(draw)
-        plain = _task(DIGITS[place % len(DIGITS)], size, classes, (106, 19), 150, f"digits {place}", seed)
-        found.append(Task(plain.name, look(plain.train), look(plain.validation), look(plain.test), plain.classes))
-    return found
+        plain = _task(DIGITS[index % len(DIGITS)], size, classes, (106, 19), 150, f"digits {index}", seed)
+        tasks.append(Task(plain.name, look(plain.train), look(plain.validation), look(plain.test), plain.classes))
+    return tasks
 
 
 class _Look:
@@ -62,9 +62,9 @@ class _Look:
         )
         self.colours, self.draw = torch.randperm(3, generator=draw), draw
 
-    def __call__(self, given: Images) -> Images:
-        noise = torch.randn(given.x.shape, generator=self.draw) * self.deviation + self.mean
-        return Images((given.x[:, self.colours] + UNIT * noise).clamp(0, 255).round().to(torch.uint8), given.y)
+    def __call__(self, images: Images) -> Images:
+        noise = torch.randn(images.x.shape, generator=self.draw) * self.deviation + self.mean
+        return Images((images.x[:, self.colours] + UNIT * noise).clamp(0, 255).round().to(torch.uint8), images.y)
 
 
 SEQUENCES: dict[str, Callable[[int, int, int], Sequence[Task]]] = {"cifar100": cifar100, "digits": digits}
@@ -73,23 +73,23 @@ SEQUENCES: dict[str, Callable[[int, int, int], Sequence[Task]]] = {"cifar100": c
 
 def _task(domain: str, size: int, classes: Sequence[int], numbers: tuple[int, int], most: int, name: str, seed: int) -> Task:
     """A task of these classes: `numbers` of training and validation images of each, at most so many to test on."""
-    whole, test = (images(Domain(domain, size, False), part) for part in ("train", "test"))
-    places = [_shuffled(whole.y, label, torch_generator(seed, name, str(label))) for label in classes]
+    every, test = (images(Domain(domain, size, False), part) for part in ("train", "test"))
+    by_class = [_shuffled(every.y, label, torch_generator(seed, name, str(label))) for label in classes]
     train, validation = numbers
     return Task(
         name,
-        _chosen(whole, [one[:train] for one in places]),
-        _chosen(whole, [one[train : train + validation] for one in places]),
+        _chosen(every, [indices[:train] for indices in by_class]),
+        _chosen(every, [indices[train : train + validation] for indices in by_class]),
         _chosen(test, [_shuffled(test.y, label, torch_generator(0, name))[:most] for label in classes]),
         len(classes),
     )
 
 
 def _shuffled(labels: Tensor, label: int, generator: torch.Generator) -> Tensor:
-    places = torch.nonzero(labels == label).flatten()
-    return places[torch.randperm(len(places), generator=generator)]
+    indices = torch.nonzero(labels == label).flatten()
+    return indices[torch.randperm(len(indices), generator=generator)]
 
 
-def _chosen(whole: Images, places: Sequence[Tensor]) -> Images:
-    labels = torch.cat([torch.full_like(one, number) for number, one in enumerate(places)])
-    return Images(whole.x[torch.cat(list(places))], labels)
+def _chosen(every: Images, by_class: Sequence[Tensor]) -> Images:
+    labels = torch.cat([torch.full_like(indices, number) for number, indices in enumerate(by_class)])
+    return Images(every.x[torch.cat(list(by_class))], labels)

@@ -68,11 +68,11 @@ def cells(paper: str, table: str) -> Cells:
     tables = _read(paper)["tables"]
     if table not in tables:
         raise UserError(f"paper '{paper}': no table '{table}'; there are {', '.join(tables)}")
-    given = tables[table]
-    rows, spread = ({row: tuple(values) for row, values in given.get(part, {}).items()} for part in ("rows", "spread"))
-    doubtful = {(row, column): why for row, column, why in given.get("doubtful", [])}
-    unit, note = given.get("unit", "percent"), given.get("note", "")
-    return Cells(given["title"], tuple(given["columns"]), rows, unit, note, spread, doubtful)
+    section = tables[table]
+    rows, spread = ({row: tuple(values) for row, values in section.get(part, {}).items()} for part in ("rows", "spread"))
+    doubtful = {(row, column): why for row, column, why in section.get("doubtful", [])}
+    unit, note = section.get("unit", "percent"), section.get("note", "")
+    return Cells(section["title"], tuple(section["columns"]), rows, unit, note, spread, doubtful)
 
 
 def tables_of(paper: str) -> list[str]:

@@ -10,10 +10,9 @@ from pathlib import Path
 import torch
 
 from fedloom.conf.errors import UserError
-from fedloom.sims.experiments.table_files import chosen
+from fedloom.sims.experiments.table_files import chosen, write
 from fedloom.sims.experiments.unlearning import methods as ways
 from fedloom.sims.experiments.unlearning import sequence, traces
-from fedloom.sims.report.page import write_page
 from fedloom.sims.report.tables import Table
 
 SHADOWS = 8  # federations of an attack that is fitted to single images
@@ -33,10 +32,8 @@ def reproduce(preset: str, seeds: int, overrides: Sequence[str], *, quiet: bool)
         raise UserError("reproduce unlearning: takes --preset cpu")
     names, rest = chosen("tables", overrides, [WAYS, *SMALL])
     torch.set_num_threads(1)
-    found = list[Table]()
+    tables = list[Table]()
     for name in names or [WAYS, *SMALL]:
-        found += SMALL[name](ways.ROOT / "small", seeds) if name in SMALL else ways.tables(seeds, rest, quiet=quiet)
-        ways.ROOT.mkdir(parents=True, exist_ok=True)
-        (ways.ROOT / "tables.md").write_text("\n".join(table.markdown() for table in found), encoding="utf-8")
-    write_page(ways.ROOT / "report.html", "Ways to remove a site", [("", [*found])])
+        tables += SMALL[name](ways.ROOT / "small", seeds) if name in SMALL else ways.tables(seeds, rest, quiet=quiet)
+        write(ways.ROOT, "Ways to remove a site", "", tables)  # what there is so far
     return ways.ROOT

@@ -66,15 +66,15 @@ class Replay(Averaging):
     def _then(self, context: RoundContext) -> dict[str, dict[str, float]]:
         """By site and tensor, how far it moved in this round of the earlier run."""
         with Ledger.open(Path(self.history), server=False) as ledger:
-            given = {site: {one.round: one for one in ledger.history(site)} for site in ledger.sites()}
-            begun = [each[context.number - 1] for each in given.values() if context.number - 1 in each]
-            ended = {site: each[context.number] for site, each in given.items() if context.number in each}
+            history = {site: {entry.round: entry for entry in ledger.history(site)} for site in ledger.sites()}
+            begun = [each[context.number - 1] for each in history.values() if context.number - 1 in each]
+            ended = {site: each[context.number] for site, each in history.items() if context.number in each}
             start = (
-                averaged([(ledger.blobs.get(one.blob), one.samples) for one in begun])
+                averaged([(ledger.blobs.get(entry.blob), entry.samples) for entry in begun])
                 if begun
                 else context.server_state("start")
             )
-            moved = {site: ledger.blobs.get(one.blob) for site, one in ended.items()}
+            moved = {site: ledger.blobs.get(entry.blob) for site, entry in ended.items()}
         return {site: {name: float(torch.dist(end, start[name])) for name, end in state.items()} for site, state in
                 moved.items()}  # fmt: skip
 

@@ -13,8 +13,10 @@ from fedloom.conf import load
 from fedloom.conf.schema import Config
 from fedloom.server.ledger import Ledger
 from fedloom.server.run_folder.folder import RunFolder, read_config
-from fedloom.sims.operations.requests import UnlearningRequest, unlearn
 from fedloom.sims.operations.simulate import simulate_once
+from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
+from fedloom.sims.progress.listeners import listener_for
+from fedloom.sims.report.spread import mean_and_spread, spread
 from fedloom.sims.report.tables import Table
 
 ROOT = Path("runs/reproduce-unlearning")
@@ -51,24 +53,24 @@ def tables(seeds: int, overrides: Sequence[str], *, quiet: bool) -> list[Table]:
 
 def measured(seed: int, overrides: Sequence[str], quiet: bool) -> dict[str, dict[str, float]]:
     """By way: accuracy on the forgotten and the retained domains, AUCs, seconds."""
-    found: dict[str, dict[str, float]] = {}
+    results: dict[str, dict[str, float]] = {}
     for name, way in WAYS.items():
         base = load("rotated_digits", [
             "sites=5", f"seed={seed}", "engine.name=inline", "federation.history=all", f"run.root={ROOT}",
             f"run.name={'subsets' if way.subsets else 'plain'}-{seed}",
             *([] if way.subsets else ["objective.subset_probability=0"]), *overrides,
         ])  # fmt: skip
-        simulate_once(base, quiet=quiet)
+        simulate_once(base, listener=listener_for(quiet))
         site = base.roster[seed % len(base.roster)].name
         done, seconds = _removed(base, site, name, way, quiet)
         evidence = done["evidence"]
-        if "before" not in found:
-            found["before"] = _row(base, site, evidence["before"], 0.0)
-        found[name] = _row(base, site, evidence["after"], seconds)
+        if "before" not in results:
+            results["before"] = _row(base, site, evidence["before"], 0.0)
+        results[name] = _row(base, site, evidence["after"], seconds)
         if "retrained" in evidence:
             rounds = RunFolder(_copy(base, name) / "retrained" / "request").metrics().values()
-            found["retrained"] = _row(base, site, evidence["retrained"], sum(one["seconds"] for one in rounds))
-    return found
+            results["retrained"] = _row(base, site, evidence["retrained"], sum(record["seconds"] for record in rounds))
+    return results
 
 
 def _removed(base: Config, site: str, name: str, way: Way, quiet: bool) -> tuple[dict[str, Any], float]:
@@ -78,7 +80,8 @@ def _removed(base: Config, site: str, name: str, way: Way, quiet: bool) -> tuple
     if not certificate.is_file():
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(Path(base.run.root) / base.run.name, copy)
-        unlearn(copy, UnlearningRequest([site], "request", "measured", way.repair, way.retrain, way.rollback), quiet=quiet)
+        asked = UnlearningRequest([site], "request", "measured", way.repair, way.retrain, way.rollback)
+        unlearn(copy, asked, listener=listener_for(quiet))
     with Ledger.open(copy, server=False) as ledger:
         (seconds,) = (event.body["seconds"] for event in ledger.events() if event.kind == "subtracted")
     further = RunFolder(copy).metrics() if way.repair or way.rollback else {}
@@ -99,16 +102,12 @@ def _row(config: Config, site: str, stage: Mapping[str, Any], seconds: float) ->
             "loss": attacks["loss"]["auc"], "logistic": attacks["logistic"]["auc"], "seconds": seconds}  # fmt: skip
 
 
-def _table(found: Sequence[Mapping[str, Mapping[str, float]]]) -> Table:
+def _table(results: Sequence[Mapping[str, Mapping[str, float]]]) -> Table:
     rows = []
-    for way in found[0]:
-        runs = {key: [one[way][key] for one in found] for key in found[0][way]}
-        shares = [_mean([100 * share for share in runs[key]], 1) for key in ("forgotten", "retained")]
-        rows.append([way, *shares, _mean(runs["loss"], 3), _mean(runs["logistic"], 3), _mean(runs["seconds"], 2)])
+    for way in results[0]:
+        runs = {key: [result[way][key] for result in results] for key in results[0][way]}
+        shares = [mean_and_spread(runs[key]) for key in ("forgotten", "retained")]
+        others = [spread(runs[key]).text(digits) for key, digits in (("loss", 3), ("logistic", 3), ("seconds", 2))]
+        rows.append([way, *shares, *others])
     head = ["way", "forgotten domain", "mean of retained", "AUC, loss", "AUC, logistic", "seconds"]
-    return Table(f"Ways to remove a site: rotated_digits, 5 sites, {len(found)} seeds", head, rows, NOTE)
-
-
-def _mean(values: Sequence[float], digits: int) -> str:
-    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.{digits}f}{spread}"
+    return Table(f"Ways to remove a site: rotated_digits, 5 sites, {len(results)} seeds", head, rows, NOTE)

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.clients.data import label
-from fedloom.sims.experiments.kept import kept, told
+from fedloom.conf.formatting import count
+from fedloom.sims.experiments.kept import kept
 from fedloom.sims.experiments.unlearning.shadows import LEAVER, METHODS, SETTING, Looker, configured, opened
-from fedloom.sims.report.tables import Table, mean_and_spread
+from fedloom.sims.report.spread import mean_and_spread
+from fedloom.sims.report.tables import Table
 
 LEAVING = (LEAVER, "kept-1", "kept-2")  # in this order
 
@@ -19,11 +21,13 @@ def tables(folder: Path, seeds: int) -> list[Table]:
     rows = []
     for method, options in METHODS.items():
         key = [SETTING, options, LEAVING]
-        found = [kept(folder / f"sequence-{method}-{seed}.json", key, partial(left, method, seed)) for seed in range(seeds)]
-        rows += [_row(method, number, [each[number] for each in found]) for number in range(len(LEAVING) + 1)]
+        results = [
+            kept(folder / f"sequence-{method}-{seed}.json", key, partial(left, method, seed)) for seed in range(seeds)
+        ]
+        rows += [_row(method, number, [each[number] for each in results]) for number in range(len(LEAVING) + 1)]
     head = ["method", "sites that left", "their angles", "retrained", "the others' angles", "retrained"]
     note = "Subtracted one after the other, without training between. Accuracy in %, means over the angles on each side."
-    return [Table(f"Requests one after the other, {told(seeds)}", head, rows, note)]
+    return [Table(f"Requests one after the other, {count(seeds, 'seed')}", head, rows, note)]
 
 
 def left(method: str, seed: int) -> list[dict[str, dict[str, float]]]:
@@ -33,14 +37,14 @@ def left(method: str, seed: int) -> list[dict[str, dict[str, float]]]:
         config = configured(method, seed, folder / "run")
         with opened(config) as run:
             looker, gone = Looker(config, run.train().method.evaluator), [LEAVING[:number] for number in range(4)]
-            found = [{"subtract": sides(looker, run.model(), [])}]
+            results = [{"subtract": sides(looker, run.model(), [])}]
             for names in gone[1:]:
                 run.method.state.forget([names[-1]], {})
-                found.append({"subtract": sides(looker, run.model(), names)})
-        for names, one in zip(gone[1:], found[1:], strict=True):
+                results.append({"subtract": sides(looker, run.model(), names)})
+        for names, shares in zip(gone[1:], results[1:], strict=True):
             with opened(configured(method, seed, folder / f"without-{len(names)}"), names) as run:
-                one["retrained"] = sides(looker, run.train().model(), names)
-    return found
+                shares["retrained"] = sides(looker, run.train().model(), names)
+    return results
 
 
 def sides(looker: Looker, model: Any, gone: Sequence[str]) -> dict[str, float]:
@@ -51,7 +55,10 @@ def sides(looker: Looker, model: Any, gone: Sequence[str]) -> dict[str, float]:
     return {"left": sum(left) / max(1, len(left)), "stay": sum(stay) / len(stay)}
 
 
-def _row(method: str, number: int, found: Sequence[Mapping[str, Mapping[str, float]]]) -> list[str]:
-    cells = [mean_and_spread([one[way][side] for one in found]) if way in found[0] and (number or side == "stay") else ""
-             for side in ("left", "stay") for way in ("subtract", "retrained")]  # fmt: skip
+def _row(method: str, number: int, results: Sequence[Mapping[str, Mapping[str, float]]]) -> list[str]:
+    def cell(side: str, way: str) -> str:
+        there = way in results[0] and (number or side == "stay")
+        return mean_and_spread([result[way][side] for result in results]) if there else ""
+
+    cells = [cell(side, way) for side in ("left", "stay") for way in ("subtract", "retrained")]
     return [method, str(number), *cells]

@@ -21,12 +21,11 @@ from fedloom.conf import Config
 from fedloom.conf.load import load_text
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.rounds.listener import Silent
-from fedloom.server.run.experiment import check, open_ledger
 from fedloom.server.run.training_run import TrainingRun, recalibration_round
-from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.unlearning.attacks import Floats
 from fedloom.server.unlearning.likelihood import Mask, confidence
 from fedloom.sims.engines.inline import InlineGrid
+from fedloom.sims.operations.scratch_run import training_run
 
 LEAVER = "leaver"
 POOL, DRAWN, KEPT, TEST = 320, 160, 160, 1000  # images
@@ -69,8 +68,8 @@ def configured(
     method: str, seed: int, folder: Path, prefix: str = "kept", changes: Mapping[str, Any] | None = None
 ) -> Config:
     """A federation. `prefix`: of the names of the sites that stay, which their batches follow; `changes`: of SETTING."""
-    sites = [{"domain": f"{MODULE}.shadows:kept", "rotation": place * 360 / ANGLES, "name": f"{prefix}-{place}"}
-             for place in range(1, ANGLES)]  # fmt: skip
+    sites = [{"domain": f"{MODULE}.shadows:kept", "rotation": index * 360 / ANGLES, "name": f"{prefix}-{index}"}
+             for index in range(1, ANGLES)]  # fmt: skip
     sites.append({"domain": f"{MODULE}.shadows:pool", "samples": DRAWN, "name": LEAVER})
     where = {"name": folder.name, "root": str(folder.parent)}
     tree = {**SETTING, **METHODS[method], **(changes or {}), "sites": sites, "seed": seed, "run": where}
@@ -80,12 +79,8 @@ def configured(
 @contextlib.contextmanager
 def opened(config: Config, gone: Sequence[str] = ()) -> Iterator["Shadow"]:
     """A federation at its beginning, without the sites that are `gone`."""
-    check(config)
-    place = RunFolder(Path(config.run.root) / config.run.name)
-    place.open(config)
-    there = [site.name for site in config.roster if site.name not in gone]
-    with open_ledger(config, place, "shadow", there) as ledger:
-        yield Shadow(TrainingRun(config, place, ledger, Evaluator(config)), len(config.roster))
+    with training_run(config, "shadow", gone) as method:
+        yield Shadow(method, len(config.roster))
 
 
 @dataclass
@@ -142,21 +137,23 @@ class Looker:
         with torch.inference_mode():
             return self.evaluator.loaded(model)(to_float(images.x.to(self.evaluator.device))).cpu()
 
-    def apart(self, one: Model, other: Model) -> float:
+    def apart(self, first_model: Model, second_model: Model) -> float:
         """The mean over all test images of the largest difference of a probability that two networks make: 0 to 1."""
-        found = []
+        distances = []
         for spec in self.evaluator.specs.values():
             images = test_images(self.config, spec)
-            first, second = (self.outputs(model, images).softmax(dim=1) for model in (one, other))
-            found.append(float((first - second).abs().sum(dim=1).mean()) / 2)
-        return float(np.mean(found))
+            first, second = (self.outputs(model, images).softmax(dim=1) for model in (first_model, second_model))
+            distances.append(float((first - second).abs().sum(dim=1).mean()) / 2)
+        return float(np.mean(distances))
 
 
 def everything(config: Config) -> Images:
     """The whole pool, as the site that leaves sees it."""
     site = config.roster[-1]
-    whole = load_text(yaml.safe_dump({**SETTING, **METHODS["averaging"], "sites": [{"domain": site.spec.domain}]}), "pool")
-    return site_images(whole, whole.roster[0])
+    config_of_pool = load_text(
+        yaml.safe_dump({**SETTING, **METHODS["averaging"], "sites": [{"domain": site.spec.domain}]}), "pool"
+    )
+    return site_images(config_of_pool, config_of_pool.roster[0])
 
 
 def membership(config: Config) -> Mask:

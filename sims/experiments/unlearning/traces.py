@@ -30,7 +30,8 @@ from fedloom.sims.experiments.unlearning.shadows import (
     membership,
     opened,
 )
-from fedloom.sims.report.tables import Table, mean_and_spread
+from fedloom.sims.report.spread import mean_and_spread
+from fedloom.sims.report.tables import Table
 
 RELEARNED = 3  # federations in which the steps to relearn are measured
 MOST, EVERY = 60, 2  # steps of relearning, and of them between two measurements
@@ -86,13 +87,13 @@ def _replay(earlier: Path) -> dict[str, Any]:
 
 def _as_one(run: Shadow, seed: int, folder: Path) -> Models:
     """The aggregate trained as one network, from where it is, and from half-way to where all began."""
-    start, found = folder / "subtracted.safetensors", {}
+    start, models = folder / "subtracted.safetensors", {}
     write_state(start, run.model().state)
     for name, share in (("as one", 1.0), ("halved", 0.5)):
         strategy = {"name": f"{MODULE}.averaging:Averaging", "start": str(start), "share": share}
         changes = {"strategy": strategy, "rounds": AS_ONE, "training": {**SETTING["training"], "rate": RATE}}
-        found[name] = _without(configured("averaging", seed, folder / f"one-{share}", changes=changes))
-    return found
+        models[name] = _without(configured("averaging", seed, folder / f"one-{share}", changes=changes))
+    return models
 
 
 def _repaired(run: Shadow, seed: int, folder: Path) -> Models:
@@ -121,12 +122,12 @@ def _without(config: Config) -> tuple[Model, float]:
 
 def _look(looker: Looker, models: Models, name: str, seed: int) -> dict[str, Any]:
     (model, seconds), (retrained, _) = models[name], models["retrained"]
-    found = {**looker.accuracy(model), "seconds": seconds, "confidences": looker.confidences(model).tolist(),
+    seen = {**looker.accuracy(model), "seconds": seconds, "confidences": looker.confidences(model).tolist(),
              "distance": distance(model.state, retrained.state)["relative"],
              "apart": looker.apart(model, retrained)}  # fmt: skip
     if seed < RELEARNED:
-        found["relearned"] = _steps(looker, model, looker.accuracy(models["before"][0])["forgotten"], seed)
-    return found
+        seen["relearned"] = _steps(looker, model, looker.accuracy(models["before"][0])["forgotten"], seed)
+    return seen
 
 
 def _steps(looker: Looker, model: Model, before: float, seed: int) -> int:
@@ -138,28 +139,28 @@ def _steps(looker: Looker, model: Model, before: float, seed: int) -> int:
     return MOST if done.steps is None else done.steps
 
 
-def table(method: str, found: Sequence[Mapping[str, Any]]) -> Table:
+def table(method: str, results: Sequence[Mapping[str, Any]]) -> Table:
     """A row for each way."""
-    rows = [_row(name, found) for name in WAYS if name in found[0]["ways"]]
+    rows = [_row(name, results) for name in WAYS if name in results[0]["ways"]]
     head = ["way", "forgotten angle", "mean of retained", "U-LiRA: TPR at 1 %", "AUC", "image drawn: TPR at 1 %", "AUC",
             "distance of weights", "of outputs", "steps to relearn", "seconds"]  # fmt: skip
-    return Table(f"What is left of a site: {method}, {len(found)} federations", head, rows, _note(method))
+    return Table(f"What is left of a site: {method}, {len(results)} federations", head, rows, _note(method))
 
 
-def _row(name: str, found: Sequence[Mapping[str, Any]]) -> list[str]:
-    ways, was = [each["ways"][name] for each in found], np.array([each["was"] for each in found])
-    so, never = (np.array([each["ways"][way]["confidences"] for each in found]) for way in (name, "retrained"))
+def _row(name: str, results: Sequence[Mapping[str, Any]]) -> list[str]:
+    ways, was = [each["ways"][name] for each in results], np.array([each["was"] for each in results])
+    so, never = (np.array([each["ways"][way]["confidences"] for each in results]) for way in (name, "retrained"))
     site = [] if name == "retrained" else _attack(likelihood_ratio(so, never, was, was))
-    steps = [one["relearned"] for one in ways if "relearned" in one]
-    means = {key: statistics.fmean(one[key] for one in ways) for key in ("distance", "apart", "seconds")}
-    shares = [mean_and_spread([one[key] for one in ways]) for key in ("forgotten", "retained")]
+    steps = [result["relearned"] for result in ways if "relearned" in result]
+    means = {key: statistics.fmean(result[key] for result in ways) for key in ("distance", "apart", "seconds")}
+    shares = [mean_and_spread([result[key] for result in ways]) for key in ("forgotten", "retained")]
     return [WAYS[name], *shares, *(site or ["", ""]), *_attack(likelihood_ratio(so, so, was, ~was)),
             f"{means['distance']:.2f}", f"{means['apart']:.2f}", f"{statistics.fmean(steps):.0f}",
             f"{means['seconds']:.1f}"]  # fmt: skip
 
 
-def _attack(found: Found) -> list[str]:
-    return [f"{100 * found.rate:.1f}", f"{found.area:.2f}"]
+def _attack(attack: Found) -> list[str]:
+    return [f"{100 * attack.rate:.1f}", f"{attack.area:.2f}"]
 
 
 def _note(method: str) -> str:

@@ -22,9 +22,10 @@ def resume(run: RunPath, quiet: Quiet = False, as_json: Json = False) -> None:
     """Go on with a run that was stopped or killed, after its last committed round."""
     began = time.monotonic()
     with waiting(LIBRARIES, quiet):
-        from fedloom.sims.operations.requests import resume as go_on
+        from fedloom.sims.operations.simulate import resume as go_on
+        from fedloom.sims.progress.listeners import listener_for
 
-    summary = go_on(run, quiet=quiet, json_output=as_json, began=began)
+    summary = go_on(run, listener=listener_for(quiet, json_output=as_json), began=began)
     if as_json:
         typer.echo(json.dumps(summary))
 
@@ -49,14 +50,15 @@ def unlearn(
 ) -> None:
     """Remove sites: subtract and delete what they gave, and write a certificate. A running server does it between rounds."""
     with waiting(LIBRARIES, quiet or as_json):
-        from fedloom.sims.operations.requests import UnlearningRequest
-        from fedloom.sims.operations.requests import unlearn as fulfil
+        from fedloom.sims.operations.unlearn import UnlearningRequest
+        from fedloom.sims.operations.unlearn import unlearn as fulfil
+        from fedloom.sims.progress.listeners import listener_for
 
-    wish = UnlearningRequest(sites, request_id, reason, repair, retrain, rollback, recalibrate, without_data)
-    text, done = fulfil(run, wish, quiet=quiet or as_json)
+    asked = UnlearningRequest(sites, request_id, reason, repair, retrain, rollback, recalibrate, without_data)
+    text, certificate = fulfil(run, asked, listener=listener_for(quiet or as_json))
     typer.echo(text)
     if as_json:
-        typer.echo(json.dumps(done))
+        typer.echo(json.dumps(certificate))
 
 
 @app.command()
@@ -87,10 +89,12 @@ def compose(
 ) -> None:
     """Make a network of some of a run's sites alone, from what they contributed: nothing is trained."""
     with waiting(LIBRARIES):
-        from fedloom.sims.operations import compose as make
+        from fedloom.sims.operations.compose import CompositionOrder
+        from fedloom.sims.operations.compose import compose as make
 
-    order = make.Order(sites.split(","), numbers(coefficients, "--coefficients") or (), how, start, force, measure)
-    typer.echo("\n".join(table.plain() for table in make.compose(run, order, out)))
+    shares = numbers(coefficients, "--coefficients") or ()
+    order = CompositionOrder(sites.split(","), shares, how, start, force, measure)
+    typer.echo("\n".join(table.plain() for table in make(run, order, out)))
     typer.echo(f"written: {out}")
 
 
@@ -107,7 +111,7 @@ def verify(
     Exit code 1: a mismatch.
     """
     with waiting(LIBRARIES):
-        from fedloom.sims.operations.requests import verify_certificate
+        from fedloom.sims.operations.verify import verify_certificate
 
     table, good = verify_certificate(certificate, run, key, request, site or ())
     typer.echo(table.plain())
@@ -131,23 +135,22 @@ def ledger(
 ) -> None:
     """List a run's events, or check all that is kept of it."""
     with waiting(LIBRARIES, as_json):
-        from fedloom.sims.operations import requests as unlearn
-    from fedloom.sims.progress.listeners import listener_for
+        from fedloom.sims.operations import ledger as ledgers
+        from fedloom.sims.progress.listeners import listener_for
 
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     if prune:
-        found["removed"] = unlearn.prune(run)
-        typer.echo(f"{count(len(found['removed']), 'file')} removed")
+        result["removed"] = ledgers.prune(run)
+        typer.echo(f"{count(len(result['removed']), 'file')} removed")
     if check:
-        with listener_for(quiet=as_json):
-            found |= unlearn.audit(run)
-        for line in found["problems"] or ["no problems"]:
+        result |= ledgers.audit(run, listener_for(quiet=as_json))
+        for line in result["problems"] or ["no problems"]:
             typer.echo(line)
-        for line in found["notes"]:
+        for line in result["notes"]:
             typer.echo(f"note: {line}")
     if not (check or prune):
-        found["events"] = unlearn.events(run)
-        typer.echo(unlearn.events_table(run, found["events"]).plain())
+        result["events"] = ledgers.events(run)
+        typer.echo(ledgers.events_table(run, result["events"]).plain())
     if as_json:
-        typer.echo(json.dumps(found))
-    raise typer.Exit(0 if found.get("ok", True) else 1)
+        typer.echo(json.dumps(result))
+    raise typer.Exit(0 if result.get("ok", True) else 1)

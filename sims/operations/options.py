@@ -48,8 +48,8 @@ def table(section: str = "") -> Table:
     if above := next((name for name in NAMED if f"{section}.".startswith(f"{name}.")), ""):
         return _named(section, NAMED[above], section.removeprefix(above).removeprefix("."))
     schema: Any = Config
-    for place, part in enumerate(parts := section.split(".") if section else []):
-        schema = _inside(schema, part, ".".join(parts[: place + 1]))
+    for index, part in enumerate(parts := section.split(".") if section else []):
+        schema = _inside(schema, part, ".".join(parts[: index + 1]))
     return Table(section, COLUMNS, list(_rows(schema)), _deeper(section, schema))
 
 
@@ -63,25 +63,30 @@ def _deeper(section: str, schema: Any) -> str:
 def _named(section: str, registry: Registry[Any], rest: str) -> Table:
     """The names that a registry has, or the options of one of them."""
     if not rest:
-        told = f"fedloom options {section}.NAME lists its options"
-        return Table(section, ["name", "what it is"], [[name, _about(registry, name)] for name in registry.names()], told)
+        note = f"fedloom options {section}.NAME lists its options"
+        return Table(section, ["name", "what it is"], [[name, _about(registry, name)] for name in registry.names()], note)
     if ":" in rest:  # of one's own, or of another package
         return Table(section, COLUMNS, list(_parameters(registry.find(rest))))
     name, *parts = rest.split(".")
     schema = registry.get(name)
-    for place, part in enumerate(parts):
-        schema = _inside(schema, part, section.removesuffix(".".join(parts)) + ".".join(parts[: place + 1]))
+    for index, part in enumerate(parts):
+        schema = _inside(schema, part, section.removesuffix(".".join(parts)) + ".".join(parts[: index + 1]))
     return Table(section, COLUMNS, list(_rows(schema)))
 
 
-def _parameters(found: Any) -> Iterator[list[str]]:
+def _parameters(component: Any) -> Iterator[list[str]]:
     """What a class or function of elsewhere takes, as its own signature has it."""
-    if dataclasses.is_dataclass(found):
-        yield from _rows(found)
+    if dataclasses.is_dataclass(component):
+        yield from _rows(component)
         return
-    for one in inspect.signature(found).parameters.values():
-        default = "" if one.default is one.empty else repr(one.default)
-        yield [one.name, "" if one.annotation is one.empty else inspect.formatannotation(one.annotation), default, ""]
+    for parameter in inspect.signature(component).parameters.values():
+        default = "" if parameter.default is parameter.empty else repr(parameter.default)
+        yield [
+            parameter.name,
+            "" if parameter.annotation is parameter.empty else inspect.formatannotation(parameter.annotation),
+            default,
+            "",
+        ]
 
 
 def _about(registry: Registry[Any], name: str) -> str:
@@ -118,5 +123,5 @@ def _rows(schema: Any) -> Iterator[list[str]]:
         if _section(field):
             yield [field.name, "a section", "", field.metadata["help"]]
             continue
-        given = field.default_factory() if field.default is dataclasses.MISSING else field.default  # type: ignore[misc]
-        yield [field.name, takes(field), json.dumps(given, default=str), str(field.metadata.get("help", ""))]
+        default = field.default_factory() if field.default is dataclasses.MISSING else field.default  # type: ignore[misc]
+        yield [field.name, takes(field), json.dumps(default, default=str), str(field.metadata.get("help", ""))]

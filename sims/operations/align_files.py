@@ -1,0 +1,41 @@
+"""Which layer of one network corresponds to which of another: a map, and a picture of its costs."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fedloom.conf.progress import under_way
+from fedloom.fusion.cla_ot.matching import layer_costs, match_units
+from fedloom.fusion.graph.channels import wire
+from fedloom.sims.operations.network_files import NetworkFiles, check_out
+from fedloom.sims.report.plots import alignment_figure
+from fedloom.sims.report.tables import Table
+
+PICTURES = (".png", ".pdf", ".svg")
+
+
+def align(files: NetworkFiles, comparison: str, pin_first: bool, pin_last: bool, out: Path) -> Table:
+    """Compare the layers of two networks, draw the costs with the chosen map to `out`, and return the map as a table."""
+    check_out(out, PICTURES)
+    (a, b), _, probe = files.load()
+    with under_way("comparing layers"):
+        first, second = wire(a, probe[:1]), wire(b, probe[:1])
+        kind = {"neurons": {"representation": "neurons"}}.get(comparison, {"dissimilarity": comparison})
+        cost = layer_costs(a, b, probe, **kind)
+        pairs = match_units(first, second, cost, pin_first=pin_first, pin_last=pin_last)
+    alignment_figure(
+        cost, [u.name for u in first.units], [u.name for u in second.units], pairs, [u.group for u in first.units], out
+    )
+    rows = [[index, u.name, *_partner(index, pairs, second.units, cost), u.group] for index, u in enumerate(first.units)]
+    head = ["#", str(files.paths[0].name), f"layer of {files.paths[1].name}", "cost", "group"]
+    total = sum(cost[i, j] for i, j in pairs.items())
+    return Table(
+        "Alignment", head, rows, f"{comparison} over {len(probe)} samples of {files.domain}; cost of the map {total:.4f}"
+    )
+
+
+def _partner(index: int, pairs: dict[int, int], units: Sequence, cost: np.ndarray) -> list[str]:
+    if index not in pairs:
+        return ["-", "-"]
+    return [units[pairs[index]].name, f"{cost[index, pairs[index]]:.4f}"]

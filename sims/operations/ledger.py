@@ -1,0 +1,72 @@
+"""A run's ledger: its events, a check of all that is kept, and blobs that nothing refers to."""
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fedloom.conf.errors import UserError
+from fedloom.server.ledger import Ledger
+from fedloom.server.ledger.audit import check
+from fedloom.server.ledger.database import LEDGER
+from fedloom.server.unlearning.certificate import CERTIFICATES, changed
+from fedloom.sims.operations.unlearn import WITHOUT_SERVER
+from fedloom.sims.progress.listeners import Watcher
+from fedloom.sims.report.tables import Table
+
+MOST_NAMED, DIGITS = 5, 16  # of a list in a table, of a key's digest
+
+
+def audit(path: Path, listener: Watcher | None = None) -> dict[str, Any]:
+    """Check chain, blobs and sum: {"ok", "digest", "problems", "notes"}; requests that wait are among the notes."""
+    if not path.is_dir():
+        raise UserError(f"{path}: no such run folder; give the folder of a run, such as runs/digits")
+    with listener or Watcher():
+        lines: dict[str, list[str]] = {"problem": [], "note": []}
+        for finding in check(path):
+            lines[finding.severity].append(f"{finding.file}: {finding.what}")
+        digest: dict[str, str] = {}
+        with contextlib.suppress(UserError), Ledger.open(path, server=False) as ledger:
+            last = ledger.last_round()
+            digest = last.digest if last else {}
+            lines["problem"] += [f"{CERTIFICATES}/{name}: is not as the server wrote it" for name in changed(ledger)]
+            goes_on = f"the running server goes on with it; {WITHOUT_SERVER}"
+            for request in ledger.waiting(applied=True):
+                lines["note"].append(f"{LEDGER}: request '{request.id}' is {request.state}, not verified: {goes_on}")
+    return {"ok": not lines["problem"], "digest": digest, "problems": lines["problem"], "notes": lines["note"]}
+
+
+def events(path: Path) -> list[dict[str, Any]]:
+    """The ledger's events, oldest first: {"id", "time", "kind", "body", "previous", "digest"}."""
+    with Ledger.open(path, server=False) as ledger:
+        return [dataclasses.asdict(event) for event in ledger.events()]
+
+
+def events_table(path: Path, listed: Sequence[dict[str, Any]]) -> Table:
+    """The same as a table."""
+    rows = [[event["id"], event["time"], event["kind"], _short(event["body"]), event["digest"][:12]] for event in listed]
+    return Table(f"Ledger of {path}", ["#", "time", "event", "what", "digest"], rows)
+
+
+def prune(path: Path) -> list[str]:
+    """Remove blobs that nothing refers to; their names."""
+    with Ledger.open(path) as ledger:
+        return ledger.prune()
+
+
+def _short(body: dict[str, Any]) -> str:
+    """The short parts of an event's body."""
+    parts = {key: body[key] for key in ("round", "id", "request", "sites", "reason") if body.get(key) not in (None, "", [])}
+    texts = {key: _listed(item) if isinstance(item, list) else str(item) for key, item in parts.items()}
+    if spent := (body.get("record") or {}).get("epsilon"):
+        texts["epsilon"] = _listed([f"{site} {epsilon:.3g}" for site, epsilon in spent.items()])
+    if isinstance(joined := body.get("nodes"), dict):
+        keys = {site: f" (key {key[:DIGITS]})" for site, key in (body.get("keys") or {}).items()}
+        texts["nodes"] = _listed([f"{site} {node}{keys.get(site, '')}" for site, node in joined.items()])
+        texts |= {"by": body["by"]} if "by" in body else {}
+    return "; ".join(f"{key} {text}" for key, text in texts.items())
+
+
+def _listed(items: Sequence[str]) -> str:
+    return ", ".join(items[:MOST_NAMED]) + (", ..." if len(items) > MOST_NAMED else "")

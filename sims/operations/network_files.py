@@ -1,0 +1,88 @@
+"""Networks in files, the images that they are for, and where what is made of them may be written."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from fedloom.clients.data.domains import find
+from fedloom.clients.networks import NetworkName, load_network, parse_name
+from fedloom.conf.errors import UserError
+from fedloom.conf.progress import under_way
+from fedloom.fusion.classes import in_classes
+from fedloom.sims.operations.domain_task import Task, probe_set
+
+LONGEST = 200  # bytes of a file's name: a temporary one is longer
+
+
+@dataclass(frozen=True)
+class NetworkFiles:
+    """Networks in files: their names where the files do not say them, and the images that all of them are for.
+
+    `classes`: of each network the names of its outputs, with commas between; none: all have the probe domain's.
+    """
+
+    paths: Sequence[Path]
+    names: Sequence[str]
+    domain: str
+    samples: int
+    size: int
+    grey: bool
+    root: str = ""
+    classes: Sequence[str] = ()
+
+    @property
+    def named(self) -> list[list[str]] | None:
+        """The outputs' names by network. Raises UserError unless there are some for each, or for none."""
+        if self.classes and len(self.classes) != len(self.paths):
+            raise UserError(f"--classes: {len(self.classes)} lists of names for {len(self.paths)} files; takes one for each")
+        return [[name.strip() for name in text.split(",")] for text in self.classes] or None
+
+    def load(self) -> tuple[list[nn.Module], list[NetworkName], Tensor]:
+        """The networks, their names and the probe set. Raises UserError naming the file or option at fault."""
+        channels, classes, named = 1 if self.grey else 3, find(self.domain).classes, self.named
+        if len(self.names) > len(self.paths):
+            raise UserError(f"--network: {len(self.names)} names for {len(self.paths)} files")
+        counts = [len(names) for names in named] if named else [classes] * len(self.paths)
+        stated = [parse_name(name, channels, self.size, outputs) if name else None
+                  for name, outputs in zip(self.names, counts, strict=False)]  # fmt: skip
+        with under_way("reading the networks"):
+            loaded = [load_network(path, name) for path, name in zip_longest(self.paths, stated)]
+        networks, names = [network for network, _ in loaded], [name for _, name in loaded]
+        for path, name in zip(self.paths, names, strict=True):
+            if (name.channels, name.size) != (names[0].channels, names[0].size):
+                raise UserError(f"{path}: is for {name.channels} x {name.size} x {name.size} images, {self.paths[0]} for "
+                                f"{names[0].channels} x {names[0].size} x {names[0].size}")  # fmt: skip
+        with under_way(f"reading images of {self.domain}"):
+            return networks, names, probe_set(self.task(names[0]), self.samples)
+
+    def task(self, name: NetworkName, domain: str = "") -> Task:
+        """The images of a domain as a network takes them."""
+        return Task(domain or self.domain, name.size, name.channels == 1, root=self.root)
+
+    def answering(self, network: nn.Module, own: Sequence[str], domain: str, probe: Tensor) -> nn.Module:
+        """A network, whose outputs have these names, with those of the domain. UserError for names that it does not have."""
+        known = find(domain)
+        wanted = known.names or tuple(str(label) for label in range(known.classes))
+        for name in own:
+            if name not in wanted:
+                raise UserError(f"--classes: '{name}' is no class of {domain}, on which accuracies are measured; it has "
+                                f"{', '.join(wanted[:12])}{', ...' * (len(wanted) > 12)}")  # fmt: skip
+        return in_classes([network], [own], wanted, probe)[0]
+
+
+def check_out(out: Path, endings: Sequence[str] = (), taken: Sequence[Path] = ()) -> None:
+    """UserError unless a file can be written there, with one of the endings, and it is none of those taken."""
+    if not out.parent.is_dir():
+        raise UserError(f"--out: the folder {out.parent} is not there")
+    if out.is_dir() or not out.name or (out.exists() and not out.is_file()):
+        raise UserError(f"--out: {out} is no place for a file; give the name of a new one")
+    if any(out.resolve() == path.resolve() for path in taken):
+        raise UserError(f"--out: {out} is one of the networks that are fused; give another name")
+    if not os.access(out.parent, os.W_OK) or len(os.fsencode(out.name)) > LONGEST or Path("/proc") in out.resolve().parents:
+        raise UserError(f"--out: {out} cannot be written; give another place, and a name of at most {LONGEST} bytes")
+    if endings and out.suffix not in endings:
+        raise UserError(f"--out: got '{out.name}', takes a name that ends in {', '.join(endings)}")

@@ -1,0 +1,62 @@
+"""Runs of which nothing but a measurement is wanted: an experiment's or a benchmark's."""
+
+import contextlib
+import shutil
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from flwr.serverapp import Grid
+
+from fedloom.clients.objectives import resolve
+from fedloom.conf.schema import Config
+from fedloom.server.evaluation.evaluator import Evaluator
+from fedloom.server.rounds.channel import ClientChannel
+from fedloom.server.rounds.listener import Listener, LogListener
+from fedloom.server.rounds.loop import RoundLoop
+from fedloom.server.rounds.server_state import ServerState
+from fedloom.server.rounds.view import Setup
+from fedloom.server.run.experiment import check, run_experiment
+from fedloom.server.run.training_run import TrainingRun, open_ledger
+from fedloom.server.run_folder.folder import RunFolder
+from fedloom.sims.engines import open_engine
+from fedloom.sims.progress.listeners import listener_for
+
+
+@contextlib.contextmanager
+def erased_run(config: Config) -> Iterator[tuple[dict[str, Any], Path]]:
+    """The summary and the folder of a whole run, without report or pictures; the folder is erased afterwards."""
+    folder = Path(config.run.root) / config.run.name
+    with open_engine(config) as grid:
+        summary = run_experiment(grid, config, listener_for(quiet=True))
+    yield summary, folder
+    shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def training_run(config: Config, name: str = "", gone: Collection[str] = ()) -> Iterator[TrainingRun]:
+    """A run in its folder before its first round, without the sites that are `gone`; its caller drives it.
+
+    `name`: the run's in its ledger, drawn if there is none. The ledger is closed at the end.
+    """
+    check(config)
+    folder = RunFolder(Path(config.run.root) / config.run.name)
+    folder.open(config)
+    there = [site.name for site in config.roster if site.name not in gone]
+    with open_ledger(config, folder, name, there) as ledger:
+        yield TrainingRun(config, folder, ledger, Evaluator(config))
+
+
+def round_loop(
+    config: Config, name: str, channel: ClientChannel, folder: Path, listener: Listener | None = None
+) -> RoundLoop:
+    """A loop of rounds on a ledger of its own in a folder, with none of what a run has beside it."""
+    state = ServerState(Setup(resolve(config), channel.sites, folder))
+    return RoundLoop(config, name, channel, state, Evaluator(config), listener or LogListener())
+
+
+def joined_channel(grid: Grid, config: Config, seconds: float) -> ClientChannel:
+    """The way to the configuration's sites, when all have come; they have so many seconds for it."""
+    channel = ClientChannel(grid, config.roster, config.federation.window)
+    channel.join(seconds)
+    return channel

@@ -1,0 +1,50 @@
+"""A certificate beside a run's ledger, or beside the operator's public key alone."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config
+from fedloom.server.evaluation.evaluator import Evaluator
+from fedloom.server.ledger import Ledger
+from fedloom.server.run.training_run import TrainingRun
+from fedloom.server.run_folder.folder import RunFolder, read_config
+from fedloom.server.unlearning.verification import about, verify, verify_accuracy, verify_signature
+from fedloom.sims.report.tables import Table
+
+
+class Verification(NamedTuple):
+    """What was compared, and whether nothing differs."""
+
+    table: Table
+    good: bool
+
+
+def verify_certificate(
+    certificate: Path, path: Path | None, key: str = "", request: str = "", sites: Sequence[str] = ()
+) -> Verification:
+    """Compare a certificate with the run in a folder, with the operator's public key, or with both.
+
+    `request`, `sites`: what the certificate should be about. Raises UserError where there is nothing to compare it with.
+    """
+    if path is None and not key:
+        raise UserError("verify: takes a certificate, and the run's folder behind it (fedloom verify CERTIFICATE RUN), or "
+                        "--key, the operator's public key")  # fmt: skip
+    config = read_config(path) if path is not None else None
+    findings = about(certificate, request, sites)
+    findings += verify_signature(certificate, key) if key else []
+    if path is not None and config is not None:
+        with Ledger.open(path, server=False) as ledger:
+            findings += verify(certificate, ledger)
+            findings += verify_accuracy(certificate, ledger, lambda: _accuracy_now(config, path, ledger))
+    rows = [[finding.what, finding.verdict, finding.told] for finding in findings]
+    good = all(finding.verdict != "mismatch" for finding in findings)
+    verdict = "match" if good else "mismatch"
+    return Verification(Table(f"{certificate.name}: {verdict}", ["what", "verdict", ""], rows), good)
+
+
+def _accuracy_now(config: Config, path: Path, ledger: Ledger) -> dict[str, float]:
+    evaluator = Evaluator(config)
+    model = ledger.steady(lambda: TrainingRun(config, RunFolder(path), ledger, evaluator).state.aggregate())
+    return evaluator.accuracy(model, "test")
