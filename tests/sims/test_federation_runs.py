@@ -18,6 +18,7 @@ from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.engines.inline import InlineGrid
 from fedloom.sims.operations.simulate import resume
 from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
+from fedloom.sims.progress.listeners import listener_for
 from tests.server.parts import files, folder, small
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
@@ -83,7 +84,7 @@ def test_an_engine_that_cannot_start_is_heard_of_before_anything_is_subtracted(t
 def test_resuming_what_is_finished_starts_no_engine_and_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     config = small(tmp_path, "engine.name=ray", "engine.address=127.0.0.1:1", "rounds=1", sites=2, samples=20)
     done = run_experiment(InlineGrid(2, store_folder(config)), config, LogListener())
-    assert resume(folder(config)) == json.loads(json.dumps(done))
+    assert resume(folder(config), listener=listener_for(quiet=False)) == json.loads(json.dumps(done))
     page, said = folder(config) / "report.html", capfd.readouterr().out.splitlines()
     assert said == [f"{folder(config)}: is finished, after 1 round; nothing is left to do", f"report: {page}"]
     page.write_text("as it was")
