@@ -140,7 +140,7 @@ def test_a_site_that_is_missing_when_all_are_fused_joins_the_next_round(tmp_path
 def test_one_network_fused_alone_is_itself(done):
     with method_of(done[0]) as method:
         model, before = method.state.models()["site-0003"], method.state.view().server_state(REFERENCE)
-        reference = reference_of(done[0]).architecture
+        reference = reference_of(resolve(done[0])).architecture
         assert model.architecture == reference
         alone = fused_apart(reference, iter([Apart(reference, model.state, 3.0)]), before, torch.rand(9, 1, 8, 8))
         assert same(alone, model.state)
