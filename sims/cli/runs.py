@@ -21,13 +21,13 @@ def runs(
     as_json: Json = False,
 ) -> None:
     """List runs: how they stand, method, seed, rounds, test accuracy, size on disk."""
-    from fedloom.sims.operations import run_list as listing
+    from fedloom.sims.operations import run_list
 
-    rows = listing.rows_of(folder)
+    rows = run_list.rows_of(folder)
     if as_json:
         typer.echo(json.dumps({"runs": rows}))
     else:
-        typer.echo(listing.table(rows, folder).plain() if rows else f"{folder}: no runs yet")
+        typer.echo(run_list.table(rows, folder).plain() if rows else f"{folder}: no runs yet")
         for line in (line for row in rows for line in row.get("odd", [])):
             typer.echo(f"note: {line}")
 
@@ -61,14 +61,13 @@ def rm(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Remove runs with all that is kept of them. Refuses what is no run, and a run that a server works on."""
-    from fedloom.sims.operations import removal
-    from fedloom.sims.operations import run_list as listing
+    from fedloom.sims.operations import removal, run_list
 
     folders = removal.removable(paths)
     if not (yes or sys.stdin.isatty()):
         raise UserError("rm: stdin is no terminal, so that nobody can be asked; nothing is removed (--yes: do not ask)")
-    size = sum(listing.size_of(folder) for folder in folders)
-    which = f"{', '.join(map(str, folders))}: {listing.megabytes(size)} MB"
+    size = sum(run_list.size_of(folder) for folder in folders)
+    which = f"{', '.join(map(str, folders))}: {run_list.megabytes(size)} MB"
     try:
         agreed = yes or typer.confirm(f"Remove {which}?")
     except click.Abort:

@@ -19,7 +19,7 @@ from rich.text import Text
 from fedloom.conf.formatting import count
 from fedloom.conf.progress import heard
 from fedloom.server.rounds.listener import Silent
-from fedloom.server.run_folder import results_schema as recorded
+from fedloom.server.run_folder import results_schema
 from fedloom.sims.progress.output import lenient
 from fedloom.sims.report.results import result_tables
 from fedloom.sims.report.tables import clean, percent
@@ -237,7 +237,7 @@ def size_of(sites: int, rounds: int) -> str:
 
 def traffic_of(record: dict[str, Any]) -> str:
     """What went to the sites in a round, and came from them."""
-    sent, received = recorded.traffic_of(record)
+    sent, received = results_schema.traffic_of(record)
     return f"{sent / 1e6:.3g} MB sent, {received / 1e6:.3g} MB received" if record.get("bytes") else ""
 
 

@@ -12,8 +12,7 @@ from fedloom.clients.storage.states import write_state
 from fedloom.conf import UserError
 from fedloom.server.ledger import Ledger
 from fedloom.sims.experiments import unlearning
-from fedloom.sims.experiments.unlearning import methods as ways
-from fedloom.sims.experiments.unlearning import sequence, shadows, traces
+from fedloom.sims.experiments.unlearning import methods, sequence, shadows, traces
 from fedloom.sims.experiments.unlearning.averaging import averaged, calibrated
 from fedloom.sims.experiments.unlearning.shadows import LEAVER, configured, everything, membership, opened
 
@@ -29,7 +28,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(module, "SETTING", small)
     for name, number in (("ROUNDS", 2), ("FURTHER", 1), ("AS_ONE", 1), ("MOST", 4), ("RELEARNED", 1)):
         monkeypatch.setattr(traces, name, number)
-    monkeypatch.setattr(ways, "ROOT", tmp_path / "out")
+    monkeypatch.setattr(methods, "ROOT", tmp_path / "out")
 
 
 def test_each_federation_draws_half_of_the_pool_and_the_others_keep_their_images(tmp_path: Path):

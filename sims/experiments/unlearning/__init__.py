@@ -11,8 +11,7 @@ import torch
 
 from fedloom.conf.errors import UserError
 from fedloom.sims.experiments.table_files import chosen, write
-from fedloom.sims.experiments.unlearning import methods as ways
-from fedloom.sims.experiments.unlearning import sequence, traces
+from fedloom.sims.experiments.unlearning import methods, sequence, traces
 from fedloom.sims.report.tables import Table
 
 SHADOWS = 8  # federations of an attack that is fitted to single images
@@ -34,6 +33,6 @@ def reproduce(preset: str, seeds: int, overrides: Sequence[str], *, quiet: bool)
     torch.set_num_threads(1)
     tables = list[Table]()
     for name in names or [WAYS, *SMALL]:
-        tables += SMALL[name](ways.ROOT / "small", seeds) if name in SMALL else ways.tables(seeds, rest, quiet=quiet)
-        write(ways.ROOT, "Ways to remove a site", "", tables)  # what there is so far
-    return ways.ROOT
+        tables += SMALL[name](methods.ROOT / "small", seeds) if name in SMALL else methods.tables(seeds, rest, quiet=quiet)
+        write(methods.ROOT, "Ways to remove a site", "", tables)  # what there is so far
+    return methods.ROOT
