@@ -133,9 +133,9 @@ def _worked(grid: Grid, config: Config, folder: RunFolder, listener: Listener, b
             odd = remarks(config) if has_data(config) else []
             for line in [*odd, *method.experiment.training.schedule.advice(config.rounds), *advice]:
                 listener.message(line)
-            federation, hearing = method.joined(grid), Listeners([spent, listener])
+            channel, hearing = method.joined(grid), Listeners([spent, listener])
             while "accuracy" not in summary or method.unlearning().under_way():  # requests may come while it is measured
-                method.train(federation, hearing)
+                method.train(channel, hearing)
                 listener.note("measuring on the test images")
                 began = time.monotonic()
                 summary |= method.measure()
@@ -144,7 +144,7 @@ def _worked(grid: Grid, config: Config, folder: RunFolder, listener: Listener, b
                 listener.note(f"networks measured and sums checked in {time.monotonic() - began:.1f} s")
                 check_sums(folder.path, summary)
                 for mode in config.baselines:
-                    rows, there = _run_baseline(with_mode(config, mode), method, federation, listener)
+                    rows, there = _run_baseline(with_mode(config, mode), method, channel, listener)
                     summary["accuracy"] |= rows
                     for key, more in there.items():
                         summary[key] = {**summary.get(key, {}), **more}
@@ -196,13 +196,13 @@ BY_METHOD = ("at_sites", "per_site", "recombination", "layer_selection")  # what
 
 
 def _run_baseline(
-    config: Config, main: TrainingRun, federation: ClientChannel, listener: Listener
+    config: Config, main: TrainingRun, channel: ClientChannel, listener: Listener
 ) -> tuple[Rows, dict[str, Any]]:
     """Run a baseline into a folder of its own; the accuracy of its aggregate under the name of its mode, and of further
     networks that are no site's (without an aggregate: the mean of the sites' own); and what of it stands BY_METHOD."""
     mode = config.objective["mode"]
     with main.beside(config, f"baselines/{mode}") as method:
-        method.train(federation, listener)
+        method.train(channel, listener)
         found = method.measure()
         check_sums(method.folder.path, found)
         found["per_site"] = {f"{mode}: {role}" if role == OWN else mode: one for role, one in found["per_site"].items()}
