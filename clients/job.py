@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fedloom.clients.privacy.memory import Memory
 
 LOCK = "site.lock"  # in a site's store
-MOST_EXPERIMENTS = 16  # resolved, that a process holds
+MOST_EXPERIMENTS = 8  # resolved, that a process holds
 STORE = "fedloom-store"  # folder, below where the site was started, if its node-config says nothing
 
 

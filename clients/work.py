@@ -1,11 +1,11 @@
 """What a site does with a message: it trains, or answers a question. Start reading at `answer`."""
 
 import contextlib
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -59,7 +59,7 @@ from fedloom.fusion.state import State
 if TYPE_CHECKING:
     from fedloom.clients.privacy.protection import Protection
 
-MOST_SCRATCH = 32  # networks that a process holds to train sites in
+_SCRATCH: WeakKeyDictionary[Experiment, dict[Architecture, Network]] = WeakKeyDictionary()  # to train sites in
 
 
 class HiddenError(RuntimeError):
@@ -222,12 +222,10 @@ def update(
 
 def scratch_model(job: Job) -> Network:
     """A network that this process trains one site after the other in; every session loads all of its weights first."""
-    return _scratch(job.experiment, job.experiment.architecture(job.site))
-
-
-@functools.lru_cache(maxsize=MOST_SCRATCH)
-def _scratch(experiment: Experiment, architecture: Architecture) -> Network:
-    return architecture.build().to(pick_device(experiment.config.engine.device))
+    known, architecture = _SCRATCH.setdefault(job.experiment, {}), job.experiment.architecture(job.site)
+    if architecture not in known:
+        known[architecture] = architecture.build().to(pick_device(job.config.engine.device))
+    return known[architecture]
 
 
 # Questions
