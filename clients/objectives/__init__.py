@@ -4,6 +4,7 @@ from fedloom.clients.data import Images, to_float
 from fedloom.clients.objectives.base import OBJECTIVES, Answer, Experiment, Objective, Session, Task, objective_of, resolve
 from fedloom.clients.objectives.plain import PlainSession, state_of
 from fedloom.clients.protocol.messages import MEAN, MODEL, ROUND, SITE, TRAIN
+from fedloom.conf.renamed import missing
 from fedloom.conf.typed import option
 from fedloom.fusion.state import State
 
@@ -28,3 +29,7 @@ __all__ = [
     "state_of",
     "to_float",
 ]
+
+
+def __getattr__(name: str) -> object:
+    raise missing(__name__, name)

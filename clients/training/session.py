@@ -2,11 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from fedloom.clients.data import Images
+from fedloom.conf.renamed import OF_SESSIONS, refuse_renamed
 from fedloom.fusion.state import State
 
 
@@ -18,6 +19,10 @@ class Session(ABC):
     """
 
     from_server: ClassVar[frozenset[str]] = frozenset()
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        refuse_renamed(cls, OF_SESSIONS)
 
     @abstractmethod
     def parameters(self) -> list[nn.Parameter]:

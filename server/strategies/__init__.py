@@ -3,6 +3,7 @@
 from fedloom.clients.networks import Model
 from fedloom.clients.protocol.messages import MEAN, MODEL, ROUND, SITE, TRAIN
 from fedloom.clients.protocol.partial_sums import ONCE, SAMPLES
+from fedloom.conf.renamed import missing
 from fedloom.fusion.state import State
 from fedloom.server.ledger.declared import PerClientSlot, Slot, Sum
 from fedloom.server.rounds.context import RoundContext
@@ -39,3 +40,7 @@ __all__ = [
     "slots_of",
     "strategy_of",
 ]
+
+
+def __getattr__(name: str) -> object:
+    raise missing(__name__, name)

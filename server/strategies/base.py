@@ -16,6 +16,7 @@ import torch
 from fedloom.clients.objectives import OBJECTIVES, Experiment
 from fedloom.conf.errors import UserError
 from fedloom.conf.registry import Registry
+from fedloom.conf.renamed import OF_STRATEGIES, refuse_renamed
 from fedloom.conf.schema import Config
 from fedloom.server.ledger.declared import PerClientSlot, Slot, Sum
 from fedloom.server.rounds.context import RoundContext
@@ -46,6 +47,10 @@ class Strategy(ABC):
 
     default_objective: ClassVar[str] = ""
     personal: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        refuse_renamed(cls, OF_STRATEGIES)
 
     @property
     def objective_defaults(self) -> Mapping[str, Any]:

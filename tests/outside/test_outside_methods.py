@@ -1,12 +1,14 @@
 """Methods of an outside package: none of their lines is about forgetting, resuming, digests, checks or reports."""
 
 import json
+import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
-from fedloom.conf import load
+from fedloom.conf import UserError, load
 from fedloom.server.ledger.audit import check
 from fedloom.sims.operations.simulate import resume, simulate
 from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
@@ -99,3 +101,28 @@ def test_sites_and_server_measure_the_same_where_nothing_is_fine_tuned(finished:
     there = summary(run("fedprox", tmp_path, "evaluation.where=sites"))
     assert there["accuracy"] == summary(finished["fedprox"])["accuracy"]
     assert there["digest"] == summary(finished["fedprox"])["digest"]
+
+
+OLD = {
+    "names": ("from fedloom.server.strategies import Expected", "'Expected' of fedloom.server.strategies is called 'RecordSpec'"),
+    "option": ("from fedloom.clients.objectives import value", "'value' of fedloom.clients.objectives is called 'option'"),
+    "strategy": (
+        "from fedloom.server.strategies import Strategy\nclass Own(Strategy):\n    goes_with = 'fedavg'",
+        "old_method.Own: 'goes_with' is called 'default_objective' now; rename it",
+    ),
+    "session": (
+        "from fedloom.clients.objectives import PlainSession\nclass Own(PlainSession):\n    def own(self): return None",
+        "old_method.Own: 'own' is called 'local_state' now; rename it",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", OLD)
+def test_a_method_of_an_earlier_version_hears_the_present_names(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Nobody would call what it defines under the old ones."""
+    code, line = OLD[text]
+    (tmp_path / "old_method.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "old_method", raising=False)
+    with pytest.raises(UserError, match=re.escape(line)):
+        simulate(load("digits", ["strategy.name=old_method:Own", f"run.root={tmp_path}"]))

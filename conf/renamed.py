@@ -1,0 +1,29 @@
+"""Names of earlier versions that methods of users may still have: each is refused in one line that says the present name."""
+
+from collections.abc import Mapping
+
+from fedloom.conf.errors import UserError
+
+NAMES = {
+    "Catalogue": "PerClientSlot", "Expected": "RecordSpec", "Reply": "ClientUpdate", "Residue": "ResidualInfluence",
+    "Run": "RoundContext", "value": "option",
+}  # fmt: skip
+OF_SESSIONS = {"own": "local_state", "draw": "per_step_inputs", "work": "effective_steps"}
+OF_STRATEGIES = {
+    "goes_with": "default_objective", "passes_on": "objective_defaults", "at_work": "resolve", "settle": "recompute_derived",
+    "facts": "summary_entries", "advice": "warnings", "one_basis": "heads_share_basis", "first": "initial_contribution",
+    "beside": "extra_broadcast", "told": "extra_records", "after": "next_state", "blank": "initial_memory",
+}  # fmt: skip
+
+
+def missing(module: str, name: str) -> Exception:
+    """What a module raises for a name that it has not (module.__getattr__)."""
+    if name in NAMES:
+        return ImportError(f"'{name}' of {module} is called '{NAMES[name]}' now")
+    return AttributeError(f"module '{module}' has no attribute '{name}'")
+
+
+def refuse_renamed(made: type, names: Mapping[str, str]) -> None:
+    """UserError for a class that defines one of these: nobody would call it."""
+    if old := next((name for name in names if name in vars(made)), ""):
+        raise UserError(f"{made.__module__}.{made.__name__}: '{old}' is called '{names[old]}' now; rename it")
