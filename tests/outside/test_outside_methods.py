@@ -103,9 +103,10 @@ def test_sites_and_server_measure_the_same_where_nothing_is_fine_tuned(finished:
     assert there["digest"] == summary(finished["fedprox"])["digest"]
 
 
+STRATEGIES, OBJECTIVES = "fedloom.server.strategies", "fedloom.clients.objectives"
 OLD = {
-    "names": ("from fedloom.server.strategies import Expected", "'Expected' of fedloom.server.strategies is called 'RecordSpec'"),
-    "option": ("from fedloom.clients.objectives import value", "'value' of fedloom.clients.objectives is called 'option'"),
+    "names": (f"from {STRATEGIES} import Expected", f"'Expected' of {STRATEGIES} is called 'RecordSpec' now"),
+    "option": (f"from {OBJECTIVES} import value", f"'value' of {OBJECTIVES} is called 'option' now"),
     "strategy": (
         "from fedloom.server.strategies import Strategy\nclass Own(Strategy):\n    goes_with = 'fedavg'",
         "old_method.Own: 'goes_with' is called 'default_objective' now; rename it",
