@@ -91,8 +91,9 @@ class RoundLoop:
             except BaseException:
                 self.state.abandon()
                 raise
-            self._commit(context)
-            record = {**self.measured(self._record(context)), **self._received(received)}
+            record, came = self._record(context), self._received(received)
+            self._commit(context, record)
+            record = {**self.measured(record), **came}
             record["seconds"] = time.monotonic() - begin
             self.state.ledger.refuse_moved()
             context.record = record
@@ -124,9 +125,9 @@ class RoundLoop:
             found = Participation([site for site in members if site.name not in leaving], found.round)
         return replace(found, sites=self.transport.participants.enrol(found.sites))
 
-    def _commit(self, context: RoundContext) -> None:
+    def _commit(self, context: RoundContext, record: dict[str, Any]) -> None:
         masked = {"round": context.site_round, "sites": context.masked, "lifted": context.leaving}
-        record = self._record(context) | ({RECORD: masked} if context.masked else {})
+        record = record | ({RECORD: masked} if context.masked else {})
         self.state.commit(context.number, record | ({SIGNED: context.signed} if context.signed else {}))
         if context.leaving:
             self.on_masks_removed()
