@@ -14,7 +14,7 @@ TYPE_CHECKING = False  # not from typing: nothing may be imported here that a fi
 if TYPE_CHECKING:
     from fedloom.clients.data import Images
     from fedloom.clients.networks import Architecture, Model, Network, NetworkSpec, load_network, save_network
-    from fedloom.clients.objectives import Objective, PlainSession, Session, Task, state_of
+    from fedloom.clients.objectives import Experiment, Objective, PlainSession, Session, Task, state_of
     from fedloom.clients.protocol.messages import MEAN, MODEL, ROUND, SITE, TRAIN
     from fedloom.clients.training.learner import learn
     from fedloom.conf import load
@@ -38,7 +38,7 @@ _PUBLIC = {
     "fedloom.fusion": ("FusionSettings", "align", "fuse"),
     "fedloom.clients.networks": ("Architecture", "Model", "Network", "NetworkSpec", "load_network", "save_network"),
     # methods: the site's half, the server's half
-    "fedloom.clients.objectives": ("Objective", "PlainSession", "Session", "Task", "state_of"),
+    "fedloom.clients.objectives": ("Experiment", "Objective", "PlainSession", "Session", "Task", "state_of"),
     "fedloom.clients.data": ("Images",),
     "fedloom.clients.training.learner": ("learn",),
     "fedloom.clients.protocol.messages": ("MEAN", "MODEL", "ROUND", "SITE", "TRAIN"),
@@ -55,6 +55,7 @@ __all__ = [
     "TRAIN",
     "Architecture",
     "Comparison",
+    "Experiment",
     "FusionSettings",
     "Images",
     "Model",

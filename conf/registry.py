@@ -31,7 +31,7 @@ class Registry(Generic[T]):
     """Names to classes. Each class is a frozen dataclass (of the kind `base`) whose fields are its configuration.
 
     `modules`: by module below `package`, the names that it registers; it is imported when one of them is asked for.
-    `adapter`: the module below `package` with the function that makes an instance of what is no such class.
+    `adapter`: the module below `package` whose function makes an instance of anything else, such as a plain function.
     """
 
     def __init__(

@@ -8,10 +8,12 @@ NAMES = {
     "Catalogue": "PerClientSlot", "Expected": "RecordSpec", "Reply": "ClientUpdate", "Residue": "ResidualInfluence",
     "Run": "RoundContext", "value": "option",
 }  # fmt: skip
-OF_SESSIONS = {"own": "local_state", "draw": "per_step_inputs", "work": "effective_steps"}
+OF_SESSIONS = {"own": "local_state", "draw": "per_step_inputs"}
 OF_STRATEGIES = {
     "goes_with": "default_objective", "passes_on": "objective_defaults", "at_work": "resolve", "settle": "recompute_derived",
     "facts": "summary_entries", "advice": "warnings", "one_basis": "heads_share_basis", "first": "initial_contribution",
+}  # fmt: skip
+OF_AVERAGING = {
     "beside": "extra_broadcast", "told": "extra_records", "after": "next_state", "blank": "initial_memory",
 }  # fmt: skip
 

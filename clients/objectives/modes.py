@@ -39,11 +39,6 @@ class Mode:
         """Of a site's contribution, what enters the exact sum."""
         return {name: tensor for name, tensor in state.items() if self.summed(name, tensor)}
 
-    def round_part(self, state: State) -> State:
-        """Of a network's state, what is averaged over the replies of a round."""
-        whole = self.star or not self.sums
-        return {name: tensor for name, tensor in state.items() if whole or name.startswith(HEAD)}
-
     def site_part(self, state: State) -> State:
         """Of a network's state, what is the site's own contribution."""
         return {name: tensor for name, tensor in state.items() if self.own_head or name.startswith(EXTRACTOR)}
@@ -58,7 +53,7 @@ MODES = {
 
 
 def mode_of(objective: Objective) -> Mode:
-    """The mode of an objective. UserError if it is none of these."""
+    """The mode of an objective. Raises UserError for an unknown one."""
     if objective.mode not in MODES:
         raise unknown("objective.mode", objective.mode, MODES)
     return MODES[objective.mode]

@@ -115,7 +115,7 @@ class RoundContext(View):
         self.again = 0  # which draw of the round's batches it is, under masks
         self.masked: list[str] = []  # the sites whose masked contributions count
         self.leaving: list[str] = []  # sites to be forgotten, whose masks are taken out of the others' contributions
-        self.recalibrated = False  # nobody trained; sites told of the aggregates
+        self.recalibrated = False  # nobody trained: the sites sent statistics of the aggregates
         self.record: dict[str, Any] = {}  # once it is committed: its line in metrics.jsonl
         self._left: list[tuple[str, int]] = []  # questions whose replies were not all heard, and how many were
 

@@ -19,7 +19,7 @@ def holders(view: View, sites: Sequence[Site], architecture: Architecture) -> li
 
 
 def aggregates(view: View, models: Models) -> list[str]:
-    """The names of the networks that are no site's own."""
+    """The names of the networks that belong to no site."""
     sites = {site.name for site in view.setup.sites}
     return [name for name in models if name not in sites]
 

@@ -53,10 +53,10 @@ class Told:
 
 def recalibrate(context: RoundContext, models: Models, heads_share_basis: bool) -> Told:
     """Ask the participants about every aggregate, and keep what follows. Raises as `ask`."""
-    told = ask(context, models, heads_share_basis)
-    for name, parts in told.parts.items():
+    answers = ask(context, models, heads_share_basis)
+    for name, parts in answers.parts.items():
         context.save_server_state(KEPT + name, {key: tensor.float() for key, tensor in parts.items()})
-    return told
+    return answers
 
 
 def ask(context: RoundContext, models: Models, heads_share_basis: bool, never: float = NEVER) -> Told:

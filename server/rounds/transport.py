@@ -160,7 +160,7 @@ class RoundTransport:
         return self.channel.simulated or site.name not in self._has
 
     def _refused(self, site: Site, number: int, lack: str) -> str:
-        """Why a site that lacks something is not asked again with it; empty if it is, which is told of lost states."""
+        """Why a site that lacks something is not asked again; empty: it is. The user hears of a lost state."""
         if lack == CONFIGURATION:
             self._has.discard(site.name)
             return ""

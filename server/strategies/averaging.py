@@ -7,7 +7,7 @@ What is kept is what the last round began with; what the next one begins with fo
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from fedloom.clients.objectives.averaging import OWN, Averaged, norms
 from fedloom.clients.objectives.steps import momentum_of
 from fedloom.clients.protocol.messages import MEAN, SITE, TRAIN
 from fedloom.conf.errors import UserError
+from fedloom.conf.renamed import OF_AVERAGING, refuse_renamed
 from fedloom.conf.sites import Site
 from fedloom.conf.typed import option
 from fedloom.fusion.state import State
@@ -42,6 +43,11 @@ class Averaging(Strategy):
     """A method whose server makes the next network of the last one and of a mean over the sites that answered."""
 
     default_objective: ClassVar[str] = "fedavg"
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        refuse_renamed(cls, OF_AVERAGING)
+
     memory: ClassVar[tuple[str, ...]] = ()  # states of the parameters' shapes, kept beside the network
 
     weighting: str = option(

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from fedloom.clients.networks.base import EXTRACTOR, HEAD
-from fedloom.clients.objectives.base import Objective
 from fedloom.fusion.state import State
 
 COMPATIBLE, ALONE = "compatible", "alone"
@@ -45,8 +44,3 @@ SHARING = {
     # Yi et al. 2023, Alg. 1: networks of one's own, whose heads the server's takes the place of in each round
     "fedgh": Sharing(prototypes=True),
 }
-
-
-def sharing_of(objective: Objective) -> Sharing:
-    """That of an objective's mode."""
-    return SHARING[objective.mode]
