@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedloom.clients.networks.base import EXTRACTOR, HEAD
+from fedloom.clients.networks.base import EXTRACTOR
 from fedloom.clients.objectives.base import Objective
 from fedloom.conf.errors import unknown
 from fedloom.fusion.state import State
