@@ -13,8 +13,9 @@ from typing import ClassVar
 import numpy as np
 
 from fedloom.clients.networks import Model
+from fedloom.clients.networks.base import EXTRACTOR, HEAD
 from fedloom.clients.objectives import Experiment
-from fedloom.clients.objectives.modes import AGGREGATE, EXTRACTOR, HEAD, Mode, mode_of
+from fedloom.clients.objectives.modes import AGGREGATE, Mode, mode_of
 from fedloom.clients.protocol.messages import MEAN, ROUND, SITE, STAR, SUBSET, TRAIN
 from fedloom.clients.protocol.partial_sums import ONCE, SAMPLES
 from fedloom.conf.errors import UserError

@@ -13,8 +13,8 @@ from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedloom.clients.app import app as real
+from fedloom.clients.networks.base import EXTRACTOR, HEAD
 from fedloom.clients.networks.initial import initial_state
-from fedloom.clients.objectives.modes import EXTRACTOR, HEAD
 from fedloom.clients.protocol.configurations import configuration, parsed
 from fedloom.clients.protocol.messages import METRICS, ROUND, SITE, TaskInstructions, read_order, to_arrays
 from fedloom.conf.randomness import generator

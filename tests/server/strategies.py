@@ -6,8 +6,8 @@ from pathlib import Path
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from fedloom.clients.networks.base import HEAD
 from fedloom.clients.networks.initial import initial_state
-from fedloom.clients.objectives.modes import HEAD
 from fedloom.clients.protocol.messages import ROUND, SITE
 from fedloom.conf import Config
 from fedloom.conf.sites import Site

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from fedloom.clients.networks.base import HEAD
 from fedloom.clients.networks.initial import initial_state
-from fedloom.clients.objectives.modes import HEAD
 from fedloom.clients.protocol.messages import MEAN, ROUND, SITE, STAR, SUBSET
 from fedloom.clients.storage.store import SiteStore
 from fedloom.conf import UserError
