@@ -1,4 +1,4 @@
-"""Measurements of time and memory; never part of the tests. Each module has a function `bench`: tables, and its rows."""
+"""Measurements of time and memory, outside the tests. Each module has a function `bench` that returns tables and rows."""
 
 MODULES = {
     "attacks": "fedloom.sims.benchmarks.attacks",

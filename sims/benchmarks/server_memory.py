@@ -1,9 +1,5 @@
-"""Peak memory of the server against the number of sites: real rounds, real disk, sites that answer 4 MB without training."""
+"""`fedloom bench memory`: the server's peak memory against the number of sites. Sites send 4 MB each without training."""
 
-import json
-import resource
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,43 +7,29 @@ from typing import Any
 from fedloom.conf import load
 from fedloom.server.run.training_run import all_rounds
 from fedloom.sims.benchmarks import untrained
+from fedloom.sims.benchmarks.measuring import MIB, fresh, nbytes, peak_mib, small_sites, table
 from fedloom.sims.engines.inline import InlineGrid
 from fedloom.sims.operations.scratch_run import joined_channel, round_loop
 from fedloom.sims.report.tables import Table
 
-MIB = 2**20
 ROUNDS = 2
+COLUMNS = {"sites": "{sites}", "a site's state, MiB": "{state_mb:.1f}", "RSS before the first round, MiB": "{start_mb:.1f}",
+           f"peak RSS, {ROUNDS} rounds, MiB": "{peak_mb:.1f}"}  # fmt: skip
 
 
 def bench(counts: tuple[int, ...] = (10, 200)) -> tuple[Table, list[dict[str, Any]]]:
-    """One fresh process for each number of sites; a table and its rows (sites, state_mb, start_mb, peak_mb)."""
-    rows = []
-    for sites in counts:
-        done = subprocess.run([sys.executable, "-P", "-m", __name__, str(sites)], check=True, capture_output=True, text=True)
-        rows.append(json.loads(done.stdout.splitlines()[-1]))
-    lines = [[row["sites"], *(f"{row[key]:.1f}" for key in ("state_mb", "start_mb", "peak_mb"))] for row in rows]
-    head = ["sites", "a site's state, MiB", "RSS before the first round, MiB", f"peak RSS, {ROUNDS} rounds, MiB"]
-    return Table("Server memory", head, lines, "sum aggregation, inline engine, window 8, no training"), rows
+    """Measure each number of sites in a fresh process: real rounds and files, the inline engine."""
+    rows = [fresh("server_memory:measure", sites) for sites in counts]
+    return table("Server memory", COLUMNS, rows, "sum aggregation, inline engine, window 8, no training"), rows
 
 
-def one(sites: int, folder: Path) -> dict[str, float]:
-    """The measurement itself, in this process."""
-    entry = f"sites=[{{domain: digits, count: {sites}, partition: {{min_samples: 1}}}}]"
-    overrides = [entry, f"rounds={ROUNDS}", "network.width=3.75", "federation.window=8", f"run.root={folder}"]
-    config = load("digits", ["engine.name=inline", *overrides])
-    grid = InlineGrid(sites, folder, untrained.app)
-    loop = round_loop(config, "memory", joined_channel(grid, config, 10.0), folder)
-    size = sum(tensor.numel() * tensor.element_size() for tensor in loop.state.aggregate().state.values())
-    start = peak_rss()
-    list(all_rounds(loop))
-    return {"sites": sites, "state_mb": size / MIB, "start_mb": start / MIB, "peak_mb": peak_rss() / MIB}
-
-
-def peak_rss() -> int:
-    """The largest resident set of this process so far, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as temporary:
-        print(json.dumps(one(int(sys.argv[1]), Path(temporary))))
+def measure(sites: int) -> dict[str, float]:
+    """Run the rounds in this process and return its peak memory before and after them, in MiB."""
+    with tempfile.TemporaryDirectory() as folder:
+        overrides = [f"rounds={ROUNDS}", "network.width=3.75", "federation.window=8", f"run.root={folder}"]
+        config = load("digits", ["engine.name=inline", small_sites(sites), *overrides])
+        grid = InlineGrid(sites, Path(folder), untrained.app)
+        loop = round_loop(config, "memory", joined_channel(grid, config, 10.0), Path(folder))
+        size, start = nbytes(loop.state.aggregate().state), peak_mib()
+        list(all_rounds(loop))
+    return {"sites": sites, "state_mb": size / MIB, "start_mb": start, "peak_mb": peak_mib()}
