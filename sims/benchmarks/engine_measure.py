@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fedloom.sims.benchmarks.engine_cases import CLIENTS, Case, Job
 from fedloom.sims.benchmarks.measuring import MIB, flower_app
-from fedloom.sims.benchmarks.memory import Processes
+from fedloom.sims.benchmarks.processes import Processes
 from fedloom.sims.federation.programs import BIN, environment, free_port
 from fedloom.sims.report.tables import clean
 

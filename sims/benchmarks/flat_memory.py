@@ -8,7 +8,7 @@ from flwr.app import ArrayRecord, Message, RecordDict
 
 from fedloom.conf import load
 from fedloom.sims.benchmarks.measuring import MIB, table
-from fedloom.sims.benchmarks.memory import Processes
+from fedloom.sims.benchmarks.processes import Processes
 from fedloom.sims.engines.ray import start
 from fedloom.sims.report.tables import Table
 

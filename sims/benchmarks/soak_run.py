@@ -20,7 +20,7 @@ from fedloom.server.rounds.loop import RoundLoop
 from fedloom.server.rounds.transport import TooFewRepliesError
 from fedloom.server.run.training_run import all_rounds, one_round
 from fedloom.server.run_folder.folder import RunFolder
-from fedloom.sims.benchmarks.memory import Processes
+from fedloom.sims.benchmarks.processes import Processes
 from fedloom.sims.benchmarks.soak_app import Replay
 from fedloom.sims.benchmarks.soak_plan import NODE_ROUNDS, ROUND_TIMEOUT, TASK_TIMEOUT, WINDOW, Plan
 from fedloom.sims.engines import ray

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedloom.sims.benchmarks.soak import soak
+from fedloom.sims.benchmarks.faults import soak
 
 pytestmark = pytest.mark.slow
 

@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from fedloom.clients.data import site_sizes
 from fedloom.conf import UserError
-from fedloom.sims.benchmarks import engine_cases, engines, memory, soak, soak_plan, unlearning
+from fedloom.sims.benchmarks import engine_cases, engines, faults, processes, soak_plan, unlearning
 from fedloom.sims.benchmarks.engine_cases import CASES, FLOWER, Case, Job, read_job
 from fedloom.sims.benchmarks.engine_measure import Row, measure
 from fedloom.sims.benchmarks.engines import BARS, bars_table, rows_table
-from fedloom.sims.benchmarks.memory import WHAT, kind_of
+from fedloom.sims.benchmarks.processes import WHAT, kind_of
 from fedloom.sims.benchmarks.soak_plan import LOST_ONCE, LOST_TWICE, NEEDS_NONE, REASONS
 from fedloom.sims.cli.main import app
 
@@ -195,36 +195,36 @@ def test_a_soak_plans_every_kind_of_fault_and_none_in_most_replies():
 def test_a_soak_tells_who_was_dropped_for_nothing_and_whose_fault_was_not_told():
     plan = soak_plan.Plan(20, 5)
     planned = as_planned(plan)
-    assert list(soak.wrong(plan, planned)) == []
+    assert list(faults.wrong(plan, planned)) == []
     innocent = next(site for site in range(20) if not plan.kind(site, 4))
     guilty = next(site for site in range(20) if plan.kind(site, 3) in REASONS)
     spoiled = {**planned, 4: {**planned[4], innocent: "a mistake"}, 3: {**planned[3], guilty: "another reason"}}
-    assert [fault.partition(":")[0] for fault in soak.wrong(plan, spoiled)] == [
+    assert [fault.partition(":")[0] for fault in faults.wrong(plan, spoiled)] == [
         f"round 3, site {guilty}",
         f"round 4, site {innocent}",
     ]
     unnoticed = {**planned, 3: {site: reason for site, reason in planned[3].items() if site != guilty}}
-    assert [fault.rpartition(" ")[2] for fault in soak.wrong(plan, unnoticed)] == ["counted"]
-    assert list(soak.wrong(plan, {**planned, 4: dict.fromkeys(range(20), soak_plan.NO_REPLY)})) == []
+    assert [fault.rpartition(" ")[2] for fault in faults.wrong(plan, unnoticed)] == ["counted"]
+    assert list(faults.wrong(plan, {**planned, 4: dict.fromkeys(range(20), soak_plan.NO_REPLY)})) == []
 
 
 @pytest.mark.parametrize(("late", "flat"), [(100.0, True), (104.0, True), (106.0, False)])
 def test_a_soak_compares_memory_early_and_late(late: float, flat: bool):
-    early, watch = [dict.fromkeys(WHAT, 100 * 2**20)] * 290, memory.Processes()
+    early, watch = [dict.fromkeys(WHAT, 100 * 2**20)] * 290, processes.Processes()
     watch._samples = [*early, *[dict.fromkeys(WHAT, int(late * 2**20))] * 10]
     assert watch.left() == []
     growth = watch.growth()
-    assert growth is not None and all((more <= soak.MOST_GROWTH) == flat for more in growth.values())
+    assert growth is not None and all((more <= faults.MOST_GROWTH) == flat for more in growth.values())
     watch._samples = [*[dict.fromkeys(WHAT, 0)] * 290, *[dict.fromkeys(WHAT, int(late / 100 * 2**20))] * 10]
     growth = watch.growth()
-    assert growth is not None and max(growth.values()) <= soak.MOST_GROWTH  # a MiB of none
+    assert growth is not None and max(growth.values()) <= faults.MOST_GROWTH  # a MiB of none
     watch._samples = watch._samples[:99]
     assert watch.growth() is None
 
 
 def test_what_a_soak_leaves_running_is_told_by_its_command_line(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(memory, "END_SECONDS", 0.5)
-    watch = memory.Processes()
+    monkeypatch.setattr(processes, "END_SECONDS", 0.5)
+    watch = processes.Processes()
     with subprocess.Popen(["sleep", "30"]) as left:
         while not Path(f"/proc/{left.pid}/environ").read_bytes():  # a process that has just begun has none for a moment
             time.sleep(0.01)
@@ -236,7 +236,7 @@ def test_a_soak_that_fails_says_no():
     row = {"partial_sums": True, "seconds": 1.0, "inline_seconds": 1.0, "counted": 1, "dropped": {"kill": 2}, "timed_out": 3}
     row |= {"rounds_timed_out": 1, "rounds_repeated": 0, "nodes_killed": 1, "sites": 2, "rounds": 3, "growth": None}
     row |= {"mib": dict.fromkeys(WHAT, 1.0), "verdicts": {"good": True, "bad": False, "unknown": None}}
-    assert [line[1] for line in soak.table([row]).rows[-3:]] == ["yes", "NO", "-"]
+    assert [line[1] for line in faults.table([row]).rows[-3:]] == ["yes", "NO", "-"]
 
 
 def test_subtraction_and_commit_of_a_removal_are_parts_of_one_and_the_same(tmp_path: Path):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.sims.benchmarks.measuring import cell
-from fedloom.sims.benchmarks.memory import EARLY, WHAT
+from fedloom.sims.benchmarks.processes import EARLY, WHAT
 from fedloom.sims.benchmarks.soak_plan import AT_A_SITE, LOST_ONCE, LOST_TWICE, NEEDS_NONE, NO_REPLY, REASONS, Plan
 from fedloom.sims.benchmarks.soak_run import Dropped, Left, Soaked, over_ray, replay
 from fedloom.sims.report.tables import Table

@@ -61,7 +61,7 @@ def bench(sites: int = 1000, rounds: int = 50) -> tuple[Table, list[dict[str, An
         overrides = [small_sites(sites), f"rounds={rounds}", "network.width=0.25", "data.size=8", "evaluation.every=1000000"]
         inline, over_ray = (load("digits", [*overrides, f"run.root={root}/{engine}"]) for engine in ("inline", "ray"))
         rows = [{"engine": "inline", **run(inline, InlineGrid(sites, store_folder(inline), faulty))}]
-        grid = ray.start(over_ray, "fedloom.sims.benchmarks.fault_run:faulty")
+        grid = ray.start(over_ray, "fedloom.sims.benchmarks.many_faults:faulty")
         try:
             rows.append({"engine": "ray", **run(over_ray, grid)})
         finally:
