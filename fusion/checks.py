@@ -1,4 +1,4 @@
-"""What cannot be fused is refused, naming what is at fault."""
+"""Refuse what cannot be fused, with a message that says what is wrong."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,7 +13,7 @@ TYPES = (torch.float32, torch.float64)
 
 
 def mixing_weights(weights: Sequence[float] | None, number: int) -> list[float]:
-    """Weights that add up to 1."""
+    """Return weights that sum to 1; equal ones by default."""
     given = [1.0] * number if weights is None else [float(weight) for weight in weights]
     if len(given) != number or any(not weight >= 0.0 for weight in given) or not 0.0 < sum(given) < float("inf"):
         raise UserError(f"fuse: weights {given} for {number} networks; takes one for each, not negative, not all 0")
@@ -21,7 +21,7 @@ def mixing_weights(weights: Sequence[float] | None, number: int) -> list[float]:
 
 
 def given_map(chosen: tuple[int, ...], own: int, other: int, networks: int) -> dict[int, int]:
-    """A map that was given, as units of the structure and those of the other network."""
+    """Return the user's map as a dictionary: a unit of the structure -> a unit of the other network."""
     few, many = min(own, other), max(own, other)
     rising = len(chosen) == few and all(a < b for a, b in zip(chosen, (*chosen[1:], many), strict=True)) and chosen[0] >= 0
     if networks != 2 or not rising:
@@ -31,12 +31,13 @@ def given_map(chosen: tuple[int, ...], own: int, other: int, networks: int) -> d
 
 
 def check_places(networks: int, into: int, depth: int) -> None:
+    """Raise UserError unless there are two or more networks, and both indices are in range."""
     if networks < 2 or any(type(place) is not int or not 0 <= place < networks for place in (into, depth)):
         raise UserError(f"fuse: {networks} networks, into={into}, depth={depth}; takes two or more, places from 0")
 
 
 def check_numbers(place: int, network: nn.Module) -> None:
-    """All numbers are finite, and of a type in which sums over a probe set can be taken."""
+    """Raise UserError unless all values are finite and precise enough for sums over a probe set."""
     for name, tensor in network.state_dict().items():
         if tensor.is_floating_point() and tensor.numel() and not bool(torch.isfinite(torch.stack(tensor.aminmax())).all()):
             raise UserError(f"network {place}: tensor '{name}' holds values that are not finite")
@@ -45,18 +46,18 @@ def check_numbers(place: int, network: nn.Module) -> None:
 
 
 def check_layers(place: int, wiring: Wiring) -> None:
-    """There are hidden layers, none of which shares its weight; that all tensors lie on axes, wiring has checked."""
+    """Raise UserError if the network has no hidden layers, or two layers share a weight."""
     if not wiring.units or not wiring.layers:
         raise UserError(f"network {place} has no hidden layers: nothing to fuse")
     first: dict[str, str] = {}
     for layer in wiring.layers:
         if layer.weight and (other := first.setdefault(layer.weight, layer.name)) != layer.name:
-            raise UserError(f"network {place}: the layers '{other}' and '{layer.name}' have one weight, which a fused one "
-                            "cannot keep; give each its own")  # fmt: skip
+            raise UserError(f"network {place}: the layers '{other}' and '{layer.name}' have one weight, which a fused network "
+                            "cannot share; give each layer its own")  # fmt: skip
 
 
 def check_scale(state: Mapping[str, Tensor], wiring: Wiring, moves: Sequence[Moves]) -> None:
-    """No layer's bias stays while plans divided by column sums scale what it is added to."""
+    """Raise UserError if plans divided by column sums would scale a layer's input but not its bias."""
     unequal = [name for move in moves for name, plan in move.outgoing.items() if plan.shape[0] != plan.shape[1]]
     normed = {layer.outputs for layer in wiring.layers if layer.kind == "norm"}
     biased = [layer.name for layer in wiring.layers
@@ -68,7 +69,7 @@ def check_scale(state: Mapping[str, Tensor], wiring: Wiring, moves: Sequence[Mov
 
 
 def check_ends(one: Wiring, other: Wiring, place: int) -> None:
-    """The same inputs and the same classes."""
+    """Raise UserError unless both networks have the same number of input channels and of classes."""
     ends = {"input channels": (one.layers[0].inputs, other.layers[0].inputs),
             "classes": (one.layers[-1].outputs, other.layers[-1].outputs)}  # fmt: skip
     for what, (ours, theirs) in ends.items():

@@ -1,8 +1,8 @@
-"""Fusion of networks of equal or different depth and width: align, balance depths, transport, average (CLA+OT, Alg. 2).
+"""Fuse networks of equal or different depth and width: align, balance depths, transport, average (CLA+OT, Alg. 2).
 
-`fuse` brings every network to one depth and one basis and averages them there. The default is ours: one plan for each axis,
-so that residual streams stay whole; the deeper network's own weights where the others have no layer; channel statistics
-repaired. FusionSettings.reference() does what the public code does.
+`fuse` brings every network to one depth and one basis and combines them there. Differences from the public code: one
+plan for each axis, so that residual streams stay whole; where some networks lack a layer, only the others are
+averaged; channel statistics are repaired, or layers refitted. FusionSettings.reference() follows the public code.
 """
 
 import time
@@ -40,7 +40,7 @@ from fedloom.fusion.results import Fused, Made, View, averaged
 from fedloom.fusion.settings import FusionSettings
 from fedloom.fusion.state import State
 
-LARGE = "the inputs' or the networks' values are too large for their type; scale them, or convert all to float64"
+LARGE = "the values of the inputs or networks are too large for their type; scale them, or convert all to float64"
 
 
 def fuse(
@@ -53,14 +53,28 @@ def fuse(
     classes: Sequence[Sequence[str]] | None = None,
     settings: FusionSettings | None = None,
 ) -> Fused:
-    """Fuse two or more networks into one with the widths of `into` and the layers of `depth` (default: `into`).
+    """Fuse two or more networks into one. CLA+OT, Alg. 2.
 
-    Both are places in `networks`; inside of blocks that `into` lacks the widths are those of `depth`. The networks stay
-    as they are. probe: [k, ...] inputs, unlabelled. `weights`: of the networks in the average, not negative (default:
-    equal). `classes`: the names of each network's outputs; the result answers for all of them (`Fused.classes`), those of
-    `into` first. Repair and refit give layers a bias in networks without norm (noted). CLA+OT, Alg. 2.
-    Raises UserError, naming what is at fault, for networks of different families, input sizes or numbers of classes, weights
-    that are not finite, and probe sets that cannot be used.
+    The input networks stay unchanged. Refit and repair add biases to layers without norm, and say so in
+    `Fused.notes`.
+
+    Args:
+        networks: The networks to fuse, each a traceable `nn.Module` that takes `probe`.
+        into: The index of the network whose widths the result has.
+        depth: The index of the network whose layers the result has; default: `into`. Inside blocks that `into` lacks,
+            the widths are those of `depth`.
+        probe: Inputs without labels, [k, ...] with k >= 2, of the networks' dtype and on their device; 200 are usual.
+        weights: One share for each network, not negative; default: equal.
+        classes: One list of output names for each network. The result answers for all of them, those of `into` first
+            (`Fused.classes`).
+        settings: How to fuse.
+
+    Returns:
+        The fused network in `Fused.network`, with the alignment, plans, costs and notes.
+
+    Raises:
+        UserError: The networks differ in family, input channels or number of classes, hold values that are not
+            finite, cannot be traced, or the probe set is not usable. The message says which network and layer.
     """
     networks, depth = plain_networks(networks), into if depth is None else depth
     check_places(len(networks), into, depth)
@@ -81,7 +95,7 @@ def _inference(probe: object) -> bool:
 
 
 def _usable(network: nn.Module) -> nn.Module:
-    """The network, or a copy of one that was made in inference mode, which no gradient can be taken of."""
+    """Return the network, or a copy if it was made in inference mode, because such tensors have no gradients."""
     state = network.state_dict()
     if not any(tensor.is_inference() for tensor in state.values()):
         return network
@@ -89,7 +103,7 @@ def _usable(network: nn.Module) -> nn.Module:
 
 
 class _Fusion:
-    """The steps of one fusion and what they share."""
+    """The steps of one fusion, and what they share."""
 
     def __init__(self, networks: list[nn.Module], into: int, depth: int, probe: Tensor, settings: FusionSettings) -> None:
         self.networks, self.into, self.depth, self.probe, self.settings = networks, into, depth, probe, settings
@@ -109,7 +123,7 @@ class _Fusion:
         self._lap("wire")
 
     def run(self, weights: list[float]) -> Fused:
-        """All steps."""
+        """Align, balance, combine, and refit or repair the networks."""
         everyone = range(len(self.networks))
         seen = [self._observed(wiring, self._compared(place)) for place, wiring in enumerate(self.wirings)]
         self._lap("probe")
@@ -164,7 +178,7 @@ class _Fusion:
         return Made(state, told, plans, costs, tuple(aligned), statistics, shares)
 
     def _selected(self, bodies: list[Body], weights: list[float]) -> Made:
-        """The channels of all networks that are chosen."""
+        """Combine selected channels of all networks."""
         order = [self.into, *(place for place in range(len(bodies)) if place != self.into)]
         first, shares = [bodies[place] for place in order], [weights[place] for place in order]
         choices = chosen_channels(first, shares, self.settings.width, self.probe, self.classes)
@@ -177,7 +191,7 @@ class _Fusion:
         return Made(state, Selected(choices, order, weights), tuple(plans))
 
     def _refitted(self, result: nn.Module, bodies: list[Body], mixture: Mixture, weights: list[float]) -> list[str]:
-        """Notes."""
+        """Refit the result in place and return notes."""
         wiring = wire(result, self.probe[:1])
         targets = Targets(bodies, mixture, weights, wiring)
         done = refit(result, wiring, targets, self.probe, self.settings.positions, self.classes)
@@ -189,7 +203,7 @@ class _Fusion:
         self.seconds[part], self._clock = now - self._clock, now
 
     def _compared(self, place: int) -> list[Unit]:
-        """The network's units that have to be compared with others'."""
+        """Return the network's units whose matches need a comparison."""
         if self.settings.map is not None:
             return []
         others = [other for other in range(len(self.networks)) if other != self.depth]
@@ -226,7 +240,7 @@ class _Fusion:
         return balanced(self.networks[self.depth], self.structure, network, wiring, matches, signs, inner)
 
     def _view(self, place: int, body: Balanced, seen: Observation) -> View:
-        """What the balanced network does: seen before balancing, or in the network itself; BatchNorms as trained."""
+        """Return what the balanced network does: observed before balancing where possible, else in the network itself."""
         known, modules = _by_layer(seen, self.wirings[place]), dict(self.networks[place].named_modules())
         origins = {name: origin for name, origin in body.origins.items() if origin in known}
         before = {name: known[origin] for name, origin in origins.items()}
@@ -242,7 +256,10 @@ class _Fusion:
         return View(features, before, own)
 
     def _moves(self, bodies: list[Balanced], views: list[Mapping[str, Tensor]]) -> list[Moves]:
-        """First of the network that gives the depth: where `into` lacks a layer, the others are brought into its basis."""
+        """Return the moves of each network into the basis of `into`.
+
+        The network that gives the depth comes first: where `into` lacks a layer, the others move into its basis.
+        """
         settings, make = self.settings, layer_moves if self.settings.sequential else axis_moves
         goal, values, wirings = bodies[self.into].network, views[self.into], self.bodies
         moves = {self.into: Moves({}, {}, {})}
@@ -266,7 +283,7 @@ class _Fusion:
         return carried(body.network.state_dict(), self.bodies[place], self.bodies[self.into], move.plans)
 
     def _shares(self, name: str, states: list[State], bodies: list[Balanced], weights: list[float]) -> list[float]:
-        """Of each network in the mean of a tensor; 0 for those that have no such layer of their own."""
+        """Return each network's share in the mean of a tensor; 0 for networks without such a layer."""
         have = [name in state for state in states]
         own = [there and name not in body.added for there, body in zip(have, bodies, strict=True)]
         taken = own if self.settings.keep_added and any(own) else have
@@ -279,7 +296,7 @@ class _Fusion:
         statistics: Sequence[tuple[Mapping[str, Statistics], Mapping[str, Statistics]]],
         shares: Mapping[str, list[float]],
     ) -> list[str]:
-        """Notes."""
+        """Repair the result's channel statistics in place and return notes."""
         by_layer = {name.rpartition(".")[0]: share for name, share in shares.items()}
         seen, own = (mixture(parents, by_layer) for parents in zip(*statistics, strict=True))
         without = repair(result, Target(seen, own), self.probe[:: self.every])
