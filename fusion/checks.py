@@ -52,8 +52,8 @@ def check_layers(place: int, wiring: Wiring) -> None:
     first: dict[str, str] = {}
     for layer in wiring.layers:
         if layer.weight and (other := first.setdefault(layer.weight, layer.name)) != layer.name:
-            raise UserError(f"network {place}: the layers '{other}' and '{layer.name}' have one weight, which a fused network "
-                            "cannot share; give each layer its own")  # fmt: skip
+            raise UserError(f"network {place}: the layers '{other}' and '{layer.name}' have one weight, which a fused "
+                            "network cannot share; give each layer its own")  # fmt: skip
 
 
 def check_scale(state: Mapping[str, Tensor], wiring: Wiring, moves: Sequence[Moves]) -> None:

@@ -36,7 +36,7 @@ def test_different_families(one, other):
 @pytest.mark.parametrize(
     ("one", "other", "line"),
     [
-        ("norm=none", "norm=batch", "'extractor.0' (1 layers) and 'extractor.0' (2) are not of one design"),
+        ("norm=none", "norm=batch", "'extractor.0' (1 layers) and 'extractor.0' (2) have different designs"),
         ("groups=4", "norm=batch", "layer 'extractor.1' (BatchNorm2d: "),
         ("groups=4", "groups=2", "layer 'extractor.1' (GroupNorm: "),
         ("norm=none", "norm=none,bias=true", "layer 'extractor.0' (Conv2d: weight, bias) does not fit"),
@@ -140,7 +140,7 @@ def test_what_cannot_be_wired():
 def test_what_the_public_code_cannot():
     reference = FusionSettings.reference()
     mobile = network("torchvision:mobilenet_v2")
-    assert "know no depthwise convolutions" in refusal([mobile, mobile], probe=PROBE[:2], settings=reference)
+    assert "do not support depthwise convolutions" in refusal([mobile, mobile], probe=PROBE[:2], settings=reference)
     by_weights = FusionSettings(sequential=True, refit="none", basis="weights")
     assert "sequential plans are made from activations" in refusal([network(MLP)] * 2, settings=by_weights)
 
