@@ -1,8 +1,8 @@
-"""Heterogeneous model transfer (Wang et al. 2021): a network's layers copied into a trained one of another depth.
+"""Heterogeneous model transfer (Wang et al. 2021): copy a network's layers into a trained one of another depth.
 
-The chain is the path from the input to the output with the most weighted layers, so that of a residual network its branches,
-not its shortcuts. What no layer was copied into stays as it is. In CLA+OT (Sec. 4.1.1) layers may be paired by cross-layer
-alignment instead.
+The chain is the path from input to output with the most weighted layers; in a residual network it follows the
+branches, not the shortcuts. Layers without a pair stay unchanged. As an alternative, cross-layer alignment pairs the
+layers (CLA+OT, Sec. 4.1.1).
 """
 
 from collections.abc import Callable, Sequence
@@ -14,14 +14,19 @@ from fedloom.fusion.cla_ot.matching import layer_costs, match_units, wired
 from fedloom.fusion.graph.channels import Wiring
 from fedloom.fusion.graph.resize import with_state
 
-Names = list[tuple[str, str]]  # of layers: the target's and the source's
+Names = list[tuple[str, str]]  # layers of the target and the source
 
 
 def transferred(source: nn.Module, target: nn.Module, probe: Tensor, by: str = "chain") -> nn.Module:
-    """A copy of `target` that holds the weights of the layers of `source` that are paired with its own.
+    """Return a copy of `target` with the weights of the paired layers of `source`.
 
-    `by`: "chain" (the longest chain) or "cla" (units that correspond by CKA on inputs [k, ...], with all their layers).
-    Raises UserError for an unknown way, networks of other families ("cla"), and paired layers of other shapes.
+    Args:
+        probe: Inputs, [k, ...].
+        by: "chain" (the longest chain), or "cla" (all layers of units that correspond by CKA).
+
+    Raises:
+        UserError: `by` is unknown, the networks have different families ("cla"), or paired layers have different
+            shapes.
     """
     if by not in PAIRINGS:
         raise UserError(f"transfer: got by='{by}', takes one of: {', '.join(PAIRINGS)}")
@@ -38,8 +43,10 @@ def transferred(source: nn.Module, target: nn.Module, probe: Tensor, by: str = "
 
 
 def by_chain(source: nn.Module, target: nn.Module, probe: Tensor) -> Names:
-    """The longest common sequence of the two chains, layers alike in kind and shape; of several the one that comes first in
-    the target."""
+    """Return the longest common sequence of the two chains, with layers of equal type and shape.
+
+    Of several, it is the one that comes first in the target.
+    """
     wirings = wired([target, source], probe)
     ours, theirs = (chain(wiring) for wiring in wirings)
     kinds = [[_kind(network, name) for name in names] for network, names in ((target, ours), (source, theirs))]
@@ -47,7 +54,7 @@ def by_chain(source: nn.Module, target: nn.Module, probe: Tensor) -> Names:
 
 
 def by_alignment(source: nn.Module, target: nn.Module, probe: Tensor) -> Names:
-    """The layers of the units that correspond (CLA+OT, Algorithm 1), and those outside of all units."""
+    """Return the layers of the units that correspond (CLA+OT, Algorithm 1), and those outside of units."""
     ours, theirs = wired([target, source], probe)
     matches = match_units(ours, theirs, layer_costs(target, source, probe))
     groups = [(ours.units[i].layers, theirs.units[j].layers) for i, j in sorted(matches.items())]
@@ -59,7 +66,7 @@ PAIRINGS: dict[str, Callable[[nn.Module, nn.Module, Tensor], Names]] = {"chain":
 
 
 def chain(wiring: Wiring) -> list[str]:
-    """The names of the layers, norms too, on the path through the network with the most convolutions and linear layers."""
+    """Return the names of the layers, with norms, on the path with the most convolutions and linear layers."""
     layers = {layer.node: layer for layer in wiring.layers}
     best: dict[str, tuple[int, list[str]]] = {}
     for node in wiring.graph.graph.nodes:
@@ -71,8 +78,8 @@ def chain(wiring: Wiring) -> list[str]:
 
 
 def common(ones: Sequence[object], twos: Sequence[object]) -> list[tuple[int, int]]:
-    """The places of a longest common subsequence, as early as possible in both."""
-    most = [[0] * (len(twos) + 1) for _ in range(len(ones) + 1)]  # of the rests from i and j on
+    """Return the index pairs of a longest common subsequence, as early as possible in both."""
+    most = [[0] * (len(twos) + 1) for _ in range(len(ones) + 1)]  # length for the rest from i and j
     for i in reversed(range(len(ones))):
         for j in reversed(range(len(twos))):
             most[i][j] = 1 + most[i + 1][j + 1] if ones[i] == twos[j] else max(most[i + 1][j], most[i][j + 1])

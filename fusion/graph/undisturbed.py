@@ -1,4 +1,4 @@
-"""A network whose forward sets attributes of its own is left as it was: what a trace or a look sets is taken out again."""
+"""Restore networks whose forward sets attributes, after a trace or an observation."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ STRUCTURE = ("_parameters", "_buffers", "_modules")
 
 @contextmanager
 def undisturbed(network: nn.Module, structure: bool = True) -> Iterator[None]:
-    """Afterwards every module's attributes, and what lists, dictionaries and objects among them hold, are as before.
+    """Restore every module's attributes afterwards, with the contents of lists, dictionaries and objects in them.
 
-    `structure`: so are parameters, buffers and submodules by their names; what tensors hold is not looked at.
+    `structure`: also restore parameters, buffers and submodules by name. The values of tensors are not restored.
     """
     seen: set[int] = set()
     reached = [one for module in network.modules() for one in _reached(_own(module, structure), seen)]
@@ -31,7 +31,7 @@ def undisturbed(network: nn.Module, structure: bool = True) -> Iterator[None]:
 
 
 def tensors_of(network: nn.Module) -> list[Tensor]:
-    """The tensors among its modules' attributes, and in lists, dictionaries and objects there; parameters, too."""
+    """Return the tensors in its modules' attributes, and in lists, dictionaries and objects there; also parameters."""
     seen: set[int] = set()
     found = [_reached(_own(module, structure=True), seen) for module in network.modules()]
     return [one for reached in found for one in reached if isinstance(one, Tensor)]
@@ -42,7 +42,7 @@ def _own(module: nn.Module, structure: bool) -> tuple[Any, ...]:
 
 
 def _reached(value: Any, seen: set[int]) -> Iterator[Any]:
-    """The tensors in a value, and what can change of it: lists, sets, dictionaries and those of objects; each once."""
+    """Yield, once each, the tensors and mutable containers in a value: lists, sets, dictionaries, and those of objects."""
     if isinstance(value, Tensor | list | set | deque | dict):
         held = value
     elif isinstance(value, tuple):
