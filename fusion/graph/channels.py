@@ -1,7 +1,7 @@
-"""Wiring is derived, not written by hand: which entries of a network's state carry the same channels.
+"""Derive the wiring of a network: which entries of its state carry the same channels.
 
-An axis is a set of channels; a permutation of one, applied to all its slots, leaves the network's outputs unchanged. Labels
-run through the operations of the network (fusion.graph.walk) and say which entries these are.
+An axis is a set of channels. If all its slots are permuted in the same way, the network's outputs stay unchanged.
+Labels pass through the operations of the network (fusion.graph.walk) and identify these entries.
 """
 
 from collections.abc import Mapping
@@ -32,8 +32,8 @@ RULES = Rules(
 class Slot:
     """Where the channels of an axis are in a tensor of the state dict: entries `entries` [size, r] of dimension `dim`.
 
-    reads: the tensor's layer reads these channels there. blocks: a convolution in so many groups; the entries are those of
-    its weight made dense (fusion.graph.grouped).
+    `reads`: the tensor's layer reads these channels there. `blocks`: the number of groups of a grouped convolution;
+    the entries are those of its dense weight (fusion.graph.grouped).
     """
 
     tensor: str
@@ -44,7 +44,7 @@ class Slot:
 
     @property
     def repeat(self) -> int:
-        """Entries of each channel."""
+        """The number of entries of each channel."""
         return self.entries.shape[1]
 
 
@@ -52,9 +52,13 @@ class Slot:
 class Axis:
     """`size` channels and the slots that carry them.
 
-    fixed: input or output of the network, or what lies beside such in one tensor; never moved. parent: index of the axis of
-    the groups that the channels belong to (GroupNorm's, a grouped convolution's, attention heads), members: [size] which
-    channel of it; channels move within their group, and groups as the parent's channels do. groups: how many.
+    Attributes:
+        fixed: Whether the axis never moves: input or output of the network, or channels that share a tensor with
+            these.
+        groups: The number of groups.
+        parent: The index of the axis whose channels are the groups (GroupNorm's, a grouped convolution's, attention
+            heads). Channels move within their group, and groups move as the parent's channels.
+        members: The parent's channel for each channel, [size].
     """
 
     index: int
@@ -72,7 +76,10 @@ class Axis:
         return order.view(self.groups, -1)
 
     def permutation(self, generator: torch.Generator, groups: Tensor | None = None) -> Tensor:
-        """A random allowed permutation, int64 [size]; the identity for a fixed axis. groups: the parent's, [groups]."""
+        """Return a random allowed permutation, int64 [size]; the identity for a fixed axis.
+
+        `groups`: the parent's permutation, [groups].
+        """
         if self.fixed:
             return torch.arange(self.size)
         given = self.places if groups is None else self.places[groups]
@@ -84,9 +91,9 @@ class Axis:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where a node's tensor carries channels: `dims`, flattened, have entries `entries` [size, r] of the axis by index.
+    """Where a node's tensor carries channels: `dims`, flattened, have entries `entries` [size, r] by axis index.
 
-    others: dimensions along which other channels lie, which may be in another order in another network.
+    `others`: dimensions of other channels, whose order can differ in another network.
     """
 
     dims: tuple[int, ...]
@@ -98,11 +105,13 @@ class Layout:
 class Wiring:
     """How a network is wired.
 
-    graph: its trace, which shares the network's modules and parameters; layouts: of the nodes whose tensors carry channels;
-    node_axes: axis of the channel dimension (dim 1) of each fx node that has one whole axis there, in its order; points: for
-    each axis that is not fixed its pre-activations, the nodes that are outputs of a layer or sum and have a user that is
-    neither norm nor sum. The users of a point may overwrite it (ReLU in place). still: nodes that are the same for all
-    inputs.
+    Attributes:
+        graph: Its trace, which shares the network's modules and parameters.
+        layouts: Of the nodes whose tensors carry channels.
+        node_axes: The axis of dimension 1 of each fx node that has one whole axis there, in its order.
+        points: The pre-activations of each axis that is not fixed: nodes that are outputs of a layer or a sum, and
+            have a user that is neither norm nor sum. Users of a point can overwrite it (in-place ReLU).
+        still: The nodes that are the same for all inputs.
     """
 
     axes: tuple[Axis, ...]
@@ -115,7 +124,7 @@ class Wiring:
     still: frozenset[str] = frozenset()
 
     def permutations(self, generator: torch.Generator) -> dict[int, Tensor]:
-        """A random permutation [size] of every axis that is not fixed, groups and their members together."""
+        """Return a random permutation [size] of every axis that is not fixed, groups together with their members."""
         found: dict[int, Tensor] = {}
 
         def draw(axis: Axis) -> Tensor:
@@ -127,14 +136,16 @@ class Wiring:
         return {axis.index: draw(axis) for axis in self.axes if not axis.fixed}
 
     def permuted(self, state: Mapping[str, Tensor], permutations: Mapping[int, Tensor]) -> dict[str, Tensor]:
-        """The state with channel k of each axis replaced, everywhere, by channel permutations[axis][k]; other tensors are
-        shared."""
+        """Return the state with channel k of each axis replaced, everywhere, by channel permutations[axis][k].
+
+        Other tensors are shared.
+        """
         slots = [(slot, order) for index, order in permutations.items() for slot in self.axes[index].slots]
         return _permuted(state, slots)
 
 
 def permuted(state: Mapping[str, Tensor], axis: Axis, permutation: Tensor) -> dict[str, Tensor]:
-    """Wiring.permuted for one axis: an axis of groups needs its members moved with it."""
+    """Return `Wiring.permuted` for one axis. An axis of groups needs its members moved with it."""
     return _permuted(state, [(slot, permutation) for slot in axis.slots])
 
 
@@ -154,11 +165,13 @@ def _permuted(state: Mapping[str, Tensor], slots: list[tuple[Slot, Tensor]]) -> 
 
 
 def wire(network: nn.Module, example: Tensor) -> Wiring:
-    """The wiring of `network` for inputs like `example`, [n, c, h, w], [n, d] or the like.
+    """Return the wiring of `network` for inputs like `example`, such as [n, c, h, w] or [n, d].
 
-    The network runs once, on one sample in eval mode; its flags and buffers stay as they are. Raises WiringError, naming
-    node, module and source line as far as known, for operations that mix channels in ways not understood here, for
-    parameters that would lie on no axis and for anything but one input and one output.
+    The network runs once, on one sample in eval mode. Its flags and buffers stay unchanged.
+
+    Raises:
+        WiringError: An operation mixes channels in an unsupported way, a parameter is on no axis, or the network does
+            not have one input and one output. The message has the node, module and source line, as far as known.
     """
     walk = Walk(network, example, RULES)
     walk.run()
@@ -207,7 +220,7 @@ def _layer(walk: Walk, channels: Channels, node: Node) -> Layer:
     found = walk.layers[node]
 
     def axis(atoms: Tensor) -> int:
-        """The first that the atoms lie on."""
+        """Return the first axis that the atoms are on."""
         known = atoms[atoms >= 0]
         return int(channels.axis_of[channels.roots[int(known[0])]]) if len(known) else 0
 
@@ -217,7 +230,7 @@ def _layer(walk: Walk, channels: Channels, node: Node) -> Layer:
 
 
 def _layout(walk: Walk, channels: Channels, node: Node) -> Layout | None:
-    """Of the newest factor that is not pinned."""
+    """Return the layout of the latest factor that is not pinned."""
     if node not in walk.values:
         return None
     factors = list(walk.values[node].factors)
@@ -237,7 +250,7 @@ def _is_whole(layout: Layout, axis: Axis, shape: torch.Size) -> bool:
 
 
 def _points(walk: Walk, axis: Axis, layouts: Mapping[Node, Layout]) -> tuple[str, ...]:
-    """Where the axis is observed: rather where it is alone, or written, than where it lies beside others."""
+    """Return the nodes where the axis is observed, preferably alone or written."""
 
     def is_norm(node: Node) -> bool:
         return node in walk.layers and walk.layers[node].kind == "norm"
@@ -257,12 +270,12 @@ def _check_covered(network: nn.Module, walk: Walk) -> None:
         if parameter.numel() > 1 and id(parameter) not in known:
             raise WiringError(
                 f"parameter '{name}' {list(parameter.shape)} lies on no axis: unused, or not channel by "
-                "channel; takes what the output depends on, try to leave out what is for training only"
+                "channel; takes what the output depends on, try to remove parts that are for training only"
             )
 
 
 def _pin_unlearned(network: nn.Module, walk: Walk) -> None:
-    """Channels that no parameter writes, but a buffer of numbers (coordinates), never move."""
+    """Pin channels that no parameter writes, only a buffer of numbers (coordinates)."""
     learned = {id(parameter) for parameter in network.parameters()}
     moving = [atoms for key, atoms in walk.slots.items() if key[0] in learned and key not in walk.reads]
     written = torch.zeros(len(walk.atoms.root), dtype=torch.bool)

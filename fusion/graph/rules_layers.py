@@ -14,7 +14,7 @@ from fedloom.fusion.graph.walk import Refusal, Rule, Walk, along, argument
 
 
 def _read(walk: Walk, value: Value, dim: int, entries: Tensor) -> tuple[Tensor, ...]:
-    """Tie the entries [size] of a weight to the channels that lie along a dimension; the other factors are returned."""
+    """Tie the entries [size] of a weight to the channels along a dimension, and return the other factors."""
     if value.shape[dim] != len(entries):
         raise Refusal(f"reads {len(entries)} channels of {list(value.shape)}")
     here = [f for f in value.factors if dim in varied(f) or (value.shape[dim] == 1 and not varied(f))]
@@ -34,7 +34,7 @@ def _read(walk: Walk, value: Value, dim: int, entries: Tensor) -> tuple[Tensor, 
 
 
 def _sides(walk: Walk, given: Any, dims: tuple[int, int]) -> tuple[Tensor | None, Tensor, Tensor]:
-    """A weight of the state, or None if it is computed, and the entries [size] of two of its dimensions."""
+    """Return a weight of the state (None if it is computed), and the entries [size] of two of its dimensions."""
     if isinstance(given, Tensor) or given.op == "get_attr":
         weight = walk.tensor(given)
         return weight, *(walk.entries(weight, dim) for dim in dims)  # pyright: ignore[reportReturnType]
@@ -57,7 +57,7 @@ def _bias(walk: Walk, given: Any, outputs: Tensor) -> None:
 
 
 def _dense(walk: Walk, node: Node, x: Value, weight: Any, bias: Any, dim: int, kind: str) -> Value:
-    """A layer that mixes all entries of a dimension; convolutions those behind it, too."""
+    """Label a layer that mixes all entries of a dimension; a convolution also mixes those of later dimensions."""
     dims = (0, 1) if kind == "transposed" else (1, 0)
     tensor, inputs, outputs = _sides(walk, weight, dims)
     if dim == 1:
@@ -115,7 +115,7 @@ def _convolved(walk: Walk, node: Node, x: Value, weight: Any, bias: Any, groups:
 
 
 def _grouped(walk: Walk, node: Node, x: Value, weight: Tensor, bias: Any, groups: int) -> Value:
-    """A convolution in groups: its inputs and outputs are members of the same groups, or the same channels."""
+    """Label a grouped convolution: its inputs and outputs are members of the same groups, or the same channels."""
     x = mixed(walk, x, range(2, len(x.shape)), x.shape)
     count = x.shape[1]
     inputs = walk.blocks_of.setdefault(id(weight), walk.atoms.new(count))
@@ -139,7 +139,7 @@ def _grouped(walk: Walk, node: Node, x: Value, weight: Tensor, bias: Any, groups
 
 
 def _embedding(walk: Walk, node: Node) -> Value:
-    """Rows of a table, picked by the input or by constants."""
+    """Label rows of a table that the input or constants select."""
     functional = node.op != "call_module"
     weight = walk.tensor(argument(node, 1, "weight") if functional else walk.module(node).weight)
     index, shape = walk.of(node.args[0]), tuple(walk.shape(node))
@@ -151,7 +151,7 @@ def _embedding(walk: Walk, node: Node) -> Value:
 
 
 def _affine(walk: Walk, node: Node, value: Value, tensors: list[Any], dim: int) -> Value:
-    """Weight, bias and statistics, all along the dimensions from `dim` on, or along that one alone."""
+    """Label weight, bias and statistics, along all dimensions from `dim` on or along `dim` alone."""
     operands = [value]
     for given in tensors:
         if given is None:
@@ -161,7 +161,7 @@ def _affine(walk: Walk, node: Node, value: Value, tensors: list[Any], dim: int) 
         if dim == 1:
             shape = (1, one.shape[0], *[1] * (len(value.shape) - 2))
             one = value_of([factor.view(shape) for factor in one.factors], shape)
-            if value.shape[1] == 1:  # of one channel no dimension tells whose it is
+            if value.shape[1] == 1:  # with one channel, no dimension identifies it
                 atom = walk.entries(walk.tensor(given), 0)
                 one = value_of([atom.view(shape)], shape)
         elif value.shape[-1] == 1 and isinstance(given, Tensor) and given.ndim == 1:
@@ -180,7 +180,7 @@ def _is_plain(given: Any) -> bool:
 
 
 def _channels(walk: Walk, value: Value, dim: int) -> Tensor:
-    """The channels that a norm without weights works on."""
+    """Return the channels that a norm without weights normalises."""
     found = [factor for factor in value.factors if dim % len(value.shape) in varied(factor) or not varied(factor)]
     return found[-1].flatten() if found else torch.empty(0, dtype=torch.int64)
 
@@ -234,7 +234,7 @@ def _rms_norm_function(walk: Walk, node: Node) -> Value:
 
 
 def _over_last(walk: Walk, node: Node, over: Any, given: list[Any]) -> Value:
-    """Normalised over the last dimensions."""
+    """Label a norm over the last dimensions."""
     value = walk.known(node.args[0])
     last = len(over)
     value = closed(walk, value, range(len(value.shape) - last, len(value.shape)))
