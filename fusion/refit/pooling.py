@@ -1,6 +1,6 @@
-"""The channels of several networks of one structure side by side, and the network that is made of the chosen ones.
+"""Pool the channels of several networks of one structure, and build the network of the selected ones.
 
-The first of the networks gives the basis: its widths count, and where nothing can be chosen its own channels are kept.
+The first network gives the basis: its widths count, and where nothing can be selected its own channels are used.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +35,7 @@ FIXED = "its code or its heads fix numbers of channels; fuse networks of equal w
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """How one network's channels of an axis go into the fused network: what writes them, what reads them; [n, m] each."""
+    """How one network's channels of an axis enter the fused network, [n, m] each: for writers, and for readers."""
 
     outgoing: Tensor
     incoming: Tensor
@@ -44,8 +44,13 @@ class Part:
 def chosen_channels(
     bodies: Sequence[Body], weights: Sequence[float], width: float, probe: Tensor, classes: bool = True
 ) -> dict[int, Choice]:
-    """What is kept of each axis that can move, by its index. weights: of the networks, adding up to 1; width: channels that
-    are kept, in those of the first network; classes: whether the networks' answers are logits."""
+    """Return the selection for each axis that can move, by its index.
+
+    Args:
+        weights: Of the networks, with sum 1.
+        width: The number of selected channels, relative to the first network.
+        classes: Whether the networks return logits.
+    """
     pools = _Pools(bodies, weights, probe, classes)
     found: dict[int, Choice] = {}
     axes = bodies[0].wiring.axes
@@ -63,7 +68,7 @@ def chosen_channels(
 
 
 def _chosen_groups(pools: "_Pools", axis: Axis, members: Sequence[Axis], count: int) -> dict[int, Choice]:
-    """Groups as wholes, for all axes of their members alike; those of the first network if they cannot be compared."""
+    """Select whole groups, the same on all axes of their members; the first network's if groups are not comparable."""
     found = [pools.of(member) for member in members]
     if any(pool is None or pool.groups.shape[0] != sum(pools.sizes(axis)) for pool in found):
         return {one.index: keeping(pools.sizes(one)) for one in (axis, *_below(pools, axis))}
@@ -79,7 +84,7 @@ def _below(pools: "_Pools", axis: Axis) -> list[Axis]:
 
 
 class _Pools:
-    """Makes the pool of an axis."""
+    """Builds the pool of an axis."""
 
     def __init__(self, bodies: Sequence[Body], weights: Sequence[float], probe: Tensor, classes: bool) -> None:
         self.bodies, self.weights, self.classes = bodies, weights, classes
@@ -93,11 +98,11 @@ class _Pools:
                              self.classes)  # fmt: skip
 
     def sizes(self, axis: Axis) -> tuple[int, ...]:
-        """Channels that each network has."""
+        """Return the number of channels of each network."""
         return tuple(body.wiring.axes[axis.index].size for body in self.bodies)
 
     def of(self, axis: Axis) -> Pool | None:
-        """None where nothing is seen of an axis, or its groups are not as large in every network."""
+        """Return the pool; None if the axis is not observed, or its groups differ in size between networks."""
         own = [body.wiring.axes[axis.index] for body in self.bodies]
         if len({one.places.shape[1] for one in own if one.parent is not None}) > 1:
             return None
@@ -110,7 +115,7 @@ class _Pools:
         return pooled(points, sizes, whole) if points else None
 
     def _point(self, axis: Axis, node: str) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Values [N, n] behind the activation, of a mean square of 1, importance [N], and the values before it."""
+        """Return values [N, n] after the activation (mean square 1), importance [N], and the values before it."""
         name, activation = self.behind[node]
         found = [_values(body, node, axis.index) for body in self.bodies]
         some = next((part for part in found if part is not None), None)
@@ -141,22 +146,22 @@ class _Pools:
 
 
 def _values(body: Body, node: str, axis: int) -> Tensor | None:
-    """Of the channels of an axis at a node [size, n], of several entries of a channel one after the other."""
+    """Return values of the channels of an axis at a node [size, n]; the entries of a channel are concatenated."""
     if node not in body.values:
         return None
     entries = body.wiring.layouts[node].entries.get(axis)
     if entries is None:
-        raise UserError(f"the networks are of different design: their channels are tied otherwise at '{node}'")
+        raise UserError(f"the networks have different designs: their channels are tied in different ways at '{node}'")
     return body.values[node][entries].flatten(1)
 
 
 def parts_of(choices: Mapping[int, Choice], place: int) -> dict[int, Part]:
-    """Those of the network at a place, by axis."""
+    """Return the parts of the network with index `place`, by axis."""
     return {axis: Part(*choice.rows(place)) for axis, choice in choices.items()}
 
 
 def goal_of(network: nn.Module, body: Body, choices: Mapping[int, Choice], probe: Tensor) -> Wiring:
-    """The wiring of a network of the structure with the chosen widths. Raises UserError if it does not run with them."""
+    """Return the wiring of a network of the structure with the selected widths. Raise UserError if it does not run."""
     wiring = body.wiring
     if all(choice.keeps.shape[1] == wiring.axes[axis].size for axis, choice in choices.items()):
         return wiring
@@ -187,8 +192,11 @@ def _writer(wiring: Wiring, axis: int) -> str:
 
 
 def selected_state(bodies: Sequence[Body], choices: Mapping[int, Choice], weights: Sequence[float], goal: Wiring) -> State:
-    """The fused network's tensors before it is refitted: each channel's writers are its own network's; its readers those of
-    all networks, for what its channels follow from; what writes no chosen channel (the last layer) is a weighted mean."""
+    """Return the fused network's tensors before the refit.
+
+    A selected channel is written by its own network's weights. Readers have the weights of all networks, through what
+    follows from the selected channels. Tensors that write no selected channel (the last layer) are a weighted mean.
+    """
     written = {slot.tensor for axis in choices for slot in bodies[0].wiring.axes[axis].slots if not slot.reads}
     total: State = {}
     for place, (body, weight) in enumerate(zip(bodies, weights, strict=True)):
@@ -203,7 +211,7 @@ def selected_state(bodies: Sequence[Body], choices: Mapping[int, Choice], weight
 
 
 def _whole(body: Body) -> State:
-    """A network's tensors, with neutral ones for norms that it lacks."""
+    """Return a network's tensors, with neutral ones for norms that it lacks."""
     state, wanted = body.network.state_dict(), body.wiring.graph.state_dict()
     neutral = partial(torch.full_like, memory_format=torch.preserve_format)
     return {name: state.get(name, neutral(like, float(name.endswith("weight")))) for name, like in wanted.items()}
