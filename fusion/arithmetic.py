@@ -92,18 +92,18 @@ def combine(
     if len(gradients) != len(alphas):
         raise UserError(f"{len(alphas)} coefficients for {len(gradients)} gradients; use one for each")
     here = digest(start)
-    for place, gradient in enumerate(gradients):
-        check_shapes(start, gradient.change, f"gradient {place + 1}")
+    for index, gradient in enumerate(gradients):
+        check_shapes(start, gradient.change, f"gradient {index + 1}")
         if gradient.start != here and not force:
             digests = f"digest {gradient.start[:12]}, this network's is {here[:12]}"
-            raise UserError(f"gradient {place + 1} counts from another start ({digests}); use force if that is intended")
+            raise UserError(f"gradient {index + 1} counts from another start ({digests}); use force if that is intended")
         if gradient.start != here and how == WEIGHTS:
-            raise UserError(f"gradient {place + 1} counts from another start, from which weights do not follow; add states")
+            raise UserError(f"gradient {index + 1} counts from another start, from which weights do not follow; add states")
     bits = gradients[0].bits if gradients else 0
-    found = composed(start, alphas, (gradient.change for gradient in gradients), how, bits)
+    combination = composed(start, alphas, (gradient.change for gradient in gradients), how, bits)
     if any(gradient.start != here for gradient in gradients):  # another network's statistics stay its own
-        found |= {name: tensor for name, tensor in start.items() if is_statistic(name)}
-    return found
+        combination |= {name: tensor for name, tensor in start.items() if is_statistic(name)}
+    return combination
 
 
 def composed(start: State, alphas: Sequence[Alpha], changes: Iterable[State], how: str, bits: int) -> State:
@@ -115,8 +115,8 @@ def composed(start: State, alphas: Sequence[Alpha], changes: Iterable[State], ho
         UserError: The result is beyond the range of exact sums.
     """
     factors = {name: _factors(alphas, name, [1] * len(alphas)) for name in start}
-    terms = ({name: _times(tensor, factors[name][place]) for name, tensor in change.items()}
-             for place, change in enumerate(changes))  # fmt: skip
+    terms = ({name: _times(tensor, factors[name][index]) for name, tensor in change.items()}
+             for index, change in enumerate(changes))  # fmt: skip
     return _added(start, {name: math.fsum(own) for name, own in factors.items()}, terms, how, bits)
 
 
@@ -160,7 +160,7 @@ def _factors(alphas: Sequence[Alpha], name: str, times: Sequence[int]) -> list[f
 def _size(alpha: Alpha, name: str) -> float:
     """Return a network's weight in the mean of a statistic: its layer's coefficient, or the mean over its layers."""
     if isinstance(alpha, Mapping) and layer_of(name) not in alpha:
-        return math.fsum(abs(one) for one in alpha.values()) / max(len(alpha), 1)
+        return math.fsum(abs(coefficient) for coefficient in alpha.values()) / max(len(alpha), 1)
     return abs(alpha_for(alpha, name))
 
 
@@ -207,8 +207,8 @@ class Composer:
         Raises:
             UserError: The shapes differ.
         """
-        for place, end in enumerate(ends):
-            check_shapes(start, end, f"network {place + 1}")
+        for index, end in enumerate(ends):
+            check_shapes(start, end, f"network {index + 1}")
         statistics = {name: buffer for name, buffer in network.named_buffers() if buffer.is_floating_point()}
         weights = dict(network.named_parameters())
         self.network = network

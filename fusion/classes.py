@@ -41,15 +41,15 @@ def in_classes(
     if not all(isinstance(names, Sequence) for names in classes):
         raise UserError("fuse: classes: takes for each network a list of names, in the order of its outputs")
     pairs = zip(networks, wired(networks, probe), classes, strict=True)
-    return [_reordered(place, *pair, wanted, probe) for place, pair in enumerate(pairs)]
+    return [_reordered(index, *pair, wanted, probe) for index, pair in enumerate(pairs)]
 
 
 def _reordered(
-    place: int, network: nn.Module, wiring: Wiring, own: Sequence[str], wanted: Sequence[str], probe: Tensor
+    index: int, network: nn.Module, wiring: Wiring, own: Sequence[str], wanted: Sequence[str], probe: Tensor
 ) -> nn.Module:
     outputs = wiring.axes[wiring.layers[-1].outputs]
     if len(own) != outputs.size or len(set(own)) != len(own):
-        raise UserError(f"network {place}: {len(own)} class names, {len(set(own))} different, for {outputs.size} outputs; "
+        raise UserError(f"network {index}: {len(own)} class names, {len(set(own))} different, for {outputs.size} outputs; "
                         "takes a different name for each output")  # fmt: skip
     if tuple(own) == tuple(wanted):
         return network
@@ -57,12 +57,12 @@ def _reordered(
     never = _least(wiring, probe) + UNKNOWN if unknown else 0.0
     for slot in outputs.slots:
         if slot.repeat != 1 or slot.dim != 0:
-            raise UserError(f"network {place}: its outputs are not the rows of '{slot.tensor}', so they cannot be reordered")
+            raise UserError(f"network {index}: its outputs are not the rows of '{slot.tensor}', so they cannot be reordered")
         new[slot.tensor] = _rows(state[slot.tensor], own, wanted, never)
     if unknown and not any(tensor.ndim == 1 for tensor in new.values()):
-        raise UserError(f"network {place}: its last layer needs a bias, so that it never answers '{unknown[0]}'")
-    whole: State = {**state, **new}
-    return with_state(network, whole)
+        raise UserError(f"network {index}: its last layer needs a bias, so that it never answers '{unknown[0]}'")
+    extended: State = {**state, **new}
+    return with_state(network, extended)
 
 
 @torch.no_grad()
@@ -73,6 +73,6 @@ def _least(wiring: Wiring, probe: Tensor) -> float:
 
 
 def _rows(tensor: Tensor, own: Sequence[str], wanted: Sequence[str], never: float) -> Tensor:
-    known = {name: tensor[place] for place, name in enumerate(own)}
+    known = {name: tensor[index] for index, name in enumerate(own)}
     missing = torch.full_like(tensor[0], never if tensor.ndim == 1 else 0.0)
     return torch.stack([known.get(name, missing) for name in wanted])

@@ -27,19 +27,19 @@ def discriminant(count: Tensor, total: Tensor, square: Tensor, never: float = NE
         UserError: No class has images.
     """
     shares = count.double().clamp(min=0.0)
-    there = shares > 0.0
-    if not bool(there.any()):
+    counted = shares > 0.0
+    if not bool(counted.any()):
         raise UserError("discriminant: no class has an image")
-    shares, whole = shares / shares.sum(), shares.sum()
-    means = torch.where(there[:, None], total.double() / (shares * whole).clamp(min=1e-300)[:, None], 0.0)
-    within = (square + square.T).double() / (2.0 * whole) - means.T @ (shares[:, None] * means)
+    shares, mass = shares / shares.sum(), shares.sum()
+    means = torch.where(counted[:, None], total.double() / (shares * mass).clamp(min=1e-300)[:, None], 0.0)
+    within = (square + square.T).double() / (2.0 * mass) - means.T @ (shares[:, None] * means)
     size = within.diagonal().mean().clamp(min=1e-12)
     within.diagonal().add_(RIDGE * size)
     values, vectors = torch.linalg.eigh(within)
     values = values.clamp(min=RIDGE * size)  # against rounding errors and added noise
     weight = (means @ vectors / values) @ vectors.T
     bias = -0.5 * (weight * means).sum(dim=1) + shares.clamp(min=1e-300).log()
-    return weight * there[:, None], torch.where(there, bias, bias[there].min() - never)
+    return weight * counted[:, None], torch.where(counted, bias, bias[counted].min() - never)
 
 
 def scaled(weight: Tensor, bias: Tensor, norm: float) -> tuple[Tensor, Tensor]:

@@ -53,8 +53,8 @@ def distillation_loss(
     plain = F.cross_entropy(logits, labels) if labels is not None and weight < 1.0 else None
     if weight == 0.0 and plain is not None:
         return plain
-    goal, given = (answers / temperature).softmax(dim=1), (logits / temperature).log_softmax(dim=1)
-    soft = temperature**2 * F.kl_div(given, goal, reduction="batchmean")
+    goal, predicted = (answers / temperature).softmax(dim=1), (logits / temperature).log_softmax(dim=1)
+    soft = temperature**2 * F.kl_div(predicted, goal, reduction="batchmean")
     return soft if plain is None else weight * soft + (1.0 - weight) * plain
 
 
@@ -82,8 +82,8 @@ def distil(
         for group in optimiser.param_groups:
             group["lr"] = settings.rate * 0.5 * (1.0 + math.cos(math.pi * step / settings.steps))
         optimiser.zero_grad()
-        given = None if labels is None else labels[drawn]
-        loss = distillation_loss(student(inputs[drawn]), answers[drawn], settings.temperature, given, settings.weight)
+        targets = None if labels is None else labels[drawn]
+        loss = distillation_loss(student(inputs[drawn]), answers[drawn], settings.temperature, targets, settings.weight)
         loss.backward()
         optimiser.step()
     student.train(was)

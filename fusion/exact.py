@@ -28,12 +28,12 @@ def quantise(state: Mapping[str, Tensor], bits: int) -> State:
     Raises:
         ExactSumError: An entry is not finite, or |w| >= 2**(62 - bits).
     """
-    whole = flat(state).mul_(2.0**bits)
-    if len(whole):
-        low, high = torch.aminmax(whole)
+    scaled = flat(state).mul_(2.0**bits)
+    if len(scaled):
+        low, high = torch.aminmax(scaled)
         if not max(-float(low), float(high)) < 2.0**62:
             check_range(state, bits)
-    integers = whole.round_().to(torch.int64).split([tensor.numel() for tensor in state.values()])
+    integers = scaled.round_().to(torch.int64).split([tensor.numel() for tensor in state.values()])
     return {name: part.view(tensor.shape) for (name, tensor), part in zip(state.items(), integers, strict=True)}
 
 

@@ -19,22 +19,24 @@ def plain_networks(networks: Sequence[object]) -> list[nn.Module]:
     Raises:
         UserError: A network cannot be fused. The message has its index and the reason.
     """
-    found = []
-    for place, given in enumerate(networks):
-        given = uncompiled(given)
-        if not isinstance(given, nn.Module):
-            raise UserError(f"network {place} is a {type(given).__name__}, takes a torch.nn.Module (load a state into one)")
-        if why := next(_unfit(given), ""):
-            raise UserError(f"network {place} {why}")
-        found.append(given)
-    return found
+    plain = []
+    for index, network in enumerate(networks):
+        network = uncompiled(network)
+        if not isinstance(network, nn.Module):
+            raise UserError(
+                f"network {index} is a {type(network).__name__}, takes a torch.nn.Module (load a state into one)"
+            )
+        if why := next(_unfit(network), ""):
+            raise UserError(f"network {index} {why}")
+        plain.append(network)
+    return plain
 
 
-def uncompiled(given: object) -> Any:
+def uncompiled(network: object) -> Any:
     """Return the network that torch.compile wrapped, or the argument if it is not compiled."""
-    while type(given).__name__ == COMPILED and isinstance(given, nn.Module):
-        given = getattr(given, INNER)
-    return given
+    while type(network).__name__ == COMPILED and isinstance(network, nn.Module):
+        network = getattr(network, INNER)
+    return network
 
 
 def _unfit(network: nn.Module) -> Iterator[str]:

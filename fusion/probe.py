@@ -133,12 +133,12 @@ class Runner(fx.Interpreter):
         module = self.submodules[target]
         if not isinstance(module, nn.modules.conv._ConvNd) or kwargs or args[0].nbytes <= LARGE:
             return module(*args, **kwargs)
-        given, whole = args[0], None
-        for begin in range(0, len(given), CHUNK):
-            part = module(given[begin : begin + CHUNK])
-            whole = part.new_empty(len(given), *part.shape[1:]) if whole is None else whole
-            whole[begin : begin + CHUNK] = part
-        return whole
+        inputs, outputs = args[0], None
+        for begin in range(0, len(inputs), CHUNK):
+            part = module(inputs[begin : begin + CHUNK])
+            outputs = part.new_empty(len(inputs), *part.shape[1:]) if outputs is None else outputs
+            outputs[begin : begin + CHUNK] = part
+        return outputs
 
 
 class _Looker(Runner):

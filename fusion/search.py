@@ -25,20 +25,20 @@ def best_weights(
     best = [1.0 / number] * number
     network = make(best)
     highest = score(network)
-    for place in range(number - 1 if number == 2 else number):
+    for index in range(number - 1 if number == 2 else number):
         for share in sorted(STEPS, key=lambda step: abs(step - 1.0 / number)):
-            weights = _with_share(best, place, share)
+            weights = _with_share(best, index, share)
             tried = make(weights)
             if (reached := score(tried)) > highest:
                 best, network, highest = weights, tried, reached
     return best, network
 
 
-def _with_share(weights: Sequence[float], place: int, share: float) -> list[float]:
-    others = sum(weight for k, weight in enumerate(weights) if k != place)
+def _with_share(weights: Sequence[float], index: int, share: float) -> list[float]:
+    others = sum(weight for k, weight in enumerate(weights) if k != index)
     even = 1.0 / (len(weights) - 1)
     rest = [weight / others if others > 0 else even for weight in weights]
-    return [share if k == place else (1.0 - share) * rest[k] for k in range(len(weights))]
+    return [share if k == index else (1.0 - share) * rest[k] for k in range(len(weights))]
 
 
 def best_on_grid(score: Score, steps: Sequence[float], number: int) -> list[float]:

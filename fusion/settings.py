@@ -58,10 +58,10 @@ class FusionSettings:
         for name, values in takes.items():
             if getattr(self, name) not in values:
                 raise UserError(f"fusion {name}: got '{getattr(self, name)}', takes one of: {', '.join(values)}")
-        for one in fields(self):
-            kinds = KINDS.get(type(one.default))
-            if kinds and type(getattr(self, one.name)) not in kinds:
-                raise UserError(f"fusion {one.name}: got {getattr(self, one.name)!r}, takes {kinds[0].__name__}")
+        for setting in fields(self):
+            kinds = KINDS.get(type(setting.default))
+            if kinds and type(getattr(self, setting.name)) not in kinds:
+                raise UserError(f"fusion {setting.name}: got {getattr(self, setting.name)!r}, takes {kinds[0].__name__}")
         if not isinstance(self.transport, TransportSettings):
             raise UserError(f"fusion transport: got {self.transport!r}, takes TransportSettings")
         for name in ("positions", "repair_samples"):

@@ -65,11 +65,11 @@ def mean_over_holders(held: Sequence[Held], before: Mapping[str, Tensor]) -> Sta
     If all networks have one architecture, this is their weighted mean, bit for bit.
     """
     total = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in before.items()}
-    for one in held:
-        for name, index, weight, _ in _parts(one, before):
-            _add(total[name], index, weight * one.shares.get(name, torch.ones(())).double())
+    for holder in held:
+        for name, index, weight, _ in _parts(holder, before):
+            _add(total[name], index, weight * holder.shares.get(name, torch.ones(())).double())
     mean = {name: torch.zeros_like(tensor) for name, tensor in total.items()}
-    for name, index, weight, part in (entry for one in held for entry in _parts(one, before)):
+    for name, index, weight, part in (entry for holder in held for entry in _parts(holder, before)):
         share = torch.tensor(weight, dtype=torch.float64).div(_picked(total[name], index))
         _add(mean[name], index, part.double() * share)
     return {
@@ -103,7 +103,7 @@ def submodel(
     Raises:
         UserError: The smaller network is not a part of the larger one. The message says which layer does not fit.
     """
-    told = f"{names[1] or 'a network'} is not a part of {names[0] or 'another'}"
+    message = f"{names[1] or 'a network'} is not a part of {names[0] or 'another'}"
     try:
         pairs = match_evenly(large, small) if matches is None else {ours: theirs for theirs, ours in matches.items()}
         if len(pairs) < len(small.units):
@@ -111,14 +111,14 @@ def submodel(
         layers = _layer_pairs(large, small, pairs)
         state = large.graph.state_dict()
         places = {
-            name: place for theirs, ours in layers for name, place in _places(large, small, theirs, ours, turn).items()
+            name: index for theirs, ours in layers for name, index in _places(large, small, theirs, ours, turn).items()
         }
-        left = [name for name in small.graph.state_dict() if name not in places]
-        if left:
-            raise UserError(f"'{left[0]}' has no counterpart")
+        missing = [name for name in small.graph.state_dict() if name not in places]
+        if missing:
+            raise UserError(f"'{missing[0]}' has no counterpart")
     except UserError as error:
-        raise UserError(f"{told}: {error}") from None
-    lacking = [unit for place, unit in enumerate(large.units) if place not in pairs]
+        raise UserError(f"{message}: {error}") from None
+    lacking = [unit for index, unit in enumerate(large.units) if index not in pairs]
     return Submodel(places, {name: tensor for unit in lacking for name, tensor in neutral(large, unit, state).items()})
 
 
@@ -127,16 +127,16 @@ def neutral(wiring: Wiring, unit: Unit, state: Mapping[str, Tensor]) -> State:
     modules = dict(wiring.graph.named_modules())
     if unit.kind == "block":
         last = unit.layers[-1]
-        mine = {name: torch.zeros_like(state[name]) for name in (f"{last}.weight", f"{last}.bias") if name in state}
-        return mine if unit.identity_skip else {}
-    found: State = {}
+        zeros = {name: torch.zeros_like(state[name]) for name in (f"{last}.weight", f"{last}.bias") if name in state}
+        return zeros if unit.identity_skip else {}
+    tensors: State = {}
     for layer in unit.layers:
         module = modules[layer]
         own = _identity(module)
         if own is None:
             return {}
-        found |= {f"{layer}.{name}": tensor for name, tensor in own.items()}
-    return found
+        tensors |= {f"{layer}.{name}": tensor for name, tensor in own.items()}
+    return tensors
 
 
 def _identity(module: Any) -> State | None:
@@ -162,14 +162,14 @@ def _changes_size(module: nn.Linear | nn.Conv2d) -> bool:
 
 def _layer_pairs(large: Wiring, small: Wiring, pairs: Mapping[int, int]) -> list[tuple[str, str]]:
     """Pair layers of the larger network with those of the smaller: in matched units, then outside of units."""
-    found: list[tuple[str, str]] = []
+    pairs_: list[tuple[str, str]] = []
     for theirs, ours in sorted(pairs.items()):
-        found += _zipped(large.units[theirs].layers, small.units[ours].layers)
+        pairs_ += _zipped(large.units[theirs].layers, small.units[ours].layers)
     rest = []
     for wiring in (large, small):
         inside = {name for unit in wiring.units for name in unit.layers}
         rest.append(list(dict.fromkeys(layer.name for layer in wiring.layers if layer.name not in inside)))
-    return found + _zipped(*rest)
+    return pairs_ + _zipped(*rest)
 
 
 def _zipped(theirs: Sequence[str], ours: Sequence[str]) -> list[tuple[str, str]]:
@@ -185,13 +185,13 @@ def _places(large: Wiring, small: Wiring, theirs: str, ours: str, turn: int) -> 
              for state, layer in zip(states, (theirs, ours), strict=True)]  # fmt: skip
     if odd := sorted(names[0].keys() ^ names[1].keys()):
         raise UserError(f"of '{ours}' and '{theirs}' only one has a {odd[0]}")
-    found: dict[str, tuple[str, Index]] = {}
+    places: dict[str, tuple[str, Index]] = {}
     for kind, name in names[1].items():
         if states[0][names[0][kind]].ndim != states[1][name].ndim:
             raise UserError(f"'{name}' and '{names[0][kind]}' have different numbers of dimensions")
         index = tuple(_index(large, small, names[0][kind], name, dim, turn) for dim in range(states[1][name].ndim))
-        found[name] = names[0][kind], index
-    return found
+        places[name] = names[0][kind], index
+    return places
 
 
 def _index(large: Wiring, small: Wiring, theirs: str, ours: str, dim: int, turn: int) -> Tensor | None:
@@ -204,8 +204,8 @@ def _index(large: Wiring, small: Wiring, theirs: str, ours: str, dim: int, turn:
         short = size < len(one.entries) and (not free or one.blocks > 1)
         if one.repeat != other.repeat or size > len(one.entries) or short:
             raise UserError(f"'{ours}' has {size} channels, '{theirs}' {len(one.entries)}, along dimension {dim}")
-        kept = (torch.arange(size) - (turn if free and size < len(one.entries) else 0)) % len(one.entries)
-        index[other.entries.flatten()] = one.entries[kept].flatten()
+        chosen = (torch.arange(size) - (turn if free and size < len(one.entries) else 0)) % len(one.entries)
+        index[other.entries.flatten()] = one.entries[chosen].flatten()
     if not pairs and sizes[0] != sizes[1]:
         raise UserError(f"'{ours}' has {sizes[1]} entries, '{theirs}' {sizes[0]}, along dimension {dim}")
     return None if torch.equal(index, torch.arange(sizes[0])) else index
@@ -228,7 +228,7 @@ def _add(total: Tensor, index: Index, part: Tensor) -> None:
         total += part
         return
     places = [torch.arange(size) if entries is None else entries for size, entries in zip(total.shape, index, strict=True)]
-    shape = [len(place) for place in places]
+    shape = [len(entries) for entries in places]
     total.index_put_(torch.meshgrid(*places, indexing="ij"), part.expand(shape), accumulate=True)
 
 

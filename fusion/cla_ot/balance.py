@@ -142,14 +142,14 @@ class _Builder:
 
     def build(self) -> Balanced:
         done = 0  # number of the network's units processed
-        for place, unit in enumerate(self.structure.units):
-            if place not in self.matches:
-                ADD[unit.kind](self, unit, self._entries(place))
+        for index, unit in enumerate(self.structure.units):
+            if index not in self.matches:
+                ADD[unit.kind](self, unit, self._entries(index))
                 continue
-            partner = self.wiring.units[self.matches[place]]
-            self._merge(self.wiring.units[done : self.matches[place]])
+            partner = self.wiring.units[self.matches[index]]
+            self._merge(self.wiring.units[done : self.matches[index]])
             self._copy(unit.layers, partner.layers, unit, partner)
-            done = self.matches[place] + 1
+            done = self.matches[index] + 1
         self._merge(self.wiring.units[done:])
         self._copy(_outside(self.structure), _outside(self.wiring), None, None)
         network = with_state(self.target, {name: tensor.clone() for name, tensor in self.state.items()}, self.dropped)
@@ -157,9 +157,9 @@ class _Builder:
         notes = tuple(f"{name}: added without its norm, which has no identity" for name in sorted(self.dropped))
         return Balanced(network, complete, frozenset(self.added), self.origins, self.sources, self.stale, notes)
 
-    def _entries(self, place: int) -> int:
+    def _entries(self, index: int) -> int:
         """Return the input width of the network's next own layer after an index in the structure."""
-        later = [theirs for ours, theirs in self.matches.items() if ours > place]
+        later = [theirs for ours, theirs in self.matches.items() if ours > index]
         names = self.wiring.units[min(later)].layers if later else _outside(self.wiring)
         first = next(module for module in map(self.have.__getitem__, names) if not isinstance(module, NORMS))
         return first.get_parameter("weight").shape[1]
@@ -308,8 +308,8 @@ def _nodes(wiring: Wiring, layers: tuple[str, ...], unit: Unit | None) -> list[s
 
 def _points(wiring: Wiring, layers: tuple[str, ...], unit: Unit | None) -> list[str]:
     """Return the pre-activations of these layers in order of execution, with a block's sum."""
-    found: list[Layer] = [layer for layer in wiring.layers if layer.name in layers]
-    nodes = {layer.node for layer in found}
+    selected: list[Layer] = [layer for layer in wiring.layers if layer.name in layers]
+    nodes = {layer.node for layer in selected}
     if unit is not None and unit.kind == "block":
         nodes.add(unit.sum)
     points = {node for each in wiring.points.values() for node in each}

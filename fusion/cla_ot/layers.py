@@ -33,11 +33,11 @@ def _keeps_size(module: nn.Conv2d) -> bool:
 
 def check_design(name: str, goal: nn.Module, other: str, have: nn.Module) -> None:
     """Raise UserError if two layers have different types or options."""
-    wanted, given = ({key: tuple(t.shape[2:]) for key, t in tensors_of(each).items()} for each in (goal, have))
+    wanted, existing = ({key: tuple(t.shape[2:]) for key, t in tensors_of(each).items()} for each in (goal, have))
     options = ("stride", "padding", "dilation", "num_groups")
     same = all(getattr(goal, option, None) == getattr(have, option, None) for option in options)
-    if type(goal) is not type(have) or wanted != given or not same:
-        raise UserError(f"layer '{other}' ({type(have).__name__}: {', '.join(given)}) does not fit '{name}' "
+    if type(goal) is not type(have) or wanted != existing or not same:
+        raise UserError(f"layer '{other}' ({type(have).__name__}: {', '.join(existing)}) does not fit '{name}' "
                         f"({type(goal).__name__}: {', '.join(wanted)}): the networks are of different design")  # fmt: skip
 
 

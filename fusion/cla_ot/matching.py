@@ -87,12 +87,12 @@ def layer_costs(
 def wired(networks: Sequence[nn.Module], probe: Tensor) -> list[Wiring]:
     """Return the wirings of networks that take these inputs. Errors start with the network's index."""
     wirings = []
-    for place, network in enumerate(networks):
+    for index, network in enumerate(networks):
         try:
             check_probe(network, probe)
             wirings.append(wire(network, probe[:1]))
         except UserError as error:
-            raise type(error)(f"network {place}: {error}") from error
+            raise type(error)(f"network {index}: {error}") from error
     return wirings
 
 
@@ -188,24 +188,24 @@ def pairs_of(one: Wiring, other: Wiring, matches: Mapping[int, int]) -> dict[str
 
 def undecided(deep: Wiring, shallow: Wiring, pins: Pins) -> tuple[list[Unit], list[Unit]]:
     """Return the units of both networks that need a comparison."""
-    found: tuple[list[Unit], list[Unit]] = [], []
+    units: tuple[list[Unit], list[Unit]] = [], []
     for i, j in _paired_groups(deep, shallow):
         if not pins.decide(max(len(i), len(j)), min(len(i), len(j))):
-            found[0].extend(deep.units[k] for k in i)
-            found[1].extend(shallow.units[k] for k in j)
-    return found
+            units[0].extend(deep.units[k] for k in i)
+            units[1].extend(shallow.units[k] for k in j)
+    return units
 
 
 def _match(
     deep: Wiring, shallow: Wiring, cost: Callable[[Sequence[int], Sequence[int]], np.ndarray], pins: Pins
 ) -> dict[int, int]:
-    found = {}
+    matches = {}
     for i, j in _paired_groups(deep, shallow):
         part, flipped = cost(i, j), len(i) < len(j)
         picked = optimal_alignment(part.T if flipped else part, pin_first=pins.first, pin_last=pins.last)
         for few, many in enumerate(picked):
-            found[i[few] if flipped else i[many]] = j[many] if flipped else j[few]
-    return found
+            matches[i[few] if flipped else i[many]] = j[many] if flipped else j[few]
+    return matches
 
 
 def _paired_groups(deep: Wiring, shallow: Wiring) -> list[tuple[list[int], list[int]]]:
@@ -214,9 +214,11 @@ def _paired_groups(deep: Wiring, shallow: Wiring) -> list[tuple[list[int], list[
     kinds = [[(wiring.units[units[0]].kind, len(wiring.units[units[0]].shape)) for units in side]
              for wiring, side in zip((deep, shallow), sides, strict=True)]  # fmt: skip
     if kinds[0] != kinds[1]:
-        told = [" + ".join(f"{len(units)} {_kind(wiring.units[units[0]])}" for units in side) or "none"
+        descriptions = [" + ".join(f"{len(units)} {_kind(wiring.units[units[0]])}" for units in side) or "none"
                 for wiring, side in zip((deep, shallow), sides, strict=True)]  # fmt: skip
-        raise UserError(f"the networks are of different families; groups of layers: {told[0]} here, {told[1]} there")
+        raise UserError(
+            f"the networks are of different families; groups of layers: {descriptions[0]} here, {descriptions[1]} there"
+        )
     return list(zip(*sides, strict=True))
 
 
@@ -226,6 +228,6 @@ def _kind(unit: Unit) -> str:
 
 def _groups(wiring: Wiring) -> list[list[int]]:
     groups: dict[int, list[int]] = {}
-    for place, unit in enumerate(wiring.units):
-        groups.setdefault(unit.group, []).append(place)
+    for index, unit in enumerate(wiring.units):
+        groups.setdefault(unit.group, []).append(index)
     return list(groups.values())

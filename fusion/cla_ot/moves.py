@@ -93,15 +93,15 @@ def carried(state: Mapping[str, Tensor], source: Wiring, goal: Wiring, plans: Ma
 
 def slots_of(source: Wiring, goal: Wiring) -> dict[str, list[tuple[int, Slot, Slot]]]:
     """Return, by tensor, the axis and slots in two wirings. Raise UserError if their structures differ."""
-    found: dict[str, list[tuple[int, Slot, Slot]]] = {}
+    slots: dict[str, list[tuple[int, Slot, Slot]]] = {}
     for ours, theirs in zip(source.axes, goal.axes, strict=False):
         places = [[(slot.tensor, slot.dim) for slot in axis.slots] for axis in (ours, theirs)]
         if places[0] != places[1] or len(source.axes) != len(goal.axes):
             apart = next((one for one, other in zip(*places, strict=False) if one != other), (places[0] or places[1])[-1:])
             raise UserError(f"the networks have different designs: their channels are tied in different ways at {apart}")
         for one, other in zip(ours.slots, theirs.slots, strict=True):
-            found.setdefault(one.tensor, []).append((ours.index, one, other))
-    return found
+            slots.setdefault(one.tensor, []).append((ours.index, one, other))
+    return slots
 
 
 def moved_along(

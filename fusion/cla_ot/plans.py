@@ -96,7 +96,7 @@ class _Planner:
         self.plans: dict[int, Plan] = {}
 
     def run(self) -> dict[int, Plan]:
-        order = {layer.node: place for place, layer in enumerate(self.structure.layers)}
+        order = {layer.node: index for index, layer in enumerate(self.structure.layers)}
         axes = [axis for axis in self.structure.axes if not axis.fixed]
         first = {axis.index: order[self.writers[axis.index].node] for axis in axes if axis.index in self.writers}
         for axis in sorted(axes, key=lambda axis: (first.get(axis.index, len(order)), axis.index)):
@@ -225,15 +225,15 @@ def _values(body: Body, node: str, axis: int) -> Tensor:
 
 def _writers(structure: Wiring) -> dict[int, Layer]:
     """Return the first layer that writes each axis."""
-    found: dict[int, Layer] = {}
+    first: dict[int, Layer] = {}
     layers = {layer.weight: layer for layer in reversed(structure.layers) if layer.kind in WEIGHTED}
-    order = {layer.node: place for place, layer in enumerate(structure.layers)}
+    order = {layer.node: index for index, layer in enumerate(structure.layers)}
     for axis in structure.axes:
         named = [layers[slot.tensor] for slot in axis.slots
                  if slot.tensor in layers and slot.dim == OUTPUTS.get(layers[slot.tensor].kind, 0)]  # fmt: skip
         if named and not axis.fixed:
-            found[axis.index] = min(named, key=lambda layer: order[layer.node])
-    return found
+            first[axis.index] = min(named, key=lambda layer: order[layer.node])
+    return first
 
 
 def _weight(body: Body, layer: Layer) -> Tensor:

@@ -22,14 +22,14 @@ def sequential_moves(wiring: Wiring, plans: Mapping[str, Plan]) -> Moves:
     outgoing = {name: plan.outgoing for name, plan in plans.items()}
     before: Tensor | None = None  # the plan of the layer before
     skip, residual, shortcut = None, None, -2
-    for place, layer in enumerate(layers):
+    for index, layer in enumerate(layers):
         if before is not None and layer.kind == "conv":
             if _changes_shape(wiring, layer):
                 if _kernel(wiring, layer) == 1:  # a shortcut reads the input of the block
-                    residual, shortcut, before = before, place, skip
+                    residual, shortcut, before = before, index, skip
                 else:
                     skip = before
-            elif shortcut == place - 1 and residual is not None:
+            elif shortcut == index - 1 and residual is not None:
                 before = (before + residual) / 2
         if before is not None:
             incoming[layer.name] = before

@@ -98,11 +98,11 @@ def layer_moments(network: nn.Module, layers: Sequence[str], probe: Tensor) -> d
 
 def in_basis(statistics: Mapping[str, Statistics], outgoing: Mapping[str, Tensor]) -> dict[str, Statistics]:
     """Return mean and standard deviation [channels] of layers after a move: means over the channels that are merged."""
-    found = {}
+    moved = {}
     for name, (mean, std) in statistics.items():
         matrix = outgoing[name].to(mean) if name in outgoing else None
-        found[name] = (mean, std) if matrix is None else (mean @ matrix, std @ matrix)
-    return found
+        moved[name] = (mean, std) if matrix is None else (mean @ matrix, std @ matrix)
+    return moved
 
 
 def reset(network: nn.Module, probe: Tensor, target: Target) -> None:
@@ -139,14 +139,14 @@ def rescale(network: nn.Module, probe: Tensor, target: Mapping[str, Statistics])
 
 def mixture(parents: Sequence[Mapping[str, Statistics]], shares: Mapping[str, Sequence[float]]) -> dict[str, Statistics]:
     """Return the target statistics: weighted means over the parents that have the layer (`shares` by its name)."""
-    found = {}
+    means = {}
     for name in {name: None for parent in parents for name in parent}:
         pairs = [(share, parent[name]) for parent, share in zip(parents, shares[name], strict=True) if name in parent]
         total = sum(share for share, _ in pairs)
         if total > 0.0:
             mean, std = (sum(share * part[k] for share, part in pairs) / total for k in (0, 1))
-            found[name] = torch.as_tensor(mean), torch.as_tensor(std)
-    return found
+            means[name] = torch.as_tensor(mean), torch.as_tensor(std)
+    return means
 
 
 def first_calls(wiring: Wiring, names: Collection[str]) -> dict[str, str]:
@@ -174,10 +174,10 @@ class _Resetter(Runner):
         (mean, std), (own_mean, own_std) = self.target.seen[name], self.target.own[name]
         scale = now.std / std.clamp(min=SMALLEST)
         new = {"running_mean": now.mean + scale * (own_mean - mean), "running_var": (scale * own_std).square()}
-        kept = near(now, (mean, std)) | (std <= SMALLEST) | (now.std <= SMALLEST)
+        unchanged = near(now, (mean, std)) | (std <= SMALLEST) | (now.std <= SMALLEST)
         for buffer, values in new.items():
             old = self.submodules[name].get_buffer(buffer)
-            old.copy_(torch.where(kept, old, values.to(old)))
+            old.copy_(torch.where(unchanged, old, values.to(old)))
 
 
 class _Rescaler(Runner):

@@ -40,21 +40,21 @@ def regmean(networks: Sequence[nn.Module], into: int, depth: int, probe: Tensor)
     frame = prepared(networks, into, depth, probe)
     moves, share = frame.by_plans(), max(1, ROWS // len(probe))
     result = frame.averaged(moves, frame.shares)
-    states = [frame.moved(place, move) for place, move in enumerate(moves)]
+    states = [frame.moved(index, move) for index, move in enumerate(moves)]
     layers = {layer.node: layer for layer in weighted(frame.structure)}
     for steps in zip(*(walk(wiring, probe) for wiring in frame.wirings), strict=True):
         if (layer := layers.get(steps[0][0].name)) is None:
             continue
         grams, cross = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-        for place, (node, env) in enumerate(steps):
-            if part := frame.shares[layer.name][place]:
-                module = frame.bodies[place].get_submodule(layer.name)
+        for index, (node, env) in enumerate(steps):
+            if part := frame.shares[layer.name][index]:
+                module = frame.bodies[index].get_submodule(layer.name)
                 x = patches(module, env[node.all_input_nodes[0]], share)[0]
-                x = in_channels(x, frame.plans[place].get(layer.inputs))
+                x = in_channels(x, frame.plans[index].get(layer.inputs))
                 gram = products(x, x)
                 gram = part * (KEPT * gram + (1.0 - KEPT) * torch.diag(gram.diagonal()))
                 grams = grams + gram
-                cross = cross + gram @ states[place][f"{layer.name}.weight"].double().flatten(1).T
+                cross = cross + gram @ states[index][f"{layer.name}.weight"].double().flatten(1).T
         weight = result.get_parameter(f"{layer.name}.weight")
         start = weight.double().flatten(1).T
         weight.copy_((start + torch.linalg.lstsq(_solid(grams), cross - grams @ start).solution).T.view_as(weight))
@@ -80,16 +80,16 @@ def pleas(networks: Sequence[nn.Module], into: int, depth: int, probe: Tensor) -
     for steps in zip(*(walk(wiring, probe) for wiring in frame.wirings), strict=True):
         if (layer := layers.get(steps[0][0].name)) is None:
             continue
-        given, wanted = [], []
-        for place, (node, env) in enumerate(steps):
-            module = frame.bodies[place].get_submodule(layer.name)
+        inputs, wanted = [], []
+        for index, (node, env) in enumerate(steps):
+            module = frame.bodies[index].get_submodule(layer.name)
             x = patches(module, env[node.all_input_nodes[0]], share)[0]
-            given.append(in_channels(x, frame.plans[place].get(layer.inputs)))
-            y = in_channels(picked(env[node], share), frame.plans[place].get(layer.outputs))
-            wanted.append(frame.shares[layer.name][place] * y)
-        there = [x for x in given if x.any()]  # inside a block that a network lacks, its input is empty
+            inputs.append(in_channels(x, frame.plans[index].get(layer.inputs)))
+            y = in_channels(picked(env[node], share), frame.plans[index].get(layer.outputs))
+            wanted.append(frame.shares[layer.name][index] * y)
+        present = [x for x in inputs if x.any()]  # inside a block that a network lacks, its input is empty
         module = result.get_submodule(layer.name)
-        x, start = torch.stack(there).mean(dim=0), module.get_parameter("weight").double().flatten(1).T
+        x, start = torch.stack(present).mean(dim=0), module.get_parameter("weight").double().flatten(1).T
         if isinstance(module.bias, Tensor):
             x, start = with_ones(x), torch.cat([start, module.bias.double()[None]])
         written(module, None, ridge(products(x, x), products(x, torch.stack(wanted).sum(dim=0)), start))

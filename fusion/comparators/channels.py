@@ -43,26 +43,26 @@ def git_rebasin(networks: Sequence[nn.Module], into: int, depth: int, probe: Ten
     _refuse_groups(frame, "Git Re-Basin")
     goal, known = dict(frame.bodies[into].state_dict()), {name for name, share in frame.shares.items() if share[into]}
     moves = {into: Moves({}, {}, {})}
-    for place in sorted(range(len(frame.bodies)), key=lambda place: place != depth):
-        if place != into:
-            plans = _matched_weights(frame, place, goal, known)
-            moves[place] = frame.by_layer(plans, {axis: spread(plan) for axis, plan in plans.items()})
-        if place == depth:  # from here on, layers that `into` lacks are those of this network
-            state = frame.moved(place, moves[place])
+    for index in sorted(range(len(frame.bodies)), key=lambda index: index != depth):
+        if index != into:
+            plans = _matched_weights(frame, index, goal, known)
+            moves[index] = frame.by_layer(plans, {axis: spread(plan) for axis, plan in plans.items()})
+        if index == depth:  # from here on, layers that `into` lacks are those of this network
+            state = frame.moved(index, moves[index])
             goal |= {name: tensor for name, tensor in state.items() if name.rpartition(".")[0] not in known}
             known = set(frame.shares)
-    everyone = [moves[place] for place in range(len(frame.bodies))]
-    return frame.repaired(frame.averaged(everyone, frame.shares), everyone, frame.shares)
+    all_moves = [moves[index] for index in range(len(frame.bodies))]
+    return frame.repaired(frame.averaged(all_moves, frame.shares), all_moves, frame.shares)
 
 
-def _matched_weights(frame: Frame, place: int, goal: State, known: set[str]) -> dict[int, Tensor]:
+def _matched_weights(frame: Frame, index: int, goal: State, known: set[str]) -> dict[int, Tensor]:
     """Return assignments [n, m] by axis."""
     axes = [axis for axis in frame.structure.axes if not axis.fixed]
-    parameters = dict(frame.bodies[place].named_parameters())
-    own = {name for name, share in frame.shares.items() if share[place]} & known
+    parameters = dict(frame.bodies[index].named_parameters())
+    own = {name for name, share in frame.shares.items() if share[index]} & known
     state = {name: tensor.double() for name, tensor in parameters.items() if name.rpartition(".")[0] in own}
     where = {(slot.tensor, slot.dim): axis.index for axis in axes for slot in axis.slots}
-    size = {axis.index: axis.size for axis in frame.wirings[place].axes}
+    size = {axis.index: axis.size for axis in frame.wirings[index].axes}
     plans = {axis.index: _assigned(np.eye(size[axis.index], frame.size(axis.index))) for axis in axes}
     generator = torch.Generator(device="cpu").manual_seed(0)
     for _ in range(SWEEPS):
@@ -97,11 +97,11 @@ def _gain(axis: Axis, state: Mapping[str, Tensor], goal: State, where: Mapping[t
 
 def _assigned(gain: np.ndarray) -> Tensor:
     """Return [n, m] with the largest sum: one of n rows for each of m columns. Every row is used before any repeats."""
-    plan, left = np.zeros(gain.shape), np.arange(gain.shape[1])
-    while len(left):
-        rows, columns = linear_sum_assignment(gain[:, left], maximize=True)
-        plan[rows, left[columns]] = 1.0
-        left = np.delete(left, columns)
+    plan, unassigned = np.zeros(gain.shape), np.arange(gain.shape[1])
+    while len(unassigned):
+        rows, columns = linear_sum_assignment(gain[:, unassigned], maximize=True)
+        plan[rows, unassigned[columns]] = 1.0
+        unassigned = np.delete(unassigned, columns)
     return torch.from_numpy(plan)
 
 
@@ -121,14 +121,14 @@ def zipit(networks: Sequence[nn.Module], into: int, depth: int, probe: Tensor) -
     means: list[dict[int, Tensor]] = [{} for _ in frame.bodies]
     members: list[dict[int, Tensor]] = [{} for _ in frame.bodies]
     for axis in (axis.index for axis in frame.structure.axes if not axis.fixed):
-        there = [place for place, each in enumerate(values) if each[axis].any()]
-        together = torch.cat([values[place][axis] for place in there])
+        present = [index for index, each in enumerate(values) if each[axis].any()]
+        together = torch.cat([values[index][axis] for index in present])
         groups = _zipped(1.0 - correlation_cost([(together, together)]), frame.size(axis))
-        pieces = iter(groups.split([len(values[place][axis]) for place in there]))
+        pieces = iter(groups.split([len(values[index][axis]) for index in present]))
         counts = groups.sum(dim=0)
-        for place, each in enumerate(values):
-            member = next(pieces) if place in there else torch.zeros(len(each[axis]), len(counts), dtype=torch.float64)
-            members[place][axis], means[place][axis] = member, len(values) * member / counts
+        for index, each in enumerate(values):
+            member = next(pieces) if index in present else torch.zeros(len(each[axis]), len(counts), dtype=torch.float64)
+            members[index][axis], means[index][axis] = member, len(values) * member / counts
     moves = [
         frame.by_layer(*pair) for pair in zip(means, members, strict=True)
     ]  # the mean of these is the sum over networks
@@ -147,11 +147,11 @@ def _zipped(correlation: np.ndarray, number: int) -> Tensor:
         together = AGAIN * np.minimum(near[one], near[other])
         near[one], near[:, one] = together, together
         near[other], near[:, other], near[one, one] = -np.inf, -np.inf, -np.inf
-    left = [group for group in groups if group]
-    found = torch.zeros(len(correlation), len(left), dtype=torch.float64)
-    for column, group in enumerate(left):
-        found[group, column] = 1.0
-    return found
+    remaining = [group for group in groups if group]
+    membership = torch.zeros(len(correlation), len(remaining), dtype=torch.float64)
+    for column, group in enumerate(remaining):
+        membership[group, column] = 1.0
+    return membership
 
 
 @torch.no_grad()
@@ -168,8 +168,8 @@ def cca_merge(networks: Sequence[nn.Module], into: int, depth: int, probe: Tenso
     values, behind = _by_axis(frame), norms(frame.structure, frame.bodies[into])
     frame.fold()
     hidden = [axis.index for axis in frame.structure.axes if not axis.fixed]
-    turns = [{} if place == into else {axis: _cca(each[axis], values[into][axis]) for axis in hidden}
-             for place, each in enumerate(values)]  # fmt: skip
+    turns = [{} if index == into else {axis: _cca(each[axis], values[into][axis]) for axis in hidden}
+             for index, each in enumerate(values)]  # fmt: skip
     moves = [frame.by_layer(turn, {axis: torch.linalg.inv(matrix).T for axis, matrix in turn.items()}) for turn in turns]
     result = frame.averaged(moves, frame.shares)
     nodes = {layer.name: layer.node for layer in frame.structure.layers}
@@ -220,12 +220,14 @@ def _set_statistics(network: nn.Module, targets: Mapping[str, tuple[Tensor, Tens
 
 def _by_axis(frame: Frame) -> list[dict[int, Tensor]]:
     """Return, for each network, the pre-activations [channels, values] on each axis."""
-    found = []
+    values = []
     for wiring in frame.wirings:
         points = frame.structure.points
         seen = observe(wiring, frame.probe, features={node for nodes in points.values() for node in nodes}, positions=2048)
-        found.append({axis: torch.cat([features_of(seen, node) for node in nodes], dim=1) for axis, nodes in points.items()})
-    return found
+        values.append(
+            {axis: torch.cat([features_of(seen, node) for node in nodes], dim=1) for axis, nodes in points.items()}
+        )
+    return values
 
 
 def _refuse_groups(frame: Frame, name: str) -> None:

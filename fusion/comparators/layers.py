@@ -49,7 +49,7 @@ class Frame:
 
     def averaged(self, moves: Sequence[Moves], shares: Mapping[str, list[float]]) -> nn.Module:
         """Return the mean of the moved networks by their shares in each layer, without repair."""
-        states = [self.moved(place, move) for place, move in enumerate(moves)]
+        states = [self.moved(index, move) for index, move in enumerate(moves)]
         return with_state(self.bodies[self.into], {name: _mean(name, states, shares) for name in states[self.into]})
 
     def repaired(self, network: nn.Module, moves: Sequence[Moves], shares: Mapping[str, list[float]]) -> nn.Module:
@@ -57,10 +57,12 @@ class Frame:
         seen, own = [], []
         for wiring, move in zip(self.wirings, moves, strict=True):
             nodes = watched(wiring)
-            found = observe(wiring, self.probe, moments=set(nodes.values())).moments
-            seen.append(in_basis({name: (found[node].mean, found[node].std) for name, node in nodes.items()}, move.outgoing))
-            kept = {name: running(wiring.graph.get_submodule(name)) for name in nodes}
-            own.append(in_basis({name: pair for name, pair in kept.items() if pair}, move.outgoing))
+            moments = observe(wiring, self.probe, moments=set(nodes.values())).moments
+            seen.append(
+                in_basis({name: (moments[node].mean, moments[node].std) for name, node in nodes.items()}, move.outgoing)
+            )
+            statistics = {name: running(wiring.graph.get_submodule(name)) for name in nodes}
+            own.append(in_basis({name: pair for name, pair in statistics.items() if pair}, move.outgoing))
         repair(network, Target(mixture(seen, shares), mixture(own, shares)), self.probe)
         return network
 
@@ -74,9 +76,9 @@ class Frame:
         """Return the moves of each network by its plans."""
         return [self.by_layer(plans, {axis: spread(plan) for axis, plan in plans.items()}) for plans in self.plans]
 
-    def moved(self, place: int, move: Moves) -> State:
+    def moved(self, index: int, move: Moves) -> State:
         """Return the moved state of one network: weights on both sides, vectors with the outputs."""
-        return moved(self.bodies[place].state_dict(), self.structure.layers, move)
+        return moved(self.bodies[index].state_dict(), self.structure.layers, move)
 
     def fold(self) -> None:
         """Make all BatchNorms neutral, in place: fold their scale and shift into the layers before them.
@@ -96,16 +98,16 @@ def _fold(module: Any, norm: Any) -> None:
     written(module, norm, torch.cat([module.weight.flatten(1).T * scale, (scale * bias + norm.bias)[None]]))
 
 
-def written(module: Any, norm: Any | None, found: Tensor) -> None:
-    """Write weights into a layer; a last row of `found` [d (+ 1), m] has the biases, if present.
+def written(module: Any, norm: Any | None, solution: Tensor) -> None:
+    """Write weights into a layer; a last row of `solution` [d (+ 1), m] has the biases, if present.
 
     The BatchNorm after the layer, if any, takes the bias and becomes neutral otherwise. A layer without bias gets one
     if needed.
     """
     weight = module.weight
     rows = weight[0].numel()
-    weight.copy_(found[:rows].T.reshape(weight.shape))
-    bias = found[rows:].flatten().to(weight) if len(found) > rows else None
+    weight.copy_(solution[:rows].T.reshape(weight.shape))
+    bias = solution[rows:].flatten().to(weight) if len(solution) > rows else None
     if norm is not None:
         norm.weight.fill_(1.0)
         norm.bias.copy_(torch.zeros_like(norm.bias) if bias is None else bias)
@@ -135,7 +137,7 @@ def prepared(networks: Sequence[nn.Module], into: int, depth: int, probe: Tensor
     added = []
     for network, match in zip(networks, fused.alignment, strict=True):
         fewer = len(wire(network, probe[:1]).units) <= len(structure.units)
-        lacking = [unit for place, unit in enumerate(structure.units) if fewer and place not in match]
+        lacking = [unit for index, unit in enumerate(structure.units) if fewer and index not in match]
         added.append({name for unit in lacking for name in unit.layers})
     names = {layer.name: None for layer in structure.layers}
     shares = {name: [float(name not in lacks) for lacks in added] for name in names}
@@ -177,17 +179,17 @@ def norms(structure: Wiring, network: nn.Module) -> dict[str, str]:
     """
     kind = {layer.node: layer for layer in structure.layers}
     readers = {node.name: [user.name for user in node.users] for node in structure.graph.graph.nodes}
-    found = {}
+    norm_of = {}
     for layer in weighted(structure):
         users = readers[layer.node]
         norm = kind.get(users[0]) if len(users) == 1 else None
-        found[layer.name] = norm.name if norm and norm.kind == "norm" else ""
+        norm_of[layer.name] = norm.name if norm and norm.kind == "norm" else ""
     for name in (layer.name for layer in structure.layers if layer.kind == "norm"):
         module = network.get_submodule(name)
-        if name not in found.values() or running(module) is None or module.weight is None:
+        if name not in norm_of.values() or running(module) is None or module.weight is None:
             raise UserError(f"layer '{name}': this comparator takes BatchNorm alone, with a scale and running statistics, "
                             "directly after a convolution or linear layer")  # fmt: skip
-    return found
+    return norm_of
 
 
 def walk(wiring: Wiring, probe: Tensor) -> Iterator[tuple[fx.Node, dict[fx.Node, Tensor]]]:
@@ -224,8 +226,8 @@ def ridge(gram: Tensor, cross: Tensor, start: Tensor | None = None) -> Tensor:
     diagonal = gram.diagonal()
     damped = gram + torch.diag(RIDGE * (diagonal + FLOOR * diagonal.mean().clamp(min=1e-12)))
     rest = cross if start is None else cross - gram @ start
-    found = torch.linalg.solve(damped, rest)
-    return found if start is None else start + found
+    change = torch.linalg.solve(damped, rest)
+    return change if start is None else start + change
 
 
 def with_ones(rows: Tensor) -> Tensor:

@@ -96,12 +96,12 @@ def _interpolated(frame: Frame, grouping: Grouping) -> nn.Module:
 
 def _sums(structure: Wiring, ends: set[str]) -> dict[str, tuple[str, str]]:
     """Return, for each operand of a sum that ends a block, the sum and the other operand."""
-    totals, found = {unit.sum for unit in structure.units}, {}
+    totals, operands = {unit.sum for unit in structure.units}, {}
     for node in structure.graph.graph.nodes:
         if node.name in totals and len(node.all_input_nodes) == 2:
             one, other = (operand.name for operand in node.all_input_nodes)
-            found |= {end: (node.name, rest) for end, rest in ((one, other), (other, one)) if end in ends}
-    return found
+            operands |= {end: (node.name, rest) for end, rest in ((one, other), (other, one)) if end in ends}
+    return operands
 
 
 def _grouped(frame: Frame, layer: Layer, x: Tensor, outputs: Sequence[Tensor], grouping: Grouping) -> list[Tensor]:
@@ -111,26 +111,26 @@ def _grouped(frame: Frame, layer: Layer, x: Tensor, outputs: Sequence[Tensor], g
     """
     if frame.structure.axes[layer.outputs].fixed:
         return [torch.eye(each.shape[1]) / len(outputs) for each in outputs]
-    there = [place for place, each in enumerate(outputs) if each.any()] or [frame.into]
-    there.sort(key=lambda place: place != frame.into)
-    found = dict(zip(there, grouping(x, [outputs[place] for place in there]), strict=True))
-    width = next(iter(found.values())).shape[1]
-    return [found.get(place, torch.zeros(each.shape[1], width)) for place, each in enumerate(outputs)]
+    present = [index for index, each in enumerate(outputs) if each.any()] or [frame.into]
+    present.sort(key=lambda index: index != frame.into)
+    groups = dict(zip(present, grouping(x, [outputs[index] for index in present]), strict=True))
+    width = next(iter(groups.values())).shape[1]
+    return [groups.get(index, torch.zeros(each.shape[1], width)) for index, each in enumerate(outputs)]
 
 
 def _hungarian(x: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
     gram = products(x, x)
     images = [x @ ridge(gram, products(x, each)).to(x) for each in outputs]
     mean, image = outputs[0], images[0]
-    found = [torch.eye(outputs[0].shape[1]).to(x)]
+    matrices = [torch.eye(outputs[0].shape[1]).to(x)]
     for done, (z, p) in enumerate(zip(outputs[1:], images[1:], strict=True), 1):
         old, new = done / (done + 1), 1 / (done + 1)
         cost = old * _distances(old * image - mean, new * p) + new * _distances(old * image, new * p - z)
         rows, columns = linear_sum_assignment(cost.numpy())  # row: in the mean so far; column: in this network
-        found.append(torch.zeros_like(found[0]))
-        found[-1][columns, rows] = 1.0
-        mean, image = old * mean + new * z @ found[-1], old * image + new * p @ found[-1]
-    return [matrix / len(outputs) for matrix in found]
+        matrices.append(torch.zeros_like(matrices[0]))
+        matrices[-1][columns, rows] = 1.0
+        mean, image = old * mean + new * z @ matrices[-1], old * image + new * p @ matrices[-1]
+    return [matrix / len(outputs) for matrix in matrices]
 
 
 def _distances(one: Tensor, other: Tensor) -> Tensor:

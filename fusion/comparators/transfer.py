@@ -30,15 +30,17 @@ def transferred(source: nn.Module, target: nn.Module, probe: Tensor, by: str = "
     """
     if by not in PAIRINGS:
         raise UserError(f"transfer: got by='{by}', takes one of: {', '.join(PAIRINGS)}")
-    own, given = target.state_dict(), source.state_dict()
+    own, source_state = target.state_dict(), source.state_dict()
     state = dict(own)
     for name, other in PAIRINGS[by](source, target, probe):
         for tensor in target.get_submodule(name).state_dict():
             ours, theirs = f"{name}.{tensor}", f"{other}.{tensor}"
-            if theirs not in given or given[theirs].shape != own[ours].shape:
-                shapes = [list(state[key].shape) if key in state else None for key, state in ((ours, own), (theirs, given))]
+            if theirs not in source_state or source_state[theirs].shape != own[ours].shape:
+                shapes = [
+                    list(state[key].shape) if key in state else None for key, state in ((ours, own), (theirs, source_state))
+                ]
                 raise UserError(f"transfer: '{ours}' and '{theirs}' have shapes {shapes}; takes networks of equal widths")
-            state[ours] = given[theirs]
+            state[ours] = source_state[theirs]
     return with_state(target, {name: tensor.clone() for name, tensor in state.items()})
 
 
@@ -70,11 +72,11 @@ def chain(wiring: Wiring) -> list[str]:
     layers = {layer.node: layer for layer in wiring.layers}
     best: dict[str, tuple[int, list[str]]] = {}
     for node in wiring.graph.graph.nodes:
-        length, path = max((best[each.name] for each in node.all_input_nodes), key=lambda found: found[0], default=(0, []))
+        length, path = max((best[each.name] for each in node.all_input_nodes), key=lambda item: item[0], default=(0, []))
         if layer := layers.get(node.name):
             length, path = length + (layer.kind != "norm"), [*path, layer.name]
         best[node.name] = length, path
-    return max(best.values(), key=lambda found: found[0])[1]
+    return max(best.values(), key=lambda item: item[0])[1]
 
 
 def common(ones: Sequence[object], twos: Sequence[object]) -> list[tuple[int, int]]:
@@ -83,16 +85,16 @@ def common(ones: Sequence[object], twos: Sequence[object]) -> list[tuple[int, in
     for i in reversed(range(len(ones))):
         for j in reversed(range(len(twos))):
             most[i][j] = 1 + most[i + 1][j + 1] if ones[i] == twos[j] else max(most[i + 1][j], most[i][j + 1])
-    found, i, j = [], 0, 0
+    pairs, i, j = [], 0, 0
     while i < len(ones) and j < len(twos):
         if ones[i] == twos[j]:
-            found.append((i, j))
+            pairs.append((i, j))
             i, j = i + 1, j + 1
         elif most[i][j + 1] >= most[i + 1][j]:
             j += 1
         else:
             i += 1
-    return found
+    return pairs
 
 
 def _kind(network: nn.Module, name: str) -> tuple[object, ...]:

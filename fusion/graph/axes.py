@@ -53,7 +53,7 @@ class Channels:
         labels = labels[places]
         roots = self.roots[labels]
         axes, order = self.axis_of[roots], self.atoms.place[labels]
-        found = {}
+        by_axis = {}
         for axis in dict.fromkeys(axes.tolist()):
             if axis < 0:
                 continue
@@ -61,10 +61,10 @@ class Channels:
             counts = np.bincount(self.place_in[roots[own]])
             size = len(self.axes[axis].channels)
             if len(counts) == size and (counts == counts[0]).all():
-                apart = self.entry_colours[labels[own]] if counts[0] > 1 else order[own]
-                sort = np.lexsort((places[own], apart, order[own], self.place_in[roots[own]]))
-                found[axis] = torch.from_numpy(places[own][sort].reshape(size, -1))
-        return found
+                tiebreak = self.entry_colours[labels[own]] if counts[0] > 1 else order[own]
+                sort = np.lexsort((places[own], tiebreak, order[own], self.place_in[roots[own]]))
+                by_axis[axis] = torch.from_numpy(places[own][sort].reshape(size, -1))
+        return by_axis
 
     def _resolved(self) -> np.ndarray:
         """Return the group of each channel, -1 without one."""
@@ -128,10 +128,10 @@ class Channels:
 
     def _of_one_colour(self, channels: np.ndarray) -> list[np.ndarray]:
         channels = np.sort(channels)
-        found: dict[int, list[int]] = {}
+        by_colour: dict[int, list[int]] = {}
         for channel, colour in zip(channels.tolist(), self.colours[channels].tolist(), strict=True):
-            found.setdefault(colour, []).append(channel)
-        return [np.array(line) for line in found.values()]
+            by_colour.setdefault(colour, []).append(channel)
+        return [np.array(line) for line in by_colour.values()]
 
 
 class _Relation:
@@ -182,13 +182,13 @@ def _reconciled(atoms: Atoms, relations: list[_Relation]) -> bool:
 
 def _of_several(relations: list[_Relation]) -> list[_Relation]:
     """Leave out relations with a single group that no other relation shares: they have no effect."""
-    found = []
+    effective = []
     for each in relations:
         groups = np.unique(each.groups)
         shared = any(other is not each and np.isin(groups, other.groups).any() for other in relations)
         if len(groups) > 1 or (len(groups) and shared):
-            found.append(each)
-    return found
+            effective.append(each)
+    return effective
 
 
 def _stop(atoms: Atoms, groups: np.ndarray) -> None:
@@ -196,10 +196,10 @@ def _stop(atoms: Atoms, groups: np.ndarray) -> None:
     for group in np.unique(groups):
         token = atoms.token()
         atoms.colour[group] += token
-        for place, each in enumerate(atoms.memberships):
+        for index, each in enumerate(atoms.memberships):
             own = atoms.find(torch.from_numpy(each.groups)).numpy() == group
             atoms.colour[np.unique(each.members[own])] += token
-            atoms.memberships[place] = Membership(each.members[~own], each.groups[~own])
+            atoms.memberships[index] = Membership(each.members[~own], each.groups[~own])
 
 
 def _tie(atoms: Atoms, one: np.ndarray, other: np.ndarray) -> None:

@@ -82,8 +82,8 @@ class Axis:
         """
         if self.fixed:
             return torch.arange(self.size)
-        given = self.places if groups is None else self.places[groups]
-        mixed = [line[torch.randperm(len(line), generator=generator)] for line in given]
+        members = self.places if groups is None else self.places[groups]
+        mixed = [line[torch.randperm(len(line), generator=generator)] for line in members]
         result = torch.empty(self.size, dtype=torch.int64)
         result[self.places.flatten()] = torch.cat(mixed)
         return result
@@ -125,13 +125,13 @@ class Wiring:
 
     def permutations(self, generator: torch.Generator) -> dict[int, Tensor]:
         """Return a random permutation [size] of every axis that is not fixed, groups together with their members."""
-        found: dict[int, Tensor] = {}
+        drawn: dict[int, Tensor] = {}
 
         def draw(axis: Axis) -> Tensor:
-            if axis.index not in found:
+            if axis.index not in drawn:
                 groups = None if axis.parent is None else draw(self.axes[axis.parent])
-                found[axis.index] = axis.permutation(generator, groups)
-            return found[axis.index]
+                drawn[axis.index] = axis.permutation(generator, groups)
+            return drawn[axis.index]
 
         return {axis.index: draw(axis) for axis in self.axes if not axis.fixed}
 
@@ -179,7 +179,7 @@ def wire(network: nn.Module, example: Tensor) -> Wiring:
     _pin_unlearned(network, walk)
     inputs = next(iter(walk.values.values()))
     wanted = [inputs.factors[0].flatten(), *walk.slots.values()]
-    wanted += [atoms for found in walk.layers.values() for atoms in (found.inputs, found.outputs)]
+    wanted += [atoms for layer in walk.layers.values() for atoms in (layer.inputs, layer.outputs)]
     everything = torch.cat(wanted)
     channels = Channels(walk.atoms, everything[everything >= 0].numpy())
     _check_softmax(walk)
@@ -193,13 +193,13 @@ def _axes(walk: Walk, channels: Channels) -> tuple[Axis, ...]:
         reads, blocks = (tensor, dim) in walk.reads, walk.blocks.get((tensor, dim), 1)
         for index, entries in channels.split(atoms).items():
             slots.setdefault(index, []).extend(Slot(name, dim, entries, reads, blocks) for name in walk.names[tensor])
-    found = []
+    axes = []
     for index, drawn in enumerate(channels.axes):
         members = None if drawn.members is None else torch.from_numpy(drawn.members)
         groups = 1 if drawn.parent is None else len(channels.axes[drawn.parent].channels)
         size = len(drawn.channels)
-        found.append(Axis(index, size, tuple(slots.get(index, ())), drawn.fixed, groups, drawn.parent, members))
-    return tuple(found)
+        axes.append(Axis(index, size, tuple(slots.get(index, ())), drawn.fixed, groups, drawn.parent, members))
+    return tuple(axes)
 
 
 def _finished(walk: Walk, channels: Channels, axes: tuple[Axis, ...]) -> Wiring:
@@ -210,23 +210,23 @@ def _finished(walk: Walk, channels: Channels, axes: tuple[Axis, ...]) -> Wiring:
     live = {node: layer for node, layer in layers.items() if node in walk.sources}
     flow = Flow(walk.sources, live, frozenset(walk.sums), first, fixed)
     points = {axis.index: _points(walk, axis, layouts) for axis in axes if not axis.fixed}
-    whole = {node.name: first[node] for node in layouts if _is_whole(layouts[node], axes[first[node]], walk.shape(node))}
+    node_axes = {node.name: first[node] for node in layouts if _is_whole(layouts[node], axes[first[node]], walk.shape(node))}
     still = frozenset(node.name for node in walk.values if node not in walk.sources)
     by_name = {node.name: layout for node, layout in layouts.items()}
-    return Wiring(axes, tuple(layers.values()), find_units(flow), walk.trace.graph, whole, points, by_name, still)
+    return Wiring(axes, tuple(layers.values()), find_units(flow), walk.trace.graph, node_axes, points, by_name, still)
 
 
 def _layer(walk: Walk, channels: Channels, node: Node) -> Layer:
-    found = walk.layers[node]
+    layer = walk.layers[node]
 
     def axis(atoms: Tensor) -> int:
         """Return the first axis that the atoms are on."""
         known = atoms[atoms >= 0]
         return int(channels.axis_of[channels.roots[int(known[0])]]) if len(known) else 0
 
-    weight = "" if found.weight is None else walk.names[id(found.weight)][0]
+    weight = "" if layer.weight is None else walk.names[id(layer.weight)][0]
     shape = tuple(walk.shape(node)[1:])
-    return Layer(found.name, found.kind, node.name, axis(found.inputs), axis(found.outputs), shape, weight)
+    return Layer(layer.name, layer.kind, node.name, axis(layer.inputs), axis(layer.outputs), shape, weight)
 
 
 def _layout(walk: Walk, channels: Channels, node: Node) -> Layout | None:
@@ -259,9 +259,9 @@ def _points(walk: Walk, axis: Axis, layouts: Mapping[Node, Layout]) -> tuple[str
         return any(user not in walk.sums and not is_norm(user) for user in node.users)
 
     linear = [node for node in layouts if node in walk.layers or node in walk.sums]
-    found = [node for node in linear if axis.index in layouts[node].entries and ends_here(node)]
-    alone = [node for node in found if len(layouts[node].entries) == 1 or not is_norm(node)]
-    return tuple(node.name for node in alone or found)
+    observed = [node for node in linear if axis.index in layouts[node].entries and ends_here(node)]
+    alone = [node for node in observed if len(layouts[node].entries) == 1 or not is_norm(node)]
+    return tuple(node.name for node in alone or observed)
 
 
 def _check_covered(network: nn.Module, walk: Walk) -> None:

@@ -22,8 +22,8 @@ def _attended(
     query: Tensor, key: Tensor, value: Tensor, heads: int, weights: tuple[Any, ...], biases: tuple[Any, ...], mask: Any
 ) -> Tensor:
     """Return multi-head attention over [n, length, channels]; weights and biases are those of query, key and value."""
-    given = zip((query, key, value), weights, biases, strict=True)
-    q, k, v = (F.linear(x, weight, bias).unflatten(-1, (heads, -1)).transpose(1, 2) for x, weight, bias in given)
+    projections = zip((query, key, value), weights, biases, strict=True)
+    q, k, v = (F.linear(x, weight, bias).unflatten(-1, (heads, -1)).transpose(1, 2) for x, weight, bias in projections)
     return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
 
 
@@ -56,15 +56,15 @@ def multihead(
         packed = F.linear(first, module.in_proj_weight, module.in_proj_bias)
         parts = packed.unflatten(-1, (3, module.num_heads, -1)).permute(2, 0, 3, 1, 4)
         q, k, v = parts[0], parts[1], parts[2]
-        found = F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
+        output = F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
     else:
         weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
         if module.in_proj_weight is not None:
             weights = _thirds(module.in_proj_weight)
         biases = (None,) * 3 if module.in_proj_bias is None else _thirds(module.in_proj_bias)
-        found = _attended(first, second, third, module.num_heads, weights, biases, mask)
-    found = F.linear(found, module.out_proj.weight, module.out_proj.bias)
-    return (found.transpose(0, 1) if turned else found), None
+        output = _attended(first, second, third, module.num_heads, weights, biases, mask)
+    output = F.linear(output, module.out_proj.weight, module.out_proj.bias)
+    return (output.transpose(0, 1) if turned else output), None
 
 
 def encoder_layer(
@@ -117,8 +117,8 @@ def shift_mask(x: Tensor, window: list[int], shift: list[int], h: int, w: int) -
     sizes = [-(-side // step) * step for side, step in zip((h, w), window, strict=True)]
     parts = []
     for size, step, by in zip(sizes, window, _shifts(h, w, window, shift), strict=True):
-        place = torch.arange(size, device=x.device)
-        parts.append((place >= size - step).long() + (place >= size - by).long() if by else torch.zeros_like(place))
+        index = torch.arange(size, device=x.device)
+        parts.append((index >= size - step).long() + (index >= size - by).long() if by else torch.zeros_like(index))
     region = (3 * parts[0][:, None] + parts[1])[None, :, :, None]
     region = windows(region, window, [0, 0]).squeeze(-1)
     return ((region[:, None] != region[:, :, None]) * -100.0)[:, None].to(x)
@@ -151,9 +151,9 @@ def window_attention(
     if sum(shift_size):
         mask = call(shift_mask, x, window_size, shift_size, h, w)
         scores = (scores.unflatten(0, (-1, mask.size(0))) + mask).flatten(0, 1)
-    found = F.softmax(scores, dim=-1).matmul(v).transpose(1, 2).flatten(2)
-    found = F.linear(found, proj_weight, proj_bias)
-    return call(unwindowed, found, window_size, shift_size, h, w)
+    attended = F.softmax(scores, dim=-1).matmul(v).transpose(1, 2).flatten(2)
+    attended = F.linear(attended, proj_weight, proj_bias)
+    return call(unwindowed, attended, window_size, shift_size, h, w)
 
 
 def merged_patches(x: Tensor) -> Tensor:

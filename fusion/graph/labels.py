@@ -32,8 +32,8 @@ class Value:
 
 def value_of(factors: Iterable[Tensor], shape: Sequence[int], even: Iterable[int] = ()) -> Value:
     """Return a value; dimensions of size 1 are even."""
-    alike = frozenset(even) | {dim for dim, size in enumerate(shape) if size == 1}
-    return Value(tuple(factors), tuple(shape), alike)
+    even_dims = frozenset(even) | {dim for dim, size in enumerate(shape) if size == 1}
+    return Value(tuple(factors), tuple(shape), even_dims)
 
 
 def varied(factor: Tensor) -> frozenset[int]:
@@ -69,11 +69,11 @@ class Atoms:
         """Return `count` new atoms of one colour, int64 [count]."""
         first, total, token = len(self.root), len(self.root) + count, self.token()
         for name, value in (("root", 0), ("place", -1), ("colour", token), ("block", token), ("pinned", pinned)):
-            held = self._held[name]
-            if total > len(held):
-                held = self._held[name] = np.resize(held, 2 * total)
-            held[first:total] = value
-            setattr(self, name, held[:total])
+            buffer = self._held[name]
+            if total > len(buffer):
+                buffer = self._held[name] = np.resize(buffer, 2 * total)
+            buffer[first:total] = value
+            setattr(self, name, buffer[:total])
         self.root[first:] = np.arange(first, total)
         return torch.arange(first, total)
 
@@ -86,15 +86,15 @@ class Atoms:
         labels = atoms.numpy()
         if not len(self.root):
             return atoms
-        found = np.where(labels >= 0, self.root[np.maximum(labels, 0)], labels)
+        roots = np.where(labels >= 0, self.root[np.maximum(labels, 0)], labels)
         while True:
-            up = np.where(found >= 0, self.root[np.maximum(found, 0)], found)
-            if np.array_equal(up, found):
+            up = np.where(roots >= 0, self.root[np.maximum(roots, 0)], roots)
+            if np.array_equal(up, roots):
                 break
-            found = up
+            roots = up
         known = labels >= 0
-        self.root[labels[known]] = found[known]
-        return torch.from_numpy(found)
+        self.root[labels[known]] = roots[known]
+        return torch.from_numpy(roots)
 
     def tie(self, one: Tensor, other: Tensor) -> None:
         """Make the channels of two label tensors of one shape the same, entry by entry; STILL pins the other."""
@@ -146,8 +146,8 @@ class Atoms:
         sizes = [len(one) for one, _, _ in self._ties]
         one, other = (np.concatenate([tie[side] for tie in self._ties]) for side in (0, 1))
         token = np.repeat(np.array([tie[2] for tie in self._ties], np.uint64), sizes)
-        while (found := len(np.unique(colours))) > count:
-            count, new = found, scrambled(colours)
+        while (colour_count := len(np.unique(colours))) > count:
+            count, new = colour_count, scrambled(colours)
             np.add.at(new, one, scrambled(colours[other] + token))
             np.add.at(new, other, scrambled(colours[one] ^ token))
             colours = new
@@ -182,8 +182,8 @@ class Atoms:
         """Return the factor with an atom for each entry, tied to its channel; `positions` order the entries of a channel."""
         for dim, size in enumerate(factor.shape):
             positions = positions.narrow(dim, 0, size)
-        kept = factor >= 0
-        atoms, where = factor[kept], positions[kept]
+        known = factor >= 0
+        atoms, where = factor[known], positions[known]
         before = torch.from_numpy(self.place[atoms.numpy()])
         order = torch.stack([before, where]).unique(dim=1, return_inverse=True)[1]
         pairs, inverse = torch.stack([atoms, order]).unique(dim=1, return_inverse=True)
@@ -192,7 +192,7 @@ class Atoms:
         self.tie(fine, pairs[0])
         self.pin(fine[torch.from_numpy(self.pinned[pairs[0].numpy()])])
         result = factor.clone()
-        result[kept] = fine[inverse]
+        result[known] = fine[inverse]
         return result
 
     def link(self, one: Tensor, other: Tensor) -> Tensor:
@@ -205,11 +205,11 @@ class Atoms:
         self.pin(other[one == STILL])
         both = (one >= 0) & (other >= 0)
         a, b = one[both], other[both]
-        found = self.correspondence(one, other)
-        apart = {"left": (a, b), "right": (b, a)}.get(found)
-        if apart is None or self._are_parts(*apart):
+        correspondence = self.correspondence(one, other)
+        memberships = {"left": (a, b), "right": (b, a)}.get(correspondence)
+        if memberships is None or self._are_parts(*memberships):
             self.tie(one, other)
-        elif found == "left":
+        elif correspondence == "left":
             self.belong(a, b)
         else:
             self.belong(b, a)

@@ -47,7 +47,7 @@ def with_state(
 
 def _looked_at(network: nn.Module) -> dict[int, Tensor]:
     """Return detached copies of tensors in attributes whose autograd graph cannot be copied."""
-    return {id(one): one.detach() for one in tensors_of(network) if not one.is_leaf}
+    return {id(tensor): tensor.detach() for tensor in tensors_of(network) if not tensor.is_leaf}
 
 
 def _fit(module: Any) -> None:

@@ -91,9 +91,11 @@ def _groups(walk: Walk, factor: Tensor, gone: set[int]) -> Tensor:
 def squeezed(value: Value, dims: Iterable[int]) -> Value:
     """Remove dimensions of size 1."""
     gone = {dim % len(value.shape) for dim in dims}
-    left = [dim for dim in range(len(value.shape)) if dim not in gone]
-    factors = [factor.reshape([factor.shape[dim] for dim in left]) for factor in value.factors]
-    return value_of(factors, [value.shape[dim] for dim in left], {left.index(dim) for dim in value.even if dim in left})
+    remaining = [dim for dim in range(len(value.shape)) if dim not in gone]
+    factors = [factor.reshape([factor.shape[dim] for dim in remaining]) for factor in value.factors]
+    return value_of(
+        factors, [value.shape[dim] for dim in remaining], {remaining.index(dim) for dim in value.even if dim in remaining}
+    )
 
 
 def closed(walk: Walk, value: Value, dims: Iterable[int]) -> Value:
@@ -107,12 +109,12 @@ def closed(walk: Walk, value: Value, dims: Iterable[int]) -> Value:
 
 def operands_of(walk: Walk, node: Node) -> list[Value]:
     """Return the labels of all tensors among the arguments."""
-    found = []
-    for given in (*node.args, *node.kwargs.values()):
-        value = walk.of(given) if isinstance(given, Node | Tensor) else None
+    operands = []
+    for source in (*node.args, *node.kwargs.values()):
+        value = walk.of(source) if isinstance(source, Node | Tensor) else None
         if value is not None:
-            found.append(value)
-    return found
+            operands.append(value)
+    return operands
 
 
 def elementwise(walk: Walk, node: Node) -> Value:
@@ -122,7 +124,9 @@ def elementwise(walk: Walk, node: Node) -> Value:
 
 def add(walk: Walk, node: Node) -> Value:
     """Label a sum or difference. A sum of two tensors of one shape that depend on the input can end a block."""
-    operands = [given for given in (*node.args, *node.kwargs.values()) if isinstance(given, Node) and given in walk.sources]
+    operands = [
+        operand for operand in (*node.args, *node.kwargs.values()) if isinstance(operand, Node) and operand in walk.sources
+    ]
     if len(set(operands)) == 2 and walk.shape(operands[0]) == walk.shape(operands[1]):
         walk.sums.append(node)
     return elementwise(walk, node)
@@ -130,9 +134,15 @@ def add(walk: Walk, node: Node) -> Value:
 
 def dims_of(walk: Walk, node: Node, ndim: int, position: int = 1, name: str = "dim") -> list[int]:
     """Return the dimensions that an argument names; default: all."""
-    given = argument(node, position, name)
-    given = walk.trace.constants.get(given, given) if isinstance(given, Node) else given
-    dims = range(ndim) if given is None or given == () or given == [] else [given] if isinstance(given, int) else given
+    selected = argument(node, position, name)
+    selected = walk.trace.constants.get(selected, selected) if isinstance(selected, Node) else selected
+    dims = (
+        range(ndim)
+        if selected is None or selected == () or selected == []
+        else [selected]
+        if isinstance(selected, int)
+        else selected
+    )
     return [dim % ndim for dim in dims]
 
 
@@ -177,16 +187,16 @@ def unsqueezed(value: Value, dim: int) -> Value:
 def permuted_value(value: Value, order: Sequence[int]) -> Value:
     """Permute the dimensions."""
     shape = [value.shape[dim] for dim in order]
-    even = {place for place, dim in enumerate(order) if dim in value.even}
+    even = {index for index, dim in enumerate(order) if dim in value.even}
     return value_of([factor.permute(list(order)) for factor in value.factors], shape, even)
 
 
 def matmul(walk: Walk, node: Node) -> Value:
     """Label the matrix product of two tensors. A tensor of the state then reads the contracted channels."""
-    one, other = (walk.known(given) for given in node.args[:2])
-    for given, dim in ((node.args[0], -1), (node.args[1], -2)):
-        if isinstance(given, Node) and given.op == "get_attr":
-            tensor = walk.tensor(given)
+    one, other = (walk.known(operand) for operand in node.args[:2])
+    for operand, dim in ((node.args[0], -1), (node.args[1], -2)):
+        if isinstance(operand, Node) and operand.op == "get_attr":
+            tensor = walk.tensor(operand)
             walk.reads.add((id(tensor), dim % tensor.ndim))
     return product(walk, one, other)
 
@@ -205,7 +215,7 @@ def attention(walk: Walk, node: Node) -> Value:
 
 def einsum(walk: Walk, node: Node) -> Value:
     """Label einsum: operands in one order of indices, multiplied, and summed over indices that the result lacks."""
-    equation, *given = node.args
+    equation, *sources = node.args
     if not isinstance(equation, str) or "." in equation:
         raise Refusal(f"einsum '{equation}'; takes indices without '...', try to write them out")
     terms, _, result = equation.replace(" ", "").partition("->")
@@ -214,7 +224,7 @@ def einsum(walk: Walk, node: Node) -> Value:
         letters = terms.replace(",", "")
         result = "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
     order = "".join(dict.fromkeys(result + terms.replace(",", "")))
-    operands = [_spread(walk.known(one), term, order) for one, term in zip(given, inputs, strict=True)]
+    operands = [_spread(walk.known(one), term, order) for one, term in zip(sources, inputs, strict=True)]
     return contracted(walk, joined(walk, operands), range(len(result), len(order)))
 
 

@@ -20,8 +20,10 @@ def movement(walk: Walk, node: Node) -> Value:
 def _operation(walk: Walk, node: Node) -> Callable[[dict[Node, Tensor]], Any]:
     """Return the operation of a node as a function of tensors that replace its operands."""
 
-    def apply(given: dict[Node, Tensor]) -> Any:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: given.get(one, walk.trace.constants.get(one)))
+    def apply(values: dict[Node, Tensor]) -> Any:
+        args, kwargs = fx.map_arg(
+            (node.args, node.kwargs), lambda source: values.get(source, walk.trace.constants.get(source))
+        )
         if node.op == "call_module":
             return walk.module(node)(*args, **kwargs)
         if node.op == "call_method":
@@ -32,7 +34,7 @@ def _operation(walk: Walk, node: Node) -> Callable[[dict[Node, Tensor]], Any]:
 
 
 def _moved(walk: Walk, node: Node, apply: Callable[[dict[Node, Tensor]], Any]) -> Value:
-    operands = [one for one in node.all_input_nodes if one in walk.values]
+    operands = [source for source in node.all_input_nodes if source in walk.values]
     if len(operands) != 1:
         raise Refusal(f"{walk.what(node)} of {', '.join(map(str, operands))}; takes one tensor with channels")
     (operand,) = operands
@@ -52,7 +54,7 @@ def unfolded(walk: Walk, node: Node) -> Value:
     padding = walk.module(node).padding if node.op == "call_module" else argument(node, 3, "padding", 0)
     if padding not in (0, (0, 0), [0, 0]):
         raise Refusal(f"{walk.what(node)} with padding {padding}; takes none, try F.pad before it")
-    return _moved(walk, node, lambda given: apply({one: labels.double() for one, labels in given.items()}).long())
+    return _moved(walk, node, lambda values: apply({source: labels.double() for source, labels in values.items()}).long())
 
 
 def getitem(walk: Walk, node: Node) -> Value:
@@ -63,7 +65,7 @@ def getitem(walk: Walk, node: Node) -> Value:
         operand = next(one for one in source.all_input_nodes if one in walk.values)
         value, factors = walk.values[operand], []
         for factor in value.factors:
-            run = lambda given: picked({source: parts({operand: given})})  # noqa: E731
+            run = lambda labels: picked({source: parts({operand: labels})})  # noqa: E731
             new = run(factor.expand(value.shape).contiguous())
             factors.append(walk.settled(new, lambda run=run, f=factor: run(linear_places(value.shape, f))))
         return value_of(factors, walk.shape(node))
@@ -94,13 +96,13 @@ def concatenation(walk: Walk, node: Node) -> Value:
     keys = keys or list(dict.fromkeys(_key(f, dim, join) for value in values for f in value.factors))
     factors = []
     for key in keys:
-        found = [next((f for f in value.factors if _key(f, dim, join) == key), None) for value in values]
-        labels = [_filled(factor, value) for factor, value in zip(found, values, strict=True)]
+        matching = [next((f for f in value.factors if _key(f, dim, join) == key), None) for value in values]
+        labels = [_filled(factor, value) for factor, value in zip(matching, values, strict=True)]
         base, places = 0, []
-        for one, factor in zip(values, found, strict=True):
-            place = linear_places(one.shape, torch.zeros([1] * len(one.shape)) if factor is None else factor)
-            places.append(place + base)
-            base += int(place.max()) + 1 if place.numel() else 0
+        for one, factor in zip(values, matching, strict=True):
+            positions = linear_places(one.shape, torch.zeros([1] * len(one.shape)) if factor is None else factor)
+            places.append(positions + base)
+            base += int(positions.max()) + 1 if positions.numel() else 0
         factors.append(walk.settled(join(labels, dim), lambda places=places: join(places, dim)))
     return value_of(factors, walk.shape(node))
 
@@ -152,7 +154,7 @@ def pad(walk: Walk, node: Node) -> Value:
     value, factors = walk.known(argument(node, 0, "input")), []
     pads = [int(walk.trace.constants.get(p, p)) for p in argument(node, 1, "pad")]
     ndim = len(value.shape)
-    touched = {ndim - 1 - place // 2 for place, count in enumerate(pads) if count}
+    touched = {ndim - 1 - index // 2 for index, count in enumerate(pads) if count}
     for factor in value.factors:
         if not touched & varied(factor):
             factors.append(factor)

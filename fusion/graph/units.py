@@ -201,7 +201,7 @@ def _outermost(flow: Flow, blocks: list[_Draft], order: Mapping[Node, int]) -> l
 
     Of overlapping blocks, the one with the most layers counts; with the same layers, the last sum.
     """
-    kept: list[_Draft] = []
+    outermost: list[_Draft] = []
     taken: set[str] = set()
 
     def rank(block: _Draft) -> tuple[int, int, int]:
@@ -210,9 +210,9 @@ def _outermost(flow: Flow, blocks: list[_Draft], order: Mapping[Node, int]) -> l
     for block in sorted(blocks, key=rank):
         names = {flow.layers[node].name for node in block.members}
         if taken.isdisjoint(names):
-            kept.append(block)
+            outermost.append(block)
             taken |= names
-    return sorted(kept, key=lambda block: order[block.output])
+    return sorted(outermost, key=lambda block: order[block.output])
 
 
 def _claim_norms_ahead(flow: Flow, block: _Draft, taken: set[str]) -> set[str]:

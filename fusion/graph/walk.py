@@ -157,31 +157,31 @@ class Walk:
             raise Refusal(f"{self.what(node)} is not one tensor")
         return shape
 
-    def tensor(self, given: Any) -> Tensor:
+    def tensor(self, source: Any) -> Tensor:
         """Return the tensor of the state that an argument refers to. Raise Refusal if it is computed."""
-        if isinstance(given, Node) and given.op == "get_attr":
-            owner, _, name = str(given.target).rpartition(".")
-            given = getattr(self.trace.graph.get_submodule(owner), name)
-        if not isinstance(given, Tensor):
-            raise Refusal(f"the weight '{given}' is computed; takes unchanged parameters, try a layer of their class")
-        return given
+        if isinstance(source, Node) and source.op == "get_attr":
+            owner, _, name = str(source.target).rpartition(".")
+            source = getattr(self.trace.graph.get_submodule(owner), name)
+        if not isinstance(source, Tensor):
+            raise Refusal(f"the weight '{source}' is computed; takes unchanged parameters, try a layer of their class")
+        return source
 
-    def of(self, given: Any) -> Value | None:
+    def of(self, source: Any) -> Value | None:
         """Return the labels of an argument; None if it is not a tensor."""
-        if isinstance(given, Node) and given in self.values:
-            return self.values[given]
-        given = self.trace.constants.get(given) if isinstance(given, Node) else given
-        if not isinstance(given, Tensor):
+        if isinstance(source, Node) and source in self.values:
+            return self.values[source]
+        source = self.trace.constants.get(source) if isinstance(source, Node) else source
+        if not isinstance(source, Tensor):
             return None
-        dims = range(given.ndim) if given.numel() else []
-        alike = [dim for dim in dims if bool((given == given.narrow(dim, 0, 1)).all())]
-        return value_of([], given.shape, alike)
+        dims = range(source.ndim) if source.numel() else []
+        even_dims = [dim for dim in dims if bool((source == source.narrow(dim, 0, 1)).all())]
+        return value_of([], source.shape, even_dims)
 
-    def known(self, given: Any) -> Value:
+    def known(self, source: Any) -> Value:
         """Return the labels of an argument that must be a tensor."""
-        value = self.of(given)
+        value = self.of(source)
         if value is None:
-            raise Refusal(f"takes a tensor, got {given}")
+            raise Refusal(f"takes a tensor, got {source}")
         return value
 
     def entries(self, tensor: Tensor, dim: int) -> Tensor:
@@ -227,7 +227,7 @@ class Walk:
 
 def along(atoms: Tensor, dim: int, ndim: int) -> Tensor:
     """Return labels [size] along one dimension of a tensor with `ndim` dimensions."""
-    return atoms.view([-1 if place == dim % ndim else 1 for place in range(ndim)])
+    return atoms.view([-1 if index == dim % ndim else 1 for index in range(ndim)])
 
 
 def argument(node: Node, position: int, name: str, default: Any = None) -> Any:

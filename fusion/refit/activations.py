@@ -18,8 +18,8 @@ FUNCTIONS = frozenset(("relu", "relu6", "leaky_relu", "elu", "selu", "celu", "ge
 def activation_behind(graph: fx.GraphModule, name: str) -> tuple[str, Callable[[Tensor], Tensor]]:
     """Return the node of the activation that reads a node, and its function; without activation, the node itself."""
     node = next(node for node in graph.graph.nodes if node.name == name)
-    found = next(((user, call) for user in node.users if (call := _call(graph, node, user)) is not None), None)
-    return (name, lambda values: values) if found is None else (found[0].name, lambda values: found[1](values.clone()))
+    match = next(((user, call) for user in node.users if (call := _call(graph, node, user)) is not None), None)
+    return (name, lambda values: values) if match is None else (match[0].name, lambda values: match[1](values.clone()))
 
 
 def _call(graph: fx.GraphModule, node: fx.Node, user: fx.Node) -> Callable[[Tensor], Tensor] | None:

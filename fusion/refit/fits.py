@@ -41,16 +41,16 @@ def fits(wiring: Wiring) -> dict[str, Fit]:
     target, and the other one to the sum's.
     """
     work = _Fits(wiring)
-    found = {fit.node: fit for layer in wiring.layers if (fit := work.of(layer.node)) is not None}
-    found = {node: fit for node, fit in found.items() if work.is_plain(fit)}
+    by_node = {fit.node: fit for layer in wiring.layers if (fit := work.of(layer.node)) is not None}
+    by_node = {node: fit for node, fit in by_node.items() if work.is_plain(fit)}
     ends: dict[str, list[str]] = {}
-    for fit in found.values():
+    for fit in by_node.values():
         if fit.other:
             ends.setdefault(fit.end, []).append(fit.node)
     for nodes in ends.values():
         for shortcut in sorted(nodes, key=work.depth)[: len(nodes) - 1]:
-            found[shortcut] = work.of(shortcut, at_sum=False) or found[shortcut]
-    return found
+            by_node[shortcut] = work.of(shortcut, at_sum=False) or by_node[shortcut]
+    return by_node
 
 
 class _Fits:

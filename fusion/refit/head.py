@@ -47,8 +47,8 @@ def _descended(x: Tensor, start: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
     from scipy.optimize import minimize
 
     x = torch.cat([x, torch.ones_like(x[:, :1])], dim=1)
-    held = torch.full_like(x[0], PENALTY)
-    held[-1] = 0.0  # the bias is free
+    penalty = torch.full_like(x[0], PENALTY)
+    penalty[-1] = 0.0  # the bias is free
     shape = goal.shape[1], x.shape[1]
 
     def matrix(flat: np.ndarray) -> Tensor:
@@ -57,16 +57,16 @@ def _descended(x: Tensor, start: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
     def loss(flat: np.ndarray) -> tuple[float, np.ndarray]:
         change = matrix(flat)
         log = (start + x @ change.T).log_softmax(dim=1)
-        slope = (log.exp() - goal).T @ x / len(x) + held * change
-        return float(0.5 * (held * change.square()).sum() - (goal * log).sum() / len(x)), slope.flatten().cpu().numpy()
+        slope = (log.exp() - goal).T @ x / len(x) + penalty * change
+        return float(0.5 * (penalty * change.square()).sum() - (goal * log).sum() / len(x)), slope.flatten().cpu().numpy()
 
     def curved(flat: np.ndarray, direction: np.ndarray) -> np.ndarray:
         chance, along = (start + x @ matrix(flat).T).softmax(dim=1), matrix(direction)
-        told = x @ along.T
-        bent = chance * (told - (chance * told).sum(dim=1, keepdim=True))
-        return (bent.T @ x / len(x) + held * along).flatten().cpu().numpy()
+        slope = x @ along.T
+        bent = chance * (slope - (chance * slope).sum(dim=1, keepdim=True))
+        return (bent.T @ x / len(x) + penalty * along).flatten().cpu().numpy()
 
     options = {"maxiter": STEPS}
-    found = minimize(loss, np.zeros(shape).ravel(), jac=True, hessp=curved, method="Newton-CG", options=options)
-    change = matrix(found.x)
+    solution = minimize(loss, np.zeros(shape).ravel(), jac=True, hessp=curved, method="Newton-CG", options=options)
+    change = matrix(solution.x)
     return change[:, :-1], change[:, -1]

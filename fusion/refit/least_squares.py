@@ -38,7 +38,7 @@ class LayerStatistics:
     @classmethod
     def of(cls, pieces: Iterable[tuple[Tensor, Tensor]]) -> "LayerStatistics":
         """Return the statistics of pieces of rows: inputs [g, n, d] and errors [g, n, m]."""
-        parts = (cls._of_piece(x, e) for whole in pieces for x, e in zip(*(t.split(PIECE, 1) for t in whole), strict=True))
+        parts = (cls._of_piece(x, e) for piece in pieces for x, e in zip(*(t.split(PIECE, 1) for t in piece), strict=True))
         total = next(parts)
         for part in parts:
             total = total + part

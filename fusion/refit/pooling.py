@@ -52,7 +52,7 @@ def chosen_channels(
         classes: Whether the networks return logits.
     """
     pools = _Pools(bodies, weights, probe, classes)
-    found: dict[int, Choice] = {}
+    choices: dict[int, Choice] = {}
     axes = bodies[0].wiring.axes
     for axis in axes:
         if axis.fixed or (axis.parent is not None and not axes[axis.parent].fixed):
@@ -60,19 +60,19 @@ def chosen_channels(
         members = [member for member in axes if member.parent == axis.index]
         count = max(1, min(round(width * axis.size), sum(pools.sizes(axis))))
         if members:
-            found |= _chosen_groups(pools, axis, members, count)
+            choices |= _chosen_groups(pools, axis, members, count)
         else:
             pool = pools.of(axis) if axis.parent is None else None
-            found[axis.index] = keeping(pools.sizes(axis)) if pool is None else choose(pool, count)
-    return found
+            choices[axis.index] = keeping(pools.sizes(axis)) if pool is None else choose(pool, count)
+    return choices
 
 
 def _chosen_groups(pools: "_Pools", axis: Axis, members: Sequence[Axis], count: int) -> dict[int, Choice]:
     """Select whole groups, the same on all axes of their members; the first network's if groups are not comparable."""
-    found = [pools.of(member) for member in members]
-    if any(pool is None or pool.groups.shape[0] != sum(pools.sizes(axis)) for pool in found):
-        return {one.index: keeping(pools.sizes(one)) for one in (axis, *_below(pools, axis))}
-    several = [pool for pool in found if pool is not None]
+    candidates = [pools.of(member) for member in members]
+    if any(pool is None or pool.groups.shape[0] != sum(pools.sizes(axis)) for pool in candidates):
+        return {each.index: keeping(pools.sizes(each)) for each in (axis, *_below(pools, axis))}
+    several = [pool for pool in candidates if pool is not None]
     blocks = best_groups(side_by_side(several), count)
     chosen = {member.index: settled(pool, blocks) for member, pool in zip(members, several, strict=True)}
     return {axis.index: keeping(pools.sizes(axis), blocks), **chosen}
@@ -80,7 +80,7 @@ def _chosen_groups(pools: "_Pools", axis: Axis, members: Sequence[Axis], count: 
 
 def _below(pools: "_Pools", axis: Axis) -> list[Axis]:
     members = [member for member in pools.bodies[0].wiring.axes if member.parent == axis.index]
-    return [one for member in members for one in (member, *_below(pools, member))]
+    return [descendant for member in members for descendant in (member, *_below(pools, member))]
 
 
 class _Pools:
@@ -104,45 +104,45 @@ class _Pools:
     def of(self, axis: Axis) -> Pool | None:
         """Return the pool; None if the axis is not observed, or its groups differ in size between networks."""
         own = [body.wiring.axes[axis.index] for body in self.bodies]
-        if len({one.places.shape[1] for one in own if one.parent is not None}) > 1:
+        if len({each.places.shape[1] for each in own if each.parent is not None}) > 1:
             return None
         sizes = self.sizes(axis)
-        starts = [sum(sizes[:place]) for place in range(len(sizes))]
+        starts = [sum(sizes[:index]) for index in range(len(sizes))]
         single = axis.parent is None
-        groups = [torch.arange(one.size)[:, None] if single else one.places for one in own]
+        groups = [torch.arange(each.size)[:, None] if single else each.places for each in own]
         points = [point for node in self.bodies[0].wiring.points.get(axis.index, ()) if (point := self._point(axis, node))]
-        whole = torch.cat([group + start for group, start in zip(groups, starts, strict=True)])
-        return pooled(points, sizes, whole) if points else None
+        all_groups = torch.cat([group + start for group, start in zip(groups, starts, strict=True)])
+        return pooled(points, sizes, all_groups) if points else None
 
     def _point(self, axis: Axis, node: str) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return values [N, n] after the activation (mean square 1), importance [N], and the values before it."""
         name, activation = self.behind[node]
-        found = [_values(body, node, axis.index) for body in self.bodies]
-        some = next((part for part in found if part is not None), None)
+        values_by_network = [_values(body, node, axis.index) for body in self.bodies]
+        some = next((part for part in values_by_network if part is not None), None)
         if some is None:
             return None
-        counts = {part.shape[1] for part in found if part is not None}
+        counts = {part.shape[1] for part in values_by_network if part is not None}
         if len(counts) > 1:
-            told = " and ".join(map(str, sorted(counts)))
+            numbers = " and ".join(map(str, sorted(counts)))
             layers = self.bodies[0].wiring.layers
             layer = next((layer.name for layer in layers if layer.outputs == axis.index and layer.kind != "norm"), node)
-            raise UserError(f"layer '{layer}': {told} values of a channel: the networks work at different resolutions")
+            raise UserError(f"layer '{layer}': {numbers} values of a channel: the networks work at different resolutions")
         values, weights, before = [], [], []
-        for place, (part, size) in enumerate(zip(found, self.sizes(axis), strict=True)):
+        for index, (part, size) in enumerate(zip(values_by_network, self.sizes(axis), strict=True)):
             rows = some.new_zeros(size, some.shape[1]) if part is None else part
             before.append(rows.cpu())
             values.append(activation(rows).cpu())
-            hangs = self._hangs(place, name, axis.index, size)
-            weights.append(importance(values[-1], hangs) * self.weights[place] ** 0.5)
-        whole = torch.cat(values)
-        scale = float(whole.double().square().mean().sqrt()) or 1.0
-        return whole / scale, torch.cat(weights) * scale, torch.cat(before) / scale
+            hangs = self._hangs(index, name, axis.index, size)
+            weights.append(importance(values[-1], hangs) * self.weights[index] ** 0.5)
+        all_values = torch.cat(values)
+        scale = float(all_values.double().square().mean().sqrt()) or 1.0
+        return all_values / scale, torch.cat(weights) * scale, torch.cat(before) / scale
 
-    def _hangs(self, place: int, node: str, axis: int, size: int) -> Tensor:
-        found, layout = self.sensitivity[place].get(node), self.bodies[place].wiring.layouts[node]
-        if found is None or axis not in layout.entries:
+    def _hangs(self, index: int, node: str, axis: int, size: int) -> Tensor:
+        sums, layout = self.sensitivity[index].get(node), self.bodies[index].wiring.layouts[node]
+        if sums is None or axis not in layout.entries:
             return torch.zeros(size, dtype=torch.float64)
-        return found[layout.entries[axis]].sum(dim=1)
+        return sums[layout.entries[axis]].sum(dim=1)
 
 
 def _values(body: Body, node: str, axis: int) -> Tensor | None:
@@ -155,9 +155,9 @@ def _values(body: Body, node: str, axis: int) -> Tensor | None:
     return body.values[node][entries].flatten(1)
 
 
-def parts_of(choices: Mapping[int, Choice], place: int) -> dict[int, Part]:
+def parts_of(choices: Mapping[int, Choice], index: int) -> dict[int, Part]:
     """Return the parts of the network with index `place`, by axis."""
-    return {axis: Part(*choice.rows(place)) for axis, choice in choices.items()}
+    return {axis: Part(*choice.rows(index)) for axis, choice in choices.items()}
 
 
 def goal_of(network: nn.Module, body: Body, choices: Mapping[int, Choice], probe: Tensor) -> Wiring:
@@ -175,8 +175,8 @@ def goal_of(network: nn.Module, body: Body, choices: Mapping[int, Choice], probe
     goal = _run(lambda: with_state(network, ones, like=body.network), probe)
     for axis, choice in choices.items():
         if axis >= len(goal.axes) or goal.axes[axis].size != choice.keeps.shape[1]:
-            told = f"{choice.keeps.shape[1]} channels written by {_writer(wiring, axis)}"
-            raise UserError(f"the fused network cannot have {told} of {wiring.axes[axis].size}: {FIXED}")
+            widths = f"{choice.keeps.shape[1]} channels written by {_writer(wiring, axis)}"
+            raise UserError(f"the fused network cannot have {widths} of {wiring.axes[axis].size}: {FIXED}")
     return goal
 
 
@@ -199,8 +199,8 @@ def selected_state(bodies: Sequence[Body], choices: Mapping[int, Choice], weight
     """
     written = {slot.tensor for axis in choices for slot in bodies[0].wiring.axes[axis].slots if not slot.reads}
     total: State = {}
-    for place, (body, weight) in enumerate(zip(bodies, weights, strict=True)):
-        state = carried(_whole(body), body.wiring, goal, parts_of(choices, place))
+    for index, (body, weight) in enumerate(zip(bodies, weights, strict=True)):
+        state = carried(_whole(body), body.wiring, goal, parts_of(choices, index))
         for name, tensor in state.items():
             if not tensor.is_floating_point():
                 total.setdefault(name, tensor)

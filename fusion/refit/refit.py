@@ -43,15 +43,15 @@ class Refitted:
 
     def notes(self) -> list[str]:
         """Return notes for users."""
-        told = []
+        notes = []
         if self.biased:
-            told.append(f"{len(self.biased)} layers without bias got one by refit, {self.biased[0]} the first")
+            notes.append(f"{len(self.biased)} layers without bias got one by refit, {self.biased[0]} the first")
         if self.short:
-            name, inputs, rows = max(self.short, key=lambda one: one[1] / one[2])
-            told.append(f"the probe set is small for {len(self.short)} layers: of the {inputs} inputs of '{name}' it shows "
+            name, inputs, rows = max(self.short, key=lambda item: item[1] / item[2])
+            notes.append(f"the probe set is small for {len(self.short)} layers: of the {inputs} inputs of '{name}' it shows "
                         f"a rank of {rows - 1} at most; in other directions its weights stay unchanged (ridge); use "
                         "more samples")  # fmt: skip
-        return told
+        return notes
 
 
 def refit(
@@ -153,10 +153,10 @@ class _Refit(Runner):
     def _fit_head(self, fit: Fit, module: Any, inputs: Tensor) -> bool:
         bias = module.weight.new_zeros(len(module.weight)) if module.bias is None else module.bias
         goal = mixed(self.targets.answers(fit.end), self.targets.weights)
-        found = fitted_head(inputs, module.weight, bias, goal)
-        if found is None:
+        solution = fitted_head(inputs, module.weight, bias, goal)
+        if solution is None:
             return False
-        self._write(fit, module, *found)
+        self._write(fit, module, *solution)
         return True
 
     def _fit_layer(self, fit: Fit, module: Any, inputs: Tensor, goal: Tensor) -> bool:

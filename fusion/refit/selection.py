@@ -43,39 +43,39 @@ class Choice:
 
     Attributes:
         sizes: The number of channels of each network.
-        kept: The indices of the selected channels, [m].
+        chosen: The indices of the selected channels, [m].
         blocks: The indices of their groups.
         keeps: 1 where channel n becomes channel m, [N, m].
         follows: How channel n follows from the selected ones, [N, m].
     """
 
     sizes: tuple[int, ...]
-    kept: Tensor
+    chosen: Tensor
     blocks: Tensor
     keeps: Tensor
     follows: Tensor
 
-    def rows(self, place: int) -> tuple[Tensor, Tensor]:
+    def rows(self, index: int) -> tuple[Tensor, Tensor]:
         """Return `keeps` and `follows` for the channels of the network with index `place`."""
-        start = sum(self.sizes[:place])
-        rows = slice(start, start + self.sizes[place])
+        start = sum(self.sizes[:index])
+        rows = slice(start, start + self.sizes[index])
         return self.keeps[rows], self.follows[rows]
 
     def taken(self) -> list[int]:
         """Return the number of channels selected from each network."""
-        return [int(self.rows(place)[0].sum()) for place in range(len(self.sizes))]
+        return [int(self.rows(index)[0].sum()) for index in range(len(self.sizes))]
 
 
-def keeping(sizes: Sequence[int], kept: Tensor | None = None) -> Choice:
+def keeping(sizes: Sequence[int], chosen: Tensor | None = None) -> Choice:
     """Select these channels of a pool, by default the first network's, without regression of the others."""
-    kept = torch.arange(sizes[0]) if kept is None else kept
-    keeps = _ones(kept, sum(sizes))
-    return Choice(tuple(sizes), kept, kept, keeps, keeps)
+    chosen = torch.arange(sizes[0]) if chosen is None else chosen
+    keeps = _ones(chosen, sum(sizes))
+    return Choice(tuple(sizes), chosen, chosen, keeps, keeps)
 
 
 def side_by_side(pools: Sequence[Pool]) -> Pool:
     """Concatenate pools with the same groups: a group has its channels of all pools."""
-    starts = [sum(len(pool.twins) for pool in pools[:place]) for place in range(len(pools))]
+    starts = [sum(len(pool.twins) for pool in pools[:index]) for index in range(len(pools))]
     groups, twins = ([getattr(pool, name) + start for pool, start in zip(pools, starts, strict=True)]
                      for name in ("groups", "twins"))  # fmt: skip
     covariance = torch.block_diag(*(pool.covariance for pool in pools))
@@ -136,8 +136,8 @@ def choose(pool: Pool, blocks: int) -> Choice:
 
 def best_groups(pool: Pool, count: int) -> Tensor:
     """Return the indices of the best groups of a pool, int64 [count], in ascending order."""
-    heeded = pool.weighted.diagonal()[pool.groups].sum(dim=1) > 0.0
-    candidates = (pool.twins[pool.groups] == pool.groups).any(dim=1) & heeded
+    relevant = pool.weighted.diagonal()[pool.groups].sum(dim=1) > 0.0
+    candidates = (pool.twins[pool.groups] == pool.groups).any(dim=1) & relevant
     few = int(candidates.sum()) <= count  # nothing to select
     order = candidates.nonzero()[:, 0].tolist() if few else _greedy(pool.weighted, pool.groups, candidates, count)
     order += [block for block in range(len(pool.groups)) if block not in order][: count - len(order)]
@@ -146,8 +146,8 @@ def best_groups(pool: Pool, count: int) -> Tensor:
 
 def settled(pool: Pool, blocks: Tensor) -> Choice:
     """Return the selection of these groups of a pool."""
-    kept = pool.groups[blocks].flatten()
-    return Choice(pool.sizes, kept, blocks, _ones(kept, len(pool.twins)), _followed(pool.covariance, kept, pool.twins))
+    chosen = pool.groups[blocks].flatten()
+    return Choice(pool.sizes, chosen, blocks, _ones(chosen, len(pool.twins)), _followed(pool.covariance, chosen, pool.twins))
 
 
 def _greedy(covariance: Tensor, groups: Tensor, candidates: Tensor, count: int) -> list[int]:
@@ -174,8 +174,8 @@ def _greedy_channels(covariance: Tensor, candidates: Tensor, count: int) -> list
         before = taken[:step]
         column = covariance[best] - before[:, best] @ before
         column = column / (column[best].clamp(min=0.0) + floor[best]).sqrt()
-        told = covariance @ column - (before @ column) @ before
-        lead = lead - 2.0 * column * told + column.square() * column.square().sum()
+        product = covariance @ column - (before @ column) @ before
+        lead = lead - 2.0 * column * product + column.square() * column.square().sum()
         rest = rest - column.square()
         taken[step] = column
     return chosen
@@ -197,21 +197,21 @@ def _inverse(covariance: Tensor, block: Tensor) -> Tensor:
     return torch.linalg.pinv(covariance[block][:, block], hermitian=True, rtol=ALIKE**2)
 
 
-def _ones(kept: Tensor, channels: int) -> Tensor:
-    keeps = torch.zeros(channels, len(kept), dtype=torch.float64)
-    keeps[kept, torch.arange(len(kept))] = 1.0
+def _ones(chosen: Tensor, channels: int) -> Tensor:
+    keeps = torch.zeros(channels, len(chosen), dtype=torch.float64)
+    keeps[chosen, torch.arange(len(chosen))] = 1.0
     return keeps
 
 
-def _followed(covariance: Tensor, kept: Tensor, twins: Tensor) -> Tensor:
+def _followed(covariance: Tensor, chosen: Tensor, twins: Tensor) -> Tensor:
     """Return [N, m] by ridge regression; a selected channel and its twins follow from that channel alone."""
-    own = covariance[kept][:, kept].clone()
+    own = covariance[chosen][:, chosen].clone()
     own.diagonal().add_(RIDGE * (own.diagonal() + RIDGE * own.diagonal().mean()) + TINY)
-    follows = torch.linalg.solve(own, covariance[kept]).T
-    place = torch.full((len(twins),), -1)
-    place[twins[kept].flip(0)] = torch.arange(len(kept)).flip(0)
-    same = place[twins] >= 0
+    follows = torch.linalg.solve(own, covariance[chosen]).T
+    index = torch.full((len(twins),), -1)
+    index[twins[chosen].flip(0)] = torch.arange(len(chosen)).flip(0)
+    same = index[twins] >= 0
     follows[same] = 0.0
-    follows[same, place[twins][same]] = 1.0
-    follows[kept] = torch.eye(len(kept), dtype=torch.float64)
+    follows[same, index[twins][same]] = 1.0
+    follows[chosen] = torch.eye(len(chosen), dtype=torch.float64)
     return follows

@@ -53,7 +53,7 @@ def sensitivities(
 
     `dims`: by node name, the dimensions that, flattened, are its channels.
     """
-    generator, found = torch.Generator().manual_seed(0), {}
+    generator, sums = torch.Generator().manual_seed(0), {}
     with evaluating(graph), torch.enable_grad():
         for batch in probe[:SAMPLES].split(BATCH):
             run = _Backward(graph, dims)
@@ -64,5 +64,5 @@ def sensitivities(
             total = (answers * noise).sum()
             torch.autograd.grad(total, run.leaves, allow_unused=True)
             for name, part in run.sums.items():
-                found[name] = found.get(name, 0.0) + part
-    return found
+                sums[name] = sums.get(name, 0.0) + part
+    return sums

@@ -40,19 +40,21 @@ class Selected:
     def notes(self, into: int) -> list[str]:
         """Return a note: the number of channels from each network."""
         taken = [choice.taken() for choice in self.choices.values()]
-        counts = {place: sum(each[k] for each in taken) for k, place in enumerate(self.order)}
-        told = ", ".join(f"{counts[place]} of network {place}" for place in sorted(counts))
-        return [f"refit by selection: the hidden channels are {told}; the last layer imitates {_told(self.weights)}"]
+        counts = {index: sum(each[k] for each in taken) for k, index in enumerate(self.order)}
+        counts_text = ", ".join(f"{counts[index]} of network {index}" for index in sorted(counts))
+        return [
+            f"refit by selection: the hidden channels are {counts_text}; the last layer imitates {_described(self.weights)}"
+        ]
 
     def __call__(self, axis: int, parts: Sequence[Tensor | None]) -> Tensor | None:
         """Return the selected channels, [m, rows]."""
-        parts = [parts[place] for place in self.order]
+        parts = [parts[index] for index in self.order]
         some = next((part for part in parts if part is not None), None)
         if some is None or axis not in self.choices:
             return None
-        whole = [some.new_zeros(size, some.shape[1]) if part is None else part
+        complete = [some.new_zeros(size, some.shape[1]) if part is None else part
                  for size, part in zip(self.choices[axis].sizes, parts, strict=True)]  # fmt: skip
-        return torch.cat(whole)[self.choices[axis].kept]
+        return torch.cat(complete)[self.choices[axis].chosen]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,15 +66,15 @@ class Planned:
 
     def __call__(self, axis: int, parts: Sequence[Tensor | None]) -> Tensor | None:
         """Return the mean of the moved channels, [m, rows]."""
-        return _mean(self.weights, [self.moved(axis, place, part) for place, part in enumerate(parts)])
+        return _mean(self.weights, [self.moved(axis, index, part) for index, part in enumerate(parts)])
 
     def notes(self, into: int) -> list[str]:
         """Return a note: the weights."""
-        return [f"refit by plans: every layer imitates {_told(self.weights)}, in the channels of network {into}"]
+        return [f"refit by plans: every layer imitates {_described(self.weights)}, in the channels of network {into}"]
 
-    def moved(self, axis: int, place: int, part: Tensor | None) -> Tensor | None:
+    def moved(self, axis: int, index: int, part: Tensor | None) -> Tensor | None:
         """Return a network's channels in the common basis."""
-        plan = self.plans[place].get(axis)
+        plan = self.plans[index].get(axis)
         return part if part is None or plan is None else plan.to(part).T @ part
 
 
@@ -91,16 +93,16 @@ class Regressed:
         goal = parts[self.into]
         if goal is None:
             return self.planned(axis, parts)
-        return _mean(self.planned.weights, [self._regressed(axis, place, part, goal) for place, part in enumerate(parts)])
+        return _mean(self.planned.weights, [self._regressed(axis, index, part, goal) for index, part in enumerate(parts)])
 
     def notes(self, into: int) -> list[str]:
         """Return a note: the weights."""
-        told = f"every layer imitates {_told(self.planned.weights)}, in the channels of network {into}"
-        return [f"refit by regression: {told}"]
+        description = f"every layer imitates {_described(self.planned.weights)}, in the channels of network {into}"
+        return [f"refit by regression: {description}"]
 
-    def _regressed(self, axis: int, place: int, part: Tensor | None, goal: Tensor) -> Tensor | None:
-        moved = self.planned.moved(axis, place, part)
-        if part is None or moved is None or place == self.into:
+    def _regressed(self, axis: int, index: int, part: Tensor | None, goal: Tensor) -> Tensor | None:
+        moved = self.planned.moved(axis, index, part)
+        if part is None or moved is None or index == self.into:
             return part
         mean, lack = part.mean(1, keepdim=True), goal - moved
         x = (part - mean).double()
@@ -110,11 +112,11 @@ class Regressed:
         return moved + (change.T @ x).to(part) + lack.mean(1, keepdim=True)
 
 
-def _told(weights: Sequence[float]) -> str:
-    heeded = [place for place, weight in enumerate(weights) if weight > 0.0]
-    if len(heeded) == 1:
-        return f"network {heeded[0]} alone"
-    return "a mixture of all, " + ", ".join(f"{weights[place]:.2f} of {place}" for place in heeded)
+def _described(weights: Sequence[float]) -> str:
+    used = [index for index, weight in enumerate(weights) if weight > 0.0]
+    if len(used) == 1:
+        return f"network {used[0]} alone"
+    return "a mixture of all, " + ", ".join(f"{weights[index]:.2f} of {index}" for index in used)
 
 
 def _mean(weights: Sequence[float], parts: Sequence[Tensor | None]) -> Tensor | None:
@@ -131,7 +133,7 @@ class Targets:
 
     def at(self, node: str) -> Tensor | None:
         """Return [rows, channels] in the fused network's order; None if no network has them."""
-        found: Tensor | None = None
+        values: Tensor | None = None
         layout = self.fused.layouts[node]
         size = max(int(entries.max()) for entries in layout.entries.values()) + 1
         for axis, entries in layout.entries.items():
@@ -140,9 +142,9 @@ class Targets:
                 mixed = _mean(self.weights, parts) if self.fused.axes[axis].fixed else self.mixture(axis, parts)
                 if mixed is None:
                     return None
-                found = mixed.new_zeros(mixed.shape[1], size) if found is None else found
-                found[:, own] = mixed.T
-        return found
+                values = mixed.new_zeros(mixed.shape[1], size) if values is None else values
+                values[:, own] = mixed.T
+        return values
 
     def answers(self, node: str) -> list[Tensor]:
         """Return the answers of all networks, [k, classes] each."""
