@@ -151,11 +151,12 @@ class Memory:
 
     def _before(self, db: sqlite3.Connection) -> list[Disclosure]:
         """Return the sums that were read, oldest first."""
-        words = "select run, round, counted, beside, first, config, sketches, leaving from sums where site = ? order by rowid"  # plain: ignore
+        columns = "run, round, counted, beside, first, config, sketches, leaving"  # plain: ignore
+        query = f"select {columns} from sums where site = ? order by rowid"
         return [
             Disclosure(run, round, counted.split("\n"), beside.split("\n"), bool(first), config,
                        unpacked(json.loads(sketches)), leaving.split("\n"))
-            for run, round, counted, beside, first, config, sketches, leaving in db.execute(words, (self.site,))
+            for run, round, counted, beside, first, config, sketches, leaving in db.execute(query, (self.site,))
         ]  # fmt: skip
 
     @contextlib.contextmanager
