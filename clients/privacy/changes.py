@@ -39,7 +39,7 @@ class Changes:
 
     def whole(self) -> dict[str, State]:
         """Return the current records."""
-        return {record: {name: self.begin[record][name] + one for name, one in state.items()}
+        return {record: {name: self.begin[record][name] + change for name, change in state.items()}
                 for record, state in self.moved.items()}  # fmt: skip
 
     def tensors(self) -> list[Tensor]:
@@ -65,7 +65,7 @@ def changes(job: Job, session: Session, start: Mapping[str, State], given: Mappi
         begin |= {order.slot: sent.summed(order.base)} if order.slot in lacking else {}
         others = lacking - {order.slot}
         begin |= {record: state for record, state in sent.records(order.base).items() if record in others} if others else {}
-    moved = {record: {name: one - begin[record][name] for name, one in quantise(state, bits).items()}
+    moved = {record: {name: tensor - begin[record][name] for name, tensor in quantise(state, bits).items()}
              for record, state in given.items()}  # fmt: skip
     return Changes(begin, moved, kept, first)
 
@@ -73,14 +73,14 @@ def changes(job: Job, session: Session, start: Mapping[str, State], given: Mappi
 def _check_sent(sent: Mapping[str, State], begin: Mapping[str, State]) -> None:
     """Raise UserError if a record starts at a tensor that the server has not sent."""
     for record, state in begin.items():
-        for name, one in state.items():
-            if not any(name in each and _same(each[name], one) for each in sent.values()):
+        for name, tensor in state.items():
+            if not any(name in each and _same(each[name], tensor) for each in sent.values()):
                 raise UserError(f"record '{record}': tensor '{name}' does not start at what the server has sent in this "
                                 "round, so that only this site knows it")  # fmt: skip
 
 
-def _same(sent: Tensor, one: Tensor) -> bool:
-    return sent.shape == one.shape and torch.equal(sent.to(one.dtype), one.cpu())
+def _same(sent: Tensor, tensor: Tensor) -> bool:
+    return sent.shape == tensor.shape and torch.equal(sent.to(tensor.dtype), tensor.cpu())
 
 
 def keep_sent(job: Job, changed: Changes, sent: Mapping[str, State]) -> None:

@@ -39,19 +39,19 @@ def private(changed: Changes, bits: int, privacy: PrivacyConfig, share: float = 
     Raises:
         UserError: The site's part of the noise is so small that all parts do not sum to a discrete Gaussian.
     """
-    entries = sum(one.numel() for one in changed.tensors())
+    entries = sum(tensor.numel() for tensor in changed.tensors())
     room = privacy.clip * 2.0**bits - math.sqrt(entries)  # rounding moves every entry by less than one unit
-    norm = math.hypot(*(float(one.double().norm()) for one in changed.tensors()))
+    norm = math.hypot(*(float(tensor.double().norm()) for tensor in changed.tensors()))
     factor, deviation = min(1.0, max(0.0, room) / norm) if norm else 1.0, privacy.noise * privacy.clip * 2.0**bits
     part = deviation * math.sqrt(share)
     if share < 1.0 and part < LEAST_PART:
         raise UserError(f"privacy: a site's part of the noise is {part:.2g} units of 2**-{bits}, but {LEAST_PART:g} are "
                         "needed; set a larger federation.scale_bits, privacy.clip or privacy.noise")  # fmt: skip
-    sizes = [one.numel() for state in changed.moved.values() for one in state.values()]
+    sizes = [tensor.numel() for state in changed.moved.values() for tensor in state.values()]
     drawn = iter(discrete_gaussian(part, entries).split(sizes))
     begin = changed.begin
-    return {record: {name: begin[record][name] + (one.double() * factor).round().long() + next(drawn).view(one.shape)
-                     for name, one in state.items()} for record, state in changed.moved.items()}  # fmt: skip
+    return {record: {name: begin[record][name] + (tensor.double() * factor).round().long() + next(drawn).view(tensor.shape)
+                     for name, tensor in state.items()} for record, state in changed.moved.items()}  # fmt: skip
 
 
 def discrete_gaussian(deviation: float, count: int) -> Tensor:
@@ -65,13 +65,13 @@ def discrete_gaussian(deviation: float, count: int) -> Tensor:
         )
     if deviation < LEAST_DEVIATION:  # no number except 0 has a probability that could be drawn
         return torch.zeros(count, dtype=torch.int64)
-    found, scale = np.empty(0, dtype=np.int64), int(deviation) + 1
-    while len(found) < count:
-        number = int(1.5 * (count - len(found))) + 64
+    draws, scale = np.empty(0, dtype=np.int64), int(deviation) + 1
+    while len(draws) < count:
+        number = int(1.5 * (count - len(draws))) + 64
         laplace = _discrete_laplace(scale, number)
         off = (np.abs(laplace).astype(np.float64) - deviation**2 / scale) ** 2 / (2 * deviation**2)
-        found = np.concatenate([found, laplace[_uniform(len(laplace)) < np.exp(-off)]])
-    return torch.from_numpy(found[:count])
+        draws = np.concatenate([draws, laplace[_uniform(len(laplace)) < np.exp(-off)]])
+    return torch.from_numpy(draws[:count])
 
 
 def epsilon(times: Mapping[float, int], delta: float) -> float:
@@ -106,19 +106,19 @@ def _epsilon(times: tuple[tuple[float, int], ...], delta: float) -> float:
 
 def _discrete_laplace(scale: int, count: int) -> NDArray[np.int64]:
     """Return about `count` draws, each k with a probability proportional to exp(-|k| / scale) (Alg. 2)."""
-    fine = (_words(count) % np.uint64(scale)).astype(np.int64)  # uniform up to a share of scale * 2**-64
+    fine = (_secret_integers(count) % np.uint64(scale)).astype(np.int64)  # uniform up to a share of scale * 2**-64
     fine = fine[_uniform(count) < np.exp(-fine / scale)]
     coarse = np.floor(-np.log1p(-_uniform(len(fine)))).astype(np.int64)  # geometric: P(k) proportional to exp(-k)
-    size, minus = fine + scale * coarse, _words(len(fine)) % np.uint64(2) == 1
+    size, minus = fine + scale * coarse, _secret_integers(len(fine)) % np.uint64(2) == 1
     keep = ~(minus & (size == 0))
     return np.where(minus, -size, size)[keep]
 
 
 def _uniform(count: int) -> NDArray[np.float64]:
     """Return multiples of 2**-53 in [0, 1)."""
-    return (_words(count) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (_secret_integers(count) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _words(count: int) -> NDArray[np.uint64]:
+def _secret_integers(count: int) -> NDArray[np.uint64]:
     """Return secret random integers of 64 bits."""
     return np.frombuffer(stream(secret(), 8 * count), dtype=np.uint64)

@@ -36,8 +36,8 @@ class Limits:
             raise RefusedError(f"training.batch: got {config.training.batch}, but this site trains on batches of at least "
                                f"{self.batch} (site.yaml: min_batch)")  # fmt: skip
         self._check_steps(config.training.steps, "training.steps")
-        if self.parameters and (letters := len(network_text(config, site))) > MOST_OPTIONS:
-            raise RefusedError(f"network: its options have {letters} characters, but a site takes at most {MOST_OPTIONS}")
+        if self.parameters and (characters := len(network_text(config, site))) > MOST_OPTIONS:
+            raise RefusedError(f"network: its options have {characters} characters, but a site takes at most {MOST_OPTIONS}")
         if self.parameters and (size := parameters_of(architecture_of(config, site)) / 1e6) > self.parameters:
             raise RefusedError(f"network: has {size:.4g} million parameters, but this site takes at most "
                                f"{self.parameters:g} (site.yaml: max_parameters)")  # fmt: skip
@@ -61,10 +61,10 @@ def check_harmless(config: Config) -> None:
     Some changes can erase most images, or mark a few (the border of a crop). With a chosen seed, only one image of
     one site would then affect the training.
     """
-    for one in config.training.augment:
-        given = one if isinstance(one, dict) else {"name": one}
-        if given.get("name") not in FLIPS or given.keys() - {"name"}:
-            raise RefusedError(f"training.augment: {given} could erase most images or mark a few, and this site "
+    for entry in config.training.augment:
+        change = entry if isinstance(entry, dict) else {"name": entry}
+        if change.get("name") not in FLIPS or change.keys() - {"name"}:
+            raise RefusedError(f"training.augment: {change} could erase most images or mark a few, and this site "
                                f"hides what it trains; takes {', '.join(FLIPS)}, without options")  # fmt: skip
 
 

@@ -132,21 +132,26 @@ class Memory:
 
     def _check(self, db: sqlite3.Connection, disclosure: Disclosure) -> None:
         before = self._before(db)
-        mine = [one for one in before if one.run == disclosure.run]
-        left = {one.round: set(one.leaving) for one in mine}
+        same_run = [earlier for earlier in before if earlier.run == disclosure.run]
+        left = {earlier.round: set(earlier.leaving) for earlier in same_run}
         if (last := max(left, default=0)) > disclosure.round:
             raise UserError(f"secure aggregation: round {disclosure.round} is over: round {last} of the run was summed")
         left.setdefault(disclosure.round, set(disclosure.leaving))
-        if disclosure.idle and any(set(one.counted) - {*disclosure.counted, *disclosure.leaving} for one in mine[-1:]):
+        if disclosure.idle and any(
+            set(earlier.counted) - {*disclosure.counted, *disclosure.leaving} for earlier in same_run[-1:]
+        ):
             raise UserError("secure aggregation: if no site trains, all sites of the last sum must count again, or leave")
-        for one in before:
-            later = [names for number, names in left.items() if number > one.round] if one.run == disclosure.run else []
-            if (apart := _apart(one, disclosure, set().union(*later))) and likeness(
-                one.sketches, disclosure.sketches
+        for earlier in before:
+            later = (
+                [names for number, names in left.items() if number > earlier.round] if earlier.run == disclosure.run else []
+            )
+            if (apart := _apart(earlier, disclosure, set().union(*later))) and likeness(
+                earlier.sketches, disclosure.sketches
             ) > ALIKE:
-                text = f"secure aggregation: what this site has trained was summed in round {one.round} of '{one.run}', "
+                text = f"what this site has trained was summed in round {earlier.round} of '{earlier.run}', {apart}"
                 raise SummedBeforeError(
-                    f"{text}{apart}; the difference of the two sums would reveal what a few sites sent", disclosure.round
+                    f"secure aggregation: {text}; the difference of the two sums would reveal what a few sites sent",
+                    disclosure.round,
                 )
 
     def _before(self, db: sqlite3.Connection) -> list[Disclosure]:

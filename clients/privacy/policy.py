@@ -86,26 +86,26 @@ class Policy:
     @staticmethod
     def of(node_config: Mapping[str, Any]) -> "Policy":
         """Return the policy of a node-config, whose names are separated by commas."""
-        here = {key: str(node_config.get(key, "")) for key in ("data", "domain", "device", "masks", *LISTS)}
-        names = {key: _names(here[key]) for key in LISTS}
+        values = {key: str(node_config.get(key, "")) for key in ("data", "domain", "device", "masks", *LISTS)}
+        names = {key: _names(values[key]) for key in LISTS}
         if odd := next((name for name in names["publish"] if name not in (*PARTS, NOTHING)), ""):
             raise UserError(f"publish: got '{odd}', takes extractor, head, both separated by a comma, or none")
         if odd := next((name for name in names["disclose"] if name not in DISCLOSED), ""):
             raise UserError(f"disclose: got '{odd}', takes scores, classes, or both separated by a comma")
-        if here["device"] not in DEVICES:
-            raise UserError(f"device: got '{here['device']}', takes auto, cpu or cuda")
-        if here["masks"] not in MASKS:
-            raise UserError(f"masks: got '{here['masks']}', takes required, or nothing")
+        if values["device"] not in DEVICES:
+            raise UserError(f"device: got '{values['device']}', takes auto, cpu or cuda")
+        if values["masks"] not in MASKS:
+            raise UserError(f"masks: got '{values['masks']}', takes required, or nothing")
         gpu, most = _number(node_config, "gpu", 1.0, 1.0), _number(node_config, "largest_order", 0.0)
         cost = _number(node_config, "epsilon", 0.0)
-        batch = LEAST_BATCH if here["masks"] or cost else 1
-        limits = Limits(_whole(node_config, "max_steps", MOST_STEPS) or 0,
+        batch = LEAST_BATCH if values["masks"] or cost else 1
+        limits = Limits(_count(node_config, "max_steps", MOST_STEPS) or 0,
                         _number(node_config, "max_parameters", MOST_PARAMETERS),
-                        _whole(node_config, "min_batch", batch) or 0)  # fmt: skip
+                        _count(node_config, "min_batch", batch) or 0)  # fmt: skip
         identity = Identity(*(os.path.expanduser(str(node_config.get(key, ""))) for key in ("identity", "peers")))
-        return Policy(here["data"], here["domain"], device=here["device"], gpu=gpu, largest_order=most, masks=here["masks"],
-                      epsilon=cost, identity=identity, name=str(node_config.get("site", "")), limits=limits,
-                      min_members=_whole(node_config, "min_members"), min_known=_whole(node_config, "min_known"),
+        return Policy(values["data"], values["domain"], device=values["device"], gpu=gpu, largest_order=most,
+                      masks=values["masks"], epsilon=cost, identity=identity, name=str(node_config.get("site", "")), limits=limits,
+                      min_members=_count(node_config, "min_members"), min_known=_count(node_config, "min_known"),
                       **names)  # fmt: skip
 
     def hides(self, config: Config) -> bool:
@@ -131,29 +131,29 @@ class Policy:
             raise RefusedError(f"order.kind: '{order.kind}' asks for more than sums, but this site hides what it trains, or "
                                "the run does (masks or noise)")  # fmt: skip
         if not self.tells_scores(config):
-            told = "discloses no scores under masks or noise; its owner can allow them (site.yaml: disclose)"
-            raise RefusedError(f"order.kind: '{EVALUATE}' asks for accuracies, but this site {told}")
+            reason = "discloses no scores under masks or noise; its owner can allow them (site.yaml: disclose)"
+            raise RefusedError(f"order.kind: '{EVALUATE}' asks for accuracies, but this site {reason}")
 
     def check_secure_aggregation(self, order: TaskInstructions) -> None:
         """Raise RefusedError for an order whose answer would reveal what this policy hides."""
         if not self.masks or order.kind in (*HARMLESS, EVALUATE) or (order.kind == TRAIN and order.secure):
             return
-        told = "participates only under masks (site.yaml: masks); set federation.secure_aggregation=true for the run"
-        raise RefusedError(f"order.kind: '{order.kind}' asks for more than sums, but this site {told}")
+        reason = "participates only under masks (site.yaml: masks); set federation.secure_aggregation=true for the run"
+        raise RefusedError(f"order.kind: '{order.kind}' asks for more than sums, but this site {reason}")
 
     def check_privacy_budget(self, order: TaskInstructions, config: Config) -> None:
         """Raise RefusedError for an order whose answer would cost privacy that `epsilon` does not count."""
         if not self.epsilon or order.kind in (*HARMLESS, EVALUATE) or (order.kind == TRAIN and config.privacy.noise):
             return
-        told = "sends only what is noised (site.yaml: epsilon); set privacy.clip and privacy.noise for the run"
-        raise RefusedError(f"order.kind: '{order.kind}' asks for what is not noised, but this site {told}")
+        reason = "sends only what is noised (site.yaml: epsilon); set privacy.clip and privacy.noise for the run"
+        raise RefusedError(f"order.kind: '{order.kind}' asks for what is not noised, but this site {reason}")
 
     def check_message_size(self, content: RecordDict) -> None:
         """Raise RefusedError for a message that is larger than this policy allows."""
         size = content_bytes(content) / 1e6
         if 0 < self.largest_order < size:
-            told = f"has {size:.1f} MB, but this site's policy allows {self.largest_order:g}"
-            raise RefusedError(f"order: {told} (site.yaml: largest_order)")
+            reason = f"has {size:.1f} MB, but this site's policy allows {self.largest_order:g}"
+            raise RefusedError(f"order: {reason} (site.yaml: largest_order)")
 
     def apply(self, config: Config, place: int) -> Config:
         """Return the server's configuration as the site at index `place` of the roster follows it, with its own data paths.
@@ -178,21 +178,23 @@ class Policy:
         self._allow_all(OPTIMIZERS, self.optimizers, optimizer_section(config.training), "training.optimizer")
         self._allow_all(SCHEDULES, (), schedule_section(config.training), "training.schedule")
         if self.strategies and (name := config.strategy.get("name")) not in self.strategies:
-            told = f"'{name}' is not among the strategies of this site's policy ({', '.join(self.strategies)})"
-            raise RefusedError(f"strategy.name: {told}")
+            reason = f"'{name}' is not among the strategies of this site's policy ({', '.join(self.strategies)})"
+            raise RefusedError(f"strategy.name: {reason}")
         by_label = site.spec.classes or site.spec.partition.name in ("classes", "dirichlet")
         if (self.masks or self.epsilon) and not self.domain and by_label:
             which = "classes" if site.spec.classes else "partition"
             raise RefusedError(f"{key}.{which}: the number of images of chosen classes would reveal this site's labels, "
                                "which it hides; remove it, or name the site's own data (site.yaml: domain)")  # fmt: skip
         if not self.domain and site.spec.partition.name not in WAYS:
-            told = f"'{site.spec.partition.name}' is not one of this project's ways to divide data"
-            raise RefusedError(f"{key}.partition.name: {told}; a site does not import what a server names")
+            reason = f"'{site.spec.partition.name}' is not one of this project's ways to divide data"
+            raise RefusedError(f"{key}.partition.name: {reason}; a site does not import what a server names")
         shipped, unread = set(domain_names()), bool(config.data.heads == "shared" and config.data.classes)
-        for one in sites:
-            if one.spec.domain not in shipped and not (unread and (self.domain or one is not site)):
-                told = f"'{one.spec.domain}' is not one of this project's domains"
-                raise RefusedError(f"sites[{one.index}].domain: {told}; a site does not open or import what a server names")
+        for other in sites:
+            if other.spec.domain not in shipped and not (unread and (self.domain or other is not site)):
+                reason = f"'{other.spec.domain}' is not one of this project's domains"
+                raise RefusedError(
+                    f"sites[{other.index}].domain: {reason}; a site does not open or import what a server names"
+                )
         self.limits.check(config, site)
         if self.hides(config):
             check_harmless(config)
@@ -222,14 +224,16 @@ class Policy:
     def filter_published(self, state: State) -> State:
         """Return the tensors of components that this policy allows to publish."""
         prefixes = tuple(PARTS[name] for name in self.publish if name in PARTS)
-        return {name: one for name, one in state.items() if not self.publish or (prefixes and name.startswith(prefixes))}
+        return {
+            name: tensor for name, tensor in state.items() if not self.publish or (prefixes and name.startswith(prefixes))
+        }
 
     def _allow_all(self, registry: Registry[Any], named: tuple[str, ...], section: Mapping[str, Any], where: str) -> None:
         """Refuse a section with a name that is not allowed, also in inner sections: both could be imported."""
         self._allow(registry, named, section.get("name"), where)
         if registry.shipped(str(section.get("name"))):  # inner sections of another's class are its own business
-            for place, kind, name in _inside(section, where, registry):
-                self._allow(kind, named, name, place)
+            for path, kind, name in _inside(section, where, registry):
+                self._allow(kind, named, name, path)
 
     def _allow(self, registry: Registry[Any], named: tuple[str, ...], name: Any, where: str) -> None:
         if name in named or (not named and isinstance(name, str) and registry.shipped(name)):
@@ -242,13 +246,13 @@ def _inside(section: Mapping[str, Any], where: str, registry: Registry[Any]) -> 
     """Yield the names in inner sections: the dotted key, the registry of the name, and the name."""
     for key, item in section.items():
         kind = _auxiliary() if key == "auxiliary" else registry
-        for place, one in enumerate(item) if isinstance(item, list | tuple) else [("", item)]:
-            path = f"{where}.{key}" + (f"[{place}]" if place != "" else "")
-            if isinstance(one, Mapping) and "name" in one:
-                yield path, kind, one["name"]
-                yield from _inside(one, path, kind)
+        for index, entry in enumerate(item) if isinstance(item, list | tuple) else [("", item)]:
+            path = f"{where}.{key}" + (f"[{index}]" if index != "" else "")
+            if isinstance(entry, Mapping) and "name" in entry:
+                yield path, kind, entry["name"]
+                yield from _inside(entry, path, kind)
             elif key == "auxiliary":
-                yield path, kind, one
+                yield path, kind, entry
 
 
 def _auxiliary() -> Registry[Any]:
@@ -258,19 +262,19 @@ def _auxiliary() -> Registry[Any]:
 
 
 def _number(node_config: Mapping[str, Any], key: str, default: float, most: float = math.inf) -> float:
-    given = node_config.get(key, default)
-    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= most:
+    value = node_config.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
         raise UserError(
-            f"{key}: got {given!r}, takes a number" + (f" from 0 to {most:g}" if math.isfinite(most) else " of at least 0")
+            f"{key}: got {value!r}, takes a number" + (f" from 0 to {most:g}" if math.isfinite(most) else " of at least 0")
         )
-    return float(given)
+    return float(value)
 
 
-def _whole(node_config: Mapping[str, Any], key: str, default: int | None = None) -> int | None:
-    given = node_config.get(key, default)
-    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
-        raise UserError(f"{key}: got {given!r}, takes a whole number of at least 0")
-    return given
+def _count(node_config: Mapping[str, Any], key: str, default: int | None = None) -> int | None:
+    value = node_config.get(key, default)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise UserError(f"{key}: got {value!r}, takes a whole number of at least 0")
+    return value
 
 
 def _names(text: str) -> tuple[str, ...]:

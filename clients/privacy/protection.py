@@ -53,16 +53,16 @@ class Protection:
         changed = changes(job, session, start, given)
         cost = {"epsilon": self.cost} if privacy.noise else {}
         if privacy.noise:
-            whole = private(changed, bits, privacy, noise_share(job, self.ready) if job.order.secure else 1.0)
+            protected = private(changed, bits, privacy, noise_share(job, self.ready) if job.order.secure else 1.0)
         else:
             changed = bounded(job, changed, given)
-            whole = changed.whole()
+            protected = changed.whole()
         if job.order.secure:
             key = b"" if job.charged else self.sketch_key
-            sent = masked(job, self.ready, key, whole, changed, steps)
+            sent = masked(job, self.ready, key, protected, changed, steps)
         else:
-            floats = {record: dequantise(state, bits) for record, state in whole.items()}
+            floats = {record: dequantise(state, bits) for record, state in protected.items()}
             sent = {record: to_arrays(state, job.config.federation.packed) for record, state in floats.items()}
-            whole = {record: quantise(state, bits) for record, state in floats.items()}
-        keep_sent(job, changed, whole)
+            protected = {record: quantise(state, bits) for record, state in floats.items()}
+        keep_sent(job, changed, protected)
         return sent, cost

@@ -32,9 +32,9 @@ def sketches(state: Mapping[str, Tensor], key: bytes) -> dict[str, Sketch]:
 
     A large move in one tensor does not hide a small one in another.
     """
-    large = {name: one for name, one in state.items() if one.numel() >= OWN_SKETCH}
-    small = [one.flatten() for name, one in sorted(state.items()) if name not in large]
-    return {name: sketch(one, key) for name, one in large.items()} | (
+    large = {name: tensor for name, tensor in state.items() if tensor.numel() >= OWN_SKETCH}
+    small = [tensor.flatten() for name, tensor in sorted(state.items()) if name not in large]
+    return {name: sketch(tensor, key) for name, tensor in large.items()} | (
         {SMALL: sketch(torch.cat(small), key)} if small else {}
     )
 
@@ -61,7 +61,7 @@ def _directions(sketches: Mapping[str, Sketch]) -> NDArray[np.float64]:
 
 def packed(sketches: Mapping[str, Sketch]) -> dict[str, str]:
     """Return the sketches as text."""
-    return {name: one.tobytes().hex() for name, one in sketches.items()}
+    return {name: vector.tobytes().hex() for name, vector in sketches.items()}
 
 
 def unpacked(texts: Mapping[str, str]) -> dict[str, Sketch]:
