@@ -104,9 +104,9 @@ class Policy:
                         _count(node_config, "min_batch", batch) or 0)  # fmt: skip
         identity = Identity(*(os.path.expanduser(str(node_config.get(key, ""))) for key in ("identity", "peers")))
         return Policy(values["data"], values["domain"], device=values["device"], gpu=gpu, largest_order=most,
-                      masks=values["masks"], epsilon=cost, identity=identity, name=str(node_config.get("site", "")), limits=limits,
-                      min_members=_count(node_config, "min_members"), min_known=_count(node_config, "min_known"),
-                      **names)  # fmt: skip
+                      masks=values["masks"], epsilon=cost, identity=identity, name=str(node_config.get("site", "")),
+                      limits=limits, min_members=_count(node_config, "min_members"),
+                      min_known=_count(node_config, "min_known"), **names)  # fmt: skip
 
     def hides(self, config: Config) -> bool:
         """Return whether the server can only know a sum over sites, or noised values, of this site's images."""

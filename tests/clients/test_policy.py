@@ -132,7 +132,9 @@ def test_a_sites_own_domain_is_read_in_place_of_the_servers_and_is_not_divided()
 
 def test_own_images_of_more_classes_than_the_network_has_outputs_are_refused():
     config = load("digits", WORDS)
-    with pytest.raises(UserError, match="the policy's domain has 100 classes, but the federation's configuration 10 for this"):
+    with pytest.raises(
+        UserError, match="the policy's domain has 100 classes, but the federation's configuration 10 for this"
+    ):
         Policy(domain="cifar100").source(config, config.roster[1])
 
 
