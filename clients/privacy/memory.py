@@ -100,7 +100,7 @@ class Memory:
         """Check the sum, and record that it is read."""
         with self._opened() as db:
             self._check(db, disclosure)
-            counted, beside, leaving = (
+            counted, same_base, leaving = (
                 "\n".join(sorted(names)) for names in (disclosure.counted, disclosure.same_base, disclosure.leaving)
             )
             row = (
@@ -108,7 +108,7 @@ class Memory:
                 disclosure.run,
                 disclosure.round,
                 counted,
-                beside,
+                same_base,
                 disclosure.first,
                 leaving,
                 disclosure.config,
@@ -159,9 +159,9 @@ class Memory:
         columns = "run, round, counted, beside, first, config, sketches, leaving"  # plain: ignore
         query = f"select {columns} from sums where site = ? order by rowid"
         return [
-            Disclosure(run, round, counted.split("\n"), beside.split("\n"), bool(first), config,
+            Disclosure(run, round, counted.split("\n"), same_base.split("\n"), bool(first), config,
                        unpacked(json.loads(sketches)), leaving.split("\n"))
-            for run, round, counted, beside, first, config, sketches, leaving in db.execute(query, (self.site,))
+            for run, round, counted, same_base, first, config, sketches, leaving in db.execute(query, (self.site,))
         ]  # fmt: skip
 
     @contextlib.contextmanager

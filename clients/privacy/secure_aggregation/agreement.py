@@ -35,8 +35,8 @@ def confirm(job: Job) -> Answer:
     """
     secrets = Secrets(job.store)
     attempt, mine = attempt_of(job), job.site.name
-    counts = {name: bool(one[0]) for name, one in incoming(job, SECURE_CONFIRM, 1).items()}
-    counted = sorted(name for name, one in counts.items() if one)
+    counts = {name: bool(flag[0]) for name, flag in incoming(job, SECURE_CONFIRM, 1).items()}
+    counted = sorted(name for name, flag in counts.items() if flag)
     if not attempt.sent or counts.keys() != attempt.held.keys() | {mine} or mine not in counted:
         raise UserError("secure aggregation: the list of the sites that count is not one of this attempt")
     if attempt.counted not in ([], counted):
@@ -65,10 +65,10 @@ def _check_trained(job: Job, attempt: Attempt, counted: list[str]) -> None:
     base = (Secrets(job.store).agreed(bases[mine]) if bases[mine] else None) or Agreed()
     history = history_words(attempt.id, base.digest)
     for name in (name for name in counted if name != mine):
-        both, signing = signatures.get(name, b""), attempt.keys(name).signing
-        if not is_signature(signing, text, both[:SIGNATURE]):
+        pair, signing = signatures.get(name, b""), attempt.keys(name).signing
+        if not is_signature(signing, text, pair[:SIGNATURE]):
             raise UserError(f"secure aggregation: {name} has not signed the same training as this site")
-        if bases[name] == bases[mine] and not is_signature(signing, history, both[SIGNATURE:]):
+        if bases[name] == bases[mine] and not is_signature(signing, history, pair[SIGNATURE:]):
             raise UserError(f"secure aggregation: {name} has not signed that it continues from the same state as this site")
 
 
@@ -95,10 +95,10 @@ def unmask(job: Job) -> Answer:
     secrets.read(job.order.round)
     secrets.keep_lifted(attempt, job.order.round)
     secrets.save(attempt)
-    found = {mine: to_tensor(bytes.fromhex(attempt.shares))}
-    for name, text in ((name, bytes.fromhex(both)) for name, both in attempt.held.items()):
-        found[name] = to_tensor(text[:SECRET] if name in attempt.counted else text[SECRET:])
-    return Answer({SECURE_UNMASK: found})
+    shares = {mine: to_tensor(bytes.fromhex(attempt.shares))}
+    for name, text in ((name, bytes.fromhex(shares_hex)) for name, shares_hex in attempt.held.items()):
+        shares[name] = to_tensor(text[:SECRET] if name in attempt.counted else text[SECRET:])
+    return Answer({SECURE_UNMASK: shares})
 
 
 def _statement(attempt: Attempt) -> bytes:
@@ -108,7 +108,7 @@ def _statement(attempt: Attempt) -> bytes:
 
 def _disclosure(job: Job, attempt: Attempt, counted: list[str]) -> Disclosure:
     bases, mine = attempt.bases, attempt.bases[job.site.name]
-    beside = [name for name in counted if bases[name] == mine]
+    same_base = [name for name in counted if bases[name] == mine]
     first = not any(bases[name] for name in counted)
-    about = job.order.run, job.order.round, counted, beside, first, attempt.config, unpacked(attempt.sketches)
+    about = job.order.run, job.order.round, counted, same_base, first, attempt.config, unpacked(attempt.sketches)
     return Disclosure(*about, list(attempt.lifts), attempt.idle)

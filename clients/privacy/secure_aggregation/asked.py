@@ -22,13 +22,13 @@ def state_of(job: Job, record: str) -> State:
 
 def incoming(job: Job, record: str, size: int = 0) -> dict[str, bytes]:
     """Return bytes by site, as the server passes them on. Raise UserError for invalid content."""
-    found = state_of(job, record)
+    state = state_of(job, record)
     known = {site.name for site in job.config.roster}
-    good = found.keys() <= known and len(found) <= MOST_SITES and all(one.dtype == torch.uint8 for one in found.values())
-    passed = {name: bytes(one.flatten().numpy()) for name, one in found.items()} if good else {}
-    if not good or any(size and len(one) != size for one in passed.values()):
+    valid = state.keys() <= known and len(state) <= MOST_SITES and all(one.dtype == torch.uint8 for one in state.values())
+    content = {name: bytes(one.flatten().numpy()) for name, one in state.items()} if valid else {}
+    if not valid or any(size and len(one) != size for one in content.values()):
         raise UserError(f"secure aggregation: the record '{record}' cannot be read")
-    return passed
+    return content
 
 
 def check_enough(attempt: Attempt, sites: int) -> None:

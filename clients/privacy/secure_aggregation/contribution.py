@@ -71,7 +71,7 @@ def masked(
         raise UserError("secure aggregation: this attempt's contribution is already sent")
     _check_records(job, whole, changed)
     common = {name: agreed(bytes.fromhex(attempt.pair), attempt.keys(name).pair, *words(job)) for name in attempt.held}
-    found, moved = {}, dict[str, Sketch]()
+    records, moved = {}, dict[str, Sketch]()
     if not charged:
         seen, moved = _sketches(job, sketch_key, secrets, changed)
         attempt.sketches = packed(seen)
@@ -84,17 +84,17 @@ def masked(
         vector += mask(bytes.fromhex(attempt.own), record, len(vector))
         for name, key in common.items():
             vector.add_(mask(key, record, len(vector)), alpha=sign(job.site.name, name))
-        found[record] = to_arrays({MASKED: vector})
+        records[record] = to_arrays({MASKED: vector})
     attempt.sent, attempt.idle = True, order.again == IDLE
     attempt.lifts = {name: rounds for name, rounds in lifts.items() if rounds}
     attempt.statement, attempt.bases, attempt.config = _trained(job, steps), ready.bases, _configured(job)
-    found[SECURE_TRAINED] = to_arrays(_signed(attempt, ready.base.digest))
+    records[SECURE_TRAINED] = to_arrays(_signed(attempt, ready.base.digest))
     if not charged:
         secrets.keep_moved(order.round, order.base, moved)
     secrets.agree(order.round, order.base, None)
     secrets.masked(order.round, common)
     secrets.save(attempt)
-    return found
+    return records
 
 
 def _check_records(job: Job, whole: Mapping[str, State], changed: Changes) -> None:
@@ -108,9 +108,13 @@ def _check_records(job: Job, whole: Mapping[str, State], changed: Changes) -> No
     if job.simulated or job.charged:
         return
     known = [
-        one for record, state in changed.begin.items() if changed.is_known(record) for one in state.values() if one.numel()
+        tensor
+        for record, state in changed.begin.items()
+        if changed.is_known(record)
+        for tensor in state.values()
+        if tensor.numel()
     ]
-    if max((int(one.abs().max()) for one in known), default=0) > LARGEST_START * 2**job.config.federation.scale_bits:
+    if max((int(tensor.abs().max()) for tensor in known), default=0) > LARGEST_START * 2**job.config.federation.scale_bits:
         raise UserError(f"secure aggregation: the server sent a network with weights beyond {LARGEST_START}; a site's "
                         "changes would be rounded next to them")  # fmt: skip
 
@@ -138,7 +142,7 @@ def _sketches(job: Job, key: bytes, secrets: Secrets, changed: Changes) -> tuple
     moved; for the contribution that the server stores, minus how far the replaced one had moved. For a record that
     starts at what this site sent last, it is of the whole record, or of the contribution's change.
     """
-    order, found, moved = job.order, dict[str, Sketch](), dict[str, Sketch]()
+    order, unknown, moved = job.order, dict[str, Sketch](), dict[str, Sketch]()
     before = secrets.moved(order.base) if order.base else {}
     whole = changed.whole()
     for record, state in changed.moved.items():
@@ -147,9 +151,9 @@ def _sketches(job: Job, key: bytes, secrets: Secrets, changed: Changes) -> tuple
         each = {f"{record}/{name}": one for name, one in sketches(rest, key).items()}
         if replaces and known and not each.keys() <= before.keys():
             raise UserError(f"order.slot: '{record}' is not the record that it replaces")
-        found |= {name: one - before[name] if replaces and known else one for name, one in each.items()}
+        unknown |= {name: one - before[name] if replaces and known else one for name, one in each.items()}
         moved |= each if known else {}
-    return found, moved
+    return unknown, moved
 
 
 def _configured(job: Job) -> str:
@@ -220,19 +224,19 @@ def _trained(job: Job, steps: int) -> str:
 
 def _lifted(job: Job, lifts: Mapping[str, list[int]], record: str, size: int) -> Tensor:
     """Return the masks that this site's contribution has in common with leaving sites, from the rounds that count."""
-    total, kept = torch.zeros(size, dtype=torch.int64), Secrets(job.store).masks() if lifts else {}
+    total, masks_by_round = torch.zeros(size, dtype=torch.int64), Secrets(job.store).masks() if lifts else {}
     for name, rounds in lifts.items():
         for round in rounds:
-            if name not in kept.get(round, {}):
+            if name not in masks_by_round.get(round, {}):
                 raise UserError(f"secure aggregation: the mask of round {round} in common with a site that leaves is lost")
-            total.add_(mask(kept[round][name], record, size), alpha=sign(job.site.name, name))
+            total.add_(mask(masks_by_round[round][name], record, size), alpha=sign(job.site.name, name))
     return total
 
 
 def contents(state: State) -> list[list[object]]:
     """Return each tensor's name, dtype, shape and digest: different states have different results."""
-    return [[name, str(one.dtype), list(one.shape), hashlib.sha256(_flat_bytes(one)).hexdigest()]
-            for name, one in sorted(state.items())]  # fmt: skip
+    return [[name, str(tensor.dtype), list(tensor.shape), hashlib.sha256(_flat_bytes(tensor)).hexdigest()]
+            for name, tensor in sorted(state.items())]  # fmt: skip
 
 
 def _flat_bytes(tensor: Tensor) -> memoryview:

@@ -62,24 +62,24 @@ def _agreed_base(job: Job) -> Agreed:
     secrets, base = Secrets(job.store), job.order.base
     if not base:
         return Agreed()
-    if (found := secrets.agreed(base)) is None and secrets.is_new():
+    if (agreement := secrets.agreed(base)) is None and secrets.is_new():
         raise LostStateError(f"{job.site.name}: its own state is lost: that after round {base}", base)
-    if found is None:
+    if agreement is None:
         raise UserError(f"order.base: this site has not signed which sites count in round {base}; forget and readmit it")
     shared = job.config.privacy.noise and job.policy.epsilon and not job.simulated and not job.order.slot
     if shared and secrets.last_read() > base:
         raise UserError(f"order.base: the sum of round {secrets.last_read()} is read, and under noise a contribution is "
                         "replaced only once; start a new run")  # fmt: skip
-    return found
+    return agreement
 
 
 def _lifts(job: Job) -> dict[str, list[int]]:
     """Return, by leaving site, the rounds of the masks that this site has in common with it."""
-    found = state_of(job, LIFT)
-    most = len(Secrets(job.store).masks()) if found else 0
-    if any(rounds.numel() > most for rounds in found.values()):
+    rounds_by_site = state_of(job, LIFT)
+    most = len(Secrets(job.store).masks()) if rounds_by_site else 0
+    if any(rounds.numel() > most for rounds in rounds_by_site.values()):
         raise UserError("secure aggregation: the server names more rounds than this site has masks for")
-    lifts = {name: sorted({int(one) for one in rounds.flatten().tolist()}) for name, rounds in found.items()}
+    lifts = {name: sorted({int(one) for one in rounds.flatten().tolist()}) for name, rounds in rounds_by_site.items()}
     before = Secrets(job.store).lifted() if lifts else {}
     for name, rounds in lifts.items():
         if again := [one for one in rounds if before.get(f"{name} {one}", job.order.round) != job.order.round]:
@@ -89,11 +89,13 @@ def _lifts(job: Job) -> dict[str, list[int]]:
 
 def _bases(job: Job, attempt: Attempt) -> dict[str, int]:
     """Return, by site of this attempt, the round that it continues from, as the server sends it to all sites."""
-    found = state_of(job, BASES)
-    here = attempt.held.keys() | {job.site.name}
-    if not here <= found.keys() or any(one.dtype != torch.int64 or one.shape != (1,) for one in found.values()):
+    bases_by_site = state_of(job, BASES)
+    members = attempt.held.keys() | {job.site.name}
+    if not members <= bases_by_site.keys() or any(
+        one.dtype != torch.int64 or one.shape != (1,) for one in bases_by_site.values()
+    ):
         raise UserError(f"secure aggregation: the record '{BASES}' cannot be read")
-    bases = {name: int(found[name]) for name in here}
+    bases = {name: int(bases_by_site[name]) for name in members}
     if bases[job.site.name] != job.order.base:
         raise UserError("order.base: is not the round that the server sends to the other sites")
     return bases

@@ -48,11 +48,11 @@ class PublicKeys:
         return self.channel + self.pair + self.own + self.signing
 
     @staticmethod
-    def read(given: bytes) -> "PublicKeys":
+    def read(content: bytes) -> "PublicKeys":
         """Return the keys of `packed` bytes. Raise UserError for another length."""
-        if len(given) != PUBLIC:
-            raise UserError(f"secure aggregation: public keys have {len(given)} bytes instead of {PUBLIC}")
-        return PublicKeys(*(given[start : start + KEY] for start in range(0, PUBLIC, KEY)))
+        if len(content) != PUBLIC:
+            raise UserError(f"secure aggregation: public keys have {len(content)} bytes instead of {PUBLIC}")
+        return PublicKeys(*(content[start : start + KEY] for start in range(0, PUBLIC, KEY)))
 
 
 PUBLIC = 4 * KEY
@@ -103,10 +103,10 @@ def counted_words(attempt: str, digest: str, counted: Sequence[str]) -> bytes:
     return "\n".join(("fedloom counted", attempt, digest, *sorted(counted))).encode()
 
 
-def is_signature(public: bytes, text: bytes, given: bytes) -> bool:
+def is_signature(public: bytes, text: bytes, signed: bytes) -> bool:
     """Return whether the holder of the signature key signed this text."""
     try:
-        Ed25519PublicKey.from_public_bytes(public).verify(given, text)
+        Ed25519PublicKey.from_public_bytes(public).verify(signed, text)
     except (InvalidSignature, ValueError):
         return False
     return True
@@ -130,9 +130,9 @@ def mask(key: bytes, record: str, size: int) -> Tensor:
 
 def stream(key: bytes, size: int) -> bytearray:
     """Return `size` bytes of ChaCha20's key stream. `key`: 32 bytes, or a secret. Use a key only once per purpose."""
-    found, whole = bytearray(size), key if len(key) == KEY else derived(key, "stream")
-    Cipher(ChaCha20(whole, bytes(16)), mode=None).encryptor().update_into(bytes(size), found)
-    return found
+    output, full_key = bytearray(size), key if len(key) == KEY else derived(key, "stream")
+    Cipher(ChaCha20(full_key, bytes(16)), mode=None).encryptor().update_into(bytes(size), output)
+    return output
 
 
 def seal(key: bytes, text: bytes, about: str) -> bytes:
@@ -182,7 +182,7 @@ def threshold_of(share: float, sites: int) -> int:
 
 def places(names: Iterable[str]) -> dict[str, int]:
     """Return the index of each site's share, from 1."""
-    return {name: place for place, name in enumerate(sorted(names), 1)}
+    return {name: index for index, name in enumerate(sorted(names), 1)}
 
 
 def sign(mine: str, other: str) -> int:

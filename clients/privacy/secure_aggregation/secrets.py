@@ -105,11 +105,11 @@ class Secrets:
 
     def attempt(self, id: str) -> Attempt:
         """Return the current attempt. Raise UserError if it is another one."""
-        found = self._read(ROUND)
-        if found.get("id") != id:
+        content = self._read(ROUND)
+        if content.get("id") != id:
             raise UserError("order.secure: is not the attempt at a round that this site has begun")
         try:
-            return Attempt(**found)
+            return Attempt(**content)
         except TypeError:
             raise UserError("order.secure: another version of fedloom began this attempt; begin the round again") from None
 
@@ -124,8 +124,8 @@ class Secrets:
 
     def masked(self, round: int, keys: Mapping[str, bytes]) -> None:
         """Save the keys of a round's masks. Those of an earlier attempt at it, and of later rounds, are removed."""
-        kept = {number: one for number, one in self.masks().items() if number < round} | {round: dict(keys)}
-        self._write(KEYS, {number: {site: key.hex() for site, key in one.items()} for number, one in kept.items()})
+        rounds = {number: masks for number, masks in self.masks().items() if number < round} | {round: dict(keys)}
+        self._write(KEYS, {number: {site: key.hex() for site, key in masks.items()} for number, masks in rounds.items()})
 
     def moved(self, round: int) -> dict[str, Sketch]:
         """Return sketches of how far tensors moved in one of the last rounds, by record and tensor."""
@@ -138,8 +138,8 @@ class Secrets:
 
     def agreed(self, round: int) -> "Agreed | None":
         """Return what this site has agreed on in a round; None if it has since sent something else, or nothing."""
-        found = self._read(AGREED).get(str(round))
-        return Agreed(**found) if found else None
+        content = self._read(AGREED).get(str(round))
+        return Agreed(**content) if content else None
 
     def is_new(self) -> bool:
         """Return whether the site has sent nothing in this run yet, or has lost its store."""
@@ -147,8 +147,10 @@ class Secrets:
 
     def agree(self, round: int, base: int, agreed: "Agreed | None") -> None:
         """Save the agreement of a round (None: not yet), with that of its base round."""
-        kept = {str(one): asdict(each) for one in (base, round) if (each := agreed if one == round else self.agreed(one))}
-        self._write(AGREED, {**kept, READ: self.last_read()})
+        agreements = {
+            str(one): asdict(each) for one in (base, round) if (each := agreed if one == round else self.agreed(one))
+        }
+        self._write(AGREED, {**agreements, READ: self.last_read()})
 
     def last_read(self) -> int:
         """Return the last round in which this site has helped to remove masks; 0: none."""

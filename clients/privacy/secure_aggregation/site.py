@@ -65,15 +65,15 @@ def shares(job: Job) -> Answer:
     attempt, mine = attempt_of(job), job.site.name
     if attempt.peers:
         raise UserError("secure aggregation: this attempt's secrets are already shared")
-    given = incoming(job, SECURE_KEYS)
-    for name, one in given.items():
-        _check_signed(job, name, one)
-    public = {name: PublicKeys.read(one[:PUBLIC]) for name, one in given.items()}
+    keys_by_site = incoming(job, SECURE_KEYS)
+    for name, packed_keys in keys_by_site.items():
+        _check_signed(job, name, packed_keys)
+    public = {name: PublicKeys.read(packed_keys[:PUBLIC]) for name, packed_keys in keys_by_site.items()}
     if public.get(mine) != attempt.public():
         raise UserError("secure aggregation: the server passes on wrong keys for this site")
-    if len({one.pair for one in public.values()}) < len(public):
+    if len({packed_keys.pair for packed_keys in public.values()}) < len(public):
         raise UserError("secure aggregation: two sites have the same keys")
-    attempt.peers = {name: one.packed().hex() for name, one in public.items()}
+    attempt.peers = {name: packed_keys.packed().hex() for name, packed_keys in public.items()}
     attempt.threshold = threshold_of(job.config.federation.secure_threshold, len(attempt.peers))
     check_enough(attempt, len(attempt.peers))
     if not job.simulated:
@@ -115,8 +115,8 @@ def _channel(job: Job, attempt: Attempt, other: str, sender: str, receiver: str)
 
 def _about(job: Job, attempt: Attempt) -> str:
     """Return the context that shares are sealed with: a site that received other sites or keys cannot open them."""
-    told = hashlib.sha256("\n".join(f"{name} {one}" for name, one in sorted(attempt.peers.items())).encode())
-    return "\n".join((*words(job), told.hexdigest()))
+    digest = hashlib.sha256("\n".join(f"{name} {one}" for name, one in sorted(attempt.peers.items())).encode())
+    return "\n".join((*words(job), digest.hexdigest()))
 
 
 def opened(job: Job, attempt: Attempt) -> dict[str, str]:
@@ -128,18 +128,23 @@ def opened(job: Job, attempt: Attempt) -> dict[str, str]:
             ask such sites for the other secret. Or it does not match the server's commitment (64 bytes after the
             sealed text).
     """
-    given, mine, about, found = incoming(job, SECURE_SHARES), job.site.name, _about(job, attempt), dict[str, str]()
-    if not given.keys() <= attempt.peers.keys() - {mine}:
+    sealed_shares, mine, about, shares_by_site = (
+        incoming(job, SECURE_SHARES),
+        job.site.name,
+        _about(job, attempt),
+        dict[str, str](),
+    )
+    if not sealed_shares.keys() <= attempt.peers.keys() - {mine}:
         raise UserError("secure aggregation: shares are from sites that did not begin this round")
-    for name, both in given.items():
-        sealed, committed = both[: -2 * KEY], both[-2 * KEY :]
+    for name, message in sealed_shares.items():
+        sealed, committed = message[: -2 * KEY], message[-2 * KEY :]
         text = unseal(_channel(job, attempt, name, name, mine), sealed, "\n".join((about, name, mine)))
         if text is None or len(text) != 2 * SECRET:
             raise BlamedError(name, "they cannot be opened, or it received other sites")
         if share_commitment(text[:SECRET]) + share_commitment(text[SECRET:]) != committed:
             raise BlamedError(name, "they do not match the commitments that the server has")
-        found[name] = text.hex()
-    return found
+        shares_by_site[name] = text.hex()
+    return shares_by_site
 
 
 def _claim(job: Job, name: str, public: bytes) -> bytes:
