@@ -131,7 +131,7 @@ def test_a_site_answers_once(tmp_path: Path) -> None:
     ("stage", "record", "change", "told"),
     [
         (SECURE_SHARES, SECURE_KEYS, lambda keys: dict.fromkeys(keys, keys[ONE]), "wrong keys for this site|the same keys"),
-        (SECURE_SHARES, SECURE_KEYS, lambda keys: {**keys, TWO: keys[ONE]}, "two sites have the same keys|wrong keys for this site"),
+        (SECURE_SHARES, SECURE_KEYS, lambda keys: {**keys, TWO: keys[ONE]}, "have the same keys|wrong keys for this site"),
         (SECURE_SHARES, SECURE_KEYS, lambda keys: dict.fromkeys(keys, ZEROS), "wrong keys for this site"),
         (SECURE_SHARES, SECURE_KEYS, lambda keys: {**keys, "../x": keys[ONE]}, "cannot be read"),
         (TRAIN, SECURE_SHARES, lambda shares: dict(list(shares.items())[:2]), "3 sites are too few; at least 4"),
