@@ -45,7 +45,7 @@ def alpha_for(alpha: Alpha, name: str) -> float:
             raise UserError(f"no coefficient for the layer '{layer_of(name)}'; use one number, or one for each layer")
         alpha = alpha[layer_of(name)]
     if not math.isfinite(alpha):
-        raise UserError(f"a coefficient is {alpha}; takes finite numbers")
+        raise UserError(f"a coefficient is {alpha}; use finite numbers")
     return float(alpha)
 
 
@@ -61,7 +61,7 @@ class Gradient:
 def check_shapes(one: Mapping[str, Tensor], other: Mapping[str, Tensor], who: str) -> None:
     """Raise UserError, with the tensor's name, unless both states have equal names and shapes. `who` starts the message."""
     if odd := one.keys() ^ other.keys():
-        raise UserError(f"{who}: tensor '{min(odd)}' is in one of the two networks only; takes networks of one shape")
+        raise UserError(f"{who}: tensor '{min(odd)}' is in one of the two networks only; use networks of one shape")
     for name, tensor in one.items():
         if tensor.shape != other[name].shape:
             raise UserError(f"{who}: tensor '{name}' is {list(other[name].shape)}, takes {list(tensor.shape)}")

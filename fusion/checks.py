@@ -16,7 +16,7 @@ def mixing_weights(weights: Sequence[float] | None, number: int) -> list[float]:
     """Return weights that sum to 1; equal ones by default."""
     numbers = [1.0] * number if weights is None else [float(weight) for weight in weights]
     if len(numbers) != number or any(not weight >= 0.0 for weight in numbers) or not 0.0 < sum(numbers) < float("inf"):
-        raise UserError(f"fuse: weights {numbers} for {number} networks; takes one for each, not negative, not all 0")
+        raise UserError(f"fuse: weights {numbers} for {number} networks; use one for each, not negative, not all 0")
     return [weight / sum(numbers) for weight in numbers]
 
 
@@ -25,15 +25,17 @@ def given_map(chosen: tuple[int, ...], own: int, other: int, networks: int) -> d
     few, many = min(own, other), max(own, other)
     rising = len(chosen) == few and all(a < b for a, b in zip(chosen, (*chosen[1:], many), strict=True)) and chosen[0] >= 0
     if networks != 2 or not rising:
-        raise UserError(f"fuse: map {chosen} for {networks} networks of {own} and {other} layers; takes, for two networks, "
-                        f"{few} rising places below {many}")  # fmt: skip
+        raise UserError(f"fuse: map {chosen} for {networks} networks of {own} and {other} layers; use, for two networks, "
+                        f"{few} rising indices below {many}")  # fmt: skip
     return {(row if own == many else column): (column if own == many else row) for column, row in enumerate(chosen)}
 
 
 def check_places(networks: int, into: int, depth: int) -> None:
     """Raise UserError unless there are two or more networks, and both indices are in range."""
     if networks < 2 or any(type(index) is not int or not 0 <= index < networks for index in (into, depth)):
-        raise UserError(f"fuse: {networks} networks, into={into}, depth={depth}; takes two or more, places from 0")
+        raise UserError(
+            f"fuse: {networks} networks, into={into}, depth={depth}; use two or more networks, and indices from 0"
+        )
 
 
 def check_numbers(index: int, network: nn.Module) -> None:
@@ -64,7 +66,7 @@ def check_scale(state: Mapping[str, Tensor], wiring: Wiring, moves: Sequence[Mov
               if layer.kind != "norm" and layer.outputs not in normed and f"{layer.name}.bias" in state]  # fmt: skip
     if unequal and biased:
         raise UserError(f"fuse: '{biased[-1]}' has a bias, and the widths differ at '{unequal[0]}': plans divided by column "
-                        "sums (the public code's) scale a layer's input and not its bias; take networks without biases "
+                        "sums (the public code's) scale a layer's input and not its bias; use networks without biases "
                         "(here bias=false and head_bias=false), or transport normalisation 'both'")  # fmt: skip
 
 

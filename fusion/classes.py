@@ -36,10 +36,10 @@ def in_classes(
     """
     if len(classes) != len(networks):
         raise UserError(
-            f"fuse: classes of {len(classes)} networks for {len(networks)}; takes one list of output names for each"
+            f"fuse: classes of {len(classes)} networks for {len(networks)}; use one list of output names for each"
         )
     if not all(isinstance(names, Sequence) for names in classes):
-        raise UserError("fuse: classes: takes for each network a list of names, in the order of its outputs")
+        raise UserError("fuse: classes: use a list of names for each network, in the order of its outputs")
     pairs = zip(networks, wired(networks, probe), classes, strict=True)
     return [_reordered(index, *pair, wanted, probe) for index, pair in enumerate(pairs)]
 
@@ -50,7 +50,7 @@ def _reordered(
     outputs = wiring.axes[wiring.layers[-1].outputs]
     if len(own) != outputs.size or len(set(own)) != len(own):
         raise UserError(f"network {index}: {len(own)} class names, {len(set(own))} different, for {outputs.size} outputs; "
-                        "takes a different name for each output")  # fmt: skip
+                        "use a different name for each output")  # fmt: skip
     if tuple(own) == tuple(wanted):
         return network
     state, new, unknown = network.state_dict(), {}, [name for name in wanted if name not in own]

@@ -49,7 +49,7 @@ def distillation_loss(
         UserError: The weight is not in [0, 1], or labels are missing.
     """
     if not 0.0 <= weight <= 1.0 or (labels is None and weight < 1.0):
-        raise UserError(f"distillation weight: got {weight}, takes 0 to 1, and labels where it is below 1")
+        raise UserError(f"distillation weight: got {weight}; use 0 to 1, and labels if it is below 1")
     plain = F.cross_entropy(logits, labels) if labels is not None and weight < 1.0 else None
     if weight == 0.0 and plain is not None:
         return plain
@@ -70,7 +70,7 @@ def distil(
         UserError: The numbers of inputs and answers differ, or are below 2.
     """
     if len(inputs) != len(answers) or len(inputs) < 2:
-        raise UserError(f"distillation: {len(inputs)} inputs and {len(answers)} answers; takes equal numbers, at least two")
+        raise UserError(f"distillation: {len(inputs)} inputs and {len(answers)} answers; use equal numbers, at least two")
     was = student.training
     optimiser = torch.optim.Adam([weight for weight in student.parameters() if weight.requires_grad], settings.rate)
     order = torch.empty(0, dtype=torch.int64)

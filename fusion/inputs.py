@@ -23,9 +23,7 @@ def plain_networks(networks: Sequence[object]) -> list[nn.Module]:
     for index, network in enumerate(networks):
         network = uncompiled(network)
         if not isinstance(network, nn.Module):
-            raise UserError(
-                f"network {index} is a {type(network).__name__}, takes a torch.nn.Module (load a state into one)"
-            )
+            raise UserError(f"network {index} is a {type(network).__name__}; use a torch.nn.Module (load a state into one)")
         if why := next(_unfit(network), ""):
             raise UserError(f"network {index} {why}")
         plain.append(network)

@@ -114,9 +114,9 @@ def cka(one: list[Tensor], other: list[Tensor]) -> float:
 def check_probe(network: nn.Module, probe: Tensor) -> None:
     """Raise UserError unless the probe set has two or more finite samples of the network's dtype, on its device."""
     if not isinstance(probe, Tensor) or probe.layout is not torch.strided:
-        raise UserError(f"the probe set is a {type(probe).__name__}, takes a dense torch.Tensor [k, ...]")
+        raise UserError(f"the probe set is a {type(probe).__name__}; use a dense torch.Tensor [k, ...]")
     if probe.ndim < 2 or len(probe) < 2:
-        raise UserError(f"the probe set has the shape {list(probe.shape)}; takes [k, ...] with k >= 2 (200 is usual)")
+        raise UserError(f"the probe set has the shape {list(probe.shape)}; use [k, ...] with k >= 2 (200 is usual)")
     like = next(network.parameters(), probe)
     if probe.device != like.device:
         raise UserError(f"the probe set is on {probe.device}, the network on {like.device}: move one of them")

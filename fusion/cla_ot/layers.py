@@ -38,7 +38,7 @@ def check_design(name: str, goal: nn.Module, other: str, have: nn.Module) -> Non
     same = all(getattr(goal, option, None) == getattr(have, option, None) for option in options)
     if type(goal) is not type(have) or wanted != existing or not same:
         raise UserError(f"layer '{other}' ({type(have).__name__}: {', '.join(existing)}) does not fit '{name}' "
-                        f"({type(goal).__name__}: {', '.join(wanted)}): the networks are of different design")  # fmt: skip
+                        f"({type(goal).__name__}: {', '.join(wanted)}): the networks have different designs")  # fmt: skip
 
 
 def with_bias(layer: nn.Linear) -> dict[str, Tensor]:

@@ -35,7 +35,7 @@ def optimal_alignment(cost: ArrayLike, *, pin_first: bool = True, pin_last: bool
     table = np.asarray(cost, dtype=np.float64)
     if table.ndim != 2 or table.shape[0] < table.shape[1] or not table.shape[1]:
         raise UserError(
-            f"alignment: costs of shape {list(table.shape)}; takes [m, n] with m >= n >= 1, the deeper network first"
+            f"alignment: costs of shape {list(table.shape)}; use [m, n] with m >= n >= 1, the deeper network first"
         )
     if not np.isfinite(table).all():
         raise UserError("alignment: the costs are not all finite: a network or the probe set has NaN or infinite values")
@@ -74,7 +74,7 @@ def layer_costs(
     name = "neurons" if representation == "neurons" else dissimilarity
     known = representation == "neurons" or (representation == "preactivation" and dissimilarity in ("cka", "wasserstein"))
     if not known:
-        raise UserError(f"layer_costs: no comparison of '{representation}' by '{dissimilarity}'; takes preactivation by cka "
+        raise UserError(f"layer_costs: no comparison of '{representation}' by '{dissimilarity}'; use preactivation by cka "
                         "or wasserstein, or neurons")  # fmt: skip
     wirings = wired(plain_networks([a, b]), probe)
     seen = []

@@ -224,7 +224,7 @@ def neutral_plan(rows: int, columns: int, normalisation: str = "both") -> Plan:
 def same_plan(rows: int, columns: int, normalisation: str = "both") -> Plan:
     """Return the plan [n, m] that maps each of the first m of n channels to the same number."""
     if columns > rows:
-        raise UserError(f"basis='same': takes at most {rows} channels here, got {columns}")
+        raise UserError(f"basis='same': got {columns} channels, but there are at most {rows} here")
     return Plan(torch.eye(rows, columns).double() / columns, 0.0, normalisation)
 
 

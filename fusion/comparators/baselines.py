@@ -16,7 +16,7 @@ def naive_average(networks: Sequence[nn.Module]) -> nn.Module:
     for name in dict.fromkeys(name for state in states for name in state):
         shapes = [list(state[name].shape) if name in state else None for state in states]
         if any(shape != shapes[0] for shape in shapes):
-            raise UserError(f"naive average: tensor '{name}' has shapes {shapes}; takes networks of one shape")
+            raise UserError(f"naive average: tensor '{name}' has shapes {shapes}; use networks of one shape")
         parts = torch.stack([state[name] for state in states])
         mean[name] = parts.mean(dim=0) if parts.is_floating_point() else parts[0].clone()
     return with_state(networks[0], mean)

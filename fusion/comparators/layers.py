@@ -152,7 +152,7 @@ def refuse_unequal_widths(frame: Frame, name: str) -> None:
     for axis in frame.structure.axes:
         sizes = [wiring.axes[axis.index].size for wiring in frame.wirings]
         if len(set(sizes)) > 1:
-            raise UserError(f"{name}: '{axis.slots[0].tensor}' has {sizes} channels in the networks; takes equal widths")
+            raise UserError(f"{name}: '{axis.slots[0].tensor}' has {sizes} channels in the networks; use equal widths")
 
 
 def spread(plan: Tensor) -> Tensor:
@@ -165,7 +165,9 @@ def weighted(wiring: Wiring) -> list[Layer]:
     first: dict[str, Layer] = {}
     for layer in wiring.layers:
         if layer.kind not in ("conv", "linear", "norm"):
-            raise UserError(f"layer '{layer.name}' is {layer.kind}: comparators take plain convolutions and linear layers")
+            raise UserError(
+                f"layer '{layer.name}' is {layer.kind}: comparators support plain convolutions and linear layers"
+            )
         if layer.kind != "norm":
             first.setdefault(layer.name, layer)
     return list(first.values())
@@ -187,7 +189,7 @@ def norms(structure: Wiring, network: nn.Module) -> dict[str, str]:
     for name in (layer.name for layer in structure.layers if layer.kind == "norm"):
         module = network.get_submodule(name)
         if name not in norm_of.values() or running(module) is None or module.weight is None:
-            raise UserError(f"layer '{name}': this comparator takes BatchNorm alone, with a scale and running statistics, "
+            raise UserError(f"layer '{name}': this comparator only supports BatchNorm, with a scale and running statistics, "
                             "directly after a convolution or linear layer")  # fmt: skip
     return norm_of
 

@@ -39,7 +39,7 @@ def transferred(source: nn.Module, target: nn.Module, probe: Tensor, by: str = "
                 shapes = [
                     list(state[key].shape) if key in state else None for key, state in ((ours, own), (theirs, source_state))
                 ]
-                raise UserError(f"transfer: '{ours}' and '{theirs}' have shapes {shapes}; takes networks of equal widths")
+                raise UserError(f"transfer: '{ours}' and '{theirs}' have shapes {shapes}; use networks of equal widths")
             state[ours] = source_state[theirs]
     return with_state(target, {name: tensor.clone() for name, tensor in state.items()})
 

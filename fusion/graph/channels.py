@@ -270,7 +270,7 @@ def _check_covered(network: nn.Module, walk: Walk) -> None:
         if parameter.numel() > 1 and id(parameter) not in known:
             raise WiringError(
                 f"parameter '{name}' {list(parameter.shape)} lies on no axis: unused, or not channel by "
-                "channel; takes what the output depends on, try to remove parts that are for training only"
+                "channel; every parameter must affect the output; try to remove parts that are for training only"
             )
 
 
@@ -290,6 +290,6 @@ def _check_softmax(walk: Walk) -> None:
     for node, factor in walk.softmax:
         if walk.free(factor):
             raise WiringError(
-                f"{place(node)}: softmax over hidden channels cannot be wired; takes it over positions or at "
-                "the end, try another activation"
+                f"{place(node)}: softmax over hidden channels cannot be wired; use it over positions or at "
+                "the end, or try another activation"
             )

@@ -75,7 +75,7 @@ def _of_attention(module: Any, shape: tuple[int, ...]) -> dict[str, Any]:
     """Return sizes: heads keep their width if it fits the weight, otherwise their number."""
     inner = shape[0] // 3
     if inner != shape[1]:
-        raise UserError(f"attention over {shape[1]} channels has heads of {inner}: take a width at which they agree")
+        raise UserError(f"attention over {shape[1]} channels has heads of {inner}: use a width at which they agree")
     heads = inner // module.head_dim if inner % module.head_dim == 0 else module.num_heads
     return {"embed_dim": shape[1], "kdim": shape[1], "vdim": shape[1], "num_heads": heads, "head_dim": inner // heads}
 

@@ -158,7 +158,7 @@ def softmax(walk: Walk, node: Node) -> Value:
     value = walk.known(node.args[0])
     dim = walk.module(node).dim if node.op == "call_module" else argument(node, 1, "dim")
     if not isinstance(dim, int):
-        raise Refusal(f"{walk.what(node)} over dimension {dim}; takes a number, try to set the dimension")
+        raise Refusal(f"{walk.what(node)} over dimension {dim}; use a number; try to set the dimension")
     dim %= len(value.shape)
     walk.softmax += [(node, factor) for factor in value.factors if dim in varied(factor)]
     return closed(walk, value, [dim])
@@ -173,7 +173,7 @@ def normalized(walk: Walk, node: Node) -> Value:
 def product(walk: Walk, one: Value, other: Value) -> Value:
     """Label a matrix product [..., m, k] @ [..., k, n]."""
     if min(len(one.shape), len(other.shape)) < 2:
-        raise Refusal(f"a matrix product of {list(one.shape)} and {list(other.shape)}; takes matrices, try unsqueeze")
+        raise Refusal(f"a matrix product of {list(one.shape)} and {list(other.shape)}; use matrices; try unsqueeze")
     left, right = unsqueezed(one, len(one.shape)), unsqueezed(other, len(other.shape) - 2)
     return contracted(walk, joined(walk, [left, right]), [-2])
 
@@ -205,7 +205,7 @@ def attention(walk: Walk, node: Node) -> Value:
     """Label F.scaled_dot_product_attention: softmax(q k^T + mask) v."""
     q, k, v = (walk.known(argument(node, index, name)) for index, name in enumerate(("query", "key", "value")))
     if argument(node, 7, "enable_gqa", False):
-        raise Refusal("attention with fewer heads of keys than of queries; takes equal numbers, try to repeat the keys")
+        raise Refusal("attention with fewer heads of keys than of queries; use equal numbers; try to repeat the keys")
     turned = [*range(len(k.shape) - 2), len(k.shape) - 1, len(k.shape) - 2]
     scores = product(walk, q, permuted_value(k, turned))
     mask = walk.of(argument(node, 3, "attn_mask"))
@@ -217,7 +217,7 @@ def einsum(walk: Walk, node: Node) -> Value:
     """Label einsum: operands in one order of indices, multiplied, and summed over indices that the result lacks."""
     equation, *sources = node.args
     if not isinstance(equation, str) or "." in equation:
-        raise Refusal(f"einsum '{equation}'; takes indices without '...', try to write them out")
+        raise Refusal(f"einsum '{equation}'; use indices without '...'; try to write them out")
     terms, _, result = equation.replace(" ", "").partition("->")
     inputs = terms.split(",")
     if "->" not in equation:
@@ -231,7 +231,7 @@ def einsum(walk: Walk, node: Node) -> Value:
 def _spread(value: Value, term: str, order: str) -> Value:
     """Return [indices of term] as [order], with size 1 for missing indices."""
     if len(set(term)) < len(term):
-        raise Refusal(f"einsum over a diagonal ('{term}'); takes each index once, try diagonal()")
+        raise Refusal(f"einsum over a diagonal ('{term}'); use each index once; try diagonal()")
     value = permuted_value(value, [term.index(letter) for letter in order if letter in term])
     for dim, letter in enumerate(order):
         if letter not in term:

@@ -20,7 +20,7 @@ def _read(walk: Walk, value: Value, dim: int, entries: Tensor) -> tuple[Tensor, 
     here = [f for f in value.factors if dim in varied(f) or (value.shape[dim] == 1 and not varied(f))]
     chosen = [factor for factor in here if walk.free(factor)] or here[:1]
     if len(chosen) > 1:
-        raise Refusal("reads two independent sets of channels in one dimension; takes one, try not to flatten both")
+        raise Refusal("reads two independent sets of channels in one dimension; use one; try not to flatten both")
     chosen = chosen or [factor for factor in value.factors if not varied(factor) and walk.free(factor)]  # one flat channel
     if not chosen:
         walk.atoms.pin(entries)
@@ -43,7 +43,7 @@ def _sides(walk: Walk, source: Any, dims: tuple[int, int]) -> tuple[Tensor | Non
     value = walk.known(source)
     factors = [next((f for f in value.factors if varied(f) == {dim}), None) for dim in dims]
     if factors[0] is None or factors[1] is None:
-        raise Refusal(f"the weight '{source}' is computed in a way that mixes its channels; takes parameters, try a layer")
+        raise Refusal(f"the weight '{source}' is computed in a way that mixes its channels; use parameters; try a layer")
     return None, *(factor.flatten() for factor in factors if factor is not None)  # pyright: ignore[reportReturnType]
 
 
@@ -112,7 +112,7 @@ def _convolved(walk: Walk, node: Node, x: Value, weight: Any, bias: Any, groups:
     if groups == 1:
         return _dense(walk, node, x, weight, bias, 1, kind)
     if kind == "transposed":
-        raise Refusal("a transposed convolution in groups cannot be wired; takes groups=1, try one for each group")
+        raise Refusal("a transposed convolution in groups cannot be wired; use groups=1; try one for each group")
     return _grouped(walk, node, x, walk.tensor(weight), bias, groups)
 
 

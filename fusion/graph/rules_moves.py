@@ -36,7 +36,7 @@ def _operation(walk: Walk, node: Node) -> Callable[[dict[Node, Tensor]], Any]:
 def _moved(walk: Walk, node: Node, apply: Callable[[dict[Node, Tensor]], Any]) -> Value:
     operands = [source for source in node.all_input_nodes if source in walk.values]
     if len(operands) != 1:
-        raise Refusal(f"{walk.what(node)} of {', '.join(map(str, operands))}; takes one tensor with channels")
+        raise Refusal(f"{walk.what(node)} of {', '.join(map(str, operands))}; use one tensor with channels")
     (operand,) = operands
     value, factors = walk.values[operand], []
     for factor in value.factors:
@@ -53,7 +53,7 @@ def unfolded(walk: Walk, node: Node) -> Value:
         return _moved(walk, node, apply)
     padding = walk.module(node).padding if node.op == "call_module" else argument(node, 3, "padding", 0)
     if padding not in (0, (0, 0), [0, 0]):
-        raise Refusal(f"{walk.what(node)} with padding {padding}; takes none, try F.pad before it")
+        raise Refusal(f"{walk.what(node)} with padding {padding}; use none; try F.pad before it")
     return _moved(walk, node, lambda values: apply({source: labels.double() for source, labels in values.items()}).long())
 
 
@@ -86,7 +86,7 @@ def concatenation(walk: Walk, node: Node) -> Value:
     """Label `cat` and `stack`: concatenate the factors of the parts. Parts without channels do not move."""
     parts = node.args[0] if node.args else node.kwargs["tensors"]
     if not isinstance(parts, list | tuple):
-        raise Refusal(f"{walk.what(node)} of {parts}; takes a list of tensors")
+        raise Refusal(f"{walk.what(node)} of {parts}; use a list of tensors")
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", node.kwargs.get("axis", 0))
     values = [walk.known(part) for part in parts]
     join = torch.stack if walk.what(node) == "stack" else torch.cat
@@ -171,7 +171,7 @@ def padded_windows(walk: Walk, node: Node) -> Value:
     last = len(value.shape) - 1
     factors = [f for f in value.factors if varied(f) <= {last}]
     if any(walk.free(f) for f in value.factors if not varied(f) <= {last}):
-        raise Refusal(f"{walk.what(node)} of channels outside the last dimension; takes [n, h, w, c]")
+        raise Refusal(f"{walk.what(node)} of channels outside the last dimension; use [n, h, w, c]")
     shape = tuple(walk.shape(node))
     return value_of([f.reshape([1] * (len(shape) - 1) + [-1]) for f in factors], shape)
 
@@ -186,7 +186,7 @@ def indexed(walk: Walk, node: Node) -> Value:
     operand = node.args[0]
     rest = [one for one in node.all_input_nodes if one is not operand]
     if any(one not in walk.trace.constants for one in rest):
-        raise Refusal(f"{walk.what(node)} by indices that depend on data; takes constant ones")
+        raise Refusal(f"{walk.what(node)} by indices that depend on data; use constant ones")
     return movement(walk, node)
 
 

@@ -72,8 +72,8 @@ def trace(network: nn.Module, example: Tensor) -> Trace:
             graph = fx.GraphModule(network, tracer.trace(network))
         except Exception as error:
             raise WiringError(
-                f"{_origin(network, tracer, error)} cannot be traced: {_one_line(error)}; takes forwards whose control flow "
-                "does not depend on data, try to move such code out of the network"
+                f"{_origin(network, tracer, error)} cannot be traced: {_one_line(error)}; the control flow of forward must "
+                "not depend on data; try to move such code out of the network"
             ) from error
         constants = set(vars(network)) - own  # torch.fx leaves them behind
         graph._non_persistent_buffers_set |= constants

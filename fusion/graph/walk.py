@@ -45,7 +45,7 @@ class Walk:
 
     def __init__(self, network: nn.Module, example: Tensor, rules: Rules) -> None:
         if example.ndim < 2:
-            raise WiringError(f"node 'input_1': an example of {list(example.shape)}, takes [n, channels, ...]")
+            raise WiringError(f"node 'input_1': an example of {list(example.shape)} must be [n, channels, ...]")
         self.trace = trace(network, example[:1])
         self.rules = rules
         self.names: dict[int, list[str]] = {}  # names of one tensor of the state, by id: a shared one has several
@@ -95,7 +95,7 @@ class Walk:
     def _several(self, node: Node) -> None:
         """Note a list of tensors (chunk, split, unbind); its parts are labelled where they are selected."""
         if operation(node) not in LISTS:
-            raise Refusal(f"the result of {self.what(node)} is not one tensor; takes chunk, split and unbind, "
+            raise Refusal(f"the result of {self.what(node)} is not one tensor; use chunk, split or unbind, or "
                           "try to return one tensor")  # fmt: skip
         self._note_sources(node)
 
@@ -116,14 +116,14 @@ class Walk:
     def _finish(self, node: Node) -> None:
         result = node.args[0]
         if not isinstance(result, Node):
-            raise Refusal("the network has several outputs, or none; takes one tensor, try to return only that")
+            raise Refusal("the network has several outputs, or none; return one tensor")
         if result not in self.sources:
             raise Refusal("the output does not depend on the input")
         shape = self.shape(result)
         if len(shape) < 2 or shape[0] != 1:
             raise WiringError(
-                f"{place(result)}: the output is {list(shape)} for one sample: the batch dimension is lost; takes "
-                "[n, classes, ...], try to keep the first dimension"
+                f"{place(result)}: the output is {list(shape)} for one sample: the batch dimension is lost; return "
+                "[n, classes, ...]; try to keep the first dimension"
             )
         for factor in self.values[result].factors:
             self.atoms.pin(factor)
@@ -136,8 +136,8 @@ class Walk:
             rule = next((modules[kind] for kind in type(self.module(node)).__mro__ if kind in modules), None)
         if rule is None:
             raise Refusal(
-                f"{self.what(node)} cannot be wired: it may not treat all channels equally; takes convolutions, "
-                "linear layers, norms, attention, pooling, element-wise functions and moves of entries; try to "
+                f"{self.what(node)} cannot be wired: it may not treat all channels equally; use convolutions, "
+                "linear layers, norms, attention, pooling, element-wise functions or moves of entries; try to "
                 "express it by these"
             )
         return rule
@@ -163,7 +163,7 @@ class Walk:
             owner, _, name = str(source.target).rpartition(".")
             source = getattr(self.trace.graph.get_submodule(owner), name)
         if not isinstance(source, Tensor):
-            raise Refusal(f"the weight '{source}' is computed; takes unchanged parameters, try a layer of their class")
+            raise Refusal(f"the weight '{source}' is computed; use unchanged parameters; try a layer of their class")
         return source
 
     def of(self, source: Any) -> Value | None:
@@ -181,15 +181,15 @@ class Walk:
         """Return the labels of an argument that must be a tensor."""
         value = self.of(source)
         if value is None:
-            raise Refusal(f"takes a tensor, got {source}")
+            raise Refusal(f"must be a tensor, not {source}")
         return value
 
     def entries(self, tensor: Tensor, dim: int) -> Tensor:
         """Return the atoms of a dimension of a tensor of the state, [size]."""
         if id(tensor) not in self.names:
             raise Refusal(
-                "has a weight that is not in the state dict but computed from it (a parametrization?); takes plain "
-                "parameters, try to remove it first"
+                "has a weight that is not in the state dict but computed from it (a parametrization?); use plain "
+                "parameters; try to remove it first"
             )
         if (id(tensor), dim) not in self.slots:
             self.slots[id(tensor), dim] = self.atoms.new(tensor.shape[dim])
