@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from fedloom.fusion.graph.channels import Wiring, wire
 from fedloom.fusion.graph.tracing import evaluating
-from fedloom.fusion.probe import Moments, Runner, moments_of, observe
+from fedloom.fusion.probe import Moments, Runner, moments_of
 from fedloom.fusion.state import BATCH_NORM
 
 Statistics = tuple[Tensor, Tensor]  # mean and standard deviation of each channel, float64
@@ -86,14 +86,6 @@ def running(norm: nn.Module) -> Statistics | None:
     if not isinstance(norm, BATCH_NORM) or norm.running_mean is None or norm.running_var is None:
         return None
     return norm.running_mean.double(), norm.running_var.double().sqrt()
-
-
-def layer_moments(network: nn.Module, layers: Sequence[str], probe: Tensor) -> dict[str, Moments]:
-    """Return moments of the named layers' outputs on the probe set, by name. Moments of several sites can be added."""
-    wiring = wire(network, probe[:1])
-    nodes = first_calls(wiring, layers)
-    seen = observe(wiring, probe, moments=set(nodes.values()))
-    return {name: seen.moments[node] for name, node in nodes.items()}
 
 
 def in_basis(statistics: Mapping[str, Statistics], outgoing: Mapping[str, Tensor]) -> dict[str, Statistics]:

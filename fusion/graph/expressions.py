@@ -32,7 +32,7 @@ def _thirds(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return first, second, third
 
 
-def _mask(attn_mask: Any, key_padding_mask: Any, is_causal: bool, query: Any) -> Any:
+def _mask(attn_mask: Any, key_padding_mask: Any) -> Any:
     if key_padding_mask is not None:
         raise NotImplementedError("attention with a padding mask")
     if attn_mask is None:
@@ -49,7 +49,7 @@ def multihead(
     """Return nn.MultiheadAttention's output, without the attention weights."""
     if module.bias_k is not None or module.add_zero_attn:
         raise NotImplementedError("attention with bias_k or add_zero_attn")
-    mask = _mask(attn_mask, key_padding_mask, is_causal, query)
+    mask = _mask(attn_mask, key_padding_mask)
     turned = not module.batch_first
     first, second, third = (x.transpose(0, 1) if turned else x for x in (query, key, value))
     if module.in_proj_weight is not None and query is key is value:
