@@ -78,16 +78,11 @@ def combine(
 ) -> State:
     """Return theta_n + sum alpha_i g_i (`how` GRADIENTS) or sum alpha_i theta_i (WEIGHTS), as int64.
 
-    Args:
-        start: theta_0, quantised. With `force` and GRADIENTS, any other network of the same shape: the gradients are
-            added to its weights (arithmetic, Eq. 6), and its statistics stay unchanged.
-        gradients: The cumulative gradients.
-        alphas: One coefficient for each gradient.
-        force: Allow gradients that count from another start.
-
-    Raises:
-        UserError: The start, the shapes or the number of coefficients do not fit. With WEIGHTS, another start is
-            always an error, because theta_i is then unknown.
+    `start`: theta_0, quantised. With `force` and GRADIENTS, any other network of the same shape: the gradients are
+    added to its weights (arithmetic, Eq. 6), and its statistics stay unchanged. `gradients`: the cumulative
+    gradients. `alphas`: one coefficient for each gradient. `force`: allow gradients that count from another start.
+    Raise UserError if the start, the shapes or the number of coefficients do not fit. With WEIGHTS, another start is
+    always an error, because theta_i is then unknown.
     """
     if len(gradients) != len(alphas):
         raise UserError(f"{len(alphas)} coefficients for {len(gradients)} gradients; use one for each")
@@ -109,10 +104,8 @@ def combine(
 def composed(start: State, alphas: Sequence[Alpha], changes: Iterable[State], how: str, bits: int) -> State:
     """Return the combination of changes, read one by one, with their alphas; all int64 in units of 2**-bits.
 
-    Weights of theta_0 count once (GRADIENTS) or sum alpha times (WEIGHTS).
-
-    Raises:
-        UserError: The result is beyond the range of exact sums.
+    Weights of theta_0 count once (GRADIENTS) or sum alpha times (WEIGHTS). Raise UserError if the result is beyond
+    the range of exact sums.
     """
     factors = {name: _factors(alphas, name, [1] * len(alphas)) for name in start}
     terms = ({name: _times(tensor, factors[name][index]) for name, tensor in change.items()}
@@ -204,8 +197,7 @@ class Composer:
     ) -> None:
         """Prepare the vectors. `start` is theta_0, `ends` are the networks trained from it, as float states.
 
-        Raises:
-            UserError: The shapes differ.
+        Raise UserError if the shapes differ.
         """
         for index, end in enumerate(ends):
             check_shapes(start, end, f"network {index + 1}")

@@ -27,12 +27,8 @@ def in_classes(
 ) -> list[nn.Module]:
     """Return networks that answer for the wanted classes, in that order. A network never predicts a class it lacks.
 
-    Args:
-        classes: The names of each network's outputs.
-
-    Raises:
-        UserError: A network does not have one name for each output, or lacks a class and has no bias in its last
-            layer.
+    `classes`: the names of each network's outputs. Raise UserError if a network does not have one name for each
+    output, or lacks a class and has no bias in its last layer.
     """
     if len(classes) != len(networks):
         raise UserError(

@@ -18,13 +18,8 @@ def discriminant(count: Tensor, total: Tensor, square: Tensor, never: float = NE
 
     A class without images has the weight 0 and a bias `never` nats below all others.
 
-    Args:
-        count: Shares of the images by class, [classes].
-        total: Sums of x by class, divided by the number of images, [classes, d].
-        square: The mean of x x^T, [d, d].
-
-    Raises:
-        UserError: No class has images.
+    `count`: shares of the images by class, [classes]. `total`: sums of x by class, divided by the number of images,
+    [classes, d]. `square`: the mean of x x^T, [d, d]. Raise UserError if no class has images.
     """
     shares = count.double().clamp(min=0.0)
     counted = shares > 0.0

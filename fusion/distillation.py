@@ -39,14 +39,9 @@ def distillation_loss(
 
     The mean over the batch (Hinton et al. 2015, Sec. 2).
 
-    Args:
-        logits: The student's, [k, classes].
-        answers: The teacher's logits, [k, classes].
-        labels: int64 [k]; needed for a weight below 1.
-        weight: 0 is plain training on the labels.
-
-    Raises:
-        UserError: The weight is not in [0, 1], or labels are missing.
+    `logits`: the student's, [k, classes]. `answers`: the teacher's logits, [k, classes]. `labels`: int64 [k]; needed
+    for a weight below 1. `weight`: 0 is plain training on the labels. Raise UserError if the weight is not in [0, 1],
+    or labels are missing.
     """
     if not 0.0 <= weight <= 1.0 or (labels is None and weight < 1.0):
         raise UserError(f"distillation weight: got {weight}; use 0 to 1, and labels if it is below 1")
@@ -64,10 +59,8 @@ def distil(
 ) -> None:  # fmt: skip
     """Train a network, in place, to return the teachers' `answers` (logits, [k, classes]) on `inputs` [k, ...].
 
-    The network's training mode stays unchanged. `labels` are int64 [k]; a weight below 1 needs them.
-
-    Raises:
-        UserError: The numbers of inputs and answers differ, or are below 2.
+    The network's training mode stays unchanged. `labels` are int64 [k]; a weight below 1 needs them. Raise UserError
+    if the numbers of inputs and answers differ, or are below 2.
     """
     if len(inputs) != len(answers) or len(inputs) < 2:
         raise UserError(f"distillation: {len(inputs)} inputs and {len(answers)} answers; use equal numbers, at least two")

@@ -23,10 +23,8 @@ class ExactSumError(ValueError):
 def quantise(state: Mapping[str, Tensor], bits: int) -> State:
     """Return the state as int64 multiples of 2**-bits, rounded to nearest (ties to even), with the same shapes.
 
-    The error of an entry is at most 2**-(bits + 1).
-
-    Raises:
-        ExactSumError: An entry is not finite, or |w| >= 2**(62 - bits).
+    The error of an entry is at most 2**-(bits + 1). Raise ExactSumError if an entry is not finite, or |w| >= 2**(62 -
+    bits).
     """
     scaled = flat(state).mul_(2.0**bits)
     if len(scaled):

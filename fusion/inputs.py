@@ -16,8 +16,7 @@ QUANTISED = ("torch.ao.nn.quant", "torch.ao.nn.intrinsic", "torch.ao.nn.qat", "t
 def plain_networks(networks: Sequence[object]) -> list[nn.Module]:
     """Return the networks, compiled ones unwrapped.
 
-    Raises:
-        UserError: A network cannot be fused. The message has its index and the reason.
+    Raise UserError if a network cannot be fused. The message has its index and the reason.
     """
     plain = []
     for index, network in enumerate(networks):

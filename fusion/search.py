@@ -44,8 +44,7 @@ def _with_share(weights: Sequence[float], index: int, share: float) -> list[floa
 def best_on_grid(score: Score, steps: Sequence[float], number: int) -> list[float]:
     """Return the point of steps x ... x steps (`number` times) with the highest score; of equal ones the first.
 
-    Raises:
-        UserError: The grid has more than MOST points.
+    Raise UserError if the grid has more than MOST points.
     """
     check_grid(steps, number)
     return list(max(itertools.product(steps, repeat=number), key=score))

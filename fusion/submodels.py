@@ -94,14 +94,10 @@ def submodel(
 ) -> Submodel:
     """Return a smaller network as a part of a larger one.
 
-    Args:
-        matches: Units of the larger network by units of the smaller one; default: evenly spread in each group of
-            layers.
-        turn: How far the larger network's channels are rotated before the first are taken.
-        names: Names of both networks, for errors.
-
-    Raises:
-        UserError: The smaller network is not a part of the larger one. The message says which layer does not fit.
+    `matches`: units of the larger network by units of the smaller one; default: evenly spread in each group of
+    layers. `turn`: how far the larger network's channels are rotated before the first are taken. `names`: names of
+    both networks, for errors. Raise UserError if the smaller network is not a part of the larger one. The message
+    says which layer does not fit.
     """
     message = f"{names[1] or 'a network'} is not a part of {names[0] or 'another'}"
     try:

@@ -50,9 +50,8 @@ class Changes:
 def changes(job: Job, session: Session, start: Mapping[str, State], given: Mapping[str, State]) -> Changes:
     """Return the change of what a session sends. `start`: what it would send without training.
 
-    Raises:
-        LostStateError: What the site sent last is not in its store.
-        UserError: A record should start at what the server has sent, but does not.
+    Raise LostStateError if what the site sent last is not in its store. Raise UserError if a record should start at
+    what the server has sent, but does not.
     """
     bits, order = job.config.federation.scale_bits, job.order
     kept = frozenset(given) - session.from_server

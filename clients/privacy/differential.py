@@ -32,12 +32,8 @@ MOST_DELTA = 1e-5  # for a site's own limit, whatever delta a run reports
 def private(changed: Changes, bits: int, privacy: PrivacyConfig, share: float = 1.0) -> dict[str, State]:
     """Return what a site sends: begin + clip(moved) + noise, with all records clipped together (L2 norm).
 
-    Args:
-        bits: Results are int64, in units of 2**-bits.
-        share: The share of the noise's variance that this site adds.
-
-    Raises:
-        UserError: The site's part of the noise is so small that all parts do not sum to a discrete Gaussian.
+    `bits`: results are int64, in units of 2**-bits. `share`: the share of the noise's variance that this site adds.
+    Raise UserError if the site's part of the noise is so small that all parts do not sum to a discrete Gaussian.
     """
     entries = sum(tensor.numel() for tensor in changed.tensors())
     room = privacy.clip * 2.0**bits - math.sqrt(entries)  # rounding moves every entry by less than one unit

@@ -80,8 +80,7 @@ class Memory:
     def begin(self, run: str, round: int) -> bytes:
         """Record the start of a masked round, and return 16 secret bytes, on which sketches depend.
 
-        Raises:
-            UserError: A later round of the run has started. A server could change a site's base between two sums.
+        Raise UserError if a later round of the run has started. A server could change a site's base between two sums.
         """
         with self._opened() as db:
             last = db.execute("select round from begun where site = ? and run = ?", (self.site, run)).fetchone()

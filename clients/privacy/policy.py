@@ -159,10 +159,8 @@ class Policy:
         """Return the server's configuration as the site at index `place` of the roster follows it, with its own data paths.
 
         A domain with any name is allowed if no one looks it up: shared heads with data.classes outputs, own data at
-        this site.
-
-        Raises:
-            RefusedError: The policy does not allow a name. This is checked before anything is imported or opened.
+        this site. Raise RefusedError if the policy does not allow a name. This is checked before anything is imported
+        or opened.
         """
         sites = config.roster
         if not 0 <= place < len(sites):
@@ -205,8 +203,7 @@ class Policy:
     def source(self, config: Config, site: Site) -> Site:
         """Return the site with the domain that its images are read from: all of it, if it is the policy's own.
 
-        Raises:
-            UserError: The domain has more classes than the server's configuration has for the site.
+        Raise UserError if the domain has more classes than the server's configuration has for the site.
         """
         if not self.domain:
             return site

@@ -74,13 +74,10 @@ def balanced(
     Units of the structure without a match are added. Units of the network without a match are merged (linear layers)
     or removed (residual blocks).
 
-    Args:
-        matches: Units of the network by those of the structure (matching.match_units).
-        signs: For each merged unit's node, the diagonal D that replaces its ReLU.
-        inner: The width inside added blocks: the target's ("own") or the stream's ("stream", as in the public code).
-
-    Raises:
-        UserError: A layer cannot be added, merged or removed. The message has its name.
+    `matches`: units of the network by those of the structure (matching.match_units). `signs`: for each merged unit's
+    node, the diagonal D that replaces its ReLU. `inner`: the width inside added blocks: the target's ("own") or the
+    stream's ("stream", as in the public code). Raise UserError if a layer cannot be added, merged or removed. The
+    message has its name.
     """
     if _one_structure(structure, wiring) and all(ours == theirs for ours, theirs in matches.items()):
         for layer in wiring.layers:

@@ -9,8 +9,7 @@ from fedloom.conf.errors import UserError
 def identity(name: str, module: nn.Module, width: int) -> Tensor:
     """Return the weight [width, width, ...] of a layer of this kind that is the identity.
 
-    Raises:
-        UserError: Such a layer cannot be the identity.
+    Raise UserError if such a layer cannot be the identity.
     """
     if type(module) is nn.Linear:
         return torch.eye(width)

@@ -24,13 +24,9 @@ def optimal_alignment(cost: ArrayLike, *, pin_first: bool = True, pin_last: bool
 
     Of equal sums, the result has the smaller rows, from the last column backwards.
 
-    Args:
-        cost: [m, n] with m >= n; rows are the deeper network's layers.
-        pin_first: Require a(0) = 0. With a single column, this takes precedence over `pin_last`.
-        pin_last: Require a(n-1) = m - 1.
-
-    Raises:
-        UserError: There are fewer rows than columns, or costs are not finite.
+    `cost`: [m, n] with m >= n; rows are the deeper network's layers. `pin_first`: require a(0) = 0. With a single
+    column, this takes precedence over `pin_last`. `pin_last`: require a(n-1) = m - 1. Raise UserError if there are
+    fewer rows than columns, or costs are not finite.
     """
     table = np.asarray(cost, dtype=np.float64)
     if table.ndim != 2 or table.shape[0] < table.shape[1] or not table.shape[1]:
@@ -61,15 +57,10 @@ def layer_costs(
 
     CLA+OT, Sec. 3.1.
 
-    Args:
-        probe: Inputs, [k, ...].
-        representation: "preactivation", or "neurons": the squared difference of their numbers.
-        dissimilarity: For "preactivation": "cka" (1 - linear CKA, centred over the samples), or "wasserstein"
-            (between the layers' neurons, each a vector over samples and positions; infinite if these differ).
-
-    Raises:
-        UserError: A name is unknown, or the probe set is not usable.
-        WiringError: A network cannot be wired.
+    `probe`: inputs, [k, ...]. `representation`: "preactivation", or "neurons": the squared difference of their
+    numbers. `dissimilarity`: for "preactivation": "cka" (1 - linear CKA, centred over the samples), or "wasserstein"
+    (between the layers' neurons, each a vector over samples and positions; infinite if these differ). Raise UserError
+    if a name is unknown, or the probe set is not usable. Raise WiringError if a network cannot be wired.
     """
     name = "neurons" if representation == "neurons" else dissimilarity
     known = representation == "neurons" or (representation == "preactivation" and dissimilarity in ("cka", "wasserstein"))
@@ -150,10 +141,8 @@ def match_units(
 ) -> dict[int, int]:
     """Return units of `deep` with their matches in `shallow`, group by group; `cost` is [deep, shallow].
 
-    In each group, every unit of the smaller side gets a match.
-
-    Raises:
-        UserError: The networks have different groups (max-pools, stages, fully connected part).
+    In each group, every unit of the smaller side gets a match. Raise UserError if the networks have different groups
+    (max-pools, stages, fully connected part).
     """
     return _match(deep, shallow, lambda i, j: cost[np.ix_(i, j)], Pins(pin_first, pin_last))
 

@@ -39,10 +39,8 @@ def moved(state: Mapping[str, Tensor], layers: Sequence[Layer], moves: Moves) ->
     """Return a network's state in the basis that the moves of its layers lead to.
 
     Weights [out, in, ...] move on both sides. Vectors (bias, norms and their statistics) move with the outputs, and a
-    linear layer after a flatten with its channels.
-
-    Raises:
-        UserError: A tensor's size is not the plan's. The message has its name.
+    linear layer after a flatten with its channels. Raise UserError if a tensor's size is not the plan's. The message
+    has its name.
     """
     new = dict(state)
     for layer in {layer.name: layer for layer in layers}.values():
@@ -67,13 +65,9 @@ class Movement(Protocol):
 def carried(state: Mapping[str, Tensor], source: Wiring, goal: Wiring, plans: Mapping[int, Movement]) -> State:
     """Return a network's state in the basis and widths of another network of the same structure.
 
-    Args:
-        source: The network's own wiring.
-        goal: The other network's wiring.
-        plans: By axis. A slot that a layer reads moves by `incoming`, the others by `outgoing`.
-
-    Raises:
-        UserError: A tensor's size is not the plan's. The message has its name.
+    `source`: the network's own wiring. `goal`: the other network's wiring. `plans`: by axis. A slot that a layer
+    reads moves by `incoming`, the others by `outgoing`. Raise UserError if a tensor's size is not the plan's. The
+    message has its name.
     """
     new = {name: tensor.clone() for name, tensor in state.items()}
     sizes = goal.graph.state_dict()

@@ -42,11 +42,8 @@ def axis_moves(structure: Wiring, body: Body, into: Body, settings: TransportSet
 
     With `basis` "weights", plans come from the first layer that writes the axis. With "same", every channel stays in
     place. The inside of a block that one network lacks has nothing to compare. Groups are matched by the costs of
-    their members on all axes.
-
-    Raises:
-        UserError: Pre-activations have different resolutions, or a plan cannot be computed. The message has the
-            layer.
+    their members on all axes. Raise UserError if pre-activations have different resolutions, or a plan cannot be
+    computed. The message has the layer.
     """
     slots_of(body.wiring, into.wiring)  # checks that the structure is the same
     plans = _Planner(structure, body, into, settings, basis).run()

@@ -161,12 +161,9 @@ def solve(
 ) -> Plan:
     """Return the plan for a cost matrix [n, m].
 
-    Args:
-        groups: The number of groups of consecutive channels. Whole groups, of equal weight, go to whole groups.
-        importance: Weights [n] and [m] of the channels, for settings.marginals "importance"; used within each group.
-
-    Raises:
-        UserError: Costs are not finite, or the solver does not converge.
+    `groups`: the number of groups of consecutive channels. Whole groups, of equal weight, go to whole groups.
+    `importance`: weights [n] and [m] of the channels, for settings.marginals "importance"; used within each group.
+    Raise UserError if costs are not finite, or the solver does not converge.
     """
     if groups == 1:
         cost = scaled(cost, settings)

@@ -83,8 +83,7 @@ class Frame:
     def fold(self) -> None:
         """Make all BatchNorms neutral, in place: fold their scale and shift into the layers before them.
 
-        Raises:
-            UserError: As `norms`.
+        Raise UserError as `norms`.
         """
         for body in self.bodies:
             for name, norm in norms(self.structure, body).items():
@@ -176,8 +175,7 @@ def weighted(wiring: Wiring) -> list[Layer]:
 def norms(structure: Wiring, network: nn.Module) -> dict[str, str]:
     """Return, for each convolution and linear layer, the name of the BatchNorm that alone reads it; "" without one.
 
-    Raises:
-        UserError: A norm is elsewhere, is not a BatchNorm, or has no scale or running statistics.
+    Raise UserError if a norm is elsewhere, is not a BatchNorm, or has no scale or running statistics.
     """
     kind = {layer.node: layer for layer in structure.layers}
     readers = {node.name: [user.name for user in node.users] for node in structure.graph.graph.nodes}

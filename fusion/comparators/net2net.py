@@ -13,11 +13,8 @@ def deepened(network: nn.Module, deeper: nn.Module, probe: Tensor) -> nn.Module:
     reaches them: such a network trains like the shallower one. Layers are spread evenly; the first and the last stay
     in place.
 
-    Args:
-        probe: Inputs without labels, [k, ...].
-
-    Raises:
-        UserError: The networks have different families, or a layer cannot be added. The message has its name.
+    `probe`: inputs without labels, [k, ...]. Raise UserError if the networks have different families, or a layer
+    cannot be added. The message has its name.
     """
     structure, wiring = wired([deeper, network], probe)
     return balanced(deeper, structure, network, wiring, match_evenly(structure, wiring)).network

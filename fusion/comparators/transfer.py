@@ -20,13 +20,9 @@ Names = list[tuple[str, str]]  # layers of the target and the source
 def transferred(source: nn.Module, target: nn.Module, probe: Tensor, by: str = "chain") -> nn.Module:
     """Return a copy of `target` with the weights of the paired layers of `source`.
 
-    Args:
-        probe: Inputs, [k, ...].
-        by: "chain" (the longest chain), or "cla" (all layers of units that correspond by CKA).
-
-    Raises:
-        UserError: `by` is unknown, the networks have different families ("cla"), or paired layers have different
-            shapes.
+    `probe`: inputs, [k, ...]. `by`: "chain" (the longest chain), or "cla" (all layers of units that correspond by
+    CKA). Raise UserError if `by` is unknown, the networks have different families ("cla"), or paired layers have
+    different shapes.
     """
     if by not in PAIRINGS:
         raise UserError(f"transfer: got by='{by}', takes one of: {', '.join(PAIRINGS)}")

@@ -167,11 +167,9 @@ def _permuted(state: Mapping[str, Tensor], slots: list[tuple[Slot, Tensor]]) -> 
 def wire(network: nn.Module, example: Tensor) -> Wiring:
     """Return the wiring of `network` for inputs like `example`, such as [n, c, h, w] or [n, d].
 
-    The network runs once, on one sample in eval mode. Its flags and buffers stay unchanged.
-
-    Raises:
-        WiringError: An operation mixes channels in an unsupported way, a parameter is on no axis, or the network does
-            not have one input and one output. The message has the node, module and source line, as far as known.
+    The network runs once, on one sample in eval mode. Its flags and buffers stay unchanged. Raise WiringError if an
+    operation mixes channels in an unsupported way, a parameter is on no axis, or the network does not have one input
+    and one output. The message has the node, module and source line, as far as known.
     """
     walk = Walk(network, example, RULES)
     walk.run()

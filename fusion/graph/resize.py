@@ -16,12 +16,8 @@ def with_state(
 ) -> nn.Module:
     """Return a copy of the network that holds the tensors of `state` themselves.
 
-    Args:
-        without: Names of norms that become identities.
-        like: A network of the same structure, from which attention takes its number of heads.
-
-    Raises:
-        UserError: Attention cannot have tensors of these sizes.
+    `without`: names of norms that become identities. `like`: a network of the same structure, from which attention
+    takes its number of heads. Raise UserError if attention cannot have tensors of these sizes.
     """
     replaced = {id(tensor): tensor for name, tensor in network.state_dict(keep_vars=True).items() if name in state}
     twin = copy.deepcopy(network, memo={**_looked_at(network), **replaced})  # these are not copied twice

@@ -62,8 +62,7 @@ def place(node: Node) -> str:
 def trace(network: nn.Module, example: Tensor) -> Trace:
     """Trace `network` in eval mode and run it once on `example`. Attributes and buffers of its modules stay unchanged.
 
-    Raises:
-        WiringError: torch.fx cannot trace the network (control flow depends on data), or it does not run.
+    Raise WiringError if torch.fx cannot trace the network (control flow depends on data), or it does not run.
     """
     with undisturbed(network), evaluating(network), torch.no_grad():
         tracer = _Tracer()

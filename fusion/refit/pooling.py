@@ -46,10 +46,8 @@ def chosen_channels(
 ) -> dict[int, Choice]:
     """Return the selection for each axis that can move, by its index.
 
-    Args:
-        weights: Of the networks, with sum 1.
-        width: The number of selected channels, relative to the first network.
-        classes: Whether the networks return logits.
+    `weights`: of the networks, with sum 1. `width`: the number of selected channels, relative to the first network.
+    `classes`: whether the networks return logits.
     """
     pools = _Pools(bodies, weights, probe, classes)
     choices: dict[int, Choice] = {}

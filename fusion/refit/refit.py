@@ -59,11 +59,8 @@ def refit(
 ) -> Refitted:
     """Fit the layers of a network, in place.
 
-    Args:
-        wiring: The network's wiring.
-        probe: The samples of the targets, [k, ...].
-        positions: How many of each channel's values to use, over all samples; None: all.
-        classes: Whether the network returns logits.
+    `wiring`: the network's wiring. `probe`: the samples of the targets, [k, ...]. `positions`: how many of each
+    channel's values to use, over all samples; None: all. `classes`: whether the network returns logits.
     """
     share = max(1, positions // len(probe)) if positions else None
     work = _Refit(wiring, targets, share, classes)

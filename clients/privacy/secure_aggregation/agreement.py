@@ -28,10 +28,8 @@ def confirm(job: Job) -> Answer:
     """Sign which sites' contributions count (1) and which dropped out (0).
 
     A site signs one list in an attempt, of sites that have signed the same training. If one site trained differently,
-    the server could know its contribution, and the difference to a second sum would reveal the rest.
-
-    Raises:
-        SummedBeforeError: This sum minus an earlier one would reveal what a few sites sent.
+    the server could know its contribution, and the difference to a second sum would reveal the rest. Raise
+    SummedBeforeError if this sum minus an earlier one would reveal what a few sites sent.
     """
     secrets = Secrets(job.store)
     attempt, mine = attempt_of(job), job.site.name

@@ -60,10 +60,8 @@ def masked(
     the training, and one of the round that it continues from: only sites that trained in the same way are summed. If
     a privacy budget bounds what sums reveal, no sketches are stored.
 
-    Args:
-        whole: The records, int64.
-        changed: The change of the round, before noise.
-        steps: Optimiser steps of the training.
+    `whole`: the records, int64. `changed`: the change of the round, before noise. `steps`: optimiser steps of the
+    training.
     """
     secrets, order, charged = Secrets(job.store), job.order, job.charged
     attempt, lifts = ready.attempt, ready.lifts

@@ -54,10 +54,9 @@ def _check_sums(job: Job) -> None:
 def _agreed_base(job: Job) -> Agreed:
     """Return the agreement of the sites in the round that this one continues from.
 
-    Raises:
-        UserError: This site has not signed the list of that round. Only there it is certain that all counted sites
-            trained in the same way. Or a site with a budget would replace a contribution twice, and not all of the
-            noise is its own (`noise_share`): the others' noise could be averaged away.
+    Raise UserError if this site has not signed the list of that round: only a signed list ensures that all its sites
+    trained in the same way. Also raise it if a site with a budget would replace a contribution twice, and not all of
+    the noise is its own (`noise_share`): the others' noise could be averaged away.
     """
     secrets, base = Secrets(job.store), job.order.base
     if not base:

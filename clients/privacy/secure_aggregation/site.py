@@ -122,11 +122,9 @@ def _about(job: Job, attempt: Attempt) -> str:
 def opened(job: Job, attempt: Attempt) -> dict[str, str]:
     """Return others' shares for this site, of both of their secrets, as hex.
 
-    Raises:
-        UserError: A share comes from a site outside of this round.
-        BlamedError: A share cannot be opened, which also happens if its sender received other sites: a server could
-            ask such sites for the other secret. Or it does not match the server's commitment (64 bytes after the
-            sealed text).
+    Raise UserError if a share comes from a site outside of this round. Raise BlamedError if a share does
+    not match the server's commitment (64 bytes after the sealed text), or cannot be opened. The latter also happens
+    if its sender received other sites: a server could ask such sites for the other secret.
     """
     sealed_shares, mine, about, shares_by_site = (
         incoming(job, SECURE_SHARES),
