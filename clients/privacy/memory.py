@@ -102,19 +102,9 @@ class Memory:
             counted, same_base, leaving = (
                 "\n".join(sorted(names)) for names in (disclosure.counted, disclosure.same_base, disclosure.leaving)
             )
-            row = (
-                self.site,
-                disclosure.run,
-                disclosure.round,
-                counted,
-                same_base,
-                disclosure.first,
-                leaving,
-                disclosure.config,
-            )
-            db.execute(
-                "insert into sums values (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*row, json.dumps(packed(disclosure.sketches)))
-            )
+            row = (self.site, disclosure.run, disclosure.round, counted, same_base, disclosure.first, leaving)
+            row = (*row, disclosure.config, json.dumps(packed(disclosure.sketches)))
+            db.execute("insert into sums values (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
 
     def _spent(self, db: sqlite3.Connection) -> dict[float, int]:
         """Return rounds by noise. A store of an earlier version has budgets in files; read those."""
@@ -131,23 +121,18 @@ class Memory:
 
     def _check(self, db: sqlite3.Connection, disclosure: Disclosure) -> None:
         before = self._before(db)
-        same_run = [earlier for earlier in before if earlier.run == disclosure.run]
-        left = {earlier.round: set(earlier.leaving) for earlier in same_run}
+        own = [past for past in before if past.run == disclosure.run]
+        left = {past.round: set(past.leaving) for past in own}
         if (last := max(left, default=0)) > disclosure.round:
             raise UserError(f"secure aggregation: round {disclosure.round} is over: round {last} of the run was summed")
         left.setdefault(disclosure.round, set(disclosure.leaving))
-        if disclosure.idle and any(
-            set(earlier.counted) - {*disclosure.counted, *disclosure.leaving} for earlier in same_run[-1:]
-        ):
+        if disclosure.idle and any(set(past.counted) - {*disclosure.counted, *disclosure.leaving} for past in own[-1:]):
             raise UserError("secure aggregation: if no site trains, all sites of the last sum must count again, or leave")
-        for earlier in before:
-            later = (
-                [names for number, names in left.items() if number > earlier.round] if earlier.run == disclosure.run else []
-            )
-            if (apart := _apart(earlier, disclosure, set().union(*later))) and likeness(
-                earlier.sketches, disclosure.sketches
-            ) > ALIKE:
-                text = f"what this site has trained was summed in round {earlier.round} of '{earlier.run}', {apart}"
+        for past in before:
+            later = [names for number, names in left.items() if number > past.round] if past.run == disclosure.run else []
+            apart = _apart(past, disclosure, set().union(*later))
+            if apart and likeness(past.sketches, disclosure.sketches) > ALIKE:
+                text = f"what this site has trained was summed in round {past.round} of '{past.run}', {apart}"
                 raise SummedBeforeError(
                     f"secure aggregation: {text}; the difference of the two sums would reveal what a few sites sent",
                     disclosure.round,

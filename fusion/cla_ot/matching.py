@@ -203,11 +203,9 @@ def _paired_groups(deep: Wiring, shallow: Wiring) -> list[tuple[list[int], list[
     kinds = [[(wiring.units[units[0]].kind, len(wiring.units[units[0]].shape)) for units in side]
              for wiring, side in zip((deep, shallow), sides, strict=True)]  # fmt: skip
     if kinds[0] != kinds[1]:
-        descriptions = [" + ".join(f"{len(units)} {_kind(wiring.units[units[0]])}" for units in side) or "none"
+        texts = [" + ".join(f"{len(units)} {_kind(wiring.units[units[0]])}" for units in side) or "none"
                 for wiring, side in zip((deep, shallow), sides, strict=True)]  # fmt: skip
-        raise UserError(
-            f"the networks are of different families; groups of layers: {descriptions[0]} here, {descriptions[1]} there"
-        )
+        raise UserError(f"the networks are of different families; groups of layers: {texts[0]} here, {texts[1]} there")
     return list(zip(*sides, strict=True))
 
 

@@ -88,13 +88,11 @@ def _lifts(job: Job) -> dict[str, list[int]]:
 
 def _bases(job: Job, attempt: Attempt) -> dict[str, int]:
     """Return, by site of this attempt, the round that it continues from, as the server sends it to all sites."""
-    bases_by_site = state_of(job, BASES)
+    state = state_of(job, BASES)
     members = attempt.held.keys() | {job.site.name}
-    if not members <= bases_by_site.keys() or any(
-        one.dtype != torch.int64 or one.shape != (1,) for one in bases_by_site.values()
-    ):
+    if not members <= state.keys() or any(one.dtype != torch.int64 or one.shape != (1,) for one in state.values()):
         raise UserError(f"secure aggregation: the record '{BASES}' cannot be read")
-    bases = {name: int(bases_by_site[name]) for name in members}
+    bases = {name: int(state[name]) for name in members}
     if bases[job.site.name] != job.order.base:
         raise UserError("order.base: is not the round that the server sends to the other sites")
     return bases

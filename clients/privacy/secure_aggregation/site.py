@@ -126,23 +126,18 @@ def opened(job: Job, attempt: Attempt) -> dict[str, str]:
     not match the server's commitment (64 bytes after the sealed text), or cannot be opened. The latter also happens
     if its sender received other sites: a server could ask such sites for the other secret.
     """
-    sealed_shares, mine, about, shares_by_site = (
-        incoming(job, SECURE_SHARES),
-        job.site.name,
-        _about(job, attempt),
-        dict[str, str](),
-    )
-    if not sealed_shares.keys() <= attempt.peers.keys() - {mine}:
+    messages, mine, about, shares = incoming(job, SECURE_SHARES), job.site.name, _about(job, attempt), dict[str, str]()
+    if not messages.keys() <= attempt.peers.keys() - {mine}:
         raise UserError("secure aggregation: shares are from sites that did not begin this round")
-    for name, message in sealed_shares.items():
+    for name, message in messages.items():
         sealed, committed = message[: -2 * KEY], message[-2 * KEY :]
         text = unseal(_channel(job, attempt, name, name, mine), sealed, "\n".join((about, name, mine)))
         if text is None or len(text) != 2 * SECRET:
             raise BlamedError(name, "they cannot be opened, or it received other sites")
         if share_commitment(text[:SECRET]) + share_commitment(text[SECRET:]) != committed:
             raise BlamedError(name, "they do not match the commitments that the server has")
-        shares_by_site[name] = text.hex()
-    return shares_by_site
+        shares[name] = text.hex()
+    return shares
 
 
 def _claim(job: Job, name: str, public: bytes) -> bytes:
