@@ -73,8 +73,8 @@ def fuse(
         The fused network in `Fused.network`, with the alignment, plans, costs and notes.
 
     Raises:
-        UserError: The networks differ in family, input channels or number of classes, hold values that are not
-            finite, cannot be traced, or the probe set is not usable. The message says which network and layer.
+        UserError: The networks differ in family, input channels or number of classes, are not finite or traceable, or
+            the probe set is not usable. The message says which network and layer.
     """
     networks, depth = plain_networks(networks), into if depth is None else depth
     check_places(len(networks), into, depth)

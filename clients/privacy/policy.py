@@ -60,7 +60,7 @@ class Policy:
         disclose: What the server can know: `scores` (losses and accuracies) also where the site hides what it trains;
             `classes` (right answers by class).
         min_members: Fewest sites of a masked sum; None: see clients.privacy.secure_aggregation.members.
-        min_known: Fewest sites whose keys are in `peers`; None: as for `min_members`.
+        min_known: Fewest of them whose keys are in `peers`; None: see the same.
         limits: What one order can cost.
     """
 
