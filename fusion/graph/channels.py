@@ -168,8 +168,8 @@ def wire(network: nn.Module, example: Tensor) -> Wiring:
     """Return the wiring of `network` for inputs like `example`, such as [n, c, h, w] or [n, d].
 
     The network runs once, on one sample in eval mode. Its flags and buffers stay unchanged. Raise WiringError if an
-    operation mixes channels in an unsupported way, a parameter is on no axis, or the network has several
-    inputs or outputs. The message has the node, module and source line, as far as known.
+    operation mixes channels in an unsupported way, a parameter is on no axis, or it does not
+    have one input and one output. The message has the node, module and source line, as far as known.
     """
     walk = Walk(network, example, RULES)
     walk.run()

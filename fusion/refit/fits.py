@@ -37,8 +37,8 @@ class Fit:
 def fits(wiring: Wiring) -> dict[str, Fit]:
     """Return fits by node, for each layer that is linear in its weights and called once, and each norm not after one.
 
-    If the outputs of two such layers are added, the layer on the shorter path (a shortcut's) is fitted to its own
-    target, and the other one to the sum's.
+    If the outputs of two such layers are added, the one on the shorter path (a shortcut's) is fitted to its own target.
+    The other one is fitted to the sum's target.
     """
     work = _Fits(wiring)
     by_node = {fit.node: fit for layer in wiring.layers if (fit := work.of(layer.node)) is not None}
