@@ -201,7 +201,7 @@ def test_the_paper_method_starts_from_parts_of_one_network_too(tmp_path):
         (["strategy.lacking=0.9"], "strategy.lacking: needs strategy.fusion=parts"),
         (["strategy.fusion=refit", "strategy.basis=weights"], "strategy.basis: needs strategy.fusion=cla_ot, got 'refit'"),
         (["strategy.reference=deepest"], "unknown architecture 'deepest'"),
-        (["strategy.start=shared"], "mlp-20-8 is no part of mlp-16-12-8"),
+        (["strategy.start=shared"], "mlp-20-8 is not a part of mlp-16-12-8"),
         (
             ["sites.1.network={name: lenet}", "data.size=16"],
             "strategy.fusion=cla_ot: lenet (of site-0003) cannot be fused into",
