@@ -205,7 +205,7 @@ def slots_of(experiment: Experiment) -> dict[str, Slot]:
         len(slots) > 1 or any(isinstance(slot, PerClientSlot) for slot in slots.values())
     ):
         raise UserError(
-            f"federation.partial_sums: workers can add up only one sum, but strategy '{name}' has other slots; set it to false"
+            f"federation.partial_sums: workers can add up only one sum, but strategy '{name}' has more; set it to false"
         )
     return dict(slots)
 

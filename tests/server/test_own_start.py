@@ -232,7 +232,9 @@ def test_labels_of_the_same_classes_are_taken_and_without_labels_any_images(tmp_
 
 def test_networks_that_cannot_be_fused_are_both_named(tmp_path):
     odd = "{domain: digits, samples: 90, network: {name: lenet}}"
-    with pytest.raises(UserError, match=r"mlp-16-8 is no part of lenet: .*, that of site-0004; mlp-16-8: of site-0000\)"):
+    with pytest.raises(
+        UserError, match=r"mlp-16-8 is no part of lenet: .*, of site-0004; mlp-16-8 is the network of site-0000\)"
+    ):
         check(configured(tmp_path, "data.size=16", sites=f"{SITES}, {odd}"))
 
 
