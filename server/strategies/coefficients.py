@@ -157,9 +157,7 @@ SEARCHES = {"grid": _grid, "powell": _powell}
 
 
 def noted(view: View, options: SearchOptions, how: str) -> dict[str, Alpha]:
-    """Return the coefficients that the same search found for the same sums, if it is the newest search in the ledger, or
-    {}.
-    """
+    """Return the coefficients of the ledger's newest search if it was this search on these sums, or {}."""
     last = view.ledger.newest(SEARCHED)
     return last.body["coefficients"] if last and last.body.items() >= _key(view, options, how).items() else {}
 

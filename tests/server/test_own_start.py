@@ -209,9 +209,9 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> str:
         (["strategy.server={steps: 5, weight: 0, images: {domain: cifar100}}"], "'cifar100' has 100 classes"),
         (
             ["strategy.server={steps: 5, weight: 0.5, images: {domain: fashion_mnist}}"],
-            "strategy.server.images.domain: class 0 is 'T-shirt/top' in fashion_mnist and '0' in digits; its labels need",
+            "strategy.server.images.domain: class 0 is 'T-shirt/top' in fashion_mnist and '0' in digits; take",
         ),
-        (["strategy.server={steps: 5, weight: 0}", "data.heads=task"], "data.heads=task takes weight=1"),
+        (["strategy.server={steps: 5, weight: 0}", "data.heads=task"], "with data.heads=task, set weight=1"),
         (["strategy.start=both"], "strategy.start: got 'both'"),
         (
             ["strategy.server.steps=5", "data.validation=0", "strategy.start=shared"],
