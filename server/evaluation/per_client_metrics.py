@@ -1,4 +1,4 @@
-"""What a federation of different networks gives its sites: accuracy where they are, and what each network costs them."""
+"""Metrics of a federation with different networks: accuracy at each site, and the cost of each network."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -14,19 +14,25 @@ from fedloom.conf.schema import Config
 from fedloom.conf.sites import UNION, Site
 from fedloom.server.evaluation.evaluator import Evaluator
 
-OWN, LACKING = "own", "lacking"  # classes as often as a site has them; those that it has not
-TIMED = 1000  # images, of which the time is told
+OWN, LACKING = "own", "lacking"  # classes in a site's own proportions; classes that a site lacks
+TIMED = 1000  # images whose time is measured
 
 
 def different_networks(config: Config, sites: Sequence[Site]) -> bool:
-    """Whether the sites' architectures differ."""
+    """Return whether the sites have different architectures."""
     return len({architecture_of(config, site) for site in sites}) > 1
 
 
 def at_sites(evaluator: Evaluator, sites: Sequence[Site], models: Mapping[str, Model]) -> dict[str, float]:
-    """Means over sites of the test accuracy of the network that each would use, the shared one of its architecture or (none
-    is shared) its own: on its domain with classes as often as it has them (own), on the classes of it that it has no image
-    of (lacking; only over sites that lack some), and on all domains (union)."""
+    """Return means over sites of the test accuracy (0 to 1) of the network that each site would use.
+
+    That is the shared network of its architecture or, without one, its own network.
+
+    Returns:
+        OWN: on the site's domain, with classes in the site's own proportions.
+        LACKING: on classes of its domain of which it has no image. Only sites that lack classes count.
+        UNION: on all domains.
+    """
     found: dict[str, list[float]] = {OWN: [], LACKING: [], UNION: []}
     known: dict[str, dict[str, Tensor]] = {}
     named = {site.name for site in sites}
@@ -50,7 +56,7 @@ def at_sites(evaluator: Evaluator, sites: Sequence[Site], models: Mapping[str, M
 
 @torch.no_grad()
 def class_counts(evaluator: Evaluator, model: Model) -> dict[str, Tensor]:
-    """By domain, [2, classes] float64: test images of each class that a model classifies rightly, and how many there are."""
+    """Return [2, classes] float64 by domain: correctly classified test images of each class, and their number."""
     network, found = evaluator.loaded(model), {}
     for domain in evaluator.specs if model.domains is None else model.domains:
         view, images = evaluator.head_view(network, domain), evaluator.images(domain, "test")
@@ -60,8 +66,11 @@ def class_counts(evaluator: Evaluator, model: Model) -> dict[str, Tensor]:
 
 
 def costs(evaluator: Evaluator, sites: Sequence[Site], models: Mapping[str, Model]) -> dict[str, dict[str, Any]]:
-    """By architecture's network: how many sites have it, its parameters, bytes that a site hears and sends in a round, and
-    seconds for 1,000 images on this machine; and of an ensemble of all sites' networks."""
+    """Return the cost of each shared network, and of an ensemble of all sites' networks.
+
+    The cost is the number of sites with the network, its parameters, the bytes that a site receives and sends in a round,
+    and the seconds for 1,000 images on this machine.
+    """
     counts: dict[Architecture, int] = {}
     for site in sites:
         architecture = architecture_of(evaluator.config, site)
@@ -82,7 +91,7 @@ def costs(evaluator: Evaluator, sites: Sequence[Site], models: Mapping[str, Mode
 
 @torch.no_grad()
 def _seconds(evaluator: Evaluator, model: Model) -> float:
-    """The least of three times."""
+    """Return the shortest of three times."""
     network, size = evaluator.loaded(model), model.architecture
     images = torch.zeros(TIMED, size.channels, size.size, size.size, device=evaluator.device)
     times = []

@@ -1,4 +1,4 @@
-"""What a strategy of Flower's keeps from round to round (m_t, v_t, momentum) as tensors, and put back: the same bits."""
+"""The state of a Flower strategy between rounds (m_t, v_t, momentum), as tensors and back with the same bits."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,7 +15,11 @@ DICTIONARY, LIST, RECORD, ARRAY, WHOLE, NUMBER = "dictionary", "list", "record",
 
 
 def remembered(strategy: Any, fresh: Any) -> State:
-    """What differs from a strategy that was just made, by `attribute/kind/key`. FailedError for what no tensor holds."""
+    """Return the attributes that differ from a new strategy, by `attribute/kind/key`.
+
+    Raises:
+        FailedError: A tensor cannot hold an attribute.
+    """
     found: State = {}
     for name, given in vars(strategy).items():
         made = vars(fresh).get(name)
@@ -24,13 +28,13 @@ def remembered(strategy: Any, fresh: Any) -> State:
         parts = _parts(given)
         if parts is None and given != made:
             raise FailedError(f"strategy '{type(strategy).__name__}': its attribute '{name}' became a "
-                              f"{type(given).__name__}, which cannot be kept for a resumption")  # fmt: skip
+                              f"{type(given).__name__}, which cannot be saved to resume the run")  # fmt: skip
         found |= {f"{name}/{kind}/{key}": tensor for kind, key, tensor in parts or ()}
     return found
 
 
 def put_back(strategy: Any, state: Mapping[str, Tensor]) -> Any:
-    """The strategy, which was just made, with what it remembered."""
+    """Restore the saved attributes of a new strategy, and return it."""
     groups: dict[tuple[str, str], dict[str, Tensor]] = {}
     for path, tensor in state.items():
         name, kind, key = path.split("/", 2)
@@ -41,23 +45,27 @@ def put_back(strategy: Any, state: Mapping[str, Tensor]) -> Any:
 
 
 def arrays_of(state: Mapping[str, Tensor]) -> ArrayRecord:
-    """A state as the strategies have it, in the order of the names: some go by places, and the ledger keeps no order."""
+    """Return a state as Flower's record, sorted by name: some strategies use positions, and the ledger has no order."""
     return ArrayRecord({name: Array(state[name].numpy().copy()) for name in sorted(state)})
 
 
 def state_of(record: ArrayRecord) -> State:
-    """The inverse; numbers as they are. FailedError for entries that are not finite."""
+    """Return Flower's record as a state.
+
+    Raises:
+        FailedError: An entry is not finite.
+    """
     found = {name: _tensor(array.numpy()) for name, array in record.items()}
     if odd := next((name for name, one in found.items() if not bool(torch.isfinite(one).all())), ""):
         raise FailedError(f"strategy: its tensor '{odd}' has entries that are not finite; smaller steps may help")
     return found
 
 
-_NONE = "none"  # the key that says that a collection is there, with nothing in it
+_NONE = "none"  # marks a collection, which may be empty
 
 
 def _parts(given: Any) -> list[tuple[str, str, Tensor]] | None:
-    """Kind, key and tensor of each part; None for what is of no kind."""
+    """Return kind, key and tensor of each part, or None for a type that cannot be saved."""
     if isinstance(given, bool):
         return None
     if isinstance(given, int):
